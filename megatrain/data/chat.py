@@ -13,9 +13,16 @@ from numpy.typing import NDArray
 from megatrain.data.conversation import ROLES, Conversation
 from megatrain.data.examples import Found
 from megatrain.data.replies import Replies
-from megatrain.data.template import REASONING, Template
+from megatrain.data.template import REASONING, SAID, Template
 from megatrain.data.text import Document
-from megatrain.data.tokenizer import check_encodable, token_ids, tokenising
+from megatrain.data.tokenizer import (
+    added_ids,
+    check_encodable,
+    first_token,
+    token_ids,
+    tokenising,
+)
+from megatrain.data.unheeded import OF_CALLS, empty
 from megatrain.errors import InputError
 
 _NO_PLACE = "use a template that has, or leave it out"
@@ -36,7 +43,7 @@ class ChatEncoder:
             )
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._added = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
+        self._added = added_ids(tokenizer)
         self._names = [str(token) for token in tokenizer.added_tokens_decoder.values()]
 
     def conversation(self, found: Found) -> Document:
@@ -49,6 +56,12 @@ class ChatEncoder:
         ids, targets = self._encode(found.example, found.where)
         return Document(found.source, found.number, ids, targets)
 
+    def unread(self, talk: Conversation) -> list[str]:
+        """Fields of messages that the template does not name."""
+        names = dict.fromkeys(n for m in talk.messages for n, v in m.items() if not empty(v))
+        said = ("role", *SAID)
+        return [n for n in names if n not in said and not self._template.has_place(talk, n)]
+
     def _encode(
         self, talk: Conversation, where: str
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -56,18 +69,21 @@ class ChatEncoder:
         if not any(talk.learnt):
             return np.zeros(0, np.int32), np.zeros(0, bool)
         replies = Replies(self._template, self._names, talk, where)
-        encoded, ids = self._tokens(replies.text, where)
-        starts, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        whole = replies.text
+        encoded, ids = self._tokens(whole, where)
+        offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+        starts = offsets[:, 0]
         marked, targets = np.zeros((2, len(ids)), bool)
         for begin, end in replies.marks:
-            marked[np.searchsorted(ends, begin, "right") : np.searchsorted(starts, end)] = True
+            first = first_token(whole, offsets, ids, self._added, begin)
+            marked[first : np.searchsorted(starts, end)] = True
         if self._template.is_marked(talk) and _all_learnt(talk):
             return ids, marked
         for turn in np.flatnonzero(talk.learnt).tolist():
             for begin, end in replies.spans(turn):
-                first = np.searchsorted(ends, begin, "right")
+                first = first_token(whole, offsets, ids, self._added, begin)
                 # What follows the closing special token is white space between two turns.
-                visible = begin + len(replies.text[begin:end].rstrip())
+                visible = begin + len(whole[begin:end].rstrip())
                 last, closing = np.searchsorted(starts, (end, visible))
                 closed = closing > first and int(ids[closing - 1]) in self._added
                 targets[first : closing if closed else last] = True
@@ -99,6 +115,11 @@ def _refuse_unplaced(talk: Conversation, template: Template, where: str) -> None
             raise InputError(
                 f"{where}: message {turn}: role {role!r:.40} is none of these: {known}"
             )
+        for name, remedy in OF_CALLS.items():
+            if not (empty(message.get(name)) or template.heeds(talk, turn - 1, name, where)):
+                raise InputError(
+                    f"{where}: message {turn}: the chat template does not read {name!r}: {remedy}"
+                )
         for name in ("tool_calls", *REASONING):
             if not message.get(name):
                 continue

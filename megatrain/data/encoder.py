@@ -7,8 +7,8 @@ from typing import Any
 from megatrain.data.chat import ChatEncoder
 from megatrain.data.conversation import Conversation
 from megatrain.data.examples import Examples, Found
-from megatrain.data.formats import Rated
 from megatrain.data.readers import Piece
+from megatrain.data.rows import Rated
 from megatrain.data.text import Document, TextEncoder
 from megatrain.errors import InputError
 
@@ -53,6 +53,9 @@ class Encoder:
     def _row(self, found: Found, examples: Examples) -> Sequence[Document]:
         said = found.example
         try:
+            for talk in said.replies if isinstance(said, Rated) else [said]:
+                if isinstance(talk, Conversation):
+                    examples.pass_over(f"{name} (of messages)" for name in self._chat.unread(talk))
             if not isinstance(said, Rated):
                 return [self._encoded(found)]
             return [

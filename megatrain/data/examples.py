@@ -1,12 +1,13 @@
 """Sources as examples: each row in the format that its source's first row has."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from megatrain.data.conversation import Conversation
-from megatrain.data.formats import TEXT, Completion, Example, Format, Rated, Reading
+from megatrain.data.formats import TEXT, Format, Reading
 from megatrain.data.readers import Piece, read_rows, read_text, split_text
+from megatrain.data.rows import Completion, Example, Rated
 from megatrain.data.sources import Source, SourceFile
 from megatrain.data.template import SAID
 from megatrain.data.tokenizer import check_encodable
@@ -108,13 +109,17 @@ class Examples:
             if _teaches_silence(example):
                 number_so_far, first = self.notes["empty"]
                 self.notes["empty"] = [number_so_far + 1, first or where]
-            known = self.notes["unread"]
-            known += [n for n in unread if n not in known][: SHOWN - len(known)]
+            self.pass_over(unread)
             if isinstance(example, str):
                 for piece in split_text(example, number):
                     yield Found(index, number, where, piece)
             else:
                 yield Found(index, number, where, example)
+
+    def pass_over(self, names: Iterable[str]) -> None:
+        """Remember fields that are not read."""
+        known = self.notes["unread"]
+        known += [n for n in names if n not in known][: SHOWN - len(known)]
 
     def bad(self, error: InputError) -> None:
         """Count a row that cannot be trained on; raises its error unless such rows are skipped."""

@@ -1,4 +1,4 @@
-"""The formats that rows come in, found by their fields, and what a row of each says.
+"""The formats that rows come in, found by their fields.
 
 A format is the names of its fields and a function; each field may go by several names. Their shapes
 are those of TRL's dataset formats, OpenAI's chat, Alpaca and ShareGPT (as LLaMA-Factory reads it).
@@ -6,37 +6,33 @@ are those of TRL's dataset formats, OpenAI's chat, Alpaca and ShareGPT (as LLaMA
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from megatrain.data.conversation import SPEAKERS, Conversation, Message, from_json, messages, tools
+from megatrain.data.conversation import SPEAKERS, from_json
+from megatrain.data.rows import (
+    Example,
+    check_text,
+    is_said,
+    of_completion,
+    of_instruction,
+    of_messages,
+    of_pair,
+    of_pair_with_margin,
+    of_question,
+    of_rated,
+    of_text,
+    opening,
+)
 from megatrain.data.sources import Kind
 from megatrain.data.tables import Row
-from megatrain.data.unheeded import empty, listed, number, objects, refuse_unheeded, says_training
+from megatrain.data.unheeded import empty, listed, objects, refuse_unheeded, says_training
 from megatrain.data.written import text_or_messages
 from megatrain.errors import InputError
 
 Fields = Mapping[str, str | None]
-
-
-class Completion(NamedTuple):
-    """A text to continue, and how: without a chat template, and only the completion is learnt."""
-
-    prompt: str
-    completion: str
-
-
-class Rated(NamedTuple):
-    """Replies to one prompt, each with the prompt, and which of them are good, by how much."""
-
-    replies: Sequence[Conversation | Completion]
-    good: Sequence[bool]
-    margin: float = 0.0
-
-
-Example = str | Conversation | Completion | Rated
 _SYSTEM = {"system": ("system", "system_prompt")}
+_PROMPTED = {**_SYSTEM, **{name: (name,) for name in ("tools", "chat_template_kwargs")}}
 _REASONING = {"reasoning": ("reasoning", "reasoning_content", "thinking")}
-_KWARGS = {"chat_template_kwargs": ("chat_template_kwargs",)}
 
 
 @dataclass(frozen=True)
@@ -81,173 +77,41 @@ class Format:
         return found
 
 
-def _messages(row: Row, where: str) -> Conversation:
-    said, learnt = messages(row["messages"], "messages", where)
-    first = from_json(row["messages"], "messages", where)
-    shared = isinstance(first, Sequence) and "from" in first[0]
-    return _conversation(said, learnt, row, where, wrap=shared)
-
-
-def _prompt_completion(row: Row, where: str) -> Conversation | Completion:
-    parts = [text_or_messages(row[name], name, where) for name in ("prompt", "completion")]
-    texts = [part for part in parts if isinstance(part, str)]
-    if len(texts) == 2:
-        refuse_unheeded({n: row.get(n) for n in ("system", "tools")}, where, text=False)
-        return Completion(*texts)
-    if texts:
-        raise InputError(
-            f"{where}: 'prompt' and 'completion' must both be strings, or both lists of messages"
-        )
-    prompt, _ = messages(parts[0], "prompt", where)
-    completion, learnt = messages(parts[1], "completion", where)
-    nothing = [False] * len(prompt)
-    return _conversation(prompt + completion, nothing + learnt, row, where)
-
-
-def _pair(row: Row, where: str) -> Rated:
-    names = ("chosen", "rejected")
-    replies: list[Any] = [text_or_messages(row[name], name, where) for name in names]
-    prompt = text_or_messages(row.get("prompt"), "prompt", where)
-    kind = type(replies[0])
-    if kind not in (str, list) or type(replies[1]) is not kind:
-        raise InputError(f"{where}: 'chosen' and 'rejected' must both be strings, or both messages")
-    if replies[0] == replies[1]:
-        raise InputError(f"{where}: 'chosen' and 'rejected' say the same: leave the row out")
-    if type(prompt) is not kind:
-        # The replies hold the prompt: what they begin with alike, as TRL takes it.
-        differ = (at for at, (one, other) in enumerate(zip(*replies, strict=False)) if one != other)
-        common = next(differ, min(map(len, replies)))
-        if kind is str and prompt is None:
-            common -= replies[0][:common].endswith(" ")
-        said, replies = replies[0][:common], [reply[common:] for reply in replies]
-        if kind is list and not (all(replies) and (said or prompt)):
-            raise InputError(
-                f"{where}: 'chosen' and 'rejected' must begin with the same messages, and then "
-                "each have a reply of its own"
-            )
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else said
-        prompt = said or asked
-    rows = [{**row, "prompt": prompt, "completion": reply} for reply in replies]
-    return Rated([_prompt_completion(each, where) for each in rows], [True, False])
-
-
-def _pair_with_margin(row: Row, where: str) -> Rated:
-    return _pair(row, where)._replace(margin=number(row["margin"], "margin", where))
-
-
-def _rated(row: Row, where: str) -> Rated:
-    if not isinstance(row["label"], bool):
-        raise InputError(f"{where}: 'label' must be true of a good reply, false of a bad one")
-    return Rated([_prompt_completion(row, where)], [row["label"]])
-
-
-def _instruction(row: Row, where: str) -> Conversation:
-    texts = [_string(row, name, where) for name in ("instruction", "input")]
-    answer = _string(row, "output", where, needed=True)
-    return _turns(row, "\n".join(filter(None, texts)), answer, where)
-
-
-def _question(row: Row, where: str) -> Conversation:
-    question = _string(row, "question", where, needed=True)
-    return _turns(row, question, _string(row, "answer", where, needed=True), where)
-
-
-def _turns(row: Row, question: str, answer: str, where: str) -> Conversation:
-    turns = [*_history(row, where), question, answer]
-    if not question:
-        raise InputError(f"{where}: it asks nothing: fill its question in, or leave the row out")
-    roles = ("user", "assistant")
-    said: list[Message] = [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]
-    if reasoning := _string(row, "reasoning", where):
-        said[-1]["reasoning_content"] = reasoning
-    return _conversation(said, [m["role"] == "assistant" for m in said], row, where)
-
-
-def _history(row: Row, where: str) -> list[str]:
-    history = from_json(row.get("history"), "history", where)
-    if empty(history):
-        return []
-    texts: list[str] = []
-    for pair in history if isinstance(history, list) else [None]:
-        if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
-            raise InputError(f"{where}: 'history' must be a list of pairs of question and answer")
-        texts += pair
-    return texts
-
-
-def _conversation(
-    said: list[Message], learnt: list[bool], row: Row, where: str, *, wrap: bool = False
-) -> Conversation:
-    """A conversation with the row's system prompt, tools and settings of the template."""
-    system = _string(row, "system", where)
-    if system and said[0]["role"] in ("system", "developer"):
-        if said[0].get("content") != system:
-            raise InputError(f"{where}: 'system' and a system message say two things: keep one")
-    elif system:
-        said, learnt = [{"role": "system", "content": system}, *said], [False, *learnt]
-    options = row.get("chat_template_kwargs") or {}
-    if not isinstance(options, dict) or _RESERVED & set(options):
-        kept = ", ".join(sorted(_RESERVED))
-        raise InputError(f"{where}: 'chat_template_kwargs' must be an object without {kept}")
-    return Conversation(said, learnt, tools(row.get("tools"), where, wrap=wrap), options)
-
-
-_RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversations",
-             "documents", "messages", "return_assistant_tokens_mask", "tools"}  # fmt: skip
-
-
-def _text(row: Row, where: str) -> str:
-    return _string(row, "text", where, needed=True)
-
-
-def _string(row: Row, name: str, where: str, *, needed: bool = False) -> str:
-    value = row.get(name)
-    if value is None and not needed:
-        return ""
-    if isinstance(value, str):
-        return value
-    kind, remedy = type(value).__name__, "write it as one"
-    if value is None:
-        kind, remedy = "null", "fill it in, or leave the row out"
-    elif isinstance(value, (list, dict)):
-        remedy = "write it as one (a table by columns is to be saved row by row)"
-    raise InputError(f"{where}: field {name!r} must be a string, not {kind}: {remedy}")
-
-
+# Names that questions and answers go by.
+_QUESTIONS = ("question", "prompt", "query", "problem", "input", "user")
+_ANSWERS = ("answer", "response", "solution", "output", "assistant")
 _TALKS = {"messages": ("messages", "conversations", "conversation")}
-TEXT = Format("text", "text", {"text": ("text",)}, {}, _text)
+TEXT = Format("text", "text", {"text": ("text",)}, {}, of_text)
 FORMATS = (
-    Format("conversations", "chat", _TALKS, {**_SYSTEM, "tools": ("tools",), **_KWARGS}, _messages),
+    Format("conversations", "chat", _TALKS, _PROMPTED, of_messages),
     Format(
         "prompts and completions", "chat",
         {"prompt": ("prompt",), "completion": ("completion",)},
-        {**_SYSTEM, "tools": ("tools",), **_KWARGS}, _prompt_completion,
+        _PROMPTED, of_completion,
     ),
     Format(
         "instructions", "chat",
         {"instruction": ("instruction",), "output": ("output", "response")},
         {"input": ("input", "context"), "history": ("history",), **_SYSTEM, **_REASONING},
-        _instruction,
+        of_instruction,
     ),
     Format(
         "questions and answers", "chat",
-        {"question": ("question", "prompt", "query", "problem", "input", "user"),
-         "answer": ("answer", "response", "solution", "output", "assistant")},
-        {"history": ("history",), **_SYSTEM, **_REASONING}, _question,
+        {"question": _QUESTIONS, "answer": _ANSWERS},
+        {"history": ("history",), **_SYSTEM, **_REASONING}, of_question,
     ),
     TEXT,
-    Format("text of the field content", "text", {"text": ("content",)}, {}, _text),
+    Format("text of the field content", "text", {"text": ("content",)}, {}, of_text),
 )  # fmt: skip
-_PROMPTED = {**_SYSTEM, "tools": ("tools",), **_KWARGS}
 PAIRS = Format(
     "preferences", "pairs", {"chosen": ("chosen",), "rejected": ("rejected",)},
-    {"prompt": ("prompt",), **_PROMPTED}, _pair,
+    {"prompt": ("prompt",), **_PROMPTED}, of_pair,
 )  # fmt: skip
-MARGINS = replace(PAIRS, needs={**PAIRS.needs, "margin": ("margin",)}, read=_pair_with_margin)
+MARGINS = replace(PAIRS, needs={**PAIRS.needs, "margin": ("margin",)}, read=of_pair_with_margin)
 RATED = Format(
     "rated replies", "rated",
     {"prompt": ("prompt",), "completion": ("completion",), "label": ("label", "kto_tag")},
-    _PROMPTED, _rated,
+    _PROMPTED, of_rated,
 )  # fmt: skip
 _OF_REPLIES = {"pairs": (PAIRS,), "margins": (MARGINS,), "rated": (RATED, PAIRS)}
 _EVERY = (*FORMATS, MARGINS, RATED)
@@ -317,6 +181,8 @@ class Reading:
                 if n not in (names or {}).values() and n not in self.fields}  # fmt: skip
         if names is None and self.kind in _OF_REPLIES:
             raise self._other_format(form, row, where)
+        if names is not None and form in (PAIRS, MARGINS) and "prompt" not in names:
+            _refuse_unread_prompt([row[names[n]] for n in form.needs], rest, where)
         refuse_unheeded(rest, where, text=form.kind == "text")
         if names is None:
             raise self._other_format(form, row, where)
@@ -328,9 +194,11 @@ class Reading:
                         f"with data.fields (or {name}: null to pass it over)"
                     )
         given = {name: row[theirs] for name, theirs in names.items()}
+        for name, theirs in names.items():
+            check_text(given[name], name, theirs, where, needed=name in form.needs)
         unread = [n for n, v in rest.items() if not empty(v)]
         if any(self.fields.get(name) for name in _OF_MESSAGES):
-            given = {name: self._renamed(from_json(v, name, where)) for name, v in given.items()}
+            given = {n: self._renamed(from_json(v, n, where), where) for n, v in given.items()}
         return form.read(given, where), unread
 
     def _other_format(self, form: Format, row: Row, where: str) -> InputError:
@@ -339,15 +207,25 @@ class Reading:
             f"{listed(row)}: keep formats in files of their own"
         )
 
-    def _renamed(self, value: Any) -> Any:
+    def _renamed(self, value: Any, where: str) -> Any:
         """Messages whose `role` and `content` have other names in the data."""
         if not isinstance(value, list):
             return value
-        ours = {theirs: name for name, theirs in self.fields.items() if name in _OF_MESSAGES}
-        return [
-            {ours.get(key, key): v for key, v in m.items()} if isinstance(m, dict) else m
-            for m in value
-        ]
+        theirs = {name: self.fields[name] for name in _OF_MESSAGES if self.fields.get(name)}
+        renamed = []
+        for number, message in enumerate(value, start=1):
+            if not isinstance(message, dict):
+                return value
+            for name, other in theirs.items():
+                if message.get(other) is None and not empty(message.get(name)):
+                    raise InputError(
+                        f"{where}: message {number} has {name!r}, but no {other!r}, which "
+                        f"data.fields takes as the {name}: fill it in, or leave the row out"
+                    )
+            rest = {k: v for k, v in message.items() if k not in {*theirs, *theirs.values()}}
+            named = {name: message[other] for name, other in theirs.items() if other in message}
+            renamed.append({**rest, **named})
+        return renamed
 
     def _missing(self, mapped: set[str]) -> str:
         if self.kind == "text":
@@ -388,10 +266,44 @@ class Reading:
 
     def _refuse_known(self, row: Row, where: str) -> None:
         """Raises InputError: the row is of a format that no loss here is for."""
+        if self.kind == "rated":
+            self._refuse_rated(row, where)
         rest = {n: v for n, v in row.items() if n not in self.fields}
         refuse_unheeded(rest, where, text=self.kind == "text")
         if "prompt" in rest and self.kind in ("auto", "chat"):
             raise InputError(
                 f"{where}: a prompt alone has no reply to learn: give a 'completion' (or train on "
                 "the prompts as text with data.fields: {text: prompt})"
+            )
+
+    def _refuse_rated(self, row: Row, where: str) -> None:
+        """Raises InputError: a reply is rated, but it is not there as a prompt and a completion."""
+        there = {n for n, v in row.items() if n not in self.fields and not empty(v)}
+        if there.isdisjoint(RATED.needs["label"]):
+            return
+        if talks := there.intersection(_TALKS["messages"]):
+            remedy = f"split {min(talks)!r} into these two lists of messages"
+        else:
+            names = {"prompt": ("prompt", "instruction", *_QUESTIONS),
+                     "completion": ("completion", *_ANSWERS)}  # fmt: skip
+            found = {ours: next((n for n in known if n in there), "...")
+                     for ours, known in names.items()}  # fmt: skip
+            written = ", ".join(f"{ours}: {n}" for ours, n in found.items() if ours != n)
+            remedy = f"name them with data.fields: {{{written}}}"
+        needed = "loss.name: kto needs a 'prompt' and a 'completion' beside the label"
+        raise InputError(f"{where}: {needed}: {remedy}")
+
+
+def _refuse_unread_prompt(pair: Sequence[Any], rest: Mapping[str, Any], where: str) -> None:
+    """Raises InputError: a pair has its prompt under a name that is not read."""
+    replies = [text_or_messages(reply, "chosen", where) for reply in pair[:2]]
+    said = opening(replies) if {*map(type, replies)} in ({str}, {list}) else ""
+    for name in ("instruction", *_QUESTIONS, *_TALKS["messages"]):
+        value = rest.get(name)
+        if empty(value) or (said and not isinstance(value, str)):
+            continue
+        if not (isinstance(value, str) and is_said(value, said)):
+            raise InputError(
+                f"{where}: field {name!r} is not read, and the replies have no such prompt: write "
+                f"data.fields: {{prompt: {name}}} ({name}: null passes it over)"
             )

@@ -24,6 +24,13 @@ _WRAPPED = re.compile(
     r'\s*\{\s*"(train|data|rows|examples|samples|items|records|instances|dataset)"\s*:\s*'
     r'\[(?=\s*\{\s*"(?!(?:role|content|from|value)"))'
 )
+_LIST = re.compile(r"\s*\[(?=\s*\{)")
+_ROW = re.compile(r'[\s,]*(\{\s*"([^"\\]*)"\s*:)')
+_FIELDS = {
+    "messages", "conversations", "conversation", "instruction", "prompt", "completion", "text",
+    "question", "answer", "input", "output", "response", "problem", "solution", "query", "chosen",
+    "rejected",
+}  # fmt: skip
 _BLANK = re.compile(r"[ \t\r\n,]*")
 
 
@@ -52,7 +59,7 @@ def read_text(file: SourceFile) -> Iterator[Piece]:
                 line, first = line + text.count("\n"), False
             text = _decode(decoder, block, offset, file, final=False)
             text = text.removeprefix(_BOM) if first else text
-            if offset == 0 and _looks_like_rows(text):
+            if offset == 0 and _looks_like_rows(text, whole=len(block) < PIECE_BYTES):
                 raise InputError(f"{file.name}: rows of JSON are no text: name the file .jsonl")
             offset += len(block)
         text += _decode(decoder, b"", offset, file, final=True)
@@ -113,13 +120,39 @@ def _begins_a_list(stream: IO[bytes]) -> bool:
     return begins.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
-def _looks_like_rows(text: str) -> bool:
-    """Whether the first two lines (or the only one) are JSON objects."""
+def _looks_like_rows(text: str, *, whole: bool) -> bool:
+    """Whether the first two lines (or the only one) are JSON objects, or the text begins with rows.
+
+    Args: `whole`: it is all of the file.
+    """
     lines = [line for line in text.split("\n", 16) if line.strip()][:2]
     try:
-        return bool(lines) and all(isinstance(parse_json(line), dict) for line in lines)
+        if lines and all(isinstance(parse_json(line), dict) for line in lines):
+            return True
     except ValueError:
-        return len(text) >= PIECE_BYTES and len(lines) == 1 and text.lstrip().startswith('{"')
+        if not whole and len(lines) == 1 and text.lstrip().startswith('{"'):
+            return True
+    return _begins_with_rows(text, whole=whole)
+
+
+def _begins_with_rows(text: str, *, whole: bool) -> bool:
+    """Whether a text begins with a list of JSON objects, or with two, that have fields of rows."""
+    begins = _WRAPPED.match(text) or _LIST.match(text)
+    place = begins.end() if begins else 0
+    for _ in range(1 if begins else 2):
+        first = _ROW.match(text, place)
+        if first is None:
+            return False
+        try:
+            row, place = json.JSONDecoder().raw_decode(text, first.start(1))
+        except json.JSONDecodeError as error:
+            cut_off = error.msg.startswith("Unterminated string") or error.pos >= len(text) - 8
+            return not whole and cut_off and first.group(2) in _FIELDS
+        except (ValueError, RecursionError):  # an integer of thousands of digits, deep nesting
+            return False
+        if _FIELDS.isdisjoint(row):
+            return False
+    return text[place:].lstrip()[:1] in ("", ",", "]") or begins is None
 
 
 def _block(stream: IO[bytes]) -> bytes:

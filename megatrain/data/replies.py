@@ -13,21 +13,9 @@ from functools import cached_property
 
 from megatrain.data.conversation import Conversation
 from megatrain.data.said import called, tool_names, with_names_ending, with_signs
-from megatrain.data.template import REASONING, SAID, Template
+from megatrain.data.template import HEADERS, REASONING, SAID, Template
 from megatrain.errors import InputError
 
-# What replies begin with and end with where a template always asks for another reply (Command R7B,
-# the first of Llama 3), ends calls with the next header (Command R+), writes them otherwise at the
-# end (Apriel), or has the tokens that begin and end a turn within it, too (Kimi K3).
-_HEADERS = {
-    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>": (
-        r"<\|END_OF_TURN_TOKEN\|>|(?=<\|START_OF_TURN_TOKEN\|>)"
-    ),
-    "<|start_header_id|>assistant<|end_header_id|>\n\n": r"<\|eo[tm]_id\|>",
-    "<|assistant|>\n": r"\n<\|end\|>",
-    "<|begin_assistant|>\n": r"\n<\|end\|>|\Z",
-    '<|open|>message role="assistant"<|sep|>': r"<\|end_of_msg\|>",
-}
 _PRIVATE = range(0xE000, 0xF900)  # characters that Unicode leaves to private use
 Span = tuple[int, int]
 
@@ -135,13 +123,12 @@ class Replies:
 
     def _closed(self, turn: int, begin: int, end: int) -> int:
         """After the first tokens behind what a reply says: templates may end the text once more."""
-        content = self._talk.messages[turn].get("content", "").strip()
         if "tool_calls" in self._talk.messages[turn]:
             return end
-        said = self.text.rfind(content, begin, end) if content else self._places.get(turn, -1)
-        if said < 0:
+        said = self._said(turn, begin, end)
+        if said is None:
             return end
-        tokens = self._tokens.search(self.text, said + len(content), end)
+        tokens = self._tokens.search(self.text, said[1], end)
         return end if tokens is None else tokens.end()
 
     def _ended(self, turn: int, begin: int, end: int) -> int:
@@ -171,6 +158,19 @@ class Replies:
         start = self._places.get(turn, -1) - len(content)
         return start if start >= 0 and self.text.startswith(content, start) else None
 
+    def _said(self, turn: int, begin: int, end: int) -> Span | None:
+        """Where the content of a message is in text[begin:end], not as a part of a token there."""
+        content = self._talk.messages[turn].get("content", "").strip()
+        start = self._start(turn)
+        if content and (start is None or not begin <= start <= end - len(content)):
+            tokens = [token.span() for token in self._token.finditer(self.text, begin, end)]
+            start = self.text.rfind(content, begin, end)
+            while any(first <= start and start + len(content) <= last for first, last in tokens):
+                start = self.text.rfind(content, begin, start + len(content) - 1)
+        if start is None or not begin <= start <= end - len(content):
+            return None
+        return start, start + len(content)
+
     def _render(self, num_messages: int, *, asking: bool = False) -> str:
         """The text of the first messages, and of what asks for a reply to them."""
         key = (num_messages, asking)
@@ -182,10 +182,10 @@ class Replies:
 
     def _by_headers(self, turn: int, asked: str) -> Span | None:
         """Between the header and the end that a family is known for."""
-        header = next((each for each in _HEADERS if each in asked), None)
+        header = next((each for each in HEADERS if each in asked), None)
         if header is None:
             return None
-        pattern = f"{re.escape(header)}(.*?(?:{_HEADERS[header]}))"
+        pattern = f"{re.escape(header)}(.*?(?:{HEADERS[header]}))"
         spans = [found.span(1) for found in re.finditer(pattern, self.text, re.DOTALL)]
         roles = [message["role"] for message in self._talk.messages]
         if len(spans) != roles.count("assistant"):
@@ -208,9 +208,9 @@ class Replies:
         message = self._talk.messages[turn]
         if any(message.get(name) for name in ("tool_calls", *REASONING)):
             return False
-        whole, content = self.text[begin:end], message["content"].strip()
-        said = whole.rfind(content) if content else 0
-        introduction, conclusion = whole[:said], whole[said + len(content) :]
+        said = self._said(turn, begin, end) if message["content"].strip() else None
+        start, stop = said or (begin, begin)
+        introduction, conclusion = self.text[begin:start], self.text[stop:end]
         closing = self._token.findall(conclusion)
         if len(closing) < 2 and not self._token.search(introduction):
             return False

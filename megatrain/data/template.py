@@ -23,6 +23,18 @@ _LONGEST = 64 << 20  # characters, twice what a row may have; tokenising takes 5
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 SAID = ("content", "tool_calls", *REASONING)
+# What replies begin with and end with where a template always asks for another reply (Command R7B,
+# the first of Llama 3), ends calls with the next header (Command R+), writes them otherwise at the
+# end (Apriel), or has the tokens that begin and end a turn within it, too (Kimi K3).
+HEADERS = {
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>": (
+        r"<\|END_OF_TURN_TOKEN\|>|(?=<\|START_OF_TURN_TOKEN\|>)"
+    ),
+    "<|start_header_id|>assistant<|end_header_id|>\n\n": r"<\|eo[tm]_id\|>",
+    "<|assistant|>\n": r"\n<\|end\|>",
+    "<|begin_assistant|>\n": r"\n<\|end\|>|\Z",
+    '<|open|>message role="assistant"<|sep|>': r"<\|end_of_msg\|>",
+}
 _KEY, _VALUE, _ID = "somekey", "some value", "abcdefghi"
 _ASKED: Message = {"role": "user", "content": "some words"}
 _SAID: Message = {"role": "assistant", "content": "some words"}
@@ -95,6 +107,17 @@ class Template:
         """Whether the template mentions a name."""
         return re.search(rf"\b{re.escape(name)}\b", self.source(talk)) is not None
 
+    def heeds(self, talk: Conversation, turn: int, name: str, where: str) -> bool:
+        """Whether a field of a message changes the text.
+
+        Raises:
+            InputError: the template refuses the conversation, or takes too long.
+        """
+        messages = list(talk.messages)
+        messages[turn] = {key: v for key, v in messages[turn].items() if key != name}
+        text, _ = self.render(talk, where)
+        return text != self._tried(talk._replace(messages=self._put(talk, messages)))
+
     def render(
         self, talk: Conversation, where: str, **options: bool
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -104,8 +127,7 @@ class Template:
             InputError: the template refuses the conversation, or takes too long.
         """
         try:
-            shape = self._shape(talk)
-            messages = [shape.put(self._named(talk, message)) for message in talk.messages]
+            messages = self._put(talk, talk.messages)
             text, marks = self._rendered(talk._replace(messages=messages), **options)
         except Exception as error:  # templates raise their own, and trip over what they get
             reason = first_line(error)
@@ -118,6 +140,11 @@ class Template:
                 f"{where}: the chat template makes {len(text):,} characters of the row: check it"
             )
         return text, marks
+
+    def _put(self, talk: Conversation, messages: list[Message]) -> list[Message]:
+        """Messages of a conversation as the template takes them."""
+        shape = self._shape(talk)
+        return [shape.put(self._named(talk, message)) for message in messages]
 
     def _rendered(self, talk: Conversation, **options: bool) -> tuple[str, list[tuple[int, int]]]:
         from megatrain.compat.transformers import render_jinja_template

@@ -7,9 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.data.examples import Found
-from megatrain.data.formats import Completion
 from megatrain.data.readers import Piece
-from megatrain.data.tokenizer import check_encodable, token_ids, tokenising
+from megatrain.data.rows import Completion
+from megatrain.data.tokenizer import (
+    added_ids,
+    check_encodable,
+    first_token,
+    token_ids,
+    tokenising,
+)
 from megatrain.errors import InputError
 
 
@@ -48,6 +54,7 @@ class TextEncoder:
             )
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._added = added_ids(tokenizer)
         self._lead, tail = surroundings(tokenizer)
         eos = tokenizer.eos_token_id
         self._tail = tail if tail[-1:] == [eos] else [*tail, eos]
@@ -73,7 +80,8 @@ class TextEncoder:
     def completion(self, found: Found) -> Document:
         """A prompt, which is only read, and its completion with the end token, which is learnt.
 
-        A token that holds the end of the one and the beginning of the other is learnt.
+        A token that holds the end of the one and the beginning of the other is learnt, but not a
+        special one of the prompt that takes white space of the completion in.
 
         Raises:
             InputError: the tokenizer cannot say where a token came from; an id is outside the
@@ -92,11 +100,12 @@ class TextEncoder:
                 verbose=False,
             )  # fmt: skip
         ids = encoded["input_ids"]
+        offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+        first = first_token(prompt + completion, offsets, ids, self._added, len(prompt))
         lead = absent(self._lead, ids[: len(self._lead)])
         ids = [*lead, *ids, *self._absent_tail(ids)]
-        ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 1]
         targets = np.ones(len(ids), bool)
-        targets[: len(lead) + int(np.searchsorted(ends, len(prompt), side="right"))] = False
+        targets[: len(lead) + first] = False
         if not completion:
             targets[:] = False
         tokens = token_ids(ids, self._vocab_size, found.where)

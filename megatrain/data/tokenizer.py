@@ -3,7 +3,7 @@
 import hashlib
 import json
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,6 +147,31 @@ def token_ids(ids: Sequence[int], vocab_size: int | None, where: str) -> NDArray
     if worst > np.iinfo(np.int32).max:
         raise InputError(f"{where}: token id {worst} is larger than any: replace the tokenizer")
     return numbers.astype(np.int32)
+
+
+def added_ids(tokenizer: Any) -> set[int]:
+    """The ids of the special and other added tokens."""
+    return {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+
+
+def first_token(
+    text: str,
+    offsets: NDArray[np.int64],
+    ids: Sequence[int] | NDArray[np.int32],
+    added: Container[int],
+    begin: int,
+) -> int:
+    """The first token that has a part of text[begin:]; the place after the last one if none has.
+
+    An added token before that takes in white space behind it (`rstrip`) is none.
+
+    Args: `offsets`: [n, 2], where each token begins and ends in the text.
+    """
+    first = int(np.searchsorted(offsets[:, 1], begin, side="right"))
+    if first < len(ids) and int(ids[first]) in added:
+        start, end = offsets[first].tolist()
+        return first + bool(text[start:begin].strip() and not text[begin:end].strip())
+    return first
 
 
 def check_encodable(text: str, where: str) -> None:

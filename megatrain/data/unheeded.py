@@ -44,6 +44,12 @@ _MESSAGE = {
     "function_call": "it is not read: write it as 'tool_calls'",
     **_OF_MEDIA,
 }
+# What a template may read, in place of calls and tools; elsewhere nobody does.
+OF_CALLS = {
+    "function_calls": "write it as 'tool_calls'",
+    "functions": "write it as 'tools' of the row",
+    "tools": "write it as 'tools' of the row",
+}
 _MESSAGE_WEIGHT = re.compile(r"(.+_)?(weights?|masks?|masked|train|training|trainable|loss)(_.+)?")
 
 

@@ -126,6 +126,16 @@ def test_prompts_of_messages_are_read_and_only_their_completion_is_learnt():
     assert QWEN.decode(ids[targets]) == "42<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [("Q", "Q A"), ("", "Q A"), (ASK * 2, ASK * 2), (ASK * 2, ASK), (talk(ASK), talk("x", ASK))],
+)
+def test_a_completion_that_does_not_repeat_its_prompt_is_read(prompt, completion):
+    reading, row = Reading("auto", {}), {"prompt": prompt, "completion": completion}
+    example, _ = reading.example(reading.find(row, "r:1"), row, "r:1")
+    assert example[:2] == (prompt, completion) or example.messages == [*prompt, *completion]
+
+
 TEXTS = ["[INST] Hi [/INST]", "[1, 2]", '{"a": 1}', '[{"from": "Bonn", "to": "Rome"}]', "["]
 
 
@@ -215,6 +225,16 @@ REFUSED = {
     "half": ({"prompt": ASK, "completion": talk(ASK)}, "must both be strings, or both lists"),
     "no question": ({"instruction": "", "input": "", "output": TELL}, "it asks nothing"),
     "no answer": ({"instruction": ASK, "output": None}, "'output' must be a string"),
+    "a prompt of messages": (
+        {"prompt": talk(ASK), "response": TELL}, "field 'prompt' must be .*'messages'"),
+    "a question of null": ({"input": None, "output": TELL}, "'input' must be a string, not null"),
+    "a column of systems": ({"system_prompt": [ASK], "question": ASK, "answer": TELL},
+                            "field 'system_prompt' must be a string, not list"),
+    "a prompt twice": ({"prompt": talk(ASK), "completion": talk(ASK, TELL)},
+                       "'completion' repeats the prompt.*leave what 'prompt' has out of it"),
+    "a prompt twice in JSON": (
+        {"prompt": json.dumps(talk(ASK)), "completion": talk(ASK, TELL)}, "repeats the prompt"),
+    "a text twice": ({"prompt": ASK * 2, "completion": f"{ASK * 2} {TELL}"}, "repeats the prompt"),
     "history": ({"instruction": ASK, "output": TELL, "history": [["a"]]}, "list of pairs"),
     "system": ({"prompt": ASK, "completion": TELL, "system": "sea"}, "'system'"),
     "two systems": (
@@ -267,6 +287,34 @@ def test_fields_of_other_names_are_mapped(tmp_path, fields, row, same):
     with pytest.raises(InputError, match=r"a.jsonl:1: .*its fields are"):
         other = {f"{name}_": value for name, value in row.items()}
         opened(write_jsonl(tmp_path / "a.jsonl", [other]), tmp_path, fields=fields)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "beside"),
+    [
+        ({"content": "content_de"}, {"content": "no"}),
+        ({"role": "speaker"}, {"role": "user"}),
+        ({"role": "speaker"}, {"role": "nobody"}),
+        ({"role": "speaker", "content": "content_de"}, {"role": "tool", "content": "no"}),
+        ({"role": "content", "content": "role"}, {}),
+    ],
+)
+def test_the_mapped_field_of_a_message_is_read_in_whichever_order(tmp_path, fields, beside, first):
+    said = [{fields.get(name, name): value for name, value in m.items()} for m in talk(ASK, TELL)]
+    said = [{**beside, **m} if first else {**m, **beside} for m in said]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": said}])
+    data = opened(path, tmp_path, fields=fields)
+    assert data.batch([0])["input_ids"][0].tolist()[: data.num_tokens] == told(talk(ASK, TELL))[0]
+
+
+@pytest.mark.parametrize("absent", [{}, {"content_de": None}])
+def test_a_message_without_the_mapped_field_does_not_say_another(tmp_path, absent):
+    said = [{"role": "user", "content_de": ASK}, {"role": "assistant", "content": TELL, **absent}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": said}])
+    problem = r"a.jsonl:1: message 2 has 'content', but no 'content_de', .*data.fields"
+    with pytest.raises(InputError, match=problem):
+        opened(path, tmp_path, fields={"content": "content_de"})
 
 
 def test_fields_that_are_none_of_ours_are_refused():

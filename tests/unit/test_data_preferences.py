@@ -188,6 +188,89 @@ def test_what_cannot_be_compared_is_refused(tmp_path, row, kind, message):
         opened(tmp_path, [row], kind)
 
 
+ASKED = ("question", "query", "problem", "user", "instruction", "input")
+UNREAD = "field '{0}' is not read, .* write data.fields: {{prompt: {0}}}"
+
+
+@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("kind", ["pairs", "margins", "rated"])
+@pytest.mark.parametrize("made", [lambda text: f"It is {text}", lambda text: [*MORE, *reply(text)]])
+def test_a_prompt_of_another_name_is_not_passed_over(tmp_path, name, kind, made):
+    row = {"chosen": made("a"), "rejected": made("b"), "margin": 1, "system": "s", name: "Where?"}
+    with pytest.raises(InputError, match=r"rows.jsonl:1: " + UNREAD.format(name)) as caught:
+        opened(tmp_path, [row], kind)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+@pytest.mark.parametrize("made", [str, reply])
+def test_messages_are_no_prompt_that_is_passed_over(tmp_path, name, made):
+    row = {name: talk(ASK), "chosen": made(GOOD), "rejected": made(BAD)}
+    with pytest.raises(InputError, match=UNREAD.format(name)):
+        opened(tmp_path, [row])
+
+
+@pytest.mark.parametrize("name", ["question", "input"])
+def test_a_prompt_of_another_name_may_be_mapped_or_be_there_or_be_passed_over(tmp_path, name):
+    there = {"prompt": ASK, "chosen": reply(GOOD), "rejected": reply(BAD)}
+    same = lines(opened(tmp_path, [there]))
+    renamed = {name: ASK, "chosen": reply(GOOD), "rejected": reply(BAD)}
+    assert lines(opened(tmp_path, [renamed], fields={"prompt": name})) == same
+    both = {name: "Where?", "chosen": talk(ASK, GOOD), "rejected": talk(ASK, BAD)}
+    assert lines(opened(tmp_path, [both], fields={name: None})) == same
+    said = {"question": f"{ASK}\n", "chosen": talk(ASK, GOOD), "rejected": talk(ASK, BAD)}
+    assert lines(opened(tmp_path, [said])) == same
+    transcript = {**said, "question": None, "prompt": f"Human: {ASK} Assistant:"}
+    assert lines(opened(tmp_path, [transcript])) == same
+
+
+TWICE = "'chosen' and 'rejected' repeat the prompt, .*: leave what 'prompt' has out of them"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected", "problem"),
+    [
+        (talk(ASK), talk(ASK, GOOD), talk(ASK, BAD), TWICE),
+        (talk(ASK), talk(ASK, GOOD), reply(BAD), TWICE),
+        (f"Q: {ASK} A:", f"Q: {ASK} A: {GOOD}", f"Q: {ASK} A: {BAD}", TWICE),
+        ("Where is it?", talk(ASK, GOOD), talk(ASK, BAD), "'prompt' is not what 'chosen' and"),
+        (talk(ASK), GOOD, BAD, "'prompt' is neither a string nor what"),
+        ({"role": "user"}, talk(ASK, GOOD), talk(ASK, BAD), "'prompt' is neither a string nor"),
+    ],
+)
+def test_a_prompt_is_neither_doubled_nor_dropped(tmp_path, prompt, chosen, rejected, problem):
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    with pytest.raises(InputError, match=f"rows.jsonl:1: {problem}") as caught:
+        opened(tmp_path, [row])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_worse_text_may_repeat_the_prompt(tmp_path):
+    prompt = f"Q: {ASK} A:"
+    row = {"prompt": prompt, "chosen": GOOD, "rejected": prompt + GOOD}
+    assert [QWEN.decode(ids).count("Q:") for ids, _ in lines(opened(tmp_path, [row]))] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("row", "remedy"),
+    [
+        ({"instruction": ASK, "input": "", "output": GOOD, "kto_tag": True},
+         "data.fields: {prompt: instruction, completion: output}"),
+        ({"question": ASK, "completion": GOOD, "label": True}, "data.fields: {prompt: question}"),
+        ({"prompt": ASK, "response": GOOD, "label": True}, "data.fields: {completion: response}"),
+        ({"ask": ASK, "tell": GOOD, "label": True},
+         "data.fields: {prompt: ..., completion: ...}"),
+        ({"messages": talk(ASK, GOOD), "label": True},
+         "split 'messages' into these two lists of messages"),
+    ],
+)  # fmt: skip
+def test_rated_replies_of_other_fields_are_told_what_is_needed(tmp_path, row, remedy):
+    problem = "loss.name: kto needs a 'prompt' and a 'completion' beside the label"
+    with pytest.raises(InputError, match=problem) as caught:
+        opened(tmp_path, [row], "rated")
+    assert str(caught.value).endswith(remedy) and ":1: " in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("other", "kind"),
     [

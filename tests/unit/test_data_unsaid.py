@@ -1,9 +1,10 @@
 """What a file says about its training is honoured, or refused in one line: never dropped."""
 
 import json
+import logging
 
 import pytest
-from data_cases import chat_tokenizer, make_tokenizer, talk, write_jsonl
+from data_cases import chat_tokenizer, encode_row, make_tokenizer, talk, write_jsonl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -61,6 +62,59 @@ def test_text_that_only_begins_like_json_is_text(tmp_path):
         data = open_dataset(tmp_path / name, kind="text", tokenizer=make_tokenizer(),
                             sequence_length=64, cache_dir=tmp_path / "cache")  # fmt: skip
         assert data.num_tokens > 4
+
+
+OBJECT = {"id": 1, "instruction": "Where?", "output": "There.\n"}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps([OBJECT] * 2),
+        json.dumps([OBJECT] * 2, indent=2),
+        "\ufeff\n" + json.dumps([OBJECT]),
+        json.dumps({"data": [OBJECT] * 2}, indent=2),
+        "\n".join([json.dumps(OBJECT, indent=2)] * 2),
+        f"{json.dumps(OBJECT)}{json.dumps(OBJECT)}",
+        ",\n".join([json.dumps(OBJECT)] * 2),
+        json.dumps([{"messages": talk("sea " * 10**5, "a")}] * 2, indent=2),
+        json.dumps([{"text": "sea " * 10**5}]),
+        "\n".join([json.dumps({"text": "sea " * 10**5}, indent=2)] * 2),
+    ],
+    ids=["list", "spread list", "one", "wrapped", "spread", "no space", "commas", "long", "cut",
+         "spread and cut"],
+)  # fmt: skip
+def test_lists_of_rows_and_rows_over_several_lines_are_not_text(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(InputError, match=rf"{name}: rows of JSON .* \.jsonl") as caught:
+        open_dataset(path, kind="text", tokenizer=make_tokenizer(), sequence_length=64,
+                     cache_dir=tmp_path / "cache")  # fmt: skip
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"keys": ["a"], "command": "b"},\n {"keys": ["c"], "command": "d"}]',
+        '{\n  "name": "sea",\n  "version": 1\n}\n{\n  "name": "b"\n}',
+        '[{"text": calm}, {"text": 3}]',
+        '[{"text": "calm"}].map(print)\n'[:16] + " of the sea",
+        '{"text": the sea}\n{"text": 1}',
+        "[[INST] Where is the sea? [/INST]]",
+        "{ " * 10**5,
+        '[{"text": ' * 10**5,
+        '[{"text": ' + "1" * 5000 + "}]",
+        "[{" + "sea " * 10**5,
+        '[{"text": sea ' + "sea " * 10**5,
+    ],
+)
+def test_prose_and_code_that_begin_as_rows_do_are_text(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    data = open_dataset(tmp_path / "a.txt", kind="text", tokenizer=make_tokenizer(),
+                        sequence_length=64, cache_dir=tmp_path / "cache")  # fmt: skip
+    assert data.num_tokens > 4
 
 
 # A field of a row that would change what is trained, were it heeded.
@@ -154,6 +208,69 @@ MESSAGES = {
     "thinking": ("assistant", ["12 + 30 = 42"]),
     "images": ("user", [["a.png"]]),
 }
+
+
+OF_CALLS = {
+    "function_calls": (1, "weather(city='Paris')", "'tool_calls'"),
+    "functions": (0, '[{"name": "weather"}]', "'tools' of the row"),
+    "tools": (0, [{"name": "weather"}], "'tools' of the row"),
+}
+
+
+@pytest.mark.parametrize("field", OF_CALLS)
+@pytest.mark.parametrize("tokenizer", ["qwen", "llama3", "marked"])
+def test_calls_and_tools_under_other_names_are_refused_where_no_template_reads_them(
+    tmp_path, field, tokenizer
+):
+    turn, value, remedy = OF_CALLS[field]
+    turns = [{"role": "system", "content": "You are a helpful assistant."}, *map(dict, TURNS)]
+    turns[2 * turn][field] = value
+    problem = rf"rows.jsonl:1: message {2 * turn + 1}: .*does not read '{field}': .*{remedy}"
+    with pytest.raises(InputError, match=problem) as caught:
+        learnt(tmp_path, {"messages": turns}, tokenizer)
+    assert "\n" not in str(caught.value)
+    for nothing in (None, "", []):
+        turns[2 * turn][field] = nothing
+        assert "You are welcome." in learnt(tmp_path, {"messages": turns}, tokenizer)[0]
+
+
+OLMO = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}"
+    "{% if m.get('functions') %}{{ ' <functions>' + m['functions'] + '</functions>' }}{% endif %}"
+    "{% if m.get('function_calls') %}{{ '<calls>' + m['function_calls'] + '</calls>' }}{% endif %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def test_a_template_that_reads_calls_under_other_names_is_given_them(caplog):
+    tokenizer = chat_tokenizer("qwen")
+    tokenizer.chat_template = OLMO
+    turns = [{"role": "system", "content": "sea", "functions": "weather"}, *map(dict, TURNS)]
+    turns[2]["function_calls"] = "weather()"
+    ids, targets = encode_row(tokenizer, {"messages": turns})
+    assert "<functions>weather</functions>" in tokenizer.decode(ids)
+    assert "It is 42.<calls>weather()</calls><|im_end|>" in tokenizer.decode(ids[targets])
+
+
+def test_fields_of_messages_that_the_template_does_not_name_are_told(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    turns = [{**message, "nothing": None} for message in TURNS]
+    turns[1] |= {"thought": "deep", "reasoning_details": [{"text": "a"}], "name": "b"}
+    pair = {"chosen": turns, "rejected": [turns[0], *talk("a", "No")[1:]]}
+    for kind, row in (("chat", {"messages": turns, "id": 3}), ("pairs", pair)):
+        for _ in range(2):  # the second time from the kept tokens
+            caplog.clear()
+            open_rows(tmp_path, [row], kind)
+            fields = "'thought (of messages)', 'reasoning_details (of messages)', "
+            told = [r.getMessage() for r in caplog.records if "not read: " in r.getMessage()]
+            assert len(told) == 1 and fields in told[0] and "nothing" not in told[0]
+    caplog.clear()
+    tokenizer = chat_tokenizer("qwen")
+    tokenizer.chat_template += "{# thought #}"
+    path = write_jsonl(tmp_path / "b.jsonl", [{"messages": turns}])
+    open_dataset(path, tokenizer=tokenizer, sequence_length=512, cache_dir=tmp_path)
+    assert "'reasoning_details (of messages)'" in caplog.text and "thought" not in caplog.text
 
 
 @pytest.mark.parametrize("field", MESSAGES)

@@ -1,0 +1,235 @@
+"""What rows of each format say: an example of the fields that were found, by our names."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megatrain.data.conversation import Conversation, Message, from_json, messages, tools
+from megatrain.data.tables import Row
+from megatrain.data.unheeded import empty, number, objects, refuse_unheeded
+from megatrain.data.written import text_or_messages
+from megatrain.errors import InputError
+
+_RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversations",
+             "documents", "messages", "return_assistant_tokens_mask", "tools"}  # fmt: skip
+# What a text may have in common with its prompt by chance, in characters.
+_BY_CHANCE = 20
+# Fields that are a text in whichever format has them.
+_TEXTS = ("question", "answer", "instruction", "input", "output", "reasoning", "system", "text")
+
+
+class Completion(NamedTuple):
+    """A text to continue, and how: without a chat template, and only the completion is learnt."""
+
+    prompt: str
+    completion: str
+
+
+class Rated(NamedTuple):
+    """Replies to one prompt, each with the prompt, and which of them are good, by how much."""
+
+    replies: Sequence[Conversation | Completion]
+    good: Sequence[bool]
+    margin: float = 0.0
+
+
+Example = str | Conversation | Completion | Rated
+
+
+def check_text(value: object, ours: str, theirs: str, where: str, *, needed: bool) -> None:
+    """Raises InputError: a field that is a text in every format is something else.
+
+    Args: `ours`, `theirs`: its name here, and in the data. `needed`: null is no text.
+    """
+    if ours not in _TEXTS or isinstance(value, str) or (value is None and not needed):
+        return
+    kind, remedy = type(value).__name__, "write it as one"
+    if value is None:
+        kind, remedy = "null", "fill it in, or leave the row out"
+    elif isinstance(value, list) and objects(value):
+        remedy = "write it as one, or the row as 'messages'"
+    elif isinstance(value, (list, dict)):
+        remedy = "write it as one (a table by columns is to be saved row by row)"
+    raise InputError(f"{where}: field {theirs!r} must be a string, not {kind}: {remedy}")
+
+
+def of_text(row: Row, where: str) -> str:
+    """A document."""
+    return str(row["text"])
+
+
+def of_messages(row: Row, where: str) -> Conversation:
+    """A conversation, of which the replies are learnt."""
+    said, learnt = messages(row["messages"], "messages", where)
+    first = from_json(row["messages"], "messages", where)
+    shared = isinstance(first, Sequence) and "from" in first[0]
+    return _conversation(said, learnt, row, where, wrap=shared)
+
+
+def of_completion(row: Row, where: str) -> Conversation | Completion:
+    """A prompt and what follows it, of which only this is learnt."""
+    prompt, completion = (text_or_messages(row[n], n, where) for n in ("prompt", "completion"))
+    if _repeats(prompt, completion, where):
+        raise InputError(
+            f"{where}: 'completion' repeats the prompt, which would be there twice: leave what "
+            "'prompt' has out of it"
+        )
+    return _completed(row, prompt, completion, where)
+
+
+def of_rated(row: Row, where: str) -> Rated:
+    """A reply, and whether it is a good one."""
+    if not isinstance(row["label"], bool):
+        raise InputError(f"{where}: 'label' must be true of a good reply, false of a bad one")
+    return Rated([of_completion(row, where)], [row["label"]])
+
+
+def of_pair_with_margin(row: Row, where: str) -> Rated:
+    """A pair, and by how much one reply is the better."""
+    return of_pair(row, where)._replace(margin=number(row["margin"], "margin", where))
+
+
+def of_pair(row: Row, where: str) -> Rated:
+    """A better reply to a prompt, and a worse one."""
+    names = ("chosen", "rejected")
+    replies: list[Any] = [text_or_messages(row[name], name, where) for name in names]
+    prompt = text_or_messages(row.get("prompt"), "prompt", where)
+    kind = type(replies[0])
+    if kind not in (str, list) or type(replies[1]) is not kind:
+        raise InputError(f"{where}: 'chosen' and 'rejected' must both be strings, or both messages")
+    if replies[0] == replies[1]:
+        raise InputError(f"{where}: 'chosen' and 'rejected' say the same: leave the row out")
+    if type(prompt) is kind:
+        repeated = [_repeats(prompt, reply, where) for reply in replies]
+        if all(repeated) or (kind is list and any(repeated)):
+            raise InputError(
+                f"{where}: 'chosen' and 'rejected' repeat the prompt, which would be there twice: "
+                "leave what 'prompt' has out of them"
+            )
+    elif not empty(prompt) and (kind is str or not isinstance(prompt, str)):
+        raise InputError(
+            f"{where}: 'prompt' is neither a string nor what 'chosen' and 'rejected' are: write "
+            "all three as strings, or as lists of messages"
+        )
+    else:
+        prompt, replies = _taken_apart(replies, prompt, where)
+    completed = [_completed(row, prompt, reply, where) for reply in replies]
+    return Rated(completed, [True, False])
+
+
+def opening(replies: Sequence[Any]) -> Any:
+    """What both of two texts, or lists of messages, begin with."""
+    differ = (at for at, (one, other) in enumerate(zip(*replies, strict=False)) if one != other)
+    return replies[0][: next(differ, min(map(len, replies)))]
+
+
+def is_said(question: str, said: Any) -> bool:
+    """Whether a question is in this text, or in one of these messages, or all of them in it."""
+    contents = [said] if isinstance(said, str) else [_content(message) for message in said]
+    asked, *given = (" ".join(text.split()) for text in (question, *contents))
+    all_in_it = isinstance(said, list) and any(given) and all(text in asked for text in given)
+    return all_in_it or any(asked in text for text in given)
+
+
+def _content(message: Any) -> str:
+    content = message.get("content", message.get("value")) if isinstance(message, dict) else None
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
+
+
+def _taken_apart(replies: list[Any], prompt: Any, where: str) -> tuple[Any, list[Any]]:
+    """The prompt that replies begin with, as TRL takes it, and what is left of each.
+
+    A prompt beside messages that have none is what their user says.
+    """
+    said = opening(replies)
+    if isinstance(said, str):
+        said = said.removesuffix(" ")
+    rest = [reply[len(said) :] for reply in replies]
+    if isinstance(said, list) and not (all(rest) and (said or prompt)):
+        raise InputError(
+            f"{where}: 'chosen' and 'rejected' must begin with the same messages, and then "
+            "each have a reply of its own"
+        )
+    if isinstance(prompt, str) and said and prompt.strip() and not is_said(prompt, said):
+        raise InputError(
+            f"{where}: 'prompt' is not what 'chosen' and 'rejected' begin with, which is taken as "
+            "the prompt: make it one of these messages (data.fields: {prompt: null} passes it over)"
+        )
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else said
+    return said or asked, rest
+
+
+def _repeats(prompt: Any, reply: Any, where: str) -> bool:
+    """Whether a reply begins with all of its prompt, and then goes on."""
+    if isinstance(prompt, str) and isinstance(reply, str):
+        goes_on = reply.startswith(prompt) and reply[len(prompt) :].strip()
+        return len(prompt) > _BY_CHANCE and bool(goes_on)
+    if not (isinstance(prompt, list) and isinstance(reply, list) and prompt and reply):
+        return False
+    asked, said = (messages(each, "messages", where)[0] for each in (prompt, reply))
+    return asked == said[: len(asked)]
+
+
+def _completed(row: Row, prompt: Any, completion: Any, where: str) -> Conversation | Completion:
+    texts = [part for part in (prompt, completion) if isinstance(part, str)]
+    if len(texts) == 2:
+        refuse_unheeded({n: row.get(n) for n in ("system", "tools")}, where, text=False)
+        return Completion(*texts)
+    if texts:
+        raise InputError(
+            f"{where}: 'prompt' and 'completion' must both be strings, or both lists of messages"
+        )
+    asked, _ = messages(prompt, "prompt", where)
+    said, learnt = messages(completion, "completion", where)
+    return _conversation(asked + said, [False] * len(asked) + learnt, row, where)
+
+
+def of_instruction(row: Row, where: str) -> Conversation:
+    """An instruction with its input, and what is put out."""
+    texts = (row.get(name) or "" for name in ("instruction", "input"))
+    return _turns(row, "\n".join(filter(None, texts)), row["output"], where)
+
+
+def of_question(row: Row, where: str) -> Conversation:
+    """A question and its answer."""
+    return _turns(row, row["question"], row["answer"], where)
+
+
+def _turns(row: Row, question: str, answer: str, where: str) -> Conversation:
+    turns = [*_history(row, where), question, answer]
+    if not question:
+        raise InputError(f"{where}: it asks nothing: fill its question in, or leave the row out")
+    roles = ("user", "assistant")
+    said: list[Message] = [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]
+    if reasoning := row.get("reasoning"):
+        said[-1]["reasoning_content"] = reasoning
+    return _conversation(said, [m["role"] == "assistant" for m in said], row, where)
+
+
+def _history(row: Row, where: str) -> list[str]:
+    history = from_json(row.get("history"), "history", where)
+    if empty(history):
+        return []
+    texts: list[str] = []
+    for pair in history if isinstance(history, list) else [None]:
+        if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
+            raise InputError(f"{where}: 'history' must be a list of pairs of question and answer")
+        texts += pair
+    return texts
+
+
+def _conversation(
+    said: list[Message], learnt: list[bool], row: Row, where: str, *, wrap: bool = False
+) -> Conversation:
+    """A conversation with the row's system prompt, tools and settings of the template."""
+    system = row.get("system")
+    if system and said[0]["role"] in ("system", "developer"):
+        if said[0].get("content") != system:
+            raise InputError(f"{where}: 'system' and a system message say two things: keep one")
+    elif system:
+        said, learnt = [{"role": "system", "content": system}, *said], [False, *learnt]
+    options = row.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict) or _RESERVED & set(options):
+        kept = ", ".join(sorted(_RESERVED))
+        raise InputError(f"{where}: 'chat_template_kwargs' must be an object without {kept}")
+    return Conversation(said, learnt, tools(row.get("tools"), where, wrap=wrap), options)
