@@ -65,7 +65,7 @@ class ChatEncoder:
     def _encode(
         self, talk: Conversation, where: str
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        _refuse_unplaced(talk, self._template, where)
+        refuse_unplaced(talk, self._template, where)
         if not any(talk.learnt):
             return np.zeros(0, np.int32), np.zeros(0, bool)
         replies = Replies(self._template, self._names, talk, where)
@@ -103,9 +103,8 @@ def _all_learnt(talk: Conversation) -> bool:
     return talk.learnt == replies
 
 
-def _refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:
+def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:
     """Raises InputError: the template would leave out what the conversation has."""
-
     if talk.tools and not template.has_place(talk, "tools"):
         raise InputError(f"{where}: the chat template has no place for 'tools': {_NO_PLACE}")
     for turn, message in enumerate(talk.messages, start=1):

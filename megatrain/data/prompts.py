@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatrain.data.chat import refuse_unplaced
 from megatrain.data.conversation import Conversation, messages
 from megatrain.data.replies import Replies
 from megatrain.data.template import Template
@@ -32,7 +33,9 @@ def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int | None, where: st
         talk = Conversation(*messages(prompt, "messages", where))
         if talk.messages[-1]["role"] == "assistant":
             raise InputError(f"{where}: ends with a reply; end it with what is to be replied to")
-        text, _ = Template(tokenizer).render(talk, where, add_generation_prompt=True)
+        template = Template(tokenizer)
+        refuse_unplaced(talk, template, where)
+        text, _ = template.render(talk, where, add_generation_prompt=True)
         lead = []
     check_encodable(text, where)
     with tokenising(where):

@@ -43,6 +43,19 @@ def test_what_would_change_the_prompt_is_refused_beside_it(tmp_path, name, promp
     assert renamed.batch([0])[0].beside == {"hint": ["Be brief."]}
 
 
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"role": "system", "content": "Be good", "functions": "[]"}, "does not read 'functions'"),
+        ({"role": "judge", "content": "Be good"}, "role 'judge' is none of these"),
+    ],
+)
+def test_what_the_template_leaves_out_of_a_prompt_is_refused(tmp_path, turn, said):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [turn, *ASKED]}])
+    with pytest.raises(InputError, match=rf"a\.jsonl:1.*{said}"):
+        prompts(path)
+
+
 def test_a_field_that_no_row_has_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b", "gold": 3}])
     first, second = prompts(path, fields={"answer": "gold"}).batch([0, 1])
