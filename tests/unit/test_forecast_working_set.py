@@ -16,7 +16,7 @@ from megatrain.placement import Saves
 from megatrain.source.source import open_source
 from tests.unit.forecast_cases import layer_call
 
-ROWS, TOKENS, WIDTH, MLP = 4, 1024, 640, 3456  # 32B's proportions
+ROWS, TOKENS, WIDTH, MLP = 4, 512, 320, 1728  # 32B's proportions
 UNIT = ROWS * TOKENS * MLP * 2  # bytes of an activation inside the MLP
 
 
@@ -49,7 +49,7 @@ def test_an_mlp_s_three_results_are_alive_with_what_they_are_computed_from(measu
     """As the test below saw the compiled code do it (torch 2.13)."""
     work = measured.layer(0, ROWS)
     peaks = [peak_of(work, saves) / UNIT for saves in ("nothing", "graph", None)]
-    assert peaks == pytest.approx([7.004, 6.001, 5.160], abs=1e-3)
+    assert peaks == pytest.approx([7.008, 6.002, 5.164], abs=1e-3)
 
 
 @pytest.mark.exhaustive
