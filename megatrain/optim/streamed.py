@@ -201,8 +201,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: it holds moments, or groups of other parameters, or settings that are none.
         """
-        groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
-        if not isinstance(groups, list) or state_dict.get("state"):
+        known = isinstance(state_dict, Mapping) and not state_dict.get("state")
+        groups = [*(state_dict.get("param_groups") or ())] if known else []
+        if not groups or not all(isinstance(each, dict) for each in groups):
             raise InputError(f"optimizer.load_state_dict brings no moments: {_NOT_HERE}")
         self.group_of()
         own = [[self._names[p] for p in group["params"]] for group in self.param_groups]
@@ -214,7 +215,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for given in groups:
             self._check(given)
         for group, given in zip(self.param_groups, groups, strict=True):
-            group.update({name: each for name, each in given.items() if name not in _OF_PARAMETERS})
+            settings = self._with_pairs(given).items()
+            group.update({name: each for name, each in settings if name not in _OF_PARAMETERS})
 
     def saved_groups(self) -> list[dict[str, Any]]:
         """The groups as plain JSON values: names of parameters, and what a schedule made of them.
@@ -247,11 +249,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self._check(group)
             params = [by_name[str(name)] for name in group["param_names"]]
-            pairs = {n: tuple(group[n]) for n in self.rule.settings if isinstance(group[n], list)}
-            restored.append({**group, **pairs, "params": params})
+            restored.append(self._with_pairs(group) | {"params": params})
         self.param_groups[:] = restored
         self.num_steps = num_steps
         self.restored_rates = [_scalar(group["lr"]) for group in restored]
+
+    def _with_pairs(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group whose pairs of numbers, which JSON has as lists, are tuples again."""
+        lists = {n: group[n] for n in self.rule.settings if isinstance(group.get(n), list)}
+        return {**group, **{name: tuple(each) for name, each in lists.items()}}
 
 
 def _scalar(value: Any) -> Any:

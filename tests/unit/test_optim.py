@@ -209,6 +209,7 @@ MISUSED: dict[str, tuple[Any, str]] = {
     "a state loaded": (lambda o: o.load_state_dict(moved().state_dict()), "brings no moments"),
     "other groups loaded": (others_loaded, "groups given are of other parameters"),
     "no groups loaded": (lambda o: o.load_state_dict({}), "brings no moments"),
+    "no group loaded": (lambda o: o.load_state_dict({"param_groups": [1]}), "brings no moments"),
     "no rate loaded": (no_rate_loaded, "AdamW lr is None"),
     "frozen later": (frozen_later, r"embed_tokens.weight' was frozen after the engine was made"),
     "coupled decay": (coupled_decay, "asks for decoupled_weight_decay=False, unknown to AdamW"),
