@@ -8,7 +8,7 @@ import pytest
 from transformers import masking_utils
 
 from megatrain import Engine, Placement
-from megatrain.model.capture import Capture, _Lookup
+from megatrain.model.capture import Capture, Lookups
 from megatrain.model.program import ModelProgram
 from tests.parity.cases import llama, make_batches, make_engine
 
@@ -53,12 +53,12 @@ def test_recording_is_not_watched_for_lookups(engine: Engine, monkeypatch: Any) 
     """Each look at a tensor's shape would go through Python twice."""
     seen: Counter[Any] = Counter()
 
-    class Counting(_Lookup):
+    class Counting(Lookups):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             seen[func] += 1
             return super().__torch_function__(func, types, args, kwargs)
 
-    monkeypatch.setattr("megatrain.model.capture._Lookup", Counting)
+    monkeypatch.setattr("megatrain.model.capture.Lookups", Counting)
     engine.step(STEP)
     runs = 3 * len(STEP)  # forward, epilogue, backward
     assert 0 < max(seen.values()) < runs * LAYERS
