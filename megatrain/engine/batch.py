@@ -302,6 +302,8 @@ def _check(
     if loss is not None:
         labels = micro["labels"]
         _check_ids(f"{where}: labels", labels[labels != IGNORED], vocab_size)
+        if (labels != IGNORED).any() and not micro.get("attention_mask", torch.ones(1)).any():
+            raise InputError(f"{where}: attention_mask hides all tokens; 1 stands for one, 0 hides")
         for name in loss.choices[:1]:
             _check_ids(f"{where}: {name}", micro[name], vocab_size)
 

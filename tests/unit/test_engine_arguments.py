@@ -143,6 +143,10 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "no tokens": (each(lambda value: value[:, :0]), r"not \[2, 0\]"),
     "labels of another shape": (changed(labels=IDS[:, 1:]), r"labels is \[2, 7\] .* \[2, 8\]"),
     "mask of another shape": (changed(attention_mask=IDS[:1]), r"attention_mask is \[1, 8\]"),
+    "mask the other way round": (
+        changed(attention_mask=torch.zeros_like(IDS)),
+        "micro-batch 1: attention_mask hides all tokens; 1 stands for one",
+    ),
     "boolean mask": (changed(attention_mask=IDS > 0), "attention_mask is .* torch.bool"),
     "meta": (each(lambda value: value.to("meta")), "on meta; it must be .* on the cpu"),
     "id too large": (changed(input_ids=IDS + VOCAB - 10), f"outside the model's .* of {VOCAB}"),
