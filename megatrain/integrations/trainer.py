@@ -56,11 +56,10 @@ _OFF = {
 }
 _NOT_MEASURED = ("mean_token_accuracy", "entropy", "num_tokens", "logits/chosen", "logits/rejected")
 _OTHER_LOSS = "the engine's loss here is cross entropy; others: docs/losses.md"
-_NOT_CALLED = (
-    *("training_step", "prediction_step", "compute_loss_context_manager"),
-    *("create_optimizer", "get_optimizer_cls_and_kwargs"),
-    *("_prepare_inputs", "_prepare_input", "_save", "_wrap_model"),
-)
+_NOT_CALLED = (  # of a Trainer, since the engine does all of a step
+    "training_step", "prediction_step", "compute_loss_context_manager", "create_optimizer",
+    "get_optimizer_cls_and_kwargs", "_prepare_inputs", "_prepare_input", "_save", "_wrap_model",
+)  # fmt: skip
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
