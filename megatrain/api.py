@@ -76,11 +76,11 @@ class Engine(PlacedEngine):
         model: a folder, a hub id, a transformers model or PeftModel (copied; on the meta device its
             weights are drawn), a configuration (drawn), or a checkpoint, of which the weights
             alone are taken (`Engine.load` takes all of it).
-        optimizer: the rule of updates, such as `AdamW(lr=1e-5)`. None: the model is only run, and
-            takes 2 bytes a parameter.
+        optimizer: the rule of updates, such as `AdamW(lr=1e-5)`. None: the model is only run; its
+            weights, in the type of the compute, are all that is kept.
         max_grad_norm: gradients are clipped by this global norm. None: they are not.
         precision: what layers compute in: bf16, fp32, or fp8 (their linear modules, the rest in
-            bf16). Masters are fp32 with each of them.
+            bf16). What is trained has an fp32 master with each of them.
         placement: where state rests and how it is streamed. `auto`: the fastest way that fits.
         device: `cpu`, `cuda` or `cuda:N`. None: a GPU if there is one.
         seed: of weights that are drawn, and of dropout.
@@ -272,7 +272,8 @@ class Engine(PlacedEngine):
 
     def require_held(self) -> None:
         """Raises InputError: parameters are trained that the adapter's folder does not hold."""
-        require_held(self._opened.source.model)
+        if self.optimizer is not None:
+            require_held(self._opened.source.model)
 
     @property
     def generation_config(self) -> GenerationConfig:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megatrain.data.conversation import SPEAKERS, from_json
 from megatrain.data.rows import (
+    BY_CHANCE,
     Example,
     check_text,
     is_said,
@@ -195,7 +196,8 @@ class Reading:
                     )
         given = {name: row[theirs] for name, theirs in names.items()}
         for name, theirs in names.items():
-            check_text(given[name], name, theirs, where, needed=name in form.needs)
+            needed = name in form.needs and name != "instruction"  # beside it, the input may ask
+            check_text(given[name], name, theirs, where, needed=needed)
         unread = [n for n, v in rest.items() if not empty(v)]
         if any(self.fields.get(name) for name in _OF_MESSAGES):
             given = {n: self._renamed(from_json(v, n, where), where) for n, v in given.items()}
@@ -290,19 +292,24 @@ class Reading:
                      for ours, known in names.items()}  # fmt: skip
             written = ", ".join(f"{ours}: {n}" for ours, n in found.items() if ours != n)
             remedy = f"name them with data.fields: {{{written}}}"
+            if {*found.values()} == {"..."}:
+                remedy = f"the fields are {listed(row)}"
         needed = "loss.name: kto needs a 'prompt' and a 'completion' beside the label"
         raise InputError(f"{where}: {needed}: {remedy}")
 
 
 def _refuse_unread_prompt(pair: Sequence[Any], rest: Mapping[str, Any], where: str) -> None:
     """Raises InputError: a pair has its prompt under a name that is not read."""
-    replies = [text_or_messages(reply, "chosen", where) for reply in pair[:2]]
+    names = ("chosen", "rejected")
+    replies = [text_or_messages(*each, where) for each in zip(pair, names, strict=False)]
     said = opening(replies) if {*map(type, replies)} in ({str}, {list}) else ""
+    if isinstance(said, str) and len(said) <= BY_CHANCE:
+        said = ""
     for name in ("instruction", *_QUESTIONS, *_TALKS["messages"]):
         value = rest.get(name)
-        if empty(value) or (said and not isinstance(value, str)):
+        if empty(value) or (said and isinstance(said, list) and not isinstance(value, str)):
             continue
-        if not (isinstance(value, str) and is_said(value, said)):
+        if not (said and isinstance(value, str) and is_said(value, said)):
             raise InputError(
                 f"{where}: field {name!r} is not read, and the replies have no such prompt: write "
                 f"data.fields: {{prompt: {name}}} ({name}: null passes it over)"

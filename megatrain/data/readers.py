@@ -59,8 +59,9 @@ def read_text(file: SourceFile) -> Iterator[Piece]:
                 line, first = line + text.count("\n"), False
             text = _decode(decoder, block, offset, file, final=False)
             text = text.removeprefix(_BOM) if first else text
-            if offset == 0 and _looks_like_rows(text, whole=len(block) < PIECE_BYTES):
-                raise InputError(f"{file.name}: rows of JSON are no text: name the file .jsonl")
+            whole = len(block) < PIECE_BYTES
+            if offset == 0 and (ending := _ending_of_rows(text, whole=whole)):
+                raise InputError(f"{file.name}: rows of JSON are no text: name the file {ending}")
             offset += len(block)
         text += _decode(decoder, b"", offset, file, final=True)
     if text:
@@ -120,19 +121,19 @@ def _begins_a_list(stream: IO[bytes]) -> bool:
     return begins.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
-def _looks_like_rows(text: str, *, whole: bool) -> bool:
-    """Whether the first two lines (or the only one) are JSON objects, or the text begins with rows.
+def _ending_of_rows(text: str, *, whole: bool) -> str | None:
+    """`.jsonl` if the first two lines (or the only one) are JSON objects, `.json` for other rows.
 
-    Args: `whole`: it is all of the file.
+    None: the text is no rows. Args: `whole`: it is all of the file.
     """
     lines = [line for line in text.split("\n", 16) if line.strip()][:2]
     try:
         if lines and all(isinstance(parse_json(line), dict) for line in lines):
-            return True
+            return ".jsonl"
     except ValueError:
         if not whole and len(lines) == 1 and text.lstrip().startswith('{"'):
-            return True
-    return _begins_with_rows(text, whole=whole)
+            return ".jsonl"
+    return ".json" if _begins_with_rows(text, whole=whole) else None
 
 
 def _begins_with_rows(text: str, *, whole: bool) -> bool:
@@ -152,7 +153,10 @@ def _begins_with_rows(text: str, *, whole: bool) -> bool:
             return False
         if _FIELDS.isdisjoint(row):
             return False
-    return text[place:].lstrip()[:1] in ("", ",", "]") or begins is None
+    rest = text[place:].lstrip()
+    if rest.startswith("]"):
+        return not rest.lstrip("] }\t\r\n")
+    return rest[:1] in (("", ",") if begins else ("", ",", "{"))
 
 
 def _block(stream: IO[bytes]) -> bytes:

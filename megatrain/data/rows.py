@@ -12,7 +12,7 @@ from megatrain.errors import InputError
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversations",
              "documents", "messages", "return_assistant_tokens_mask", "tools"}  # fmt: skip
 # What a text may have in common with its prompt by chance, in characters.
-_BY_CHANCE = 20
+BY_CHANCE = 20
 # Fields that are a text in whichever format has them.
 _TEXTS = ("question", "answer", "instruction", "input", "output", "reasoning", "system", "text")
 
@@ -163,7 +163,7 @@ def _repeats(prompt: Any, reply: Any, where: str) -> bool:
     """Whether a reply begins with all of its prompt, and then goes on."""
     if isinstance(prompt, str) and isinstance(reply, str):
         goes_on = reply.startswith(prompt) and reply[len(prompt) :].strip()
-        return len(prompt) > _BY_CHANCE and bool(goes_on)
+        return len(prompt) > BY_CHANCE and bool(goes_on)
     if not (isinstance(prompt, list) and isinstance(reply, list) and prompt and reply):
         return False
     asked, said = (messages(each, "messages", where)[0] for each in (prompt, reply))

@@ -54,7 +54,6 @@ class TextEncoder:
             )
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._added = added_ids(tokenizer)
         self._lead, tail = surroundings(tokenizer)
         eos = tokenizer.eos_token_id
         self._tail = tail if tail[-1:] == [eos] else [*tail, eos]
@@ -101,7 +100,9 @@ class TextEncoder:
             )  # fmt: skip
         ids = encoded["input_ids"]
         offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-        first = first_token(prompt + completion, offsets, ids, self._added, len(prompt))
+        first = first_token(
+            prompt + completion, offsets, ids, added_ids(self._tokenizer), len(prompt)
+        )
         lead = absent(self._lead, ids[: len(self._lead)])
         ids = [*lead, *ids, *self._absent_tail(ids)]
         targets = np.ones(len(ids), bool)

@@ -58,7 +58,7 @@ _NOT_MEASURED = ("mean_token_accuracy", "entropy", "num_tokens", "logits/chosen"
 _OTHER_LOSS = "the engine's loss here is cross entropy; others: docs/losses.md"
 _NOT_CALLED = (  # of a Trainer, since the engine does all of a step
     "training_step", "prediction_step", "compute_loss_context_manager", "create_optimizer",
-    "get_optimizer_cls_and_kwargs", "_prepare_inputs", "_prepare_input", "_save", "_wrap_model",
+    "get_optimizer_cls_and_kwargs", "_prepare_inputs", "_save",
 )  # fmt: skip
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
@@ -143,6 +143,7 @@ class StreamedTrainer(_Trainer):
                 **self.engine_options,
             )
             self._take(held.enter_context(engine))
+            engine.require_held()
             held.pop_all()
 
     def _precompute_ref_logps(self, dataset: Any, *_: Any, **__: Any) -> Any:

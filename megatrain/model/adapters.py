@@ -68,16 +68,16 @@ def adapted(model: nn.Module) -> Adapted | None:
 
 
 def require_held(model: PreTrainedModel) -> None:
-    """Raises InputError: parameters are trained that the folder of the adapter does not hold."""
+    """Raises InputError: a trained model has trained parameters that no adapter's folder holds."""
     found = adapted(model)
     held = {*peft.file_names(model, found.active).values()} if found is not None else set()
     beside = [n for n, p in model.named_parameters() if p.requires_grad and n not in held]
     if found is not None and beside:
         more = f" and {len(beside) - 1} more" if len(beside) > 1 else ""
         raise InputError(
-            f"an adapter's folder does not hold {beside[0]}{more}, trained beside the adapter; "
-            "train modules by the adapter's modules_to_save instead, or write the merged model "
-            "(save_pretrained(..., merged=True), megatrain export --merged)"
+            f"an adapter's folder does not hold {beside[0]}{more}, trained beside the adapter: "
+            "train their modules by the adapter's modules_to_save; or, of what is trained, write "
+            "the merged model (save_pretrained with merged=True, megatrain export --merged)"
         )
 
 

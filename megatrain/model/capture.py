@@ -285,7 +285,8 @@ class Capture:
         if "output_router_logits" in self._signature:
             kwargs["output_router_logits"] = False  # what they add to the loss weighs nothing
         beside = ("output_hidden_states", "output_attentions")  # which a loss does not read
-        return kwargs | {n: False for n in beside if getattr(self.model.config, n, False)}
+        asked = [name for name in beside if getattr(self.model.config, name, False)]
+        return kwargs | {name: False for name in asked if self.takes(name) or self.takes_any}
 
     def forward(
         self,

@@ -21,8 +21,6 @@ _NOT_HERE = (
 # What torch's optimizers do besides, where a group asks for it.
 _UNKNOWN, _DECOUPLED = ("amsgrad", "maximize"), "decoupled_weight_decay"
 
-_OF_PARAMETERS = ("params", "param_names")
-
 _log = logging.getLogger(__name__)
 
 
@@ -121,14 +119,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
                     "it; make the engine with trained=Trained(freeze=...), or set its group's lr "
                     "and weight_decay to 0"
                 )
-            unknown = next((name for name in _UNKNOWN if group.get(name)), None)
-            if not group.get(_DECOUPLED, True):
-                unknown = f"{_DECOUPLED}=False"
-            if unknown is not None:
-                raise InputError(
-                    f"a group of the optimizer asks for {unknown}, unknown to "
-                    f"{type(self.rule).__name__}"
-                )
         self._tell_of_first_rates()
 
     def _name_parameters(self) -> None:
@@ -152,6 +142,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
             )
 
     def _check(self, group: dict[str, Any]) -> None:
+        unknown = next((name for name in _UNKNOWN if group.get(name)), None)
+        if not group.get(_DECOUPLED, True):
+            unknown = f"{_DECOUPLED}=False"
+        if unknown is not None:
+            raise InputError(
+                f"a group of the optimizer asks for {unknown}, unknown to "
+                f"{type(self.rule).__name__}"
+            )
         own = replace(self.rule, **{n: _scalar(group.get(n)) for n in self.rule.settings})
         if own.state_planes != self.rule.state_planes:
             raise InputError(
@@ -202,8 +200,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             InputError: it holds moments, or groups of other parameters, or settings that are none.
         """
         known = isinstance(state_dict, Mapping) and not state_dict.get("state")
-        groups = [*(state_dict.get("param_groups") or ())] if known else []
-        if not groups or not all(isinstance(each, dict) for each in groups):
+        groups = deepcopy(state_dict.get("param_groups")) if known else None
+        if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
             raise InputError(f"optimizer.load_state_dict brings no moments: {_NOT_HERE}")
         self.group_of()
         own = [[self._names[p] for p in group["params"]] for group in self.param_groups]
@@ -215,8 +213,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for given in groups:
             self._check(given)
         for group, given in zip(self.param_groups, groups, strict=True):
-            settings = self._with_pairs(given).items()
-            group.update({name: each for name, each in settings if name not in _OF_PARAMETERS})
+            kept = {name: group[name] for name in ("params", "param_names")}
+            group.clear()
+            group.update(self._with_pairs(given) | kept)
 
     def saved_groups(self) -> list[dict[str, Any]]:
         """The groups as plain JSON values: names of parameters, and what a schedule made of them.

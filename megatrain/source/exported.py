@@ -47,7 +47,7 @@ def write_model(
 
     Raises:
         InputError: `merged` of a model without an adapter, or of one that cannot be merged; the
-            folder is the base of the adapter, or could not hold all that was trained.
+            folder is the base of the adapter.
         RunFailed: it cannot be written; nothing is left behind.
     """
     found = adapted(model)
@@ -58,7 +58,6 @@ def write_model(
             f"{folder}: is the base of the adapter, which would be lost; give another folder"
         )
     if found is not None and not merged:
-        require_held(model)
         write_adapter(folder, model, masters, dtype=dtype or torch.float32, beside=beside)
         return
     if base != "bf16":
@@ -82,8 +81,13 @@ def write_saved(
     Args:
         dtype: of all floating tensors; None: that of the model that the run began with.
         merged: of a model with an adapter the whole, not the adapter alone.
+
+    Raises:
+        InputError: as `write_model`; or the adapter's folder could not hold all that was trained.
     """
     model = open_model(checkpoint)
+    if not merged:
+        require_held(model)
     values = whole_masters(checkpoint, model) if merged else masters(checkpoint)
     write_model(
         folder,

@@ -293,6 +293,7 @@ def _engine(
             raise  # plans are for a GPU, or where the CPU was asked for
         plan = "`megatrain plan` with this run file names what would make it fit"
         raise DoesNotFit(f"{error}; {plan}") from error
+    engine.require_held()  # else the run's model could not be written at its end
     if config.training.neftune_alpha is not None:
         engine.add_neftune(config.training.neftune_alpha)
     if engine.label_shift == 0 and config.loss.name != "reward":
@@ -304,7 +305,7 @@ def _engine(
 
 
 def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str, group: Any) -> Engine:
-    engine = Engine(
+    return Engine(
         source,
         **Workload.of_run(config).for_engine,
         seed=config.training.seed,
@@ -316,12 +317,6 @@ def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str, gro
         group=group,
         **_settings(config),
     )
-    try:
-        engine.require_held()  # else the run's model could not be written at its end
-    except InputError:
-        engine.close()
-        raise
-    return engine
 
 
 def _saved_engine(config: Config, start: Start, group: Any, held: ExitStack) -> Engine:

@@ -180,6 +180,8 @@ def test_what_is_trained_beside_an_adapter_is_merged_or_refused(by: str, tmp_pat
     else:
         options["trained"] = Trained(train_only=("lora", "norm"))
     [step] = make_batches(1)
+    with Engine(model, precision="fp32", device="cpu", **options) as engine:  # trains nothing
+        engine.save_pretrained(tmp_path / "untrained")
     with make_engine(model, **options) as engine:
         engine.step(step)
         told = r"does not hold model\.layers\.0\.input_layernorm\.weight and 6 more, trained beside"

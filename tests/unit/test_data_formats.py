@@ -42,6 +42,7 @@ SHARED_WITH_TOOLS = {
 # A row, and the same said as messages.
 SAME = {
     "Alpaca": ({"instruction": ASK, "input": "", "output": TELL}, talk(ASK, TELL)),
+    "the input asks": ({"instruction": None, "input": ASK, "output": TELL}, talk(ASK, TELL)),
     "Alpaca with input": (
         {"instruction": "Add", "input": "12 and 30", "output": TELL, "text": "Add 12 and 30 ..."},
         talk("Add\n12 and 30", TELL),

@@ -224,6 +224,16 @@ def test_a_prompt_of_another_name_may_be_mapped_or_be_there_or_be_passed_over(tm
     assert lines(opened(tmp_path, [transcript])) == same
 
 
+def test_what_replies_begin_with_by_chance_is_no_prompt(tmp_path):
+    pair = {"chosen": "The answer is 4", "rejected": "The answer is 5"}
+    for name, value in (("messages", talk("2 + 2?")), ("question", "a")):
+        with pytest.raises(InputError, match=UNREAD.format(name)):
+            opened(tmp_path, [{name: value, **pair}])
+    broken = {"chosen": "4 it is", "rejected": '[{"role": broken'}
+    with pytest.raises(InputError, match="'rejected' is not JSON"):
+        opened(tmp_path, [broken])
+
+
 TWICE = "'chosen' and 'rejected' repeat the prompt, .*: leave what 'prompt' has out of them"
 
 
@@ -259,7 +269,7 @@ def test_a_worse_text_may_repeat_the_prompt(tmp_path):
         ({"question": ASK, "completion": GOOD, "label": True}, "data.fields: {prompt: question}"),
         ({"prompt": ASK, "response": GOOD, "label": True}, "data.fields: {completion: response}"),
         ({"ask": ASK, "tell": GOOD, "label": True},
-         "data.fields: {prompt: ..., completion: ...}"),
+         "the fields are 'ask', 'tell', 'label'"),
         ({"messages": talk(ASK, GOOD), "label": True},
          "split 'messages' into these two lists of messages"),
     ],

@@ -88,7 +88,7 @@ OBJECT = {"id": 1, "instruction": "Where?", "output": "There.\n"}
 def test_lists_of_rows_and_rows_over_several_lines_are_not_text(tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(InputError, match=rf"{name}: rows of JSON .* \.jsonl") as caught:
+    with pytest.raises(InputError, match=rf"{name}: rows of JSON .* \.json$") as caught:
         open_dataset(path, kind="text", tokenizer=make_tokenizer(), sequence_length=64,
                      cache_dir=tmp_path / "cache")  # fmt: skip
     assert "\n" not in str(caught.value)
@@ -102,6 +102,8 @@ def test_lists_of_rows_and_rows_over_several_lines_are_not_text(tmp_path, name, 
         '[{"text": calm}, {"text": 3}]',
         '[{"text": "calm"}].map(print)\n'[:16] + " of the sea",
         '{"text": the sea}\n{"text": 1}',
+        '[{"prompt": "The sea"}]\n\nThat is how a list of rows begins.\n',
+        '{"text": "The sea"} {"text": "b"}\nThose are two rows.',
         "[[INST] Where is the sea? [/INST]]",
         "{ " * 10**5,
         '[{"text": ' * 10**5,

@@ -171,6 +171,12 @@ def others_loaded(optimizer: StreamedOptimizer) -> None:
     optimizer.load_state_dict(state)
 
 
+def amsgrad_loaded(optimizer: StreamedOptimizer) -> None:
+    state = optimizer.state_dict()
+    state["param_groups"][0]["amsgrad"] = True
+    optimizer.load_state_dict(state)
+
+
 def no_rate_loaded(optimizer: StreamedOptimizer) -> None:
     state = optimizer.state_dict()
     del state["param_groups"][1]["lr"]
@@ -209,6 +215,7 @@ MISUSED: dict[str, tuple[Any, str]] = {
     "a state loaded": (lambda o: o.load_state_dict(moved().state_dict()), "brings no moments"),
     "other groups loaded": (others_loaded, "groups given are of other parameters"),
     "no groups loaded": (lambda o: o.load_state_dict({}), "brings no moments"),
+    "amsgrad loaded": (amsgrad_loaded, "asks for amsgrad, unknown to AdamW"),
     "no group loaded": (lambda o: o.load_state_dict({"param_groups": [1]}), "brings no moments"),
     "no rate loaded": (no_rate_loaded, "AdamW lr is None"),
     "frozen later": (frozen_later, r"embed_tokens.weight' was frozen after the engine was made"),
