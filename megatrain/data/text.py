@@ -1,6 +1,7 @@
 """Texts as tokens: documents, each token of which is learnt, and completions of prompts."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +77,11 @@ class TextEncoder:
             tokens = token_ids(ids, self._vocab_size, place.where)
             yield Document(place.source, place.number, tokens, np.ones(len(tokens), dtype=bool))
 
+    @cached_property
+    def _added(self) -> set[int]:
+        """Ids of added tokens, which only completions need: some tokenizers have none to tell."""
+        return added_ids(self._tokenizer)
+
     def completion(self, found: Found) -> Document:
         """A prompt, which is only read, and its completion with the end token, which is learnt.
 
@@ -100,9 +106,7 @@ class TextEncoder:
             )  # fmt: skip
         ids = encoded["input_ids"]
         offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-        first = first_token(
-            prompt + completion, offsets, ids, added_ids(self._tokenizer), len(prompt)
-        )
+        first = first_token(prompt + completion, offsets, ids, self._added, len(prompt))
         lead = absent(self._lead, ids[: len(self._lead)])
         ids = [*lead, *ids, *self._absent_tail(ids)]
         targets = np.ones(len(ids), bool)

@@ -262,7 +262,7 @@ class PlacedEngine:
         one is given. Files of the source folder that still hold go along (generation settings,
         tokenizer, templates, code), where `folder` has none of that name.
 
-        Of a model with an adapter that alone, as PEFT writes it, float32 or `dtype`; `merged`: all.
+        An adapter is written alone, as PEFT does, in float32 or `dtype`; `merged`: the whole model.
 
         Raises:
             InputError: the model cannot be built again (see `save`), more bits are wanted than an
