@@ -31,7 +31,6 @@ from megatrain.loss import (
     TopTokens,
     given_loss,
 )
-from megatrain.model.adapters import require_held
 from megatrain.model.neftune import add_noise
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
@@ -272,8 +271,7 @@ class Engine(PlacedEngine):
 
     def require_held(self) -> None:
         """Raises InputError: parameters are trained that the adapter's folder does not hold."""
-        if self.optimizer is not None:
-            require_held(self._opened.source.model)
+        self._opened.require_held()
 
     @property
     def generation_config(self) -> GenerationConfig:

@@ -24,7 +24,7 @@ from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
 from megatrain.engine.update import StepResult
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, TOKEN_SCORE, JointLoss, Loss, as_numbers
-from megatrain.model.adapters import Values, require_held
+from megatrain.model.adapters import Values
 from megatrain.model.capture import Call
 from megatrain.model.float8 import in_own_type
 from megatrain.model.masks import check_masks
@@ -273,8 +273,8 @@ class PlacedEngine:
         self._require_whole()
         source.untrained.check_export(dtype)
         source.check_base(merged=merged)
-        if self.optimizer is not None and not merged:
-            require_held(source.model)
+        if not merged:
+            self._opened.require_held()
         self.flush()
         told: dict[str, Any] = {"dtype": dtype, "source_dtype": source.dtype, "merged": merged}
         told |= {"base": source.base, "beside": source.companions}

@@ -362,7 +362,8 @@ def _refuse_class(given: type) -> None:
     for name in _NOT_CALLED:
         others = (each for each in given.__mro__ if each is not StreamedTrainer)
         owner = next((each for each in others if name in vars(each)), object)
-        if owner.__module__.partition(".")[0] not in ("transformers", "trl", "builtins"):
+        known = owner.__module__.partition(".")[0] in ("transformers", "trl", "builtins")
+        if name not in wrong and not known:
             wrong[f"{owner.__name__}.{name}"] = "the engine never calls it; leave it out"
     refuse(wrong)
 

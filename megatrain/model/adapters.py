@@ -70,9 +70,11 @@ def adapted(model: nn.Module) -> Adapted | None:
 def require_held(model: PreTrainedModel) -> None:
     """Raises InputError: a trained model has trained parameters that no adapter's folder holds."""
     found = adapted(model)
-    held = {*peft.file_names(model, found.active).values()} if found is not None else set()
+    if found is None:
+        return
+    held = {*peft.file_names(model, found.active).values()}
     beside = [n for n, p in model.named_parameters() if p.requires_grad and n not in held]
-    if found is not None and beside:
+    if beside:
         more = f" and {len(beside) - 1} more" if len(beside) > 1 else ""
         raise InputError(
             f"an adapter's folder does not hold {beside[0]}{more}, trained beside the adapter: "

@@ -120,7 +120,7 @@ class Uses:
         lookups: `(table, ids)` of every embedding lookup.
         constants: `(id of table, row)` of every single row taken.
         touched: ids of all tensors that any operation took.
-        read: ids of those that one made tensors of, but for lookups and single rows.
+        read: ids of those of which an operation made others; lookups and single rows apart.
         derived: by id, the tensors put there and all that was computed from them, with or without
             gradients.
     """

@@ -108,7 +108,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
             InputError: one does not: a NaN for a learning rate would become every weight. Or the
                 groups are not made of the engine's parameters, each of them once.
         """
-        self.group_of()
         self._name_parameters()
         for group in self.param_groups:
             self._check(group)
@@ -122,6 +121,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self._tell_of_first_rates()
 
     def _name_parameters(self) -> None:
+        """Put the names of its parameters into each group. Raises InputError: as `group_of`."""
+        self.group_of()
         for group in self.param_groups:
             group["param_names"] = [self._names[parameter] for parameter in group["params"]]
 
@@ -187,7 +188,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the groups in torch's form, and under `note` that this is all."""
-        self.group_of()
         self._name_parameters()
         return deepcopy(super().state_dict()) | {"note": f"groups only; {_NOT_HERE}"}
 
@@ -203,8 +203,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
         groups = deepcopy(state_dict.get("param_groups")) if known else None
         if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
             raise InputError(f"optimizer.load_state_dict brings no moments: {_NOT_HERE}")
-        self.group_of()
-        own = [[self._names[p] for p in group["params"]] for group in self.param_groups]
+        self._name_parameters()
+        own = [group["param_names"] for group in self.param_groups]
         if [group.get("param_names") for group in groups] != own:
             raise InputError(
                 "optimizer.load_state_dict: the groups given are of other parameters than those of "
@@ -224,12 +224,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
             InputError: somebody put something into a group that is no number or text, or the groups
                 are not made of the engine's parameters.
         """
-        self.group_of()
+        self._name_parameters()
         return [
-            {
-                **{name: _plain(name, value) for name, value in group.items() if name != "params"},
-                "param_names": [self._names[parameter] for parameter in group["params"]],
-            }
+            {name: _plain(name, value) for name, value in group.items() if name != "params"}
             for group in self.param_groups
         ]
 

@@ -10,7 +10,7 @@ import torch
 from megatrain.device import Recording
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.model.adapters import adapted
+from megatrain.model.adapters import adapted, require_held
 from megatrain.model.experts import share_of_a_token
 from megatrain.model.rebuilt import difference
 from megatrain.model.spec import ModelSpec
@@ -123,6 +123,11 @@ class Opened:
         """What planes of this rank may take on the disk. Raises InputError where there is none."""
         found = 0 if self.disk is None else disk_bytes(self.disk, self.disk_space)
         return found // self.ranks.on_host
+
+    def require_held(self) -> None:
+        """Raises InputError: parameters are trained that the adapter's folder does not hold."""
+        if self.model.optimizer is not None:
+            require_held(self.source.model)
 
     def open_file(self, num_bytes: int) -> PlaneFile:
         """A file for planes of this rank on the disk. All ranks call this.
