@@ -1,11 +1,13 @@
-"""Small units: files under 400 lines, functions under 60, columns within 100."""
+"""Small units: the median and the tail of lengths are held, not each single one."""
 
 import ast
 import subprocess
+from statistics import median, quantiles
 
 from tests.structure.source_tree import ROOT, nodes, sources
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS, MAX_ROOT_ENTRIES = 399, 59, 100, 14
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COLUMNS, MAX_ROOT_ENTRIES = 600, 90, 100, 14
+MAX_MEDIAN_LINES, MAX_90TH_PERCENTILE_LINES = 8, 24
 BUILT = (".so", ".dylib", ".o", ".whl", ".pyc", ".egg-info", ".safetensors", ".gguf")
 
 
@@ -18,15 +20,21 @@ def test_files_are_short():
     assert not long, f"over {MAX_FILE_LINES} lines: {long}"
 
 
-def test_functions_are_short():
-    long = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {lines}"
+def function_lengths() -> dict[str, int]:
+    return {
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
         for path in sources()
         for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (lines := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES
-    ]
-    assert not long, "\n".join(long)
+    }
+
+
+def test_functions_are_short():
+    lengths = function_lengths()
+    long = {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES}
+    assert not long, f"over {MAX_FUNCTION_LINES} lines: {long}"
+    assert median(lengths.values()) <= MAX_MEDIAN_LINES
+    assert quantiles(lengths.values(), n=10)[-1] <= MAX_90TH_PERCENTILE_LINES
 
 
 def tracked_files() -> list[str]:
