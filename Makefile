@@ -17,7 +17,7 @@ OLDEST_VERSIONS := torch==2.10.0 transformers==5.6.0
 # says: without it each worker compiles all tests anew, 6 seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-all compat fuzz soak check lint format bench-cpu bench-regression native wheel models clean
+.PHONY: help demo test test-part test-all test-extras compat fuzz soak check lint format bench-cpu bench-regression native wheel models clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -28,12 +28,19 @@ demo: $(STAMP)  ## train, sample and look at a small model
 test: lint  ## lint, types, structure and the tests that need no GPU
 	$(PYTEST) -m "not gpu and not exhaustive"
 
-test-all: $(STAMP)  ## every model family and every exhaustive sweep
+test-part: $(STAMP)  ## of the exhaustive tests those near the change, and a tenth
+	mkdir -p build
+	$(RUN) tests.selection >build/selected.txt
+	$(PYTEST) -m "exhaustive and not gpu" @build/selected.txt
+
+test-all: test-extras  ## every model family and every exhaustive sweep
+	$(PYTEST) -m "exhaustive and not gpu"
+
+test-extras: $(STAMP)  ## bases and folders in the formats of torchao and bitsandbytes
 	$(RUN) pip install --quiet --no-deps --upgrade --target build/extras --constraint constraints.txt \
 		torchao bitsandbytes
 	PYTHONPATH=build/extras $(PYTEST) tests/parity/test_float8.py tests/parity/test_base.py \
 		tests/parity/test_quantised_folders.py
-	$(PYTEST) -m "exhaustive and not gpu"
 
 # The oldest supported torch and transformers, in an environment of their own; the newest are
 # those of `make test`.

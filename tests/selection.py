@@ -1,0 +1,232 @@
+"""The part of the exhaustive tests that a change needs: those near it, and a tenth of all.
+
+    python -m tests.selection > build/selected.txt
+    python -m pytest -m "exhaustive and not gpu" @build/selected.txt
+
+The change is what differs from the commit that last passed: `CI_BASE`, if the environment names it,
+else `refs/ci/passed`, which `.ci/run` sets, else the commit some first parents ago. Without such a
+history everything counts as changed. The tenth moves on with each commit, so that ten commits in
+turn run all; the tests near the change follow, until the time is spent.
+"""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from itertools import accumulate, islice, zip_longest
+from pathlib import Path, PurePosixPath
+from zlib import crc32
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MARKED = "exhaustive and not gpu"
+PARTS = 10
+COMMITS_BACK = 30
+BUDGET_SECONDS = 2 * 12 * 60  # of two workers
+MEAN_SECONDS = 2.3  # of a test in a file that is not in the table
+SECONDS: dict[str, float] = json.loads((ROOT / "tests/durations.json").read_text())
+"""Seconds that an exhaustive test takes, by file; a mean, so that the table stays small."""
+
+ALL = ("tests/",)
+STEP = (
+    *("tests/families/test_families.py", "tests/race/", "tests/parity/test_adafactor.py"),
+    *("tests/parity/test_bf16.py", "tests/parity/test_compiled.py", "tests/parity/test_disk.py"),
+    *("tests/parity/test_dropout.py", "tests/parity/test_failures.py", "tests/parity/test_muon.py"),
+    *("tests/parity/test_gradients.py", "tests/parity/test_host_memory_guard.py"),
+    *("tests/parity/test_losses.py", "tests/parity/test_neutrality.py"),
+    *("tests/parity/test_ranks.py", "tests/parity/test_shared_rows.py"),
+    *("tests/parity/test_split.py", "tests/parity/test_tiles.py", "tests/parity/test_training.py"),
+    *("tests/parity/test_waiting.py", "tests/unit/test_forecast"),
+)
+MODELS = (
+    *("tests/families/", "tests/parity/test_adapters.py", "tests/parity/test_folders.py"),
+    *("tests/parity/test_packing.py", "tests/parity/test_split.py", "tests/parity/test_tiles.py"),
+    *("tests/unit/test_compiled.py", "tests/unit/test_random_kinds.py"),
+)
+SAVED = (
+    *("tests/checkpoint/", "tests/reliability/test_kill.py", "tests/reliability/test_resume.py"),
+    *("tests/reliability/test_disk.py", "tests/reliability/test_faults.py"),
+)
+FORECASTS = (
+    *("tests/unit/test_forecast", "tests/unit/test_fits.py", "tests/unit/test_labels.py"),
+    *("tests/unit/test_min_memory.py", "tests/unit/test_plan", "tests/unit/test_search.py"),
+    *("tests/unit/test_update_launches.py", "tests/cli/test_plan_command.py"),
+    *("tests/cli/test_second_plan.py", "tests/parity/test_forecast_of_ranks.py"),
+    *("tests/parity/test_generation_memory.py", "tests/parity/test_host_limit.py"),
+    *("tests/parity/test_memory.py",),
+)
+LOSSES = (
+    *("tests/parity/test_losses.py", "tests/parity/test_policy.py"),
+    *("tests/parity/test_preferences.py", "tests/parity/test_trl", "tests/cli/test_distill.py"),
+    *("tests/cli/test_preferences.py", "tests/unit/test_streamed"),
+)
+RUNS = ("tests/cli/", "tests/reliability/")
+RANKS = (
+    *("tests/parity/test_ranks", "tests/parity/test_hosts.py", "tests/parity/test_shared_rows.py"),
+    *("tests/cli/test_ranks.py", "tests/cli/test_hosts.py", "tests/cli/test_callback_ranks.py"),
+)
+TRAINERS = (
+    *("tests/unit/test_integrations.py", "tests/unit/test_streamed", "tests/unit/test_trainer"),
+    *("tests/unit/test_trl_scripts.py", "tests/cli/test_examples.py"),
+)
+NEAR: dict[str, tuple[str, ...]] = {
+    "megatrain": (*RANKS, *SAVED, *STEP),
+    "megatrain/autoplace": FORECASTS,
+    "megatrain/checkpoint": SAVED,
+    "megatrain/cli": ("tests/cli/", "tests/unit/test_rivals.py"),
+    "megatrain/compat": (*MODELS, *TRAINERS, "tests/cli/test_other_tools.py"),
+    "megatrain/config": RUNS,
+    "megatrain/data": (*RUNS, "tests/unit/test_data", "tests/parity/test_trl.py"),
+    "megatrain/device": (*STEP, *RANKS),
+    "megatrain/engine": STEP,
+    "megatrain/forecast": FORECASTS,
+    "megatrain/generate": (
+        *("tests/parity/test_ranks_generate.py", "tests/parity/test_generation_memory.py"),
+        *("tests/cli/test_rollout", "tests/cli/test_other_tools.py"),
+    ),
+    "megatrain/integrations": TRAINERS,
+    "megatrain/kernels": (
+        *("tests/unit/test_kernels", "tests/unit/test_wheel.py", "tests/parity/test_neutrality.py"),
+        *("tests/parity/test_training.py", "tests/unit/test_update_launches.py"),
+    ),
+    "megatrain/loss": LOSSES,
+    "megatrain/machine": FORECASTS,
+    "megatrain/model": MODELS,
+    "megatrain/optim": (
+        *("tests/parity/test_adafactor.py", "tests/parity/test_muon.py", "tests/checkpoint/"),
+        *("tests/parity/test_training.py", "tests/unit/test_update_launches.py"),
+    ),
+    "megatrain/plan": FORECASTS,
+    "megatrain/report": (),
+    "megatrain/source": (*SAVED, *MODELS, "tests/parity/test_bf16.py"),
+    "megatrain/telemetry": ("tests/cli/test_bench.py", "tests/unit/test_rivals.py"),
+    "megatrain/tile": (
+        *STEP,
+        "tests/parity/test_base.py",
+        "tests/parity/test_quantised_folders.py",
+    ),
+    "megatrain/train": RUNS,
+    "benchmarks": ("tests/cli/test_bench.py", "tests/unit/test_rivals.py"),
+    "docs": ("tests/cli/test_tutorial.py",),
+    "examples": (
+        *("tests/cli/test_examples.py", "tests/cli/test_notebook.py", "tests/cli/test_tutorial.py"),
+    ),
+    "tests": ALL,
+}
+"""By folder of what changed, the beginnings of the names of the test files that it needs.
+
+A folder that is not in the table has those of the nearest one above it.
+"""
+
+
+def names_near(path: str) -> tuple[str, ...]:
+    """The beginnings of names of test files that a changed file needs."""
+    file = PurePosixPath(path)
+    if path in ("pyproject.toml", "constraints.txt"):
+        return ALL
+    if file.parts[0] == "tests" and len(file.parts) > 2:
+        return (path,) if file.name.startswith("test_") else (f"{file.parent}/",)
+    return next((NEAR[str(folder)] for folder in file.parents if str(folder) in NEAR), ())
+
+
+def git(*arguments: str) -> list[str] | None:
+    """The lines that git prints, or None if it fails: there is no repository, or no such commit."""
+    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return None if run.returncode else run.stdout.splitlines()
+
+
+def base_commit() -> str | None:
+    named = [os.environ.get("CI_BASE"), "refs/ci/passed", f"HEAD~{COMMITS_BACK}"]
+    return next(
+        (
+            name
+            for name in named
+            if name and git("rev-parse", "-q", "--verify", f"{name}^{{commit}}")
+        ),
+        None,
+    )
+
+
+def changed_files(base: str) -> list[str]:
+    """Files that differ from a commit, those not yet added to git among them."""
+    differing = git("diff", "--name-only", "--no-renames", base)
+    new = git("ls-files", "--others", "--exclude-standard")
+    if differing is None or new is None:
+        raise SystemExit(f"git cannot tell what differs from {base}")
+    return differing + new
+
+
+def turn_of_the_commit() -> int:
+    """Which tenth comes first: the commits are counted along first parents."""
+    count = git("rev-list", "--count", "--first-parent", "HEAD")
+    return int(count[0]) % PARTS if count else 0
+
+
+def choose(
+    tests: Iterable[str],
+    near: Iterable[str],
+    turn: int,
+    seconds: Callable[[str], float],
+    budget: float = BUDGET_SECONDS,
+) -> tuple[list[str], list[str]]:
+    """The tests to run, the tenth first and whole, and those near for which there is no time.
+
+    Of those near, a file's first tests come before any file's second ones.
+    """
+    prefixes = tuple(near)
+    chosen: list[str] = []
+    by_file: dict[str, list[str]] = {}
+    for place, test in sorted(((crc32(test.encode()) - turn) % PARTS, test) for test in tests):
+        if place == 0:
+            chosen.append(test)
+        elif test.startswith(prefixes):
+            by_file.setdefault(test.split("::")[0], []).append(test)
+    in_turn = [test for row in zip_longest(*by_file.values()) for test in row if test]
+    times = accumulate(map(seconds, in_turn), initial=sum(map(seconds, chosen)))
+    fitting = sum(time <= budget for time in islice(times, 1, None))
+    return chosen + in_turn[:fitting], in_turn[fitting:]
+
+
+def seconds_of(test: str) -> float:
+    return SECONDS.get(test.split("::")[0], MEAN_SECONDS)
+
+
+class Collected:
+    """A plugin of pytest that keeps the names of the tests it collects."""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.tests = [item.nodeid for item in session.items]
+
+
+def exhaustive_tests() -> list[str]:
+    collected = Collected()
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        code = pytest.main(["-qq", "--collect-only", "-m", MARKED], plugins=[collected])
+    if code != pytest.ExitCode.OK:
+        raise SystemExit(f"{output.getvalue()}the tests cannot be collected: {code!r}")
+    return collected.tests
+
+
+def main() -> None:
+    base = base_commit()
+    near = {prefix for path in changed_files(base) for prefix in names_near(path)} if base else ALL
+    every, turn = exhaustive_tests(), turn_of_the_commit()
+    chosen, left_out = choose(every, near, turn, seconds_of)
+    if not chosen:
+        raise SystemExit(f"no test is chosen of {len(every)}")
+    print(*chosen, sep="\n")
+    print(
+        f"{len(chosen)} of {len(every)} exhaustive tests, {sum(map(seconds_of, chosen)):.0f} s of "
+        f"one worker: tenth {turn}, and those near what differs from {base or 'nothing'}; "
+        f"{len(left_out)} of these are left out for time",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    main()
