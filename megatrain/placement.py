@@ -1,7 +1,7 @@
 """Placement: every choice of where state rests and how it is scheduled, as one frozen value.
 
 They trade memory for time. With eager layers none of them changes a bit of the result, but for
-`chunk_tokens` and `max_stream_bytes`, which sum in another order (tests/race, tests/parity).
+`chunk_tokens`, `head_tokens` and `max_stream_bytes`, which sum in another order (tests/race).
 """
 
 from collections.abc import Collection, Mapping

@@ -30,6 +30,7 @@ from megatrain.checkpoint.snapshot import Snapshot, TileFile, tile_file, tile_re
 from megatrain.checkpoint.staging_blocks import AT_ONCE, StagingBlocks
 from megatrain.device import Device
 from megatrain.device.base import SAVE
+from megatrain.device.host_stream import start_thread
 from megatrain.distributed import ALONE, Ranks, require_same
 from megatrain.errors import MegatrainError, RunFailed
 from megatrain.store import Tile
@@ -93,8 +94,12 @@ class Saving:
         self._device, self._contents, self._jobs = device, contents, jobs
         self._started = time.perf_counter()
         # No daemon: a program that ends without `close` still has its checkpoint.
-        self._thread = threading.Thread(target=self._run, name="megatrain save")
-        self._thread.start()
+        try:
+            self._thread = start_thread("megatrain save", self._run)
+        except RunFailed as error:
+            raise RunFailed(
+                f"{folder}: cannot save the checkpoint of step {self.step}: {error}"
+            ) from error
 
     @property
     def done(self) -> bool:
@@ -234,10 +239,10 @@ class Saving:
 
         for job in self._jobs:
             waiting.put(job)
-        threads = [threading.Thread(target=write, name="megatrain save") for _ in range(WRITERS)]
-        for thread in threads:
-            thread.start()
+        threads: list[threading.Thread] = []
         try:
+            for _ in range(WRITERS):
+                threads.append(start_thread("megatrain save", write))
             yield records
             left = threads
             while left:

@@ -1,6 +1,7 @@
 """The sections that say how a model learns: optimizer, loss, schedule, steps."""
 
 from dataclasses import fields
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -266,9 +267,9 @@ class ScheduleSection(Section):
         return self
 
     def num_warmup_steps(self, total_steps: int) -> int:
-        """Warm-up steps of a run of `total_steps`."""
+        """Warm-up steps of a run of `total_steps`; a ratio is rounded up, as in transformers."""
         if self.warmup_ratio is not None:
-            return round(self.warmup_ratio * total_steps)
+            return ceil(total_steps * self.warmup_ratio)
         return self.warmup_steps or 0
 
 

@@ -10,6 +10,19 @@ from torch import Tensor
 from megatrain.errors import MegatrainError, RunFailed
 
 
+def start_thread(name: str, work: Callable[[], None], *, daemon: bool = False) -> threading.Thread:
+    """Do `work` on a thread of its own. Raises RunFailed: the system gives no thread."""
+    thread = threading.Thread(target=work, name=name, daemon=daemon)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise RunFailed(
+            f"the {name!r} thread cannot start ({error}): allow more threads (ulimit -u, or the "
+            "pids limit of the container), or run fewer processes"
+        ) from error
+    return thread
+
+
 class HostStream:
     """Runs work in the order it is put on; `counter` (pinned int32) counts the marks passed.
 
@@ -25,8 +38,7 @@ class HostStream:
         self._error: BaseException | None = None
         self._queue: queue.SimpleQueue[Callable[[], Any] | int | None] = queue.SimpleQueue()
         self._condition = threading.Condition()
-        self._thread = threading.Thread(target=self._loop, name=f"megatrain {name}", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(f"megatrain {name}", self._loop, daemon=True)
 
     def put(self, name: str, work: Callable[[], Any]) -> None:
         """Queue `work`; its result is dropped. Raises RunFailed after `close`."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain import kernels
-from megatrain.errors import InputError
+from megatrain.errors import InputError, in_one_line
 from megatrain.kernels.reference import join_block, split_block
 from megatrain.kernels.states import TileRange, UpdateOptions
 from megatrain.tile import Entry, TileLayout
@@ -246,16 +246,30 @@ class Rule(ABC):
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """torch parameter groups of the trainable parameters: those that decay, those that do not.
 
-        Which do is as in transformers.Trainer (`get_decay_parameter_names`).
+        Which do is as in transformers.Trainer (`get_decay_parameter_names`), which searches in
+        lower-cased names; patterns of the caller may have capitals, so names are searched as well.
+
+        Raises:
+            InputError: a pattern of `no_decay` is in no parameter's name.
         """
         norms = [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)]
 
-        def decays(name: str) -> bool:
-            parts = name.lower().split(".")
+        def matches(pattern: str, name: str) -> bool:
+            parts = name.split(".")
             inside = [".".join(parts[start:]) for start in range(len(parts))]  # of each module
-            skipped = (re.search(pattern, each) for pattern in self.no_decay for each in inside)
-            return not any(skipped) and not any(name.startswith(f"{norm}.") for norm in norms)
+            return any(re.search(pattern, text) for i in inside for text in (i, i.lower()))
 
+        def decays(name: str) -> bool:
+            skipped = any(matches(pattern, name) for pattern in self.no_decay)
+            return not skipped and not any(name.startswith(f"{norm}.") for norm in norms)
+
+        names = [name for name, _ in model.named_parameters()]
+        for pattern in self.no_decay:
+            if pattern not in NO_DECAY and not any(matches(pattern, name) for name in names):
+                raise InputError(
+                    f"optimizer.no_decay: no parameter has {pattern!r} in its name; this model has "
+                    f"{in_one_line(', '.join(names), 300)}"
+                )
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         decaying = {name for name, _ in named if decays(name)}
         groups: list[dict[str, Any]] = [

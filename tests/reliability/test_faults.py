@@ -252,6 +252,22 @@ def at(step):
     assert (saved / "keep").exists()
 
 
+def test_a_save_whose_thread_cannot_start_is_one_line_and_loses_nothing(start, goes_on):
+    """No new thread has room for its stack."""
+    fault = (
+        AT_STEP
+        + """
+import os, signal, threading
+def at(step):
+    if step == 5:
+        threading.stack_size(1 << 47)
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+    )
+    failed_with(start(fault), 4, "cannot save the checkpoint of step 5", "thread cannot start")
+    assert "going on after step 3" in goes_on()
+
+
 @SLOW
 def test_a_last_checkpoint_that_cannot_be_written_is_not_tried_again(start, run):
     fault = (

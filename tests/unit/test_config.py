@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim import SGD
+from transformers import TrainingArguments, get_scheduler
 
 from megatrain import AdamW, config
 from megatrain.data import sources
@@ -13,6 +16,7 @@ from megatrain.errors import InputError
 from megatrain.json_yaml import parse_yaml
 from megatrain.optim import RULES
 from megatrain.placement import Placement
+from megatrain.train.schedule import make_schedule
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MINIMAL = """
@@ -122,6 +126,19 @@ def test_null_of_a_section_that_must_be_there_is_missing(load):
 def test_run_files_that_name_no_optimizer_mean_adamw(load):
     loaded = load(MINIMAL, "optimizer.eps=1e-6", "optimizer.no_decay=[bias]")
     assert loaded.optimizer.rule() == AdamW(eps=1e-6, no_decay=("bias",))
+
+
+@pytest.mark.parametrize(("ratio", "steps"), [(0.1, 12), (0.03, 45), (0.1, 30), (0.5, 4), (0, 4)])
+def test_a_warm_up_has_the_steps_and_rates_of_transformers(load, tmp_path, ratio, steps):
+    config = load(MINIMAL, f"schedule.warmup_ratio={ratio}", "optimizer.lr=1")
+    arguments = TrainingArguments(tmp_path, warmup_steps=ratio, use_cpu=True, report_to=[])
+    optimizer = SGD([torch.zeros(1)], lr=1.0)
+    plain = get_scheduler("cosine", optimizer, arguments.get_warmup_steps(steps), steps)
+    for done in range(steps):
+        ours = make_schedule(config, SGD([torch.zeros(1)], lr=1.0), steps, done).get_last_lr()
+        assert ours == plain.get_last_lr(), done
+        optimizer.step()
+        plain.step()
 
 
 @pytest.mark.parametrize("number", ["1e-5", "1.5e3", "2E+1", ".5e1", "-1e-3"])

@@ -68,6 +68,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_patterns_without_decay_may_have_capitals_and_must_match() -> None:
+    """Of a model that has `A_log`, as Mamba has; patterns of one letter take no other case."""
+    model = tiny_model("mamba")
+    for pattern, end in (("A_log", ".A_log"), (r"\.D$", ".D"), (r"norm_f\.", "norm_f.weight")):
+        decaying, others = AdamW(no_decay=[pattern]).groups(model)
+        assert {name.endswith(end) for name, _ in others["params"]} == {True}, pattern
+        assert not any(name.endswith(end) for name, _ in decaying["params"]), pattern
+    AdamW(no_decay=(*NO_DECAY, "A_log")).groups(model)  # the usual ones need not be there
+    with pytest.raises(InputError, match="no_decay: no parameter has 'a_Log' in its"):
+        AdamW(no_decay=["a_Log"]).groups(model)
+
+
 @pytest.mark.parametrize("rule", RULES.values())
 @pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED)
 def test_impossible_settings_are_refused_in_one_line(
