@@ -1,10 +1,11 @@
 """Tokenised documents on disk: written once, then read row by row, so that memory stays flat.
 
-A store is a folder of three files. `tokens.bin`: int32, all documents end to end; a token to
+A store is a folder of four files. `tokens.bin`: int32, all documents end to end; a token to
 predict is stored as it is, one that is only read as its bitwise complement (a negative number).
-`documents.bin`: one record per document. `meta.json`: the names of the sources, what was found in
-them, the counts, size and time of both files, and a digest of them. Flat files rather than Arrow
-tables because rows cut documents anywhere, and so that nothing but numpy is needed to train.
+`documents.bin`: one record per document. `sums.bin`: checksums of the blocks of both. `meta.json`:
+the names of the sources, what was found in them, the counts, size and time of both files, a digest
+of them, and a checksum of itself. Flat files rather than Arrow tables because rows cut documents
+anywhere, and so that nothing but numpy is needed to train.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,12 +25,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.data.kept_file import BlockSums, KeptFile
 from megatrain.data.text import Document
-from megatrain.data.watched import WatchedFile
-from megatrain.errors import InputError
+from megatrain.errors import InputError, RunFailed
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger("megatrain.data")
+_FILES = ("tokens.bin", "documents.bin")
 _TOKEN = np.dtype("<i4")
 # first_target: place in the document of the first token to predict, -1 if there is none
 _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
@@ -87,17 +90,16 @@ class Store(ABC):
 
 @dataclass(frozen=True)
 class TokenStore(Store):
-    """A store on disk. Reading raises RunFailed once a file is not what it was."""
+    """A store on disk. Reading raises RunFailed where a file is not as it was written."""
 
-    folder: Path
     names: list[str]
     notes: dict[str, Any]
     digest: str
-    tokens: WatchedFile
-    records: WatchedFile
+    tokens: KeptFile
+    records: KeptFile
 
     def documents(self) -> NDArray[Any]:
-        return np.memmap(self.folder / "documents.bin", _RECORD, "r")
+        return np.frombuffer(self.records.read(0, self.records.identity[0]), _RECORD)
 
     def _record(self, document: int) -> Any:
         raw = self.records.read(int(document) * _RECORD.itemsize, _RECORD.itemsize)
@@ -185,16 +187,24 @@ def _load(folder: Path) -> TokenStore | None:
     if not folder.exists():
         return None
     try:
-        for name in ("meta.json", "tokens.bin", "documents.bin"):
+        for name in ("meta.json", "sums.bin", *_FILES):
             if not (folder / name).is_file():  # a pipe would be waited for
                 raise ValueError(f"{name} is not a plain file")
         meta = json.loads((folder / "meta.json").read_text())
-        tokens, records = WatchedFile(folder / "tokens.bin"), WatchedFile(folder / "documents.bin")
+        if meta.pop("crc32") != _crc32(meta):
+            raise ValueError("meta.json is not as it was written")
+        sums = (folder / "sums.bin").read_bytes()
+        border = len(sums) - meta["record_sums"]
+        tokens, records = (
+            KeptFile(folder / name, BlockSums(part))
+            for name, part in zip(_FILES, (sums[:border], sums[border:]), strict=True)
+        )
         if [list(file.identity) for file in (tokens, records)] == meta["files"]:
-            names, notes = list(meta["names"]), dict(meta["notes"])
-            return TokenStore(folder, names, notes, str(meta["digest"]), tokens, records)
+            store = TokenStore(meta["names"], meta["notes"], meta["digest"], tokens, records)
+            store.documents()  # whoever opens it reads them: damage is mended here
+            return store
         problem = "files are not as they were written"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, RunFailed) as error:
         problem = str(error)
     _log.warning("%s: kept tokens are damaged (%s): made again", folder, problem)
     return None
@@ -211,7 +221,7 @@ def _build(
         shutil.rmtree(left_over)
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))
     try:
-        meta = {"names": names, **_write(part, documents, progress), "notes": notes}
+        meta: dict[str, Any] = {"names": names, **_write(part, documents, progress), "notes": notes}
         if not meta["num_tokens"]:
             if notes.get("bad"):
                 raise InputError(f"every row is bad: {notes['bad'][0]}")
@@ -219,8 +229,8 @@ def _build(
                 f"{', '.join(names[:4])}: none of the {meta['num_documents']} rows has text, or a "
                 "reply of the assistant whose weight is not 0, to learn from"
             )
-        written = [WatchedFile(part / name).identity for name in ("tokens.bin", "documents.bin")]
-        (part / "meta.json").write_text(json.dumps(meta | {"files": written}))
+        meta["files"] = [KeptFile(part / name).identity for name in _FILES]
+        (part / "meta.json").write_text(json.dumps(meta | {"crc32": _crc32(meta)}))
         for path in part.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())  # the name must not reach the disk before the content
@@ -236,17 +246,30 @@ def _write(
 ) -> dict[str, int | str]:
     digest = hashlib.blake2b(digest_size=16)
     num_documents = num_tokens = 0
-    with (part / "tokens.bin").open("wb") as tokens, (part / "documents.bin").open("wb") as index:
+    token_sums, record_sums = BlockSums(), BlockSums()
+    with (part / _FILES[0]).open("wb") as tokens, (part / _FILES[1]).open("wb") as index:
         for document in documents:
             size = len(document.ids)
             stored, record = _stored(document), _record(document, num_tokens)
-            for file, array in ((tokens, stored), (index, record)):
+            for file, sums, array in ((tokens, token_sums, stored), (index, record_sums, record)):
                 file.write(array.tobytes())
+                sums.add(array.tobytes())
             digest.update(stored.tobytes() + _told_apart(record))
             num_documents, num_tokens = num_documents + 1, num_tokens + size
             if progress is not None:
                 progress(num_documents, num_tokens)
-    return {"num_documents": num_documents, "num_tokens": num_tokens, "digest": digest.hexdigest()}
+    of_records = record_sums.to_bytes()
+    (part / "sums.bin").write_bytes(token_sums.to_bytes() + of_records)
+    return {
+        "num_documents": num_documents,
+        "num_tokens": num_tokens,
+        "digest": digest.hexdigest(),
+        "record_sums": len(of_records),
+    }
+
+
+def _crc32(meta: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(meta).encode())
 
 
 def _stored(document: Document) -> NDArray[np.int32]:

@@ -2,14 +2,17 @@
 
 A folder of two files, which grow together, so that whoever is killed goes on where it was.
 `labels.bin`: for each label, row after row, the ids of K tokens (int32) and their log-probabilities
-(fp32). `rows.bin`: of each row how many labels there are up to its end (int64). `whole.json`, once
-all rows are there: size and time of both.
+(fp32). `rows.bin`: of each row how many labels there are up to its end (int64), and a CRC-32 of
+them, of this number and that of the row before (uint32). `whole.json`, once all rows are there:
+size and time of both.
 """
 
+import itertools
 import json
 import logging
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -19,25 +22,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatrain.data.kept_file import KeptFile
 from megatrain.data.store import alone
-from megatrain.data.watched import WatchedFile
 from megatrain.errors import InputError
 
 TeacherAnswers = tuple[Tensor, Tensor, Tensor]
 """Of a micro-batch: labels `[B, T]`, ids and log-probabilities of likeliest tokens `[B, T, K]`."""
 
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"
-_END = np.dtype("<i8")
+_ROW = np.dtype([("end", "<i8"), ("crc32", "<u4")])
 _log = logging.getLogger("megatrain.data")
 
 
 class TeacherFile:
-    """Read row by row, so that memory stays flat. Raises RunFailed once it is not what it was."""
+    """Read row by row, so that memory stays flat. Raises RunFailed where it is not as written."""
 
     def __init__(self, folder: Path, top_k: int) -> None:
         self._top_k, self._record = top_k, _record(top_k)
-        self._labels = WatchedFile(folder / "labels.bin")
-        self._rows = WatchedFile(folder / "rows.bin")
+        self._labels = KeptFile(folder / "labels.bin")
+        self._rows = KeptFile(folder / "rows.bin")
 
     def of(self, rows: Sequence[int], labels: Tensor) -> dict[str, Tensor]:
         """Ids and log-probabilities `[B, T, K]` for rows whose labels are `[B, T]`."""
@@ -49,10 +52,16 @@ class TeacherFile:
         return {IDS: ids, LOG_PROBS: log_probs}
 
     def _of_row(self, row: int) -> NDArray[np.void]:
-        ends = np.frombuffer(self._rows.read(row * _END.itemsize, 2 * _END.itemsize), _END)
-        begin, size = int(ends[0]), int(ends[1] - ends[0])
-        raw = self._labels.read(begin * self._record.itemsize, size * self._record.itemsize)
-        return np.frombuffer(raw, self._record)
+        place = row * _ROW.itemsize
+        before, this = np.frombuffer(self._rows.read(place, 2 * _ROW.itemsize), _ROW)
+        begin, end = int(before["end"]), int(this["end"])
+        size = self._record.itemsize
+        if not 0 <= begin <= end <= self._labels.identity[0] // size:
+            raise self._rows.damage(f"row {row}", place, 2 * _ROW.itemsize)
+        labels = self._labels.read(begin * size, (end - begin) * size)
+        if _crc32(begin, end, labels) != this["crc32"]:
+            raise self._labels.damage(f"row {row}", begin * size, len(labels))
+        return np.frombuffer(labels, self._record)
 
 
 def open_teacher_file(
@@ -86,6 +95,10 @@ def _record(top_k: int) -> np.dtype[np.void]:
     return np.dtype([("ids", "<i4", (top_k,)), ("log_probs", "<f4", (top_k,))])
 
 
+def _crc32(begin: int, end: int, labels: bytes | memoryview) -> int:
+    return zlib.crc32(labels, zlib.crc32(np.array([begin, end], "<i8").tobytes()))
+
+
 def _is_whole(folder: Path) -> bool:
     """Whether both files are as they were written; damaged ones are removed."""
     if not (folder / "whole.json").is_file():
@@ -104,7 +117,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _identities(folder: Path) -> list[list[int]]:
-    return [list(WatchedFile(folder / name).identity) for name in ("rows.bin", "labels.bin")]
+    return [list(KeptFile(folder / name).identity) for name in ("rows.bin", "labels.bin")]
 
 
 def _go_on(
@@ -113,15 +126,16 @@ def _go_on(
     folder.mkdir(exist_ok=True)
     record = _record(top_k)
     with _growing(folder / "labels.bin") as labels, _growing(folder / "rows.bin") as rows:
-        there = rows.read()
-        ends = np.frombuffer(there[: len(there) // _END.itemsize * _END.itemsize] or bytes(8), _END)
-        ends = ends[ends * record.itemsize <= os.fstat(labels.fileno()).st_size]
+        kept = rows.read()
+        size = len(kept) // _ROW.itemsize * _ROW.itemsize
+        every = np.frombuffer(kept[:size] or bytes(_ROW.itemsize), _ROW)  # the first: no row
+        every = every[every["end"] * record.itemsize <= os.fstat(labels.fileno()).st_size]
         rows.seek(0)
-        rows.write(ends.tobytes())
+        rows.write(every.tobytes())
         rows.truncate()
-        labels.seek(int(ends[-1]) * record.itemsize)
+        end, done = int(every[-1]["end"]), len(every) - 1
+        labels.seek(end * record.itemsize)
         labels.truncate()
-        end, done = int(ends[-1]), len(ends) - 1
         if done:
             _log.info("a teacher has answered for %d of %d rows already", done, num_rows)
         for of_labels, ids, log_probs in answers(done):
@@ -131,9 +145,14 @@ def _go_on(
             labels.write(made.tobytes())
             labels.flush()
             os.fsync(labels.fileno())  # rows must not be counted before their labels are
-            rows.write((end + np.cumsum(used.sum(1).numpy(), dtype=_END)).tobytes())
+            edges = np.cumsum([end, *used.sum(1).tolist()]).tolist()
+            sums = [
+                _crc32(begin, stop, made[begin - end : stop - end].tobytes())
+                for begin, stop in itertools.pairwise(edges)
+            ]
+            rows.write(np.array([*zip(edges[1:], sums, strict=True)], _ROW).tobytes())
             rows.flush()
-            end += len(made)
+            end = edges[-1]
         os.fsync(rows.fileno())
     (folder / "whole.json").write_text(json.dumps(_identities(folder)))
 

@@ -36,7 +36,7 @@ from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.resolve_model import named_model, weights_key
 from megatrain.train.sharing import by_parts
 
-_FORMAT = 1  # of what is kept: raise it when the same teacher would be asked otherwise
+_FORMAT = 2  # of what is kept: raise it when the same teacher would be asked otherwise
 _NOT_KEPT = -1e9  # in place of a log-probability
 _SECONDS_BETWEEN_NEWS = 30.0
 log = logging.getLogger(__name__)

@@ -288,7 +288,7 @@ def test_ranks_distil_as_one(megatrain, distilling, tmp_path, how):
         (tmp_path / "lost").mkdir()
         lost = partial(loses_a_rank, run_of(file, "never", f"data.cache_dir={kept}"))
         run_ranks(2, tmp_path / "lost", lost, whole=False)
-        assert next(kept.glob("teacher-*/rows.bin")).stat().st_size == 8 * (1 + 4)
+        assert next(kept.glob("teacher-*/rows.bin")).stat().st_size == 12 * (1 + 4)
     assert_ranks_do_it(megatrain, file, tmp_path)
     made = list(kept.glob("teacher-*/whole.json"))
     assert len(made) == (2 if how == "kept" else 0)

@@ -347,7 +347,7 @@ def at(step):
         {CHANGES[change]}
 """
     )
-    out = failed_with(start(fault), 4, "tokens.bin: changed by another program while the run was")
+    out = failed_with(start(fault), 4, "tokens.bin: ", "is not as it was written")
     (step,) = {int(line.split()[5]) for line in out.splitlines() if "is saved; --resume" in line}
     assert step >= 4  # rows of two steps were read ahead
     assert "made again" in goes_on()

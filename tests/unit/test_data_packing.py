@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from megatrain.data.encoder import Encoder
 from megatrain.data.packing import Segments, fill_rows, fit_rows, shuffled, split_rows
 from megatrain.data.store import open_store
 from megatrain.data.text import Document
-from megatrain.errors import InputError
+from megatrain.errors import InputError, RunFailed
 
 WORDS = TEXT.split()
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
@@ -256,6 +257,32 @@ def test_tokens_are_made_once_and_again_when_damaged_or_changed(tmp_path, monkey
     assert again().fingerprint == first.fingerprint and len(made) == 5
     other = again(tokenizer=make_tokenizer(bos_first=True))
     assert other.num_tokens > first.num_tokens and len(made) == 6
+
+
+def test_each_flipped_bit_of_kept_tokens_is_found_before_it_is_trained_on(tmp_path):
+    cache, tokenizer = tmp_path / "cache", make_tokenizer()
+    options = {"tokenizer": tokenizer, "sequence_length": 32, "cache_dir": cache}
+    data = open_text(tmp_path, documents(400), **options)
+    (folder,) = cache.glob("tokens-*/")
+    wanted, random = data.fingerprint, np.random.default_rng(0)
+    for name in ("tokens.bin", "documents.bin", "sums.bin", "meta.json"):
+        path, good = folder / name, (folder / name).read_bytes()
+        times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+        for _ in range(5):
+            bad = bytearray(good)
+            bad[random.integers(len(good))] ^= 1 << random.integers(8)
+            path.write_bytes(bad)
+            os.utime(path, ns=times)
+            try:
+                again = open_dataset(tmp_path / "data.jsonl", kind="text", **options)
+                list(again.batches(1))
+                assert name == "meta.json" or path.read_bytes() == good
+                assert again.fingerprint == wanted
+            except RunFailed as error:
+                assert name in ("tokens.bin", "sums.bin")
+                assert re.search(rf"tokens.bin: block \d .* at byte .* delete {folder}", str(error))
+                path.write_bytes(good)
+                os.utime(path, ns=times)
 
 
 def test_a_first_token_alone_is_nothing_to_learn_from(tmp_path):

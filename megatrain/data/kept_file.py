@@ -1,0 +1,99 @@
+"""Files that runs keep and read again: each read is compared with checksums made when written.
+
+Nothing is memory-mapped. A mapped file that somebody cuts short kills the process with SIGBUS, and
+a page that was right when it was mapped need not stay so; a read fails in one line, and the run can
+save what it has learnt. The open file also stays readable when its name is deleted.
+"""
+
+import os
+import zlib
+from array import array
+from pathlib import Path
+
+from megatrain.errors import RunFailed
+from megatrain.units import KIB
+
+# Of one checksum: a row of 4,096 tokens touches two blocks at most, sums take 0.01 % of the bytes.
+BLOCK_BYTES = 32 * KIB
+
+
+class BlockSums:
+    """CRC-32 of each block of bytes that go to a file. It tells every flip of up to three bits."""
+
+    def __init__(self, sums: bytes = b"") -> None:
+        """Args: `sums`: what `to_bytes` has given of a whole file."""
+        self._sums = array("I", sums)
+        self._num_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        """Count bytes that are appended to the file."""
+        part = memoryview(data)
+        while part:
+            if self._num_bytes % BLOCK_BYTES == 0:
+                self._sums.append(0)
+            piece = part[: BLOCK_BYTES - self._num_bytes % BLOCK_BYTES]
+            self._sums[-1] = zlib.crc32(piece, self._sums[-1])
+            self._num_bytes += len(piece)
+            part = part[len(piece) :]
+
+    def fits(self, block: int, data: memoryview) -> bool:
+        """True if these are the bytes of a block as they were written."""
+        return zlib.crc32(data) == self._sums[block]
+
+    def to_bytes(self) -> bytes:
+        """All sums."""
+        return self._sums.tobytes()
+
+
+class KeptFile:
+    """Bytes of a file which must stay as they were when they were written.
+
+    Attributes:
+        identity: its size, and when it was written (ns).
+    """
+
+    def __init__(self, path: Path, sums: BlockSums | None = None) -> None:
+        """Open the file. Raises OSError.
+
+        Args: `sums`: of its blocks; None: the reader has checksums of its own.
+        """
+        self._path, self._sums = path, sums
+        self._file = path.open("rb", buffering=0)
+        status = os.fstat(self._file.fileno())
+        self.identity = status.st_size, status.st_mtime_ns
+
+    def read(self, offset: int, num_bytes: int) -> memoryview:
+        """Exactly these bytes; any thread may ask.
+
+        Raises:
+            RunFailed: they cannot be read, or a block that has some of them is not as written.
+        """
+        if self._sums is None:
+            return self._read(offset, num_bytes)
+        first = offset // BLOCK_BYTES
+        start = first * BLOCK_BYTES
+        stop = min(-(-(offset + num_bytes) // BLOCK_BYTES) * BLOCK_BYTES, self.identity[0])
+        data = self._read(start, max(stop, offset + num_bytes) - start)
+        for block, at in enumerate(range(0, len(data), BLOCK_BYTES), first):
+            if not self._sums.fits(block, data[at : at + BLOCK_BYTES]):
+                raise self.damage(f"block {block}", start + at, BLOCK_BYTES)
+        return data[offset - start :][:num_bytes]
+
+    def damage(self, what: str, offset: int, num_bytes: int) -> RunFailed:
+        """The error of a part whose bytes are not as they were written."""
+        return RunFailed(
+            f"{self._path}: {what} ({num_bytes:,} bytes at byte {offset:,}) is not as it was "
+            "written: the disk or memory is faulty, or another program has changed it; delete "
+            f"{self._path.parent}, and the next start makes it again"
+        )
+
+    def _read(self, offset: int, num_bytes: int) -> memoryview:
+        data, descriptor = bytearray(), self._file.fileno()
+        try:
+            while len(data) < num_bytes:  # one call reads 2 GiB at most
+                data += (more := os.pread(descriptor, num_bytes - len(data), offset + len(data)))
+                if not more or os.fstat(descriptor).st_size != self.identity[0]:
+                    raise self.damage("its size", 0, self.identity[0])
+        except OSError as error:
+            raise RunFailed(f"{self._path}: cannot be read any more: {error.strerror}") from error
+        return memoryview(data)

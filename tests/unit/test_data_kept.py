@@ -1,0 +1,55 @@
+"""What is kept beside tokens: a teacher's answers."""
+
+import os
+import re
+
+import numpy as np
+import torch
+
+from megatrain.data import open_teacher_file
+from megatrain.errors import RunFailed
+
+ROWS, TOP_K = 6, 3
+
+
+def answers(done):
+    """Micro-batches of one row from `done` on, each with as many labels as its number."""
+    for row in range(done, ROWS):
+        random = torch.Generator().manual_seed(row)
+        labels = torch.full((1, ROWS), -100)
+        labels[:, :row] = 7
+        ids = torch.randint(100, (1, ROWS, TOP_K), generator=random)
+        yield labels, ids, torch.randn(1, ROWS, TOP_K, generator=random)
+
+
+def equal(kept, wanted):
+    parts = [part for row in kept for part in row.values()]
+    return all(map(torch.equal, parts, [part for row in wanted for part in row]))
+
+
+def test_a_teachers_answers_are_read_as_they_were_given_and_each_flipped_bit_is_found(tmp_path):
+    def taken():
+        kept = open_teacher_file(tmp_path / "kept", ROWS, TOP_K, answers)
+        return [kept.of([row], labels) for row, (labels, *_) in enumerate(answers(0))]
+
+    wanted = [
+        (torch.where(mask, ids, 0), torch.where(mask, log_probs, 0))
+        for labels, ids, log_probs in answers(0)
+        for mask in [(labels != -100)[..., None]]
+    ]
+    assert equal(taken(), wanted)
+    random = np.random.default_rng(0)
+    for name in ("labels.bin", "rows.bin", "whole.json"):
+        path = tmp_path / "kept" / name
+        good, status = path.read_bytes(), path.stat()
+        for _ in range(24):
+            bad = bytearray(good)
+            bad[at := random.integers(len(good))] ^= 1 << random.integers(8)
+            path.write_bytes(bad)
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+            try:  # without a good whole.json the teacher is asked again
+                assert equal(taken(), wanted) and (name == "whole.json" or at in range(8, 12))
+            except RunFailed as error:
+                assert re.search(rf"(rows|labels).bin: row \d .* delete {path.parent}", str(error))
+            path.write_bytes(good)
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
