@@ -1,7 +1,7 @@
 """From a model to the parts of a step: tiles, store, weights, units."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import takewhile
 from typing import ClassVar
@@ -75,16 +75,14 @@ class Assembly:
                 found[visit] = expert_slices(tile, layer, most, self.dtype.itemsize)
         return found
 
-    def policies(self, *, graphs: bool = True, host: bool = True) -> list[ActivationPolicy]:
+    def policies(self, *, device: bool = True, host: bool = True) -> list[ActivationPolicy]:
         """What each layer saves for its backward.
 
-        Args:
-            graphs: layers may save graphs on the device.
-            host: layers may save tensors on the host; False: these layers recompute instead.
+        Args: `device`, `host`: layers may save tensors there; False: these recompute instead.
         """
-        placement = self.placement if graphs else replace(self.placement, save_activations=0)
-        policies = placement.policies(len(self.program.spec.layers), self.expert_slices)
-        return [p if host or p.where == "device" else RECOMPUTE for p in policies]
+        policies = self.placement.policies(len(self.program.spec.layers), self.expert_slices)
+        allowed = {"device": device, "host": host}
+        return [policy if allowed[policy.where] else RECOMPUTE for policy in policies]
 
     @cached_property
     def vocab_slices(self) -> VocabSlices | None:

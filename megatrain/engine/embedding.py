@@ -27,6 +27,7 @@ from megatrain.device.collectives import Collectives
 from megatrain.engine.batch import Batch
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.sink import HostGrad, Sink
+from megatrain.errors import InputError
 from megatrain.store import Tier, Tile
 from megatrain.tile import Entry
 
@@ -58,12 +59,18 @@ class _Table:
 
     @property
     def rows_each(self) -> int:
-        """Rows that each rank keeps, but for those at the end."""
+        """Rows that each rank keeps, but for those at the end. Raises InputError: none has any."""
         ranks = self.tile.layout.ranks
         if ranks == 1:
             return self.entry.shape[0]
-        [block] = [e - at for at, e in self.tile.layout.parts if at == self.entry.offset]
-        return block // ranks // self.width
+        stops = dict(self.tile.layout.parts)
+        if self.entry.offset not in stops:
+            raise InputError(
+                f"{self.entry.name!r} does not come first of what is trained, or frozen, with it, "
+                "so several ranks cannot share its rows; put it into the first group of the "
+                "optimizer that decays"
+            )
+        return (stops[self.entry.offset] - self.entry.offset) // ranks // self.width
 
     def of(self, plane: Buffer) -> Tensor:
         """The rows of a plane that are here, `[rows, D]`."""

@@ -146,12 +146,12 @@ class PlacedEngine:
         start = time.perf_counter()
         batch = self._prepare(micro_batches, loss, norm_limit)
         self._parts.update.norm_limit = norm_limit
-        # In a batch larger than the placement was chosen for, layers save no graphs on the device.
-        graphs = self._host.holds(batch)
+        # In a batch larger than the placement was chosen for, layers save nothing on the device.
+        planned = self._host.holds(batch)
         # Such a loss sees all micro-batches at once: one pass, whose graphs would be too many.
         joint = self._parts.passes > 1 and (isinstance(loss, JointLoss) or self._spec.routed)
         with self._undisturbed(), self._host.of(batch.num_tokens) as host:
-            policies = self._policies(graphs=graphs and not joint, host=host)
+            policies = self._policies(device=planned and not joint, host=host)
             parts = self._parts.under(policies)
             report = train_step(replace(parts, passes=1) if joint else parts, batch)
         self._steps += 1

@@ -370,7 +370,7 @@ def _assemble(
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if clip else None)
     if joint and parts.passes > 1:  # as the engine takes such a step
-        parts = replace(parts.under(assembly.policies(graphs=False)), passes=1)
+        parts = replace(parts.under(assembly.policies(device=False)), passes=1)
     return store, parts
 
 

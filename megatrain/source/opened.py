@@ -29,7 +29,7 @@ def tile_layouts(spec: ModelSpec, groups: dict[str, int], ranks: int = 1) -> lis
     """Tiles in the order in which a forward needs them; the head, then what nothing reads, last.
 
     `groups` gives each trainable parameter's optimizer group; all others are frozen. Between
-    `ranks` no row of a table that is gathered is cut.
+    `ranks` no row of a table that is gathered is cut, and a head begins with one that it shares.
     """
     shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
     unmoved = {*spec.unused, *spec.fixed}
@@ -47,7 +47,10 @@ def tile_layouts(spec: ModelSpec, groups: dict[str, int], ranks: int = 1) -> lis
     for visit, layer in enumerate(spec.layers):
         own = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
         tiles.append(layout(TileKind.LAYER, own, f" {visit}"))
-    return [*tiles, layout(TileKind.HEAD, spec.epilogue), layout(TileKind.UNUSED, spec.unused)]
+    head = spec.epilogue
+    if ranks > 1:
+        head = sorted(head, key=lambda name: name not in spec.gathered)
+    return [*tiles, layout(TileKind.HEAD, head), layout(TileKind.UNUSED, spec.unused)]
 
 
 @dataclass(frozen=True)

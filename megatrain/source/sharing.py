@@ -18,7 +18,6 @@ from megatrain.source.fill import kept
 from megatrain.source.opened import Opened
 from megatrain.source.source import Source
 from megatrain.source.state_io import saved_optimizer
-from megatrain.tile import TileLayout
 
 NO_LABELS = "no labels"  # in the place of a loss
 
@@ -122,17 +121,6 @@ def _refuse(opened: Opened) -> None:
         raise InputError(
             f"several ranks cannot share a model with {len(spec.gathered)} tables of tokens yet "
             f"({', '.join(spec.gathered)}); train it with one"
-        )
-    for name in spec.gathered:
-        [layout] = [layout for layout in opened.model.layouts if name in layout.by_name]
-        _check_table(name, layout)
-
-
-def _check_table(name: str, layout: TileLayout) -> None:
-    if layout.by_name[name].offset not in [start for start, _ in layout.parts]:
-        raise InputError(
-            f"{name!r} does not come first of what is trained, or frozen, with it, so several "
-            "ranks cannot share its rows; put it into the first group of the optimizer that decays"
         )
 
 

@@ -204,8 +204,11 @@ def test_a_loss_and_its_gradients_are_plain_ones(
     assert relative_error(gradients(engine), wanted) < 2e-6
 
 
-@pytest.mark.parametrize("cut", [1, 4])
-def test_pairs_may_lie_in_any_micro_batches(cut: int) -> None:
+@pytest.mark.parametrize(
+    ("cut", "choices"),
+    [(1, {"save_activations": 2}), (4, {"save_activations": 3, "save_attention": "host"})],
+)
+def test_pairs_may_lie_in_any_micro_batches(cut: int, choices: dict[str, Any]) -> None:
     """As rows of one micro-batch, and in another order, they are what they are in four."""
     [micro], order = make_batches(1, [(4, 9)])[0], torch.tensor([3, 0, 2, 1])
     shape, names = micro["labels"].shape, torch.tensor([7.0, 9.0, 7.0, 9.0])
@@ -215,7 +218,7 @@ def test_pairs_may_lie_in_any_micro_batches(cut: int) -> None:
     rows_of = lambda at: {name: value[at] for name, value in micro.items()}  # noqa: E731
     engine = make_engine(llama(), clip=1e9)
     # All pairs are seen before any slope: of two passes, one is taken.
-    other = make_engine(llama(), clip=1e9, placement=Placement(passes=2, save_activations=2))
+    other = make_engine(llama(), clip=1e9, placement=Placement(passes=2, **choices))
     whole = engine.step([rows_of(order)], DPO())
     parts = other.step([rows_of(at) for at in torch.arange(4).split(cut)], DPO())
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)

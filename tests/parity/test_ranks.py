@@ -20,9 +20,18 @@ from megatrain.checkpoint import files, open_checkpoint, verify
 from megatrain.device import disk
 from megatrain.distributed import connected
 from megatrain.errors import DoesNotFit, InputError, RunFailed, StepRefused
+from megatrain.forecast.workload import Generation
 from megatrain.generate import Sampling, continued
 from megatrain.kernels.states import GROUP
-from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, JointLoss, LabelSmoothing, Loss
+from megatrain.loss import (
+    CROSS_ENTROPY,
+    DPO,
+    GRPO,
+    TOKEN_WEIGHTS,
+    JointLoss,
+    LabelSmoothing,
+    Loss,
+)
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
 from megatrain.optim import adafactor
@@ -30,7 +39,16 @@ from megatrain.plane_file import BLOCK, PlaneFile
 from megatrain.train.sharing import part_of as run_part_of
 from tests.families.plain import Step
 from tests.families.tiny import tiny_model
-from tests.parity.cases import llama, make_batches, make_engine, masters, model_of, qwen2, same
+from tests.parity.cases import (
+    VOCAB,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    model_of,
+    qwen2,
+    same,
+)
 from tests.parity.ranks import run_ranks
 from tests.parity.test_preferences import replies
 from tests.parity.test_split import EXPERT, SPLIT, WIDE, mixtral, tied, wide, wide_batches
@@ -444,10 +462,14 @@ def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path: Path) -> None:
                 distributed._link_gbps(connected(group, cpu), cpu)
             )
         assert links[0] == links[1] > 0
-        only_run = Engine(llama(), group=mesh, device="cpu", precision="fp32")
-        alone = Engine(llama(), device="cpu", precision="fp32")
-        assert only_run.evaluate(good) == pytest.approx(alone.evaluate(step), abs=1e-6)
-        assert torch.equal(only_run.logits(good[0]), alone.logits(good[0]))
+        gpt2 = tiny_model("gpt2", changes={"vocab_size": VOCAB})  # its tied table is last by name
+        for model in (llama(), gpt2):
+            only_run = Engine(model, group=mesh, device="cpu", precision="fp32")
+            alone = Engine(model, device="cpu", precision="fp32")
+            assert only_run.evaluate(good) == pytest.approx(alone.evaluate(step), abs=1e-6)
+            assert torch.equal(only_run.logits(good[0]), alone.logits(good[0]))
+        beside = {"loss": GRPO(beta=0.1), "generation": Generation(6, rows=6, reference=True)}
+        make_engine(gpt2, group=group, **beside).close()
 
     run_ranks(2, tmp_path, work)
 
