@@ -239,7 +239,7 @@ def reasons(found: Forecast) -> list[str]:
         f"micro-batches of {rows}, {placement.slots} slots, {resident} resident tiles, "
         f"{graphs}, boundaries on the {placement.layer_inputs}{tiles}",
         f"{found.seconds:.3g} s a step expected ({found.model_tflops:.0f} model TFLOPS), "
-        f"{found.binds} is busy {found.bounds[found.binds] / found.seconds:.0%} of it; "
+        f"{found.critical_path[found.binds] / found.seconds:.0%} of it bound by {found.binds}; "
         f"{gib(found.device_peak_bytes)} of {gib(machine.device_memory_bytes)} on the device, "
         f"{gib(found.host_peak_bytes)} of {gib(machine.host_memory_bytes)} on the host",
     ]

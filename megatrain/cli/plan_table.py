@@ -27,6 +27,7 @@ _BINDS = {
     "gather": "the link between GPUs",
     "reduce": "the link between GPUs",
     "hosts": "the network between hosts",
+    "launches": "the thread that launches",
 }
 _BINDS_CPU = {
     "compute": "the CPU's arithmetic",

@@ -38,7 +38,7 @@ from megatrain.placement import Placement
 from megatrain.source.opened import Model
 from megatrain.store import Store
 from megatrain.telemetry.flops import model_tflops
-from megatrain.telemetry.timeline import Breakdown, Span, breakdown, window
+from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_path, window
 from megatrain.tile import Entry, TileKind, TileLayout
 from megatrain.tile.layout import ALIGNMENT
 from megatrain.units import MIB
@@ -90,7 +90,7 @@ class Forecast:
         parameters: distinct ones. computing: with a token, and of these those that are trained.
         spans: what each stream does when, from the step's begin (telemetry/timeline.py).
         bounds: seconds that each resource is busy; no schedule can be faster than the largest.
-        binds: the name of the largest.
+        binds: the resource that takes most of the step's critical path.
         device_bytes: at the step's peak, by part: `slots`, `gradients and rows`, `gradient sums`
             (of several passes), `kept weights`, `resident tiles`, `activations`, `kept graphs`,
             `kept attention`, `working set` (of one layer or the head), `lanes of the host`, `layer
@@ -129,8 +129,13 @@ class Forecast:
         return breakdown(self.spans, COMPUTE)
 
     @property
+    def critical_path(self) -> dict[str, float]:
+        """Seconds of each resource on the way from the step's end back to its beginning."""
+        return dict(critical_path(self.spans).most_common())
+
+    @property
     def binds(self) -> str:
-        return max(self.bounds, key=self.bounds.__getitem__)
+        return next(iter(self.critical_path))
 
     @property
     def device_peak_bytes(self) -> int:
@@ -171,6 +176,7 @@ class Forecast:
             "model_tflops": self.model_tflops,
             "binds": self.binds,
             "bounds": self.bounds,
+            "critical_path": self.critical_path,
             "tokens_per_step": self.tokens_per_step,
             "sequence_length": self.sequence_length,
             "micro_batch": self.micro_batch,

@@ -4,7 +4,7 @@ Times are seconds from the start of the recording.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -96,6 +96,29 @@ def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
         idle["end of step"] += last - at
     known = {stream: count for stream, count in moved.items() if count}
     return Breakdown(last - first, dict(busy), known, dict(work), dict(idle))
+
+
+def critical_path(spans: Iterable[Span]) -> Counter[str]:
+    """Seconds of each stream on the critical path, which add up to the end of the last span.
+
+    Followed from that end to the beginning: before each span comes the one whose end it began at,
+    of its own stream if that has one. `launches` is where nothing ended: the caller is behind.
+    """
+    ends: defaultdict[int, dict[str, Span]] = defaultdict(dict)  # nanoseconds
+    for span in spans:
+        ends[round(span.end * 1e9)][span.stream] = span
+    path, stream, at = Counter[str](), "", max(ends, default=0)
+    for end in sorted(ends, reverse=True):
+        if end > at:
+            continue
+        there = ends[end]
+        span = there.get(stream) or max(there.values(), key=lambda span: span.seconds)
+        begin, stream = min(end, round(span.start * 1e9)), span.stream
+        path["launches"] += at - end
+        path[stream] += end - begin
+        at = begin
+    path["launches"] += at
+    return Counter({stream: ns / 1e9 for stream, ns in path.items() if ns})
 
 
 def _kind(name: str) -> str:

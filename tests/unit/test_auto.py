@@ -65,7 +65,7 @@ def test_auto_takes_the_memory_that_is_free_and_says_why(
     assert found.planned is not None and found.planned.tokens_per_step == 512
     assert found.planned.micro_batch_tokens == 64 * found.micro_batch  # type: ignore[operator]
     text = caplog.text
-    assert "micro-batches of" in text and "s a step expected" in text and "is busy" in text
+    assert "micro-batches of" in text and "s a step expected" in text and "bound by " in text
 
 
 @pytest.mark.parametrize(("tokens", "length", "wanted"), [

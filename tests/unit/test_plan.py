@@ -21,6 +21,7 @@ from megatrain.plan.wear import disk_use
 from megatrain.source.opened import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.telemetry.pictures import draw_memory
+from megatrain.telemetry.timeline import Span
 from megatrain.units import GIB, parse_bytes
 from tests.parity.cases import llama, qwen2
 from tests.sweeps import few
@@ -42,7 +43,7 @@ def toy_forecast(there: Machine, ask: Workload, device: int, host: int) -> Forec
         sequence_length=ask.sequence_length,
         micro_batch=ask.micro_batch or 1,
         seconds=max(bounds.values()) + 0.25,
-        spans=[],
+        spans=[Span(stream, stream, 0.0, seconds) for stream, seconds in bounds.items()],
         bounds=bounds,
         device_bytes={"working set": device},
         host_bytes={"host_weights_bytes": host},
@@ -390,6 +391,10 @@ def test_arithmetic_binds_from_where_it_takes_as_long_as_the_rest():
     assert toy_forecast(MACHINE, replace(ASKED, tokens_per_step=needed), 0, 0).binds == "compute"
     less = replace(ASKED, tokens_per_step=needed - 256)
     assert toy_forecast(MACHINE, less, 0, 0).binds == "update"
+    # Arithmetic is busy the longest, and waits for updates most of the time.
+    times = {"update": [(0.0, 4.0)], "compute": [(0.0, 3.9), (4.0, 4.2)]}
+    behind = [Span(stream, "", *both) for stream, every in times.items() for both in every]
+    assert replace(told, spans=behind).binds == "update"
 
 
 def test_several_gpus_share_the_step_and_the_host():

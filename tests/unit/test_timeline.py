@@ -16,6 +16,7 @@ from megatrain.telemetry.timeline import (
     Span,
     breakdown,
     chrome_trace,
+    critical_path,
     read_trace,
     window,
 )
@@ -37,6 +38,21 @@ def test_idle_time_is_put_down_to_what_was_waited_for() -> None:
     assert found.idle == pytest.approx({"weights arrived": 1.5, "launch": 0.1, "end of step": 1.0})
     assert found.work["compute", "layer"] == pytest.approx(2.0)  # numbers are left out of names
     assert found.lines()[0].endswith("compute: layer")
+
+
+def test_the_critical_path_leads_from_the_end_to_the_beginning() -> None:
+    """Computing takes most of the time, and waits for updates most of it."""
+    spans = [
+        Span("update", "update layer 0", 0.0, 2.0),
+        Span("compute", "layer 1", 0.1, 1.9),
+        Span("compute", "layer 0", 2.0, 3.0),
+        Span("update", "update layer 1", 2.5, 2.9),
+        Span("reduce", "sums", 3.1, 4.0),
+        Span("copy out", "gradient", 3.5, 3.6),
+    ]
+    path = critical_path(spans)
+    assert path == pytest.approx({"update": 2.0, "compute": 1.0, "reduce": 0.9, "launches": 0.1})
+    assert breakdown(spans, "compute").busy["compute"] > path["update"] * 1.2
 
 
 def test_a_trace_opens_in_perfetto() -> None:
