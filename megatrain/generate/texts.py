@@ -62,8 +62,18 @@ def generate(
     chat = any(not isinstance(prompt, str) for prompt in prompts)
     stops, own = stop_ids(source, tokenizer, chat=chat), source.generation_config
     pad = pad_id(tokenizer, config.vocab_size)
-    given: dict[str, Any] = {"stops": stops, "pad": pad, "batch_size": batch_size}
-    made = continued(source, ids, sampling, own, **given, streamer=streamer, kept=kept)
+    made = continued(
+        source,
+        ids,
+        sampling,
+        own,
+        stops=stops,
+        pad=pad,
+        batch_size=batch_size,
+        tokenizer=tokenizer,
+        streamer=streamer,
+        kept=kept,
+    )
     return tokenizer.batch_decode([_until(stops, row) for row in made], skip_special_tokens=True)
 
 
@@ -77,6 +87,7 @@ def continued(
     pad: int,
     batch_size: int,
     apart: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     streamer: Any = None,
     kept: Kept | None = None,
 ) -> list[list[int]]:
@@ -88,6 +99,7 @@ def continued(
         own, stops, pad: as of `Sampling.settings`.
         apart: what is drawn for a prompt follows from the seed and its place in `ids` alone, so
             that several ranks share a batch. `own` says nothing of how tokens are drawn.
+        tokenizer: which `own.stop_strings` are told by.
     """
     limit, share = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
     out: dict[int, list[int]] = {}
@@ -110,7 +122,9 @@ def continued(
             if apart:
                 more |= drawn_apart(settings, sampling.seed, asked, len(mine), share, device)
             batch = _padded([ids[row] for row in asked], width, pad, device)
-            made = model.generate(**batch, **more, generation_config=settings, streamer=streamer)
+            made = model.generate(
+                **batch, **more, generation_config=settings, tokenizer=tokenizer, streamer=streamer
+            )
             if kept is not None:
                 kept.keep(made.sequences[0].tolist(), made.past_key_values)
             new = made.sequences[: len(mine), width:].tolist()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from megatrain import Engine
 from megatrain.checkpoint import verify
 from megatrain.errors import InputError, RunFailed
+from megatrain.generate import Sampling, Server
 from tests.cli import test_rollouts
 from tests.cli.cases import sets
 from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
@@ -130,6 +131,17 @@ def test_a_run_learns_from_a_servers_replies(megatrain, file_of, served, tmp_pat
     bodies = [body for path, body in served.asked if path == "/v1/completions"]
     assert all((body["n"], body["temperature"]) == (3, 0.8) for body in bodies)
     assert len({body["seed"] for body in bodies}) == 12  # a prompt has its own, sent again or not
+
+
+def test_each_setting_of_drawing_is_asked_of_the_server(served):
+    served.faults["/v1/completions"] = 400
+    server = Server(served.address, vocab_size=9, length=8, seconds=9)
+    with pytest.raises(RunFailed, match="/v1/completions with 400"):
+        server.continued([[1, 2]], 1, Sampling(4, 0.7, 0.9, 20, 1.2, seed=6), {3, 2})
+    [(_, body)] = served.asked
+    wanted = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 3,
+              "repetition_penalty": 1.2, "min_p": 0.0, "stop_token_ids": [2, 3]}  # fmt: skip
+    assert wanted.items() <= body.items()
 
 
 REFUSED = {

@@ -1,6 +1,6 @@
 """Texts that a streamed model continues: transformers' own, with a cache, token for token."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +96,7 @@ def test_weights_come_once_where_there_is_room_for_them(
 def words() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    known = {f"w{number}": number for number in range(128)}
+    known = {f"w{number}": number for number in range(127)} | {"abcdef": 127}  # for stop strings
     tokenizer = Tokenizer(models.WordLevel(known, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1")
@@ -246,6 +246,59 @@ def test_drawn_tokens_are_those_of_transformers_up_to_a_stop(engine: Engine) -> 
     stop = found[0][5]
     ended = continued(engine, ids, drawn, GenerationConfig(), **told | {"stops": {stop}})
     assert ended[0] == wanted[0, 4 : 5 + found[0].index(stop)].tolist()  # the stop is one of them
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.3}, {"top_p": 0.4}, {"top_k": 2}, {"repetition_penalty": 3.0}, {"min_p": 0.6},
+    {"typical_p": 0.3}, {"top_h": 0.2}, {"epsilon_cutoff": 0.03}, {"eta_cutoff": 0.9},
+    {"no_repeat_ngram_size": 1}, {"suppress_tokens": [*range(40)]},
+    {"bad_words_ids": [[66], [9, 8]]}, {"sequence_bias": [[[7], 9.0]]},
+    {"begin_suppress_tokens": [66, 118]},
+    {"forced_eos_token_id": 4}, {"exponential_decay_length_penalty": (2, 2.0), "eos_token_id": 3},
+    {"min_new_tokens": 8, "eos_token_id": [*range(20)]}, {"stop_strings": ["w3", "w1"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
+def test_each_setting_draws_what_transformers_draws(engine: Engine, setting) -> None:
+    """Be it an option, or one of the model's folder."""
+    ids, plain = torch.tensor([[5, 6, 7, 8]] * 2), {"do_sample": True, "top_k": 0}
+    how: dict[str, Any] = {"pad": 0, "batch_size": 2, "tokenizer": words()}
+    model = tiny_model("llama").eval()
+    torch.manual_seed(3)
+    wanted = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, tokenizer=words(),
+        **{"temperature": 1.0, "eos_token_id": None, "pad_token_id": 0} | plain | setting,
+    )[:, 4:].tolist()  # fmt: skip
+    own = GenerationConfig(**{"temperature": 1.0} | plain | setting)
+    ends = setting.get("eos_token_id", [])
+    stops = {ends} if isinstance(ends, int) else {*ends}
+
+    def cut(rows):
+        return [row[: len(row) - next(i for i, t in enumerate(row[::-1]) if t)] for row in rows]
+
+    found = continued(engine, ids.tolist(), Sampling(12, seed=3), own, stops=stops, **how)
+    assert cut(found) == cut(wanted)
+    named = {f.name for f in fields(Sampling)}
+    if named.issuperset(setting):
+        own = GenerationConfig(**{"temperature": 1.0} | plain)
+        option = Sampling(12, seed=3, **setting)
+        assert continued(engine, ids.tolist(), option, own, stops=stops, **how) == found
+    own = GenerationConfig(temperature=1.0, **plain)
+    assert continued(engine, ids.tolist(), Sampling(12, seed=3), own, stops=stops, **how) != found
+
+
+def test_rows_with_draws_of_their_own_heed_a_repetition_penalty(engine: Engine) -> None:
+    """With one token left to draw from, they are those of transformers without draws."""
+    ids = torch.tensor([[5, 6, 7, 8]])
+    how: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": 1, "apart": True}
+    for penalty in (1.0, 3.0):
+        wanted = tiny_model("llama").eval().generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
+            repetition_penalty=penalty, pad_token_id=0, eos_token_id=None,
+        )[:, 4:].tolist()  # fmt: skip
+        drawn = Sampling(12, temperature=1.0, top_k=1, repetition_penalty=penalty)
+        assert continued(engine, ids.tolist(), drawn, GenerationConfig(), **how) == wanted
 
 
 def test_log_probabilities_of_steps_are_those_that_tokens_were_drawn_with(engine: Engine) -> None:
