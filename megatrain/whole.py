@@ -81,8 +81,12 @@ def whole_model(
         # What was loaded ahead must not be read any more when the next update writes it.
         opened.callback(lambda: device.synchronize(device.record(COPY_IN), "weights read"))
         model = opened.enter_context(spec.capture.with_layers())
-        places = _Places(model)
+        places, dtype = _Places(model), store.tiles[0].weights.data.dtype
         opened.callback(places.restore)
+        first, _ = next(model.named_parameters())  # which tells the model's device
+        nothing = torch.full((), torch.nan, device=device.torch_device, dtype=dtype)
+        for name in {first, *spec.unused}:
+            places.put(name, nothing.expand(model.get_parameter(name).shape))
         if held:
             _hold(device, places, parts, spec, store)
             opened.enter_context(to_generate())

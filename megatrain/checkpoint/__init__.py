@@ -15,6 +15,7 @@ from megatrain.checkpoint.folders import (
 )
 from megatrain.checkpoint.manifest import (
     BUFFERS,
+    CARRIED,
     COMPUTED,
     MODEL,
     Checkpoint,

@@ -21,9 +21,9 @@ from megatrain.tile.packed import PACKINGS
 from megatrain.units import MIB
 
 FORMAT, VERSION = "megatrain checkpoint", 1
-MANIFEST, EXTRA, BUFFERS, COMPUTED, MODEL, TILES, KEEP = (
-    "manifest.json", "extra.json", "buffers.safetensors", "computed_buffers.safetensors", "model",
-    "tiles", "keep",
+MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP = (
+    "manifest.json", "extra.json", "buffers.safetensors", "computed_buffers.safetensors",
+    "carried.safetensors", "model", "tiles", "keep",
 )  # fmt: skip
 
 _LARGEST = 2**62  # of any number that counts bytes or elements

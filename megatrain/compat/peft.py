@@ -314,6 +314,11 @@ def file_names(model: nn.Module, active: str) -> dict[str, str]:
     return {f"base_model.model.{name}": first[id(value)] for name, value in held.items()}
 
 
+def model_name(name: str) -> str:
+    """The name in the model of what a file of an adapter has of its base."""
+    return name.removeprefix("base_model.model.")
+
+
 def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What PEFT begins an adapter of a module with, by names in the wrapper.
 

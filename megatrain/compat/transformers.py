@@ -21,6 +21,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -45,8 +47,17 @@ __all__ = [
 CAUSAL_LM_CLASSES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """Names of transformers' classes of causal language models."""
 
+MULTIMODAL_CLASSES: dict[str, str] = {
+    **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+}
+"""Names of the classes of language models that also take images or sound, by model type."""
+
 SEQUENCE_CLASSES = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 """Names of transformers' classes that score whole rows."""
+
+TEXT_CLASSES = CAUSAL_LM_CLASSES | SEQUENCE_CLASSES | {*MULTIMODAL_CLASSES.values()}
+"""Names of all classes that may be trained on text."""
 
 MODULE_MARKS = frozenset({"_is_hf_initialized"})
 """Attributes that transformers leaves on modules, without a meaning for their forward."""

@@ -13,7 +13,7 @@ from megatrain.distributed import ALONE, Ranks, require_same
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss, targets_of
 from megatrain.model.capture import Rows
-from megatrain.model.documents import is_packed, told_by_lengths
+from megatrain.model.documents import is_packed, starts_anew, told_by_lengths
 from megatrain.model.program import MicroBatch
 from megatrain.model.row_share import WHOLE, Judged, RowShare
 
@@ -223,10 +223,10 @@ def _moved(
     device: torch.device,
     by_lengths: bool,
 ) -> MicroBatch:
-    # A mask of ones says nothing, and lets transformers take the fast causal path; with one of
-    # zeros (rows that stand for none) there is nothing to be right.
+    # Without a mask transformers takes the fast causal path. One of ones says that documents see
+    # each other, else nothing; with one of zeros (rows that stand for none) nothing can be right.
     mask = micro.get("attention_mask", torch.ones(1))
-    plain = bool(mask.all()) or not bool(mask.any())
+    plain = (bool(mask.all()) and not starts_anew(micro)) or not bool(mask.any())
     inputs = {
         key: (micro[key].clone() if micro[key].is_inference() else micro[key]).to(device)
         for key in micro

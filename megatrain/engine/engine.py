@@ -323,8 +323,15 @@ class PlacedEngine:
                 "save; go back to the last checkpoint"
             )
         source = self._opened.source
-        written = documents(source.model, source.dtype, source.untrained, source.companions)
-        contents = Contents(self._described(folder), as_json(extra or {}), written, attach, keep)
+        settings = self._described(folder)
+        written = documents(
+            source.model,
+            source.dtype,
+            source.untrained,
+            source.companions,
+            has_base=settings.left_out is None,
+        )
+        contents = Contents(settings, as_json(extra or {}), written, attach, keep)
         background = self.optimizer is not None and not wait
         saving = self._saver.begin(folder, contents, background=background)
         if wait:

@@ -97,7 +97,10 @@ def _layers(cache: Any) -> list[tuple[int, int | None]]:
     if cache is None:
         return []
     layers = getattr(cache, "layers", [cache])
-    return [(_held(vars(layer)), getattr(layer, "sliding_window", None)) for layer in layers]
+    return [
+        (_held(getattr(layer, "__dict__", layer)), getattr(layer, "sliding_window", None))
+        for layer in layers
+    ]
 
 
 def _held(value: Any) -> int:

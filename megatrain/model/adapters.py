@@ -211,7 +211,7 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
     """The base's parameters, the active adapter merged into them, by their names in the base.
 
     Raises:
-        InputError: a parameter that an adapter changes is tied to another use.
+        InputError: a parameter that an adapter changes is tied to another use, or is not there.
     """
     found = _adapted[model]
     out = {found.held[name]: value for name, value in values.items() if name in found.held}
@@ -224,6 +224,11 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
         if found.active not in own:
             continue
         only, there = peft.parameter_of(module), peft.base_path(path)
+        if not peft.is_copy(module) and module.lora_bias[found.active] and "bias" not in within:
+            raise InputError(
+                f"{path} has no bias that the adapter's (lora_bias) could be merged into; export "
+                "the adapter instead"
+            )
         for name, parameter in within.items():
             if only not in (None, name):
                 continue

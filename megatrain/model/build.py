@@ -17,12 +17,19 @@ import transformers
 from accelerate import init_empty_weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from megatrain.compat.transformers import (
-    CAUSAL_LM_CLASSES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MULTIMODAL_CLASSES,
     SEQUENCE_CLASSES,
+    TEXT_CLASSES,
     in_fp32,
     model_of,
 )
@@ -78,12 +85,33 @@ def empty_model(
 def model_class(
     config: PreTrainedConfig, *, trust_remote_code: bool = False
 ) -> Callable[..., PreTrainedModel]:
-    """What makes the model of `config`: the class that it names, or a causal language model."""
-    for name in config.architectures or ():  # the text model of a larger one has no mapping
-        if name in CAUSAL_LM_CLASSES | SEQUENCE_CLASSES:
+    """What makes the model of `config`: the class that it names, or a causal language model.
+
+    Raises:
+        InputError: it names a class of another kind, or there is no such language model.
+    """
+    names = config.architectures or []
+    for name in names:  # the text model of a larger one has no mapping
+        if name in TEXT_CLASSES:
             named = getattr(transformers, name)
-            if type(config) is named.config_class:
+            if (
+                type(config) is named.config_class
+                or MULTIMODAL_CLASSES.get(config.model_type) == name
+            ):
                 return partial(model_of, named)
+    if AutoModelForCausalLM.__name__ not in getattr(config, "auto_map", ()):
+        others = [name for name in names if hasattr(transformers, name)]
+        if others and TEXT_CLASSES.isdisjoint(names):
+            raise InputError(
+                f"the model's configuration names {others[0]} (architectures), and only language "
+                "models (...ForCausalLM, ...ForConditionalGeneration without an encoder of text) "
+                "and reward models (...ForSequenceClassification) are trained; give such a model"
+            )
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise InputError(
+                f"transformers has no causal language model for a {config.model_type}; give a "
+                "language model"
+            )
     return partial(AutoModelForCausalLM.from_config, trust_remote_code=trust_remote_code)
 
 
@@ -199,7 +227,7 @@ def _loaded_types(
     if (found := adapted(model)) is not None:
         types, names = loaded_types(found.base, dtype), {**found.held, **found.copies}
         every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
-        return {name: types[names[name]] if name in names else dtype for name, _ in every}
+        return {name: types.get(names.get(name, ""), dtype) for name, _ in every}
     if twin is None:
         with weightless():
             twin = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)

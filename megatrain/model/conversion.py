@@ -59,12 +59,13 @@ class LoadPlan:
     """All recipes of a checkpoint, and what it holds beyond them.
 
     Attributes:
-        unexpected: tensors without a place in the model, by the name they would have there.
+        unexpected: tensors without a place in the model, each behind the name that it would have
+            there; several may become one.
         repeated: tensors which mean a parameter that another tensor already gives.
     """
 
     recipes: list[Recipe]
-    unexpected: dict[str, Stored]
+    unexpected: list[tuple[str, Stored]]
     repeated: list[Stored]
 
 
@@ -82,14 +83,14 @@ def plan_load(model: PreTrainedModel, stored: Mapping[str, Stored]) -> LoadPlan:
     prefix = model.base_model_prefix
 
     recipes: dict[str, Recipe] = {}
-    unexpected: dict[str, Stored] = {}
+    unexpected: list[tuple[str, Stored]] = []
     repeated: list[Stored] = []
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, names)
         if target not in names and name in names:
             target, pattern = rename_source_key(name, [], [], prefix, names)
         if target not in names:
-            unexpected[target] = stored[name]
+            unexpected.append((target, stored[name]))
         else:
             converter = None if pattern is None else by_pattern[pattern]
             recipe = recipes.setdefault(target, Recipe(target, converter, []))

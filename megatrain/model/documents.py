@@ -44,14 +44,16 @@ _told: ContextVar[bool] = ContextVar("_told", default=False)
 
 
 def is_packed(micro: Mapping[str, Tensor]) -> bool:
-    """Whether positions `[B, T]` start anew after a token of the same row."""
-    if "position_ids" not in micro:
-        return False
-    starts_BT = document_starts(micro["position_ids"])[:, 1:]
-    if "attention_mask" in micro:  # padding may have any position
-        tokens = micro["attention_mask"].bool()
-        starts_BT = starts_BT & tokens[:, 1:] & tokens[:, :-1]
-    return bool(starts_BT.any())
+    """True if documents are kept apart: positions `[B, T]` start anew, and there is no mask.
+
+    Where an attention mask is given, even one of ones, transformers heeds that alone.
+    """
+    return "attention_mask" not in micro and starts_anew(micro)
+
+
+def starts_anew(micro: Mapping[str, Tensor]) -> bool:
+    """True if positions `[B, T]` start anew within a row."""
+    return "position_ids" in micro and bool(document_starts(micro["position_ids"])[:, 1:].any())
 
 
 def document_starts(position_ids: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -20,7 +22,13 @@ from megatrain.model.adapters import adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.companions import Companions, write_companions
 from megatrain.model.conversion import ExportBatch, plan_export
-from megatrain.model.safetensors_io import INDEX_FILE, SINGLE_FILE, Described, write_shard
+from megatrain.model.safetensors_io import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Described,
+    Stored,
+    write_shard,
+)
 from megatrain.units import GIB, gib
 
 Values = Mapping[str, Callable[[], Tensor]]
@@ -41,6 +49,7 @@ def write_weights(
     dtype: torch.dtype,
     as_came: Mapping[str, torch.dtype] | None = None,
     beside: Companions | None = None,
+    carried: Mapping[str, Stored] | None = None,
     max_shard_bytes: int = 5 * GIB,
 ) -> None:
     """Write config.json, generation_config.json and safetensors shards, as `save_pretrained` does.
@@ -58,6 +67,7 @@ def write_weights(
         as_came: dtypes of what is written in another one all the same, by first name.
         beside: more files, of the model's source. Its generation_config.json is taken for the
             model's; of others, one that the folder has already stays.
+        carried: more tensors, which are written under their names with the bits that they have.
         max_shard_bytes: a larger tensor gets a shard of its own.
 
     Raises:
@@ -68,15 +78,27 @@ def write_weights(
     folder = _folder(folder)
     saved = _saved_names(model, tensors)
     metas = _metas(model, saved, dtype, as_came or {})
-    batches = _in_file_order(plan_export(model, metas), metas)
-    with _exported(folder) as partial:
-        size = sum(each.num_bytes for batch in batches for each in batch.outputs)
-        _check_space(folder, size)
-        write_configs(partial, model, dtype)
-        values = _values(model, batches, lambda name: _value(model, tensors, saved[name]))
-        _write_shards(partial, model, batches, values, max_shard_bytes)
-        _keep_other_files(folder, partial)
-        _add(partial, beside or {})
+    position = {name: i for i, name in enumerate(metas)}
+    batches = sorted(plan_export(model, metas), key=lambda each: position[each.inputs[0]])
+
+    def value(name: str) -> Tensor:
+        return _value(model, tensors, saved[name])
+
+    pieces = [(batch.outputs, partial(_converted, model, batch, value)) for batch in batches]
+    pieces += [
+        ((Described(name, each.dtype, each.shape),), partial(_carried, each))
+        for name, each in (carried or {}).items()
+    ]
+    # Wide elements first, which keeps every tensor of a shard aligned.
+    pieces.sort(key=lambda piece: -piece[0][0].dtype.itemsize)
+    described = [each for outputs, _ in pieces for each in outputs]
+    with _exported(folder) as new:
+        _check_space(folder, sum(each.num_bytes for each in described))
+        write_configs(new, model, dtype)
+        values = (value for _, make in pieces for value in make())
+        _write_shards(new, described, values, max_shard_bytes)
+        _keep_other_files(folder, new)
+        _add(new, beside or {})
 
 
 def write_adapter(
@@ -100,13 +122,13 @@ def write_adapter(
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     names = peft.file_names(model, whole.active)
     described = [Described(name, dtype, shapes[own]) for name, own in names.items()]
-    with _exported(folder) as partial:
+    with _exported(folder) as new:
         _check_space(folder, sum(each.num_bytes for each in described))
         values = (tensors[own]().to(dtype) for own in names.values())
-        write_shard(partial / peft.WEIGHTS_FILE, described, values)
-        peft.write_config(whole.configs[whole.active], partial)
-        _keep_other_files(folder, partial)
-        _add(partial, {n: d for n, d in (beside or {}).items() if not REPLACED.fullmatch(n)})
+        write_shard(new / peft.WEIGHTS_FILE, described, values)
+        peft.write_config(whole.configs[whole.active], new)
+        _keep_other_files(folder, new)
+        _add(new, {n: d for n, d in (beside or {}).items() if not REPLACED.fullmatch(n)})
 
 
 def _folder(folder: Path) -> Path:
@@ -120,8 +142,8 @@ def _folder(folder: Path) -> Path:
 def _exported(folder: Path) -> Iterator[Path]:
     """A folder that replaces `folder` when the body has succeeded."""
     try:
-        with whole_folder(folder, replace=True) as partial:
-            yield partial
+        with whole_folder(folder, replace=True) as new:
+            yield new
     except OSError as error:
         raise RunFailed(
             f"{folder}: cannot export the model: {error.strerror or error}; nothing was written, "
@@ -168,12 +190,6 @@ def _metas(
     return metas
 
 
-def _in_file_order(batches: list[ExportBatch], metas: Mapping[str, Tensor]) -> list[ExportBatch]:
-    """Wide elements first, which keeps every tensor of a shard aligned; then the model's order."""
-    position = {name: i for i, name in enumerate(metas)}
-    return sorted(batches, key=lambda each: (-each.dtype.itemsize, position[each.inputs[0]]))
-
-
 def _value(model: PreTrainedModel, tensors: Values, name: str) -> Tensor:
     reference = model.get_parameter_or_buffer(name)
     value = tensors[name]() if name in tensors else reference
@@ -182,14 +198,15 @@ def _value(model: PreTrainedModel, tensors: Values, name: str) -> Tensor:
     return value.detach()
 
 
-def _values(
-    model: PreTrainedModel, batches: list[ExportBatch], value: Callable[[str], Tensor]
-) -> Iterator[Tensor]:
-    """All outputs of all batches in order, each made when it is asked for."""
-    for batch in batches:
-        yield from batch.convert(
-            model, {name: value(name).to(batch.dtype) for name in batch.inputs}
-        )
+def _converted(
+    model: PreTrainedModel, batch: ExportBatch, value: Callable[[str], Tensor]
+) -> list[Tensor]:
+    """The outputs of a batch, made when they are asked for."""
+    return batch.convert(model, {name: value(name).to(batch.dtype) for name in batch.inputs})
+
+
+def _carried(stored: Stored) -> list[Tensor]:
+    return [stored.values()]
 
 
 def saved_config(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedConfig:
@@ -213,25 +230,21 @@ def write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
 
 
 def _write_shards(
-    partial: Path,
-    model: PreTrainedModel,
-    batches: list[ExportBatch],
-    values: Iterator[Tensor],
-    max_shard_bytes: int,
+    folder: Path, described: list[Described], values: Iterator[Tensor], max_shard_bytes: int
 ) -> None:
-    shards = _split([each for batch in batches for each in batch.outputs], max_shard_bytes)
+    shards = _split(described, max_shard_bytes)
     if len(shards) == 1:
-        write_shard(partial / SINGLE_FILE, shards[0], values)
+        write_shard(folder / SINGLE_FILE, shards[0], values)
         return
     file_of: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file_name = SHARD_FILE.format(number, len(shards))
-        write_shard(partial / file_name, shard, values)
-        file_of |= {described.name: file_name for described in shard}
-    total = sum(described.num_bytes for shard in shards for described in shard)
-    metadata = {"total_parameters": model.num_parameters(), "total_size": total}
+        write_shard(folder / file_name, shard, values)
+        file_of |= {each.name: file_name for each in shard}
+    total = sum(each.num_bytes for each in described)
+    metadata = {"total_parameters": sum(prod(e.shape) for e in described), "total_size": total}
     index = {"metadata": metadata, "weight_map": file_of}
-    (partial / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _split(described: list[Described], max_shard_bytes: int) -> list[list[Described]]:
@@ -255,7 +268,7 @@ def _check_space(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _keep_other_files(folder: Path, partial: Path) -> None:
+def _keep_other_files(folder: Path, new: Path) -> None:
     if not folder.exists():
         return
 
@@ -265,7 +278,7 @@ def _keep_other_files(folder: Path, partial: Path) -> None:
 
     shutil.copytree(
         folder,
-        partial,
+        new,
         symlinks=True,
         ignore=replaced,
         copy_function=link_file,
@@ -273,6 +286,6 @@ def _keep_other_files(folder: Path, partial: Path) -> None:
     )
 
 
-def _add(partial: Path, beside: Companions) -> None:
-    new = {n: d for n, d in beside.items() if REPLACED.fullmatch(n) or not (partial / n).exists()}
-    write_companions(partial, new)
+def _add(new: Path, beside: Companions) -> None:
+    missing = {n: d for n, d in beside.items() if REPLACED.fullmatch(n) or not (new / n).exists()}
+    write_companions(new, missing)

@@ -67,7 +67,7 @@ class Packing:
         (windows, kernels, rates, what else it has) or powers of two, alone or several at a time.
 
         Raises:
-            InputError: the model's documents see each other, or packed rows have padding.
+            InputError: the model's documents see each other.
             DoesNotFit: they need masks, for which there is no memory.
         """
         said = self._untried(micro_batches, ranks)
@@ -91,13 +91,6 @@ class Packing:
 
         def own() -> tuple[list[Micro], int]:
             packed = [micro for micro in micro_batches if is_packed(micro)]
-            masks = [micro["attention_mask"] for micro in packed if "attention_mask" in micro]
-            if not all(bool(mask.all()) for mask in masks):
-                raise InputError(
-                    "rows of several documents (position_ids that start anew) come with padding in "
-                    "attention_mask, where transformers ignores that documents begin; fill such "
-                    "rows up with labels of -100 instead"
-                )
             new = [m for m in packed if self._kind(m) not in self._apart and comparisons(m)]
             return new, len(micro_batches)
 

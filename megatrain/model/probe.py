@@ -70,7 +70,7 @@ def _refuse_broken(model: PreTrainedModel) -> None:
             functional_call(model, weights, (torch.zeros(PROBE_SHAPE, dtype=torch.long),))
     except Exception as error:  # whatever a model makes of a configuration that contradicts itself
         raise Unsupported(
-            f"{type(model).__name__} cannot be run at all: {first_line(error)}; check its "
+            f"{type(model).__name__} cannot be run on text: {first_line(error)}; check its "
             "configuration"
         ) from error
 

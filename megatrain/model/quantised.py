@@ -27,7 +27,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _REMEDY = "take the unquantised model, with `base: nf4` or `base: fp8` it is packed as it is read"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Quantised(Stored):
     """A weight of several tensors; its dtype and shape are those of its values."""
 
@@ -128,7 +128,7 @@ def _nf4(name: str, file: Path, said: Mapping[str, Any], pieces: Mapping[str, St
         flat = (pieces[part].read().view(-1).view(torch.uint8) for part in order)
         return torch.cat((mean.view(torch.uint8), *flat))
 
-    return Quantised(name, file, dtype, shape, 0, size, packing, pack)
+    return Quantised(name, file, dtype, shape, 0, size, packing=packing, pack=pack)
 
 
 def _matrix(said: Any) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ def _fp8_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[s
         size = data.num_bytes + scale.num_bytes
         pack = partial(_joined, scale, data)
         where = weight, data.file, torch.bfloat16, data.shape
-        found[weight] = Quantised(*where, 0, size, FP8, pack)
+        found[weight] = Quantised(*where, 0, size, packing=FP8, pack=pack)
         parts |= {name, scale.name}
     return found, parts
 

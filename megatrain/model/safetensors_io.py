@@ -7,11 +7,13 @@ Format: eight bytes of header length, a JSON header, the data without holes
 """
 
 import json
+import os
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -43,14 +45,20 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a checkpoint: where its bytes lie."""
+    """One tensor of a checkpoint: where its bytes lie.
+
+    Attributes:
+        start: of its first byte in the file.
+        opened: the file, of which bytes are read even when it has lost its name.
+    """
 
     name: str
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int  # of its first byte in the file
+    start: int
     num_bytes: int
+    opened: BinaryIO | None = None
 
     def read(self) -> Tensor:
         """The tensor's values in new memory, on the CPU, in the file's dtype."""
@@ -69,13 +77,13 @@ class Stored:
         data = _room_for(num_bytes)
         room = data.numpy().data
         try:
-            with self.file.open("rb", buffering=0) as file:
-                file.seek(self.start + offset)
+            with nullcontext(self.opened) if self.opened else self.file.open("rb") as file:
+                at = self.start + offset
                 while len(room) > 0:  # one call reads 2 GiB at most
-                    count = file.readinto(room)
+                    count = os.preadv(file.fileno(), [room], at)
                     if not count:
                         raise InputError(f"{self.file}: it ends inside {self.name!r}; {DAMAGED}")
-                    room = room[count:]
+                    room, at = room[count:], at + count
         except OSError as error:
             raise InputError(f"{self.file}: cannot read {self.name!r}: {error.strerror}") from error
         return data

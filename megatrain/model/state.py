@@ -65,7 +65,10 @@ def _run_to_the_layers(capture: Capture, shapes: Mapping[str, torch.Size], weigh
     def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
         raise Reached(None)
 
-    weights = {name: torch.full((), weight).expand(shape) for name, shape in shapes.items()}
+    weights = {
+        name: zero_pages(shape) if weight == 0 else torch.full((), weight).expand(shape)
+        for name, shape in shapes.items()
+    }
     ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
     short = {"input_ids": ids if weight == 0 else ids.remainder(3)}
     with torch.no_grad():

@@ -18,11 +18,17 @@ class Unsupported(InputError):
 
 
 def refuse_settings(config: PreTrainedConfig) -> None:
-    """Refuse settings that change which layers run, unseen by the engine.
+    """Refuse settings that change which layers run, or with which weights, unseen by the engine.
 
     Raises:
         Unsupported: such a setting is on.
     """
+    every = getattr(config, "rescale_every", 0)  # of RWKV
+    if 0 < every <= config.get_text_config(decoder=True).num_hidden_layers:
+        raise Unsupported(
+            f"rescale_every is {every} in the model's configuration: its forward then changes its "
+            "own weights where it does not train; set it to 0, which only fp16 needs otherwise"
+        )
     for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
         for name, value in vars(part).items():
             if "layerdrop" in name and isinstance(value, float) and value > 0:

@@ -1,9 +1,11 @@
 """Weights in: from a safetensors checkpoint straight to wherever the caller keeps them."""
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import methodcaller
@@ -22,7 +24,7 @@ from huggingface_hub.errors import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.compat.transformers import CAUSAL_LM_CLASSES, drop_ignorable, scores_rows
+from megatrain.compat.transformers import SEQUENCE_CLASSES, drop_ignorable, not_saved, scores_rows
 from megatrain.errors import InputError, first_line
 from megatrain.json_yaml import read_json
 from megatrain.model.conversion import LoadPlan, Recipe, plan_load
@@ -190,6 +192,23 @@ def _checked(
     return recipes, first_name, _check_complete(folder, model, missing, plan.unexpected)
 
 
+def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
+    """The tensors of `folder` that `model` has no place for, by their names there.
+
+    They are what its class lets a checkpoint have: layers that predict further tokens, for example.
+    Their files stay open, so that they can be read when the folder has gone.
+
+    Raises:
+        InputError: as `stored_types`.
+    """
+    plan, _, _ = _planned(folder, model)
+    scores, unsaved = scores_rows(model), not_saved(model)
+    carried = [s for to, s in plan.unexpected if not (scores and to.startswith("lm_head."))]
+    carried += [s for each in plan.recipes if each.target in unsaved for _, s in each.sources]
+    files = {each.file: each.file.open("rb", buffering=0) for each in carried}
+    return {each.name: replace(each, opened=files[each.file]) for each in carried}
+
+
 def stored_packings(folder: Path, model: PreTrainedModel) -> dict[str, Packing]:
     """How `folder` has each quantised parameter of `model`, by its first name.
 
@@ -313,13 +332,19 @@ def _same_values(one: Recipe, other: Recipe) -> bool:
 
 
 def _check_complete(
-    folder: Path, model: PreTrainedModel, missing: set[str], unexpected: Mapping[str, Stored]
+    folder: Path,
+    model: PreTrainedModel,
+    missing: set[str],
+    unexpected: Sequence[tuple[str, Stored]],
 ) -> tuple[str, ...]:
     """Refuse what the class does not declare ignorable; returns the missing that it does."""
-    report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    names = {name for name, _ in unexpected}
+    report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=names)
     drop_ignorable(model, report)
+    further = _further_layers(model)
+    report.unexpected_keys = {n for n in report.unexpected_keys if not further.search(n)}
     named = (read_json(folder / "config.json").get("architectures") or [""])[0]
-    if scores_rows(model) and named in CAUSAL_LM_CLASSES:
+    if scores_rows(model) and named not in SEQUENCE_CLASSES:
         report.missing_keys = {n for n in report.missing_keys if not n.startswith("score.")}
         report.unexpected_keys = {n for n in report.unexpected_keys if not n.startswith("lm_head.")}
     if report.missing_keys:
@@ -328,12 +353,24 @@ def _check_complete(
             f"{type(model).__name__}; it is incomplete or config.json belongs to another model"
         )
     if report.unexpected_keys:
-        stored = unexpected[min(report.unexpected_keys)]
+        unknown = [stored for name, stored in unexpected if name in report.unexpected_keys]
         raise InputError(
-            f"{stored.file}: {_some({unexpected[name].name for name in report.unexpected_keys})} "
+            f"{unknown[0].file}: {_some({stored.name for stored in unknown})} "
             f"unknown to {type(model).__name__}; config.json belongs to another model"
         )
     return tuple(sorted(missing))
+
+
+def _further_layers(model: PreTrainedModel) -> re.Pattern[str]:
+    """Names in layers behind the last, of which the configuration says that they predict tokens.
+
+    transformers lets checkpoints have them for the numbers of layers that published models have.
+    """
+    text = model.config.get_text_config(decoder=True)
+    count = getattr(text, "num_hidden_layers", 0)
+    more = getattr(text, "num_nextn_predict_layers", None) or 0
+    numbers = "|".join(str(number) for number in range(count, count + more))
+    return re.compile(rf"(^|\.)layers\.({numbers})\." if more else "(?!)")
 
 
 def _some(names: set[str]) -> str:

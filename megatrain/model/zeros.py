@@ -26,7 +26,7 @@ def zero_pages(shape: Sequence[int], *, requires_grad: bool = False) -> Tensor:
     """
     numel = math.prod(shape)
     if numel < _SMALL:
-        return torch.zeros(*shape, requires_grad=requires_grad)
+        return torch.zeros(tuple(shape), requires_grad=requires_grad)
     pages = huge_pages.mapping(4 * numel, _UNRESERVED)
     zeros = torch.frombuffer(pages, dtype=torch.float32).view(*shape)
     return zeros.requires_grad_(requires_grad)

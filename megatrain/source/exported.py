@@ -14,10 +14,10 @@ from megatrain.errors import InputError
 from megatrain.model.adapters import Values, adapted, merged_into_base, plain, require_held
 from megatrain.model.companions import Companions
 from megatrain.model.export import write_adapter, write_weights
-from megatrain.model.weights import lazy_weights, stored_types
+from megatrain.model.weights import carried_tensors, lazy_weights, stored_types
 from megatrain.source.base import Base
 from megatrain.source.fill import read_adapter
-from megatrain.source.left_out import whole_masters
+from megatrain.source.left_out import carried, whole_masters
 from megatrain.source.source import open_source
 from megatrain.source.state_io import open_model, read_untrained, saved_companions, saved_dtype
 from megatrain.source.untrained import Untrained
@@ -69,7 +69,13 @@ def write_model(
         as_came = {held[n]: each for n, each in as_came.items() if n in unchanged}
         model, values = found.base, whole
     write_weights(
-        folder, model, values, dtype=dtype or source_dtype, as_came=as_came, beside=beside
+        folder,
+        model,
+        values,
+        dtype=dtype or source_dtype,
+        as_came=as_came,
+        beside=beside,
+        carried=untrained.carried,
     )
 
 
@@ -89,11 +95,14 @@ def write_saved(
     if not merged:
         require_held(model)
     values = whole_masters(checkpoint, model) if merged else masters(checkpoint)
+    untrained = read_untrained(checkpoint, model)
+    if merged or adapted(model) is None:
+        untrained.carried = carried(checkpoint, model)
     write_model(
         folder,
         model,
         values,
-        read_untrained(checkpoint, model),
+        untrained,
         dtype=dtype,
         source_dtype=saved_dtype(checkpoint),
         beside=saved_companions(checkpoint),
@@ -118,10 +127,12 @@ def write_merged(
     base, own, untrained = plain(source.model), dict[str, Tensor](), Untrained()
     if source.saved is not None:
         whole, untrained = masters(source.saved), read_untrained(source.saved, base)
+        untrained.carried = carried(source.saved, base)
     else:
         assert source.folder is not None
         whole = lazy_weights(source.folder, base)
         untrained.dtypes = stored_types(source.folder, base)
+        untrained.carried = carried_tensors(source.folder, base)
     read_adapter(source, own.__setitem__)
     names = source.names
     values = {names.get(name, name): read for name, read in whole.items()}

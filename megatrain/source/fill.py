@@ -8,21 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from megatrain.checkpoint import Checkpoint, masters, offering_another, read_converted, read_tiles
 from megatrain.compat import peft
 from megatrain.compat.transformers import scores_rows
 from megatrain.distributed import Ranks
 from megatrain.errors import InputError
-from megatrain.model.adapters import adapted, draw_adapters, plain
+from megatrain.model.adapters import Values, adapted, draw_adapters, plain
 from megatrain.model.build import loaded_types
 from megatrain.model.init import initialise
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
-from megatrain.model.weights import read_weights
+from megatrain.model.weights import carried_tensors, lazy_weights, read_weights
 from megatrain.optim import Rule
-from megatrain.source.left_out import read_left_out
+from megatrain.source.left_out import carried, read_left_out
 from megatrain.source.source import Source
 from megatrain.source.state_io import read_untrained, saved_optimizer
 from megatrain.source.untrained import computed_buffers, persistent_buffers
@@ -86,6 +87,7 @@ def _fill(source: Source, spec: ModelSpec, store: Store, seed: int, share: Share
         packed = {own.get(name, name) for name in spec.packed}
         how: dict[str, Any] = {"threads": update_threads(), "packed": packed}
         missing = read_weights(source.folder, model, write, **how)
+        source.untrained.carried = carried_tensors(source.folder, model)
         if missing:
             _check_head(source, missing)
             if whole is None or not {*missing} <= whole.replaced:
@@ -125,6 +127,7 @@ def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -
         found = read_untrained(saved, source.model)
     unused = read_left_out(saved, source.model, write, as_came=source.resumes)
     found.rounded = source.untrained.rounded
+    found.carried = carried(saved, source.model)
     source.untrained = found
     return unused
 
@@ -186,7 +189,13 @@ def _writer(
 
 
 def read_adapter(source: Source, write: Write) -> None:
-    """Read the adapter of the source's folder, if it has one. Raises InputError: another's."""
+    """Read the adapter of the source's folder, if it has one.
+
+    PEFT saves the base's embeddings and head beside adapters of these.
+
+    Raises:
+        InputError: the adapter is another model's, or was trained on other values of its base.
+    """
     found = adapted(source.model)
     if source.adapter_folder is None or found is None:
         return
@@ -195,13 +204,29 @@ def read_adapter(source: Source, write: Write) -> None:
     shapes = {name: tuple(p.shape) for name, p in source.model.named_parameters()}
     stored = {each.name: each for each in read_header(path)}
     wanted = {name: shapes[own] for name, own in names.items()}
-    if beside := next((name for name in stored if name.endswith(".base_layer.weight")), None):
-        raise InputError(
-            f"{path} has weights of the base, {beside}, as PEFT saves them beside adapters of "
-            "embeddings and heads; save it with save_pretrained(..., save_embedding_layers=False), "
-            "or merge it first where these weights are not the base's own"
-        )
+    of_base = {name: peft.model_name(name) for name in stored if ".base_layer." in name}
+    if of_base:
+        base = _base_values(source, found.base)
+        for name in [name for name, own in of_base.items() if own in found.held]:
+            came, own = stored.pop(name).read(), base[found.held[of_base[name]]]()
+            if not torch.equal(came.float(), own.float()):
+                raise InputError(
+                    f"{path}: {name} is not the base's own weight, and an adapter's base is not "
+                    "changed; merge it with PEFT (merge_and_unload), and begin with that model"
+                )
     if {name: each.shape for name, each in stored.items()} != wanted:
         raise InputError(f"{path}: its tensors are not those that {peft.CONFIG_FILE} makes")
     for name, mine in names.items():
         write(mine, stored[name].read())
+
+
+def _base_values(source: Source, base: PreTrainedModel) -> Values:
+    """Functions that give the base's parameters, by each of their names."""
+    if source.saved is not None:
+        values = masters(source.saved)
+    else:
+        assert source.folder is not None
+        values = lazy_weights(source.folder, base)
+    first = {id(p): name for name, p in base.named_parameters()}
+    every = base.named_parameters(remove_duplicate=False)
+    return {name: values[first[id(p)]] for name, p in every if first[id(p)] in values}

@@ -23,11 +23,18 @@ from megatrain.checkpoint import (
     open_checkpoint,
 )
 from megatrain.checkpoint.files import ALGORITHM, ALGORITHMS
-from megatrain.checkpoint.manifest import TILES
+from megatrain.checkpoint.manifest import CARRIED, TILES
 from megatrain.distributed import Ranks
 from megatrain.errors import InputError
-from megatrain.model.adapters import Values, adapted
-from megatrain.model.weights import lazy_weights, read_weights, resolve_model, stored_packings
+from megatrain.model.adapters import Values, adapted, plain
+from megatrain.model.safetensors_io import Stored, read_header
+from megatrain.model.weights import (
+    carried_tensors,
+    lazy_weights,
+    read_weights,
+    resolve_model,
+    stored_packings,
+)
 from megatrain.telemetry.cores import update_threads
 from megatrain.tile import Entry
 from megatrain.tile.packed import PACKINGS
@@ -262,6 +269,23 @@ def read_left_out(
             f"the base back as it was, or {_NAME_IT}"
         )
     return seen.lacking(names.values())
+
+
+def carried(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, Stored]:
+    """The tensors of a model's source that its class has no place for; see `carried_tensors`.
+
+    Raises:
+        InputError: the base, which a checkpoint of an adapter leaves out, is not there.
+    """
+    left, path = checkpoint.settings.left_out, checkpoint.folder / CARRIED
+    if left is None:
+        whole = read_header(path) if CARRIED in checkpoint.manifest.files else []
+        opened = path.open("rb", buffering=0) if whole else None
+        return {each.name: replace(each, opened=opened) for each in whole}
+    base = _open(checkpoint, left)
+    if isinstance(base, Checkpoint):
+        return carried(base, plain(model))
+    return carried_tensors(base, plain(model))
 
 
 def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:

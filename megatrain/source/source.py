@@ -16,7 +16,7 @@ from megatrain.checkpoint import (
     open_checkpoint,
 )
 from megatrain.compat import peft
-from megatrain.compat.transformers import scores_rows
+from megatrain.compat.transformers import MULTIMODAL_CLASSES, scores_rows
 from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
@@ -309,6 +309,12 @@ def open_plain(
     empty = empty_model(
         config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
     )
+    if folder is not None and type(empty.config) is not type(config):
+        raise InputError(
+            f"{folder}: its configuration is of a {config.model_type}, and {type(empty).__name__} "
+            "is a part of that alone: an export would lose the rest; let architectures in "
+            f"config.json name {MULTIMODAL_CLASSES.get(config.model_type, 'the whole model')}"
+        )
     set_generation(empty, beside)
     untrained = _drawn_buffers(empty, dtype)
     source = Source(empty, dtype, folder, untrained=untrained, companions=beside, alike=alike)

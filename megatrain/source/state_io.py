@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.checkpoint import BUFFERS, COMPUTED, MODEL, Checkpoint, Settings
+from megatrain.checkpoint import BUFFERS, CARRIED, COMPUTED, MODEL, Checkpoint, Settings
 from megatrain.compat.transformers import attention_of, experts_of, set_attention, set_experts
 from megatrain.errors import InputError
 from megatrain.model.adapters import adapted, restored
@@ -17,7 +17,7 @@ from megatrain.model.build import configs, empty_model, load_config
 from megatrain.model.companions import Companions, read_files, write_companions
 from megatrain.model.documents import chosen_attention
 from megatrain.model.export import write_configs
-from megatrain.model.safetensors_io import Described, read_header, write_shard
+from megatrain.model.safetensors_io import Described, Stored, read_header, write_shard
 from megatrain.optim import RULES, AdamW, Rule
 from megatrain.placement import Placement, renamed
 from megatrain.source.left_out import left_out_names
@@ -44,24 +44,34 @@ def describe_optimizer(rule: Rule | None) -> dict[str, Any] | None:
 
 
 def documents(
-    model: PreTrainedModel, dtype: torch.dtype, untrained: Untrained, beside: Companions
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    untrained: Untrained,
+    beside: Companions,
+    *,
+    has_base: bool,
 ) -> Callable[[Path], None]:
-    """Writes the model's configuration and companions and its buffers into a checkpoint."""
+    """Writes the model's configuration and companions and its buffers into a checkpoint.
+
+    Args:
+        has_base: the checkpoint leaves no base out, which would hold what is carried.
+    """
 
     def write(folder: Path) -> None:
         write_configs(folder / MODEL, model, dtype)
         write_companions(folder / MODEL, beside)
-        _write_buffers(folder / BUFFERS, untrained.buffers)
-        _write_buffers(folder / COMPUTED, untrained.computed)
+        _write(folder / BUFFERS, untrained.buffers, Tensor.detach)
+        _write(folder / COMPUTED, untrained.computed, Tensor.detach)
+        _write(folder / CARRIED, untrained.carried if has_base else {}, Stored.values)
 
     return write
 
 
-def _write_buffers(path: Path, buffers: Mapping[str, Tensor]) -> None:
-    names = sorted(buffers, key=lambda name: -buffers[name].itemsize)
+def _write(path: Path, tensors: Mapping[str, Any], value: Callable[[Any], Tensor]) -> None:
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     if names:
-        described = [Described(n, buffers[n].dtype, tuple(buffers[n].shape)) for n in names]
-        write_shard(path, described, (buffers[name] for name in names))
+        described = [Described(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in names]
+        write_shard(path, described, (value(tensors[name]) for name in names))
 
 
 def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:

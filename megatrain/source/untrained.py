@@ -1,6 +1,6 @@
 """What training leaves alone, kept as it came: exports give it back bit for bit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain.errors import InputError
+from megatrain.model.safetensors_io import Stored
 
 
 @dataclass
@@ -20,12 +21,14 @@ class Untrained:
             the dtypes of the run's precision.
         computed: buffers that no file of weights has, which the class computes when it is made.
         dtypes: of frozen parameters, by name, as they came; values rest in the tiles.
+        carried: tensors of the source's files that the model's class has no place for.
         rounded: the tiles hold fewer bits of some of these than came.
     """
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
     computed: dict[str, Tensor] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    carried: Mapping[str, Stored] = field(default_factory=dict)
     rounded: bool = False
 
     @property

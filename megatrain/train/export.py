@@ -73,7 +73,7 @@ def export(
         for path in sorted(source.iterdir()):
             if path.suffix == ".safetensors" and dtype is not None:
                 total_bytes += _cast_shard(path, folder / path.name, DTYPES[dtype])
-            elif REPLACED.fullmatch(path.name):
+            elif path.suffix == ".safetensors" or REPLACED.fullmatch(path.name):
                 shutil.copyfile(path, folder / path.name)
         write_companions(folder, companions(source))
         if dtype is not None and (folder / "config.json").is_file():

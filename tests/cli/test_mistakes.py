@@ -53,7 +53,7 @@ MISTAKES = {
     ),
     "heads that cannot share keys": (
         ["model.config.num_key_value_heads=3"],
-        "LlamaForCausalLM cannot be run at all: The size of tensor",
+        "LlamaForCausalLM cannot be run on text: The size of tensor",
     ),
     "a folder in a file": (
         ["output.folder=/dev/null/run"],

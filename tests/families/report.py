@@ -76,6 +76,13 @@ the engine and once by plain torch, in fp32 on a CPU.
   but for what is named; that is refused when the engine is made, because files of weights do not
   hold buffers that a class computes, which such a cast rounds (`tests/families/roundtrip.py`).
 
+The class is the one that `architectures` in config.json names: a causal language model, one that
+also takes images or sound, which is trained on text, or a reward model
+(`...ForSequenceClassification`). Masked language models, encoders, encoder-decoders and other heads
+are refused. Every tensor of a folder is in the export, under its name and bit for bit where it is
+not trained: towers, and what the class has no place for (layers that predict further tokens, as
+`mtp.*`), which checkpoints keep as well. Tied weights are written once.
+
 Parameters without any gradient (the vision tower of a model that is given text) stay as they are,
 without weight decay, as in torch. Inside a layer that runs, a missing gradient counts as zero: an
 expert without tokens decays like any other weight, whichever experts the step happened to use.

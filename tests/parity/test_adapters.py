@@ -251,17 +251,26 @@ def test_a_folder_of_an_adapter_is_opened_with_its_base(tmp_path: Path) -> None:
         again.step(step)
 
 
-def test_a_folder_with_weights_of_the_base_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    """PEFT saves them beside adapters of embeddings and of heads, whether they changed or not."""
+def test_adapters_of_tables_go_to_peft_and_come_from_it(tmp_path: Path) -> None:
+    """PEFT saves the base's tables beside them, and loads such adapters without."""
     llama().save_pretrained(tmp_path / "base")
+    [step] = make_batches(1)
+    adapter = {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}
+    with make_engine(tmp_path / "base", adapter=adapter) as engine:
+        engine.step(step)
+        engine.save_pretrained(tmp_path / "ours")
+        loss, wanted = engine.evaluate(step), masters(engine)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    wrapped = get_peft_model(plain, LoraConfig(target_modules=["embed_tokens", "q_proj"]))
-    wrapped.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(InputError, match=r"embed_tokens\.base_layer\..*save_embedding_layers"):
-        make_engine(tmp_path / "adapter")
-    wrapped.save_pretrained(tmp_path / "alone", save_embedding_layers=False)
-    with make_engine(tmp_path / "alone") as engine:
-        engine.step(make_batches(1)[0])
+    wrapped = PeftModel.from_pretrained(plain, tmp_path / "ours")
+    assert loss_of(wrapped, step) == pytest.approx(loss, rel=1e-6)
+    wrapped.save_pretrained(tmp_path / "theirs")
+    assert any("base_layer" in n for n in load_file(tmp_path / "theirs/adapter_model.safetensors"))
+    with make_engine(tmp_path / "theirs") as engine:
+        assert same(masters(engine), wanted)
+    wrapped.get_input_embeddings().get_base_layer().weight.data[3] += 1
+    wrapped.save_pretrained(tmp_path / "changed")
+    with pytest.raises(InputError, match=r"embed_tokens\.base_layer\.weight is not the base's"):
+        make_engine(tmp_path / "changed")
 
 
 def test_a_folder_with_an_adapter_and_a_configuration_is_an_adapter_s(tmp_path: Path) -> None:
@@ -440,6 +449,18 @@ def test_a_tied_table_is_not_merged(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="embed_tokens is tied"):
             engine.save_pretrained(tmp_path / "merged", merged=True)
         engine.save_pretrained(tmp_path / "adapter")
+
+
+def test_a_bias_is_not_merged_where_the_base_has_none(tmp_path: Path) -> None:
+    adapter = {"target_modules": ["q_proj"], "lora_bias": True}
+    with make_engine(llama(attention_bias=True), adapter=adapter) as engine:
+        engine.save_pretrained(tmp_path / "merged", merged=True)
+    with (
+        make_engine(llama(), adapter=adapter) as engine,
+        pytest.raises(InputError, match=r"q_proj has no bias .* \(lora_bias\)"),
+    ):
+        engine.save_pretrained(tmp_path / "other", merged=True)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(

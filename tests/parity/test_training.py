@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedModel, get_scheduler
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.trainer_pt_utils import get_parameter_names
 
 from megatrain import AdamW, Engine, InputError
@@ -72,10 +74,22 @@ def plain_training(
 
 
 def engine_training(
-    model: PreTrainedModel, steps: list, clip: float | None, schedule: Schedule, change: Change
+    model: PreTrainedModel,
+    steps: list,
+    clip: float | None,
+    schedule: Schedule,
+    change: Change,
+    saveable: bool = True,
 ) -> tuple[Engine, list[float], list[float]]:
     optimizer = AdamW(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    engine = Engine(model, optimizer=optimizer, max_grad_norm=clip, precision="fp32", device="cpu")
+    engine = Engine(
+        model,
+        optimizer=optimizer,
+        max_grad_norm=clip,
+        precision="fp32",
+        device="cpu",
+        saveable=saveable,
+    )
     scheduler = schedule(engine.optimizer)
     results = []
     for index, step in enumerate(steps):
@@ -93,9 +107,10 @@ def check(
     clip: float | None = 0.5,
     schedule: Schedule = no_schedule,
     change: Change = nothing,
+    saveable: bool = True,
 ) -> None:
     batches, start = make_batches(steps), parameters(model)
-    engine, losses, norms = engine_training(model, batches, clip, schedule, change)
+    engine, losses, norms = engine_training(model, batches, clip, schedule, change, saveable)
     wanted_losses, wanted_norms = plain_training(model, batches, clip, schedule, change)
     assert losses == pytest.approx(wanted_losses, rel=1e-6)
     assert norms == pytest.approx(wanted_norms, rel=1e-5)
@@ -109,6 +124,21 @@ def tied() -> PreTrainedModel:
 @swept(together=1, make=[llama, qwen2, tied], clip=[0.5, 1e9, None])
 def test_steps_equal_plain_training(make: Callable[[], PreTrainedModel], clip: float) -> None:
     check(make(), clip=clip)
+
+
+class Gated(LlamaDecoderLayer):
+    """A layer with a parameter without dimensions."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(hidden, *args, **kwargs)
+        return hidden + self.gate * (out - hidden)
+
+
+def test_parameters_without_dimensions_are_trained() -> None:
+    model = llama()
+    for layer in model.model.layers:
+        layer.__class__, layer.gate = Gated, torch.nn.Parameter(torch.tensor(0.7))
+    check(model, saveable=False)
 
 
 def test_clipping_matters_here() -> None:

@@ -1,0 +1,146 @@
+"""What a model's folder has and training does not touch is in every export, bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatrain import AdamW, Engine
+from megatrain.checkpoint import open_checkpoint
+from megatrain.errors import InputError
+from megatrain.source.exported import write_saved
+from megatrain.train.export import export
+from tests.families.tiny import tiny_config
+
+IDS = torch.arange(4, 20).view(2, 8)
+STEP = [{"input_ids": IDS, "labels": IDS}]
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "chat_template.jinja")
+WHOLE = {
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "llava": "LlavaForConditionalGeneration",
+}
+
+
+def predicts_further(family: str, count: int) -> dict[str, Tensor]:
+    """Tensors as of layers that predict further tokens: several dtypes, and one for each expert."""
+    start = {"qwen3_5": "mtp.layers.0", "deepseek_v3": f"model.layers.{count}"}.get(family)
+    if start is None:
+        return {}
+    names = [f"mlp.experts.{n}.{kind}_proj.weight" for n in range(2) for kind in ("gate", "up")]
+    named = {f"{start}.{name}": torch.randn(3, 5, dtype=torch.bfloat16) for name in names}
+    return named | {f"{start}.eh_proj.weight": torch.randn(7), f"{start}.count": torch.arange(3)}
+
+
+@pytest.fixture(params=sorted(WHOLE))
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder as the hub has it, of a model with more than is trained on text."""
+    config = tiny_config(request.param)
+    count = config.get_text_config().num_hidden_layers
+    config.num_nextn_predict_layers = 1
+    model = getattr(transformers, WHOLE[request.param])._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path := tmp_path / "model")
+    more = predicts_further(request.param, count)
+    save_file(stored(path) | more, path / "model.safetensors", metadata={"format": "pt"})
+    for name in PROCESSORS:
+        (path / name).write_text("{}")
+    return path
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+def assert_carried(out: Path, source: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """All tensors under their names; what is not of the text model as it was."""
+    written = stored(out)
+    assert written.keys() == source.keys()
+    changed = {name for name, each in written.items() if not torch.equal(each, source[name])}
+    assert changed
+    assert not [n for n in changed if "vis" in n or n.startswith("mtp.") or "layers.3." in n]
+    assert all(each.dtype == source[name].dtype for name, each in written.items())
+    exported = json.loads((out / "config.json").read_text())
+    for key in ("model_type", "architectures"):
+        assert exported[key] == config[key]
+    assert {key for key in config if key.endswith("_config")} <= exported.keys()
+    for name in PROCESSORS:
+        assert (out / name).is_file()
+
+
+def engine(model: Any, **options: Any) -> Engine:
+    return Engine(model, optimizer=AdamW(lr=1e-1), precision="fp32", device="cpu", **options)
+
+
+def test_everything_is_exported_though_the_folder_has_gone(folder: Path, tmp_path: Path) -> None:
+    source, config = stored(folder), json.loads((folder / "config.json").read_text())
+    with engine(folder) as first:
+        first.step(STEP)
+        shutil.rmtree(folder)
+        first.save(tmp_path / "checkpoint")
+        first.save_pretrained(tmp_path / "out")
+        first.step(STEP)
+        first.save_pretrained(tmp_path / "two steps")
+    assert_carried(tmp_path / "out", source, config)
+    write_saved(open_checkpoint(tmp_path / "checkpoint"), tmp_path / "saved")
+    assert_carried(tmp_path / "saved", source, config)
+    with Engine.load(tmp_path / "checkpoint", device="cpu") as resumed:
+        shutil.rmtree(tmp_path / "checkpoint")
+        resumed.step(STEP)
+        resumed.save_pretrained(tmp_path / "resumed")
+    for name, each in stored(tmp_path / "two steps").items():
+        assert torch.equal(stored(tmp_path / "resumed")[name], each)
+    kind = getattr(transformers, config["architectures"][0])
+    kind.from_pretrained(tmp_path / "out", dtype=torch.float32)(input_ids=IDS)
+
+
+def test_merged_adapters_are_exported_with_everything(folder: Path, tmp_path: Path) -> None:
+    source, config = stored(folder), json.loads((folder / "config.json").read_text())
+    with engine(folder, adapter={"r": 2, "target_modules": ["o_proj"]}) as trained:
+        trained.step(STEP)
+        trained.save(tmp_path / "checkpoint")
+        trained.save_pretrained(tmp_path / "adapter")
+        trained.save_pretrained(tmp_path / "merged", merged=True)
+    assert "carried.safetensors" not in {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert_carried(tmp_path / "merged", source, config)
+    write_saved(open_checkpoint(tmp_path / "checkpoint"), tmp_path / "saved", merged=True)
+    assert_carried(tmp_path / "saved", source, config)
+    export(str(tmp_path / "adapter"), tmp_path / "exported", merged=True)
+    assert_carried(tmp_path / "exported", source, config)
+
+
+def test_shards_of_any_name_are_exported(tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM(tiny_config("llama"))
+    model.save_pretrained(folder := tmp_path / "model")
+    save_file({"mtp.weight": torch.ones(2)}, folder / "mtp.safetensors")
+    export(str(folder), tmp_path / "out")
+    assert stored(tmp_path / "out").keys() == stored(folder).keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "said"),
+    [
+        ("bert", "BertForMaskedLM", "names BertForMaskedLM"),
+        ("llama", "LlamaModel", "names LlamaModel"),
+        ("llama", "LlamaForTokenClassification", "names LlamaForTokenClassification"),
+        ("bart", "BartForConditionalGeneration", "names BartForConditionalGeneration"),
+        ("qwen3_5", "Qwen3_5ForCausalLM", "let architectures in config.json name Qwen3_5ForCond"),
+        ("qwen3_5", None, "let architectures in config.json name Qwen3_5ForConditionalGeneration"),
+        ("clip", None, "transformers has no causal language model for a clip"),
+    ],
+)
+def test_models_of_other_kinds_are_refused(
+    family: str, architecture: str | None, said: str, tmp_path: Path
+) -> None:
+    config = tiny_config(family)
+    config.architectures = None if architecture is None else [architecture]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(InputError) as refused:
+        engine(tmp_path)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
