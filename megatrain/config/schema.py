@@ -89,6 +89,18 @@ class DataSection(Section):
             raise ValueError("streaming takes sources as they come: leave weights out")
         if self.streaming and self.eval_fraction:
             raise ValueError("give eval_path instead of eval_fraction: a stream has no known end")
+        usual = type(self).model_fields["shuffle_buffer"].default
+        if not self.streaming and self.shuffle_buffer != usual:
+            raise ValueError("shuffle_buffer needs streaming: other data are shuffled as a whole")
+        return self
+
+    @model_validator(mode="after")
+    def _one_field_of_texts(self) -> Self:
+        if (
+            self.text_field != "text"
+            and self.fields.get("text", self.text_field) != self.text_field
+        ):
+            raise ValueError("text_field and fields name two fields of texts: keep one")
         return self
 
     @model_validator(mode="after")
@@ -279,6 +291,7 @@ class Config(Section):
             "data.kind": data.kind != "auto" and self.loss.kind != "prompts",
             "data.weights": data.weights,
             "data.streaming": data.streaming,
+            "data.text_field": data.text_field != "text",
             "training.samples": scores and self.training.samples,
             "training.neftune_alpha": self.loss.kind == "prompts" and self.training.neftune_alpha,
         }.items():

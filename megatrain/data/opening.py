@@ -191,6 +191,8 @@ def open_sources(
     found: dict[str, tuple[Source, int]] = {}
     for group, each in enumerate(given):
         files: Sequence[Source] | None = find_files(each, kind)
+        if files and (hub_config is not None or hub_split != "train"):
+            _log.warning("%s: hub_config and hub_split choose nothing here: these are files", each)
         hub = () if files else (load_hub(str(each), hub_config, hub_split, streaming=streaming),)
         for one in files or hub:
             if weights is not None and one.place in found:
