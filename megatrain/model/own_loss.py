@@ -1,12 +1,13 @@
 """What a model's own loss is: the cross entropy of its labels, or the model is refused.
 
 transformers' models compute a loss in their forward where labels are given. Here the loss is
-computed apart, so that logits never exist as a whole. Whether both are the same is tried at the
-model's own head, on a few random hidden states: what a class adds to its loss, or a function put in
-its place, would be left out otherwise.
+computed apart, so that logits never exist as a whole. A class of transformers, or of a folder's
+code, is tried at the model's own head, on a few random hidden states: what it adds to its loss would
+be left out otherwise. A user's own code can do what no trial shows, so there the loss must be the
+very tensor that transformers' loss function has made of the labels and the logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,9 +72,20 @@ def _of_rows(spec: ModelSpec) -> int:
 
 
 def _tried(spec: ModelSpec, name: str) -> int:
-    labels_BT = _labels(spec.capture.model)
+    model, labels_BT = spec.capture.model, _labels(spec.capture.model)
+    function = model.loss_function
+    if not _is_known(function):
+        raise Unsupported(
+            f"{name} has a loss_function of its own, which is not computed here; take it away, or "
+            "train on it elsewhere"
+        )
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), _vocabulary(spec):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            _vocabulary(spec),
+            _noting(model, function) as noted,
+        ):
             own, logits_BTV = _own(spec, labels_BT)
             loss = None if own is None else float(own)
     except Exception as error:  # whatever a model's own code makes of these labels
@@ -84,6 +96,13 @@ def _tried(spec: ModelSpec, name: str) -> int:
         ) from error
     if loss is None:
         return 1
+    if not _is_known(model.forward) and not any(
+        each[0] is logits_BTV and each[1] is labels_BT and each[2] is own for each in noted
+    ):
+        raise Unsupported(
+            f"{name}'s forward is not transformers' own, and its loss not what its loss_function "
+            "makes of the labels and the logits that it returns; give a model whose loss is"
+        )
     for shift in (1, 0):
         if _same(loss, _cross_entropy(logits_BTV, labels_BT, shift)):
             return shift
@@ -91,6 +110,32 @@ def _tried(spec: ModelSpec, name: str) -> int:
         f"the loss in {name}'s forward is not the mean cross entropy of its labels, and what it "
         "adds or changes would be left out; give a model without that"
     )
+
+
+def _is_known(function: Callable[..., Any]) -> bool:
+    """True if a function is of transformers, or of the code of a folder."""
+    of = getattr(function, "__module__", None) or ""
+    return of.partition(".")[0] in ("transformers", "transformers_modules")
+
+
+@contextmanager
+def _noting(
+    model: PreTrainedModel, function: Callable[..., Tensor]
+) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+    """Within this context the model's loss function notes its logits, labels and losses."""
+    noted: list[tuple[Tensor, Tensor, Tensor]] = []
+    before = vars(model).copy()
+
+    def loss(logits: Tensor, labels: Tensor, *rest: Any, **more: Any) -> Tensor:
+        noted.append((logits, labels, function(logits, labels, *rest, **more)))
+        return noted[-1][-1]
+
+    model.loss_function = loss
+    try:
+        yield noted
+    finally:
+        vars(model).clear()
+        vars(model).update(before)
 
 
 def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> None:

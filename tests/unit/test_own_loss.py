@@ -1,6 +1,7 @@
 """A model is trained on its own loss, or refused by name."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedModel,
 )
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatrain import InputError
 from tests.families.tiny import tiny_model
@@ -57,39 +59,53 @@ def with_function(function: Callable) -> PreTrainedModel:
     return model
 
 
-def mean_of_rows(logits: Any, labels: Any, **kwargs: Any) -> Any:
-    losses = [
-        nn.functional.cross_entropy(row[:-1], label[1:], ignore_index=-100)
-        for row, label in zip(logits, labels, strict=True)
-    ]
-    return torch.stack(losses).mean()
-
-
-def without_ends(logits: Any, labels: Any, **kwargs: Any) -> Any:
-    labels = labels.masked_fill(labels == llama().config.eos_token_id, -100)
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-def smoothed(logits: Any, labels: Any, **kwargs: Any) -> Any:
+def above_64_twice(logits: Any, labels: Any, **kwargs: Any) -> Any:
     targets = labels[:, 1:].flatten()
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, label_smoothing=0.01)
+    each = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
+    return (each * (1 + (targets > 64).float())).sum() / (targets != -100).sum()
+
+
+class Weighted(LlamaForCausalLM):
+    """Weighs tokens that no short trial has, by its forward alone."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        shown = None if labels is None else labels.masked_fill(labels > 100, -100)
+        return super().forward(*args, labels=shown, **kwargs)
+
+
+class Tempered(LlamaForCausalLM):
+    """A forward of its own, on the usual loss."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        result.logits = result.logits * 0.5
+        if labels is not None:
+            result.loss = self.loss_function(result.logits, labels, self.config.vocab_size)
+        return result
 
 
 OTHER_LOSSES = {
-    "z-loss": lambda: of(WithZLoss),
-    "mean of rows": lambda: with_function(mean_of_rows),
-    "no ends of text": lambda: with_function(without_ends),
-    "label smoothing": lambda: with_function(smoothed),
-    "a z-loss of the configuration": lambda: tiny_model(
-        "bamba", changes={"z_loss_coefficient": 0.1}
+    "z-loss": (lambda: of(WithZLoss), "loss not what its loss_function makes"),
+    "weights": (lambda: of(Weighted), "loss not what its loss_function makes"),
+    "a function": (lambda: with_function(above_64_twice), "has a loss_function of its own"),
+    "the usual, partly": (
+        lambda: with_function(partial(ForCausalLMLoss, ignore_index=5)),
+        "has a loss_function of its own",
+    ),
+    "a z-loss of the configuration": (
+        lambda: tiny_model("bamba", changes={"z_loss_coefficient": 0.1}),
+        "loss in .*'s forward is not the mean cross entropy",
     ),
 }
 
 
-@pytest.mark.parametrize("make", OTHER_LOSSES.values(), ids=OTHER_LOSSES)
-def test_another_loss_is_refused(make: Callable[[], PreTrainedModel]) -> None:
-    with pytest.raises(InputError, match="loss in .*'s forward is not the mean cross entropy"):
-        make_engine(make())
+@pytest.mark.parametrize("saveable", [True, False])
+@pytest.mark.parametrize(("make", "said"), OTHER_LOSSES.values(), ids=OTHER_LOSSES)
+def test_another_loss_is_refused(
+    make: Callable[[], PreTrainedModel], said: str, saveable: bool
+) -> None:
+    with pytest.raises(InputError, match=said):
+        make_engine(make(), saveable=saveable)
 
 
 def test_a_loss_that_cannot_be_tried_is_refused() -> None:
@@ -129,6 +145,7 @@ def mixtral() -> PreTrainedModel:
 
 AS_THEY_ARE = {
     "no loss of its own": lambda: of(WithoutLoss),
+    "a forward of its own": lambda: of(Tempered),
     "more logits than tokens": padded_head,
     "a router's loss of no weight": mixtral,
 }
