@@ -61,6 +61,8 @@ _NOT_CALLED = (  # of a Trainer, since the engine does all of a step
     "get_optimizer_cls_and_kwargs", "_prepare_inputs", "_save",
 )  # fmt: skip
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_SETTINGS = {"use_cache": False, "logits_to_keep": 0, "return_dict": True}
+_SETTINGS |= {"output_attentions": False, "output_hidden_states": False}
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
 _Trainer: Any = object  # whose class this one is mixed into
@@ -369,6 +371,15 @@ def _refuse_class(given: type) -> None:
 
 
 def _on_host(inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """A micro-batch as the engine takes it: lengths of packed rows are in the positions."""
+    """A micro-batch as the engine takes it: lengths of packed rows are in the positions.
+
+    Settings of a forward that are as the engine has them are left out; the engine refuses others.
+    """
     said = _LENGTHS if "position_ids" in inputs else ()
-    return {name: value.cpu() for name, value in inputs.items() if name not in said}
+    return {
+        name: value.cpu() if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+        if name not in said
+        and value is not None
+        and not (isinstance(value, int) and _SETTINGS.get(name) == value)
+    }

@@ -2,9 +2,9 @@
 
 transformers' models compute a loss in their forward where labels are given. Here the loss is
 computed apart, so that logits never exist as a whole. A class of transformers, or of a folder's
-code, is tried at the model's own head, on a few random hidden states: what it adds to its loss would
-be left out otherwise. A user's own code can do what no trial shows, so there the loss must be the
-very tensor that transformers' loss function has made of the labels and the logits.
+code, is tried at the model's own head, on a few random hidden states: what it adds to its loss
+would be left out otherwise. A user's own code can do what no trial shows, so there the loss must be
+the very tensor that transformers' loss function has made of the labels and the logits.
 """
 
 from collections.abc import Callable, Iterator

@@ -95,12 +95,12 @@ class Unsaved(Streamed):
     engine_options: ClassVar[dict[str, Any]] = {"saveable": False}
 
 
-def losses_and_norms(kind: Any, model: Any, data: Any, folder: Path) -> list[Any]:
+def losses_and_norms(kind: Any, model: Any, data: Any, folder: Path, **also: Any) -> list[Any]:
     made = kind(
         model,
         arguments(folder, eval_strategy="no", save_strategy="no"),
         train_dataset=data,
-        data_collator=padded,
+        data_collator=lambda rows: padded(rows) | also,
     )
     made.train()
     return [[e["loss"], e["grad_norm"]] for e in made.state.log_history if "loss" in e]
@@ -128,6 +128,17 @@ def test_uneven_micro_batches_count_as_a_plain_trainer_counts_them(
     assert torch.tensor(got).flatten().tolist() == pytest.approx(
         torch.tensor(wanted).flatten().tolist(), rel=1e-5
     )
+
+
+def test_what_is_no_tensor_in_a_batch_is_honoured_or_refused(tmp_path: Path) -> None:
+    wanted, got = (
+        losses_and_norms(kind, llama(), rows(4), tmp_path, use_cache=False, logits_to_keep=0)
+        for kind in (Trainer, Unsaved)
+    )
+    assert torch.tensor(got).allclose(torch.tensor(wanted), rtol=1e-5)
+    for name, value in {"names": ["a", "b"], "use_cache": True, "logits_to_keep": 1}.items():
+        with pytest.raises(InputError, match=f"micro-batch 0 has '{name}', "):
+            losses_and_norms(Unsaved, llama(), rows(4), tmp_path, **{name: value})
 
 
 def test_a_micro_batch_without_labels_is_named_where_its_mean_is_taken(tmp_path: Path) -> None:
