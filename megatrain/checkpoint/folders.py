@@ -9,6 +9,7 @@ from typing import Any
 from megatrain.checkpoint import files
 from megatrain.checkpoint.manifest import (
     BUFFERS,
+    CARRIED,
     COMPUTED,
     EXTRA,
     KEEP,
@@ -21,7 +22,7 @@ from megatrain.checkpoint.manifest import (
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
 
-_OWN = {MANIFEST, EXTRA, BUFFERS, COMPUTED, MODEL, TILES, KEEP}
+_OWN = {MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP}
 
 
 def is_checkpoint(folder: str | Path) -> bool:
