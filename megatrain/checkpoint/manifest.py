@@ -121,8 +121,8 @@ class Settings(_Strict):
         steps: optimizer steps done.
         dtype: of the model's source, in which exports are written.
         model_class: of transformers.
-        attn_implementation: of each configuration that the model's has inside, by its path; older
-            checkpoints have one for all. `experts_implementation` likewise.
+        attn_implementation: of each configuration that the model's has inside, by its path.
+        experts_implementation: likewise.
         frozen: parameters that do not require gradients.
         frozen_dtypes: of those without an optimizer group that came in another dtype than `dtype`.
         optimizer: its rule's name and settings.
@@ -141,7 +141,7 @@ class Settings(_Strict):
     placement: dict[str, Any]
     dtype: str
     model_class: str
-    attn_implementation: dict[str, str] | str | None
+    attn_implementation: dict[str, str]
     frozen: tuple[str, ...]
     optimizer: dict[str, Any] | None
     groups: tuple[dict[str, Any], ...]
@@ -314,8 +314,6 @@ def _adapter() -> Any:
 def _decoded(content: dict[str, Any]) -> Manifest:
     from pydantic import ValidationError
 
-    if isinstance(settings := content.get("settings"), dict):
-        settings.pop("kept_graphs", None)  # of earlier versions, which nobody reads any more
     try:  # as JSON, in which tuples and dataclasses are lists and objects
         manifest: Manifest = _adapter().validate_json(json.dumps(content))
         return manifest

@@ -18,8 +18,8 @@ from megatrain.model.companions import Companions, read_files, write_companions
 from megatrain.model.documents import chosen_attention
 from megatrain.model.export import write_configs
 from megatrain.model.safetensors_io import Described, Stored, read_header, write_shard
-from megatrain.optim import RULES, AdamW, Rule
-from megatrain.placement import Placement, renamed
+from megatrain.optim import RULES, Rule
+from megatrain.placement import Placement
 from megatrain.source.left_out import left_out_names
 from megatrain.source.untrained import Untrained, computed_buffers, persistent_buffers
 
@@ -132,11 +132,9 @@ def open_model(
     """
     settings, folder = checkpoint.settings, checkpoint.model_folder
     config = load_config(folder, trust_remote_code=trust_remote_code)
-    attention = settings.attn_implementation
     # config.json does not say which code computes; the outer parts first: they set the inner, too.
     for path, part in configs(config):
-        name = attention.get(path) if isinstance(attention, dict) else attention
-        set_attention(part, chosen_attention(name))  # earlier versions saved what a step had
+        set_attention(part, settings.attn_implementation.get(path))
         set_experts(part, settings.experts_implementation.get(path))
     model = empty_model(
         config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
@@ -179,8 +177,8 @@ def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
     """
     if checkpoint.settings.optimizer is None:
         return None
-    given = {"name": AdamW.name} | checkpoint.settings.optimizer  # the first ones did not say
-    name = given.pop("name")
+    given = dict(checkpoint.settings.optimizer)
+    name = given.pop("name", None)
     rule = RULES.get(name) if isinstance(name, str) else None
     known = set() if rule is None else {each.name for each in fields(rule)}
     # Checkpoints of older versions do not have the choices.
@@ -203,7 +201,7 @@ def resumed_placement(
     """
     if wanted is not None:
         return wanted
-    saved = renamed(checkpoint.settings.placement)
+    saved = checkpoint.settings.placement
     if checkpoint.settings.device != device:
         return "auto"
     unknown = saved.keys() - set(Placement.names())

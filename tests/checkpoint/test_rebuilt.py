@@ -17,12 +17,10 @@ from transformers import (
 )
 
 from megatrain import AdamW, Engine, InputError
-from megatrain.checkpoint import open_checkpoint
 from megatrain.model import build
-from tests.checkpoint.cases import batches, engine_of, state
-from tests.checkpoint.test_damage import change
+from tests.checkpoint.cases import batches, engine_of
 from tests.families.tiny import tiny_model
-from tests.parity.cases import llama, masters, same
+from tests.parity.cases import llama
 
 
 class Scaled(LlamaForCausalLM):
@@ -240,27 +238,6 @@ def test_computed_buffers_of_another_model_are_refused(tmp_path, monkeypatch) ->
     engine.save(tmp_path / "saved")
     with pytest.raises(InputError, match=r"inv_freq' is no buffer of a LlamaForCausalLM"):
         Engine.load(tmp_path / "saved", device="cpu")
-
-
-def test_checkpoints_from_before_are_loaded(tmp_path) -> None:
-    """They have one attention for all, and no buffers that a class computes."""
-    engine = engine_of()
-    engine.step(batches(1)[0])
-    engine.save(tmp_path / "saved")
-    (tmp_path / "saved" / "computed_buffers.safetensors").unlink()
-
-    def edit(content: dict) -> None:
-        del content["files"]["computed_buffers.safetensors"]
-        del content["settings"]["experts_implementation"]
-        content["settings"]["attn_implementation"] = "sdpa"
-
-    change(tmp_path / "saved", edit)
-    again = Engine.load(tmp_path / "saved", device="cpu")
-    assert open_checkpoint(tmp_path / "saved").settings.experts_implementation == {}
-    steps = batches(3)[1:]
-    assert [again.step(s).loss for s in steps] == [engine.step(s).loss for s in steps]
-    assert same(masters(again), masters(engine))
-    assert same(state(again), state(engine))
 
 
 def test_a_text_model_of_a_larger_one_is_opened_from_its_export(tmp_path) -> None:

@@ -17,12 +17,10 @@ from megatrain.checkpoint import open_checkpoint, verify
 from megatrain.checkpoint.read import read_tiles
 from megatrain.device import CpuDevice
 from megatrain.kernels.states import GROUP, load_moments
-from megatrain.optim import Plane, tile_planes
-from megatrain.placement import RENAMED
 from megatrain.store import Store
 from megatrain.tile import TileLayout
-from tests.checkpoint.cases import batches, change, engine_of, state
-from tests.parity.cases import frozen, in_dtype, llama, masters, noisy, same
+from tests.checkpoint.cases import batches, engine_of, state
+from tests.parity.cases import frozen, llama, masters, noisy, same
 from tests.rules import SWEPT, with_rules
 from tests.sweeps import swept
 
@@ -85,41 +83,11 @@ def test_another_placement_goes_on_bit_for_bit(before, after, rule, tmp_path) ->
     assert again.optimizer.rule == engine.optimizer.rule
 
 
-def test_a_checkpoint_that_does_not_name_its_rule_is_of_adamw(tmp_path) -> None:
-    """The first ones did not."""
-    engine, steps = engine_of(), batches(2)
-    engine.step(steps[0])
-    engine.save(tmp_path / "saved")
-    change(tmp_path / "saved", lambda content: content["settings"]["optimizer"].pop("name"))
-    again = Engine.load(tmp_path / "saved", device="cpu")
-    assert go_on(again, steps[1:]) == go_on(engine, steps[1:])
-    assert same(state(again), state(engine))
-
-
 def test_frozen_parameters_stay_frozen(tmp_path) -> None:
     model = frozen(llama(), lambda name: "layers.1" in name or name == "lm_head.weight")
     again = check(engine_of(model=model, precision="bf16"), tmp_path)
     trained = {n for g in again.optimizer.param_groups for n in g["param_names"]}
     assert all("layers.1" in name or name == "lm_head.weight" for name in trained)
-
-
-def test_a_frozen_remainder_of_an_older_checkpoint_is_left_out(tmp_path, monkeypatch) -> None:
-    model = in_dtype(half_frozen(), torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.0.mlp" in name)
-    with monkeypatch.context() as patched:  # every master had a remainder once
-        patched.setattr(Plane, "has", lambda plane, entry: plane.frozen or entry.group is not None)
-        weights, remainder, *rest = tile_planes(AdamW(), torch.bfloat16)
-        older = (weights, replace(remainder, frozen=True), *rest)
-        patched.setattr("megatrain.store.tile_planes", lambda rule, dtype: older)
-        engine = engine_of(model=model, precision="bf16")
-        go_on(engine, batches(2))
-        engine.save(tmp_path / "saved")
-        before = engine.memory()["host_remainder_bytes"]
-    again = Engine.load(tmp_path / "saved", device="cpu")
-    assert again.memory()["host_remainder_bytes"] < before / 2
-    assert same(masters(again), masters(engine))
-    assert go_on(again, batches(2)) == go_on(engine, batches(2))
 
 
 def test_a_schedule_goes_on(tmp_path) -> None:
@@ -255,23 +223,6 @@ def test_another_limit_of_the_norm(tmp_path) -> None:
         clipped.step(step)
         free.step(step)
     assert not same(masters(clipped), masters(free))
-
-
-def test_a_placement_saved_by_earlier_names_is_the_same(tmp_path) -> None:
-    placement = Placement(slots=3, layer_inputs="host", save_activations=1, offload_activations=1)
-    engine_of(placement=placement).save(tmp_path / "saved")
-    earlier = {new: old for old, new in RENAMED.items()}
-
-    def rename(content: dict[str, Any]) -> None:
-        saved = content["settings"]["placement"]
-        content["settings"]["placement"] = {earlier.get(n, n): v for n, v in saved.items()}
-        content["settings"]["kept_graphs"] = {"bytes": 1}  # which nobody reads any more
-
-    change(tmp_path / "saved", rename)
-    saved = open_checkpoint(tmp_path / "saved").settings.placement
-    assert saved["boundaries"] == "host" and "layer_inputs" not in saved
-    with Engine.load(tmp_path / "saved", device="cpu") as engine:
-        assert engine.placement == placement
 
 
 def test_other_tiles_are_filled_by_name(tmp_path) -> None:

@@ -51,17 +51,11 @@ def test_packed_documents_train_as_separate_ones(family: str) -> None:
     assert relative_error(gradients(one), gradients(other)) < 1e-5
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-def test_a_checkpoint_says_the_attention_that_the_model_was_made_with(
-    earlier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_says_the_attention_that_the_model_was_made_with(tmp_path: Path) -> None:
     """That of a packed step is nothing to make a model with, nor to go on with."""
     engine = make_engine(llama())
     engine.step([packed(documents())])
-    if earlier:  # as checkpoints of earlier versions have it
-        monkeypatch.setattr(state_io, "chosen_attention", lambda name: name)
     engine.save(tmp_path / "saved")
-    monkeypatch.undo()
     checkpoint = read_checkpoint(tmp_path / "saved")
     assert attention_of(state_io.open_model(checkpoint).config) == "sdpa"
     loaded = Engine.load(tmp_path / "saved", device="cpu")
