@@ -27,7 +27,7 @@ def load_tokenizer(
     Raises:
         InputError: there is none, it is broken, or it would run code that came with it.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     folder = Path(path_or_id).expanduser()
     local = folder.is_dir()
@@ -38,17 +38,27 @@ def load_tokenizer(
     if local:
         _refuse_endless(folder)
         _refuse_ambiguous(folder)
+        for name in ("tokenizer.json", "vocab.json"):
+            _refuse_aborting(folder / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder if local else path_or_id), trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # the Rust parser raises bare Exception
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
         remedy = "check the files" if local else "check the name, or fetch it once with a network"
         raise InputError(
             f"cannot load a tokenizer from {str(path_or_id)!r}: {first_line(error)} ({remedy})"
         ) from error
+    kind, template = type(tokenizer).__name__, getattr(tokenizer, "chat_template", None)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise InputError(f"{path_or_id}: a {kind} is not one tokenizer: name the folder of one")
     if len(tokenizer) == 0:
         raise InputError(f"{path_or_id}: the tokenizer has an empty vocabulary: check its files")
+    templates = template.values() if isinstance(template, dict) else [template or ""]
+    if not all(isinstance(each, str) for each in templates):
+        raise InputError(f"{path_or_id}: the tokenizer's chat_template is no text: correct it")
     return tokenizer
 
 
@@ -80,11 +90,16 @@ def tokenising(where: str) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:  # the Rust part raises bare Exception, or a panic, which is none
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    except BaseException as error:
+        if not _is_failure(error):
             raise
         reason = first_line(error)
         raise InputError(f"{where}: the tokenizer fails: {reason} (check its files)") from error
+
+
+def _is_failure(error: BaseException) -> bool:
+    """True for what the Rust library raises: bare Exception, or a panic, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 _TOKENIZER_FILES = (
@@ -96,6 +111,7 @@ _TOKENIZER_FILES = (
 _TEXTS = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _LARGEST_TEMPLATE = 4 * MIB
+_LARGEST_ID = 1 << 24  # 60 times the largest vocabulary
 _LARGEST_BYTES = 512 * MIB  # the largest of these files that is known has 34 MB
 
 
@@ -119,6 +135,28 @@ def _refuse_ambiguous(folder: Path) -> None:
             parse_json(path.read_bytes())
         except ValueError as error:
             raise InputError(f"{path}: not usable JSON: {error}: replace it") from error
+
+
+def _refuse_aborting(path: Path) -> None:
+    """Raises InputError: the Rust library would end the process, and no exception would tell.
+
+    It makes room for all ids below the largest, and cuts a prefix off tokens that may lack it.
+    """
+    try:
+        tree = json.loads(path.read_bytes())
+        model = {"vocab": tree} if path.name == "vocab.json" else tree["model"]
+        added = [token["id"] for token in tree.get("added_tokens") or ()]
+        vocab = model["vocab"]
+        largest = max([0, *added, *(vocab.values() if isinstance(vocab, dict) else ())])
+        prefix, merges = model.get("continuing_subword_prefix") or "", model.get("merges") or ()
+        seconds = [(m.split(" ") if isinstance(m, str) else m)[1] for m in merges if prefix]
+        lacking = next((second for second in seconds if not second.startswith(prefix)), None)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        return  # there is none, or the library says what is wrong with it
+    if largest > _LARGEST_ID:
+        raise InputError(f"{path}: token id {largest} is larger than any: replace the file")
+    if lacking is not None:
+        raise InputError(f"{path}: a merge with {lacking!r:.40} lacks {prefix!r:.40}: replace it")
 
 
 def identity(tokenizer: Any) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
-from megatrain.data.tokenizer import pad_id
+from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.generate.cache import cache_bytes, check_cache, takes_cache
@@ -74,7 +74,9 @@ def generate(
         streamer=streamer,
         kept=kept,
     )
-    return tokenizer.batch_decode([_until(stops, row) for row in made], skip_special_tokens=True)
+    with tokenising("the new tokens"):
+        new = [_until(stops, row) for row in made]
+        return tokenizer.batch_decode(new, skip_special_tokens=True)
 
 
 def continued(

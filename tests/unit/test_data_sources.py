@@ -337,6 +337,37 @@ def test_tokenizers_are_loaded_or_refused(tmp_path):
         assert "\n" not in str(caught.value)
 
 
+BPE = {"type": "BPE", "vocab": {"a": 0, "é": 1, "aé": 2}, "merges": ["a é"]}
+# Each ends the process where the library reads it as it is, in its own panic or in an abort.
+DEADLY = {
+    "a panic": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "charsmap"),
+    "an id": ({"model": {**BPE, "vocab": {**BPE["vocab"], "b": 4_000_000_000}}}, "4000000000 is"),
+    "a prefix": ({"model": {**BPE, "continuing_subword_prefix": "x"}}, "'é' lacks 'x'"),
+    "several": ({"tokenizer_class": "RagTokenizer"}, "RagTokenizer is not one tokenizer"),
+    "a template": ({"chat_template": {"a": 3}}, "chat_template is no text"),
+}
+
+
+@pytest.mark.parametrize("name", DEADLY)
+def test_no_tokenizer_file_ends_the_process(tmp_path, name):
+    changes, problem = DEADLY[name]
+    make_tokenizer().save_pretrained(tmp_path)
+    of_settings = {"tokenizer_class", "chat_template"} & changes.keys()
+    path = tmp_path / ("tokenizer_config.json" if of_settings else "tokenizer.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(InputError, match=problem) as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_id_in_the_vocabulary_of_two_files_does_not_end_the_process(tmp_path):
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 4_000_000_000}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    with pytest.raises(InputError, match="vocab.json: token id 4000000000 is larger than any"):
+        load_tokenizer(tmp_path)
+
+
 def test_ids_outside_the_vocabulary_are_refused_with_their_place(tmp_path):
     tokenizer = make_tokenizer()
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "The sea was calm."}])
