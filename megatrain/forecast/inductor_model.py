@@ -29,6 +29,13 @@ _BACKWARD_TOUCHES = 1.5
 
 _UNITS = 10_000  # of memory, in torch's choice of what a graph keeps
 
+# Their results are held for the backward rather than computed again, as those of libraries are:
+# torch's partitioner does not count them among what a fused kernel computes.
+_NOT_AGAIN = {
+    *("aten::cat", "aten::stack", "aten::constant_pad_nd", "aten::cumsum", "aten::sort"),
+    *("aten::topk", "aten::scatter", "aten::scatter_add", "aten::index_add", "aten::index_put"),
+}
+
 # These look at a tensor for its shape alone.
 _SHAPED_LIKE = ("aten::empty_like", "aten::new_", "aten::zeros_like", "aten::ones_like")
 
@@ -41,12 +48,14 @@ class Op:
         work: of a matrix product or attention; other operations are counted where they are fused.
         made: storages that it is the first to write.
         scratch_bytes: that it needs for itself.
+        again: whether a fused kernel of the backward may compute it again.
     """
 
     work: Work
     reads: tuple[int, ...]
     made: tuple[int, ...]
     scratch_bytes: int = 0
+    again: bool = True
 
     @property
     def extern(self) -> bool:
@@ -95,8 +104,9 @@ class Recorder(TorchDispatchMode):
         made = tuple(sorted(n for n in self.numbers(out) if n >= known))
         if not is_view(func):
             work, scratch = work_of(func, args, kwargs, out)
-            reads = () if schema_of(func).name.startswith(_SHAPED_LIKE) else tuple(sorted(given))
-            self.ops.append(Op(work, reads, made, scratch))
+            name = schema_of(func).name
+            reads = () if name.startswith(_SHAPED_LIKE) else tuple(sorted(given))
+            self.ops.append(Op(work, reads, made, scratch, name not in _NOT_AGAIN))
         return out
 
 
@@ -164,6 +174,7 @@ class Compiled:
         self._least = {base for n in read for base in self._base(n)} - traced.given
         rest = self._least_cut(read - by_library, by_library | traced.given)
         self._saved = by_library - traced.given | rest
+        self._fewest = self._least_cut(read, traced.given)
 
     def forward(self) -> Work:
         """A forward of which nothing is kept."""
@@ -187,8 +198,15 @@ class Compiled:
         return work._replace(touched_bytes=int(_BACKWARD_TOUCHES * work.touched_bytes))
 
     def _held(self, share: float | None) -> set[int]:
-        """What waits between the two, arguments left out."""
-        return set(self._saved) if share is None else self._chosen(share)
+        """What waits between the two, arguments left out.
+
+        As torch's partitioner tries it: what the backward's products read may be computed again
+        from less; only where that is not little enough are products themselves.
+        """
+        if share is None:
+            return set(self._saved)
+        few = 0 < self._size(self._fewest) < share * self._size(self._saved)
+        return set(self._fewest) if few else self._chosen(share)
 
     def _with_again(self, held: set[int]) -> list[Op]:
         """The backward, and before each operation what of the forward it needs and is not held."""
@@ -261,7 +279,7 @@ class Compiled:
                 continue
             graph.add_edge((n, "made"), (n, "held"), capacity=self._t.sizes[n])
             op = self._producer.get(n)
-            if op is None or op.extern or self._small(n, op):
+            if op is None or op.extern or not op.again or self._small(n, op):
                 graph.add_edge("forward", (n, "made"))
                 continue
             reads = [each for each in op.reads if each not in kept]
@@ -329,6 +347,7 @@ class Compiled:
     def _real(self, ops: list[Op]) -> set[int]:
         """Storages that exist in memory because of how they are made or read."""
         by_library = {n for op in ops if op.extern for n in (*op.reads, *op.made)}
+        by_library |= {n for op in ops if not op.again for n in op.made}
         return by_library | {n for op in ops for n in op.made if self._small(n, op)}
 
     def _sources(self, storage: int, real: set[int]) -> frozenset[int]:

@@ -211,6 +211,8 @@ def _one_attention(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # kernels add it to the logits
+        attn_mask = torch.where(attn_mask, query.new_zeros(()), -torch.inf)
     return cast(Tensor, _attention(query, key, value, attn_mask, is_causal)[0])
 
 

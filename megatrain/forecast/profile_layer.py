@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatrain.forecast.inductor_model import Compiled, Recorder, Traced
 from megatrain.forecast.layer_work import LayerWork, Shape
@@ -24,7 +26,7 @@ class Trace:
 def traced(run: Any, given: list[Any]) -> Trace:
     """A layer's forward and backward, recorded."""
     recorder = Recorder()
-    with recorder:
+    with _Decomposed(), recorder:
         made = run()
         split = len(recorder.ops)
         values, gradients = _ends(made)
@@ -39,6 +41,15 @@ def traced(run: Any, given: list[Any]) -> Trace:
         recorder.random,
     )
     return Trace(ops, _shapes(made))
+
+
+class _Decomposed(TorchFunctionMode):
+    """Gives a dense copy of part of a tensor that nothing is dropped of, as torch.compile does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        copied = func is F.dropout and made.nbytes < made.untyped_storage().nbytes()
+        return made.clone() if copied else made
 
 
 def compiled_work(trace: Trace) -> LayerWork:
