@@ -89,7 +89,8 @@ class Model:
     def computing(self) -> tuple[int, int]:
         """Parameters that compute with a token, and those of them that are trained."""
         config = self.spec.capture.model.config
-        entries = [entry for layout in self.layouts for entry in layout.entries]
+        used = (each for each in self.layouts if each.kind is not TileKind.UNUSED)
+        entries = [entry for layout in used for entry in layout.entries]
         sizes = [entry.numel * share_of_a_token(config, entry.shape) for entry in entries]
         trained = (n for n, entry in zip(sizes, entries, strict=True) if entry.group is not None)
         return int(sum(sizes)), int(sum(trained))
