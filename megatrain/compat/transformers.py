@@ -1,6 +1,6 @@
 """What the package takes of transformers beneath its public names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from typing import Any
@@ -211,3 +211,9 @@ def _finding(find: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = look
+
+
+def num_items(trainer: Any, batch: Mapping[str, Tensor]) -> float | None:
+    """What a Trainer divides the loss of a batch by; None: its mean is taken."""
+    items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+    return None if items is None else float(items)

@@ -118,6 +118,32 @@ class PlacedEngine:
         self._row_trial = RowTrial(self._share, self.config, self._program, self._tried)
 
     @property
+    def max_grad_norm(self) -> float | None:
+        """The global norm that gradients are clipped by from now on; None: they are not.
+
+        Raises:
+            InputError: where it is set, it begins or ends: that decides when updates are done.
+        """
+        return self._opened.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, norm: float | None) -> None:
+        old = self._opened.max_grad_norm
+        if norm == old:
+            return
+        if (
+            old is None
+            or not (norm and 0 < norm < inf)
+            or not isinstance(self._parts, TrainingParts)
+        ):
+            raise InputError(
+                f"max_grad_norm is {old}, and cannot become {norm!r} while the engine is open; "
+                "make the engine with it"
+            )
+        self._opened = replace(self._opened, max_grad_norm=norm)
+        self._parts.update.max_grad_norm = norm
+
+    @property
     def vocab_size(self) -> int:
         """Token ids must be below this."""
         return int(self.config.get_text_config(decoder=True).vocab_size)
@@ -164,6 +190,12 @@ class PlacedEngine:
         batch = self._prepare(micro_batches, loss)
         losses = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
         return sum(self._ranks.exchange(float(torch.stack(losses).sum())))
+
+    def router_loss(self, micro_batches: MicroBatches) -> tuple[float, float]:
+        """The loss of routers that a step of these rows would add, and before it is weighed."""
+        batch = self._prepare(micro_batches, NO_LABELS)
+        found = self._forward_only(batch, lambda head, slot, h: head.balanced(batch, h))[0]
+        return sum(self._ranks.exchange(sum(map(float, found)))), float(batch.measured["aux_loss"])
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""

@@ -183,7 +183,7 @@ class Head(StreamedModule):
         Takes the activations out of `h`.
         """
         batch, joint = self._weighed(slot, batch, h)
-        balance, slopes = self._balanced(batch, h)
+        balance, slopes = self.balanced(batch, h)
         losses: list[Any] = []
         dh: list[Any] = []
         for index, micro in enumerate(batch.micro):
@@ -201,7 +201,7 @@ class Head(StreamedModule):
             h[index] = {}  # nobody reads it any more: it would stay until the backward's end
         return [*(joint or losses), *balance], dh
 
-    def _balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], Activations]:
+    def balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], Activations]:
         """The loss of the routers of all layers, if the model has one, and its slopes.
 
         Takes what it is of out of `h`. It is of the tokens of all ranks; the first has the loss.

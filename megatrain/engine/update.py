@@ -101,7 +101,7 @@ class Update:
         collectives: Collectives,
     ) -> None:
         self._device, self._optimizer, self._threads = device, optimizer, threads
-        self._max_grad_norm, self.disk = max_grad_norm, disk
+        self.max_grad_norm, self.disk = max_grad_norm, disk
         self._collectives, self._sum = collectives, collectives.ranks.shards.sum_of_updates
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self._pending: list[tuple[Tile, HostGrad, Any]] = []
@@ -117,12 +117,12 @@ class Update:
 
     def waits(self, tile: Tile) -> bool:
         """Whether a tile's update waits for the global norm."""
-        return self._max_grad_norm is not None and not self._optimizer.rule.directs(tile.layout)
+        return self.max_grad_norm is not None and not self._optimizer.rule.directs(tile.layout)
 
     @property
     def deferred(self) -> bool:
         """Whether all updates do."""
-        return self._max_grad_norm is not None and not self._unclipped
+        return self.max_grad_norm is not None and not self._unclipped
 
     @property
     def torn(self) -> bool:
@@ -219,9 +219,9 @@ class Update:
         raise StepRefused(f"{what}: {damage}", intact=self.deferred)
 
     def _scale(self, norm: float) -> float:
-        if self._max_grad_norm is None:
+        if self.max_grad_norm is None:
             return 1.0
-        return min(1.0, self._max_grad_norm / (norm + _CLIP_EPS))
+        return min(1.0, self.max_grad_norm / (norm + _CLIP_EPS))
 
     def _start(self, tile: Tile, host_grad: HostGrad, landed: Any, scale: float) -> None:
         stream = tile.rests.updates

@@ -91,20 +91,22 @@ def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]
     Raises:
         InputError: the Trainer would divide by 0.
     """
-    given = [micro.inputs for micro in step]
-    whole = len(step) == step[-1].num_micro and all(micro.items is not None for micro in step)
-    if whole or len(step) == step[-1].num_micro == 1 or any("labels" not in each for each in given):
-        return given, CROSS_ENTROPY
-    return [_weighed(index, micro, shift) for index, micro in enumerate(step)], WEIGHTED_SUM
-
-
-def _weighed(index: int, micro: Waiting, shift: int) -> dict[str, Tensor]:
-    labels_BT, items = micro.inputs["labels"], micro.items
-    if items is None:
-        items = micro.num_micro * num_labelled(targets_of(labels_BT, shift))
-    if not items:
+    rows = [micro.inputs for micro in step]
+    if any("labels" not in each for each in rows):
+        return rows, CROSS_ENTROPY
+    counts = [num_labelled(targets_of(each["labels"], shift)) for each in rows]
+    parts = [_divisor(micro, count) for micro, count in zip(step, counts, strict=True)]
+    if all(part == sum(counts) for part in parts):
+        return rows, CROSS_ENTROPY
+    if 0 in parts:
         raise InputError(
-            f"micro-batch {index} of this step has no label, and Trainer's loss of it is not a "
-            "number; leave such rows out"
+            f"micro-batch {parts.index(0)} of this step has no label, and Trainer's loss of it is "
+            "not a number; leave such rows out"
         )
-    return micro.inputs | {"token_weights": torch.full(labels_BT.shape, 1 / items)}
+    weights = [torch.full(r["labels"].shape, 1 / part) for r, part in zip(rows, parts, strict=True)]
+    return [r | {"token_weights": w} for r, w in zip(rows, weights, strict=True)], WEIGHTED_SUM
+
+
+def _divisor(micro: Waiting, count: int) -> float:
+    """What the sum of a micro-batch's losses is divided by, whose labels are `count`."""
+    return micro.num_micro * count if micro.items is None else micro.items

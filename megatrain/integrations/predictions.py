@@ -27,10 +27,13 @@ class Predictions:
     limit_bytes: int | None
     seen: int = 0
 
-    def of(self, engine: Engine, inputs: dict[str, Tensor]) -> tuple[Any, Tensor, Any]:
+    def of(
+        self, engine: Engine, inputs: dict[str, Tensor], items: float | None
+    ) -> tuple[Any, Tensor, Any]:
         """Loss, logits `[B, T, V]` in fp32 and labels `[B, T]` of a batch, on the CPU.
 
-        The loss is the mean cross entropy of the labelled tokens. Without labels there is none.
+        The loss is the cross entropy of the labelled tokens, divided by `items`; None: by their
+        number. Without labels there is none.
 
         Raises:
             InputError: the host has no room for the logits that will be kept.
@@ -44,7 +47,8 @@ class Predictions:
             return None, logits, None
         last = logits.shape[1] - engine.label_shift
         told, wanted = logits[:, :last].flatten(0, 1), labels[:, engine.label_shift :].flatten()
-        return cross_entropy(told, wanted, ignore_index=-100), logits, labels
+        total = cross_entropy(told, wanted, ignore_index=-100, reduction="sum")
+        return total / ((wanted != -100).sum() if items is None else items), logits, labels
 
     def _check(self, num_bytes: int) -> None:
         to_come = self.seen + 1 if self.batches is None else self.batches - self.seen

@@ -1,50 +1,117 @@
-"""The model that a Trainer's loop sees: it has no weights, and says so where they are asked for."""
+"""The model that a Trainer's loop and callbacks see: it has no weights, and says so when asked."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
-from inspect import Signature
-from typing import Any
-
-from torch import nn
+from inspect import getattr_static, signature
+from itertools import product
+from typing import Any, NoReturn
 
 from megatrain.api import Engine
+from megatrain.compat.peft import is_peft_model
 from megatrain.errors import InputError
 
+_FACTS = bool | int | float | str | None  # what anybody may read
 
-def refused(*_: Any, **__: Any) -> Any:
+
+def refuse_weights(name: str, *_: Any, **__: Any) -> NoReturn:
     """Raises InputError: the weights are the engine's."""
-    raise InputError("the model of a StreamedTrainer is streamed; use trainer.engine")
+    raise InputError(
+        f"{name} of a StreamedTrainer's model: the model is streamed, and its weights, gradients "
+        "and modules are trainer.engine's; change the model before the trainer is made, rates and "
+        "the like in optimizer.param_groups"
+    )
 
 
-class StandIn(nn.Module):
-    """What a Trainer's loop asks its model; the weights are the engine's."""
+class StreamedParameter:
+    """Stands for the weights in `model.parameters()`: it can be counted, and refuses all else."""
+
+    def __init__(self, count: int, requires_grad: bool) -> None:
+        vars(self).update(_count=count, requires_grad=requires_grad)
+
+    def numel(self) -> int:
+        return self._count
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_weights(f"parameters() ({name})")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        refuse_weights(f"parameters() ({name})")
+
+
+class StandIn:
+    """What a Trainer asks its model; whatever else the model has is refused.
+
+    Attributes:
+        training: whether the loop trains, and does not evaluate.
+    """
 
     main_input_name = "input_ids"
+    _names: set[str]  # of what the model has
+    _counts: dict[tuple[bool, bool], int]
+    _generates: bool
 
-    def __init__(self, engine: Engine, columns: Signature, *, generates: bool) -> None:
-        """Args: `columns` of data that the model takes, which Trainers read off its forward."""
-        super().__init__()
-        forward = partial(refused)
-        forward.__signature__ = columns  # type: ignore[attr-defined]
-        self.forward = forward
-        for name in ("state_dict", "named_parameters"):  # they would be empty
-            setattr(self, name, refused)
+    def __init__(self, model: Any, *, generates: bool) -> None:
+        """Args: `model` is the one that is streamed, of which nothing is kept."""
+        inner = model.get_base_model() if is_peft_model(model) else model
+        forward = partial(refuse_weights, "forward")
+        forward.__signature__ = signature(inner.forward)  # type: ignore[attr-defined]
+        names = {*dir(model), *dir(inner)}
+        static = {name: getattr_static(inner, name, refuse_weights) for name in names}
+        vars(self).update({n: v for n, v in static.items() if isinstance(v, _FACTS)})
+        counts = {both: model.num_parameters(*both) for both in product((False, True), repeat=2)}
+        vars(self).update(dtype=inner.dtype, name_or_path=inner.name_or_path, forward=forward)
+        vars(self).update(training=True, _names=names, _counts=counts, _generates=generates)
+
+    def open(self, engine: Engine, dropped: Callable[[], None]) -> None:
+        """Stand for an engine's model; `dropped` is called where gradients are to be dropped."""
         # Trainers change them: tokens of the one are exported, the other is what the model is of.
-        self.config = deepcopy(engine.config)
-        if generates:
-            self.generation_config = engine.generation_config
-        self._count = engine.num_parameters
+        vars(self).update(config=deepcopy(engine.config), zero_grad=lambda *_: dropped())
+        vars(self).update(save_pretrained=engine.save_pretrained)
+        if self._generates:
+            vars(self).update(generation_config=engine.generation_config)
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """None, of which Trainers count those that they know of."""
-        return iter(())
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        refuse_weights("forward")
 
-    def num_parameters(self, **_: Any) -> int:
-        """All distinct ones."""
-        return self._count
+    def __getattr__(self, name: str) -> Any:
+        if name in vars(self).get("_names", ()) and name[:2] != "__":
+            refuse_weights(name)
+        raise AttributeError(f"the model of a StreamedTrainer has no {name}; use trainer.engine")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        refuse_weights(name)
+
+    def train(self, mode: bool = True) -> "StandIn":
+        """Let the loop train, or evaluate."""
+        vars(self).update(training=mode)
+        return self
+
+    def eval(self) -> "StandIn":
+        """As `train(False)`."""
+        return self.train(False)
+
+    def parameters(self, recurse: bool = True) -> Iterator[StreamedParameter]:
+        """What can be counted: all that are trained as one, and all others."""
+        trained = self.num_parameters(only_trainable=True)
+        yield StreamedParameter(trained, True)
+        yield StreamedParameter(self.num_parameters() - trained, False)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """All distinct ones, of those that are asked for."""
+        return self._counts[only_trainable, exclude_embeddings]
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """The engine chooses what it computes again."""
 
     activation_checkpointing_enable = gradient_checkpointing_enable
+
+
+class Wrapped:
+    """The stand-in as a loop's wrapped model, which Accelerate leaves as it is."""
+
+    def __init__(self, model: StandIn) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

@@ -6,63 +6,42 @@ micro-batches of an optimizer step together, in one layer-major step, updates, a
 
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
 from inspect import signature
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatrain.api import Engine, StepResult
 from megatrain.compat.peft import is_peft_model
+from megatrain.compat.transformers import num_items
 from megatrain.errors import InputError
-from megatrain.integrations.accumulation import MicroBatchMeans, Waiting, shares, weighed
-from megatrain.integrations.opening import as_loaded, opened, without_dropout
-from megatrain.integrations.pairs import (
-    PLAIN,
-    PREFERENCES,
-    SCORES,
-    TrlReward,
+from megatrain.integrations import heeded
+from megatrain.integrations.accumulation import Waiting
+from megatrain.integrations.heeded import refuse
+from megatrain.integrations.model_loading import as_loaded, opened, without_dropout
+from megatrain.integrations.objectives import (
+    Objective,
+    Preferences,
+    Scores,
     check_new_adapters,
     check_padding,
-    comes_from,
-    pair_loss,
-    pairs,
-    refuse,
-    scored_pairs,
     without_reference,
 )
 from megatrain.integrations.predictions import Predictions, length
-from megatrain.integrations.stand_in import StandIn
-from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, Reward
+from megatrain.integrations.stand_in import StandIn, Wrapped
+from megatrain.integrations.taken import REFUSED_OPTIONS
 from megatrain.optim import AdamW
 from megatrain.units import parse_bytes
 
-_OWN = ("transformers.trainer", "trl.trainer.sft_trainer")
-_KNOWN = (*_OWN, PREFERENCES, SCORES)  # whose losses are known
-_LOSSES = ("nll", "chunked_nll")  # of TRL, mathematically one
-_OFF = {
-    "deepspeed": "host memory holds the state already",
-    "fsdp": "host memory holds the state already",
-    "fp16": "take bf16, or neither for fp32",
-    "torch_compile": "the engine compiles its layers itself",
-    "use_liger_kernel": "the head's loss is taken in chunks already",
-    "label_smoothing_factor": "use a run file: loss.label_smoothing",
-    "neftune_noise_alpha": "use a run file: training.neftune_alpha",
-    "auto_find_batch_size": "the engine plans its memory",
-}
 _NOT_MEASURED = ("mean_token_accuracy", "entropy", "num_tokens", "logits/chosen", "logits/rejected")
-_OTHER_LOSS = "the engine's loss here is cross entropy; others: docs/losses.md"
-_NOT_CALLED = (  # of a Trainer, since the engine does all of a step
-    "training_step", "prediction_step", "compute_loss_context_manager", "create_optimizer",
-    "get_optimizer_cls_and_kwargs", "_prepare_inputs", "_save",
-)  # fmt: skip
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-_SETTINGS = {"use_cache": False, "logits_to_keep": 0, "return_dict": True}
-_SETTINGS |= {"output_attentions": False, "output_hidden_states": False}
+_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+_AS_IT_IS = {"use_cache": False, "logits_to_keep": 0, "return_dict": True}
+_AS_IT_IS |= {"output_attentions": False, "output_hidden_states": False}
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
 _Trainer: Any = object  # whose class this one is mixed into
@@ -88,61 +67,71 @@ class StreamedTrainer(_Trainer):
             InputError: a setting that the engine cannot heed, by its name; or a model that cannot
                 be streamed.
         """
-        paired, scores = (comes_from(type(self), module) for module in (PREFERENCES, SCORES))
         self.model: Any
         self.optimizer: torch.optim.Optimizer | None
         self._waiting: list[Waiting] = []
         self._last: StepResult | None = None
-        self._loss: Loss = CROSS_ENTROPY
-        _refuse_class(type(self))
+        self._settings: heeded.Settings | None = None
+        heeded.check_class(type(self), StreamedTrainer)
+        arguments, options = heeded.by_name(super().__init__, arguments, options)
+        heeded.check_options(type(self), options)
         args = options.get("args", next(iter(arguments), None))
+        heeded.check_arguments(args)
+        paired, scores = (
+            any(each.__name__ == name for each in type(self).__mro__)
+            for name in ("DPOTrainer", "RewardTrainer")
+        )
         model = opened(model, args, options, scores=scores)
-        before, pad = set(vars(model)), model.config.get_text_config().pad_token_id
+        before, pad = {*vars(model)}, model.config.get_text_config().pad_token_id
         reference, wrapped = options.pop("ref_model", None), is_peft_model(model)
-        with without_reference(options.get("args"), paired), as_loaded(args):
+        with without_reference(args) if paired else nullcontext(), as_loaded(args):
             super().__init__(model, *arguments, **options)
-        if paired:
-            self._loss = pair_loss(self.args)
-            self.precompute_ref_logps = False
-        if scores:
-            self._loss = TrlReward(self.args.center_rewards_coefficient)
-        self._refuse()
+        heeded.check_arguments(self.args)
         given: Any = self.model
-        if getattr(self.args, "disable_dropout", False):
-            without_dropout(given)
-        if paired and reference is None and not wrapped and is_peft_model(given):
-            check_new_adapters(given)
         # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
         # and a token for padding that another model would be built with.
         inner = given.get_base_model() if is_peft_model(given) else given
         for name, changed in product({"forward", "model_tags"} - before, (given, inner)):
             vars(changed).pop(name, None)
         text = given.config.get_text_config()
+        self._objective: Objective
         if scores:
             check_padding(pad, text.pad_token_id)
-        self._pad, text.pad_token_id = text.pad_token_id, pad
+            self._objective = Scores(self.args, text.pad_token_id)
+        else:
+            self._objective = (Preferences if paired else Objective)(self.args)
+        text.pad_token_id = pad
+        self._refuse()
+        if getattr(self.args, "disable_dropout", False):
+            without_dropout(given)
+        if paired:
+            self.precompute_ref_logps = False
+            if reference is None and not wrapped and is_peft_model(given):
+                check_new_adapters(given)
         decayed = set(self.get_decay_parameter_names(given))
         own = {id(value): name for name, value in inner.named_parameters()}
         kept = [value for name, value in given.named_parameters() if name not in decayed]
-        names = [own[id(value)] for value in kept if id(value) in own]  # without PEFT's prefix
-        self._columns = signature(inner.forward)
-        reference = (reference or given) if paired else None
-        self._open_engines(given, reference, [f"^{re.escape(name)}$" for name in names])
+        self._kept = {own[id(value)] for value in kept if id(value) in own}  # without PEFT's prefix
+        self._stand_in = StandIn(given, generates=not scores)
+        self._open_engines(given, reference)
 
-    def _open_engines(self, given: Any, reference: Any, no_decay: list[str]) -> None:
+    def _open_engines(self, given: Any, reference: Any) -> None:
         """That of the model, and that of a reference; where one fails, no other stays open."""
         how = _settings(self.args)
         with ExitStack() as held:
-            self._reference = None
-            if reference is not None:
-                self._reference = held.enter_context(Engine(reference, **how))
+            if isinstance(self._objective, Preferences):
+                self._objective.reference = held.enter_context(Engine(reference or given, **how))
+            how |= self.engine_options
+            if hasattr(self, "_metrics") and hasattr(
+                given.config.get_text_config(), "output_router_logits"
+            ):  # a trainer of TRL, which asks by its own setting
+                how["router_aux_loss_coef"] = getattr(self, "router_aux_loss_coef", 0.0)
             engine = Engine(
                 given,
-                loss=self._loss,
-                optimizer=_optimizer(self.args, no_decay),
-                **how,
+                loss=self._objective.loss,
+                optimizer=_optimizer(self.args, self._kept),
                 seed=self.args.seed,
-                **self.engine_options,
+                **how,
             )
             self._take(held.enter_context(engine))
             engine.require_held()
@@ -153,99 +142,127 @@ class StreamedTrainer(_Trainer):
         return dataset
 
     def _take(self, engine: Engine) -> None:
+        """Train with an engine."""
+        assert engine.optimizer is not None
         self.engine = engine
-        self.model = self.model_wrapped = StandIn(
-            engine, self._columns, generates=not isinstance(self._loss, Reward)
-        )
+        self._stand_in.open(engine, self._drop)
+        engine.optimizer.drive(self._update, self._drop)
+        self.model, self.model_wrapped = self._stand_in, Wrapped(self._stand_in)
+        self._settings = heeded.Settings(self)
 
     def _refuse(self) -> None:
         """Raises InputError: a setting asks for what would not be done."""
         args = self.args
-        wrong = {f"args.{name}": why for name, why in _OFF.items() if getattr(args, name, None)}
-        if self.compute_loss_func is not None:
-            wrong["compute_loss_func"] = _OTHER_LOSS
-        if self._loss is CROSS_ENTROPY and getattr(args, "loss_type", "nll") not in _LOSSES:
-            wrong["args.loss_type"] = _OTHER_LOSS
         if args.optim not in ("adamw_torch", "adamw_torch_fused"):
-            wrong["args.optim"] = "it must be adamw_torch or adamw_torch_fused"
-        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
-            wrong["optimizers"] = "the engine updates; leave the optimizer out"
-        if self.compute_metrics is not None and self._loss is not CROSS_ENTROPY:
-            wrong["compute_metrics"] = "of pairs there are no logits; what they measure is logged"
+            refuse("args.optim", "it must be adamw_torch or adamw_torch_fused")
+        if self.optimizer is not None or self.lr_scheduler is not None:
+            refuse("optimizers", REFUSED_OPTIONS["optimizers"])
+        for name in ("compute_loss_func", "model_init", "optimizer_cls_and_kwargs"):
+            if getattr(self, name) is not None:
+                refuse(name, REFUSED_OPTIONS[name])
+        if self.compute_metrics is not None and type(self._objective) is not Objective:
+            refuse("compute_metrics", "of pairs there are no logits; what they measure is logged")
         if (args.metric_for_best_model or "").removeprefix("eval_") in _NOT_MEASURED:
-            wrong["args.metric_for_best_model"] = "the engine does not measure it; take eval_loss"
+            refuse("args.metric_for_best_model", "the engine does not measure it; take eval_loss")
         if args.save_only_model and args.load_best_model_at_end:
-            wrong["args.save_only_model"] = "load_best_model_at_end takes the whole state"
-        if self.model_init is not None:
-            wrong["model_init"] = "give the model"
-        for name in ("loss", "optimizer", "seed", *_settings(args)):
+            refuse("args.save_only_model", "load_best_model_at_end takes the whole state")
+        for name in ("loss", "optimizer", "seed", "router_aux_loss_coef", *_settings(args)):
             if name in self.engine_options:
-                wrong[f"engine_options[{name!r}]"] = "it follows from the Trainer's arguments"
+                refuse(f"engine_options[{name!r}]", "it follows from the Trainer's arguments")
         if args.world_size > 1:
-            wrong["several processes"] = "use Engine(group=...)"
-        refuse(wrong)
+            refuse("several processes", "use Engine(group=...)")
+        if args.n_gpu > 1:
+            refuse(f"{args.n_gpu} GPUs of one process", "show it one: CUDA_VISIBLE_DEVICES=0")
+        asked, does = self.accelerator.mixed_precision, "bf16" if args.bf16 else "no"
+        if asked != does:
+            refuse(f"mixed precision {asked!r} of Accelerate", "set args.bf16")
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave the model where it is: the engine copies it to host memory."""
 
+    def _wrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
+        """The model that the loop calls."""
+        return self.model_wrapped
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        """Known once the step is taken, which is after the callbacks before the update."""
+        return torch.zeros(())
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Tensor:
+        """As `_clip_grad_norm`; `log` puts the norm in its place."""
+        return torch.zeros(())
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Groups for schedulers and callbacks, whose settings each step gives to the engine."""
+        """The engine's, with the rates and so on that the arguments have now."""
+        streamed = self.engine.optimizer
+        assert streamed is not None
         if self.optimizer is None:
-            streamed = self.engine.optimizer
-            assert streamed is not None
-            groups = [dict(group) for group in streamed.param_groups]
-            # Without gradients it does nothing; schedules read the rate that it was made with.
-            self.optimizer = torch.optim.SGD(groups, lr=self.args.learning_rate)
+            args, self.optimizer = self.args, streamed
+            for group in streamed.param_groups:
+                group.update(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2))
+                decay = 0.0 if self._kept.issuperset(group["param_names"]) else args.weight_decay
+                group.update(eps=args.adam_epsilon, weight_decay=decay)
+        if getattr(self.optimizer, "optimizer", self.optimizer) is not streamed:
+            refuse("trainer.optimizer", "the engine updates; set args.optim and what goes with it")
         return self.optimizer
 
     def train(self, *arguments: Any, **options: Any) -> Any:
         """As of the class it is mixed into; nothing is left of a step that was broken off."""
-        self._waiting = []
+        self._waiting.clear()
+        self._check_settings()
         return super().train(*arguments, **options)
 
+    def _check_settings(self) -> None:
+        """Raises InputError: what decides a step has changed since the trainer was made."""
+        if self._settings is not None:
+            self._settings.check(self)
+
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Keep the micro-batch; with the last of a step take the step. Returns its loss, or 0."""
+        """Keep the micro-batch until the optimizer's step; the loss is added there."""
         model.train()
         items = None if num_items_in_batch is None else float(num_items_in_batch)
         count = self.current_gradient_accumulation_steps
         self._waiting.append(Waiting(_on_host(inputs), items, count))
-        if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
-        streamed = self.engine.optimizer
-        assert streamed is not None and self.optimizer is not None
-        pairs = zip(streamed.param_groups, self.optimizer.param_groups, strict=True)
-        for group, scheduled in pairs:
-            group.update({name: scheduled[name] for name in group if name != "params"})
-        waiting, self._waiting = self._waiting, []
-        self._last = self.engine.step(*self._step_of(waiting))
-        for _ in waiting:  # trainers of TRL log the mean over micro-batches
-            self._measured("train", self._last.measures)
-        return torch.tensor(self._last.loss, device=self.args.device)
+        return torch.zeros((), device=self.args.device)
 
-    def _step_of(self, waiting: list[Waiting]) -> tuple[list[dict[str, Tensor]], Loss]:
-        """Micro-batches and loss of a step, each micro-batch counting as the Trainer counts it."""
-        if not isinstance(self._loss, MicroBatchMeans):
-            return weighed(waiting, self.engine.label_shift)
-        step = self._rows([micro.inputs for micro in waiting])
-        return step, replace(self._loss_of(step), shares=shares(waiting))
+    def _update(self) -> None:
+        """Take the step of the micro-batches that wait: the optimizer's, as the loop calls it."""
+        self._check_settings()
+        self.create_optimizer()
+        self.engine.max_grad_norm = self.args.max_grad_norm or None
+        self._last = self.engine.step(*self._objective.step(self._waiting, self.engine))
+        self._count(self._last.loss, self._last.measures)
 
-    def _rows(self, step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Micro-batches as the loss takes them; of pairs with what it asks for."""
-        if isinstance(self._loss, Reward):
-            return scored_pairs(step, self._pad)
-        if self._reference is None:
-            return step
-        made = pairs(step)
-        found = self._reference.logprobs([{name: micro[name] for name in PLAIN} for micro in made])
-        return [m | {"reference_logp": own} for m, own in zip(made, found, strict=True)]
+    def _count(self, loss: float, measures: Mapping[str, float]) -> None:
+        """Add the loss of the micro-batches that waited to what the loop logs."""
+        for _ in self._waiting:  # trainers of TRL log the mean over micro-batches
+            self._measured("train", measures)
+        self._waiting.clear()
+        self._tr_loss += loss
 
-    def _loss_of(self, step: list[dict[str, Tensor]]) -> Any:
-        """Rewards have margins where the data do."""
-        if not isinstance(self._loss, Reward):
-            return self._loss
-        return replace(self._loss, margin="margin" in step[0])
+    def _drop(self) -> None:
+        """Raises InputError: gradients are to be dropped that the engine has not computed yet."""
+        if self._waiting:
+            refuse("zero_grad within a step", "the engine takes a step as a whole; leave it out")
+
+    def _finalize_training(self, *arguments: Any) -> Any:
+        """As of the class it is mixed into; a step that was broken off counts in the loss."""
+        if self._waiting:
+            self._count(*self._value(self._waiting))
+        return super()._finalize_training(*arguments)
+
+    def _value(self, waiting: list[Waiting]) -> tuple[float, dict[str, float]]:
+        """The loss of micro-batches without an update, with that of routers, and its measures."""
+        rows, loss = self._objective.step(waiting, self.engine)
+        value, measures = self._objective.value(rows, loss, self.engine)
+        if self.engine.balances_experts:
+            beside = {"labels", *loss.inputs}
+            bare = [{n: v for n, v in micro.items() if n not in beside} for micro in rows]
+            weighed, measures["aux_loss"] = self.engine.router_loss(bare)
+            value += weighed
+        return value, measures
 
     def _measured(self, mode: str, measures: Mapping[str, float]) -> None:
         """What a trainer of TRL logs with the next line: its means since the last one."""
@@ -255,6 +272,7 @@ class StreamedTrainer(_Trainer):
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
         """As of the class it is mixed into; host memory for logits is looked after."""
+        self._check_settings()
         keeps = self.preprocess_logits_for_metrics is None and not self.args.batch_eval_metrics
         limit = self.engine_options.get("host_memory")
         limit = None if limit is None else parse_bytes(limit)
@@ -263,31 +281,33 @@ class StreamedTrainer(_Trainer):
 
     def prediction_step(
         self,
-        model: nn.Module,
+        model: Any,
         inputs: dict[str, Any],
         prediction_loss_only: bool,
-        *_: Any,
-        **__: Any,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The loss of a batch, and if more is asked for its logits and labels.
 
         Raises:
             InputError: logits of pairs are asked for, or more than the host has room for.
         """
-        if not prediction_loss_only:
-            if self._loss is not CROSS_ENTROPY:
-                raise InputError("of pairs there are no predictions; use megatrain.Engine.logits")
-            return self._predictions.of(self.engine, _on_host(inputs))
-        rows = self._rows([_on_host(inputs)])
-        loss = self._loss_of(rows)
-        if not isinstance(loss, JointLoss):
-            return torch.tensor(self.engine.evaluate(rows)), None, None
-        plain = [{n: v for n, v in micro.items() if n not in loss.inputs} for micro in rows]
-        seen = self.engine.rewards if isinstance(loss, Reward) else self.engine.logprobs
-        told = loss.told(seen(plain), rows)
-        value = torch.tensor(told.pop("loss"))
-        self._measured("eval", told)
-        return value, None, None
+        rows, plain = _on_host(inputs), type(self._objective) is Objective
+        if prediction_loss_only and plain and "labels" not in rows:
+            return None, None, None
+        if prediction_loss_only:
+            value, measures = self._value([Waiting(rows, self._num_items(rows), 1)])
+            self._measured("eval", measures)
+            return torch.tensor(value), None, None
+        if not plain:
+            raise InputError("of pairs there are no predictions; use megatrain.Engine.logits")
+        more = [name for name in _OUTPUTS if getattr(self.engine.config, name, False)]
+        if more or "logits" in (ignore_keys or ()):
+            refuse(", ".join(more) or "ignore_keys", "predictions are logits alone")
+        return self._predictions.of(self.engine, rows, self._num_items(rows))
+
+    def _num_items(self, rows: dict[str, Tensor]) -> float | None:
+        """What an evaluation's loss is divided by: of Trainer as in training; of TRL the mean."""
+        return None if hasattr(self, "_metrics") else num_items(self, rows)
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Log, with the last step's norm of the gradient and what its loss measured."""
@@ -314,6 +334,8 @@ class StreamedTrainer(_Trainer):
         folder = Path(resume_from_checkpoint) / _ENGINE
         self.engine.close()
         self._take(Engine.load(folder, **_settings(self.args), **given))
+        assert self.engine.optimizer is not None
+        self._groups = self.engine.optimizer.state_dict()
         self.optimizer = None
 
     def _load_best_model(self) -> None:
@@ -325,9 +347,7 @@ class StreamedTrainer(_Trainer):
             return
         assert self.lr_scheduler is not None and self.optimizer is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER))
-        rates = self.lr_scheduler.get_last_lr()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        self.optimizer.load_state_dict(self._groups)  # as callbacks may have set them
 
 
 def _settings(args: Any) -> dict[str, Any]:
@@ -339,47 +359,27 @@ def _settings(args: Any) -> dict[str, Any]:
     }
 
 
-def _optimizer(args: Any, no_decay: list[str]) -> AdamW:
-    """That of TrainingArguments."""
+def _optimizer(args: Any, kept: set[str]) -> AdamW:
+    """That of TrainingArguments; parameters named in `kept` do not decay."""
     return AdamW(
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
         eps=args.adam_epsilon,
         weight_decay=args.weight_decay,
-        no_decay=no_decay,
+        no_decay=[f"^{re.escape(name)}$" for name in sorted(kept)],
     )
 
 
-def _refuse_class(given: type) -> None:
-    """Raises InputError: a class has a loss or a step of its own."""
-    wrong = {}
-    owner = next(each for each in given.__mro__ if "compute_loss" in vars(each))
-    if owner.__module__ not in _KNOWN:
-        wrong[f"{owner.__name__}.compute_loss"] = _OTHER_LOSS
-    elif owner.__module__ == PREFERENCES and "_precompute_ref_logps" not in vars(owner):
-        wrong[f"{owner.__name__} of this trl"] = "take trl 1.16, or a run file with loss.name: dpo"
-    for name in ("training_step", "prediction_step", "create_optimizer", "_save"):
-        if getattr(given, name) is not getattr(StreamedTrainer, name):
-            wrong[name] = "the engine takes its place; mix StreamedTrainer in first"
-    for name in _NOT_CALLED:
-        others = (each for each in given.__mro__ if each is not StreamedTrainer)
-        owner = next((each for each in others if name in vars(each)), object)
-        known = owner.__module__.partition(".")[0] in ("transformers", "trl", "builtins")
-        if name not in wrong and not known:
-            wrong[f"{owner.__name__}.{name}"] = "the engine never calls it; leave it out"
-    refuse(wrong)
-
-
-def _on_host(inputs: dict[str, Any]) -> dict[str, Tensor]:
+def _on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """A micro-batch as the engine takes it: lengths of packed rows are in the positions.
 
     Settings of a forward that are as the engine has them are left out; the engine refuses others.
     """
-    said = _LENGTHS if "position_ids" in inputs else ()
+    left_out = _LENGTHS if "position_ids" in inputs else ()
     return {
         name: value.cpu() if isinstance(value, Tensor) else value
         for name, value in inputs.items()
-        if name not in said
+        if name not in left_out
         and value is not None
-        and not (isinstance(value, int) and _SETTINGS.get(name) == value)
+        and not (isinstance(value, int) and _AS_IT_IS.get(name) == value)
     }

@@ -1,7 +1,7 @@
 """torch's view of the engine's optimizer: groups that the user reads, changes and schedules."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -21,17 +21,41 @@ _NOT_HERE = (
 # What torch's optimizers do besides, where a group asks for it.
 _UNKNOWN, _DECOUPLED = ("amsgrad", "maximize"), "decoupled_weight_decay"
 
+# What can be asked of a parameter in the groups; `check` refuses one that was frozen.
+_OF_SHAPE = {
+    "__len__", "__repr__", "device", "dim", "dtype", "is_leaf", "is_meta", "ndim", "nelement",
+    "numel", "requires_grad", "requires_grad_", "shape", "size",
+}  # fmt: skip
+
 _log = logging.getLogger(__name__)
 
 
 class _NoState(dict):
-    """Stands for torch's `state`; refuses to be read or written by parameter."""
+    """Stands for torch's `state`; refuses to be read or written."""
 
-    def __missing__(self, key: object) -> Any:
+    def _refuse(self, *_: object, **__: object) -> Any:
         raise InputError(f"optimizer.state has no moments: {_NOT_HERE}")
 
-    def __setitem__(self, key: object, value: object) -> None:
-        self.__missing__(key)
+    __missing__ = __setitem__ = __delitem__ = __iter__ = __contains__ = _refuse
+    clear = get = items = keys = pop = popitem = setdefault = update = values = _refuse
+
+
+class _Named(nn.Parameter):
+    """A parameter of the groups: it has a shape and no values, and refuses to be asked for them."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__
+        if name in ("__get__", "__set__"):  # a property
+            name = func.__self__.__name__
+        if name not in _OF_SHAPE:
+            raise InputError(
+                f"{name.strip('_')} of a parameter in the optimizer's groups: the engine streams "
+                "its values and gradients, which are not here; leave it out"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
@@ -50,8 +74,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         groups = rule.groups(model)
         if not groups:
             raise InputError("every parameter is frozen: there is nothing to train")
+        for group in groups:
+            group["params"] = [
+                (n, _Named(torch.empty_like(p, device="meta"))) for n, p in group["params"]
+            ]
         self._names = {p: name for group in groups for name, p in group["params"]}
         self._in_engine = False
+        self._driver: tuple[Callable[[], None], Callable[[], None]] | None = None
         self.rule = rule
         super().__init__(groups, {name: getattr(rule, name) for name in rule.settings})
         self.state = _NoState()  # type: ignore[assignment]
@@ -108,6 +137,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             InputError: one does not: a NaN for a learning rate would become every weight. Or the
                 groups are not made of the engine's parameters, each of them once.
         """
+        if not isinstance(self.state, _NoState):
+            raise InputError(f"optimizer.state has been replaced: {_NOT_HERE}")
         self._name_parameters()
         for group in self.param_groups:
             self._check(group)
@@ -166,6 +197,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def took_step(self) -> None:
         """Count a step that the engine has taken, by `step`, at which torch's schedulers look."""
+        if self._driver is not None:  # `step` has been called already
+            self.num_steps += 1
+            return
         self._in_engine = True
         try:
             self.step()
@@ -177,8 +211,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Refused: `Engine.step` updates the parameters.
 
         Raises:
-            InputError: always, but within `took_step`.
+            InputError: always, but within `took_step`, and without `drive`.
         """
+        if self._driver is not None:
+            self._driver[0]()
+            return
         if not self._in_engine:
             raise InputError(
                 "optimizer.step() has nothing to do: Engine.step has updated the parameters; leave "
@@ -186,10 +223,24 @@ class StreamedOptimizer(torch.optim.Optimizer):
             )
         self.num_steps += 1
 
+    def drive(self, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
+        """Let `step` and `zero_grad`, as the loop of a trainer calls them, call these functions."""
+        self._driver = step, zero_grad
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Without meaning, since the engine keeps no gradients, unless `drive` gives it one."""
+        if self._driver is not None:
+            self._driver[1]()
+
     def state_dict(self) -> dict[str, Any]:
         """A copy of the groups in torch's form, and under `note` that this is all."""
         self._name_parameters()
-        return deepcopy(super().state_dict()) | {"note": f"groups only; {_NOT_HERE}"}
+        no_state, self.state = self.state, {}  # type: ignore[assignment]
+        try:
+            groups = deepcopy(super().state_dict())
+        finally:
+            self.state = no_state
+        return groups | {"note": f"groups only; {_NOT_HERE}"}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the groups' settings from what `state_dict` gave, such as the rates of a schedule.

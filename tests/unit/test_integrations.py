@@ -278,8 +278,8 @@ class Precise(StreamedTrainer, Trainer):
     ("kind", "changes", "options", "message"),
     [
         (Other, {}, {}, "Other.compute_loss"),
-        (StreamedLayered, {}, {}, "Layered.create_optimizer: the engine never calls it"),
-        (Masked, {}, {}, "Masked._prepare_inputs: the engine never calls it"),
+        (StreamedLayered, {}, {}, "Layered.create_optimizer: the engine takes its place"),
+        (Masked, {}, {}, "Masked._prepare_inputs: the engine takes its place"),
         (Precise, {}, {}, r"engine_options\['precision'\]: it follows from the Trainer's"),
         (Step, {}, {}, "training_step: the engine takes its place"),
         (Streamed, {"label_smoothing_factor": 0.1}, {}, "args.label_smoothing_factor"),
@@ -313,9 +313,6 @@ def test_the_models_forward_is_refused(tmp_path: Path) -> None:
     assert made.evaluate()["eval_loss"] > 0
     with pytest.raises(InputError, match="trainer.engine"):
         made.model(torch.zeros(1, 2, dtype=torch.int64))
-    for ask in (made.model.state_dict, made.model.named_parameters):
-        with pytest.raises(InputError, match="trainer.engine"):
-            ask()
 
 
 @pytest.mark.exhaustive
@@ -341,7 +338,7 @@ def test_trainers_of_other_losses_are_refused(tmp_path: Path) -> None:
 
     data = datasets.Dataset.from_list([{"prompt": "The", "completion": " sea", "label": True}] * 4)
     config = trl.KTOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False)
-    with pytest.raises(InputError, match="KTOTrainer.compute_loss"):
+    with pytest.raises(InputError, match="cannot heed KTOTrainer: take Trainer"):
         StreamedKto(
             llama(), args=config, train_dataset=data, processing_class=chat_tokenizer("qwen")
         )

@@ -15,7 +15,8 @@ from transformers import (
 
 from megatrain.compat.peft import is_peft_model
 from megatrain.errors import InputError
-from megatrain.integrations.pairs import refuse
+from megatrain.integrations.heeded import refuse
+from megatrain.integrations.taken import REFUSED_OPTIONS
 
 
 def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> Any:
@@ -32,10 +33,10 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
     """
     how = dict(getattr(args, "model_init_kwargs", None) or {})
     if options.get("quantization_config") or how.pop("quantization_config", None):
-        refuse({"quantization_config": "train on a packed base with a run file: model.base: nf4"})
+        refuse("quantization_config", REFUSED_OPTIONS["quantization_config"])
     if isinstance(model, PreTrainedModel) or is_peft_model(model):
         if how:
-            refuse({"args.model_init_kwargs": "load the model with them, and give the model"})
+            refuse("args.model_init_kwargs", "load the model with them, and give the model")
         return model
     if not isinstance(model, str | Path):
         raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
@@ -63,7 +64,19 @@ def as_loaded(args: Any) -> Iterator[None]:
 
 
 def without_dropout(model: Any) -> None:
-    """What `disable_dropout` of TRL has done to modules is said in configurations, too."""
+    """What `disable_dropout` of TRL has done to modules is said in configurations, too.
+
+    Raises:
+        InputError: a layer keeps dropout that is no module, which TRL leaves on.
+    """
+    for name, module in model.named_modules():
+        for setting, value in vars(module).items():
+            if "drop" in setting and isinstance(value, float) and value > 0:
+                refuse(
+                    f"args.disable_dropout, which leaves {name}.{setting} at {value}",
+                    f"load the model with {setting}=0.0 (model_init_kwargs), or set "
+                    "disable_dropout=False",
+                )
     for config in (model.config, *getattr(model, "peft_config", {}).values()):
         for name, value in vars(config).items():
             if "drop" in name and isinstance(value, int | float) and not isinstance(value, bool):

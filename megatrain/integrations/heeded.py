@@ -1,0 +1,130 @@
+"""Whether a trainer asks for nothing that would not be done: of its class, options and settings."""
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import MISSING, fields
+from inspect import Parameter, signature, unwrap
+from typing import Any, NoReturn
+
+from megatrain.errors import InputError
+from megatrain.integrations import taken
+
+_REPLACED = "the engine takes its place and never calls it; leave it out"
+_UNKNOWN = "this version of MegaTrain does not know it; leave it out"
+_ALIGNED = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # by a Trainer, as it runs
+
+
+def refuse(name: str, why: str) -> NoReturn:
+    """Raises InputError: `name` asks for what would not be done."""
+    raise InputError(f"StreamedTrainer cannot heed {name}: {why}")
+
+
+def check_class(kind: type, mixed_in: type) -> None:
+    """Raises InputError: a class, or whoever has changed one, overrides what is never called.
+
+    Args:
+        mixed_in: `StreamedTrainer`, whose own methods are those that are called.
+    """
+    library = _library(kind)
+    other = next((c for c in library if c.__name__ not in taken.CLASSES and _trains(c)), None)
+    if other is not None or not library:
+        name = kind.__name__ if other is None else other.__name__
+        refuse(
+            name, "take Trainer, SFTTrainer, DPOTrainer or RewardTrainer; others: docs/losses.md"
+        )
+    for name in decisive_methods(kind):
+        owner = next(c for c in kind.__mro__ if c is not mixed_in and name in vars(c))
+        method = vars(owner)[name]
+        made_in = getattr(unwrap(method) if callable(method) else method, "__module__", None)
+        if not _of_library(made_in or owner.__module__):
+            why = taken.REFUSED_METHODS.get(name, _UNKNOWN) or _REPLACED
+            refuse(f"{owner.__name__}.{name}", why)
+
+
+def decisive_methods(kind: type) -> tuple[str, ...]:
+    """The names of a trainer's class that nobody else may give another meaning."""
+    names = {name for each in _library(kind) for name in vars(each)}
+    known = taken.HEEDED_METHODS | taken.NO_MEANING_METHODS
+    return tuple(sorted(name for name in names - known if not name.startswith("__")))
+
+
+def by_name(
+    made_by: Callable[..., None], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a trainer is made with after its model, by name where `made_by` has names for it."""
+    parameters = [*signature(made_by).parameters.values()][1:]
+    if any(each.kind is Parameter.VAR_POSITIONAL for each in parameters):
+        return arguments, options
+    return (), dict(zip((each.name for each in parameters), arguments, strict=False)) | options
+
+
+def check_options(kind: type, options: dict[str, Any]) -> None:
+    """Raises InputError: a trainer is made with something that is not heeded."""
+    names = {name for each in _library(kind) for name in signature(each.__init__).parameters}  # type: ignore[misc]
+    for name in sorted(names - taken.HEEDED_OPTIONS - {"self", "model"}):
+        if options.get(name) not in (None, (None, None)):
+            refuse(name, taken.REFUSED_OPTIONS.get(name, _UNKNOWN))
+
+
+def check_arguments(args: Any) -> None:
+    """Raises InputError: an argument is set that is not heeded, or is unknown."""
+    library = next((c for c in type(args).__mro__ if _of_library(c.__module__)), None)
+    if library is None:
+        return
+    known = taken.HEEDED_ARGUMENTS | taken.FIXED_ARGUMENTS | taken.NO_MEANING_ARGUMENTS
+    for field in fields(library):
+        made = field.default
+        if field.default_factory is not MISSING:
+            made = field.default_factory()
+        value = getattr(args, field.name, made)
+        if field.name not in known and value != made and not (_empty(value) and not made):
+            if field.name == "bf16_full_eval" and args.bf16:
+                continue
+            refuse(f"args.{field.name}", taken.REFUSED_ARGUMENTS.get(field.name, _UNKNOWN))
+
+
+class Settings:
+    """What decides the steps of a trainer and was read when it was made; it has to stay."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._values = _decisive(trainer)
+
+    def check(self, trainer: Any) -> None:
+        """Raises InputError: something has changed since the trainer was made."""
+        for name, value in _decisive(trainer).items():
+            old = self._values.get(name)
+            if value is not old and value != old:
+                now = f" (it was {old!r}, and is {value!r})" if _short(old, value) else ""
+                refuse(f"{name}, changed since the trainer was made{now}", "make another trainer")
+
+
+def _decisive(trainer: Any) -> dict[str, Any]:
+    values = vars(trainer)
+    names = taken.FIXED_ARGUMENTS | taken.REFUSED_ARGUMENTS.keys()
+    args = {f"args.{name}": getattr(trainer.args, name, None) for name in sorted(names)}
+    own = {name: values[name] for name in sorted(taken.FIXED_ATTRIBUTES) if name in values}
+    methods = {name: values[name] for name in decisive_methods(type(trainer)) if name in values}
+    config = trainer.model.config.get_text_config(decoder=True).to_dict()
+    model = {f"model.config.{n}": value for n, value in config.items() if n not in _ALIGNED}
+    found = args | own | methods | model
+    return {n: copy(v) if isinstance(v, list | dict) else v for n, v in found.items()}
+
+
+def _library(kind: type) -> list[type]:
+    return [each for each in kind.__mro__ if _of_library(each.__module__)]
+
+
+def _of_library(module: str) -> bool:
+    return module.partition(".")[0] in ("transformers", "trl")
+
+
+def _trains(kind: type) -> bool:
+    return any(each.__name__ == "Trainer" for each in kind.__mro__)
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value is False or (hasattr(value, "__len__") and not len(value))
+
+
+def _short(*values: Any) -> bool:
+    return all(isinstance(each, bool | int | float | str | None) for each in values)

@@ -1,0 +1,212 @@
+"""What a trainer minimises: cross entropy, or with DPOTrainer and RewardTrainer a loss of pairs.
+
+Those two give micro-batches whose first half of rows are chosen replies, and the second those
+rejected.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, get_args
+
+import torch
+from torch import Tensor
+
+from megatrain.api import Engine
+from megatrain.data.preferences import scored
+from megatrain.errors import InputError
+from megatrain.integrations.accumulation import MicroBatchMeans, Waiting, shares, weighed
+from megatrain.integrations.heeded import refuse
+from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss, Loss, Reward
+from megatrain.loss.dpo import Variant
+from megatrain.loss.replies import Replies
+
+_PLAIN = ("input_ids", "labels", "attention_mask")
+_LOSSES = ("nll", "chunked_nll")  # of SFTTrainer, mathematically one
+
+
+@dataclass(frozen=True)
+class TrlDPO(MicroBatchMeans, DPO):
+    """DPO as DPOTrainer adds micro-batches, with the `length` of each reply that it counts."""
+
+    inputs: ClassVar[tuple[str, ...]] = (*DPO.inputs, "length")
+
+    def replies(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> list[Replies]:
+        found = super().replies(log_prob_N, targets_N, *given)
+        lengths = super().replies(given[-1], targets_N, *given)  # of each label the same
+        return [one._replace(length=of.mean) for one, of in zip(found, lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class TrlReward(MicroBatchMeans, Reward):
+    """Reward, as RewardTrainer adds micro-batches; measures have the names that it gives them."""
+
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
+        chosen, rejected = (
+            replies.log_prob for replies in self.replies(log_prob_N, targets_N, *given)
+        )
+        every = torch.cat([chosen, rejected])
+        named = {f"{name}_reward": getattr(every, name)() for name in ("min", "mean", "max")}
+        named["accuracy"] = (chosen > rejected).float().mean()
+        return named | {"margin": (chosen - rejected).mean()}
+
+
+class Objective:
+    """Cross entropy, as Trainer and SFTTrainer minimise it.
+
+    Attributes:
+        loss: of steps; `step` may add to it what the step's micro-batches have.
+    """
+
+    loss: Loss = CROSS_ENTROPY
+
+    def __init__(self, args: Any) -> None:
+        """Raises InputError: the arguments ask for another loss."""
+        if getattr(args, "loss_type", "nll") not in _LOSSES:
+            refuse("args.loss_type", f"it must be one of {', '.join(_LOSSES)}")
+        if getattr(args, "label_names", None) not in (None, ["labels"]):
+            refuse("args.label_names", "labels are named labels")
+
+    def step(
+        self, waiting: Sequence[Waiting], engine: Engine
+    ) -> tuple[list[dict[str, Tensor]], Loss]:
+        """Micro-batches and loss of a step, each micro-batch counting as the Trainer counts it."""
+        return weighed(waiting, engine.label_shift)
+
+    def value(
+        self, rows: list[dict[str, Tensor]], loss: Any, engine: Engine
+    ) -> tuple[float, dict[str, float]]:
+        """The loss of a step without its update, and what it measures."""
+        return engine.evaluate(rows, loss), {}
+
+
+class _Pairs(Objective):
+    """Pairs of replies."""
+
+    def rows(self, step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Micro-batches as the loss takes them."""
+        raise NotImplementedError
+
+    def log_probs(self, rows: list[dict[str, Tensor]], engine: Engine) -> list[Tensor]:
+        """What the loss is of: of each label its log-probability."""
+        return engine.logprobs(rows)
+
+    def step(
+        self, waiting: Sequence[Waiting], engine: Engine
+    ) -> tuple[list[dict[str, Tensor]], Loss]:
+        rows = self.rows([micro.inputs for micro in waiting])
+        return rows, replace(self.loss, shares=shares(waiting))  # type: ignore[type-var]
+
+    def value(
+        self, rows: list[dict[str, Tensor]], loss: JointLoss, engine: Engine
+    ) -> tuple[float, dict[str, float]]:
+        plain = [{name: micro[name] for name in _PLAIN} for micro in rows]
+        measures = loss.told(self.log_probs(plain, engine), rows)
+        return measures.pop("loss"), measures
+
+
+class Preferences(_Pairs):
+    """The loss of DPOTrainer."""
+
+    def __init__(self, args: Any) -> None:
+        types: list[Any] = (
+            [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
+        )
+        if len(types) != 1 or types[0] not in get_args(Variant):
+            refuse("args.loss_type", f"it must be one of {', '.join(get_args(Variant))}")
+        if args.label_smoothing and types[0] in ("sigmoid", "sigmoid_norm"):
+            refuse(
+                "args.label_smoothing",
+                f"DPOTrainer's {types[0]} has none; set it to 0, take loss_type='robust', or a run "
+                "file: loss.label_smoothing",
+            )
+        smoothing = args.label_smoothing if types[0] not in ("ipo", "hinge") else 0.0
+        self.loss = TrlDPO(args.beta, smoothing, types[0])
+        self.reference: Engine | None = None
+
+    def rows(self, step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        labels = [
+            micro["input_ids"].masked_fill(micro["completion_mask"] == 0, -100) for micro in step
+        ]
+        made = _numbered(step, labels)
+        assert self.reference is not None
+        found = self.reference.logprobs([{name: micro[name] for name in _PLAIN} for micro in made])
+        for micro, given, reference in zip(made, step, found, strict=True):
+            length = given["completion_mask"].sum(1, keepdim=True).clamp(min=1)
+            micro |= {"reference_logp": reference, "length": length.expand_as(reference).float()}
+        return made
+
+
+class Scores(_Pairs):
+    """The loss of RewardTrainer, with margins where the data have them."""
+
+    def __init__(self, args: Any, pad: int) -> None:
+        """Args: `pad` is the token that fills rows up."""
+        self.loss, self.pad = TrlReward(args.center_rewards_coefficient), pad
+
+    def rows(self, step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        labels = [scored(micro["input_ids"], micro["attention_mask"], self.pad) for micro in step]
+        made = _numbered(step, labels)
+        for micro, given in zip(made, step, strict=True):
+            if "margin" in given:
+                own = given["margin"].repeat(2)[:, None]
+                micro["margin"] = own.expand(micro["labels"].shape).float()
+        return made
+
+    def step(
+        self, waiting: Sequence[Waiting], engine: Engine
+    ) -> tuple[list[dict[str, Tensor]], Loss]:
+        rows, loss = super().step(waiting, engine)
+        return rows, replace(loss, margin="margin" in rows[0])  # type: ignore[type-var]
+
+    def log_probs(self, rows: list[dict[str, Tensor]], engine: Engine) -> list[Tensor]:
+        return engine.rewards(rows)
+
+
+def check_padding(own: int | None, pad: int) -> None:
+    """Raises InputError: a model's own token for padding is not the tokenizer's, or there is none.
+
+    A model is built otherwise with one: the token's embedding is never trained.
+    """
+    if own != pad:
+        refuse(
+            f"a model whose pad_token_id is {own}",
+            "load it with AutoModelForSequenceClassification.from_pretrained(..., "
+            f"pad_token_id={pad}), as the tokenizer has it",
+        )
+
+
+def check_new_adapters(model: Any) -> None:
+    """Raises InputError: DPOTrainer's reference, the base alone, is not the model with adapters."""
+    for config in model.peft_config.values():
+        if not getattr(config, "init_lora_weights", True):
+            refuse(
+                "peft_config with init_lora_weights: False",
+                "DPOTrainer's reference is the model without this adapter, which begins as another "
+                "model; give it as ref_model, or train get_peft_model(model, config)",
+            )
+
+
+def _numbered(step: list[dict[str, Tensor]], labels: list[Tensor]) -> list[dict[str, Tensor]]:
+    made, first = [], 0
+    for micro, own in zip(step, labels, strict=True):
+        rows = torch.arange(len(own))
+        count = len(rows) // 2
+        numbers = {"pair": first + rows % count, "chosen": rows < count}
+        first += count
+        beside = {n: v[:, None].expand(own.shape).float() for n, v in numbers.items()}
+        given = micro["input_ids"], own, micro["attention_mask"]
+        made.append(dict(zip(_PLAIN, given, strict=True)) | beside)
+    return made
+
+
+@contextmanager
+def without_reference(args: Any) -> Iterator[None]:
+    """Let DPOTrainer make no reference model, as where its log-probabilities are known already."""
+    if args is None:
+        raise InputError("StreamedTrainer needs args=DPOConfig(...)")
+    args.precompute_ref_log_probs = True
+    try:
+        yield
+    finally:
+        args.precompute_ref_log_probs = False

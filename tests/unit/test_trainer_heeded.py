@@ -1,0 +1,424 @@
+"""What a trainer is told is heeded as the plain one heeds it, or refused by name."""
+
+import copy
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from megatrain.errors import InputError
+from megatrain.integrations import StreamedTrainer, heeded, taken
+from tests.families.tiny import tiny_model
+from tests.parity.cases import llama, noisy
+from tests.unit.data_cases import chat_tokenizer
+from tests.unit.trainer_cases import Streamed, trainer
+
+trl = pytest.importorskip("trl", reason="trl is no dependency")
+datasets = pytest.importorskip("datasets")
+
+TRAINERS = {
+    Trainer: TrainingArguments,
+    trl.SFTTrainer: trl.SFTConfig,
+    trl.DPOTrainer: trl.DPOConfig,
+    trl.RewardTrainer: trl.RewardConfig,
+}
+TABLES = {
+    kind: [getattr(taken, name) for name in vars(taken) if name.endswith(f"_{kind}")]
+    for kind in ("METHODS", "ATTRIBUTES", "ARGUMENTS", "OPTIONS")
+}
+
+
+def mixed(kind: Any) -> Any:
+    return type(f"Streamed{kind.__name__}", (StreamedTrainer, kind), {})
+
+
+def library(kind: type) -> list[type]:
+    return [each for each in kind.__mro__ if each.__module__.startswith(("transformers", "trl"))]
+
+
+def of(kind: str, trainer: type) -> set[str]:
+    """What a trainer of the installed version has."""
+    classes = library(trainer)
+    if kind == "METHODS":
+        return {n for each in classes for n in vars(each) if n == "__init__" or n[:2] != "__"}
+    if kind == "ATTRIBUTES":
+        found = (re.findall(r"self\.(\w+)(?::[^=\n]+)? = ", inspect.getsource(c)) for c in classes)
+        return {name for each in found for name in each}
+    if kind == "ARGUMENTS":
+        return {field.name for field in fields(TRAINERS[trainer])}
+    names = {n for each in classes for n in inspect.signature(each.__init__).parameters}  # type: ignore[misc]
+    return names - {"self", "model", "kwargs"} if kind == "OPTIONS" else set()
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_has_every_name_of_the_installed_versions_once(kind: str) -> None:
+    every = [name for table in TABLES[kind] for name in table]
+    assert len(every) == len({*every})
+    assert {name for each in TRAINERS for name in of(kind, each)} == {*every}
+
+
+def lines(made: Any) -> list[dict[str, float]]:
+    """All that a trainer logs, but for how long it takes and what MegaTrain does not measure."""
+    hidden = ("runtime", "per_second", "entropy", "accuracy", "num_tokens", "logits/", "aux_loss")
+    return [
+        {n: v for n, v in entry.items() if not any(each in n for each in hidden)}
+        for entry in made.state.log_history
+    ]
+
+
+def same(plain: Any, streamed: Any) -> None:
+    wanted, got = lines(plain), lines(streamed)
+    assert [list(entry) for entry in got] == [list(entry) for entry in wanted]
+    for one, other in zip(wanted, got, strict=True):
+        assert other == pytest.approx(one, rel=2e-5, abs=1e-6)
+
+
+SHORT = {"max_steps": 4, "gradient_accumulation_steps": 2, "save_strategy": "no", "eval_steps": 3}
+SHORT["warmup_steps"] = 0
+SAVES = {"save_strategy": "steps", "save_steps": 1, "eval_steps": 1}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "adam_beta1": {"adam_beta1": 0.5},
+    "adam_beta2": {"adam_beta2": 0.5},
+    "adam_epsilon": {"adam_epsilon": 1e-2},
+    "data_seed": {"data_seed": 7},
+    "dataloader_drop_last": {"dataloader_drop_last": True, "per_device_train_batch_size": 3},
+    "eval_delay": {"eval_delay": 2, "eval_steps": 1},
+    "eval_on_start": {"eval_on_start": True},
+    "eval_steps": {"eval_steps": 1},
+    "eval_strategy": {"eval_strategy": "no"},
+    "gradient_accumulation_steps": {"gradient_accumulation_steps": 3},
+    "greater_is_better": SAVES
+    | {"load_best_model_at_end": True, "greater_is_better": True, "metric_for_best_model": "loss"},
+    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "non_padding"},
+    "learning_rate": {"learning_rate": 3e-3},
+    "logging_first_step": {"logging_first_step": True, "logging_steps": 2},
+    "logging_steps": {"logging_steps": 2},
+    "logging_strategy": {"logging_strategy": "epoch"},
+    "lr_scheduler_kwargs": {"lr_scheduler_kwargs": {"num_cycles": 1.5}},
+    "lr_scheduler_type": {"lr_scheduler_type": "linear"},
+    "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"},
+    "max_grad_norm": {"max_grad_norm": 0.1},
+    "max_steps": {"max_steps": 2},
+    "num_train_epochs": {"max_steps": -1, "num_train_epochs": 0.5},
+    "per_device_eval_batch_size": {"per_device_eval_batch_size": 2},
+    "per_device_train_batch_size": {"per_device_train_batch_size": 3},
+    "seed": {"seed": 7},
+    "train_sampling_strategy": {"train_sampling_strategy": "sequential"},
+    "warmup_steps": {"warmup_steps": 0.4},  # 2 steps: a share is rounded up
+    "weight_decay": {"weight_decay": 3.0},
+}
+
+
+@cache
+def base(folder: Path) -> list[dict[str, float]]:
+    made = trainer(Trainer, folder, **SHORT)
+    made.train()
+    return lines(made)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_is_heeded(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    made = []
+    for kind in (Trainer, Streamed):
+        made.append(trainer(kind, tmp_path / kind.__name__, **SHORT | ARGUMENTS[name]))
+        made[-1].train()
+    same(*made)
+    assert lines(made[0]) != base(tmp_path_factory.getbasetemp())
+
+
+def text_trainer(kind: Any, folder: Path, model: Any = None, **changes: Any) -> Any:
+    """A trainer of TRL, plain or streamed, on 8 short texts or pairs of them."""
+    tokenizer = chat_tokenizer("qwen")
+    plain = next(each for each in kind.__mro__ if each in TRAINERS)
+    texts = [{"prompt": f"the {n}", "completion": " sea is" + " so" * (n % 3)} for n in range(8)]
+    if plain is not trl.SFTTrainer:
+        texts = [
+            {"prompt": e["prompt"], "chosen": e["completion"], "rejected": f" {n}"}
+            for n, e in enumerate(texts)
+        ]
+    if model is None:
+        model = llama(vocab_size=len(tokenizer), num_hidden_layers=1)
+    usual: dict[str, Any] = {
+        "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 3,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "adam_epsilon": 1e-3,
+        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no",
+        "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True,
+    }  # fmt: skip
+    given = {}
+    if plain is trl.DPOTrainer and kind is plain:
+        given["ref_model"] = copy.deepcopy(model)
+    if plain is trl.RewardTrainer:
+        torch.manual_seed(0)
+        config = copy.deepcopy(model.config)
+        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+        model = noisy(LlamaForSequenceClassification(config))
+    data = datasets.Dataset.from_list(texts)
+    return kind(
+        model=copy.deepcopy(model),
+        args=TRAINERS[plain](**(usual | changes)),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        processing_class=tokenizer,
+        **given,
+    )
+
+
+TEXT_ARGUMENTS = [
+    (trl.SFTTrainer, {"completion_only_loss": False}),
+    (trl.SFTTrainer, {"max_length": 4}),
+    (trl.SFTTrainer, {"max_length": 4, "truncation_mode": "keep_end"}),
+    (trl.SFTTrainer, {"packing": True, "max_length": 24}),
+    (trl.SFTTrainer, {"packing": True, "max_length": 24, "packing_strategy": "wrapped"}),
+    (trl.SFTTrainer, {"packing": True, "max_length": 24, "eval_packing": False}),
+    (trl.SFTTrainer, {"shuffle_dataset": True}),
+    (trl.SFTTrainer, {"pad_to_multiple_of": 8, "include_num_input_tokens_seen": "all"}),
+    (trl.DPOTrainer, {"beta": 0.5}),
+    (trl.DPOTrainer, {"loss_type": ["hinge"]}),
+    (trl.DPOTrainer, {"loss_type": ["ipo"]}),
+    (trl.DPOTrainer, {"loss_type": ["sigmoid_norm"]}),
+    (trl.DPOTrainer, {"loss_type": ["robust"], "label_smoothing": 0.2}),
+    (trl.DPOTrainer, {"loss_type": ["ipo"], "max_length": 3, "truncation_mode": "keep_end"}),
+    (trl.RewardTrainer, {"center_rewards_coefficient": 0.3}),
+    (trl.RewardTrainer, {"max_length": 9}),
+]
+
+
+@pytest.mark.parametrize(("plain", "changes"), TEXT_ARGUMENTS)
+def test_an_argument_of_trl_is_heeded(plain: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+    made = []
+    for kind in (plain, mixed(plain)):
+        made.append(text_trainer(kind, tmp_path, **changes))
+        made[-1].train()
+    same(*made)
+    assert lines(made[0]) != text_base(plain, tmp_path.parent)
+
+
+@cache
+def text_base(kind: Any, folder: Path) -> list[dict[str, float]]:
+    made = text_trainer(kind, folder)
+    made.train()
+    return lines(made)
+
+
+@pytest.mark.parametrize("plain", [trl.SFTTrainer, trl.DPOTrainer])
+@pytest.mark.parametrize("coefficient", [None, 0.9, 0.0])
+def test_the_loss_of_routers_is_that_of_trl(
+    plain: Any, coefficient: float | None, tmp_path: Path
+) -> None:
+    """By default as the configuration weighs it, whether or not that asks for it."""
+    size = {"vocab_size": len(chat_tokenizer("qwen")), "max_position_embeddings": 256}
+    asked = {"router_aux_loss_coef": 0.5, "output_router_logits": coefficient == 0}
+    model = tiny_model("mixtral", changes=size | asked)
+    changes = {"router_aux_loss_coef": coefficient, "gradient_accumulation_steps": 1}
+    made = []
+    for kind in (plain, mixed(plain)):
+        made.append(text_trainer(kind, tmp_path, model, **changes))
+        made[-1].train()
+    same(*made)
+    wanted, got = (
+        [value for e in m.state.log_history for name, value in e.items() if "aux_loss" in name]
+        for m in made
+    )
+    assert got == pytest.approx(wanted, rel=1e-4) and len(got) == (0 if coefficient == 0 else 4)
+
+
+def test_a_method_of_a_step_may_not_be_overridden(tmp_path: Path) -> None:
+    """By a class, on whichever side, by whoever changes the library's, or by a newer version."""
+    for plain in TRAINERS:
+        for name in heeded.decisive_methods(plain):
+            own = type("Own", (plain,), {name: lambda *_: None})
+            for kind in (mixed(own), type("Last", (mixed(plain),), {name: 0})):
+                with pytest.raises(InputError, match=rf"cannot heed \w+\.{name}: \w"):
+                    heeded.check_class(kind, StreamedTrainer)
+        for name in taken.HEEDED_METHODS:
+            heeded.check_class(mixed(type("Own", (plain,), {name: None})), StreamedTrainer)
+    newer = type("Trainer", (Trainer,), {"__module__": "transformers.trainer", "_new": 1})
+    heeded.check_class(mixed(newer), StreamedTrainer)
+    with pytest.raises(InputError, match=r"Own\._new: this version of MegaTrain does not know it"):
+        heeded.check_class(mixed(type("Own", (newer,), {"_new": str})), StreamedTrainer)
+
+
+def test_a_changed_class_of_the_library_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "compute_loss", lambda *_, **__: 0)
+    with pytest.raises(InputError, match=r"Trainer\.compute_loss"):
+        heeded.check_class(Streamed, StreamedTrainer)
+
+
+@dataclass
+class NewerArguments(TrainingArguments):
+    """Those of a version that has one more; and a user's, who has one, too."""
+
+    __module__ = "transformers.training_args"
+    newer: bool = False
+
+
+@dataclass
+class OwnArguments(NewerArguments):
+    own: bool = False
+
+
+def test_an_argument_that_is_not_heeded_is_refused_by_name(tmp_path: Path) -> None:
+    args = OwnArguments(str(tmp_path), use_cpu=True, own=True)
+    heeded.check_arguments(args)
+    args.newer = True
+    with pytest.raises(InputError, match=r"args\.newer: this version of MegaTrain does not know"):
+        heeded.check_arguments(args)
+    for config in TRAINERS.values():
+        made = config(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+        for name in taken.REFUSED_ARGUMENTS.keys() & {field.name for field in fields(config)}:
+            changed = copy.copy(made)
+            setattr(changed, name, 0.7)
+            with pytest.raises(InputError, match=rf"cannot heed args\.{name}: \w"):
+                heeded.check_arguments(changed)
+
+
+def set_args(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda made: setattr(made.args, name, value)
+
+
+def set_own(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda made: setattr(made, name, value)
+
+
+CHANGES = {
+    "args.learning_rate": set_args("learning_rate", 3e-3),
+    "args.adam_beta2": set_args("adam_beta2", 0.5),
+    "args.weight_decay": set_args("weight_decay", 3.0),
+    "args.max_grad_norm": set_args("max_grad_norm", 0.05),
+    "args.max_steps": set_args("max_steps", 2),
+    "args.bf16, changed": set_args("bf16", True),
+    "args.label_smoothing_factor, changed": set_args("label_smoothing_factor", 0.1),
+    "max_grad_norm is 0.7, and cannot become None": set_args("max_grad_norm", 0.0),
+    "model_accepts_loss_kwargs": set_own("model_accepts_loss_kwargs", False),
+    "compute_loss_func, changed": set_own("compute_loss_func", lambda *_, **__: 0),
+    "compute_loss, changed": set_own("compute_loss", lambda *_, **__: 0),
+    "neftune_noise_alpha, changed": set_own("neftune_noise_alpha", 5.0),
+    "label_smoother, changed": set_own("label_smoother", str),
+    "trainer.optimizer": set_own("optimizer", torch.optim.SGD([torch.zeros(1)], lr=1.0)),
+    "model, changed": set_own("model", llama()),
+    "model.config.output_router_logits, changed": lambda made: setattr(
+        made.model.config, "output_router_logits", True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_after_a_trainer_is_made_is_heeded_or_refused(
+    name: str, tmp_path: Path
+) -> None:
+    made = [
+        trainer(kind, tmp_path, **SHORT | {"weight_decay": 0.1}) for kind in (Trainer, Streamed)
+    ]
+    CHANGES[name](made[1])
+    if any(word in name for word in (",", "trainer.")):
+        with pytest.raises(InputError, match=name):
+            made[1].train()
+        return
+    CHANGES[name](made[0])
+    for each in made:
+        each.train()
+    same(*made)
+
+
+def at(event: str, change: Callable[..., None], step: int = 2) -> TrainerCallback:
+    def call(self: Any, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == step:
+            change(args=args, control=control, **given)
+
+    return type("At", (TrainerCallback,), {event: call})()
+
+
+def set_groups(**settings: Any) -> Callable[..., None]:
+    def change(optimizer: Any, **_: Any) -> None:
+        for group in optimizer.param_groups:
+            group.update(settings)
+
+    return change
+
+
+def stop(control: Any, **_: Any) -> None:
+    control.should_training_stop = True
+
+
+HEEDED_CALLBACKS = {
+    "rates before the update": ("on_pre_optimizer_step", set_groups(lr=2e-3)),
+    "betas before the update": ("on_pre_optimizer_step", set_groups(betas=(0.3, 0.4))),
+    "betas": ("on_step_begin", set_groups(betas=(0.3, 0.4))),
+    "eps": ("on_step_end", set_groups(eps=0.1)),
+    "clipping": ("on_step_begin", lambda args, **_: setattr(args, "max_grad_norm", 0.02)),
+    "a stop in a step": ("on_substep_end", stop),
+    "a stop before the update": ("on_pre_optimizer_step", stop),
+    "evaluation mode": ("on_step_begin", lambda model, **_: model.eval()),
+}
+
+
+@pytest.mark.parametrize("name", HEEDED_CALLBACKS)
+def test_what_a_callback_changes_is_heeded(name: str, tmp_path: Path) -> None:
+    event, change = HEEDED_CALLBACKS[name]
+    made = []
+    for kind in (Trainer, Streamed):
+        options = {"callbacks": [at(event, change)]}
+        made.append(trainer(kind, tmp_path, options=options, **SHORT))
+        made[-1].train()
+    same(*made)
+    assert lines(made[0]) != base(tmp_path.parent) or name == "evaluation mode"
+
+
+def params(optimizer: Any) -> Any:
+    return optimizer.param_groups[0]["params"][0]
+
+
+REFUSED_CALLBACKS: dict[str, Callable[..., Any]] = {
+    "parameters": lambda model, **_: [p.mul_(0.9) for p in model.parameters()],
+    "gradients": lambda model, **_: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "requires_grad": lambda model, **_: next(model.parameters()).requires_grad_(False),
+    "frozen": lambda model, **_: setattr(next(model.parameters()), "requires_grad", False),
+    "modules": lambda model, **_: [m for m in model.modules() if hasattr(m, "p")],
+    "a layer": lambda model, **_: model.model.layers[0],
+    "whether it has a layer": lambda model, **_: hasattr(model, "lm_head"),
+    "apply": lambda model, **_: model.apply(print),
+    "names": lambda model, **_: dict(model.named_parameters()),
+    "state": lambda model, **_: model.state_dict(),
+    "loading": lambda model, **_: model.load_state_dict({}),
+    "a type": lambda model, **_: model.half(),
+    "a hook": lambda model, **_: model.register_forward_hook(print),
+    "forward": lambda model, **_: setattr(model, "forward", print),
+    "running": lambda model, **_: model(input_ids=torch.zeros(1, 2, dtype=torch.int64)),
+    "replies": lambda model, **_: model.generate(torch.zeros(1, 2, dtype=torch.int64)),
+    "zero_grad": lambda model, **_: model.zero_grad(),
+    "zero_grad of the optimizer": lambda optimizer, **_: optimizer.zero_grad(),
+    "clearing moments": lambda optimizer, **_: optimizer.state.clear(),
+    "changing moments": lambda optimizer, **_: list(optimizer.state.values()),
+    "new moments": lambda optimizer, **_: setattr(optimizer, "state", {}),
+    "a gradient of a group": lambda optimizer, **_: params(optimizer).grad,
+    "weights of a group": lambda optimizer, **_: params(optimizer).data.mul_(0.5),
+    "weights in place": lambda optimizer, **_: params(optimizer).detach().mul_(0.5),
+    "freezing a group": lambda optimizer, **_: params(optimizer).requires_grad_(False),
+    "amsgrad": set_groups(amsgrad=True),
+    "a parameter less": lambda optimizer, **_: optimizer.param_groups[0]["params"].pop(),
+    "a configuration": lambda model, **_: setattr(model.config, "rms_norm_eps", 0.1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CALLBACKS)
+def test_what_a_callback_cannot_change_is_refused(name: str, tmp_path: Path) -> None:
+    """At the latest at the update that would pass it over."""
+    options = {"callbacks": [at("on_pre_optimizer_step", REFUSED_CALLBACKS[name], step=0)]}
+    made = trainer(Streamed, tmp_path, options=options, **SHORT)
+    with pytest.raises(InputError):
+        made.train()
+    assert made.engine.optimizer.num_steps == 0
