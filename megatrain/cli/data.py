@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain import config
-from megatrain.data import PackedDataset, Stream
-from megatrain.data.preview import Piece, Summary, shown, summarise
+from megatrain.data import PackedDataset, RowStream
+from megatrain.data.preview import ShownDocument, Summary, shown, summarise
 from megatrain.telemetry.console import say
 
 _BAR = 40  # characters of the longest bar
@@ -28,7 +28,7 @@ def show_data(run: Path, overrides: Sequence[str], rows: int, html: Path | None)
 
     tokenizer, training, evaluation = data_alone(loaded)
     name = "training"
-    if isinstance(training, Stream):
+    if isinstance(training, RowStream):
         name = "the first tokens of a stream"
         training.close()
         training = training.block
@@ -76,7 +76,7 @@ def _print_summary(console: Console, name: str, summary: Summary) -> None:
         say(console, f"  {shortest:>8,} - {longest:<8,} {count:>10,} {bar}")
 
 
-def _print_row(console: Console, row: int, pieces: Sequence[Piece]) -> None:
+def _print_row(console: Console, row: int, pieces: Sequence[ShownDocument]) -> None:
     """What is learnt in colour; in brackets of its own where there are no colours."""
     coloured = console.color_system is not None
     legend = "green: learnt" if coloured else "⟦ ⟧: learnt"

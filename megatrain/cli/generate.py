@@ -11,7 +11,7 @@ from transformers import TextStreamer
 from megatrain.checkpoint import Checkpoint
 from megatrain.data import load_tokenizer
 from megatrain.data.prompts import Prompt
-from megatrain.data.unheeded import empty
+from megatrain.data.refused_fields import empty
 from megatrain.errors import InputError
 from megatrain.generate import Sampling, generate, open_model
 from megatrain.json_yaml import parse_json

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from megatrain.data.chat import ChatEncoder
+from megatrain.data.chat_encoder import ChatEncoder
 from megatrain.data.conversation import Conversation
 from megatrain.data.examples import Examples, Found
-from megatrain.data.readers import Piece
+from megatrain.data.readers import TextPiece
 from megatrain.data.rows import Rated
 from megatrain.data.text import Document, TextEncoder
 from megatrain.errors import InputError
@@ -36,10 +36,10 @@ class Encoder:
         Raises:
             InputError: the data or the tokenizer cannot be used.
         """
-        batch: list[tuple[Found, Piece]] = []
+        batch: list[tuple[Found, TextPiece]] = []
         num_chars = 0
         for found in examples:
-            if not isinstance(found.example, Piece):
+            if not isinstance(found.example, TextPiece):
                 yield from self._row(found, examples)
                 continue
             batch.append((found, found.example))

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatrain.data.conversation import Conversation
 from megatrain.data.formats import TEXT, Format, Reading
-from megatrain.data.readers import Piece, read_rows, read_text, split_text
+from megatrain.data.readers import TextPiece, read_rows, read_text, split_text
 from megatrain.data.rows import Completion, Example, Rated
 from megatrain.data.sources import Source, SourceFile
 from megatrain.data.template import SAID
@@ -45,7 +45,7 @@ class Found(NamedTuple):
     source: int
     number: int
     where: str
-    example: Piece | Conversation | Completion | Rated
+    example: TextPiece | Conversation | Completion | Rated
 
 
 class Examples:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatrain.data.conversation import SPEAKERS, from_json
+from megatrain.data.conversation import SPEAKERS, from_json, text_or_messages
+from megatrain.data.refused_fields import empty, listed, objects, refuse_unheeded, says_training
 from megatrain.data.rows import (
     BY_CHANCE,
     Example,
@@ -26,8 +27,6 @@ from megatrain.data.rows import (
 )
 from megatrain.data.sources import Kind
 from megatrain.data.tables import Row
-from megatrain.data.unheeded import empty, listed, objects, refuse_unheeded, says_training
-from megatrain.data.written import text_or_messages
 from megatrain.errors import InputError
 
 Fields = Mapping[str, str | None]

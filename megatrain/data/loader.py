@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from megatrain.data.dataset import MicroBatch, PackedDataset
-from megatrain.data.packing import Ints, shuffled
 from megatrain.data.preferences import numbered
-from megatrain.data.prompt_rows import Prompts
-from megatrain.data.stream import DATED, Start, Stream
+from megatrain.data.prompts import Prompts
+from megatrain.data.row_packing import Ints, shuffled
+from megatrain.data.row_stream import DATED, BlockStart, RowStream
 from megatrain.errors import InputError
 
 Step = list[MicroBatch]
@@ -41,7 +41,7 @@ class StepLoader:
 
     def __init__(
         self,
-        dataset: PackedDataset | Prompts | Stream,
+        dataset: PackedDataset | Prompts | RowStream,
         *,
         rows_per_step: int,
         rows_per_micro_batch: int,
@@ -55,7 +55,7 @@ class StepLoader:
                 f"must be positive, workers {workers} and seed {seed} not negative"
             )
         self._dataset = dataset
-        self._num_rows = 0 if isinstance(dataset, Stream) else len(dataset)
+        self._num_rows = 0 if isinstance(dataset, RowStream) else len(dataset)
         self._rows_per_step = rows_per_step
         self._rows_per_micro_batch = rows_per_micro_batch
         self._seed = seed
@@ -192,7 +192,7 @@ class StepLoader:
 class StreamLoader(StepLoader):
     """Steps of a stream, whose rows come in their order; closes the stream, too."""
 
-    def __init__(self, dataset: Stream, **options: Any) -> None:
+    def __init__(self, dataset: RowStream, **options: Any) -> None:
         super().__init__(dataset, **options)
         self._stream = dataset
 
@@ -218,7 +218,7 @@ class StreamLoader(StepLoader):
             case [int(row), int(epoch), int(source), int(line), str(digest)] if (
                 0 <= row <= self._first_row(self._steps) and epoch >= 0 and -1 <= source < 2**53
             ):
-                self._stream.go_to(Start(row, epoch, source, line, digest))
+                self._stream.go_to(BlockStart(row, epoch, source, line, digest))
             case _:
                 raise InputError(f"the saved data position is damaged: block is {block!r:.60}")
 

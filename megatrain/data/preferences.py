@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatrain.data.dataset import MicroBatch, PackedDataset
-from megatrain.data.packing import Ints
+from megatrain.data.row_packing import Ints
 from megatrain.loss import IGNORED, KTO, PairLoss, Reward
 
 REPLIES = {"pairs": "pairs", "margins": "pairs", "rated": "rated"}

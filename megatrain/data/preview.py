@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatrain.data.dataset import PackedDataset
-from megatrain.data.packing import Ints, Segments
+from megatrain.data.row_packing import Ints, Segments
 
 MOST_READ = 200_000  # documents that are compared with those held out: some seconds
 
@@ -30,7 +30,7 @@ class Run(NamedTuple):
     learnt: bool
 
 
-class Piece(NamedTuple):
+class ShownDocument(NamedTuple):
     """A document in a row, or a part of it: where it comes from and what is learnt of it."""
 
     place: str
@@ -197,11 +197,11 @@ def folder_of(names: Sequence[str]) -> str:
     return os.path.join(os.path.commonpath([os.path.dirname(name) for name in names]), "")
 
 
-def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[Piece]:
+def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
     """A row as it is trained."""
     places, folder = data.places(row), folder_of(data.store.names)
     return [
-        Piece(place.removeprefix(folder), len(ids), _runs(ids, labels, tokenizer))
+        ShownDocument(place.removeprefix(folder), len(ids), _runs(ids, labels, tokenizer))
         for place, (ids, labels) in zip(places, data.pieces(row), strict=True)
     ]
 

@@ -3,18 +3,95 @@
 Memory stays bounded whatever a file holds: text comes in pieces, rows of JSON have a longest size.
 """
 
+import bz2
 import codecs
+import gzip
+import importlib
+import io
 import json
+import lzma
 import re
+import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, NamedTuple
+from contextlib import contextmanager
+from typing import IO, Any, NamedTuple
 
-from megatrain.data.files import open_file, reading
 from megatrain.data.sources import HubSplit, Source, SourceFile
 from megatrain.data.tables import Row, Wanted, read_arrow, read_csv, read_hub, read_parquet
 from megatrain.errors import InputError
 from megatrain.json_yaml import each_key_once, parse_json
 from megatrain.units import MIB
+
+# What a file begins with that is neither rows nor text, whatever its name says.
+_BEGINNINGS = {
+    b"version https://git-lfs.github.com/spec/": (
+        "a pointer of Git LFS, not the file: run git lfs pull"
+    ),
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16: convert it: iconv -f UTF-16 -t UTF-8"),
+    **dict.fromkeys(
+        (b"\xff\xd8\xff", b"\x89PNG", b"GIF87a", b"GIF89a"), "a picture: only text is trained"
+    ),
+    b"%PDF-": "a PDF: give its text",
+    b"PK\x03\x04": "a zip archive (or a spreadsheet): unpack it, or save its rows as .csv",
+    b"\x1f\x8b": "packed by gzip: add .gz to its name",
+    b"\x28\xb5\x2f\xfd": "packed by zstd: add .zst to its name",
+    b"BZh91AY": "packed by bzip2: add .bz2 to its name",
+    b"\xfd7zXZ\x00": "packed by xz: add .xz to its name",
+    b"PAR1\x15": "Parquet: name it .parquet",
+    b"ARROW1\x00\x00": "Arrow: name it .arrow",
+    b"SQLite format 3\x00": "a database of SQLite: save its rows as .csv",
+}
+_TABLES = {"parquet": b"PAR1\x15", "arrow": b"ARROW1\x00\x00"}
+_PAGES = (b"<!doctype", b"<html")
+_UNPACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+def open_file(file: SourceFile) -> IO[bytes]:
+    """A file's bytes, unpacked.
+
+    Raises:
+        InputError: what unpacks it is not installed.
+    """
+    packed = file.path.suffix.lower()
+    if packed in _UNPACKED:
+        unpacked: IO[bytes] = _UNPACKED[packed](file.path, "rb")
+        return unpacked
+    if packed == ".zst":
+        try:
+            arrow = importlib.import_module("pyarrow")
+        except ImportError as error:
+            raise InputError(f"{file.name}: reading it needs pyarrow: install datasets") from error
+        return io.BufferedReader(arrow.input_stream(str(file.path), compression="zstd"))
+    return file.path.open("rb")
+
+
+@contextmanager
+def reading(file: SourceFile) -> Iterator[None]:
+    """What reading a file can raise, and what its bytes are instead, as one line that names it.
+
+    Raises:
+        InputError: it cannot be read, or is plainly something else.
+    """
+    try:
+        _refuse_other(file)
+        yield
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"{file.name}: cannot be read: {reason.lower()}") from error
+
+
+def _refuse_other(file: SourceFile) -> None:
+    """Raises InputError: the file begins as no file of its name does."""
+    with file.path.open("rb") as stream:
+        begins = stream.read(64)
+    packed = file.path.suffix.lower() in (*_UNPACKED, ".zst")
+    for beginning, what in _BEGINNINGS.items():
+        of_its_name = beginning == _TABLES.get(file.format) or (packed and "packed by" in what)
+        if begins.startswith(beginning) and not of_its_name:
+            raise InputError(f"{file.name}: {what}")
+    if file.format != "text" and begins.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGES):
+        raise InputError(f"{file.name}: a page of HTML, not rows: download the file itself")
+
 
 PIECE_BYTES = 256 * 1024  # long documents are tokenised in pieces of about this size
 _BOM = "\ufeff"
@@ -34,7 +111,7 @@ _FIELDS = {
 _BLANK = re.compile(r"[ \t\r\n,]*")
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a document that starts at `line`; a short document is one piece."""
 
     line: int
@@ -43,7 +120,7 @@ class Piece(NamedTuple):
     last: bool
 
 
-def read_text(file: SourceFile) -> Iterator[Piece]:
+def read_text(file: SourceFile) -> Iterator[TextPiece]:
     """The pieces of a UTF-8 text file, which is one document; cut at line ends where there are any.
 
     Raises:
@@ -55,7 +132,7 @@ def read_text(file: SourceFile) -> Iterator[Piece]:
     with reading(file), open_file(file) as stream:
         for block in iter(lambda: _block(stream), b""):
             if text:
-                yield Piece(line, text, first, last=False)
+                yield TextPiece(line, text, first, last=False)
                 line, first = line + text.count("\n"), False
             text = _decode(decoder, block, offset, file, final=False)
             text = text.removeprefix(_BOM) if first else text
@@ -65,19 +142,19 @@ def read_text(file: SourceFile) -> Iterator[Piece]:
             offset += len(block)
         text += _decode(decoder, b"", offset, file, final=True)
     if text:
-        yield Piece(line, text, first, last=True)
+        yield TextPiece(line, text, first, last=True)
 
 
-def split_text(text: str, line: int) -> Iterator[Piece]:
+def split_text(text: str, line: int) -> Iterator[TextPiece]:
     """A document that came as one string, in pieces of at most `PIECE_BYTES` characters."""
     start = 0
     if not text:
-        yield Piece(line, text, first=True, last=True)
+        yield TextPiece(line, text, first=True, last=True)
     while start < len(text):
         stop = start + PIECE_BYTES
         if stop < len(text):
             stop = (text.rfind("\n", start, stop) + 1) or stop
-        yield Piece(line, text[start:stop], first=start == 0, last=stop >= len(text))
+        yield TextPiece(line, text[start:stop], first=start == 0, last=stop >= len(text))
         start = stop
 
 

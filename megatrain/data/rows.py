@@ -3,10 +3,16 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatrain.data.conversation import Conversation, Message, from_json, messages, tools
+from megatrain.data.conversation import (
+    Conversation,
+    Message,
+    from_json,
+    messages,
+    text_or_messages,
+    tools,
+)
+from megatrain.data.refused_fields import empty, number, objects, refuse_unheeded
 from megatrain.data.tables import Row
-from megatrain.data.unheeded import empty, number, objects, refuse_unheeded
-from megatrain.data.written import text_or_messages
 from megatrain.errors import InputError
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversations",

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain.data.kept_file import KeptFile
-from megatrain.data.store import alone
+from megatrain.data.token_store import alone
 from megatrain.errors import InputError
 
 TeacherAnswers = tuple[Tensor, Tensor, Tensor]

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template as a function from a conversation to text, in bounds.
+"""A tokenizer's chat template as a function from a conversation to text, in bounds of its own.
 
 Templates differ in what they take for the same conversation: arguments of calls as objects or as
 JSON, content as a string or as parts, reasoning under several names. What a template takes is found
@@ -7,15 +7,77 @@ by trying it on a conversation of two turns.
 
 import json
 import re
+import resource
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from megatrain.data.bounded import bounded
 from megatrain.data.conversation import Conversation, Message
 from megatrain.errors import InputError, first_line
-from megatrain.units import GIB
+from megatrain.units import GIB, MIB
+
+
+class _Late(BaseException):
+    """The time is over. No Exception: jinja takes each of those for an expression to try later."""
+
+
+@contextmanager
+def bounded(seconds: float, num_bytes: int) -> Iterator[None]:
+    """Let a block take so much processor time and so much memory more than there is in use.
+
+    Only on the main thread: Python runs signal handlers on no other, and the limit of memory is the
+    process's, so that a block beside others would take from what they need.
+
+    Raises:
+        TimeoutError, MemoryError: the block took more.
+    """
+    with ExitStack() as held:
+        if threading.current_thread() is threading.main_thread():
+            held.enter_context(_memory(num_bytes))
+            held.enter_context(_time(seconds))
+        yield
+
+
+@contextmanager
+def _memory(num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    limits = [limit for limit in (soft, used + num_bytes) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    except MemoryError as error:
+        raise MemoryError(f"it takes more than {num_bytes // MIB} MiB of memory") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+@contextmanager
+def _time(seconds: float) -> Iterator[None]:
+    over = False
+
+    def late(number: int, frame: FrameType | None) -> None:
+        if not over:
+            raise _Late
+
+    before = signal.signal(signal.SIGVTALRM, late)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    except _Late as error:
+        raise TimeoutError(f"it takes more than {seconds:g} seconds") from error
+    finally:
+        over = True
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        with suppress(TypeError):  # a handler that Python has not set cannot be put back
+            signal.signal(signal.SIGVTALRM, before)
+
 
 # What a template may take for a row. One of 200,000 short messages took 0.6 seconds.
 _SECONDS, _NUM_BYTES = 20.0, GIB
@@ -45,7 +107,7 @@ _CALLS: Message = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class MessageForm:
     """How a template takes messages."""
 
     parts: bool = False  # content as a list of parts
@@ -79,7 +141,7 @@ class Template:
                 "an instruct model, or name a template's file as model.chat_template"
             )
         self._tokenizer = tokenizer
-        self._shapes: dict[tuple[str, bool], Shape] = {}
+        self._shapes: dict[tuple[str, bool], MessageForm] = {}
         self._reasoning: dict[tuple[str, str, bool], str | None] = {}
         self._headers: dict[tuple[str, str], tuple[int, bool]] = {}
 
@@ -209,16 +271,16 @@ class Template:
         except Exception:  # templates raise their own
             return ""
 
-    def _shape(self, talk: Conversation) -> Shape:
+    def _shape(self, talk: Conversation) -> MessageForm:
         calls = any("tool_calls" in message for message in talk.messages)
         key = (self.source(talk), calls)
         if key not in self._shapes:
             tried = ((shape, said) for said in _trials(calls) for shape in _shapes(calls))
             fitting = (shape for shape, said in tried if self._fits(shape, said, talk))
-            self._shapes[key] = next(fitting, Shape())
+            self._shapes[key] = next(fitting, MessageForm())
         return self._shapes[key]
 
-    def _fits(self, shape: Shape, said: list[Message], talk: Conversation) -> bool:
+    def _fits(self, shape: MessageForm, said: list[Message], talk: Conversation) -> bool:
         """Whether what is said in this shape is there in the text, and as it should be."""
         text = self._tried(talk._replace(messages=[shape.put(message) for message in said]))
         garbled = f'\\"{_KEY}' in text or f"'{_KEY}'" in text
@@ -235,12 +297,12 @@ def _trials(calls: bool) -> Iterator[list[Message]]:
     yield [_ASKED, reply]
 
 
-def _shapes(calls: bool) -> Iterator[Shape]:
+def _shapes(calls: bool) -> Iterator[MessageForm]:
     for parts in (False, True):
         if calls:
-            yield from (Shape(parts, j, e) for j in (False, True) for e in (False, True))
+            yield from (MessageForm(parts, j, e) for j in (False, True) for e in (False, True))
         else:
-            yield Shape(parts)
+            yield MessageForm(parts)
 
 
 def _as_json(call: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.data.examples import Found
-from megatrain.data.readers import Piece
+from megatrain.data.readers import TextPiece
 from megatrain.data.rows import Completion
 from megatrain.data.tokenizer import (
     added_ids,
@@ -59,7 +59,7 @@ class TextEncoder:
         eos = tokenizer.eos_token_id
         self._tail = tail if tail[-1:] == [eos] else [*tail, eos]
 
-    def pieces(self, found: Sequence[tuple[Found, Piece]]) -> Iterator[Document]:
+    def pieces(self, found: Sequence[tuple[Found, TextPiece]]) -> Iterator[Document]:
         """Each piece as a document.
 
         Raises:

@@ -16,19 +16,17 @@ from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.generate.cache import cache_bytes, check_cache, takes_cache
+from megatrain.generate.cache_trials import cache_bytes, check_cache, heeds_mask, takes_cache
 from megatrain.generate.draws import drawn_apart
-from megatrain.generate.kept import Kept
-from megatrain.generate.padding import heeds_mask
-from megatrain.generate.recomputed import Recomputed
 from megatrain.generate.sampling import Sampling
-from megatrain.generate.source import Source
+from megatrain.generate.talk_cache import Kept
+from megatrain.generate.text_model import Recomputed, TextModel
 
 log = logging.getLogger(__name__)
 
 
 def generate(
-    source: Source,
+    source: TextModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     sampling: Sampling | None = None,
@@ -80,7 +78,7 @@ def generate(
 
 
 def continued(
-    source: Source,
+    source: TextModel,
     ids: Sequence[Sequence[int]],
     sampling: Sampling,
     own: GenerationConfig,
@@ -143,7 +141,7 @@ def _share(rows: list[int], ranks: Ranks) -> tuple[list[int], list[int]]:
 
 
 def _batches(
-    source: Source, model: PreTrainedModel, ids: Sequence[Sequence[int]], batch_size: int
+    source: TextModel, model: PreTrainedModel, ids: Sequence[Sequence[int]], batch_size: int
 ) -> list[list[int]]:
     """Which rows are continued together: in their order, where padding changes nothing."""
     every = list(range(len(ids)))
@@ -160,7 +158,7 @@ def _batches(
 
 @contextmanager
 def _running(
-    source: Source, rows: int, tokens: int, *, apart: bool = False
+    source: TextModel, rows: int, tokens: int, *, apart: bool = False
 ) -> Iterator[PreTrainedModel]:
     """The model for rows of so many tokens; its weights on the device if these leave the room.
 
@@ -197,7 +195,7 @@ def _set(model: PreTrainedModel, own: GenerationConfig) -> Iterator[None]:
             config.output_router_logits = True
 
 
-def stop_ids(source: Source, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> set[int]:
+def stop_ids(source: TextModel, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> set[int]:
     """The tokens that end a text: the model's, the tokenizer's, and in a chat the template's."""
     own = source.generation_config.eos_token_id
     ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
@@ -214,7 +212,7 @@ def _until(stops: set[int], row: list[int]) -> list[int]:
     return row[:-1] if row and row[-1] in stops else row
 
 
-def _room(source: Source, ids: Sequence[Sequence[int]], wanted: int) -> int:
+def _room(source: TextModel, ids: Sequence[Sequence[int]], wanted: int) -> int:
     """How long a row may get. Raises InputError: a prompt leaves no room for any token."""
     config = source.config.get_text_config(decoder=True)
     limit: int | None = getattr(config, "max_position_embeddings", None)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain.data.preview import Piece, Summary
+from megatrain.data.preview import ShownDocument, Summary
 from megatrain.report.markup import table, text
 from megatrain.report.page import framed, write_page
 
@@ -20,7 +20,7 @@ header p, .note, td { overflow-wrap: anywhere; }
 
 
 def write_data_page(
-    path: Path, name: str, summary: Summary, rows: Sequence[Sequence[Piece]]
+    path: Path, name: str, summary: Summary, rows: Sequence[Sequence[ShownDocument]]
 ) -> None:
     """Write the page to `path`, whole or not at all."""
     what, facts = summary.what, ". ".join(summary.facts())
@@ -59,7 +59,7 @@ def _histogram(summary: Summary) -> str:
     return f'<div class="lengths">{table(["tokens", "count", ""], rows, label="lengths")}</div>'
 
 
-def _row(number: int, pieces: Sequence[Piece]) -> str:
+def _row(number: int, pieces: Sequence[ShownDocument]) -> str:
     parts = [f"<h3>Row {number}</h3>"]
     for piece in pieces:
         shown, room = [], _LONGEST

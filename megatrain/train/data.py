@@ -14,7 +14,7 @@ from megatrain.config import Config, ModelSection, nearest
 from megatrain.data import (
     PackedDataset,
     Prompts,
-    Stream,
+    RowStream,
     load_tokenizer,
     open_dataset,
     open_prompts,
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 def open_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> tuple[PackedDataset | Stream | Prompts, dict[str, PackedDataset | Prompts]]:
+) -> tuple[PackedDataset | RowStream | Prompts, dict[str, PackedDataset | Prompts]]:
     """Training rows, and evaluation rows by name: of their own files, or held out.
 
     A single evaluation set's name is empty.
@@ -128,7 +128,7 @@ def _open_prompts(
 def run_ends(
     model: ModelSection,
     tokenizer: PreTrainedTokenizerBase,
-    training: PackedDataset | Stream | Prompts,
+    training: PackedDataset | RowStream | Prompts,
 ) -> list[int]:
     """The tokens that end what the run teaches, beside those that the model knows already."""
     ends = [] if model.eos_token is None else [tokenizer.eos_token_id]
@@ -147,7 +147,7 @@ def run_ends(
 
 def data_alone(
     config: Config,
-) -> tuple[PreTrainedTokenizerBase, PackedDataset | Stream, dict[str, PackedDataset]]:
+) -> tuple[PreTrainedTokenizerBase, PackedDataset | RowStream, dict[str, PackedDataset]]:
     """Tokenizer, training and evaluation rows of a run, without the model's weights.
 
     Raises:

@@ -12,7 +12,15 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from megatrain.api import Engine
 from megatrain.checkpoint import MODEL, Checkpoint
 from megatrain.config import Config, ModelSection
-from megatrain.data import PackedDataset, Prompts, Step, StepLoader, Stream, StreamLoader, numbered
+from megatrain.data import (
+    PackedDataset,
+    Prompts,
+    RowStream,
+    Step,
+    StepLoader,
+    StreamLoader,
+    numbered,
+)
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import Workload, usual_micro_batch
@@ -209,14 +217,14 @@ def _batches(
     return made
 
 
-def _loader(config: Config, training: PackedDataset | Stream | Prompts) -> StepLoader:
+def _loader(config: Config, training: PackedDataset | RowStream | Prompts) -> StepLoader:
     rows = config.training.batch_size
     how: dict[str, Any] = {
         "rows_per_step": rows,
         "rows_per_micro_batch": rows,
         "seed": config.training.seed,
     }
-    if isinstance(training, Stream):
+    if isinstance(training, RowStream):
         tokens = f"{config.data.shuffle_buffer:,}"
         log.info("data: a stream, of which %s tokens at a time are shuffled", tokens)
         return StreamLoader(training, **how, workers=2)

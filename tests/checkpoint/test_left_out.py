@@ -16,7 +16,7 @@ from megatrain.checkpoint.manifest import KEEP
 from megatrain.config import ModelSection
 from megatrain.distributed import Ranks
 from megatrain.generate import Resident
-from megatrain.generate.opening import open_model
+from megatrain.generate.loading import open_model
 from megatrain.model.trained import Trained
 from megatrain.train.export import export
 from megatrain.train.resolve_model import named_model

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from megatrain.data import open_dataset
-from megatrain.data.demo import train_bpe_tokenizer
+from megatrain.data.demo_corpus import train_bpe_tokenizer
 from megatrain.data.preferences import scored
 from megatrain.loss import CROSS_ENTROPY, DPO, KTO, ORPO, Distillation, Loss, Reward, SimPO
 from tests.parity.cases import (

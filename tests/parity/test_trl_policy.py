@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from megatrain import Placement
-from megatrain.data.demo import train_bpe_tokenizer
+from megatrain.data.demo_corpus import train_bpe_tokenizer
 from megatrain.loss import GRPO, RLOO, PolicyLoss
 from tests.parity.cases import gradients, llama, make_engine, relative_error
 from tests.parity.test_policy import PLACEMENTS

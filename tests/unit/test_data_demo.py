@@ -3,7 +3,7 @@
 import pytest
 
 from megatrain.data import load_tokenizer, open_dataset, stdlib_corpus, train_bpe_tokenizer
-from megatrain.data.demo import END_OF_TEXT, PADDING
+from megatrain.data.demo_corpus import END_OF_TEXT, PADDING
 from megatrain.errors import InputError
 
 

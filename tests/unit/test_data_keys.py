@@ -7,7 +7,7 @@ import yaml
 from data_cases import chat_tokenizer, talk, write_jsonl
 
 from megatrain.config import DataSection, load
-from megatrain.data import Stream
+from megatrain.data import RowStream
 from megatrain.errors import InputError
 from megatrain.train.data import open_data
 
@@ -52,7 +52,7 @@ def opened(folder, caplog, **data):
     rows = [training.batch([row])["input_ids"].tolist() for row in range(3)]
     said = [each.getMessage() for each in caplog.records[caplog_at:] if "choose" in each.msg]
     kept = sorted(path.parent.name for path in folder.glob("*/tokens-*.lock"))
-    size = training.block.num_tokens if isinstance(training, Stream) else len(training)
+    size = training.block.num_tokens if isinstance(training, RowStream) else len(training)
     held_out = {name: each.fingerprint for name, each in sets.items()}
     return json.dumps([type(training).__name__, size, rows, held_out, said, kept])
 

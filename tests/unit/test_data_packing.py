@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from megatrain.data import open_dataset, readers
 from megatrain.data.encoder import Encoder
-from megatrain.data.packing import Segments, fill_rows, fit_rows, shuffled, split_rows
-from megatrain.data.store import open_store
+from megatrain.data.row_packing import Segments, fill_rows, fit_rows, shuffled, split_rows
 from megatrain.data.text import Document
+from megatrain.data.token_store import open_store
 from megatrain.errors import InputError, RunFailed
 
 WORDS = TEXT.split()

@@ -6,8 +6,8 @@ import torch
 from data_cases import chat_tokenizer, encode_row, talk, write_jsonl
 
 from megatrain.data import StepLoader, open_dataset
-from megatrain.data.store import MemoryStore
 from megatrain.data.text import Document
+from megatrain.data.token_store import MemoryStore
 from megatrain.errors import InputError
 from megatrain.loss import DPO, KTO, ORPO
 

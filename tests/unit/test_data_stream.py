@@ -5,7 +5,7 @@ import json
 import pytest
 from data_cases import chat_tokenizer, make_tokenizer, same_batches, talk, write_jsonl
 
-from megatrain.data import Stream, StreamLoader, open_stream
+from megatrain.data import RowStream, StreamLoader, open_stream
 from megatrain.errors import InputError
 
 NUM = 120
@@ -133,7 +133,7 @@ def test_a_stream_of_the_hub_is_read_like_its_rows(path, monkeypatch):
     asked = {}
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.update(k) or hub)
     here, there = loader(path), loader("someone/something")
-    assert asked["streaming"] is True and isinstance(there._stream, Stream)
+    assert asked["streaming"] is True and isinstance(there._stream, RowStream)
     for _ in range(30):
         assert same_batches(next(here), next(there))
     here.close()

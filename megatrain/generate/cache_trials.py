@@ -1,4 +1,4 @@
-"""Whether a model's own cache of keys, values and states works, and the memory that it takes."""
+"""Short trials of a model: does it work with a cache, how large is that, does padding change it?"""
 
 import logging
 from typing import Any
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from megatrain.compat.transformers import counts_tokens
 from megatrain.device import Device, free_bytes
 from megatrain.errors import DoesNotFit
-from megatrain.generate.recomputed import Recomputed
+from megatrain.generate.text_model import Recomputed
 from megatrain.units import gib
 
 _TRIED = (2, 3)  # tokens of the prompts whose caches are compared
@@ -109,3 +109,37 @@ def _held(value: Any) -> int:
     if isinstance(value, dict):
         return sum(map(_held, value.values()))
     return sum(map(_held, value)) if isinstance(value, list | tuple) else 0
+
+
+_PROMPT = (5, 7, 6, 9)  # ids that every vocabulary has
+_PADDED = 3
+_SHARE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the logits' spread: more is no rounding
+_heeding: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def heeds_mask(model: PreTrainedModel) -> bool:
+    """Whether a padded prompt has the logits of the prompt; tried once for a model.
+
+    States and convolutions of some families run on over padding.
+    """
+    if model not in _heeding:
+        plain, padded = _logits(model, 0), _logits(model, _PADDED)
+        spread = float((plain - plain.mean()).abs().max())
+        share = _SHARE.get(model.dtype, 0.1)
+        _heeding[model] = float((plain - padded).abs().max()) <= share * spread
+    return _heeding[model]
+
+
+def _logits(model: PreTrainedModel, padding: int) -> Tensor:
+    ids = torch.tensor([[_PROMPT[0]] * padding + list(_PROMPT)], device=model.device)
+    mask = (torch.arange(ids.shape[1], device=model.device) >= padding).long()[None]
+    made = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=1,
+        do_sample=False,
+        use_cache=takes_cache(model),
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return made.logits[0].float()

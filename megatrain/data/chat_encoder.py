@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from megatrain.data.conversation import ROLES, Conversation
 from megatrain.data.examples import Found
-from megatrain.data.replies import Replies
+from megatrain.data.refused_fields import OF_CALLS, empty
+from megatrain.data.reply_spans import ReplySpans
 from megatrain.data.template import REASONING, SAID, Template
 from megatrain.data.text import Document
 from megatrain.data.tokenizer import (
@@ -22,7 +23,6 @@ from megatrain.data.tokenizer import (
     token_ids,
     tokenising,
 )
-from megatrain.data.unheeded import OF_CALLS, empty
 from megatrain.errors import InputError
 
 _NO_PLACE = "use a template that has, or leave it out"
@@ -68,7 +68,7 @@ class ChatEncoder:
         refuse_unplaced(talk, self._template, where)
         if not any(talk.learnt):
             return np.zeros(0, np.int32), np.zeros(0, bool)
-        replies = Replies(self._template, self._names, talk, where)
+        replies = ReplySpans(self._template, self._names, talk, where)
         whole = replies.text
         encoded, ids = self._tokens(whole, where)
         offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)

@@ -10,9 +10,9 @@ for a reply, and ends with what the template writes to end it.
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
-from megatrain.data.conversation import Conversation
-from megatrain.data.said import called, tool_names, with_names_ending, with_signs
+from megatrain.data.conversation import Conversation, Message
 from megatrain.data.template import HEADERS, REASONING, SAID, Template
 from megatrain.errors import InputError
 
@@ -20,7 +20,7 @@ _PRIVATE = range(0xE000, 0xF900)  # characters that Unicode leaves to private us
 Span = tuple[int, int]
 
 
-class Replies:
+class ReplySpans:
     """The text of one conversation, and its replies.
 
     Args:
@@ -76,7 +76,7 @@ class Replies:
             return []
         messages = [message if i == turn else m for i, m in enumerate(self._talk.messages)]
         talk = self._talk._replace(messages=messages)
-        silent = Replies(self._template, self._names, talk, self._where)
+        silent = ReplySpans(self._template, self._names, talk, self._where)
         added = len(self.text) - len(silent.text)
         places = [found.start() for found in re.finditer(re.escape(words), self.text)]
         fits = [p for p in places if self.text[:p] + self.text[p + added :] == silent.text]
@@ -396,3 +396,47 @@ class Replies:
             f"{self._where}: the chat template leaves out message {turn + 1}, or a part of it: use "
             "one that has a place for it, or drop the message"
         )
+
+
+_WORD = re.compile(r"[A-Za-z0-9]+")  # which no way of writing a string changes
+
+
+def tool_names(talk: Conversation) -> list[str]:
+    """The names of the tools that are described to the model."""
+    return [name for tool in talk.tools or () if (name := _function(tool).get("name"))]
+
+
+def with_names_ending(talk: Conversation, ending: str) -> Conversation:
+    """The same conversation with `ending` behind the names of all tools that are described."""
+    tools: list[Any] = []
+    for tool in talk.tools or ():
+        function = _function(tool)
+        renamed = {**function, "name": f"{function.get('name')}{ending}"}
+        tools.append({**tool, "function": renamed} if "function" in tool else renamed)
+    return talk._replace(tools=tools)
+
+
+def _function(tool: Any) -> Mapping[str, Any]:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return function if isinstance(function, Mapping) else {}
+
+
+def called(message: Message) -> list[str]:
+    """What the calls of a message must show in its text, however a template writes arguments."""
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    values = [value for function in functions for value in function["arguments"].values()]
+    words = [word for value in values if isinstance(value, str) for word in _WORD.findall(value)]
+    return [*(function["name"] for function in functions), *words]
+
+
+def with_signs(message: Message, of_content: str, of_calls: str, *, empty: bool) -> Message:
+    """A message with one sign after its content, the other after its last call's name."""
+    made = dict(message)
+    text = message.get("content", "").rstrip()
+    if text or (empty and "content" in message and "tool_calls" not in message):
+        made["content"] = text + of_content + message["content"][len(text) :]
+    if "tool_calls" in message:
+        *others, last = message["tool_calls"]
+        function = {**last["function"], "name": last["function"]["name"] + of_calls}
+        made["tool_calls"] = [*others, {**last, "function": function}]
+    return made

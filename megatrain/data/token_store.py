@@ -39,7 +39,7 @@ _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
                     ("margin", "<f8")])  # fmt: skip
 
 
-class Store(ABC):
+class DocumentStore(ABC):
     """Documents and their tokens.
 
     Attributes:
@@ -89,7 +89,7 @@ class Store(ABC):
 
 
 @dataclass(frozen=True)
-class TokenStore(Store):
+class TokenStore(DocumentStore):
     """A store on disk. Reading raises RunFailed where a file is not as it was written."""
 
     names: list[str]
@@ -110,7 +110,7 @@ class TokenStore(Store):
         return np.frombuffer(self.tokens.read(begin * size, (end - begin) * size), _TOKEN)
 
 
-class MemoryStore(Store):
+class MemoryStore(DocumentStore):
     """A store of a few documents in memory."""
 
     def __init__(

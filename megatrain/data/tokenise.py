@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.choosing import choose
-from megatrain.data.dataset import Layout, Overlong, PackedDataset
+from megatrain.data.dataset import Layout, Overlong, PackedDataset, choose
 from megatrain.data.encoder import Encoder
 from megatrain.data.examples import BadRows, Examples, say_left_out
 from megatrain.data.formats import Fields, Reading
-from megatrain.data.packing import Ints, mixed
 from megatrain.data.preferences import REPLIES, ReplyDataset
+from megatrain.data.refused_fields import listed
+from megatrain.data.row_packing import Ints, mixed
+from megatrain.data.row_stream import RowStream, StreamSettings
 from megatrain.data.sources import Kind, Source, find_files, load_hub
-from megatrain.data.store import Progress, TokenStore, open_store
-from megatrain.data.stream import Stream, StreamSettings
+from megatrain.data.token_store import Progress, TokenStore, open_store
 from megatrain.data.tokenizer import identity, pad_id
-from megatrain.data.unheeded import listed
 from megatrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def open_stream(
     overlong: Overlong = "truncate",
     hub_config: str | None = None,
     hub_split: str = "train",
-) -> Stream:
+) -> RowStream:
     """The same for a source whose tokens nothing should keep: they are made as they are needed.
 
     Args: as of `open_dataset`; block_tokens: how many are shuffled together.
@@ -123,7 +122,7 @@ def open_stream(
     )
     # Files may be moved, so they are known by their sizes; blocks are compared when a run goes on.
     sizes = [getattr(each, "size", each.name) for each in sources]
-    stream = Stream(
+    stream = RowStream(
         lambda after: Examples(sources, reading, bad_rows, after),
         Encoder(tokenizer, vocab_size),
         settings,

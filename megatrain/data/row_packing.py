@@ -49,7 +49,7 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Rows of segments: row r is `segments[first[r]:first[r + 1]]`. first: [num_rows + 1] int64."""
 
     segments: Segments
@@ -58,10 +58,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.first) - 1
 
-    def keep(self, wanted: NDArray[np.bool_]) -> "Rows":
+    def keep(self, wanted: NDArray[np.bool_]) -> "PackedRows":
         """Only the rows for which `wanted` [num_rows] is true."""
         sizes = np.diff(self.first)
-        return Rows(self.segments[np.repeat(wanted, sizes)], _offsets(sizes[wanted]))
+        return PackedRows(self.segments[np.repeat(wanted, sizes)], _offsets(sizes[wanted]))
 
 
 def shuffled(count: int, *key: int) -> Ints:
@@ -105,16 +105,16 @@ def mixed(
     return segments[order[shuffled(len(order), 2, seed)]]
 
 
-def fill_rows(segments: Segments, row_length: int) -> Rows:
+def fill_rows(segments: Segments, row_length: int) -> PackedRows:
     """Every row full but the last: segments follow one another and are cut where a row ends."""
     total = int(segments.lengths.sum())
     pieces = segments.cut(np.arange(0, total, row_length, dtype=np.int64))
     starts = np.cumsum(pieces.lengths) - pieces.lengths
     first = np.flatnonzero(starts % row_length == 0)
-    return Rows(pieces, np.append(first, len(pieces)))
+    return PackedRows(pieces, np.append(first, len(pieces)))
 
 
-def fit_rows(segments: Segments, row_length: int) -> Rows:
+def fit_rows(segments: Segments, row_length: int) -> PackedRows:
     """Whole segments only, each into the fullest row that has room (best-fit decreasing).
 
     Fitted in windows of `_WINDOW`, so that long ones do not all come first.
@@ -127,17 +127,19 @@ def fit_rows(segments: Segments, row_length: int) -> Rows:
         longest_first = start + np.argsort(-window, kind="stable")
         rows += _best_fit(longest_first.tolist(), lengths, row_length)
     order = np.array([s for row in rows for s in row], dtype=np.int64)
-    return Rows(segments[order], _offsets(np.array([len(row) for row in rows], dtype=np.int64)))
+    return PackedRows(
+        segments[order], _offsets(np.array([len(row) for row in rows], dtype=np.int64))
+    )
 
 
-def split_rows(segments: Segments, row_length: int) -> Rows:
+def split_rows(segments: Segments, row_length: int) -> PackedRows:
     """One segment a row; longer ones are cut into several rows."""
     starts = np.cumsum(segments.lengths) - segments.lengths
     inside = [np.arange(s + row_length, s + n, row_length, dtype=np.int64)
               for s, n in zip(starts.tolist(), segments.lengths.tolist(), strict=True)
               if n > row_length]  # fmt: skip
     pieces = segments.cut(np.concatenate(inside)) if inside else segments
-    return Rows(pieces, np.arange(len(pieces) + 1, dtype=np.int64))
+    return PackedRows(pieces, np.arange(len(pieces) + 1, dtype=np.int64))
 
 
 def _best_fit(order: list[int], lengths: Ints, row_length: int) -> list[list[int]]:

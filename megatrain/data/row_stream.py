@@ -16,13 +16,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatrain.data.choosing import choose
-from megatrain.data.dataset import Layout, MicroBatch, Overlong, PackedDataset
+from megatrain.data.dataset import Layout, MicroBatch, Overlong, PackedDataset, choose
 from megatrain.data.encoder import Encoder
 from megatrain.data.examples import BEFORE_ALL, Examples
-from megatrain.data.packing import Ints, shuffled
-from megatrain.data.store import MemoryStore
+from megatrain.data.row_packing import Ints, shuffled
 from megatrain.data.text import Document
+from megatrain.data.token_store import MemoryStore
 from megatrain.errors import InputError
 
 _log = logging.getLogger("megatrain.data")
@@ -31,7 +30,7 @@ _log = logging.getLogger("megatrain.data")
 DATED = " (a chat template that writes the date: docs/reliability.md)"
 
 
-class Start(NamedTuple):
+class BlockStart(NamedTuple):
     """Where a block starts: its first row, and the last document before it in an epoch.
 
     digest: of the block's tokens; empty where they are not known yet.
@@ -60,7 +59,7 @@ class StreamSettings:
 class Block:
     """Some rows of a stream. order: [rows] which of the data comes when. last: the document."""
 
-    start: Start
+    start: BlockStart
     data: PackedDataset
     order: Ints
     last: tuple[int, int]
@@ -75,7 +74,7 @@ class Block:
         return int(self.order[row - self.start.row])
 
 
-class Stream:
+class RowStream:
     """The endless rows of some sources, by their number; any thread may ask.
 
     Attributes:
@@ -95,7 +94,7 @@ class Stream:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "megatrain-stream")
         self._closed = False
-        self._begin(Start(0, 0, *BEFORE_ALL))
+        self._begin(BlockStart(0, 0, *BEFORE_ALL))
 
     @property
     def packing(self) -> bool:
@@ -132,17 +131,17 @@ class Stream:
         """How often all sources have been read to their end before this row."""
         return self.start(row).epoch
 
-    def start(self, row: int) -> Start:
+    def start(self, row: int) -> BlockStart:
         """The start of the block with this row; after a block, that of the next."""
         with self._lock:
             for block in self._blocks:
                 if row == block.end:  # whether there is a next one yet is a matter of time
-                    return Start(row, block.start.epoch, *block.last)
+                    return BlockStart(row, block.start.epoch, *block.last)
                 if block.start.row <= row < block.end:
                     return block.start
         raise ValueError(f"row {row} is in no block that is kept")
 
-    def go_to(self, start: Start) -> None:
+    def go_to(self, start: BlockStart) -> None:
         """Have the blocks from there on.
 
         Raises:
@@ -169,7 +168,7 @@ class Stream:
             self._end()
             self._pool.shutdown()
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: BlockStart) -> None:
         self._closed = False
         self._made = self._blocks_from(start)
         self._blocks = deque([next(self._made)])
@@ -188,7 +187,7 @@ class Stream:
                 self._next = self._pool.submit(next, self._made)
             return next(block for block in reversed(self._blocks) if block.start.row <= row)
 
-    def _blocks_from(self, start: Start) -> Iterator[Block]:
+    def _blocks_from(self, start: BlockStart) -> Iterator[Block]:
         row, epoch, after = start.row, start.epoch, (start.source, start.line)
         while not self._closed:
             examples = self._examples(after)
@@ -202,7 +201,7 @@ class Stream:
                 if (bad := examples.notes["num_bad"]) > num_bad:
                     num_bad = bad
                     _log.warning("left out %d bad rows so far", bad)
-                block = Block(Start(row, epoch, *after, store.digest), data, order, last)
+                block = Block(BlockStart(row, epoch, *after, store.digest), data, order, last)
                 yield block
                 row, after = block.end, last
             if after == BEFORE_ALL:
