@@ -32,9 +32,9 @@ from megatrain import config
 from megatrain.cli.demo import write_corpus_and_tokenizer
 from megatrain.data import train_bpe_tokenizer
 from megatrain.disk import whole_folder
+from megatrain.run_folder.layout import METRICS
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train.folders import METRICS
 from megatrain.train.loop import train
 from megatrain.units import MIB
 

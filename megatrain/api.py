@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from megatrain.autoplace.auto import settle
 from megatrain.autoplace.fits import limits, told_bytes
-from megatrain.checkpoint import Checkpoint, open_checkpoint
+from megatrain.checkpoint import open_checkpoint
 from megatrain.device import Device, Recording, free_bytes, open_device
 from megatrain.distributed import ALONE, Ranks, local_rank, open_ranks
 from megatrain.engine.engine import MicroBatches, PlacedEngine
@@ -39,7 +39,7 @@ from megatrain.row_ranks import open_row_ranks
 from megatrain.source.base import Base
 from megatrain.source.opened import DTYPES, Opened, choose_trained, open_structure
 from megatrain.source.sharing import NO_LABELS, check_call, require_alone, require_whole_rows
-from megatrain.source.source import Alike, Resumed, open_source
+from megatrain.source.source import Opens, Resumed, open_source
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 from megatrain.whole import held_bytes, is_whole, whole_model
 
@@ -123,7 +123,7 @@ class Engine(PlacedEngine):
 
     def __init__(
         self,
-        model: PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | Resumed | str | Path,
+        model: Opens,
         *,
         optimizer: Rule | None = None,
         max_grad_norm: float | None = 1.0,

@@ -13,9 +13,9 @@ from megatrain.data import stdlib_corpus, train_bpe_tokenizer
 from megatrain.disk import whole_folder
 from megatrain.errors import InputError
 from megatrain.generate import Sampling
+from megatrain.run_folder.layout import METRICS
 from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train.folders import METRICS
 from megatrain.train.loop import Outcome, train
 from megatrain.units import MIB
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.errors import InputError
+from megatrain.run_folder.layout import MODEL
 from megatrain.telemetry.log import end_passing
-from megatrain.train.folders import MODEL
 from megatrain.train.signals import Signals, Stopped
 from megatrain.train.start import load_run
 
@@ -38,7 +38,10 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
         _say(f"stopped by {signal} before the first step; nothing to save")
         return
     if several:
+        from megatrain.device import find_device
+
         end_passing()
+        find_device(loaded.engine.device, loaded.engine.devices - 1)
         given = [each for key in overrides for each in ("--set", key)]
         given += ["--resume"] if resume else []
         if code := launch(loaded.engine.devices, ["train", str(run), *given]):

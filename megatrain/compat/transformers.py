@@ -1,12 +1,19 @@
 """What the package takes of transformers beneath its public names."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import (
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    SchedulerType,
+    masking_utils,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -217,3 +224,10 @@ def num_items(trainer: Any, batch: Mapping[str, Tensor]) -> float | None:
     """What a Trainer divides the loss of a batch by; None: its mean is taken."""
     items = trainer._get_num_items_in_batch([batch], trainer.args.device)
     return None if items is None else float(items)
+
+
+def schedule_arguments(name: str) -> Mapping[str, inspect.Parameter]:
+    """The arguments of the function behind a schedule of `get_scheduler`."""
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    return inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters

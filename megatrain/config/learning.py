@@ -237,6 +237,12 @@ def _settings(name: Any) -> dict[str, Any] | None:
     return None if loss is None else _own(loss) | _FROM.get(str(name), {})
 
 
+# What a run gives to schedules; beside `num_training_steps` they ignore `num_stable_steps`.
+_OF_THE_RUN = (
+    "optimizer", "num_warmup_steps", "num_training_steps", "num_stable_steps", "last_epoch",
+)  # fmt: skip
+
+
 class ScheduleSection(Section):
     """Learning-rate schedule: a name known to `transformers.get_scheduler`, and its options."""
 
@@ -262,8 +268,28 @@ class ScheduleSection(Section):
             raise ValueError("give warmup_steps or warmup_ratio, not both")
         if self.name == "constant" and (self.warmup_steps or self.warmup_ratio):
             raise ValueError("constant has no warm-up; take constant_with_warmup")
-        if self.options and self.name in ("constant", "constant_with_warmup"):
-            raise ValueError(f"{self.name} takes no options")
+        return self
+
+    @model_validator(mode="after")
+    def _options_of_the_schedule(self) -> Self:
+        """transformers' own errors name arguments of functions that no run file has."""
+        if not self.model_fields_set:
+            return self
+        from megatrain.compat.transformers import schedule_arguments
+
+        arguments = schedule_arguments(self.name).items()
+        own = {name: each for name, each in arguments if name not in _OF_THE_RUN}
+        has = f"its options are {', '.join(own)}" if own else "it has none"
+        if unknown := [name for name in self.options if name not in own]:
+            raise ValueError(f"{self.name} has no option {' and no '.join(unknown)}; {has}")
+        needed = [name for name, each in own.items() if each.default is each.empty]
+        lacking = [name for name in needed if name not in self.options]
+        if {"min_lr", "min_lr_rate"} <= own.keys() and not {"min_lr", "min_lr_rate"} & {
+            name for name, value in self.options.items() if value is not None
+        }:
+            lacking.append("min_lr (a rate) or min_lr_rate (a share of optimizer.lr)")
+        if lacking:
+            raise ValueError(f"{self.name} needs schedule.options: {' and '.join(lacking)}; {has}")
         return self
 
     def num_warmup_steps(self, total_steps: int) -> int:

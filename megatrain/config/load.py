@@ -18,6 +18,7 @@ from megatrain.config.schema import Config
 from megatrain.config.section import Section, nearest, shown
 from megatrain.errors import InputError
 from megatrain.json_yaml import parse_yaml, read_yaml
+from megatrain.shipped import shipped
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = False) -> Config:
@@ -73,17 +74,33 @@ def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = (
     Raises:
         InputError: an unknown key, a wrong type or an impossible value.
     """
+    wanted: dict[str, Any] = {name: {} for name in _REQUIRED}
+    given = {name: value for name, value in tree.items() if value is not None or name not in wanted}
     try:
-        return Config.model_validate(dict(tree))
+        return Config.model_validate(wanted | given)
     except ValidationError as error:
         details = error.errors(include_url=False)
         # An unknown key is the likeliest cause of the others (a misspelt one is also missing).
         details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
-        others = len({tuple(_keys(detail)) for detail in details}) - 1
+        names = set(overridden)
+        first = {tuple(_keys(detail)): detail for detail in reversed(details)}  # of a union's arms
+        problems = [_describe(each, names) for each in reversed(first.values())]
         theirs = [d for d in details if d["type"] == "extra_forbidden" and foreign(_keys(d)[-1])]
-        where = "; docs/coming-from.md has the keys of other trainers" if len(theirs) > 2 else ""
-        more = f" (and {others} more{where})" if others else ""
-        raise InputError(_describe(details[0], source, set(overridden)) + more) from error
+        remedies = [f" (and {len(problems) - _MOST} more)"] if len(problems) > _MOST else []
+        if len(theirs) > 2:
+            remedies.append(f"; the keys of other trainers: {shipped('docs/coming-from.md')}")
+        if any(detail["type"] == "missing" for detail in details):
+            remedies.append(f"; a run file needs at least {_SMALLEST}")
+        text = "; ".join(problems[:_MOST]) + "".join(remedies)
+        raise InputError(text if text.startswith("--set") else f"{source}: {text}") from error
+
+
+_REQUIRED = [name for name, field in Config.model_fields.items() if field.is_required()]
+_MOST = 8  # problems in a message
+_SMALLEST = (
+    "{model: {path: FOLDER}, data: {path: FILE, sequence_length: 1024}, training: {steps: 100}}; "
+    "`megatrain init` writes one with every key explained"
+)
 
 
 def _apply_override(tree: dict[str, Any], text: str) -> str:
@@ -107,10 +124,12 @@ def _apply_override(tree: dict[str, Any], text: str) -> str:
     return path.strip()
 
 
-def _describe(detail: ErrorDetails, source: str, overridden: set[str]) -> str:
+def _describe(detail: ErrorDetails, overridden: set[str]) -> str:
     nested = _nested(detail)
     path = ".".join(str(item) for item in detail["loc"][: 3 if nested else 2])
-    place = f"--set {path}" if path in overridden else f"{source}: {path}" if path else source
+    if detail["type"] == "value_error" and not path:
+        return str(detail["ctx"]["error"])
+    place = f"--set {path}" if path in overridden else path
     if detail["type"] == "extra_forbidden" and nested:
         return f"{place}: unknown key{nearest(str(detail['loc'][2]), list(nested.model_fields))}"
     if detail["type"] == "extra_forbidden":

@@ -174,6 +174,12 @@ class EngineSection(Section):
         return value
 
     @model_validator(mode="after")
+    def _device_of_each_process(self) -> Self:
+        if self.devices > 1 and ":" in self.device:
+            raise ValueError(f"{self.devices} devices cannot all be {self.device}; take cuda")
+        return self
+
+    @model_validator(mode="after")
     def _disk_of_planes(self) -> Self:
         if self.disk is None and self.disk_space is not None:
             raise ValueError("disk_space needs disk: a folder on the disk")
@@ -284,7 +290,27 @@ class Config(Section):
         return [f"eval_{each}{kind}" for each in sets for kind in kinds]
 
     @model_validator(mode="after")
-    def _data_of_a_loss(self) -> Self:
+    def _sections_together(self) -> Self:
+        """What no section can know alone; all problems are said at once."""
+        problems = []
+        for check in (
+            self._data_of_a_loss,
+            self._rows_that_ranks_share,
+            self._base_of_an_adapter,
+            self._length_of_a_stream,
+            self._products_of_a_precision,
+            self._refusals_wait_for_the_norm,
+            self._watched_metrics,
+        ):
+            try:
+                check()
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _data_of_a_loss(self) -> None:
         check_rollout(self.rollout, self.loss, self.data.sequence_length)
         data, scores = self.data, self.loss.name == "reward"
         for key, given in {
@@ -299,10 +325,8 @@ class Config(Section):
                 raise ValueError(f"loss.name {self.loss.name} cannot have {key}; leave it out")
         if data.streaming and self.loss.teacher_log_probs == "kept":
             raise ValueError("data.streaming keeps nothing: set loss.teacher_log_probs: streamed")
-        return self
 
-    @model_validator(mode="after")
-    def _rows_that_ranks_share(self) -> Self:
+    def _rows_that_ranks_share(self) -> None:
         for key, given in {
             "data.packing (set it to false)": self.data.packing,
             "training.samples": self.training.samples,
@@ -311,32 +335,29 @@ class Config(Section):
         }.items():
             if self.engine.sequence_parallel > 1 and given:
                 raise ValueError(f"engine.sequence_parallel cannot have {key} yet")
-        return self
 
-    @model_validator(mode="after")
-    def _base_of_an_adapter(self) -> Self:
+    def _base_of_an_adapter(self) -> None:
         if self.adapter.method is None:
-            return self
+            return
         if self.model.path is None:
             raise ValueError("adapter needs model.path: a base that can be loaded again")
         if self.engine.precision == "fp8":
             raise ValueError("adapter: engine.precision fp8 is not supported with it; take bf16")
-        return self
 
-    @model_validator(mode="after")
-    def _length_of_a_stream(self) -> Self:
+    def _length_of_a_stream(self) -> None:
         if self.data.streaming and self.training.steps is None:
             raise ValueError("data.streaming needs training.steps: an epoch's length is not known")
-        return self
 
-    @model_validator(mode="after")
-    def _products_of_a_precision(self) -> Self:
+    def _products_of_a_precision(self) -> None:
+        if self.model.base != "bf16" and self.engine.precision != "bf16":
+            raise ValueError(
+                f"model.base {self.model.base} needs engine.precision bf16, not "
+                f"{self.engine.precision}; set one of them to bf16"
+            )
         if self.optimizer.ns_precision == "fp32" and self.engine.precision != "fp32":
             raise ValueError("optimizer.ns_precision fp32 needs engine.precision fp32; take bf16")
-        return self
 
-    @model_validator(mode="after")
-    def _refusals_wait_for_the_norm(self) -> Self:
+    def _refusals_wait_for_the_norm(self) -> None:
         refuses = self.training.on_nonfinite == "skip" or self.training.spike is not None
         directs = self.optimizer.rule().directing
         if refuses and directs and self.optimizer.clip != "all":
@@ -345,10 +366,8 @@ class Config(Section):
                 f"training.{name} needs updates that wait for the norm, and those of layers do not "
                 f"with {self.optimizer.name}; leave it out, or set optimizer.clip: all"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _watched_metrics(self) -> Self:
+    def _watched_metrics(self) -> None:
         metrics, every = self.eval_metrics, self.training.eval_every
         wanted = {"checkpoint.best": self.checkpoint.best}
         if self.training.early_stopping is not None:
@@ -368,7 +387,6 @@ class Config(Section):
                 f"training.eval_every is {every}, but there is nothing to evaluate: set "
                 "data.eval_path or data.eval_fraction, or leave eval_every out"
             )
-        return self
 
     @property
     def watched(self) -> str:

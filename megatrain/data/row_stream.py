@@ -23,11 +23,12 @@ from megatrain.data.row_packing import Ints, shuffled
 from megatrain.data.text import Document
 from megatrain.data.token_store import MemoryStore
 from megatrain.errors import InputError
+from megatrain.shipped import shipped
 
 _log = logging.getLogger("megatrain.data")
 
 # Behind an error: the one thing by which rows change of themselves.
-DATED = " (a chat template that writes the date: docs/reliability.md)"
+DATED = f" (a chat template that writes the date: {shipped('docs/reliability.md')})"
 
 
 class BlockStart(NamedTuple):

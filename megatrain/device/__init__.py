@@ -9,8 +9,8 @@ from megatrain.device.trace import TraceDevice
 from megatrain.errors import InputError
 
 
-def open_device(name: str | None = None, local_rank: int | None = None) -> Device:
-    """The device called `cpu`, `cuda` or `cuda:N`; None takes the GPU if there is one.
+def find_device(name: str | None = None, local_rank: int | None = None) -> torch.device:
+    """The device called `cpu`, `cuda` or `cuda:N`; None and `auto` take the GPU if there is one.
 
     `cuda` is torch's current GPU, with `local_rank`, a rank's number on this machine, the GPU of
     that number.
@@ -27,7 +27,7 @@ def open_device(name: str | None = None, local_rank: int | None = None) -> Devic
     except RuntimeError as error:
         raise InputError(f"no device {name!r}; write cpu, cuda or cuda:N") from error
     if parsed.type == "cpu":
-        return CpuDevice()
+        return parsed
     if parsed.type != "cuda":
         raise InputError(f"no device {name!r}; write cpu, cuda or cuda:N")
     if not cuda.available():
@@ -41,6 +41,16 @@ def open_device(name: str | None = None, local_rank: int | None = None) -> Devic
     if index >= cuda.count():
         raise InputError(
             f"device cuda:{index} was asked for, but torch sees {cuda.count()} GPUs here; start "
-            "one rank for each, or take another number"
+            "one rank for each (engine.devices, --nproc-per-node), or take another number"
         )
-    return cuda.CudaDevice(index, shared=local_rank is not None)
+    return torch.device("cuda", index)
+
+
+def open_device(name: str | None = None, local_rank: int | None = None) -> Device:
+    """The device that `find_device` finds, ready for work. Raises InputError: there is none."""
+    found = find_device(name, local_rank)
+    if found.type == "cpu":
+        return CpuDevice()
+    from megatrain.device import cuda
+
+    return cuda.CudaDevice(found.index, shared=local_rank is not None)

@@ -9,11 +9,10 @@ from megatrain.errors import InputError
 from megatrain.json_yaml import parse_json, read_yaml
 from megatrain.placement import Precision
 from megatrain.report.series import Metrics, collect
+from megatrain.run_folder.finished import early_end, model_state, model_steps
+from megatrain.run_folder.layout import CONFIG, ENVIRONMENT, METRICS, MODEL, TIMELINE
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, read_trace
-from megatrain.train.finished import early_end, model_state, model_steps
-from megatrain.train.folders import CONFIG, ENVIRONMENT, METRICS, MODEL
-from megatrain.train.timeline import TIMELINE
 
 
 @dataclass

@@ -177,7 +177,7 @@ def open_structure(
     Raises:
         InputError: the model cannot be streamed, or not be saved.
     """
-    if source.saved is None:
+    if source.saved is None and not source.structures:  # that puts other forwards into the model
         computed = torch.float32 if source.copied is None else source.dtype
         with_code = source.folder is not None
         source.lost = difference(source.model, source.dtype, computed, with_code=with_code)

@@ -65,6 +65,7 @@ class Source:
         alike: what is drawn is drawn once for all layers that are alike.
         grows: adapters are put on a source that has none: they are drawn, or those of
             `adapter_folder`.
+        structures: what `structure` has found, by whether the model is trained.
     """
 
     model: PreTrainedModel
@@ -81,6 +82,7 @@ class Source:
     alike: bool = False
     grows: bool = False
     adapter_folder: Path | None = None
+    structures: dict[bool, ModelSpec] = field(default_factory=dict)
 
     @property
     def copied(self) -> PreTrainedModel | None:
@@ -122,6 +124,10 @@ class Alike:
     config: PreTrainedConfig
 
 
+Opens = PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | Resumed | Source | str | Path
+"""What an engine opens."""
+
+
 def open_source(
     model: Any,
     adapter: Any = None,
@@ -135,7 +141,8 @@ def open_source(
     """As `open_plain`, and also of a model with an adapter, or one that is given an adapter.
 
     Args:
-        model: as `open_plain` takes it, a PeftModel, or the folder of an adapter.
+        model: as `open_plain` takes it, a PeftModel, the folder of an adapter, or a source, which
+            is returned as it is.
         adapter: a LoraConfig of PEFT, or its keys: what the model is trained with.
         base: how frozen linear layers are kept.
         router_aux_loss_coef: of the routers' loss; None: as the model's configuration says.
@@ -145,6 +152,8 @@ def open_source(
     Raises:
         InputError: as `open_plain`; PEFT refuses the adapter, or the model has one already.
     """
+    if isinstance(model, Source):
+        return model
     if peft.is_peft_model(model):
         if base_model is not None:
             raise InputError("a PeftModel has its base in it; leave base_model out")
@@ -328,12 +337,15 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
     Raises:
         InputError: it cannot be streamed.
     """
+    if trained in source.structures:
+        return source.structures[trained]
     found = spec(source.model, trained=trained)
     frozen = [name for name, p in source.model.named_parameters() if not p.requires_grad]
     if still := [*frozen, *found.unused, *found.fixed]:
         types = _types(source)
         found.wide = {n for n in still if types.get(n, source.dtype) != torch.bfloat16}
     found.packed = _packings(source, found, trained=trained)
+    source.structures[trained] = found
     return found
 
 

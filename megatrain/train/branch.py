@@ -11,7 +11,7 @@ from megatrain.checkpoint.manifest import KEEP
 from megatrain.config import Config, overridden
 from megatrain.disk import link_file, whole_folder
 from megatrain.errors import InputError
-from megatrain.train.folders import (
+from megatrain.run_folder.layout import (
     CHECKPOINTS,
     CONFIG,
     ENVIRONMENT,
@@ -69,7 +69,13 @@ def branched(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> 
         source = checkpoint.folder.absolute().parent.parent
         if (log := source / METRICS).is_file():
             logged = cut_metrics(Path(shutil.copyfile(log, folder / METRICS)), state.step)
-            best = Watch(config, logged).best_of(checkpoints(source))
+            watch = Watch(config, logged)
+            if (why := watch.stop) is not None:
+                raise InputError(
+                    f"{run}: ended early ({why}), and so would this run at once; give "
+                    "--set training.early_stopping=null, or more patience"
+                )
+            best = watch.best_of(checkpoints(source))
             if config.checkpoint.best and best is not None and best != state.step:
                 _take(checkpoint_folder(source, best), checkpoint_folder(folder, best))
         if (source / REFERENCES).is_file():

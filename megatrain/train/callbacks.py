@@ -12,8 +12,8 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.data import StreamLoader
 from megatrain.errors import InputError, first_line
+from megatrain.run_folder.layout import checkpoint_folder
 from megatrain.telemetry.metrics import is_evaluation
-from megatrain.train.folders import checkpoint_folder
 from megatrain.train.setup import Job, steps_of
 
 log = logging.getLogger(__name__)
@@ -21,6 +21,14 @@ log = logging.getLogger(__name__)
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate",
           "should_log")  # fmt: skip
 _NEVER = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
+# Of transformers' TrainerState; callbacks may add to `log_history`.
+_OF_THE_RUN = (
+    "epoch", "global_step", "max_steps", "logging_steps", "eval_steps", "save_steps",
+    "train_batch_size", "num_train_epochs", "best_metric", "best_global_step",
+    "best_model_checkpoint", "is_local_process_zero", "is_world_process_zero",
+)  # fmt: skip
+_OF_THE_TOKENIZER = ("chat_template", "eos_token", "bos_token", "pad_token", "unk_token")
+_ABSENT = object()
 _TRACKERS = {"WandbCallback": "wandb", "TrackioCallback": "trackio"}
 
 
@@ -40,6 +48,9 @@ class Callbacks:
         self._all: list[Any] = []
         self._ranks = job.ranks
         self._epoch_begins, self._epoch_ends = True, False
+        before = job.resumed.callbacks.get("names") if job.resumed else None
+        if before not in (None, names_of(given)):
+            log.warning("resume: callbacks were %s, and are %s now", before, names_of(given))
         if not given:
             return
         from transformers import TrainerControl, TrainerState
@@ -64,7 +75,8 @@ class Callbacks:
         self._epochs_done = int(job.loader.epoch)
         self._evaluated = -1  # the step of the last evaluation that they were told of
         if job.resumed is not None:
-            self._load(job.resumed.callbacks)
+            longer = job.resumed.differs(config, "training", "steps", "epochs")
+            self._load(job.resumed.callbacks, longer=longer)
         self._losses: list[float] = []
         self.call("on_init_end")
 
@@ -72,6 +84,7 @@ class Callbacks:
         """What those that are an `ExportableState` of transformers want to find again, as JSON."""
         if not self._all:
             return {}
+        told = {"names": names_of(self._all), "asked": self._asked()}
         exported: defaultdict[str, list[Any]] = defaultdict(list)
         try:
             for each in self._exporting():
@@ -81,10 +94,16 @@ class Callbacks:
             )
         except Exception as error:  # theirs; the run goes before
             log.warning("callbacks will begin anew on resume: %s", first_line(error))
-            return {}
-        return made
+            return told
+        return told | made
 
-    def _load(self, saved: Mapping[str, Any]) -> None:
+    def _asked(self) -> list[bool]:
+        return [bool(getattr(self._control, flag)) for flag in _ASKED]
+
+    def _load(self, saved: Mapping[str, Any], *, longer: bool) -> None:
+        """Args: `longer`: the run was given another length, so that no end asked for counts."""
+        for flag, asked in zip(_ASKED, saved.get("asked", ()), strict=False):
+            setattr(self._control, flag, asked and not (longer and flag == "should_training_stop"))
         self._evaluated = saved.get("evaluated", self._state.global_step)
         there = {name: iter(states) for name, states in saved.get("of", {}).items()}
         for each in self._exporting():
@@ -156,6 +175,7 @@ class Callbacks:
     def _called(self, event: str, **more: Any) -> list[bool]:
         """What callbacks of this rank ask for after an event."""
         for each in self._all:
+            before = self._read_once()
             changed = getattr(each, event)(
                 self._arguments,
                 self._state,
@@ -169,7 +189,24 @@ class Callbacks:
                 **more,
             )
             self._control = self._control if changed is None else changed
-        return [bool(getattr(self._control, flag)) for flag in _ASKED]
+            now = self._read_once()
+            if others := [name for name in now if now[name] != before.get(name, _ABSENT)]:
+                raise InputError(
+                    f"callbacks: {type(each).__name__}.{event} has changed {', '.join(others)}, "
+                    "which the run does not read again; set it in the run file, or ask by "
+                    "`control`"
+                )
+        return self._asked()
+
+    def _read_once(self) -> dict[str, Any]:
+        """What callbacks are given and the run has read already, or never reads."""
+        tokenizer, schedule = self._job.tokenizer, self._job.schedule
+        read = {f"args.{name}": value for name, value in vars(self._arguments).items()}
+        read |= {f"state.{name}": getattr(self._state, name) for name in _OF_THE_RUN}
+        read |= {f"processing_class.{n}": getattr(tokenizer, n, None) for n in _OF_THE_TOKENIZER}
+        read["the number of tokens of processing_class"] = len(tokenizer)
+        read["lr_scheduler.lr_lambdas"] = list(getattr(schedule, "lr_lambdas", ()))
+        return read
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Tell callbacks that a step is done, with its record in the log."""

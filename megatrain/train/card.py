@@ -14,9 +14,9 @@ from megatrain.compat.peft import CONFIG_FILE
 from megatrain.config import load
 from megatrain.errors import InputError, first_line
 from megatrain.json_yaml import read_json
+from megatrain.run_folder.layout import CONFIG, ENVIRONMENT, METRICS
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.pictures import draw_loss
-from megatrain.train.folders import CONFIG, ENVIRONMENT, METRICS
 
 CARD, CURVE = "README.md", "loss.png"
 _SETTINGS = ("adapter", "data", "training", "optimizer", "schedule", "loss", "rollout")

@@ -9,7 +9,7 @@ from megatrain.checkpoint import Saving, rotate
 from megatrain.config import CheckpointSection
 from megatrain.disk import flush
 from megatrain.errors import InputError, MegatrainError, RunFailed, StepRefused
-from megatrain.train.folders import CHECKPOINTS, METRICS, checkpoint_folder, checkpoints
+from megatrain.run_folder.layout import CHECKPOINTS, METRICS, checkpoint_folder, checkpoints
 from megatrain.train.resume import RunState
 from megatrain.train.setup import Job
 

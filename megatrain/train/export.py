@@ -14,12 +14,12 @@ from megatrain.disk import whole_folder
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
+from megatrain.run_folder.finished import model_state
+from megatrain.run_folder.layout import MODEL, holds_model, require_empty
 from megatrain.source.exported import write_merged, write_saved
 from megatrain.source.left_out import no_adapter, with_base
 from megatrain.source.source import adapter_folder, folder_adapter
 from megatrain.train.card import write_card
-from megatrain.train.finished import model_state
-from megatrain.train.folders import MODEL, holds_model, require_empty
 from megatrain.train.resolve_model import moved_base, trained_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -11,18 +11,27 @@ from typing import Any
 from rich.console import Console
 
 from megatrain.config import Config
-from megatrain.errors import MegatrainError, RunFailed, first_line, told
+from megatrain.distributed import Ranks
+from megatrain.errors import InputError, MegatrainError, RunFailed, first_line, told
 from megatrain.launch import joined
+from megatrain.run_folder.finished import note_finished
+from megatrain.run_folder.layout import METRICS, checkpoints
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
 from megatrain.train.callbacks import Callbacks, names_of
 from megatrain.train.checkpointing import Checkpointing
 from megatrain.train.evaluations import Evaluations
-from megatrain.train.finished import note_finished
-from megatrain.train.folders import METRICS, checkpoints
 from megatrain.train.opening import Finished, open_run
-from megatrain.train.outputs import describe_run, draw_curve, write_model, write_saved_model
+from megatrain.train.outputs import (
+    Devices,
+    describe_run,
+    draw_curve,
+    show_run,
+    write_model,
+    write_saved_model,
+)
 from megatrain.train.resume import RunState, cut_metrics
+from megatrain.train.schedule import schedule_state
 from megatrain.train.setup import Job
 from megatrain.train.sharing import check_shared, from_first
 from megatrain.train.signals import Signals
@@ -63,10 +72,10 @@ def train(
     """Train as `config` says and write the run's folder; `name` is part of a derived folder name.
 
     The folder appears when the first step can start and holds `config.yaml`, `environment.json`,
-    `metrics.jsonl`, `checkpoints/`, then `timeline.json` of one early step, `loss.png`,
-    `timeline.png`, `model/`, whole, and `finished.json`. With `resume` the run in `output.folder`,
-    or the newest one of this name, goes on from its newest whole checkpoint; if there is none, it
-    begins.
+    `metrics.jsonl`, `checkpoints/`, then `timeline.json` of one early step, `model/`, whole,
+    `finished.json`, `loss.png`, `timeline.png` and `report.html`. With `resume` the run in
+    `output.folder`, or the newest one of this name, goes on from its newest whole checkpoint; if
+    there is none, it begins.
     Whoever listens to signals already gives them; else they are listened to here.
 
     Raises:
@@ -80,6 +89,7 @@ def train(
         signals = signals or held.enter_context(Signals())
         ranks = held.enter_context(joined())
         check_shared(config, ranks, callbacks=names_of(callbacks))
+        config = _as_started(config, ranks)
         if ranks.rank:  # what a run says is said once
             logging.getLogger("megatrain").setLevel(logging.ERROR)
             config = config.model_copy(update={"tracking": type(config.tracking)()})
@@ -92,6 +102,23 @@ def train(
             return _run(job, config, folder, signals, callbacks)
         except OSError as error:
             raise RunFailed(f"{folder}: cannot be written to or read: {told(error)}") from error
+
+
+def _as_started(config: Config, ranks: Ranks) -> Config:
+    """The configuration with the devices of this host that take part, as torchrun has started them.
+
+    Raises:
+        InputError: more are wanted than this process.
+    """
+    if ranks.size == 1 and config.engine.devices > 1:
+        raise InputError(
+            f"engine.devices is {config.engine.devices}, and this is one process: start the run "
+            f"with megatrain train, or this script with torchrun --nproc-per-node "
+            f"{config.engine.devices}; or set engine.devices to 1"
+        )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)) if ranks.size > 1 else 1
+    engine = config.engine.model_copy(update={"devices": here})
+    return config.model_copy(update={"engine": engine})
 
 
 class _Run:
@@ -109,7 +136,8 @@ class _Run:
         self._job, self._config, self._folder = job, config, folder
         self.signals, self.callbacks = signals, callbacks
         first = job.resumed.step if job.resumed else 0
-        logged = from_first(job.ranks, lambda: _begin_log(folder, config, job, first))
+        devices = Devices.of(job)
+        logged = from_first(job.ranks, lambda: _begin_log(folder, config, job, devices, first))
         path = Path(os.devnull) if job.ranks.rank else folder / METRICS
         metrics = MetricsWriter(path, also=[trackers.log])
         every, left = config.output.timeline_every, job.total_steps - first
@@ -126,7 +154,9 @@ class _Run:
     @property
     def state(self) -> RunState:
         """What a checkpoint keeps of the run beside the engine's state."""
-        return replace(self.steps.state, callbacks=self.callbacks.state_dict())
+        job, steps = self._job, self.steps
+        schedule = schedule_state(job.schedule, job.total_steps, steps.done)
+        return replace(steps.state, callbacks=self.callbacks.state_dict(), schedule=schedule)
 
     @property
     def early(self) -> str | None:
@@ -229,8 +259,10 @@ class _Run:
         return f"step {wanted}, the best ({config.watched} {best[config.watched]:.4g}),"
 
 
-def _begin_log(folder: Path, config: Config, job: Job, first: int) -> list[Mapping[str, Any]]:
-    describe_run(folder, config, job)
+def _begin_log(
+    folder: Path, config: Config, job: Job, devices: Devices, first: int
+) -> list[Mapping[str, Any]]:
+    describe_run(folder, config, job, devices)
     return cut_metrics(folder / METRICS, first)
 
 
@@ -254,6 +286,7 @@ def _run(
             if job.ranks.rank == 0:
                 draw_curve(folder)
                 run.timeline.draw()
+                show_run(folder)
     engine, early = job.engine, run.early if run.steps.done < job.total_steps else None
     return Outcome(
         folder, run.steps.done, engine.num_parameters, engine.memory(), stopped, early, best

@@ -10,10 +10,11 @@ from megatrain.config import Config
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_yaml
-from megatrain.train.finished import early_end, finished_steps
-from megatrain.train.folders import (
+from megatrain.run_folder.finished import early_end, finished_steps
+from megatrain.run_folder.layout import (
     CHECKPOINTS,
     CONFIG,
+    ENVIRONMENT,
     MODEL,
     checkpoints,
     make_run_folder,
@@ -22,7 +23,7 @@ from megatrain.train.folders import (
     require_folder,
     run_to_resume,
 )
-from megatrain.train.lock import locked
+from megatrain.run_folder.lock import locked
 from megatrain.train.resume import Damaged, check_config, find_starts, say_differences
 from megatrain.train.setup import Job, prepare
 from megatrain.train.sharing import check_folder, from_first
@@ -74,6 +75,13 @@ def open_run(
     from_first(ranks, lambda: remove_leftovers(there / CHECKPOINTS))
     job = _go_on(folder, config, ranks)
     held.callback(job.close)
+    begun = from_first(ranks, lambda: (there / ENVIRONMENT).exists())
+    if job.resumed is not None and job.resumed.step == job.total_steps and not begun:
+        raise InputError(
+            f"{folder}: the run that this one branches from has done all of its {job.total_steps} "
+            "steps; ask for more with --set training.steps (or training.epochs, whichever the run "
+            "has), or begin at step 1 from its weights with --fresh"
+        )
     return folder, job
 
 

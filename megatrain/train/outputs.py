@@ -3,30 +3,50 @@
 import json
 import logging
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from megatrain.checkpoint import open_checkpoint
 from megatrain.config import Config
 from megatrain.disk import whole_folder, write_file
-from megatrain.source.exported import write_saved
-from megatrain.telemetry.environment import environment
-from megatrain.telemetry.metrics import read_metrics
-from megatrain.telemetry.pictures import draw_loss
-from megatrain.train.folders import (
+from megatrain.distributed import local_rank
+from megatrain.report import write_report
+from megatrain.run_folder.layout import (
     CONFIG,
     ENVIRONMENT,
     METRICS,
     MODEL,
     checkpoint_folder,
 )
+from megatrain.source.exported import write_saved
+from megatrain.telemetry.environment import environment
+from megatrain.telemetry.metrics import read_metrics
+from megatrain.telemetry.pictures import draw_loss
 from megatrain.train.setup import Job
 
 log = logging.getLogger(__name__)
 
 
-def describe_run(folder: Path, config: Config, job: Job) -> None:
+class Devices(NamedTuple):
+    """The device of each rank, and how many hosts they are on."""
+
+    names: list[str]
+    hosts: int
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """All ranks call this."""
+        first = not local_rank(job.ranks.host)
+        told = job.ranks.exchange((str(job.engine.device.torch_device), first))
+        return cls([name for name, _ in told], sum(first for _, first in told))
+
+
+def describe_run(folder: Path, config: Config, job: Job, devices: Devices) -> None:
     """Write the resolved configuration, which makes the folder a run's, and where it is done."""
     write_file(folder / CONFIG, config.as_yaml())
-    record = environment(str(job.engine.device.torch_device)) | {
+    record = environment(devices.names[0]) | {
+        "devices": devices.names,
+        "ranks": len(devices.names),
+        "hosts": devices.hosts,
         "parameters": job.engine.num_parameters,
         "trained_parameters": job.engine.num_trained,
         "computing": job.engine.computing,
@@ -62,3 +82,11 @@ def draw_curve(run: Path) -> None:
         draw_loss(list(read_metrics(run / METRICS)), run / "loss.png")
     except Exception as error:  # it can be drawn again from the metrics; the run goes before
         log.warning("no loss curve: %s", error)
+
+
+def show_run(run: Path) -> None:
+    """Write the run as one page."""
+    try:
+        write_report(run)
+    except Exception as error:  # `megatrain report` writes it at any time; the run goes before
+        log.warning("no report.html: %s", error)

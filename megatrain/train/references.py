@@ -19,7 +19,7 @@ from megatrain.disk import write_file
 from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.loss import KTO, PairLoss, Reward
-from megatrain.train.folders import REFERENCES
+from megatrain.run_folder.layout import REFERENCES
 from megatrain.train.resume import Start
 from megatrain.train.sharing import logprobs
 

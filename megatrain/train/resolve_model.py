@@ -10,9 +10,8 @@ from megatrain.config import Config, ModelSection
 from megatrain.errors import InputError
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.weights import resolve_model
-from megatrain.source.source import adapter_folder, folder_adapter
-from megatrain.train.finished import model_steps
-from megatrain.train.folders import (
+from megatrain.run_folder.finished import model_steps
+from megatrain.run_folder.layout import (
     CHECKPOINTS,
     CONFIG,
     MODEL,
@@ -20,6 +19,7 @@ from megatrain.train.folders import (
     checkpoints,
     model_folder,
 )
+from megatrain.source.source import adapter_folder, folder_adapter
 
 log = logging.getLogger(__name__)
 _HEAD_BYTES, _PAGE_BYTES, _PAGES = 1 << 20, 4096, 64  # that a file is known by

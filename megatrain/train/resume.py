@@ -11,8 +11,8 @@ from megatrain.checkpoint import open_checkpoint, verify
 from megatrain.config import Config
 from megatrain.config.section import shown
 from megatrain.errors import InputError
+from megatrain.run_folder.layout import checkpoint_folder, checkpoints, require_plain
 from megatrain.telemetry.metrics import lines
-from megatrain.train.folders import checkpoint_folder, checkpoints, require_plain
 
 # What a resumed run may do differently: it still learns the same model from the same rows. Paths of
 # data and tokenizer are free because the data position knows the rows themselves (a fingerprint).
@@ -48,6 +48,7 @@ class RunState:
         config: the run file, resolved.
         callbacks: what callbacks export of their state (train/callbacks.py).
         rollouts: replies that steps to come will learn from again (train/rollouts.py).
+        schedule: see `schedule_state` (train/schedule.py).
     """
 
     step: int
@@ -56,6 +57,12 @@ class RunState:
     config: Mapping[str, Any]
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     rollouts: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+
+    def differs(self, config: Config, section: str, *keys: str) -> bool:
+        """Whether a section, or any of these keys of it, is another one in `config`."""
+        changed = _differences(self.config, config)
+        return any(of == section and (not keys or key in keys) for of, key, *_ in changed)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, as JSON keeps them."""
@@ -68,7 +75,7 @@ class RunState:
         Raises:
             InputError: it has none, or one that no run has written.
         """
-        older: dict[str, Any] = {"callbacks": {}, "rollouts": {}}
+        older: dict[str, Any] = {"callbacks": {}, "rollouts": {}, "schedule": {}}
         fields = {name: kept.get(name, older.get(name)) for name in cls.__dataclass_fields__}
         step, parts = fields.pop("step"), fields.values()
         if type(step) is not int or step < 0 or not all(isinstance(p, dict) for p in parts):

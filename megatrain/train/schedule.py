@@ -3,6 +3,8 @@
 import logging
 import math
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -18,9 +20,16 @@ _ROUNDED = 1 + 1e-9  # how far above itself a rate may come out
 
 
 def make_schedule(
-    config: Config, optimizer: Optimizer | None, total_steps: int, done: int
+    config: Config,
+    optimizer: Optimizer | None,
+    total_steps: int,
+    done: int,
+    saved: Mapping[str, Any] | None = None,
 ) -> LRScheduler:
     """The schedule after `done` steps: the learning rate is a function of the step alone.
+
+    Args:
+        saved: what `schedule_state` was at that step; None: as the configuration says.
 
     Raises:
         InputError: `schedule.options` are not those of this schedule.
@@ -34,8 +43,11 @@ def make_schedule(
             num_training_steps=total_steps,
             scheduler_specific_kwargs=dict(schedule.options),
         )
-        if 0 < done < total_steps:
-            made.last_epoch = done - 1
+        further = saved["further"] if saved else 0
+        if saved:
+            made.base_lrs = list(saved["base_lrs"])
+        if 0 < done < total_steps or further:
+            made.last_epoch = done + further - 1
             with warnings.catch_warnings():  # torch misses the optimizer's steps, taken long ago
                 warnings.simplefilter("ignore", UserWarning)
                 made.step()
@@ -44,18 +56,25 @@ def make_schedule(
     return made
 
 
+def schedule_state(schedule: LRScheduler, total_steps: int, done: int) -> dict[str, Any]:
+    """What callbacks may have changed of a schedule: its rates, and how far it is beyond `done`."""
+    usual = min(done, total_steps - 1)  # it is not asked what follows the last step
+    return {"base_lrs": list(schedule.base_lrs), "further": schedule.last_epoch - usual}
+
+
 def check_schedule(config: Config, total_steps: int) -> None:
-    """Warn of a warm-up that is longer than the run.
+    """Warn of a warm-up that is longer than the run, and of a rate of 0 throughout.
 
     Raises:
         InputError: the schedule cannot be set up, or some step would have no learning rate.
     """
-    warmup = config.schedule.num_warmup_steps(total_steps)
+    warmup, rates = config.schedule.num_warmup_steps(total_steps), set[float]()
     for done in sorted({0, 1, warmup + 1, total_steps // 2, total_steps - 1}):
         if done < total_steps:
             lr = config.optimizer.settings["lr"]
             stand_in = SGD([torch.zeros(1)], lr=lr)
             (rate,) = make_schedule(config, stand_in, total_steps, done).get_last_lr()
+            rates.add(rate)
             if not 0 <= rate < math.inf:
                 raise InputError(
                     f"schedule: {config.schedule.name} makes the learning rate of step {done + 1} "
@@ -67,7 +86,12 @@ def check_schedule(config: Config, total_steps: int) -> None:
                     f"{rate:g}, above optimizer.lr {lr:g}; correct schedule.options (min_lr is a "
                     "rate, min_lr_rate a share of optimizer.lr)"
                 )
-    if warmup >= total_steps:
+    if rates == {0.0}:
+        log.warning(
+            "the learning rate is 0 in every step: nothing is learnt; lower schedule.warmup_steps "
+            "(or warmup_ratio), correct schedule.options, or train for more steps"
+        )
+    elif warmup >= total_steps:
         log.warning(
             "the warm-up takes %d steps, and the run has %d: the learning rate never gets to "
             "optimizer.lr; lower schedule.warmup_steps (or warmup_ratio), or train for more steps",

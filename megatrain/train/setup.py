@@ -3,6 +3,7 @@
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.companions import add_ends, tokenizer_files
 from megatrain.model.trained import Trained
+from megatrain.source.opened import choose_trained, open_structure
+from megatrain.source.source import Source, open_source
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import check_prompts, open_data, run_ends, run_tokenizer
+from megatrain.train.early import check_device, check_disk
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.references import References, refer
 from megatrain.train.resolve_model import begun_from, moved_base, named_model
@@ -111,29 +115,37 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
 
 def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack) -> Job:
     """As `prepare`; `held` closes what has been opened."""
+    ranks.agree(lambda: check_device(config, ranks))
     ranks.agree(lambda: Workload.of_run(config).disk_bytes)  # a folder, on each host
-    section, source = _model_source(config, start)
+    if config.training.steps is not None:
+        check_schedule(config, config.training.steps)
+    rewards = Rewards(config.rollout)
+    section, named = _model_source(config, start)
     tokenizer = run_tokenizer(section)
     hf_config = model_config(section, tokenizer)
     check_sequence_length(hf_config, config.data.sequence_length)
     text_config = hf_config.get_text_config(decoder=True)
     check_prompts(config, tokenizer, text_config)
     teacher = find_teacher(config, tokenizer, text_config)
+    source = _structure(config, hf_config if named is None else named) if start is None else None
+    if source is not None:
+        ranks.agree(lambda: check_disk(config, source, config.training.steps))
     training, evaluation = in_turn(
         ranks, lambda: open_data(config, tokenizer, text_config.vocab_size)
     )
     loader = _loader(config, training)
     held.callback(loader.close)
     total_steps = config.training.steps or steps_of(config.training.epochs or 0, config, loader)
-    # A wrong option should be known before weights are read, which may take minutes.
-    check_schedule(config, total_steps)
-    rewards = Rewards(config.rollout)
+    if config.training.steps is None:  # known now, and still before weights are read
+        check_schedule(config, total_steps)
+        if source is not None:
+            ranks.agree(lambda: check_disk(config, source, total_steps))
     done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
     sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
     second, known = second_model(config, tokenizer, teacher, sets, start, ranks)
     if second is not None:
         held.callback(second.close)
-    engine = _engine(config, hf_config if source is None else source, start, ranks, held)
+    engine = _engine(config, source, start, ranks, held)
     most = -(-config.training.batch_size // engine.batch_ranks.size)
     rows = loader.rows_per_micro_batch = min(most, _rows_per_micro_batch(config, engine, start))
     references = refer(config, engine, sets, rows, start, ranks) or known
@@ -143,9 +155,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
         engine.device.torch_device,
         engine.placement,
     )
-    schedule = make_schedule(config, engine.optimizer, total_steps, done)
-    if engine.optimizer is not None:
-        engine.optimizer.restored_rates = None  # this schedule follows from the step alone
+    schedule = _schedule(config, engine, total_steps, done, start)
     return Job(
         tokenizer=tokenizer,
         own_tokenizer=config.model.chat_template is not None
@@ -166,6 +176,27 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
         ),
         second=second,
     )
+
+
+def _schedule(
+    config: Config, engine: Engine, total_steps: int, done: int, start: Start | None
+) -> LRScheduler:
+    """The schedule; of a run that goes on with what callbacks have changed of it and of rates."""
+    optimizer, saved = engine.optimizer, None
+    if start is not None and not start.state.differs(config, "optimizer", "lr"):
+        saved = start.state.schedule
+    made = make_schedule(config, optimizer, total_steps, done, saved)
+    if optimizer is None:
+        return made
+    rates, optimizer.restored_rates = optimizer.restored_rates, None
+    if saved and rates and start is not None:
+        state = start.state
+        if not state.differs(config, "schedule") and not state.differs(
+            config, "training", "steps", "epochs"
+        ):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate  # of the next step
+    return made
 
 
 def steps_of(epochs: float, config: Config, loader: StepLoader) -> int:
@@ -283,19 +314,45 @@ def _go_to(loader: StepLoader, start: Start | None, total_steps: int) -> int:
     return done
 
 
+def _structure(config: Config, model: Checkpoint | PreTrainedConfig | str) -> Source:
+    """The model without its weights, and what of it is trained. Raises InputError: no such run."""
+    section = config.model
+    source = open_source(
+        model,
+        config.adapter.keys,
+        section.base,
+        section.router_aux_loss_coef,
+        moved_base(begun_from(config).base_model),
+        scores=config.loss.name == "reward",
+        trust_remote_code=section.trust_remote_code,
+        attn_implementation=section.attn_implementation,
+    )
+    trained = Trained(section.freeze, section.train_only)
+    rule = config.optimizer.rule()
+    choose_trained(source, trained, rule, config.engine.precision)
+    opened = open_structure(source, rule, ALONE, saveable=True)
+    if opened.spec.label_shift == 0 and config.loss.name != "reward":
+        raise InputError(
+            f"the loss of {source.model.config.model_type} compares logits with the labels of the "
+            "same places, so text would teach it to copy; use megatrain.Engine, with other labels"
+        )
+    return source
+
+
 def _engine(
     config: Config,
-    source: Checkpoint | PreTrainedConfig | str,
+    source: Source | None,
     start: Start | None,
     ranks: Ranks,
     held: ExitStack,
 ) -> Engine:
     group = group_of(config, ranks)
     try:
-        if start is None:
-            engine = held.enter_context(_new_engine(config, source, group))
-        else:
+        if start is not None:
             engine = _saved_engine(config, start, group, held)
+        else:
+            assert source is not None
+            engine = held.enter_context(_new_engine(config, source, group))
     except DoesNotFit as error:
         if config.engine.device != "cpu" and find_gpu("cuda") is None:
             raise  # plans are for a GPU, or where the CPU was asked for
@@ -304,24 +361,15 @@ def _engine(
     engine.require_held()  # else the run's model could not be written at its end
     if config.training.neftune_alpha is not None:
         engine.add_neftune(config.training.neftune_alpha)
-    if engine.label_shift == 0 and config.loss.name != "reward":
-        raise InputError(
-            f"the loss of {engine.config.model_type} compares logits with the labels of the same "
-            "places, so text would teach it to copy; use megatrain.Engine, with other labels"
-        )
     return engine
 
 
-def _new_engine(config: Config, source: Checkpoint | PreTrainedConfig | str, group: Any) -> Engine:
+def _new_engine(config: Config, source: Source, group: Any) -> Engine:
     return Engine(
         source,
         **Workload.of_run(config).for_engine,
         seed=config.training.seed,
         trained=Trained(config.model.freeze, config.model.train_only),
-        base=config.model.base,
-        base_model=moved_base(begun_from(config).base_model),
-        router_aux_loss_coef=config.model.router_aux_loss_coef,
-        adapter=config.adapter.keys,
         group=group,
         **_settings(config),
     )
@@ -352,18 +400,22 @@ def _saved_engine(config: Config, start: Start, group: Any, held: ExitStack) -> 
     settings, saved = config.optimizer.settings, engine.optimizer.rule.name
     if config.optimizer.name != saved:
         raise InputError(f"optimizer.name: {start.checkpoint} was made with {saved}; set it back")
-    chosen = {name: value for name, value in settings.items() if name in FREE_KEYS["optimizer"]}
+    changed = partial(start.state.differs, config, "optimizer")
+    chosen = {n: each for n, each in settings.items() if n in FREE_KEYS["optimizer"] and changed(n)}
     rule = config.optimizer.rule()
     for choice in rule.choices:  # a key that an older version did not know is not in its run file
         if (was := getattr(engine.optimizer.rule, choice)) != getattr(rule, choice):
             raise InputError(
                 f"optimizer.{choice}: {start.checkpoint} was made with {was}; set it back"
             )
-    engine.optimizer.defaults |= chosen  # of which schedules take their floor: min_lr, lr_end
-    for each in engine.optimizer.param_groups:
-        rate = rule.rate(each["param_names"][0], each["params"][0].shape)
-        # torch's schedules start from `initial_lr`, which is saved with the group.
-        each |= chosen | {"lr": rate, "initial_lr": rate}
+    engine.optimizer.defaults |= settings  # of which schedules take their floor: min_lr, lr_end
+    for each in engine.optimizer.param_groups:  # the rest stays as callbacks may have set it
+        each |= chosen
+        if "lr" in chosen:
+            # torch's schedules start from `initial_lr`, which is saved with the group.
+            each["lr"] = each["initial_lr"] = rule.rate(
+                each["param_names"][0], each["params"][0].shape
+            )
     return engine
 
 

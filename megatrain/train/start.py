@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain import config
 from megatrain.errors import InputError
-from megatrain.train.folders import CONFIG
+from megatrain.run_folder.layout import CONFIG
 
 if TYPE_CHECKING:
     from megatrain.train.loop import Outcome

@@ -53,7 +53,8 @@ class Steps:
             DoesNotFit: the device has no memory left.
         """
         step, job = self.done + 1, self._job
-        lr = job.schedule.get_last_lr()[-1]  # of matrices, where Muon has two rates
+        assert job.engine.optimizer is not None
+        lr = job.engine.optimizer.param_groups[-1]["lr"]  # of matrices, where Muon has two rates
         started = time.perf_counter()
         made: Mapping[str, Any] = {}
         try:

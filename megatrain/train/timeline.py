@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatrain.device.base import COMPUTE
+from megatrain.run_folder.layout import TIMELINE
 from megatrain.telemetry.pictures import draw_step
 from megatrain.telemetry.recorder import Recording, StepRecorder
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, chrome_trace
 
-TIMELINE, PICTURE = "timeline.json", "timeline.png"
+PICTURE = "timeline.png"
 
 # Compilations and the choice of kept graphs are over by then.
 RECORDED_STEP = 6

@@ -14,7 +14,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.errors import InputError, first_line
 from megatrain.json_yaml import read_json
-from megatrain.train.folders import TRACKING
+from megatrain.run_folder.layout import TRACKING
 
 _IDS = "runs.json"  # by tracker, what a resumed run is found by
 _SHOWN_AS = {"lr": "learning_rate"}

@@ -46,7 +46,7 @@ def test_a_run_on_two_hosts_goes_on_with_one_rank(megatrain, run_file, tmp_path:
 
     (tmp_path / "ranks").mkdir()
     assert run_ranks(4, tmp_path / "ranks", work) == [("SIGTERM", [(2, 2)])] * 4
-    done = megatrain("train", folder, "--resume")
+    done = megatrain("train", folder, "--resume", "--set", "engine.devices=1")
     assert done.exit_code == 0, done.output
     assert_same_run(tmp_path / "one", tmp_path / "several")
 

@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 import yaml
 
 from megatrain import __version__, config
@@ -38,10 +39,13 @@ MISTAKES = {
     "no such tokenizer": (["model.tokenizer=/none/there"], "/none/there: no such folder"),
     "too long": (["data.sequence_length=65"], "65 is longer than the model allows (64"),
     "no such data": (["data.path=none.txt"], "none.txt"),
-    "bad schedule options": (["schedule.options={bad: 1}"], "schedule: linear cannot be set up"),
+    "bad schedule options": (
+        ["schedule.options={bad: 1}"],
+        "linear has no option bad; it has none",
+    ),
     "schedule option that is not the user's": (
         ["schedule.name=cosine", "schedule.options={last_epoch: 5}"],
-        "schedule: cosine cannot be set up: ",
+        "schedule: cosine has no option last_epoch; its options are num_cycles",
     ),
     "a least rate above the rate": (
         ["schedule.name=cosine_with_min_lr", "schedule.options={min_lr: 0.1}"],
@@ -91,6 +95,59 @@ def test_a_mistake_in_the_run_file(megatrain, run_file, tmp_path, case):
     options = [part for override in overrides for part in ("--set", override)]
     assert_refused(megatrain("train", run_file, *options), expected)
     assert not (tmp_path / "run").exists()
+
+
+EARLY = {
+    "a device that is not there": (["engine.device=cuda:64"], "device 'cuda:64' was asked for", 2),
+    "a schedule": (
+        ["schedule={name: warmup_stable_decay, options: {num_decay_steps: 1, decay_type: x}}"],
+        "schedule: warmup_stable_decay cannot be set up: Unknown decay type: x",
+        2,
+    ),
+    "a packed base of which all is trained": (
+        ["model.base=nf4", "engine.precision=bf16"],
+        "base is 'nf4', but no linear module of the layers is frozen; give an adapter",
+        2,
+    ),
+    "labels that are not shifted": (
+        MISTAKES["labels that are not shifted"][0],
+        MISTAKES["labels that are not shifted"][1],
+        2,
+    ),
+    "a disk without room for what the run writes": (
+        ["model.config.hidden_size=262144", "checkpoint={every: 2, keep: 1}"],
+        "2 checkpoints of 4609.7 GiB and the model take 1075",
+        3,
+    ),
+    "a disk without room for the model": (
+        ["model.config.hidden_size=262144", "checkpoint={every: null, at_end: false}"],
+        "left, and the model takes 1536.6 GiB; free",
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EARLY)
+def test_what_can_be_known_before_data_is_read(megatrain, run_file, case):
+    overrides, expected, code = EARLY[case]
+    options = [part for o in [*overrides, "data.path=none.txt"] for part in ("--set", o)]
+    assert_refused(megatrain("train", run_file, *options), expected, code)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_run_that_takes_the_cpu_says_so(megatrain, run_file, caplog, device):
+    megatrain("train", run_file, *sets(engine__device=device, data__path="none.txt"))
+    assert ("torch sees no GPU here: the run computes on the CPU" in caplog.text) == (
+        device == "auto"
+    )
+
+
+def test_a_rate_that_is_0_throughout_is_said(megatrain, run_file, caplog):
+    for steps in (1, 2):
+        megatrain("train", run_file, *sets(training__steps=steps, data__path="none.txt"))
+        assert ("the learning rate is 0 in every step" in caplog.text) == (steps == 1)
+        caplog.clear()
 
 
 def test_a_disk_that_nothing_rests_on_is_said(megatrain, run_file, tmp_path, monkeypatch, caplog):

@@ -1,6 +1,7 @@
 """A run of several ranks is that of one, whatever happens to a rank on the way."""
 
 import itertools
+import json
 import os
 import signal
 import time
@@ -94,7 +95,10 @@ def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, c
     verify(folder / "checkpoints" / "step-00000003")
     work = run_of(run_file, str(folder), resume=True, at=told)
     assert run_ranks(3, tmp_path / "three", work) == ["SIGTERM"] * 3
-    done = megatrain("train", folder, "--resume")
+    started = json.loads((folder / "environment.json").read_text())
+    assert (started["devices"], started["ranks"], started["hosts"]) == (["cpu"] * 3, 3, 1)
+    assert load(folder).engine.devices == 3  # as it would be started again
+    done = megatrain("train", folder, "--resume", *sets(engine__devices=1))
     assert done.exit_code == 0, done.output
     assert "going on after step 5" in caplog.text
     assert_same_run(tmp_path / "one", tmp_path / "several")

@@ -27,12 +27,14 @@ def test_a_run_leaves_all_it_promises(trained):
     names = {path.name for path in folder.iterdir()}
     pictures = {"loss.png", "timeline.png"}
     files = {"config.yaml", "environment.json", "metrics.jsonl", "timeline.json", "finished.json"}
-    assert names == {*files, *pictures, "checkpoints", "model", ".lock"}
+    assert names == {*files, *pictures, "report.html", "checkpoints", "model", ".lock"}
+    assert "Finished" in (folder / "report.html").read_text()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((folder / "environment.json").read_text())
     assert record["trained_parameters"] == record["parameters"] > 0
     assert record["packages"]["torch"]
+    assert (record["devices"], record["ranks"], record["hosts"]) == (["cpu"], 1, 1)
     assert record["placement"]["slots"] >= 1
     assert "6 steps done" in result.stdout
     assert "step 6/6" in result.stdout

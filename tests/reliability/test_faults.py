@@ -112,7 +112,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     run = toy_run(tmp_path, tokenizer_folder, output__folder=None)
     together = """
 import datetime, os
-import megatrain.train.folders as folders
+import megatrain.run_folder.layout as folders
 class Still(datetime.datetime):
     now = classmethod(lambda kind: kind(2026, 1, 1, 23, 59, 59))
 folders.datetime = Still

@@ -9,21 +9,20 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatrain"
 
 LEVELS = (
-    {"errors", "huge_pages", "seeds", "units"},
+    {"errors", "huge_pages", "seeds", "shipped", "units"},
     {"compat", "disk", "json_yaml"},
     {"loss", "placement", "tile", "telemetry", "kernels", "distributed"},
     {"machine", "optim", "plane_file", "row_ranks"},
     {"config", "device"},
-    {"store", "model", "data"},
+    {"store", "model", "data", "run_folder"},
     {"checkpoint", "disk_staging"},  # they know tiles, files and a disk, no steps
     {"source"},
     {"engine"},
     {"forecast", "whole"},  # the forecast runs the engine's own step, on a device that keeps time
     {"autoplace"},
     {"api", "launch", "plan"},
-    {"generate"},
+    {"generate", "report"},
     {"train", "integrations"},
-    {"report"},
     {"cli"},
     {"__main__"},
 )

@@ -1,5 +1,6 @@
 """The run file: precedence, and one clear line for each mistake."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -117,10 +118,22 @@ def test_null_of_a_key_that_asks_for_nothing_by_default_is_as_if_left_out(load):
             load(MINIMAL, f"{key}=null")
 
 
-def test_null_of_a_section_that_must_be_there_is_missing(load):
-    for name in ("model", "data", "training"):
-        with pytest.raises(InputError, match=rf"--set {name}: missing"):
-            load(MINIMAL, f"{name}=null")
+@pytest.mark.parametrize("text", ["{}", "model: null", "data: {path: a}", MINIMAL + "a: 1"])
+def test_all_that_is_wrong_is_said_at_once(load, text):
+    """With the smallest file that works, which does."""
+    with pytest.raises(InputError) as caught:
+        load(text, *(["data=null", "training=null"] if "a: 1" in text else []))
+    smallest = re.search(r"a run file needs at least (\{.*\}); `megatrain init`", str(caught.value))
+    assert load(smallest[1]).training.steps == 100
+    assert "data.sequence_length: missing" in str(caught.value)
+    assert "training: give either steps or epochs" in str(caught.value)
+    assert ("a: unknown key" in str(caught.value)) == ("a: 1" in text)
+    assert ("model: give either path" in str(caught.value)) == (text != MINIMAL + "a: 1")
+
+
+def test_problems_between_sections_are_said_at_once(load):
+    with pytest.raises(InputError, match=r"base nf4 needs engine.precision bf16.*; training.eval_"):
+        load(MINIMAL, "model.base=nf4", "engine.precision=fp32", "training.eval_every=3")
 
 
 def test_run_files_that_name_no_optimizer_mean_adamw(load):
@@ -269,6 +282,21 @@ MISTAKES = [
     (["engine.placement.slots=x"], "engine.placement: slots should be a valid integer, got 'x'"),
     (["engine.placement.slots=0"], "engine.placement: slots is 0; it must be >= 1"),
     (["engine.placement.resident=head"], "engine.placement: resident should be a list, got"),
+    (
+        ["schedule.name=warmup_stable_decay"],
+        "needs schedule.options: num_decay_steps; its options are num_decay_steps, warmup_type",
+    ),
+    (["schedule={name: cosine_with_min_lr}"], "needs schedule.options: min_lr (a rate) or min_lr_"),
+    (["schedule={name: cosine_with_min_lr, options: {min_lr: null}}"], "options: min_lr (a rate)"),
+    (["schedule={name: cosine_warmup_with_min_lr}"], "needs schedule.options: min_lr (a rate)"),
+    (["schedule={name: linear, options: {a: 1}}"], "linear has no option a; it has none"),
+    (["schedule.options={last_epoch: 1}"], "cosine has no option last_epoch; its options are num_"),
+    (
+        ["schedule={name: warmup_stable_decay, options: {num_stable_steps: 1}}"],
+        "warmup_stable_decay has no option num_stable_steps",
+    ),
+    (["engine={devices: 2, device: 'cuda:1'}"], "2 devices cannot all be cuda:1; take cuda"),
+    (["model.base=fp8", "engine.precision=fp8"], "model.base fp8 needs engine.precision bf16"),
     (["schedule.name=constant", "schedule.warmup_steps=3"], "take constant_with_warmup"),
     (["engine.disk_space=1GiB"], "engine: disk_space needs disk: a folder on the disk"),
     (["engine.disk=d", "engine.disk_space=0GiB"], "engine.disk_space: should be a size above zero"),
@@ -310,7 +338,7 @@ def test_a_mistake_in_the_file_names_the_file(load, tmp_path):
 
 
 def test_the_misspelt_key_is_named_before_the_one_it_leaves_missing(load):
-    with pytest.raises(InputError, match=r"data.sequence_lenght: unknown key.*\(and 1 more\)"):
+    with pytest.raises(InputError, match=r"lenght: unknown key.*data.sequence_length: missing"):
         load(MINIMAL.replace("sequence_length", "sequence_lenght"))
 
 

@@ -30,7 +30,7 @@ OURS = {
         ({"data": {"weight_decay": 1}}, "unknown key; its name here is optimizer.weight_decay"),
         (
             {"stage": "sft", "dataset": "x", "cutoff_len": 8},
-            "such as sft or dpo (and 5 more; docs/coming-from.md has the keys of other trainers)",
+            "; the keys of other trainers: ",
         ),
         ({"training": {"gradient_accumulation_steps": 4}}, "training.batch_size counts the rows"),
     ],

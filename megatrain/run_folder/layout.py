@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -16,6 +17,7 @@ REFERENCES = "references.json"
 CHECKPOINTS = "checkpoints"
 FINISHED = "finished.json"
 TRACKING = "tracking"
+TIMELINE = "timeline.json"
 LOCK = ".lock"
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
@@ -41,8 +43,12 @@ def new_run_folder(folder: str | None, name: str) -> Path:
 
 
 def _free_name(name: str) -> Path:
-    """Runs that begin in one second get those that follow."""
+    """Later by its name than all runs of this name, even where the clock has been set back."""
     moment = datetime.now()
+    for path in _runs_of(name)[-1:]:
+        with suppress(ValueError, OverflowError):  # no time, or the last one that there is
+            last = datetime.strptime(path.name[len(name) + 1 :], "%Y%m%d-%H%M%S")
+            moment = max(moment, last + timedelta(seconds=1))
     while os.path.lexists(path := Path("runs") / f"{name}-{moment:%Y%m%d-%H%M%S}"):
         moment += timedelta(seconds=1)
     return path
@@ -66,16 +72,18 @@ def make_run_folder(folder: str | None, name: str) -> Path:
 def run_to_resume(folder: str | None, name: str) -> Path | None:
     """The folder of an earlier run: `folder`, or the newest one under `runs/` of this name.
 
-    None if there is none, or nothing of a run in it. Newest by the time in its name.
+    None if there is none, or nothing of a run in it. Newest by the time in its name, which is
+    always later than those of the runs before it.
     """
-    if folder is not None:
-        found = [Path(folder).expanduser()]
-    else:
-        pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
-        parent = Path("runs")
-        there = parent.iterdir() if parent.is_dir() else ()
-        found = sorted(path for path in there if pattern.fullmatch(path.name))
-    return next((path for path in reversed(found) if (path / CONFIG).is_file()), None)
+    runs = _runs_of(name) if folder is None else [Path(folder).expanduser()]
+    return next((path for path in reversed(runs) if (path / CONFIG).is_file()), None)
+
+
+def _runs_of(name: str) -> list[Path]:
+    """The folders under `runs/` of this name and a time, in order."""
+    pattern, parent = re.compile(re.escape(name) + r"-\d{8}-\d{6}"), Path("runs")
+    paths = parent.iterdir() if parent.is_dir() else ()
+    return sorted(path for path in paths if pattern.fullmatch(path.name))
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:

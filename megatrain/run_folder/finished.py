@@ -7,7 +7,7 @@ from typing import Any
 from megatrain.config import Config
 from megatrain.disk import write_file
 from megatrain.json_yaml import parse_json
-from megatrain.train.folders import FINISHED, MODEL
+from megatrain.run_folder.layout import FINISHED, MODEL
 
 _MOST_BYTES = 1 << 16
 

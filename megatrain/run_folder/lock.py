@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatrain.errors import InputError
-from megatrain.train.folders import LOCK, require_plain
+from megatrain.run_folder.layout import LOCK, require_plain
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
