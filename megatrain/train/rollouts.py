@@ -85,7 +85,7 @@ class Rollouts:
         self._layout = Layout("chat", length, False, "error", self._pad)
         self._at_once = config.rollout.batch_size or config.training.batch_size * loss.lines
         self._made: Step = []
-        self._left = 0
+        self._left = self._rollouts = self._in_vain = 0
         self.step = 0
         self._server = None if config.rollout.server is None else Served(config, engine, ranks)
 
@@ -169,11 +169,35 @@ class Rollouts:
             micro["advantage"] = advantages[own][:, None].expand(shape).contiguous()
         told |= measured(each_RF, rewards, self._rewards.names) | _described(replies)
         learnt = sum(num_labelled(micro["labels"]) for micro in made)
+        self._rollouts += 1
+        if not learnt or not advantages.any():
+            self._say_what_teaches_nothing(step, masked=not learnt)
         if learnt and self._reference is not None and "reference_logp" not in self._loss.inputs:
             told["kl"] = float(divergence.sum()) / learnt  # GRPO measures its own with each step
         groups = rewards.view(-1, self._loss.lines)
         told["frac_reward_zero_std"] = float((groups == groups[:, :1]).all(1).double().mean())
         return made, told | {f"{name}_seconds": round(each, 6) for name, each in seconds.items()}
+
+    def _say_what_teaches_nothing(self, step: int, *, masked: bool) -> None:
+        self._in_vain += 1
+        times = f"{self._in_vain} of {self._rollouts} rollouts so far"
+        if masked:
+            log.warning(
+                "step %d: no reply has ended, and loss.mask_truncated_completions leaves such out: "
+                "nothing is learnt (%s); raise loss.max_completion_length",
+                step,
+                times,
+            )
+            return
+        against = "reference_logp" in self._loss.inputs
+        log.warning(
+            "step %d: all replies to each prompt are rewarded alike: %s (%s); give rewards that "
+            "tell replies apart, prompts that are neither too easy nor too hard, or more "
+            "loss.num_generations",
+            step,
+            "only loss.beta's divergence is learnt" if against else "nothing is learnt",
+            times,
+        )
 
     def tried(self, prompts: Prompts, stop: Callable[[], bool]) -> list[Reply] | None:
         """One reply to each prompt, with the same random numbers each time; None: given up."""

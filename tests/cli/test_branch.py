@@ -101,6 +101,10 @@ def test_a_fresh_branch_takes_the_weights_alone(megatrain, trained, tmp_path):
         (["--set", "training.batch_size=2"], "begin anew from these weights with --fresh"),
         (["--set", "training.batch_sise=2"], "--set training.batch_sise: unknown key; did you"),
         (["--set", "training.steps=3"], "the run has done 6 steps already"),
+        (
+            ["--set", "optimizer.lr=1e-6"],
+            "has done all of its 6 steps; ask for more with --set trai",
+        ),
     ],
 )
 def test_settings_that_cannot_change(megatrain, trained, tmp_path, options, problem):
@@ -108,6 +112,20 @@ def test_settings_that_cannot_change(megatrain, trained, tmp_path, options, prob
     assert result.exit_code == 2 and problem in result.stderr
     assert result.stderr.count("megatrain: error:") == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_a_branch_of_a_run_that_has_ended_early_is_refused(megatrain, run_file, tmp_path):
+    stopping = {"patience": 1, "min_delta": 9.0}
+    chosen = sets(training__early_stopping=stopping, training__eval_every=1)
+    result = megatrain("train", run_file, *chosen)
+    assert "2 steps done, stopped early" in result.stdout
+    result = megatrain("branch", tmp_path / "run", tmp_path / "new")
+    assert result.exit_code == 2
+    assert "ended early (eval_loss was not better" in result.stderr
+    assert not (tmp_path / "new").exists()
+    on = sets(training__early_stopping=None, training__steps=3)
+    result = megatrain("branch", tmp_path / "run", tmp_path / "new", *on)
+    assert result.exit_code == 0 and "3 steps done" in result.stdout
 
 
 def test_what_is_no_run_and_what_is_no_new_folder(megatrain, trained, tmp_path):

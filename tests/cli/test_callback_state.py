@@ -63,6 +63,11 @@ def test_rates_and_settings_stay_changed(run_file, change):
     assert [record["lr"] for record in again if "lr" in record] == rates(run_file)
 
 
+def test_one_process_is_not_taken_for_several(run_file):
+    with pytest.raises(InputError, match="engine.devices is 2, and this is one process: start"):
+        package.run(run_file, ["engine.devices=2"])
+
+
 class Stops(TrainerCallback):
     """Asks for the run's end at step 3, whose checkpoint is the last thing the process does."""
 

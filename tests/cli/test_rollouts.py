@@ -42,6 +42,9 @@ async def later(completions, **kwargs):
 def even(completion_ids, **kwargs):
     return [sum(each % 2 == 0 for each in ids) / len(ids) for ids in completion_ids]
 
+def alike(completions, trainer_state, **kwargs):
+    return [float(n % 3 if trainer_state.global_step == 1 else 1) for n in range(len(completions))]
+
 def nothing(completions, **kwargs):
     return [None] * len(completions)
 
@@ -422,6 +425,60 @@ def test_a_step_whose_replies_nobody_rewards_ends_the_run(megatrain, rollout_fil
     )
     assert "failed" in read(file.parent / "run")[0]
     assert not (file.parent / "run" / "model").exists()
+
+
+IN_VAIN = {
+    "only loss.beta's divergence is learnt (2 of 3 rollouts so far)": {"beta": 0.1},
+    "all replies to each prompt are rewarded alike: nothing is learnt (2 of 3": {},
+    "no reply has ended, and loss.mask_truncated_completions leaves such out: nothing is": {
+        "mask_truncated_completions": True, "max_completion_length": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", IN_VAIN)
+def test_steps_that_learn_nothing_of_rewards_are_said(megatrain, rollout_file, caplog, words):
+    file = rollout_file({"name": "grpo"} | IN_VAIN[words], ("alike",))
+    assert megatrain("train", file, *sets(training__steps=3)).exit_code == 0
+    assert words in caplog.text and "step 3: " in caplog.text
+    assert ("step 2: " in caplog.text) == ("no reply has ended" in words)
+
+
+def test_rloo_learns_the_divergence_where_rewards_are_alike(megatrain, rollout_file, tmp_path):
+    """After a step that has moved the model; without beta there is nothing to learn."""
+    for beta in (0.0, 0.5):
+        file = rollout_file({"name": "rloo", "beta": beta}, ("alike",))
+        folder = tmp_path / f"beta-{beta}"
+        chosen = sets(training__steps=3, output__folder=str(folder))
+        assert megatrain("train", file, *chosen).exit_code == 0
+        norms = [record["grad_norm"] for record in read(folder)]
+        assert norms[0] == 0 < norms[1] and (norms[2] > 0) == (beta > 0)
+
+
+DRAWS = {
+    "temperature": {"temperature": 0.01},
+    "top_p": {"top_p": 1e-6},
+    "top_k": {"top_k": 1},
+    "repetition_penalty": {"top_k": 1, "repetition_penalty": 1e9},
+}
+
+
+@pytest.mark.parametrize("setting", DRAWS)
+def test_replies_are_drawn_as_the_run_file_says(megatrain, rollout_file, tmp_path, setting):
+    def replies(**rollout):
+        file = rollout_file({"name": "grpo"}, **rollout)
+        (tmp_path / "rewards.py").write_text(NOTE)
+        (tmp_path / "noted").unlink(missing_ok=True)
+        again = sets(rollout__rewards=["rewards.py:note"], training__steps=1)
+        again += sets(output__folder=str(tmp_path / f"run-{len(list(tmp_path.iterdir()))}"))
+        assert megatrain("train", file, *again).exit_code == 0
+        (line,) = (tmp_path / "noted").read_text().splitlines()
+        return json.loads(line)[1]
+
+    groups = [replies(**DRAWS[setting])[at : at + 3] for at in range(0, 12, 3)]
+    assert all(reply == group[0] for group in groups for reply in group)
+    twice = any(len(set(reply)) < len(reply) for group in groups for reply in group)
+    assert not (twice and "repetition_penalty" in DRAWS[setting])
 
 
 def test_a_step_whose_replies_nobody_rewards_may_be_left_out(megatrain, rollout_file, tmp_path):

@@ -130,8 +130,8 @@ def test_advantages_compare_replies_to_one_prompt() -> None:
     batch = GRPO(num_generations=3, scale_rewards="batch").advantages(rewards, nothing)
     there = rewards[~rewards.isnan()]
     torch.testing.assert_close(batch, none / (there.std() + 1e-4))
-    left = RLOO(beta=0.5, num_generations=3).advantages(rewards, torch.full((9,), 2.0))
-    assert left.tolist() == [-3, -1.5, 4.5, 0, 0, 0, 0, 1, -1]
+    left = RLOO(beta=0.5, num_generations=3).advantages(rewards, torch.arange(9.0))
+    assert left.tolist() == [-2.25, -1.5, 3.75, 0.75, 0, -0.75, 0, 1.5, -1.5]
     scaled = RLOO(num_generations=3, normalize_advantages=True).advantages(rewards, nothing)
     assert scaled.nanmean() == pytest.approx(0, abs=1e-6)
     with pytest.raises(InputError, match="8 rewards are not of whole groups of 3"):

@@ -178,6 +178,18 @@ def test_the_newest_run_of_a_name_is_found(tmp_path, monkeypatch):
     assert run_to_resume("elsewhere", "a") is None
 
 
+def test_the_last_run_is_the_newest_after_the_clock_was_set_back(tmp_path, monkeypatch):
+    """As an hour is, each autumn; a name that is no time, or the last of all, costs no run."""
+    monkeypatch.chdir(tmp_path)
+    for before in ("a-29991231-235959", "a-99999999-999999"):
+        (tmp_path / "runs" / before).mkdir(parents=True)
+        (tmp_path / "runs" / before / "config.yaml").touch()
+        made = make_run_folder(None, "a")
+        (made / "config.yaml").touch()
+        if before < "a-3":
+            assert str(made) == "runs/a-30000101-000000" == str(run_to_resume(None, "a"))
+
+
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
