@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.errors import InputError, first_line
+from megatrain.errors import InputError, first_line, in_one_line
 from megatrain.json_yaml import parse_json
 from megatrain.units import MIB
 
@@ -48,8 +48,9 @@ def load_tokenizer(
         if not _is_failure(error):
             raise
         remedy = "check the files" if local else "check the name, or fetch it once with a network"
+        reason = in_one_line(error, 300)
         raise InputError(
-            f"cannot load a tokenizer from {str(path_or_id)!r}: {first_line(error)} ({remedy})"
+            f"cannot load a tokenizer from {str(path_or_id)!r}: {reason} ({remedy})"
         ) from error
     kind, template = type(tokenizer).__name__, getattr(tokenizer, "chat_template", None)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):

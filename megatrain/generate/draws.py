@@ -15,7 +15,21 @@ from transformers import (
 )
 
 from megatrain.distributed import Ranks
+from megatrain.errors import RunFailed
 from megatrain.seeds import derived_seed
+
+
+class OnlyNumbers(LogitsProcessor):
+    """Ends where logits are NaN or infinite, of which torch draws nothing, or anything."""
+
+    def __call__(self, input_ids: Tensor, scores_RV: Tensor) -> Tensor:
+        """The logits as they are. Raises RunFailed: of some row none is the largest."""
+        if not scores_RV.amax(-1).isfinite().all():
+            raise RunFailed(
+                "the model's logits are NaN or infinite, so no token can be drawn: its weights, or "
+                "numbers in its config.json, are damaged; look at both"
+            )
+        return scores_RV
 
 
 class OwnDraws(LogitsProcessor):

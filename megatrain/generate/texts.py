@@ -17,7 +17,7 @@ from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.generate.cache_trials import cache_bytes, check_cache, heeds_mask, takes_cache
-from megatrain.generate.draws import drawn_apart
+from megatrain.generate.draws import OnlyNumbers, drawn_apart
 from megatrain.generate.sampling import Sampling
 from megatrain.generate.talk_cache import Kept
 from megatrain.generate.text_model import Recomputed, TextModel
@@ -121,6 +121,7 @@ def continued(
             more = {} if past is None else {"past_key_values": past}
             if apart:
                 more |= drawn_apart(settings, sampling.seed, asked, len(mine), share, device)
+            more["logits_processor"] = [OnlyNumbers(), *more.get("logits_processor", ())]
             batch = _padded([ids[row] for row in asked], width, pad, device)
             made = model.generate(
                 **batch, **more, generation_config=settings, tokenizer=tokenizer, streamer=streamer

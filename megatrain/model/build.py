@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,13 +52,23 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     Raises:
         InputError: there is none, or it is not one that transformers knows.
     """
-    if (folder / "config.json").exists():
-        read_json(folder / "config.json")  # bounded in size and nesting, each key once
+    if (path := folder / "config.json").exists():
+        _refuse_nan(read_json(path), path)  # bounded in size and nesting, each key once
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each configuration class has its own checks and error types
         reason = in_one_line(error, LONGEST_REASON)
         raise InputError(f"cannot read the model configuration in {folder}: {reason}") from error
+
+
+def _refuse_nan(value: Any, path: Path, name: str = "") -> None:
+    """Raises InputError: a number is none. Infinite ones are bounds in some families."""
+    if isinstance(value, float) and math.isnan(value):
+        raise InputError(f"{path}: {name} is NaN; correct it, or download the file again")
+    parts = value.items() if isinstance(value, dict) else ()
+    parts = enumerate(value) if isinstance(value, list) else parts
+    for key, each in parts:
+        _refuse_nan(each, path, f"{name}.{key}" if name else str(key))
 
 
 def empty_model(
@@ -152,6 +163,14 @@ def build(
             model = make(copy.deepcopy(config), **options)
     except Exception as error:  # whatever a model makes of impossible sizes
         reason = in_one_line(error, LONGEST_REASON)
+        text = config.get_text_config(decoder=True)
+        if "padding_idx" in reason.lower():  # torch's word for a token that no user has named so
+            last = getattr(text, "vocab_size", 0) - 1
+            raise InputError(
+                f"pad_token_id is {text.pad_token_id}, and the table of the {config.model_type} "
+                f"has the tokens 0 to {last}; set pad_token_id in its config.json (or in "
+                "model.config) to one of them, or to null"
+            ) from error
         raise InputError(f"cannot build a {config.model_type} causal model: {reason}") from error
     model.tie_weights()
     return model.train()

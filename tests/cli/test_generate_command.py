@@ -1,8 +1,10 @@
 """`megatrain generate`: where prompts come from, and where texts go."""
 
 import json
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
@@ -87,3 +89,23 @@ def test_a_prompt_is_needed(megatrain, trained):
 def test_a_model_without_a_template_cannot_chat(trained):
     result = CliRunner().invoke(app, ["chat", str(trained[0]), *OPTIONS], input="hello\n")
     assert result.exit_code == 2 and "has no chat template" in result.stderr
+
+
+@pytest.mark.parametrize("drawn", [(), ("--temperature", "0")], ids=["drawn", "likeliest"])
+def test_what_is_no_number_is_said(megatrain, trained, tmp_path, drawn):
+    """In a configuration, and in weights: torch draws of NaN with a traceback, or token 0."""
+    model, options = tmp_path / "model", ["--prompt", "the cat", *OPTIONS[:2], *OPTIONS[4:], *drawn]
+    shutil.copytree(trained[0] / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    damaged = config | {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}
+    (model / "config.json").write_text(json.dumps(damaged))
+    result = megatrain("generate", model, *options)
+    assert result.exit_code == 2
+    assert "config.json: rope_parameters.rope_theta is NaN; correct it" in result.stderr
+    (model / "config.json").write_text(json.dumps(config))
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    result = megatrain("generate", model, *options)
+    assert result.exit_code == 4 and "Traceback" not in result.stderr
+    assert "error: the model's logits are NaN or infinite, so no token can be" in result.stderr
