@@ -121,14 +121,21 @@ def _host_refusal(
     )  # fmt: skip
     limit = machine if host_memory is None else min(machine, host_memory)
     binds = limit - process < available + MIB  # and not what other programs have left
+    allowed = limit if binds else available + process
+    total, lasting = sum(needs.values()), sum(needs[name] for name in _LASTING)
+    whatever = lasting + needs["the process itself"]  # however small the micro-batches are
     remedies = [
-        *(["raise host_memory"] if binds and limit == host_memory else []),
-        *(["take smaller micro-batches"] if whole_step else []),
+        *(["raise host_memory"] if binds and limit == host_memory and total <= machine else []),
+        *(["take smaller micro-batches"] if whole_step and whatever <= allowed else []),
+        *(["keep fewer bits (states: int8)"] if needs["moments"] > total - allowed else []),
+        *(["train an adapter (LoRA)"] if needs["moments"] and lasting > allowed else []),
         "train a smaller model",
         *(["let tiles rest on the GPU"] if has_gpu else []),
     ]
-    allowed = limit if binds else available + process
     return _refusal("host", needs, 0, allowed) + "; " + ", or ".join(remedies)
+
+
+_LASTING = ("weights", "remainder", "moments", "gradients")
 
 
 def _refusal(place: str, needs: Counter[str], rest: int, allowed: int) -> str:

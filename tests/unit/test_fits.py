@@ -219,6 +219,25 @@ def test_host_memory_is_refused_before_it_is_taken() -> None:
     assert device.on_host == 0
 
 
+SMALL = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 999}
+HUGE = {"hidden_size": 65536, "intermediate_size": 65536}
+REMEDIES = {
+    "raise host_memory, or take smaller micro-batches, or train a smaller model": ({}, 64),
+    "train an adapter (LoRA), or train a smaller model": (HUGE, 2),
+}
+
+
+@pytest.mark.parametrize("remedies", REMEDIES)
+def test_remedies_are_those_that_would_help(remedies: str) -> None:
+    """Of a model that is too large itself no micro-batch is small enough, nor any limit."""
+    sizes, rows = REMEDIES[remedies]
+    model = LlamaConfig(**SMALL | sizes)
+    limit = process_bytes() + 512 * MIB
+    step = {"tokens_per_step": rows * 512, "sequence_length": 512, "micro_batch": rows}
+    with pytest.raises(DoesNotFit, match=re.escape(f" too few; {remedies}") + "$"):
+        Engine(model, optimizer=AdamW(), host_memory=limit, device="cpu", **step)
+
+
 def taken(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """This process takes so many bytes, whatever else happens on the machine."""
     for module in (memory, fits):
