@@ -93,11 +93,15 @@ app.command()(plan)
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Change a key; may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="PATH=VALUE",
+        help="Change a key of the run file, as optimizer.lr=1e-5. It may be given several times.",
+    ),
 ]
 BaseModel = Annotated[
     str | None,
-    typer.Option(metavar="PLACE", help="Where the base of its adapter is, if it has moved."),
+    typer.Option(metavar="PLACE", help="Say where the base of the adapter is, if it has moved."),
 ]
 Precision = Literal["bf16", "fp32"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -124,9 +128,28 @@ def common(
 
 
 @app.command()
+def init(
+    run: Annotated[Path, typer.Argument(help="The run file to write; it must be new.")] = Path(
+        "run.yaml"
+    ),
+    example: Annotated[
+        Literal["chat", "lora", "dpo", "grpo", "demo"],
+        typer.Option(help="What the run file is for; chat explains every key."),
+    ] = "chat",
+) -> None:
+    """Write a run file to begin from."""
+    from megatrain.cli.init import write_example
+
+    for path in write_example(example, run):
+        print(path)
+    print(f"Set model.path and data.path there, then: megatrain train {run}")
+
+
+@app.command()
 def train(
     run: Annotated[
-        Path, typer.Argument(help="The run file (YAML); with --resume also a run's folder.")
+        Path,
+        typer.Argument(help="The run file (YAML). With --resume it may be the folder of a run."),
     ],
     overrides: Overrides = None,
     resume: Annotated[
@@ -134,7 +157,7 @@ def train(
         typer.Option(
             "--resume",
             help="Go on with the run in output.folder, or else with the newest run of this name "
-            "in runs/, from its newest whole checkpoint; begin if there is none.",
+            "in runs/, from its newest whole checkpoint. Where there is none, the run begins.",
         ),
     ] = False,
 ) -> None:
@@ -151,14 +174,14 @@ def train(
 
 @app.command()
 def branch(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
-    new: Annotated[Path, typer.Argument(help="Folder of the new run; must be new or empty.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a run, or one of its checkpoints.")],
+    new: Annotated[Path, typer.Argument(help="The new run's folder. It must be new or empty.")],
     overrides: Overrides = None,
     fresh: Annotated[
         bool,
         typer.Option(
             "--fresh",
-            help="Take the weights alone and begin at step 1: everything but the model may change.",
+            help="Take the weights alone and begin at step 1. Everything but the model may change.",
         ),
     ] = False,
 ) -> None:
@@ -177,8 +200,8 @@ def branch(
 def data(
     run: Annotated[Path, typer.Argument(help="The run file (YAML).")],
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 2,
-    html: Annotated[Path | None, typer.Option(help="Also write it as a page, with more.")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Show so many rows.")] = 2,
+    html: Annotated[Path | None, typer.Option(help="Also write a page to this file.")] = None,
 ) -> None:
     """Show the data of a run as it will be trained on; the model's weights are not needed.
 
@@ -191,13 +214,14 @@ def data(
 
 @app.command()
 def export(
-    run: Annotated[str, typer.Argument(help="A run's folder, a checkpoint, or a model folder.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write; must be new or empty.")],
+    run: Annotated[str, typer.Argument(help="The folder of a run, of a checkpoint or of a model.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write. It must be new or empty.")],
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Dtype of the tensors; as they are by default.")
+        Dtype | None, typer.Option(help="Write tensors in this dtype; otherwise as they are.")
     ] = None,
     merged: Annotated[
-        bool, typer.Option("--merged", help="With its adapter merged into it, not that alone.")
+        bool,
+        typer.Option("--merged", help="Write the model with its adapter merged."),
     ] = False,
     base_model: BaseModel = None,
 ) -> None:
@@ -212,46 +236,60 @@ def export(
 
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="A run's folder, a checkpoint, a model folder, or a hub id.")
+    str, typer.Argument(help="The folder of a run, of a checkpoint or of a model, or a hub id.")
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to add at most.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Add at most so many tokens.")]
 Temperature = Annotated[
     float | None,
-    typer.Option(min=0.0, help="0: always the likeliest. As the model says, or 0.8."),
+    typer.Option(
+        min=0.0,
+        help="Draw at this temperature; 0 takes the likeliest token. The default is the model's "
+        "own, or 0.8.",
+    ),
 ]
 TopP = Annotated[
     float | None,
     typer.Option(
-        min=0.0, max=1.0, help="The likeliest tokens up to this. As the model says, or 0.95."
+        min=0.0,
+        max=1.0,
+        help="Draw from the likeliest tokens whose probabilities add up to this. The default is "
+        "the model's own, or 0.95.",
     ),
 ]
 TopK = Annotated[
-    int | None, typer.Option(min=0, help="So many of the likeliest tokens at most; 0: all.")
+    int | None,
+    typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0 means all of them."),
 ]
 RepetitionPenalty = Annotated[
-    float | None, typer.Option(min=0.01, help="Above 1: what was said becomes less likely.")
+    float | None,
+    typer.Option(min=0.01, help="Above 1, make tokens less likely that are there already."),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=seeds.LARGEST)]
-PrecisionOption = Annotated[Precision, typer.Option(help="Compute dtype.")]
+Seed = Annotated[
+    int, typer.Option(min=0, max=seeds.LARGEST, help="Draw with this seed of random numbers.")
+]
+PrecisionOption = Annotated[Precision, typer.Option(help="Compute in this dtype.")]
 
 
 @app.command()
 def generate(
     model: ModelArgument,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="The text to continue; may be repeated.")
+        list[str] | None, typer.Option(help="Continue this text. It may be given several times.")
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="A prompt a line; or .jsonl with `prompt` or `messages`."),
+        typer.Option(
+            help="Continue the prompts of this file: one on each line, or in a .jsonl file "
+            "`prompt` or `messages`."
+        ),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="A text is a message, put into the chat template.")
+        bool, typer.Option("--chat", help="Take each text as a message, by the chat template.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Write prompts and completions to this new file (.jsonl).")
+        Path | None, typer.Option(help="Write prompts and completions to this new .jsonl file.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts continued together.")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Continue so many prompts together.")] = 16,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -281,7 +319,7 @@ def generate(
 @app.command()
 def chat(
     model: ModelArgument,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    system: Annotated[str | None, typer.Option(help="Begin with this system message.")] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -306,12 +344,15 @@ def chat(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or a result of bench step (JSON).")],
+    run: Annotated[
+        Path, typer.Argument(help="The folder of a run, or a result of `bench step` (JSON).")
+    ],
     output: Annotated[
-        Path | None, typer.Option(help="The page to write; in the folder by default.")
+        Path | None, typer.Option(help="Write the page to this file; otherwise into the folder.")
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option(help="A trace of bench step --timeline; a run has its own.")
+        Path | None,
+        typer.Option(help="Show this trace of `bench step --timeline`; a run has its own."),
     ] = None,
 ) -> None:
     """Show a run as one HTML page: curves, throughput, memory, and where a step's time went."""

@@ -34,14 +34,15 @@ def _known_shape(name: str) -> str:
     return name
 
 
-Disk = Annotated[str | None, typer.Option(help="Folder on the disk that planes may rest on.")]
+Disk = Annotated[str | None, typer.Option(help="Let planes rest in this folder on a disk.")]
 Documents = Annotated[
-    int | None, typer.Option(min=1, help="Pack each row of so many, of random lengths.")
+    int | None, typer.Option(min=1, help="Pack each row of so many documents, of random lengths.")
 ]
 
 
 TimelineFile = Annotated[
-    Path | None, typer.Option(help="File for one step's Perfetto trace; its picture beside.")
+    Path | None,
+    typer.Option(help="Write one step's Perfetto trace to this file, and its picture beside."),
 ]
 
 
@@ -53,14 +54,19 @@ def cases() -> None:
 @bench.command()
 def step(
     shape: Annotated[
-        str, typer.Option(callback=_known_shape, help=f"Size of Qwen2.5: {', '.join(SHAPES)}.")
+        str,
+        typer.Option(
+            callback=_known_shape, help=f"Take this size of Qwen2.5: {', '.join(SHAPES)}."
+        ),
     ],
-    sequences: Annotated[int, typer.Option(min=1, help="Rows of one optimizer step.")] = 96,
-    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
+    sequences: Annotated[int, typer.Option(min=1, help="Take so many rows a step.")] = 96,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Take so many tokens a row.")] = 1024,
     micro_batch: Annotated[
-        str, typer.Option(help="Rows of a micro-batch, or auto: chosen with the placement.")
+        str, typer.Option(help="Take so many rows at once; auto chooses with the placement.")
     ] = "16",
-    max_grad_norm: Annotated[float, typer.Option(min=0.0, help="0: no clipping.")] = 1.0,
+    max_grad_norm: Annotated[
+        float, typer.Option(min=0.0, help="Clip by this global norm; 0 does not clip.")
+    ] = 1.0,
     precision: ComputeDtype = None,
     optimizer: OptimizerName = "adamw",
     states: States = None,
@@ -69,16 +75,24 @@ def step(
     lora_r: LoraRank = 0,
     base: FrozenBase = "bf16",
     placement: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A choice of it; repeatable.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Set a choice of the placement. It may be given several times.",
+        ),
     ] = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     disk: Disk = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Only so many layers.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Take only so many layers.")] = None,
     documents: Documents = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 5,
-    seed: Annotated[int, typer.Option(min=0, max=2**32)] = 0,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Take so many steps before the measured ones.")
+    ] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Measure so many steps.")] = 5,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32, help="Draw tokens and weights with this seed.")
+    ] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     timeline: TimelineFile = None,
 ) -> None:

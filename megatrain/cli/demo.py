@@ -5,15 +5,14 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import megatrain
 from megatrain import config
 from megatrain.cli.generate import Where, print_texts
 from megatrain.cli.train import say_end
 from megatrain.data import stdlib_corpus, train_bpe_tokenizer
 from megatrain.disk import whole_folder
-from megatrain.errors import InputError
 from megatrain.generate import Sampling
 from megatrain.run_folder.layout import METRICS
+from megatrain.shipped import shipped
 from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import Outcome, train
@@ -32,7 +31,7 @@ def run_demo(overrides: Sequence[str]) -> None:
     Raises:
         InputError: an override cannot be used.
     """
-    run_file = config.load(_run_file(), overrides)
+    run_file = config.load(shipped("examples/demo.yaml"), overrides)
     write_corpus_and_tokenizer()
     outcome = train(run_file, "demo")
     if outcome.stopped:
@@ -50,16 +49,6 @@ def run_demo(overrides: Sequence[str]) -> None:
     print(f"\nThe run is in {outcome.folder}; more of it:")
     print(f"  megatrain report {outcome.folder}")
     print(f"  megatrain generate {outcome.folder} --prompt 'import ' --precision fp32")
-
-
-def _run_file() -> Path:
-    """`examples/demo.yaml`: inside an installed package, or beside it in a checkout."""
-    package = Path(megatrain.__file__).parent
-    for folder in (package, package.parent):
-        path = folder / "examples" / "demo.yaml"
-        if path.is_file():
-            return path
-    raise InputError("examples/demo.yaml is missing from this installation")
 
 
 def write_corpus_and_tokenizer() -> None:

@@ -19,28 +19,42 @@ from megatrain.cli.options import (
 from megatrain.telemetry.log import passing
 
 Picture = Annotated[
-    Path | None, typer.Option(help="Draw where the bytes rest: a name in .png, .svg or .pdf.")
+    Path | None, typer.Option(help="Draw where the bytes rest into this .png, .svg or .pdf file.")
 ]
-TotalTokens = Annotated[float | None, typer.Option(min=1, max=1e18, help="Of the whole run: 1e9.")]
+TotalTokens = Annotated[
+    float | None,
+    typer.Option(min=1, max=1e18, help="Count with so many tokens of the whole run, as 1e9."),
+]
 DiskTbw = Annotated[
-    float | None, typer.Option(min=1, max=1e9, help="Terabytes that a drive may be written: 600.")
+    float | None,
+    typer.Option(
+        min=1, max=1e9, help="Count with so many terabytes that the drive may be written, as 600."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="PATH=VALUE", help="Override a key of the run file."),
+    typer.Option(
+        "--set",
+        metavar="PATH=VALUE",
+        help="Change a key of the run file. It may be given several times.",
+    ),
 ]
 Network = Annotated[
     float | None,
-    typer.Option(min=0.01, max=1e5, help="GB/s of a host to others, each way; 12.5 (100 Gbit/s)."),
+    typer.Option(
+        min=0.01,
+        max=1e5,
+        help="Count with so many GB/s between hosts, each way; the default is 12.5 (100 Gbit/s).",
+    ),
 ]
 
 
 def doctor(
     device: DeviceName = "auto",
     folder: Annotated[
-        Path, typer.Option(help="Where runs are written; its disk is measured.")
+        Path, typer.Option(help="Measure the disk of this folder, where runs are written.")
     ] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Measure this machine and say what is wrong or slow.
 
@@ -52,31 +66,59 @@ def doctor(
 
 
 def plan(
-    run: Annotated[Path | None, typer.Argument(help="A run file (YAML); or give --model.")] = None,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run file (YAML). Give it, or --model.")
+    ] = None,
     overrides: Overrides = None,
     model: Annotated[
-        str | None, typer.Option(help="A shape (7B), a folder, a config.json, or a hub id.")
+        str | None,
+        typer.Option(
+            help="Plan for this model: a shape (7B), a folder, a config.json or a hub id."
+        ),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="Such as 4090 or H200; this one's.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Plan for this GPU, as 4090 or H200; the default is the one here."),
+    ] = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="Of the CPU.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="A step; 98304.")] = None,
-    sequence_length: Annotated[int | None, typer.Option(min=2, help="Tokens a row; 1024.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="Rows at once; chosen.")] = None,
+    cores: Annotated[
+        int | None, typer.Option(min=1, help="Count with so many cores of the CPU.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Take so many tokens a step; the default is 98304.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="Take so many tokens a row; the default is 1024.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Take so many rows at once; otherwise chosen.")
+    ] = None,
     total_tokens: TotalTokens = None,
-    gpus: Annotated[int | None, typer.Option(min=1, max=64, help="Of each host; 1.")] = None,
-    hosts: Annotated[int, typer.Option(min=1, max=1024, help="With --gpus each.")] = 1,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Plan for so many GPUs on each host; the default is 1."),
+    ] = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, max=1024, help="Plan for so many hosts, with --gpus each.")
+    ] = 1,
     network: Network = None,
-    clip: Annotated[bool | None, typer.Option("--clip/--no-clip", help="Exactly; on.")] = None,
+    clip: Annotated[
+        bool | None,
+        typer.Option(
+            "--clip/--no-clip", help="Clip by the exact norm of all gradients; on by default."
+        ),
+    ] = None,
     precision: ComputeDtype = None,
     states: States = None,
     master: Master = None,
     lora_r: LoraRank = 0,
     base: FrozenBase = "bf16",
-    disk_space: Annotated[str | None, typer.Option(help="For planes on a disk: 200GiB.")] = None,
+    disk_space: Annotated[
+        str | None, typer.Option(help="Let planes take so much of a disk, as 200GiB.")
+    ] = None,
     disk_tbw: DiskTbw = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     picture: Picture = None,
 ) -> None:
     """Say whether a run fits, what it will take and how long, before anything is allocated.

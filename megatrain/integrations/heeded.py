@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from megatrain.errors import InputError
 from megatrain.integrations import taken
+from megatrain.shipped import shipped
 
 _REPLACED = "the engine takes its place and never calls it; leave it out"
 _UNKNOWN = "this version of MegaTrain does not know it; leave it out"
@@ -30,7 +31,9 @@ def check_class(kind: type, mixed_in: type) -> None:
     if other is not None or not library:
         name = kind.__name__ if other is None else other.__name__
         refuse(
-            name, "take Trainer, SFTTrainer, DPOTrainer or RewardTrainer; others: docs/losses.md"
+            name,
+            "take Trainer, SFTTrainer, DPOTrainer or RewardTrainer; others: "
+            f"{shipped('docs/losses.md')}",
         )
     for name in decisive_methods(kind):
         owner = next(c for c in kind.__mro__ if c is not mixed_in and name in vars(c))

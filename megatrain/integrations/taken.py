@@ -6,6 +6,10 @@ a step here; all others are refused. A name that these tables lack is refused wh
 overrides it or an argument differs from its default.
 """
 
+from megatrain.shipped import shipped
+
+_LOSSES = shipped("docs/losses.md")
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -51,8 +55,8 @@ REFUSED_METHODS = {  # with what to do about it; "": the engine takes its place
         ),
         "",
     ),
-    "compute_loss": "the engine's loss here is cross entropy; others: docs/losses.md",
-    "_compute_loss": "the engine's loss here is DPO; others: docs/losses.md",
+    "compute_loss": f"the engine's loss here is cross entropy; others: {_LOSSES}",
+    "_compute_loss": f"the engine's loss here is DPO; others: {_LOSSES}",
     "loss_is_scaled_for_ga": "take it away; override _get_num_items_in_batch to divide otherwise",
 }
 
