@@ -65,9 +65,8 @@ def _refuse_nan(value: Any, path: Path, name: str = "") -> None:
     """Raises InputError: a number is none. Infinite ones are bounds in some families."""
     if isinstance(value, float) and math.isnan(value):
         raise InputError(f"{path}: {name} is NaN; correct it, or download the file again")
-    parts = value.items() if isinstance(value, dict) else ()
-    parts = enumerate(value) if isinstance(value, list) else parts
-    for key, each in parts:
+    of_list = enumerate(value) if isinstance(value, list) else ()
+    for key, each in value.items() if isinstance(value, dict) else of_list:
         _refuse_nan(each, path, f"{name}.{key}" if name else str(key))
 
 

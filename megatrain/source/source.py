@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -124,7 +124,9 @@ class Alike:
     config: PreTrainedConfig
 
 
-Opens = PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | Resumed | Source | str | Path
+Opens: TypeAlias = (
+    PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | Resumed | Source | str | Path
+)
 """What an engine opens."""
 
 

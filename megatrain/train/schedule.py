@@ -74,7 +74,7 @@ def check_schedule(config: Config, total_steps: int) -> None:
             lr = config.optimizer.settings["lr"]
             stand_in = SGD([torch.zeros(1)], lr=lr)
             (rate,) = make_schedule(config, stand_in, total_steps, done).get_last_lr()
-            rates.add(rate)
+            rates.add(float(rate))
             if not 0 <= rate < math.inf:
                 raise InputError(
                     f"schedule: {config.schedule.name} makes the learning rate of step {done + 1} "
