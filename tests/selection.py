@@ -109,6 +109,7 @@ NEAR: dict[str, tuple[str, ...]] = {
         "tests/parity/test_base.py",
         "tests/parity/test_quantised_folders.py",
     ),
+    "megatrain/run_folder": RUNS,
     "megatrain/train": RUNS,
     "benchmarks": ("tests/cli/test_bench.py", "tests/unit/test_rivals.py"),
     "docs": ("tests/cli/test_tutorial.py",),
