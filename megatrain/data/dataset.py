@@ -23,7 +23,7 @@ from megatrain.data.row_packing import (
 )
 from megatrain.data.sources import Kind
 from megatrain.data.teacher_file import TeacherFile
-from megatrain.data.token_store import DocumentStore
+from megatrain.data.token_store import TokenStore
 from megatrain.errors import InputError
 from megatrain.units import align
 
@@ -107,9 +107,7 @@ class PackedDataset:
 
     beside: TeacherFile | None = None
 
-    def __init__(
-        self, store: DocumentStore, documents: Segments, layout: Layout, part: str
-    ) -> None:
+    def __init__(self, store: TokenStore, documents: Segments, layout: Layout, part: str) -> None:
         self.store = store
         self.documents = documents
         self._layout = layout
@@ -241,7 +239,7 @@ class PackedDataset:
 _log = logging.getLogger("megatrain.data")
 
 
-def choose(store: DocumentStore, layout: Layout, seed: int) -> Segments:
+def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
     """The documents to learn from, shuffled, conversations not longer than a row.
 
     Raises:
@@ -264,7 +262,7 @@ def choose(store: DocumentStore, layout: Layout, seed: int) -> Segments:
 
 
 def _shorten(
-    store: DocumentStore, lengths: NDArray[np.int64], learnable: NDArray[np.bool_], layout: Layout
+    store: TokenStore, lengths: NDArray[np.int64], learnable: NDArray[np.bool_], layout: Layout
 ) -> NDArray[np.int64]:
     """Lengths after the rule for overlong conversations; 0 for dropped ones."""
     limit = layout.sequence_length
@@ -287,9 +285,7 @@ def _shorten(
     return lengths
 
 
-def _report_alike(
-    store: DocumentStore, lengths: NDArray[np.int64], whole: NDArray[np.bool_]
-) -> None:
+def _report_alike(store: TokenStore, lengths: NDArray[np.int64], whole: NDArray[np.bool_]) -> None:
     """Warn of pairs whose replies differ only after the place where both are cut."""
     documents = store.documents()
     cut = (documents["end"] - documents["begin"] > lengths).reshape(-1, 2).all(1)
@@ -307,7 +303,7 @@ def _report_alike(
         )  # fmt: skip
 
 
-def _report_unlearnable(store: DocumentStore, learnable: NDArray[np.bool_], kind: Kind) -> None:
+def _report_unlearnable(store: TokenStore, learnable: NDArray[np.bool_], kind: Kind) -> None:
     useless = np.flatnonzero(~learnable)
     if len(useless) == 0:
         return

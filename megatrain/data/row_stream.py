@@ -13,15 +13,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatrain.data.dataset import Layout, MicroBatch, Overlong, PackedDataset, choose
+from megatrain.data.dataset import Layout, MicroBatch, PackedDataset, choose
 from megatrain.data.encoder import Encoder
 from megatrain.data.examples import BEFORE_ALL, Examples
 from megatrain.data.row_packing import Ints, shuffled
 from megatrain.data.text import Document
-from megatrain.data.token_store import MemoryStore
+from megatrain.data.token_store import TokenStore, memory_store
 from megatrain.errors import InputError
 from megatrain.shipped import shipped
 
@@ -42,18 +42,6 @@ class BlockStart(NamedTuple):
     source: int
     line: int
     digest: str = ""
-
-
-@dataclass(frozen=True)
-class StreamSettings:
-    """How documents become rows."""
-
-    sequence_length: int
-    packing: bool
-    overlong: Overlong
-    pad_id: int
-    seed: int
-    block_tokens: int
 
 
 @dataclass(frozen=True)
@@ -78,6 +66,8 @@ class Block:
 class RowStream:
     """The endless rows of some sources, by their number; any thread may ask.
 
+    Args: `layout` of rows, of whatever kind the sources are; `block_tokens`: shuffled together.
+
     Attributes:
         fingerprint: of sources and settings.
 
@@ -86,11 +76,18 @@ class RowStream:
     """
 
     def __init__(
-        self, examples: Callable[[tuple[int, int]], Examples], encoder: Encoder,
-        settings: StreamSettings, identity: Sequence[Any],
-    ) -> None:  # fmt: skip
-        self._examples, self._encoder, self._settings = examples, encoder, settings
-        parts = json.dumps([*identity, *vars(settings).values()])
+        self,
+        examples: Callable[[tuple[int, int]], Examples],
+        encoder: Encoder,
+        layout: Layout,
+        seed: int,
+        block_tokens: int,
+        identity: Sequence[Any],
+    ) -> None:
+        self._examples, self._encoder, self._layout = examples, encoder, layout
+        self._seed, self._block_tokens = seed, block_tokens
+        _, *of_layout = vars(layout).values()  # all but its kind
+        parts = json.dumps([*identity, *of_layout, seed, block_tokens])
         self.fingerprint = hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "megatrain-stream")
@@ -100,7 +97,7 @@ class RowStream:
     @property
     def packing(self) -> bool:
         """Whether rows may hold several documents (and all have the same length)."""
-        return self._settings.packing
+        return self._layout.packing
 
     @property
     def kind(self) -> str:
@@ -115,8 +112,9 @@ class RowStream:
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch of rows as `Layout.batch` makes it."""
         blocks = [(self._block_of(row), row) for row in rows]
-        layout = self._layout(blocks[0][0].data.store.notes["kind"])
-        return layout.batch([list(block.data.pieces(block.row(row))) for block, row in blocks])
+        return self._layout.batch(
+            [list(block.data.pieces(block.row(row))) for block, row in blocks]
+        )
 
     def row_length(self, row: int) -> int:
         """Tokens in a row, padding not counted."""
@@ -195,9 +193,9 @@ class RowStream:
             num_bad = 0
             for documents in self._parts(examples):
                 names = [source.name for source in examples.sources]
-                store = MemoryStore(documents, names, examples.notes)
+                store = memory_store(documents, names, examples.notes)
                 data = self._packed(store)
-                order = shuffled(len(data), 4, self._settings.seed, row)
+                order = shuffled(len(data), 4, self._seed, row)
                 last = (documents[-1].source, documents[-1].line)
                 if (bad := examples.notes["num_bad"]) > num_bad:
                     num_bad = bad
@@ -217,7 +215,7 @@ class RowStream:
             if self._closed:
                 return
             ended = not part or (document.source, document.line) != part[-1][:2]
-            if count >= self._settings.block_tokens and ended:
+            if count >= self._block_tokens and ended:
                 yield part
                 part, count = [], 0
             part.append(document)
@@ -225,10 +223,6 @@ class RowStream:
         if part:
             yield part
 
-    def _packed(self, store: MemoryStore) -> PackedDataset:
-        layout, seed = self._layout(store.notes["kind"]), self._settings.seed
-        return PackedDataset(store, choose(store, layout, seed), layout, f"seed {seed}")
-
-    def _layout(self, kind: Any) -> Layout:
-        its = self._settings
-        return Layout(kind, its.sequence_length, its.packing, its.overlong, its.pad_id)
+    def _packed(self, store: TokenStore) -> PackedDataset:
+        layout = replace(self._layout, kind=store.notes["kind"])
+        return PackedDataset(store, choose(store, layout, self._seed), layout, f"seed {self._seed}")

@@ -15,10 +15,10 @@ import os
 import shutil
 import tempfile
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,34 +39,34 @@ _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
                     ("margin", "<f8")])  # fmt: skip
 
 
-class DocumentStore(ABC):
-    """Documents and their tokens.
+@dataclass(frozen=True)
+class TokenStore:
+    """Documents and their tokens, on disk or in memory.
 
     Attributes:
         names: of the sources.
         notes: what was found in them, as JSON keeps it.
         digest: of all tokens and records.
+        tokens, records: give so many bytes from an offset on; on disk they raise RunFailed where
+            the file is not as it was written.
     """
 
     names: list[str]
     notes: dict[str, Any]
     digest: str
+    num_documents: int
+    tokens: Callable[[int, int], memoryview]
+    records: Callable[[int, int], memoryview]
 
-    @abstractmethod
     def documents(self) -> NDArray[Any]:
         """The records of all documents: for what is done once, at the start."""
-
-    @abstractmethod
-    def _record(self, document: int) -> Any:
-        """The record of one document."""
-
-    @abstractmethod
-    def _tokens_of(self, begin: int, end: int) -> NDArray[np.int32]:
-        """A range of tokens as they are stored."""
+        return np.frombuffer(self.records(0, self.num_documents * _RECORD.itemsize), _RECORD)
 
     def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Ids and labels (-100 where there is nothing to predict) of a range of tokens, copied."""
-        tokens = self._tokens_of(begin, end).astype(np.int64)
+        size = _TOKEN.itemsize
+        raw = self.tokens(begin * size, (end - begin) * size)
+        tokens = np.frombuffer(raw, _TOKEN).astype(np.int64)
         only_read = tokens < 0
         return np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens)
 
@@ -87,52 +87,25 @@ class DocumentStore(ABC):
         record = self._record(document)
         return f"{self.names[record['source']]}:{record['line']}"
 
-
-@dataclass(frozen=True)
-class TokenStore(DocumentStore):
-    """A store on disk. Reading raises RunFailed where a file is not as it was written."""
-
-    names: list[str]
-    notes: dict[str, Any]
-    digest: str
-    tokens: KeptFile
-    records: KeptFile
-
-    def documents(self) -> NDArray[Any]:
-        return np.frombuffer(self.records.read(0, self.records.identity[0]), _RECORD)
-
     def _record(self, document: int) -> Any:
-        raw = self.records.read(int(document) * _RECORD.itemsize, _RECORD.itemsize)
+        raw = self.records(int(document) * _RECORD.itemsize, _RECORD.itemsize)
         return np.frombuffer(raw, _RECORD)[0]
 
-    def _tokens_of(self, begin: int, end: int) -> NDArray[np.int32]:
-        size = _TOKEN.itemsize
-        return np.frombuffer(self.tokens.read(begin * size, (end - begin) * size), _TOKEN)
 
-
-class MemoryStore(DocumentStore):
+def memory_store(
+    documents: Sequence[Document], names: list[str], notes: dict[str, Any]
+) -> TokenStore:
     """A store of a few documents in memory."""
+    tokens = np.concatenate([_stored(document) for document in documents]).tobytes()
+    begins = np.cumsum([0, *(len(document.ids) for document in documents)]).tolist()
+    records = np.concatenate([*map(_record, documents, begins)])
+    digest = hashlib.blake2b(tokens + _told_apart(records), digest_size=16).hexdigest()
+    readers = (partial(_part, memoryview(raw)) for raw in (tokens, records.tobytes()))
+    return TokenStore(names, notes, digest, len(documents), *readers)
 
-    def __init__(
-        self, documents: Sequence[Document], names: list[str], notes: dict[str, Any]
-    ) -> None:
-        self.names, self.notes = names, notes
-        self._tokens = np.concatenate([_stored(document) for document in documents])
-        begins = np.cumsum([0, *(len(document.ids) for document in documents)])
-        records = map(_record, documents, begins.tolist())
-        self._records = np.concatenate([*records])
-        digest = hashlib.blake2b(self._tokens.tobytes(), digest_size=16)
-        digest.update(_told_apart(self._records))
-        self.digest = digest.hexdigest()
 
-    def documents(self) -> NDArray[Any]:
-        return self._records
-
-    def _record(self, document: int) -> Any:
-        return self._records[document]
-
-    def _tokens_of(self, begin: int, end: int) -> NDArray[np.int32]:
-        return self._tokens[begin:end]
+def _part(content: memoryview, offset: int, num_bytes: int) -> memoryview:
+    return content[offset : offset + num_bytes]
 
 
 def open_store(
@@ -200,7 +173,14 @@ def _load(folder: Path) -> TokenStore | None:
             for name, part in zip(_FILES, (sums[:border], sums[border:]), strict=True)
         )
         if [list(file.identity) for file in (tokens, records)] == meta["files"]:
-            store = TokenStore(meta["names"], meta["notes"], meta["digest"], tokens, records)
+            store = TokenStore(
+                meta["names"],
+                meta["notes"],
+                meta["digest"],
+                meta["num_documents"],
+                tokens.read,
+                records.read,
+            )
             store.documents()  # whoever opens it reads them: damage is mended here
             return store
         problem = "files are not as they were written"

@@ -16,7 +16,7 @@ from megatrain.data.formats import Fields, Reading
 from megatrain.data.preferences import REPLIES, ReplyDataset
 from megatrain.data.refused_fields import listed
 from megatrain.data.row_packing import Ints, mixed
-from megatrain.data.row_stream import RowStream, StreamSettings
+from megatrain.data.row_stream import RowStream
 from megatrain.data.sources import Kind, Source, find_files, load_hub
 from megatrain.data.token_store import Progress, TokenStore, open_store
 from megatrain.data.tokenizer import identity, pad_id
@@ -117,15 +117,15 @@ def open_stream(
     _check_numbers(sequence_length, seed)
     reading = _reading(kind, text_field, fields)
     sources, _ = open_sources(source, kind, hub_config, hub_split, None, streaming=True)
-    settings = StreamSettings(
-        sequence_length, packing, overlong, pad_id(tokenizer, vocab_size), seed, block_tokens
-    )
+    pad = pad_id(tokenizer, vocab_size)
     # Files may be moved, so they are known by their sizes; blocks are compared when a run goes on.
     sizes = [getattr(each, "size", each.name) for each in sources]
     stream = RowStream(
         lambda after: Examples(sources, reading, bad_rows, after),
         Encoder(tokenizer, vocab_size),
-        settings,
+        Layout("text", sequence_length, packing, overlong, pad),
+        seed,
+        block_tokens,
         [_FORMAT, kind, reading.fields, bad_rows, vocab_size, identity(tokenizer), sizes],
     )
     _say(stream.block.store.notes)

@@ -5,6 +5,7 @@ The reference is the model as the run begins; with a new adapter that is the bas
 
 import json
 import logging
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ class References:
     def write(self, run: Path) -> None:
         """Write the log-probabilities to a run's folder, whole or not at all."""
         sums = {name: each.tolist() for name, each in self.sums.items()}
-        write_file(run / REFERENCES, json.dumps({"keys": self.keys, "sums": sums}))
+        kept = {"keys": self.keys, "sums": sums}
+        write_file(run / REFERENCES, json.dumps(kept | {"crc32": _crc32(kept)}))
 
     @classmethod
     def read(cls, run: Path) -> "References":
@@ -47,6 +49,8 @@ class References:
         path = run / REFERENCES
         try:
             kept = json.loads(path.read_text())
+            if kept.pop("crc32") != _crc32(kept):
+                raise ValueError("it is not as it was written")
             sums = {name: torch.tensor(each) for name, each in kept["sums"].items()}
             return cls(sums, dict(kept["keys"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -54,6 +58,10 @@ class References:
                 f"{path}: what the run keeps of its reference cannot be read ({error}); put the "
                 "file back, or begin a run from these weights with megatrain branch --fresh"
             ) from error
+
+
+def _crc32(kept: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(kept).encode())
 
 
 def refer(

@@ -17,6 +17,7 @@ from megatrain.config.learning import LossSection
 from megatrain.config.load import validate
 from megatrain.forecast.workload import Workload
 from megatrain.loss import DPO, KTO, ORPO, Reward, SimPO, ZLoss
+from megatrain.train.references import References
 from tests.cli.cases import SENTENCES, sets
 from tests.cli.test_ranks import run_of
 from tests.parity.cases import llama, make_batches, make_engine
@@ -277,8 +278,8 @@ def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(pair(7)) + "\n")
     changed = sets(data__eval_path=str(other), data__eval_fraction=0.0)
-    tree = json.loads(kept)
-    other_data = json.dumps(tree | {"keys": {}}), "the reference's log-probabilities are not of"
+    References({}, {}).write(tmp_path / "run")
+    other_data = references.read_text(), "the reference's log-probabilities are not of"
     for spoilt, said in (other_data, ("", "what the run keeps of its reference cannot be read")):
         references.write_text(spoilt)
         result = megatrain("train", file, *more)

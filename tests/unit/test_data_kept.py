@@ -1,13 +1,15 @@
-"""What is kept beside tokens: a teacher's answers."""
+"""What is kept beside tokens: a teacher's answers, a reference's log-probabilities."""
 
 import os
+import random
 import re
 
 import numpy as np
 import torch
 
 from megatrain.data import open_teacher_file
-from megatrain.errors import RunFailed
+from megatrain.errors import InputError, RunFailed
+from megatrain.train.references import References
 
 ROWS, TOP_K = 6, 3
 
@@ -53,3 +55,21 @@ def test_a_teachers_answers_are_read_as_they_were_given_and_each_flipped_bit_is_
                 assert re.search(rf"(rows|labels).bin: row \d .* delete {path.parent}", str(error))
             path.write_bytes(good)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_each_flipped_bit_of_a_references_log_probabilities_is_found(tmp_path):
+    wanted, chance = References({"train": torch.randn(3, 2)}, {"train": "key"}), random.Random(0)
+    wanted.write(tmp_path)
+    [path] = tmp_path.iterdir()
+    good = path.read_bytes()
+    for _ in range(200):
+        bad = bytearray(good)
+        bad[chance.randrange(len(good))] ^= 1 << chance.randrange(8)
+        path.write_bytes(bad)
+        try:  # the same numbers may be written in two ways
+            read = References.read(tmp_path)
+            assert read.keys == wanted.keys and torch.equal(
+                read.sums["train"], wanted.sums["train"]
+            )
+        except InputError as error:
+            assert "\n" not in str(error)

@@ -7,7 +7,7 @@ from data_cases import chat_tokenizer, encode_row, talk, write_jsonl
 
 from megatrain.data import StepLoader, open_dataset
 from megatrain.data.text import Document
-from megatrain.data.token_store import MemoryStore
+from megatrain.data.token_store import memory_store
 from megatrain.errors import InputError
 from megatrain.loss import DPO, KTO, ORPO
 
@@ -314,6 +314,6 @@ def test_margins_tell_data_apart_only_where_there_are_any():
     """Runs from before there were margins go on: the digest is that of then."""
     document = Document(0, 1, np.arange(5, dtype=np.int32), np.ones(5, bool))
     old, new = (
-        MemoryStore([document._replace(margin=each)], ["a"], {}).digest for each in (0.0, 0.5)
+        memory_store([document._replace(margin=each)], ["a"], {}).digest for each in (0.0, 0.5)
     )
     assert old == "5496f4979eca69a9deddaa9ebf9f72f6" != new
