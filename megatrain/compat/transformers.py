@@ -96,10 +96,13 @@ def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int,
 
 
 def counts_tokens(config: PreTrainedConfig) -> bool:
-    """Whether the cache of a model says how many tokens it has; one of states alone does not."""
+    """Whether the cache of a model says how many tokens it has; one of states alone does not.
+
+    Of a configuration that counts its layers in a way of its own (Blt) there is none.
+    """
     try:
         DynamicCache(config=config).get_seq_length()
-    except ValueError:
+    except (ValueError, AttributeError):
         return False
     return True
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.compat.transformers import counts_tokens
 from megatrain.device import Device, free_bytes
-from megatrain.errors import DoesNotFit
+from megatrain.errors import DoesNotFit, MegatrainError, first_line
 from megatrain.generate.text_model import Recomputed
 from megatrain.units import gib
 
@@ -26,7 +25,8 @@ log = logging.getLogger(__name__)
 def takes_cache(model: PreTrainedModel) -> bool:
     """Whether the model computes with a cache; tried once for a model.
 
-    A cache of states alone does not count its tokens, and masks of some families ask for the count.
+    A cache of states alone does not count its tokens, and masks of some families ask for the count;
+    others do not compute with one at all.
     """
     return not isinstance(model, Recomputed) and _layers_of(model) is not None
 
@@ -64,11 +64,13 @@ def _layers_of(model: PreTrainedModel) -> _Layers | None:
     if model not in _known:
         try:
             _known[model] = _measured(model)
-        except ValueError:
-            if counts_tokens(model.config.get_text_config(decoder=True)):
-                raise
+        except (torch.OutOfMemoryError, MegatrainError):
+            raise
+        except Exception as error:  # of the model's code: a mask that asks states for their length
             log.info(
-                "no layer counts tokens for a cache: every token is made of all before it anew"
+                "it generates with no cache of %s, every token is made of all before it anew: %s",
+                model.config.model_type,
+                first_line(error),
             )
             _known[model] = None
     return _known[model]

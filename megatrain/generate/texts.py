@@ -217,7 +217,7 @@ def _room(source: TextModel, ids: Sequence[Sequence[int]], wanted: int) -> int:
     """How long a row may get. Raises InputError: a prompt leaves no room for any token."""
     config = source.config.get_text_config(decoder=True)
     limit: int | None = getattr(config, "max_position_embeddings", None)
-    if limit is None or not ids:
+    if limit is None or limit < 1 or not ids:
         return sys.maxsize
     number, longest = max(enumerate(map(len, ids), 1), key=lambda each: each[1])
     told = f"prompt {number}: {longest} tokens leave"

@@ -207,6 +207,17 @@ def test_a_cache_of_states_that_does_not_count_tokens_is_not_used(family: str, c
     assert "made of all before it anew" in caplog.text
 
 
+@pytest.mark.parametrize("family", ["blt", "xlstm", "xlnet"])
+def test_families_that_fail_with_a_cache_or_have_no_limit_generate(family: str) -> None:
+    model, prompt = tiny_model(family).eval(), [11, 12, 13]
+    told = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = model.generate(torch.tensor([prompt]), **told, use_cache=False)[0, 3:].tolist()
+    with Engine(model, precision="fp32", device="cpu") as source:
+        sampling = Sampling(max_new_tokens=3, temperature=0)
+        how: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": 1}
+        assert continued(source, [prompt], sampling, GenerationConfig(), **how) == [wanted]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mamba"])
 def test_the_cache_takes_what_was_foretold(family: str) -> None:
     model = tiny_model(family).eval()
