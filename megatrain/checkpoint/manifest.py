@@ -14,6 +14,7 @@ from annotated_types import Interval, Predicate
 from megatrain.checkpoint.files import ALGORITHMS, MAX_PIECE_BYTES, OldFile, regular_size
 from megatrain.errors import InputError
 from megatrain.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
+from megatrain.model.companions import tokenizer_files
 from megatrain.model.safetensors_io import DTYPES, MAX_DIMENSIONS
 from megatrain.placement import Precision
 from megatrain.tile import Entry
@@ -267,6 +268,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             what = "truncated" if actual < record.num_bytes else "too long"
             raise InputError(
                 f"{folder / name}: {what}: it has {actual} bytes, {record.num_bytes} were saved"
+            )
+    for path in tokenizer_files(folder / MODEL) if (folder / MODEL).is_dir() else ():
+        if path.relative_to(folder).as_posix() not in manifest.files:
+            raise InputError(
+                f"{path}: was not saved with the checkpoint, whose tokenizer it would change; take "
+                "it away"
             )
     checkpoint = Checkpoint(folder, manifest, {})
     for name in manifest.files.keys() - {tile.file for tile in manifest.tiles}:

@@ -73,6 +73,12 @@ def test_a_truncated_file(newer, name, share) -> None:
     assert newest_whole(newer.parent) == newer.parent / "step-1"
 
 
+def test_a_file_that_was_not_saved(newer) -> None:
+    """A tokenizer would be read with it."""
+    (newer / "model" / "added_tokens.json").write_text("{}")
+    refused(newer, "added_tokens.json: was not saved with the checkpoint")
+
+
 def test_a_file_that_grew(newer) -> None:
     with (newer / LAYER).open("ab") as file:
         file.write(b"\0")
