@@ -8,7 +8,7 @@ from rich.text import Text
 
 from megatrain import config
 from megatrain.data import PackedDataset, RowStream
-from megatrain.data.preview import ShownDocument, Summary, shown, summarise
+from megatrain.data.preview import ShownDocument, Summary, shown
 from megatrain.telemetry.console import say
 
 _BAR = 40  # characters of the longest bar
@@ -33,7 +33,7 @@ def show_data(run: Path, overrides: Sequence[str], rows: int, html: Path | None)
         training.close()
         training = training.block
     console = Console(highlight=False)
-    summary = summarise(training)
+    summary = Summary(training)
     _print_summary(console, name, summary)
     for number, (set_name, held) in enumerate(evaluation.items()):
         said = "" if number else "\n"

@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,9 +37,8 @@ class ShownDocument(NamedTuple):
     runs: list[Run]
 
 
-@dataclass(frozen=True)
 class Summary:
-    """A data set in numbers.
+    """A data set in numbers; made by reading every token once or twice.
 
     Attributes:
         kind: text, chat, pairs or rated. formats: their titles.
@@ -53,22 +51,34 @@ class Summary:
         num_repeated: documents whose tokens an earlier one has; repeated: one, and the earlier.
     """
 
-    kind: str
-    formats: list[str]
-    sequence_length: int
-    num_rows: int
-    num_tokens: int
-    num_learnt: int
-    fill: float
-    folder: str
-    sources: list[SourceCount]
-    lengths: Ints
-    num_cut: int
-    num_cut_tokens: int
-    num_useless: int
-    num_bad: int
-    num_repeated: int
-    repeated: tuple[str, str] | None
+    def __init__(self, data: PackedDataset) -> None:
+        store, documents = data.store, data.documents
+        self.kind, self.formats = store.notes["kind"], list(store.notes["formats"])
+        self.sequence_length, self.num_rows = data.sequence_length, len(data)
+        self.num_tokens, self.fill = data.num_tokens, data.fill
+        self.lengths, self.num_bad = documents.lengths, store.notes["num_bad"]
+        self.folder = folder_of(store.names)
+        pieces = (labels for row in range(len(data)) for _, labels in data.pieces(row))
+        self.num_learnt = sum(int((labels[1:] != -100).sum()) for labels in pieces)
+        records, is_chat = store.documents(), self.kind != "text"
+        whole = (records["end"] - records["begin"])[documents.document]
+        cut = (whole - documents.lengths) * is_chat  # a text is continued in another row
+        self.num_cut, self.num_cut_tokens = int((cut > 0).sum()), int(cut.sum())
+        firsts = records["first_target"]
+        useless = (firsts < 0) | (is_chat & (firsts >= data.sequence_length))
+        self.num_useless = int(useless.sum())
+        sources, count = records["source"][documents.document], len(store.names)
+        tokens = np.bincount(sources, documents.lengths, minlength=count).astype(np.int64)
+        numbers = np.bincount(sources, minlength=count).tolist(), tokens.tolist()
+        self.sources = [
+            SourceCount(name.removeprefix(self.folder), *each)
+            for name, *each in zip(store.names, *numbers, strict=True)
+        ]
+        seen: dict[bytes, int] = {}
+        pairs = [(n, seen.setdefault(digest, n)) for n, digest in _digests(data, documents)]
+        repeated = [pair for pair in pairs if pair[0] != pair[1]]
+        self.num_repeated = len(repeated)
+        self.repeated = [store.place(n).removeprefix(self.folder) for n in next(iter(repeated), ())]
 
     @property
     def what(self) -> str:
@@ -99,7 +109,7 @@ class Summary:
             notes.append(f"{self.num_useless:,} {self.what} have nothing to learn in a row")
         if self.num_bad:
             notes.append(f"{self.num_bad:,} bad rows are left out")
-        if self.repeated is not None:
+        if self.repeated:
             first, earlier = self.repeated
             repeats = "repeats" if self.num_repeated == 1 else "repeat"
             notes.append(
@@ -116,52 +126,6 @@ class Summary:
             (2 ** (power - 1) + 1 if power else 1, 2**power, int(counts[power]))
             for power in range(first, len(counts))
         ]
-
-
-def summarise(data: PackedDataset) -> Summary:
-    """Reads every token once or twice; as long as reading the tokens' file takes."""
-    store, documents = data.store, data.documents
-    num_learnt = 0
-    for row in range(len(data)):
-        for _, labels in data.pieces(row):
-            num_learnt += int((labels[1:] != -100).sum())
-    seen: dict[bytes, int] = {}
-    num_repeated, repeated = 0, None
-    for document, digest in _digests(data, documents):
-        earlier = seen.setdefault(digest, document)
-        if earlier != document:
-            num_repeated += 1
-            repeated = repeated or (store.place(document), store.place(earlier))
-    records, is_chat = store.documents(), store.notes["kind"] != "text"
-    whole = (records["end"] - records["begin"])[documents.document]
-    cut = (whole - documents.lengths) * is_chat  # a text is continued in another row
-    firsts = records["first_target"]
-    useless = (firsts < 0) | (is_chat & (firsts >= data.sequence_length))
-    folder = folder_of(store.names)
-    sources = records["source"][documents.document]
-    counts = np.bincount(sources, minlength=len(store.names))
-    tokens = np.bincount(sources, documents.lengths, minlength=len(store.names)).astype(np.int64)
-    return Summary(
-        kind=store.notes["kind"],
-        formats=list(store.notes["formats"]),
-        sequence_length=data.sequence_length,
-        num_rows=len(data),
-        num_tokens=data.num_tokens,
-        num_learnt=num_learnt,
-        fill=data.fill,
-        sources=[
-            SourceCount(name.removeprefix(folder), *each)
-            for name, *each in zip(store.names, counts.tolist(), tokens.tolist(), strict=True)
-        ],
-        folder=folder,
-        lengths=documents.lengths,
-        num_cut=int((cut > 0).sum()),
-        num_cut_tokens=int(cut.sum()),
-        num_useless=int(useless.sum()),
-        num_bad=store.notes["num_bad"],
-        num_repeated=num_repeated,
-        repeated=repeated and (repeated[0].removeprefix(folder), repeated[1].removeprefix(folder)),
-    )
 
 
 def also_trained(held_out: PackedDataset, training: PackedDataset) -> str | None:

@@ -18,10 +18,9 @@ from megatrain.data.readers import read_rows
 from megatrain.data.refused_fields import BESIDE_PROMPTS, refuse_unheeded
 from megatrain.data.reply_spans import ReplySpans
 from megatrain.data.row_packing import shuffled
-from megatrain.data.sources import Source
+from megatrain.data.sources import Source, open_sources
 from megatrain.data.template import Template
 from megatrain.data.text import absent, surroundings
-from megatrain.data.tokenise import open_sources
 from megatrain.data.tokenizer import check_encodable, token_ids, tokenising
 from megatrain.errors import InputError
 
@@ -195,7 +194,7 @@ def open_prompts(
     Raises:
         InputError: a row cannot be used; names the file and line, and the remedy.
     """
-    sources, _ = open_sources(source, "prompts", hub_config, hub_split, None)
+    sources, _ = open_sources(source, "prompts", hub_config, hub_split)
     found: list[PromptRow] = []
     left_out: list[str] = []
     for made in _read(sources, fields, tokenizer, vocab_size, chat=chat):

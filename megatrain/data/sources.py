@@ -113,34 +113,58 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
     return HubSplit(f"{name}[{split}]", rows)
 
 
-def find_files(source: str | Path | Sequence[str | Path], kind: Kind) -> list[SourceFile] | None:
-    """The files that `source` names, each once; None when it can only be a hub id.
+def open_sources(
+    source: str | Path | Sequence[str | Path],
+    kind: Kind,
+    hub_config: str | None = None,
+    hub_split: str = "train",
+    *,
+    weighted: bool = False,
+    streaming: bool = False,
+) -> tuple[list[Source], list[int]]:
+    """The sources, each once, and of each which of the given ones it belongs to.
+
+    A file with several names (links, other ways to write its path) is one file.
+
+    Raises:
+        InputError: as `find_files` and `load_hub`; `weighted` sources share a file.
+    """
+    entries = [source] if isinstance(source, (str, Path)) else list(source)
+    if not entries:
+        raise InputError("the data has no path: name at least one file, folder or glob")
+    found: dict[str, tuple[Source, int]] = {}
+    for group, entry in enumerate(entries):
+        files: Sequence[Source] | None = find_files(entry, kind)
+        if files and (hub_config is not None or hub_split != "train"):
+            _log.warning("%s: hub_config and hub_split choose nothing here: these are files", entry)
+        hub = () if files else (load_hub(str(entry), hub_config, hub_split, streaming=streaming),)
+        for one in files or hub:
+            if weighted and one.place in found:
+                raise InputError(f"{one.name}: named twice: a weight is for one of them, keep one")
+            found.setdefault(one.place, (one, group))
+    return [one for one, _ in found.values()], [group for _, group in found.values()]
+
+
+def find_files(source: str | Path, kind: Kind) -> list[SourceFile] | None:
+    """The files that a path or glob names; None when it can only be a hub id.
 
     Folders are searched in sorted order for everything but hidden files and what `datasets` writes
     about its own or keeps of what `map` made; where there are files of rows, text files beside them
     are only read if the kind is text. Links to folders inside them are not followed, so a loop of
-    links ends; that is said. Empty files are passed over unless named. A file with several names
-    (links, other ways to write its path) is one file.
+    links ends; that is said. Empty files are passed over unless named.
 
     Raises:
         InputError: a path is missing, unreadable, a broken or looping link, or not a plain file;
             nothing fits; chat data has no rows.
     """
-    entries = [source] if isinstance(source, (str, Path)) else list(source)
-    if not entries:
-        raise InputError("the data has no path: name at least one file, folder or glob")
-    if len(entries) == 1 and _looks_like_hub_id(str(entries[0])):
+    text = str(source)
+    known_file = Path(text).suffix in (*_SUFFIXES, *_PACKED, ".txt", ".py", ".md")
+    if not (os.path.lexists(text) or known_file) and _HUB_ID.fullmatch(text):
         return None
     files: dict[str, SourceFile] = {}
-    for entry in entries:
-        for file in _expand(str(entry), kind):
-            files.setdefault(file.place, file)
+    for file in _expand(text, kind):
+        files.setdefault(file.place, file)
     return list(files.values())
-
-
-def _looks_like_hub_id(text: str) -> bool:
-    known_file = Path(text).suffix in (*_SUFFIXES, *_PACKED, ".txt", ".py", ".md")
-    return not os.path.lexists(text) and not known_file and _HUB_ID.fullmatch(text) is not None
 
 
 def _expand(text: str, kind: Kind) -> list[SourceFile]:

@@ -15,9 +15,9 @@ from megatrain.data.examples import BadRows, Examples, say_left_out
 from megatrain.data.formats import Fields, Reading
 from megatrain.data.preferences import REPLIES, ReplyDataset
 from megatrain.data.refused_fields import listed
-from megatrain.data.row_packing import Ints, mixed
+from megatrain.data.row_packing import mixed
 from megatrain.data.row_stream import RowStream
-from megatrain.data.sources import Kind, Source, find_files, load_hub
+from megatrain.data.sources import Kind, open_sources
 from megatrain.data.token_store import Progress, TokenStore, open_store
 from megatrain.data.tokenizer import identity, pad_id
 from megatrain.errors import InputError
@@ -74,7 +74,8 @@ def open_dataset(
     """
     _check_numbers(sequence_length, seed)
     reading = _reading(kind, text_field, fields)
-    sources, groups = open_sources(source, kind, hub_config, hub_split, weights)
+    weighted = weights is not None
+    sources, groups = open_sources(source, kind, hub_config, hub_split, weighted=weighted)
     examples = Examples(sources, reading, bad_rows)
     settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer)]
     encoder = Encoder(tokenizer, vocab_size)
@@ -85,7 +86,8 @@ def open_dataset(
     layout = Layout(found, sequence_length, packs, overlong, pad_id(tokenizer, vocab_size))
     documents, part = choose(store, layout, seed), f"seed {seed}"
     if weights is not None:
-        documents = mixed(documents, groups[store.documents()["source"]], weights, repeat, seed)
+        of_source = np.array(groups, np.int64)[store.documents()["source"]]
+        documents = mixed(documents, of_source, weights, repeat, seed)
         part += f", weights {list(weights)}{' with repetition' * repeat}"
     return (ReplyDataset if kind in REPLIES else PackedDataset)(store, documents, layout, part)
 
@@ -116,7 +118,7 @@ def open_stream(
     """
     _check_numbers(sequence_length, seed)
     reading = _reading(kind, text_field, fields)
-    sources, _ = open_sources(source, kind, hub_config, hub_split, None, streaming=True)
+    sources, _ = open_sources(source, kind, hub_config, hub_split, streaming=True)
     pad = pad_id(tokenizer, vocab_size)
     # Files may be moved, so they are known by their sizes; blocks are compared when a run goes on.
     sizes = [getattr(each, "size", each.name) for each in sources]
@@ -172,30 +174,3 @@ def _say(notes: Mapping[str, Any]) -> None:
         _log.warning("%d rows teach an empty reply (first: %s)", number, notes["empty"][1])
     if notes["num_bad"]:
         say_left_out(_log, "bad rows", notes["num_bad"], notes["bad"])
-
-
-def open_sources(
-    source: str | Path | Sequence[str | Path],
-    kind: Kind,
-    hub_config: str | None,
-    hub_split: str,
-    weights: Sequence[float] | None,
-    *,
-    streaming: bool = False,
-) -> tuple[Sequence[Source], Ints]:
-    """The sources, each once, and of each which of the given ones it belongs to: [sources]."""
-    given = [source] if isinstance(source, (str, Path)) else list(source)
-    if not given:
-        raise InputError("the data has no path: name at least one file, folder or glob")
-    found: dict[str, tuple[Source, int]] = {}
-    for group, each in enumerate(given):
-        files: Sequence[Source] | None = find_files(each, kind)
-        if files and (hub_config is not None or hub_split != "train"):
-            _log.warning("%s: hub_config and hub_split choose nothing here: these are files", each)
-        hub = () if files else (load_hub(str(each), hub_config, hub_split, streaming=streaming),)
-        for one in files or hub:
-            if weights is not None and one.place in found:
-                raise InputError(f"{one.name}: named twice: a weight is for one of them, keep one")
-            found.setdefault(one.place, (one, group))
-    groups = np.array([group for _, group in found.values()], np.int64)
-    return [one for one, _ in found.values()], groups

@@ -7,7 +7,7 @@ import yaml
 from transformers import AutoConfig
 
 from megatrain.data import load_tokenizer, open_dataset
-from megatrain.data.preview import also_trained, summarise
+from megatrain.data.preview import Summary, also_trained
 from tests.cli.cases import sets, tiny_llama
 from tests.unit.report_cases import Page
 
@@ -146,7 +146,7 @@ def test_the_summary_counts_what_the_batches_have(tmp_path, tokenizer_folder, pa
         (tmp_path / f"{name}.jsonl").write_text(lines)
     data = open_dataset(f"{tmp_path}/*.jsonl", tokenizer=load_tokenizer(tokenizer_folder),
                         sequence_length=16, cache_dir=tmp_path, packing=packing)  # fmt: skip
-    found = summarise(data)
+    found = Summary(data)
     batches = list(data.batches(4))
     assert found.num_learnt == sum(int((batch["labels"] != -100).sum()) for batch in batches)
     assert (found.num_tokens, found.num_rows) == (data.num_tokens, len(data))

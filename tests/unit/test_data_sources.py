@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import load_tokenizer, open_dataset, readers
-from megatrain.data.sources import SourceFile, find_files
+from megatrain.data.sources import SourceFile, find_files, open_sources
 from megatrain.errors import InputError
 
 GOOD = json.dumps({"text": "The sea was calm."}).encode() + b"\n"
@@ -38,7 +38,7 @@ def test_folders_are_read_in_order_without_hidden_empty_or_linked_ones(tmp_path)
     assert names == ["b.py", "a/y.jsonl", "a/z.txt"]
     assert [f.format for f in find_files(root, "text")] == ["text", "jsonl", "text"]
     assert [f.path.name for f in find_files(root, "chat")] == ["y.jsonl"]
-    globbed = find_files([f"{root}/**/*.py", str(root / "b.py"), root / "a"], "text")
+    globbed, _ = open_sources([f"{root}/**/*.py", str(root / "b.py"), root / "a"], "text")
     assert [f.path.name for f in globbed] == ["b.py", "y.jsonl", "z.txt"]
 
 
@@ -61,7 +61,7 @@ def test_a_file_by_two_names_is_read_once(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "The sea was calm."}])
     (tmp_path / "b.jsonl").symlink_to(path)
     names = [str(path), "a.jsonl", "./b.jsonl", "../" + tmp_path.name]
-    assert len(find_files(names, "text")) == 1
+    assert len(open_sources(names, "text")[0]) == 1
     assert open_text(names, tmp_path).num_tokens == open_text(path, tmp_path).num_tokens
     with pytest.raises(InputError, match="named twice: a weight is for one of them"):
         open_text([str(path), "b.jsonl"], tmp_path, weights=[1, 1])
@@ -107,7 +107,7 @@ def test_paths_that_cannot_be_read_are_named(tmp_path, monkeypatch):
             find_files(tmp_path / name, "text")
         assert name[:100] in str(caught.value).replace("\\x00", "\0")
     with pytest.raises(InputError, match="no path"):
-        find_files([], "text")
+        open_sources([], "text")
 
     def deny(*_args, **_options):
         raise PermissionError(13, "Permission denied", str(tmp_path))
