@@ -137,8 +137,7 @@ class Layer(StreamedModule):
         if self.policy.saves != "nothing":
             return None if self.policy.saves == "attention" else self.policy.saves
         weights = partial(self.weights, at.slot)
-        repeats = self.program.repeats(self.visit, weights, at.micro, at.values)
-        return "nothing" if repeats else None
+        return "nothing" if self.program.repeats(self.visit, weights, at.micro) else None
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator

@@ -66,13 +66,7 @@ class MetaProgram(Program):
         """Compute as the model; whole layers of forecasts count themselves (opaque_layer.py)."""
         return self._measured.program.layer(visit, weights, batch, values, saves)
 
-    def repeats(
-        self,
-        visit: int,
-        weights: Callable[[], Weights],
-        batch: MicroBatch,
-        values: Activations,
-    ) -> bool:
+    def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
         """Whether the work of such a graph is known: of layers that would be compiled."""
         return self._measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
 

@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,10 +42,6 @@ _NEWS = {
 KEPT_SHARE = 0.5
 _SHARES = {REPEAT: 0.0, KEEP: KEPT_SHARE}
 
-Arguments = tuple[
-    dict[str, Tensor], tuple, dict[str, Any]
-]  # weights, arguments by place and by name
-
 
 @dataclass
 class LayerTemplate:
@@ -53,11 +50,13 @@ class LayerTemplate:
     Attributes:
         module: the template; parameters on the meta device, buffers real.
         output_spec: what a call returns and what it put into containers, as a pytree.
-        example: the flat outputs of the structure run (zeros; shapes of PROBE_SHAPE tokens).
+        arguments: those of the structure run, of PROBE_SHAPE tokens.
+        example: its flat outputs (zeros).
     """
 
     module: nn.Module
     output_spec: Any = None
+    arguments: tuple[tuple, dict[str, Any]] = ((), {})
     example: list[Any] = field(default_factory=list)
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
     routes: bool = False  # the last of what a call returns is of its routers (model/routers.py)
@@ -85,22 +84,22 @@ class LayerTemplate:
         if saves == "nothing":
             purpose = REPEAT
         elif saves is not None:
-            whole = saves == "all" or self._random(weights, args, kwargs)
+            whole = saves == "all" or self._random(weights)
             purpose = KEEP_ALL if whole else KEEP
         function = self.compiled.get(purpose, _apply)
         output = function(self.module, weights, args, kwargs, counted_N)
         leaves, self.output_spec = pytree.tree_flatten(output)
         return leaves
 
-    def repeats(self, given: Callable[[], Arguments]) -> bool:
+    def repeats(self, weights: Callable[[], Mapping[str, Tensor]]) -> bool:
         """Whether a graph that saves only the layer's arguments may wait (`saves="nothing"`).
 
         Its backward is compiled together with what it computes again, and leaves out what only the
-        layer's result needs: an MLP's last product, a quarter of a layer's forward. `given` makes
-        the weights and arguments of a call, which are asked for once.
+        layer's result needs: an MLP's last product, a quarter of a layer's forward. `weights` are
+        asked for once.
         """
         if self.compiled and self.random is None:
-            self._random(*given())
+            self._random(weights())
         return bool(self.compiled) and not self.random
 
     def compile(self, name: str) -> None:
@@ -117,8 +116,10 @@ class LayerTemplate:
 
         tile_parts(self.module, tokens, fast)
 
-    def _random(self, weights: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _random(self, weights: Mapping[str, Tensor]) -> bool:
         """Whether the layer, in training, draws random numbers; tried at the first call.
+
+        On a few tokens: eager attention over whole rows may take more memory than all of a step.
 
         Within a budget, torch's partitioner may compute any operation again in the backward
         (torch/_functorch/partitioners.py, `choose_saved_values_set`), a random one with other
@@ -126,9 +127,9 @@ class LayerTemplate:
         computes random operations or attention again.
         """
         if self.compiled and self.random is None:
-            containers(args, kwargs)  # what the trial puts into them, their copies take
-            given = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
-            self.random = draws(lambda: _apply(self.module, weights, *given), weights)
+            like = partial(_like, next(iter(weights.values())))
+            given = pytree.tree_map_only(Tensor, like, self.arguments)
+            self.random = draws(lambda: _apply(self.module, dict(weights), *given), weights)
         return bool(self.random)
 
 
@@ -148,6 +149,11 @@ def _apply(
         for now, old in zip(shared, before, strict=True)
     ]
     return output, written, taken(module, counted_N)
+
+
+def _like(weight: Tensor, leaf: Tensor) -> Tensor:
+    """An argument of the structure run where weights are, in their type."""
+    return leaf.to(weight.device, weight.dtype if leaf.is_floating_point() else leaf.dtype)
 
 
 def containers(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping]:

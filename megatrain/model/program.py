@@ -32,7 +32,7 @@ from megatrain.model.capture import (
 from megatrain.model.documents import BY_LENGTHS, attend, takes_lengths, without_masks
 from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
 from megatrain.model.float8 import convert as float8_linears
-from megatrain.model.layer_template import Arguments, move_buffers
+from megatrain.model.layer_template import move_buffers
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.token_chunks import ChunkedOverTokens, parts
 from megatrain.model.unsupported import refuse_rounding
@@ -97,13 +97,7 @@ class Program(Protocol):
     ) -> Activations:
         """The activations that layer `visit` makes of `values`; see `LayerTemplate.call`."""
 
-    def repeats(
-        self,
-        visit: int,
-        weights: Callable[[], Weights],
-        batch: MicroBatch,
-        values: Activations,
-    ) -> bool:
+    def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
         """Whether a graph that saves nothing may wait; see `LayerTemplate.repeats`."""
 
     def around_experts(
@@ -270,18 +264,8 @@ class ModelProgram:
         leaves = layer.kind.call(bound, args, kwargs, saves, counted_N)
         return {ref: leaves[ref.leaf] for ref in self.spec.outputs[visit]}
 
-    def repeats(
-        self,
-        visit: int,
-        weights: Callable[[], Weights],
-        batch: MicroBatch,
-        values: Activations,
-    ) -> bool:
-        def given() -> Arguments:
-            args, kwargs = batch.calls[visit].arguments(values)
-            return {**self.buffers[visit], **weights()}, args, kwargs
-
-        return self.spec.layers[visit].kind.repeats(given)
+    def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
+        return self.spec.layers[visit].kind.repeats(lambda: {**self.buffers[visit], **weights()})
 
     def around_experts(
         self,

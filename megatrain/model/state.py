@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain.compat.torch import buffers_of, is_saved, version_of
+from megatrain.compat.torch import buffers_of, is_saved, pytree, version_of
 from megatrain.model.capture import Capture, Reached
 from megatrain.model.fingerprint import value_of
-from megatrain.model.layer_template import LayerTemplate
+from megatrain.model.layer_template import LayerTemplate, containers
 from megatrain.model.spec import PROBE_SHAPE
 from megatrain.model.unsupported import Change, Unsupported, Watch
 from megatrain.model.zeros import ZeroProducts, zero_pages
@@ -98,6 +98,8 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
     weights = zeros | buffers
     watch, versions = Watch(kind.module, path), [version_of(b) for b in buffers.values()]
     randomness = OtherRandomness()
+    containers(args, kwargs)  # what the run puts into them, their copies do not have
+    kind.arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
     with torch.no_grad(), ZeroProducts(zeros.values()):
         kind.example = kind.call(weights, args, kwargs)
         changes = watch.changes()

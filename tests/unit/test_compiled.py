@@ -12,6 +12,11 @@ from transformers import LlamaConfig
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.torch import num_compilations
 from megatrain.model.compiled import compile_and_tell
+from megatrain.model.probe import spec
+from megatrain.model.program import ModelProgram
+from tests.families.tiny import tiny_model
+
+BF16 = torch.bfloat16
 
 
 @pytest.fixture
@@ -78,6 +83,26 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
     return found
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "repeats"),
+    [
+        ("llama", {}, True),
+        ("gpt_oss", {}, True),
+        ("gpt_oss", {"attention_dropout": 0.5}, False),
+        ("gpt2", {"resid_pdrop": 0.5}, False),
+        ("gemma3n_text", {}, True),  # layers write to a dictionary that they are given
+    ],
+)
+def test_whether_layers_draw_is_tried_on_a_few_tokens(family, changes, repeats):
+    """Whatever the batch has: eager attention over its rows may take more than all of a step."""
+    program = ModelProgram(spec(tiny_model(family, 0, changes)), torch.device("cpu"), BF16)
+    program.train(True)
+    program.compile()
+    for visit, layer in enumerate(program.spec.layers):
+        weights = {n: torch.ones(p.shape).to(BF16) for n, p in layer.module.named_parameters()}
+        assert program.repeats(visit, partial(dict, weights), None) == repeats
 
 
 def test_another_model_is_compiled_for_its_own_sizes(calls):
