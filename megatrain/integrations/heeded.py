@@ -89,11 +89,12 @@ def check_arguments(args: Any) -> None:
 class Settings:
     """What decides the steps of a trainer and was read when it was made; it has to stay."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._values = _decisive(trainer)
+    def __init__(self, trainer: Any, mixed_in: type) -> None:
+        self._values, self._mixed_in = _decisive(trainer), mixed_in
 
     def check(self, trainer: Any) -> None:
-        """Raises InputError: something has changed since the trainer was made."""
+        """Raises InputError: something, or its class, has changed since the trainer was made."""
+        check_class(type(trainer), self._mixed_in)
         for name, value in _decisive(trainer).items():
             old = self._values.get(name)
             if value is not old and value != old:
@@ -109,7 +110,7 @@ def _decisive(trainer: Any) -> dict[str, Any]:
     methods = {name: values[name] for name in decisive_methods(type(trainer)) if name in values}
     config = trainer.model.config.get_text_config(decoder=True).to_dict()
     model = {f"model.config.{n}": value for n, value in config.items() if n not in _ALIGNED}
-    found = args | own | methods | model
+    found = args | own | methods | model | {"engine_options": trainer.engine_options}
     return {n: copy(v) if isinstance(v, list | dict) else v for n, v in found.items()}
 
 

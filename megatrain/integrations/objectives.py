@@ -22,6 +22,7 @@ from megatrain.loss.dpo import Variant
 from megatrain.loss.replies import Replies
 
 _PLAIN = ("input_ids", "labels", "attention_mask")
+Rows = list[dict[str, Tensor]]  # of micro-batches
 _LOSSES = ("nll", "chunked_nll")  # of SFTTrainer, mathematically one
 
 
@@ -67,15 +68,11 @@ class Objective:
         if getattr(args, "label_names", None) not in (None, ["labels"]):
             refuse("args.label_names", "labels are named labels")
 
-    def step(
-        self, waiting: Sequence[Waiting], engine: Engine
-    ) -> tuple[list[dict[str, Tensor]], Loss]:
+    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[Rows, Loss]:
         """Micro-batches and loss of a step, each micro-batch counting as the Trainer counts it."""
         return weighed(waiting, engine.label_shift)
 
-    def value(
-        self, rows: list[dict[str, Tensor]], loss: Any, engine: Engine
-    ) -> tuple[float, dict[str, float]]:
+    def value(self, rows: Rows, loss: Any, engine: Engine) -> tuple[float, dict[str, float]]:
         """The loss of a step without its update, and what it measures."""
         return engine.evaluate(rows, loss), {}
 
@@ -83,23 +80,19 @@ class Objective:
 class _Pairs(Objective):
     """Pairs of replies."""
 
-    def rows(self, step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def rows(self, step: Rows) -> Rows:
         """Micro-batches as the loss takes them."""
         raise NotImplementedError
 
-    def log_probs(self, rows: list[dict[str, Tensor]], engine: Engine) -> list[Tensor]:
+    def log_probs(self, rows: Rows, engine: Engine) -> list[Tensor]:
         """What the loss is of: of each label its log-probability."""
         return engine.logprobs(rows)
 
-    def step(
-        self, waiting: Sequence[Waiting], engine: Engine
-    ) -> tuple[list[dict[str, Tensor]], Loss]:
+    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[Rows, Loss]:
         rows = self.rows([micro.inputs for micro in waiting])
         return rows, replace(self.loss, shares=shares(waiting))  # type: ignore[type-var]
 
-    def value(
-        self, rows: list[dict[str, Tensor]], loss: JointLoss, engine: Engine
-    ) -> tuple[float, dict[str, float]]:
+    def value(self, rows: Rows, loss: JointLoss, engine: Engine) -> tuple[float, dict[str, float]]:
         plain = [{name: micro[name] for name in _PLAIN} for micro in rows]
         measures = loss.told(self.log_probs(plain, engine), rows)
         return measures.pop("loss"), measures
@@ -124,7 +117,7 @@ class Preferences(_Pairs):
         self.loss = TrlDPO(args.beta, smoothing, types[0])
         self.reference: Engine | None = None
 
-    def rows(self, step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def rows(self, step: Rows) -> Rows:
         labels = [
             micro["input_ids"].masked_fill(micro["completion_mask"] == 0, -100) for micro in step
         ]
@@ -144,7 +137,7 @@ class Scores(_Pairs):
         """Args: `pad` is the token that fills rows up."""
         self.loss, self.pad = TrlReward(args.center_rewards_coefficient), pad
 
-    def rows(self, step: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def rows(self, step: Rows) -> Rows:
         labels = [scored(micro["input_ids"], micro["attention_mask"], self.pad) for micro in step]
         made = _numbered(step, labels)
         for micro, given in zip(made, step, strict=True):
@@ -153,13 +146,11 @@ class Scores(_Pairs):
                 micro["margin"] = own.expand(micro["labels"].shape).float()
         return made
 
-    def step(
-        self, waiting: Sequence[Waiting], engine: Engine
-    ) -> tuple[list[dict[str, Tensor]], Loss]:
+    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[Rows, Loss]:
         rows, loss = super().step(waiting, engine)
         return rows, replace(loss, margin="margin" in rows[0])  # type: ignore[type-var]
 
-    def log_probs(self, rows: list[dict[str, Tensor]], engine: Engine) -> list[Tensor]:
+    def log_probs(self, rows: Rows, engine: Engine) -> list[Tensor]:
         return engine.rewards(rows)
 
 
@@ -187,7 +178,7 @@ def check_new_adapters(model: Any) -> None:
             )
 
 
-def _numbered(step: list[dict[str, Tensor]], labels: list[Tensor]) -> list[dict[str, Tensor]]:
+def _numbered(step: Rows, labels: list[Tensor]) -> Rows:
     made, first = [], 0
     for micro, own in zip(step, labels, strict=True):
         rows = torch.arange(len(own))

@@ -51,8 +51,10 @@ class StandIn:
     _counts: dict[tuple[bool, bool], int]
     _generates: bool
 
-    def __init__(self, model: Any, *, generates: bool) -> None:
+    def __init__(self, model: Any, *, generates: bool = True) -> None:
         """Args: `model` is the one that is streamed, of which nothing is kept."""
+        if not hasattr(model, "named_modules"):
+            refuse_weights("a copy")
         inner = model.get_base_model() if is_peft_model(model) else model
         forward = partial(refuse_weights, "forward")
         forward.__signature__ = signature(inner.forward)  # type: ignore[attr-defined]

@@ -39,9 +39,17 @@ from megatrain.units import parse_bytes
 
 _NOT_MEASURED = ("mean_token_accuracy", "entropy", "num_tokens", "logits/chosen", "logits/rejected")
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_PATCHES = {"forward", "model_tags", "gradient_checkpointing_enable"}
+_PATCHES |= {"activation_checkpointing_enable"}
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 _AS_IT_IS = {"use_cache": False, "logits_to_keep": 0, "return_dict": True}
 _AS_IT_IS |= {"output_attentions": False, "output_hidden_states": False}
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+_OPTIONS = ("compute_loss_func", "model_init", "optimizer_cls_and_kwargs")
+_NO_LOGITS = "of pairs there are no logits; what they measure is logged"
+_NOT_BEST = "the engine does not measure it; take eval_loss"
+_WHOLE = "load_best_model_at_end takes the whole state"
+_FOLLOWS = "it follows from the Trainer's arguments"
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
 _Trainer: Any = object  # whose class this one is mixed into
@@ -71,7 +79,6 @@ class StreamedTrainer(_Trainer):
         self.optimizer: torch.optim.Optimizer | None
         self._waiting: list[Waiting] = []
         self._last: StepResult | None = None
-        self._settings: heeded.Settings | None = None
         heeded.check_class(type(self), StreamedTrainer)
         arguments, options = heeded.by_name(super().__init__, arguments, options)
         heeded.check_options(type(self), options)
@@ -89,9 +96,9 @@ class StreamedTrainer(_Trainer):
         heeded.check_arguments(self.args)
         given: Any = self.model
         # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
-        # and a token for padding that another model would be built with.
+        # checkpointing; and a token for padding that another model would be built with.
         inner = given.get_base_model() if is_peft_model(given) else given
-        for name, changed in product({"forward", "model_tags"} - before, (given, inner)):
+        for name, changed in product(_PATCHES - before, (given, inner)):
             vars(changed).pop(name, None)
         text = given.config.get_text_config()
         self._objective: Objective
@@ -148,34 +155,31 @@ class StreamedTrainer(_Trainer):
         self._stand_in.open(engine, self._drop)
         engine.optimizer.drive(self._update, self._drop)
         self.model, self.model_wrapped = self._stand_in, Wrapped(self._stand_in)
-        self._settings = heeded.Settings(self)
+        self._settings = heeded.Settings(self, StreamedTrainer)
 
     def _refuse(self) -> None:
         """Raises InputError: a setting asks for what would not be done."""
         args = self.args
-        if args.optim not in ("adamw_torch", "adamw_torch_fused"):
-            refuse("args.optim", "it must be adamw_torch or adamw_torch_fused")
-        if self.optimizer is not None or self.lr_scheduler is not None:
-            refuse("optimizers", REFUSED_OPTIONS["optimizers"])
-        for name in ("compute_loss_func", "model_init", "optimizer_cls_and_kwargs"):
-            if getattr(self, name) is not None:
-                refuse(name, REFUSED_OPTIONS[name])
-        if self.compute_metrics is not None and type(self._objective) is not Objective:
-            refuse("compute_metrics", "of pairs there are no logits; what they measure is logged")
-        if (args.metric_for_best_model or "").removeprefix("eval_") in _NOT_MEASURED:
-            refuse("args.metric_for_best_model", "the engine does not measure it; take eval_loss")
-        if args.save_only_model and args.load_best_model_at_end:
-            refuse("args.save_only_model", "load_best_model_at_end takes the whole state")
-        for name in ("loss", "optimizer", "seed", "router_aux_loss_coef", *_settings(args)):
-            if name in self.engine_options:
-                refuse(f"engine_options[{name!r}]", "it follows from the Trainer's arguments")
-        if args.world_size > 1:
-            refuse("several processes", "use Engine(group=...)")
-        if args.n_gpu > 1:
-            refuse(f"{args.n_gpu} GPUs of one process", "show it one: CUDA_VISIBLE_DEVICES=0")
-        asked, does = self.accelerator.mixed_precision, "bf16" if args.bf16 else "no"
-        if asked != does:
-            refuse(f"mixed precision {asked!r} of Accelerate", "set args.bf16")
+        optimizers = self.optimizer is not None or self.lr_scheduler is not None
+        asked, precision = self.accelerator.mixed_precision, "bf16" if args.bf16 else "no"
+        reserved = {"loss", "optimizer", "seed", "router_aux_loss_coef", *_settings(args)}
+        reserved &= self.engine_options.keys()
+        best = (args.metric_for_best_model or "").removeprefix("eval_")
+        pairs = type(self._objective) is not Objective
+        for wrong, name, why in (
+            (args.optim not in _OPTIMIZERS, "args.optim", f"it must be {' or '.join(_OPTIMIZERS)}"),
+            (optimizers, "optimizers", REFUSED_OPTIONS["optimizers"]),
+            *((getattr(self, n) is not None, n, REFUSED_OPTIONS[n]) for n in _OPTIONS),
+            (pairs and self.compute_metrics is not None, "compute_metrics", _NO_LOGITS),
+            (best in _NOT_MEASURED, "args.metric_for_best_model", _NOT_BEST),
+            (args.save_only_model and args.load_best_model_at_end, "args.save_only_model", _WHOLE),
+            *((True, f"engine_options[{n!r}]", _FOLLOWS) for n in sorted(reserved)),
+            (args.world_size > 1, "several processes", "use Engine(group=...)"),
+            (args.n_gpu > 1, f"{args.n_gpu} GPUs", "show the process one: CUDA_VISIBLE_DEVICES=0"),
+            (asked != precision, f"mixed precision {asked!r} of Accelerate", "set args.bf16"),
+        ):
+            if wrong:
+                refuse(name, why)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave the model where it is: the engine copies it to host memory."""
@@ -184,13 +188,11 @@ class StreamedTrainer(_Trainer):
         """The model that the loop calls."""
         return self.model_wrapped
 
-    def _clip_grad_norm(self, model: Any) -> Tensor:
-        """Known once the step is taken, which is after the callbacks before the update."""
+    def _clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:
+        """0: the norm is known once the step is taken, and `log` puts it in its place."""
         return torch.zeros(())
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Tensor:
-        """As `_clip_grad_norm`; `log` puts the norm in its place."""
-        return torch.zeros(())
+    _get_grad_norm = _clip_grad_norm
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The engine's, with the rates and so on that the arguments have now."""
@@ -209,13 +211,8 @@ class StreamedTrainer(_Trainer):
     def train(self, *arguments: Any, **options: Any) -> Any:
         """As of the class it is mixed into; nothing is left of a step that was broken off."""
         self._waiting.clear()
-        self._check_settings()
+        self._settings.check(self)
         return super().train(*arguments, **options)
-
-    def _check_settings(self) -> None:
-        """Raises InputError: what decides a step has changed since the trainer was made."""
-        if self._settings is not None:
-            self._settings.check(self)
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -229,7 +226,7 @@ class StreamedTrainer(_Trainer):
 
     def _update(self) -> None:
         """Take the step of the micro-batches that wait: the optimizer's, as the loop calls it."""
-        self._check_settings()
+        self._settings.check(self)
         self.create_optimizer()
         self.engine.max_grad_norm = self.args.max_grad_norm or None
         self._last = self.engine.step(*self._objective.step(self._waiting, self.engine))
@@ -272,7 +269,9 @@ class StreamedTrainer(_Trainer):
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
         """As of the class it is mixed into; host memory for logits is looked after."""
-        self._check_settings()
+        self._settings.check(self)
+        if self.optimizer is None:  # as Trainer says where no run has prepared the model
+            self.model_preparation_time = 0.0
         keeps = self.preprocess_logits_for_metrics is None and not self.args.batch_eval_metrics
         limit = self.engine_options.get("host_memory")
         limit = None if limit is None else parse_bytes(limit)

@@ -192,22 +192,6 @@ def test_a_run_does_not_go_on_in_another_precision(tmp_path: Path) -> None:
         trainer(Streamed, tmp_path, bf16=True).train(resume_from_checkpoint=True)
 
 
-class Decay(TrainerCallback):
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        for group in given["optimizer"].param_groups:
-            group["weight_decay"] *= 2.0
-
-
-def test_settings_that_a_callback_changes_reach_the_engine(tmp_path: Path) -> None:
-    few = {"max_steps": 3, "eval_strategy": "no", "save_strategy": "no", "weight_decay": 2.0}
-    losses = []
-    for kind in (Trainer, Streamed):
-        made = trainer(kind, tmp_path, options={"callbacks": [Decay()]}, **few)
-        made.train()
-        losses.append([entry["loss"] for entry in made.state.log_history[:-1]])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
 def test_a_step_that_is_broken_off_is_not_part_of_the_next_run(tmp_path: Path) -> None:
     class Stop(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -246,30 +230,6 @@ def test_the_loss_of_routers_is_learnt_and_logged(tmp_path: Path) -> None:
     assert made.state.log_history[0]["aux_loss"] == made._last.measures["aux_loss"] > 0
 
 
-class Other(StreamedTrainer, Trainer):
-    def compute_loss(self, *given: Any, **more: Any) -> Any:
-        raise NotImplementedError
-
-
-class Step(StreamedTrainer, Trainer):
-    def training_step(self, *given: Any, **more: Any) -> Any:
-        raise NotImplementedError
-
-
-class Layered(Trainer):
-    def create_optimizer(self, *given: Any, **more: Any) -> Any:
-        raise NotImplementedError
-
-
-class StreamedLayered(StreamedTrainer, Layered):
-    """Which would never call the optimizer's maker of the class that it is mixed into."""
-
-
-class Masked(StreamedTrainer, Trainer):
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        raise NotImplementedError
-
-
 class Precise(StreamedTrainer, Trainer):
     engine_options: ClassVar = {"precision": "bf16"}
 
@@ -277,13 +237,7 @@ class Precise(StreamedTrainer, Trainer):
 @pytest.mark.parametrize(
     ("kind", "changes", "options", "message"),
     [
-        (Other, {}, {}, "Other.compute_loss"),
-        (StreamedLayered, {}, {}, "Layered.create_optimizer: the engine takes its place"),
-        (Masked, {}, {}, "Masked._prepare_inputs: the engine takes its place"),
         (Precise, {}, {}, r"engine_options\['precision'\]: it follows from the Trainer's"),
-        (Step, {}, {}, "training_step: the engine takes its place"),
-        (Streamed, {"label_smoothing_factor": 0.1}, {}, "args.label_smoothing_factor"),
-        (Streamed, {"neftune_noise_alpha": 5.0}, {}, "args.neftune_noise_alpha"),
         (Streamed, {"optim": "adafactor"}, {}, "args.optim: it must be adamw_torch"),
         (
             Streamed,

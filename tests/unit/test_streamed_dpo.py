@@ -72,15 +72,12 @@ def test_a_run_is_that_of_the_plain_trainer(tmp_path: Path, changes: dict[str, A
         ({"loss_type": ["exo_pair"], "label_smoothing": 0.1}, "args.loss_type: it must be one of"),
         ({"loss_type": ["sigmoid", "sft"]}, "args.loss_type: it must be one of"),
         ({"label_smoothing": 0.1}, "args.label_smoothing: DPOTrainer's sigmoid has none"),
-        ({"f_divergence_type": "forward_kl"}, "args.f_divergence_type: it must be reverse_kl"),
-        ({"precompute_ref_log_probs": True}, "args.precompute_ref_log_probs: the reference is"),
-        ({"sync_ref_model": True}, "args.sync_ref_model|sync_ref_model=True"),
     ],
 )
 def test_what_the_engine_cannot_do_is_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises((InputError, ValueError), match=message):
+    with pytest.raises(InputError, match=message):
         trained(True, tmp_path, **changes)
 
 

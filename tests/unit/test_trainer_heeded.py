@@ -252,10 +252,13 @@ def test_a_method_of_a_step_may_not_be_overridden(tmp_path: Path) -> None:
         heeded.check_class(mixed(type("Own", (newer,), {"_new": str})), StreamedTrainer)
 
 
-def test_a_changed_class_of_the_library_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_the_library_that_is_changed_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(Streamed, tmp_path, **SHORT)
     monkeypatch.setattr(Trainer, "compute_loss", lambda *_, **__: 0)
     with pytest.raises(InputError, match=r"Trainer\.compute_loss"):
-        heeded.check_class(Streamed, StreamedTrainer)
+        made.train()
 
 
 @dataclass
@@ -308,6 +311,7 @@ CHANGES = {
     "compute_loss, changed": set_own("compute_loss", lambda *_, **__: 0),
     "neftune_noise_alpha, changed": set_own("neftune_noise_alpha", 5.0),
     "label_smoother, changed": set_own("label_smoother", str),
+    "engine_options, changed": set_own("engine_options", {"device_memory": "1GiB"}),
     "trainer.optimizer": set_own("optimizer", torch.optim.SGD([torch.zeros(1)], lr=1.0)),
     "model, changed": set_own("model", llama()),
     "model.config.output_router_logits, changed": lambda made: setattr(
@@ -359,6 +363,7 @@ HEEDED_CALLBACKS = {
     "betas before the update": ("on_pre_optimizer_step", set_groups(betas=(0.3, 0.4))),
     "betas": ("on_step_begin", set_groups(betas=(0.3, 0.4))),
     "eps": ("on_step_end", set_groups(eps=0.1)),
+    "weight decay": ("on_step_begin", set_groups(weight_decay=3.0)),
     "clipping": ("on_step_begin", lambda args, **_: setattr(args, "max_grad_norm", 0.02)),
     "a stop in a step": ("on_substep_end", stop),
     "a stop before the update": ("on_pre_optimizer_step", stop),
@@ -376,6 +381,21 @@ def test_what_a_callback_changes_is_heeded(name: str, tmp_path: Path) -> None:
         made[-1].train()
     same(*made)
     assert lines(made[0]) != base(tmp_path.parent) or name == "evaluation mode"
+
+
+def test_a_resumed_run_has_what_callbacks_set_before(tmp_path: Path) -> None:
+    def leave(control: Any, **given: Any) -> None:
+        set_groups(betas=(0.3, 0.4), weight_decay=3.0)(**given)
+        control.should_save = control.should_training_stop = True
+
+    made = []
+    for kind in (Trainer, Streamed):
+        folder, saves = tmp_path / kind.__name__, {"save_strategy": "steps", "save_steps": 9}
+        options = {"callbacks": [at("on_step_end", leave)]}
+        trainer(kind, folder, options=options, **SHORT | saves).train()
+        made.append(trainer(kind, folder, **SHORT | saves))
+        made[-1].train(resume_from_checkpoint=True)
+    same(*made)
 
 
 def params(optimizer: Any) -> Any:
@@ -397,6 +417,7 @@ REFUSED_CALLBACKS: dict[str, Callable[..., Any]] = {
     "a type": lambda model, **_: model.half(),
     "a hook": lambda model, **_: model.register_forward_hook(print),
     "forward": lambda model, **_: setattr(model, "forward", print),
+    "a copy": lambda model, **_: type(model)(model.config),
     "running": lambda model, **_: model(input_ids=torch.zeros(1, 2, dtype=torch.int64)),
     "replies": lambda model, **_: model.generate(torch.zeros(1, 2, dtype=torch.int64)),
     "zero_grad": lambda model, **_: model.zero_grad(),
