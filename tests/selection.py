@@ -2,6 +2,7 @@
 
     python -m tests.selection > build/selected.txt
     python -m pytest -m "exhaustive and not gpu" @build/selected.txt
+    python -m tests.selection --durations build/exhaustive.xml    after `make test-all`: the table
 
 The change is what differs from the commit that last passed: `CI_BASE`, if the environment names it,
 else `refs/ci/passed`, which `.ci/run` sets, else the commit some first parents ago. Without such a
@@ -18,6 +19,8 @@ import sys
 from collections.abc import Callable, Iterable
 from itertools import accumulate, islice, zip_longest
 from pathlib import Path, PurePosixPath
+from statistics import fmean
+from xml.etree import ElementTree
 from zlib import crc32
 
 import pytest
@@ -28,7 +31,8 @@ PARTS = 10
 COMMITS_BACK = 30
 BUDGET_SECONDS = 2 * 12 * 60  # of two workers
 MEAN_SECONDS = 2.3  # of a test in a file that is not in the table
-SECONDS: dict[str, float] = json.loads((ROOT / "tests/durations.json").read_text())
+TABLE = ROOT / "tests/durations.json"
+SECONDS: dict[str, float] = json.loads(TABLE.read_text(encoding="utf-8"))
 """Seconds that an exhaustive test takes, by file; a mean, so that the table stays small."""
 
 ALL = ("tests/",)
@@ -213,7 +217,20 @@ def exhaustive_tests() -> list[str]:
     return collected.tests
 
 
+def learn_durations(report: Path) -> None:
+    """Write the table of seconds anew from a report that pytest has made."""
+    by_file: dict[str, list[float]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("skipped") is None:
+            file = case.attrib["classname"].replace(".", "/") + ".py"
+            by_file.setdefault(file, []).append(float(case.attrib["time"]))
+    means = {file: round(fmean(times), 2) for file, times in sorted(by_file.items())}
+    TABLE.write_text(json.dumps(means, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--durations"]:
+        return learn_durations(Path(sys.argv[2]))
     base = base_commit()
     near = {prefix for path in changed_files(base) for prefix in names_near(path)} if base else ALL
     every, turn = exhaustive_tests(), turn_of_the_commit()
@@ -227,6 +244,7 @@ def main() -> None:
         f"{len(left_out)} of these are left out for time",
         file=sys.stderr,
     )
+    return None
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def trained(folder: Path, **options) -> Engine:
     return engine
 
 
-@swept(together=0, precision=["fp32", "bf16"], tied=[False, True])
+@swept(together=0, precision=["bf16", "fp32"], tied=[False, True])
 def test_float32_gives_the_exact_masters(precision, tied, tmp_path) -> None:
     model = llama(tie_word_embeddings=tied)
     engine = trained(tmp_path / "saved", model=model, precision=precision)

@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.golden import digests
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +36,7 @@ def of_commit(commit: str) -> dict[str, Any]:
         try:
             shutil.copy(ROOT / NATIVE, tree / NATIVE)
             command = [sys.executable, "-m", "tests.golden", "--print"]
-            environment = os.environ | {"PYTHONPATH": str(tree)}
+            environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
             run = subprocess.run(
                 command, cwd=tree, env=environment, stdout=subprocess.PIPE, check=True
             )
@@ -50,6 +52,7 @@ def main() -> int:
     parser.add_argument("--trace", nargs=2, metavar=("GROUP", "NUMBER"))
     parser.add_argument("--against", metavar="COMMIT")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     if options.trace:
         group, number = options.trace
         print(digests.traced_schedules()[int(number)], *digests.notes(group, int(number)), sep="\n")

@@ -35,7 +35,7 @@ def encode(tokenizer, messages, tools=None):
 def spoken(tokenizer, ids, targets):
     """The text of each run of tokens to predict."""
     runs = itertools.groupby(zip(ids.tolist(), targets.tolist(), strict=True), key=lambda t: t[1])
-    return [tokenizer.decode([i for i, _ in run]).strip() for wanted, run in runs if wanted]
+    return [tokenizer.decode([i for i, _ in run]).lstrip() for wanted, run in runs if wanted]
 
 
 def dataset(tmp_path, tokenizer, rows, **options):
@@ -79,6 +79,8 @@ def test_marks_in_the_template_decide_over_prefixes():
         "message['content'] }}{% endgeneration %}{{ '<|im_end|>' +",
     )
     assert spoken(tokenizer, *encode(tokenizer, TWO_TURNS))[0] == "It is 42."
+    first = [m | {"weight": 0} if m["content"].startswith("You") else m for m in TWO_TURNS]
+    assert spoken(tokenizer, *encode(tokenizer, first)) == ["It is 42."]
 
 
 def test_a_reply_that_starts_with_white_space_of_the_header_is_not_refused():

@@ -11,6 +11,7 @@ from trl_cases import trained_by
 from megatrain import DoesNotFit, Engine
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
+from megatrain.integrations.accumulation import Waiting, shares
 from tests.parity.cases import llama
 from tests.sweeps import few
 
@@ -91,3 +92,8 @@ def test_a_model_that_is_refused_leaves_no_reference_open(
         trained(True, tmp_path)
     (reference,) = closed
     assert reference.optimizer is None
+
+
+def test_a_micro_batch_counts_by_its_own_step_of_the_trainer() -> None:
+    """A stream may end within a step, whose part is then added to the next one."""
+    assert shares([Waiting({}, None, 4), Waiting({}, None, 2)]) == (1 / 4, 1 / 2)
