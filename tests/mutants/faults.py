@@ -32,8 +32,8 @@ class Fault(NamedTuple):
         return files[0]
 
 
-STEPS = ("parity", "parity/test_gradients.py")
-RACES = ("race", "race/test_late.py")
+STEPS = ("parity/test_training.py", "parity/test_gradients.py")
+RACES = ("race/test_schedules.py", "race/test_late.py")
 
 FAULTS = [
     Fault(
@@ -97,7 +97,7 @@ FAULTS = [
     Fault(
         "masks", "engine", "plain = (bool(mask.all())", "plain = (True",
         "padding is attended to",
-        ("parity", "parity/test_inference.py"),
+        ("parity/test_gradients.py", "parity/test_inference.py"),
     ),
     Fault(
         "masks", "engine", "counted_N = None if bool(mask.all()) else",
@@ -106,25 +106,26 @@ FAULTS = [
     Fault(
         "masks", "model", "goes_on = position_ids.diff(dim=-1) == 1",
         "goes_on = position_ids.diff(dim=-1) >= 0", "two documents of one token are one",
-        ("parity", "unit/test_masks.py"),
+        ("parity/test_packing.py", "unit/test_masks.py"),
     ),
     Fault(
         "masks", "data", "targets & marked if", "targets if",
         "what a template leaves out of a reply is learnt",
-        ("unit", "unit/test_data_templates.py"),
+        ("unit/test_data_chat.py", "unit/test_data_templates.py"),
     ),
     Fault(
         "states", "kernels", "root = math.sqrt(1 - beta2**step)",
         "root = math.sqrt(1 - beta2)", "AdamW corrects its bias as in the first step",
-        ("unit", "parity/test_training.py"),
+        ("unit/test_optim.py", "parity/test_training.py"),
     ),
     Fault(
-        "states", "optim", '(-lr, 1 - lr * group["weight_decay"]', "(-lr, 1.0", "Lion does not decay",
-        ("unit", "parity/test_training.py"),
+        "states", "optim", '(-lr, 1 - lr * group["weight_decay"]', "(-lr, 1.0",
+        "Lion does not decay",
+        ("unit/test_optim.py", "parity/test_training.py"),
     ),
     Fault(
         "states", "optim", "1.0 if options.step == 1 else", "",
-        "SGD dampens the first gradient", ("unit", "parity/test_training.py"),
+        "SGD dampens the first gradient", ("unit/test_optim.py", "parity/test_training.py"),
     ),
     Fault(
         "states", "optim", 'gradient.lerp_(average, group["momentum"])',
@@ -140,7 +141,7 @@ FAULTS = [
     ),
     Fault(
         "states", "optim", "bias", "bais", "biases decay",
-        ("unit", "parity/test_training.py"),
+        ("unit/test_optim.py", "parity/test_training.py"),
     ),
     Fault(
         "resume", "data", "self._resumed_at = (self._steps, rows)", "",
@@ -148,7 +149,7 @@ FAULTS = [
     ),
     Fault(
         "resume", "train", "made.last_epoch = done", "made.last_epoch = done - 1",
-        "a resumed schedule is a step behind", ("reliability", "cli/test_train.py"),
+        "a resumed schedule is a step behind", ("reliability/test_resume.py", "cli/test_train.py"),
     ),
     Fault(
         "resume", "train", "self._skipped = skipped", "self._skipped = 0",
@@ -188,7 +189,7 @@ FAULTS = [
     Fault(
         "losses", "loss", "math.log1p(-self.beta), math.log(self.beta)",
         "math.log(self.beta), math.log1p(-self.beta)", "teacher and model change places",
-        ("parity", "parity/test_losses.py"),
+        ("parity/test_teacher.py", "parity/test_losses.py"),
     ),
     Fault(
         "losses", "loss", "(1 - self.share) * found.log_prob", "found.log_prob",
@@ -221,12 +222,12 @@ FAULTS = [
     Fault(
         "schedules", "engine", "micro=self.micro[start:stop], first=start)",
         "micro=self.micro[start:stop])", "later passes draw the first one's dropout",
-        ("parity", "parity/test_passes.py"),
+        ("parity/test_dropout.py", "parity/test_passes.py"),
     ),
     Fault(
         "schedules", "engine", "if self._first:", "if True:",
         "of several passes the last one's gradient alone is kept",
-        ("parity", "parity/test_passes.py"),
+        ("parity/test_neutrality.py", "parity/test_passes.py"),
     ),
     Fault(
         "exports", "checkpoint",
