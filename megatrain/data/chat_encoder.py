@@ -18,10 +18,10 @@ from megatrain.data.template import REASONING, SAID, Template
 from megatrain.data.text import Document
 from megatrain.data.tokenizer import (
     added_ids,
-    check_encodable,
+    check_fast,
     first_token,
+    placed_tokens,
     token_ids,
-    tokenising,
 )
 from megatrain.errors import InputError
 
@@ -37,10 +37,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
         self._template = Template(tokenizer)
-        if not tokenizer.is_fast:
-            raise InputError(
-                "chat data needs a tokenizer with a tokenizer.json (a fast one): convert it"
-            )
+        check_fast(tokenizer)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._added = added_ids(tokenizer)
@@ -70,8 +67,8 @@ class ChatEncoder:
             return np.zeros(0, np.int32), np.zeros(0, bool)
         replies = ReplySpans(self._template, self._names, talk, where)
         whole = replies.text
-        encoded, ids = self._tokens(whole, where)
-        offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+        unchecked, offsets = placed_tokens(self._tokenizer, whole, where)
+        ids = token_ids(unchecked, self._vocab_size, where)
         starts = offsets[:, 0]
         marked, targets = np.zeros((2, len(ids)), bool)
         for begin, end in replies.marks:
@@ -88,14 +85,6 @@ class ChatEncoder:
                 closed = closing > first and int(ids[closing - 1]) in self._added
                 targets[first : closing if closed else last] = True
         return ids, targets & marked if self._template.is_marked(talk) else targets
-
-    def _tokens(self, whole: str, where: str) -> tuple[Any, NDArray[np.int32]]:
-        check_encodable(whole, where)
-        with tokenising(where):
-            encoded = self._tokenizer(
-                whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-            )
-        return encoded, token_ids(encoded["input_ids"], self._vocab_size, where)
 
 
 def _all_learnt(talk: Conversation) -> bool:

@@ -255,7 +255,7 @@ def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
     each = 2 if layout.kind == "pairs" else 1  # both replies of a pair, or none
     whole = np.logical_and.reduce(learnable.reshape(-1, each), 1)
     if each == 2:
-        _report_alike(store, lengths, whole)
+        _report_alike(store, documents["end"] - documents["begin"] > lengths, lengths, whole)
     order = shuffled(len(whole), 0, seed)
     order = (each * order[whole[order]][:, None] + np.arange(each)).reshape(-1)
     return Segments(order, np.zeros_like(order), lengths[order])
@@ -285,12 +285,12 @@ def _shorten(
     return lengths
 
 
-def _report_alike(store: TokenStore, lengths: NDArray[np.int64], whole: NDArray[np.bool_]) -> None:
+def _report_alike(
+    store: TokenStore, cut: NDArray[np.bool_], lengths: NDArray[np.int64], whole: NDArray[np.bool_]
+) -> None:
     """Warn of pairs whose replies differ only after the place where both are cut."""
-    documents = store.documents()
-    cut = (documents["end"] - documents["begin"] > lengths).reshape(-1, 2).all(1)
     alike = []
-    for pair in np.flatnonzero(cut & whole).tolist():
+    for pair in np.flatnonzero(cut.reshape(-1, 2).all(1) & whole).tolist():
         begins = (store.begin(document) for document in (2 * pair, 2 * pair + 1))
         one, other = (store.read(begin, begin + lengths[2 * pair])[0] for begin in begins)
         if np.array_equal(one, other):

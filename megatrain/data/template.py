@@ -10,7 +10,7 @@ import re
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -178,7 +178,7 @@ class Template:
         messages = list(talk.messages)
         messages[turn] = {key: v for key, v in messages[turn].items() if key != name}
         text, _ = self.render(talk, where)
-        return text != self._tried(talk._replace(messages=self._put(talk, messages)))
+        return text != self._tried(talk, self._put(talk, messages))
 
     def render(
         self, talk: Conversation, where: str, **options: bool
@@ -233,8 +233,7 @@ class Template:
         # Some drop the reasoning of the only reply.
         said = [_ASKED, reply] if calls else [_ASKED, _SAID, _ASKED, reply]
         shape = self._shape(talk._replace(messages=said))
-        text = self._tried(talk._replace(messages=[shape.put(message) for message in said]))
-        return "some thought" in text
+        return "some thought" in self._tried(talk, map(shape.put, said))
 
     def header(self, talk: Conversation, token: re.Pattern[str]) -> tuple[int, bool]:
         """How many tokens begin a question, and whether nothing else ends replies (GLM's)."""
@@ -242,10 +241,7 @@ class Template:
         if key not in self._headers:
             said = [_ASKED, {"role": "assistant", "content": _VALUE}, _ASKED]
             shape = self._shape(talk._replace(messages=said))
-            text, alone = (
-                self._tried(talk._replace(messages=[shape.put(each) for each in messages]))
-                for messages in (said, said[:2])
-            )
+            text, alone = (self._tried(talk, map(shape.put, part)) for part in (said, said[:2]))
             opening = token.findall(text.partition(_ASKED["content"])[0])
             between = token.findall(text.rpartition(_VALUE)[2].partition(_ASKED["content"])[0])
             pairs = zip(reversed(opening), reversed(between), strict=False)
@@ -262,10 +258,10 @@ class Template:
             return message
         return {**{n: v for n, v in message.items() if n != theirs}, ours: message[theirs]}
 
-    def _tried(self, talk: Conversation) -> str:
-        """The text of an invented conversation; empty where the template does not take it."""
+    def _tried(self, talk: Conversation, messages: Iterable[Message]) -> str:
+        """The text of invented messages in a talk; empty where the template does not take them."""
         try:
-            return self._rendered(talk)[0]
+            return self._rendered(talk._replace(messages=[*messages]))[0]
         except (TimeoutError, MemoryError):
             raise  # as it would with any conversation
         except Exception:  # templates raise their own
@@ -282,7 +278,7 @@ class Template:
 
     def _fits(self, shape: MessageForm, said: list[Message], talk: Conversation) -> bool:
         """Whether what is said in this shape is there in the text, and as it should be."""
-        text = self._tried(talk._replace(messages=[shape.put(message) for message in said]))
+        text = self._tried(talk, map(shape.put, said))
         garbled = f'\\"{_KEY}' in text or f"'{_KEY}'" in text
         return "some words" in text and _VALUE in text and not garbled
 

@@ -12,8 +12,8 @@ from megatrain.data.readers import TextPiece
 from megatrain.data.rows import Completion
 from megatrain.data.tokenizer import (
     added_ids,
-    check_encodable,
     first_token,
+    placed_tokens,
     token_ids,
     tokenising,
 )
@@ -94,18 +94,7 @@ class TextEncoder:
         """
         assert isinstance(found.example, Completion)
         prompt, completion = found.example
-        check_encodable(prompt + completion, found.where)
-        if not self._tokenizer.is_fast:
-            raise InputError(
-                "completions need a tokenizer with a tokenizer.json (a fast one): convert it"
-            )
-        with tokenising(found.where):
-            encoded = self._tokenizer(
-                prompt + completion, add_special_tokens=False, return_offsets_mapping=True,
-                verbose=False,
-            )  # fmt: skip
-        ids = encoded["input_ids"]
-        offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+        ids, offsets = placed_tokens(self._tokenizer, prompt + completion, found.where)
         first = first_token(prompt + completion, offsets, ids, self._added, len(prompt))
         lead = absent(self._lead, ids[: len(self._lead)])
         ids = [*lead, *ids, *self._absent_tail(ids)]

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from megatrain.data.kept_file import BlockSums, KeptFile
 from megatrain.data.text import Document
 from megatrain.errors import InputError, RunFailed
+from megatrain.units import MIB
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger("megatrain.data")
@@ -181,7 +182,8 @@ def _load(folder: Path) -> TokenStore | None:
                 tokens.read,
                 records.read,
             )
-            store.documents()  # whoever opens it reads them: damage is mended here
+            for start in range(0, records.identity[0], 32 * MIB):  # damage here is mended at once
+                records.read(start, min(32 * MIB, records.identity[0] - start))
             return store
         problem = "files are not as they were written"
     except (OSError, ValueError, KeyError, TypeError, RecursionError, RunFailed) as error:

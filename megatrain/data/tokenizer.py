@@ -170,6 +170,27 @@ def identity(tokenizer: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def placed_tokens(tokenizer: Any, text: str, where: str) -> tuple[list[int], NDArray[np.int64]]:
+    """The ids of a text, and where each token begins and ends in it: [n, 2].
+
+    Raises:
+        InputError: the tokenizer fails, or cannot say where; the text is none.
+    """
+    check_encodable(text, where)
+    check_fast(tokenizer)
+    with tokenising(where):
+        encoded = tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+    return encoded["input_ids"], np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+
+
+def check_fast(tokenizer: Any) -> None:
+    """Raises InputError: the tokenizer cannot say where in a text a token is."""
+    if not tokenizer.is_fast:
+        raise InputError("replies need a tokenizer with a tokenizer.json (a fast one): convert it")
+
+
 def token_ids(ids: Sequence[int], vocab_size: int | None, where: str) -> NDArray[np.int32]:
     """The ids that a tokenizer gives, as they are stored: int32 [tokens].
 
