@@ -102,10 +102,9 @@ class PackedDataset:
 
     Attributes:
         store: the tokens. documents: which of it are learnt from.
-        beside: a teacher's answers for each label, which batches have as well.
     """
 
-    beside: TeacherFile | None = None
+    _answers: TeacherFile | None = None
 
     def __init__(self, store: TokenStore, documents: Segments, layout: Layout, part: str) -> None:
         self.store = store
@@ -199,7 +198,11 @@ class PackedDataset:
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch of rows as `Layout.batch` makes it, with what is kept beside the rows."""
         made = self._layout.batch([list(self.pieces(row)) for row in rows])
-        return made if self.beside is None else made | self.beside.of(rows, made["labels"])
+        return made if self._answers is None else made | self._answers.of(rows, made["labels"])
+
+    def learn_from(self, answers: TeacherFile) -> None:
+        """Give micro-batches a teacher's answers for each label as well."""
+        self._answers = answers
 
     def describe(self, row: int) -> str:
         """Where the tokens of a row come from: `file:line`, and the token where a piece begins."""

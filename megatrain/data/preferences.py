@@ -37,18 +37,23 @@ def numbered(step: list[MicroBatch]) -> list[MicroBatch]:
 class ReplyDataset(PackedDataset):
     """Pairs, each a row of two lines of tokens, or rated replies. No two replies share a line.
 
-    Before rows are taken, whoever trains says which loss they are for.
-
-    Attributes:
-        loss: whose inputs micro-batches have.
-        pad: the model's token for padding, before which rows end; of scores of rows alone.
-        reference: `[rows, lines]` log-probabilities of the replies in a reference model, where the
-            loss asks for it and nobody says them later.
+    Before rows are taken, `train_with` says which loss they are for.
     """
 
-    loss: PairLoss | KTO
-    reference: Tensor | None = None
-    pad: int = -1
+    _loss: PairLoss | KTO
+    _reference: Tensor | None = None
+    _pad: int = -1
+
+    def train_with(self, loss: PairLoss | KTO, *, pad: int = -1) -> None:
+        """Give micro-batches the inputs of a loss.
+
+        Args: `pad`: the model's token for padding, before which rows end; of scores of rows alone.
+        """
+        self._loss, self._pad = loss, pad
+
+    def compare_with(self, reference: Tensor) -> None:
+        """Give micro-batches the log-probabilities of replies in a reference: `[rows, lines]`."""
+        self._reference = reference
 
     @property
     def fill(self) -> float:
@@ -57,7 +62,7 @@ class ReplyDataset(PackedDataset):
     @property
     def lines(self) -> int:
         """Lines of tokens that a row has."""
-        return self.loss.lines
+        return self._loss.lines
 
     def plain(self, rows: Sequence[int]) -> MicroBatch:
         """Rows as `Layout.batch` lays them out, a line for each reply, and nothing besides."""
@@ -70,22 +75,22 @@ class ReplyDataset(PackedDataset):
         kinds = torch.tensor([kind for row in rows for kind in self._kinds(row)])
         places = torch.arange(len(kinds)) // (lines if self.kind == "pairs" else 1)
         of_lines = {"pair": places, "example": places, "chosen": kinds, "desired": kinds}
-        for name in self.loss.inputs:
+        for name in self._loss.inputs:
             if name in of_lines:
                 made[name] = of_lines[name][:, None].expand(labels.shape).float().contiguous()
-        if "margin" in self.loss.inputs:
+        if "margin" in self._loss.inputs:
             firsts = [int(self._segments(row).document[0]) for row in rows for _ in range(lines)]
             margins = torch.tensor([self.store.margin(document) for document in firsts])
             made["margin"] = margins[:, None].expand(labels.shape).float().contiguous()
-        if self.reference is not None:
-            made["reference_logp"] = at_first_label(self.reference[list(rows)].view(-1), labels)
-        if "reply" in self.loss.inputs:  # of chosen texts the prompts are learnt as well
+        if self._reference is not None:
+            made["reference_logp"] = at_first_label(self._reference[list(rows)].view(-1), labels)
+        if "reply" in self._loss.inputs:  # of chosen texts the prompts are learnt as well
             made["reply"] = (labels != IGNORED).float()
             there = made.get("attention_mask", torch.ones_like(ids)) == 1
             there &= torch.arange(labels.shape[1]) > 0
             made["labels"] = torch.where(there & (kinds == 1)[:, None], ids, labels)
-        if isinstance(self.loss, Reward):
-            made["labels"] = scored(ids, made.get("attention_mask"), self.pad)
+        if isinstance(self._loss, Reward):
+            made["labels"] = scored(ids, made.get("attention_mask"), self._pad)
         return made
 
     def _kinds(self, row: int) -> list[int]:

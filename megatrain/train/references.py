@@ -81,9 +81,8 @@ def refer(
     sets = {name: each for name, each in data.items() if isinstance(each, ReplyDataset)}
     for each in sets.values():
         assert isinstance(loss, PairLoss | KTO)  # such data are opened for these alone
-        each.loss = loss
-        if isinstance(loss, Reward):
-            each.pad = engine.config.get_text_config(decoder=True).pad_token_id
+        pad = engine.config.get_text_config(decoder=True).pad_token_id
+        each.train_with(loss, pad=pad if isinstance(loss, Reward) else -1)
     if not sets or config.loss.reference != "kept":
         return None
     keys = {name: _key(config, each) for name, each in sets.items()}
@@ -102,7 +101,7 @@ def refer(
                     f"({name}) and model; set them back, or begin anew: megatrain branch --fresh"
                 )
     for name, each in sets.items():
-        each.reference = found.sums[name]
+        each.compare_with(found.sums[name])
     return found
 
 

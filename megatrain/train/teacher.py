@@ -167,7 +167,7 @@ def ask(teacher: Teacher, sets: dict[str, PackedDataset], ranks: Ranks) -> None:
         given = folder, len(data), config.loss.top_k or 1
         with _Asking(teacher, name, data, ranks) as asking:
             ranks.agree(asking.follow if ranks.rank else partial(_keep, asking, *given))
-        data.beside = TeacherFile(folder, config.loss.top_k or 1)
+        data.learn_from(TeacherFile(folder, config.loss.top_k or 1))
 
 
 def _keep(asking: "_Asking", folder: Path, num_rows: int, top_k: int) -> None:

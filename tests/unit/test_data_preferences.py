@@ -22,8 +22,8 @@ def opened(tmp_path, rows, kind="pairs", loss=None, length=64, **options):
         path, tokenizer=QWEN, sequence_length=length, cache_dir=tmp_path / "cache", kind=kind,
         **options,
     )  # fmt: skip
-    made.loss = loss or DPO()
-    made.reference = torch.arange(float(len(made) * made.lines)).view(len(made), -1) + 1
+    made.train_with(loss or DPO())
+    made.compare_with(torch.arange(float(len(made) * made.lines)).view(len(made), -1) + 1)
     return made
 
 
@@ -101,7 +101,7 @@ def test_rows_have_what_losses_ask(tmp_path):
     assert micro["chosen"][:, -1].tolist() == [1, 0, 1, 0]
     assert micro["reference_logp"].sum(1).tolist() == [3, 4, 1, 2]  # of row 1, then of row 0
     assert ((micro["reference_logp"] != 0) <= (labels != -100)).all()
-    data.loss = ORPO()
+    data.train_with(ORPO())
     more = data.batch([1, 0])
     there = micro["input_ids"] != data._layout.pad_id
     assert torch.equal(more["reply"] == 1, labels != -100)
@@ -125,7 +125,7 @@ def test_mismatched_replies_are_those_of_the_row_before(tmp_path):
     assert micro["example"][:, 0].tolist() == list(range(8))
     good = [float(n != "1") for n in number]
     assert micro["desired"][:, 0].tolist() == [k for each in good for k in (each, -1.0)]
-    data.loss = KTO(loss_type="apo_zero_unpaired")
+    data.train_with(KTO(loss_type="apo_zero_unpaired"))
     assert len(data.plain(range(4))["labels"]) == 4
 
 
@@ -155,7 +155,8 @@ def test_pairs_stay_whole_in_steps_and_parts(tmp_path):
         for row in range(len(part))
     ]
     assert all(len(each) == 1 for each in prompts) and len(set.union(*prompts)) == 8
-    train.loss, train.reference = DPO(), torch.zeros(6, 2)
+    train.train_with(DPO())
+    train.compare_with(torch.zeros(6, 2))
     # Seven of six rows: some come twice, and still are pairs of their own.
     step = next(StepLoader(train, rows_per_step=7, rows_per_micro_batch=3))
     numbers = torch.cat([micro["pair"][:, 0] for micro in step])
