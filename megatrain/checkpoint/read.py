@@ -157,11 +157,13 @@ def _ranges(
 ) -> Iterator[_Range]:
     """Where every byte of a tile's file goes: whole planes if the layout is as it was."""
     tile = next((places[p.name][0] for p in record.parameters if p.name in places), None)
+    if tile is None:
+        return
+    saved = [(p.name, p.shape, p.offset, p.entry.packed) for p in record.parameters]
+    entries = [(e.name, e.shape, e.offset, e.packed) for e in tile.layout.entries]
     for name, plane in stored.items():
-        if tile is None:
-            continue
         kind = planes_of(tile).get(name)
-        if kind is not None and _same_layout(record, tile):
+        if kind is not None and saved == entries:
             whole = tile.planes[kind]
             if len(whole.data) == plane.shape[0]:
                 yield _Range(plane.start, plane.start + plane.num_bytes, whole.as_bytes())
@@ -179,11 +181,6 @@ def _ranges(
             target = there.planes[kind].piece(to.start, to.stop).as_bytes()
             if len(target.data):
                 yield _Range(start, start + len(target.data), target)
-
-
-def _same_layout(record: TileRecord, tile: Tile) -> bool:
-    saved = [(p.name, p.shape, p.offset, p.entry.packed) for p in record.parameters]
-    return saved == [(e.name, e.shape, e.offset, e.packed) for e in tile.layout.entries]
 
 
 @dataclass(frozen=True)

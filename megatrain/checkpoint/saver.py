@@ -285,7 +285,8 @@ class Saving:
         if contents.attach is not None:
             contents.attach(partial / MODEL)
         files.write_text(partial / EXTRA, contents.extra)
-        names = [path.relative_to(partial).as_posix() for path in _files_in(partial)]
+        paths = (path for path in partial.rglob("*") if path.is_symlink() or not path.is_dir())
+        names = [path.relative_to(partial).as_posix() for path in paths]
         names = [name for name in names if not name.startswith(f"{TILES}/")]
         for name in names:
             files.regular_size(partial, name)  # a link would not be read back
@@ -386,11 +387,6 @@ class Saver:
         kept = [tile for tile in order if tile.layout.trainable_numel or not trained]
         jobs = [tile_file(tile, _file_name(tile), trained=trained) for tile in kept]
         return sorted(jobs, key=lambda job: not job.leaving)
-
-
-def _files_in(folder: Path) -> Iterator[Path]:
-    """Everything in a folder but folders; a link to a folder counts as a file."""
-    return (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
 
 
 def _tell(failures: list[str]) -> None:

@@ -182,7 +182,9 @@ class Reader:
         for cls in type(module).__mro__:
             if cls.__module__.split(".")[0] not in (*_LIBRARIES, "builtins", "abc", "typing"):
                 own = {n: v for n, v in vars(cls).items() if n[:2] != "__" or n == "__call__"}
-                held = {n: v for n, v in own.items() if _may_be_state(v) or _is_function(v)}
+                held = {
+                    n: v for n, v in own.items() if _may_be_state(v) or isinstance(v, FunctionType)
+                }
                 yield cls.__qualname__, self._named(held)
 
     def _hook(self, module: nn.Module, item: tuple[int, Any]) -> tuple:
@@ -233,10 +235,6 @@ def _globals_read(function: FunctionType) -> Iterator[tuple[str, Any]]:
 def _may_be_state(value: Any) -> bool:
     kinds = (*_VALUES[:-1], float, *_CONTAINERS, Tensor)
     return type(value) in kinds or isinstance(value, nn.Module)
-
-
-def _is_function(value: Any) -> bool:
-    return isinstance(value, FunctionType)
 
 
 def _names(code: CodeType) -> set[str]:

@@ -142,7 +142,7 @@ def _unlike(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
         for name in sorted(mine.keys() | others.keys()):
             if not same(mine.get(name, _NOTHING), others.get(name, _NOTHING)):
                 said = _short(mine.get(name, _NOTHING)), _short(others.get(name, _NOTHING))
-                full = _join(path, name)
+                full = f"{path}.{name}".lstrip(".")
                 yield f"{full} is {said[0]} in the model given, and {said[1]}", _UNDO
 
 
@@ -183,16 +183,15 @@ def _held(model: nn.Module) -> dict[str, str]:
 def _hooks(path: str, module: nn.Module, other: nn.Module) -> Iterator[tuple[str, str]]:
     name = path or "the model"
     for kind in _HOOKS:
-        hooks = [h for h in getattr(module, kind).values() if not _of_transformers(h)]
+        modules = (
+            (hook, str(getattr(hook, "__module__", ""))) for hook in getattr(module, kind).values()
+        )
+        # transformers registers some itself, to note hidden states that a caller asks for
+        hooks = [hook for hook, of in modules if not of.startswith("transformers.")]
         if hooks and not getattr(other, kind):
             yield f"{name} has hooks, and none", "remove them, or register them elsewhere"
     if vars(module).get("forward") is not None and "forward" not in vars(other):
         yield f"{name} has a forward of its own, and the one of its class", _UNDO
-
-
-def _of_transformers(hook: Any) -> bool:
-    """Whether transformers has registered it, to note hidden states that a caller asks for."""
-    return str(getattr(hook, "__module__", "")).startswith("transformers.")
 
 
 def _buffers(
@@ -299,10 +298,6 @@ def _class(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -> PreTrainedModel:
     """A copy of `model` with meta parameters and copied buffers; it shares no weights.
 
@@ -344,7 +339,10 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
 
 
 def _copied(model: PreTrainedModel) -> PreTrainedModel:
-    memo: dict[int, Any] = {id(p): _on_meta(p) for p in model.parameters()}
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
     for module in model.modules():
         made = (v for v in vars(module).values() if isinstance(v, torch.Tensor) and not v.is_leaf)
         memo |= {id(value): value.detach().clone() for value in made}
@@ -354,8 +352,3 @@ def _copied(model: PreTrainedModel) -> PreTrainedModel:
         raise InputError(
             f"the model given cannot be copied: {in_one_line(error, LONGEST_REASON)}"
         ) from error
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    empty = torch.empty_like(parameter, device="meta")
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
