@@ -1,5 +1,6 @@
 """Weights in: from a safetensors checkpoint straight to wherever the caller keeps them."""
 
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ from megatrain.model.safetensors_io import (
 )
 from megatrain.tile.packed import Packing
 from megatrain.units import GIB, MIB
+
+log = logging.getLogger(__name__)
 
 Write = Callable[[str, Tensor], None]
 
@@ -196,12 +199,18 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     """The tensors of `folder` that `model` has no place for, by their names there.
 
     They are what its class lets a checkpoint have: layers that predict further tokens, for example.
-    Their files stay open, so that they can be read when the folder has gone.
+    Their files stay open, so that they can be read when the folder has gone. Files of tensors that
+    belong to no model, as transformers sees it, are named in the log.
 
     Raises:
         InputError: as `stored_types`.
     """
     plan, _, _ = _planned(folder, model)
+    sources = (stored for recipe in plan.recipes for _, stored in recipe.sources)
+    read = {stored.file for stored in (*sources, *(each for _, each in plan.unexpected))}
+    for path in sorted({*folder.glob("*.safetensors")} - read):
+        if not path.name.startswith(("consolidated", "adapter_model")):
+            log.warning("%s: is named by no index, so neither read nor exported", path)
     scores, unsaved = scores_rows(model), not_saved(model)
     carried = [s for to, s in plan.unexpected if not (scores and to.startswith("lm_head."))]
     carried += [s for each in plan.recipes if each.target in unsaved for _, s in each.sources]

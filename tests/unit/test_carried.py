@@ -117,6 +117,17 @@ def test_merged_adapters_are_exported_with_everything(folder: Path, tmp_path: Pa
     assert_carried(tmp_path / "exported", source, config)
 
 
+def test_files_that_no_index_names_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    transformers.LlamaForCausalLM(tiny_config("llama")).save_pretrained(tmp_path)
+    for name in ("mtp", "consolidated"):
+        save_file({"mtp.weight": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    engine(tmp_path).close()
+    assert "mtp.safetensors: is named by no index" in caplog.text
+    assert "consolidated" not in caplog.text
+
+
 def test_shards_of_any_name_are_exported(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(tiny_config("llama"))
     model.save_pretrained(folder := tmp_path / "model")
