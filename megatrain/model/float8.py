@@ -27,11 +27,22 @@ def convert(module: nn.Module, device: torch.device) -> list[nn.Module]:
     Elsewhere than on a GPU the casts are real and products are taken in the type of the inputs.
 
     Raises:
-        InputError: torchao is not installed, or the GPU has no float8.
+        InputError: as `require_float8`.
     """
+    require_float8(device)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    found = [name for name, child in module.named_modules() if _takes(child, name)]
+    config = Float8LinearConfig(emulate=device.type != "cuda", pad_inner_dim=True)
+    convert_to_float8_training(module, config=config, module_filter_fn=_takes)
+    return [module.get_submodule(name) for name in found]
+
+
+def require_float8(device: torch.device) -> None:
+    """Raises InputError: torchao is not installed, or the GPU has no float8."""
     logging.disable(logging.WARNING)  # torchao tells which of its own kernels it cannot load
     try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        import torchao.float8  # noqa: F401
     except ImportError as error:
         raise InputError(
             "precision is 'fp8', which needs torchao; pip install 'megatrain[fp8]'"
@@ -44,10 +55,6 @@ def convert(module: nn.Module, device: torch.device) -> list[nn.Module]:
             f"precision is 'fp8', but {gpu.get_device_name(device)} has no float8 products "
             "(compute capability 8.9 or newer has); take bf16"
         )
-    found = [name for name, child in module.named_modules() if _takes(child, name)]
-    config = Float8LinearConfig(emulate=device.type != "cuda", pad_inner_dim=True)
-    convert_to_float8_training(module, config=config, module_filter_fn=_takes)
-    return [module.get_submodule(name) for name in found]
 
 
 @contextmanager

@@ -4,35 +4,43 @@ import logging
 import shutil
 from pathlib import Path
 
-from torch import device as TorchDevice
-
 from megatrain.config import Config
 from megatrain.device import find_device
 from megatrain.distributed import Ranks, local_rank
-from megatrain.errors import DoesNotFit
+from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.adapters import adapted
+from megatrain.model.float8 import require_float8
 from megatrain.optim import gradient_plane, parameter_bytes
 from megatrain.source.opened import DTYPES
 from megatrain.source.source import Source
+from megatrain.train.resume import Start
 from megatrain.units import gib
 
 log = logging.getLogger(__name__)
 
 
-def check_device(config: Config, ranks: Ranks) -> TorchDevice:
-    """The device of this rank; says where a run that may choose takes the CPU.
+def check_device(config: Config, ranks: Ranks) -> None:
+    """Look for the device of this rank, and say where a run that may choose takes the CPU.
 
     Raises:
-        InputError: there is no such device.
+        InputError: there is no such device, or it cannot do what the run asks of it.
     """
-    name = config.engine.device
+    name, shared = config.engine.device, config.engine.sequence_parallel
     device = find_device(name, local_rank(ranks.host))
+    if config.engine.precision == "fp8":
+        require_float8(device)
+    if config.engine.device_memory is not None and device.type == "cpu":
+        raise InputError("device_memory limits a GPU, but the device is cpu; set host_memory")
+    if shared not in (1, ranks.size):
+        raise InputError(
+            f"engine.sequence_parallel is {shared}, and the run has {ranks.size} "
+            f"process{'es' * (ranks.size > 1)}: set engine.devices to {shared}, or it to 1"
+        )
     if name == "auto" and device.type == "cpu":
         log.warning(
             "torch sees no GPU here: the run computes on the CPU, many times slower; check "
             "nvidia-smi and that torch is a CUDA build, or set engine.device: cpu if this is meant"
         )
-    return device
 
 
 def check_disk(config: Config, source: Source, total_steps: int | None) -> None:
@@ -45,24 +53,36 @@ def check_disk(config: Config, source: Source, total_steps: int | None) -> None:
     Raises:
         DoesNotFit: it has not.
     """
+    path = Path(config.output.folder or "runs").expanduser().absolute()
     number = _checkpoints_at_once(config, total_steps)
     checkpoint, model = _bytes_of(config, source)
-    needed = number * checkpoint + model
-    path = Path(config.output.folder or "runs").expanduser().absolute()
-    place = next(parent for parent in (path, *path.parents) if parent.exists())
-    room = shutil.disk_usage(place)
-    if needed <= (free := room.free) or room.total == 0:  # /proc and its like say nothing
-        return
     several = f"{number} checkpoint{'s' * (number > 1)} of {gib(checkpoint)} and the model take"
-    takes = several if number else "the model takes"
-    remedies = [f"free {gib(needed - free)}", "set output.folder to a folder on another disk"]
+    remedies = ["set output.folder to a folder on another disk"]
     if number > 2:
         remedies.append("lower checkpoint.keep (or raise keep_every)")
     elif number:
         remedies.append("save less often (checkpoint.every: null, checkpoint.at_end: false)")
+    takes = several if number else "the model takes"
+    _require_room(path, number * checkpoint + model, takes, remedies)
+
+
+def check_disk_to_go_on(config: Config, start: Start) -> None:
+    """See whether the disk has room for one more checkpoint of a run. Raises DoesNotFit."""
+    if config.checkpoint.at_end or config.checkpoint.every is not None:
+        files = (path for path in start.checkpoint.rglob("*") if path.is_file())
+        needed = sum(path.stat().st_size for path in files)
+        _require_room(start.checkpoint.parent, needed, "the next checkpoint takes", [])
+
+
+def _require_room(path: Path, needed: int, takes: str, remedies: list[str]) -> None:
+    place = next(parent for parent in (path, *path.parents) if parent.exists())
+    room = shutil.disk_usage(place)
+    if needed <= room.free or room.total == 0:  # /proc and its like say nothing
+        return
+    remedies = [f"free {gib(needed - room.free)}", *remedies]
     raise DoesNotFit(
-        f"{path}: the disk has {gib(free)} left, and {takes} "
-        f"{gib(needed)}; {', or '.join(remedies)}"
+        f"{path}: the disk has {gib(room.free)} left, and {takes} {gib(needed)}; "
+        + ", or ".join(remedies)
     )
 
 

@@ -27,11 +27,13 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.companions import add_ends, tokenizer_files
 from megatrain.model.trained import Trained
+from megatrain.placement import Placement
 from megatrain.source.opened import choose_trained, open_structure
 from megatrain.source.source import Source, open_source
+from megatrain.store import resting
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import check_prompts, open_data, run_ends, run_tokenizer
-from megatrain.train.early import check_device, check_disk
+from megatrain.train.early import check_device, check_disk, check_disk_to_go_on
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.references import References, refer
 from megatrain.train.resolve_model import begun_from, moved_base, named_model
@@ -130,6 +132,8 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
     source = _structure(config, hf_config if named is None else named) if start is None else None
     if source is not None:
         ranks.agree(lambda: check_disk(config, source, config.training.steps))
+    elif start is not None:
+        ranks.agree(lambda: check_disk_to_go_on(config, start))
     training, evaluation = in_turn(
         ranks, lambda: open_data(config, tokenizer, text_config.vocab_size)
     )
@@ -331,6 +335,8 @@ def _structure(config: Config, model: Checkpoint | PreTrainedConfig | str) -> So
     rule = config.optimizer.rule()
     choose_trained(source, trained, rule, config.engine.precision)
     opened = open_structure(source, rule, ALONE, saveable=True)
+    if isinstance(placement := config.engine.placement_value(), Placement):
+        resting(placement, opened.layouts)
     if opened.spec.label_shift == 0 and config.loss.name != "reward":
         raise InputError(
             f"the loss of {source.model.config.model_type} compares logits with the labels of the "

@@ -114,6 +114,25 @@ EARLY = {
         MISTAKES["labels that are not shifted"][1],
         2,
     ),
+    "a tile that the model has not": (
+        ["engine.placement={resident: [nope]}"],
+        "placement.resident: the model has no tile 'nope'; it has embedding",
+        2,
+    ),
+    "a limit of a device that has none": (
+        ["engine.device_memory=1GiB"],
+        "device_memory limits a GPU, but the device is cpu; set host_memory",
+        2,
+    ),
+    "rows shared by more processes than there are": (
+        [
+            "engine.sequence_parallel=2",
+            "data={packing: false, path: a, sequence_length: 8}",
+            "training.eval_every=null",
+        ],
+        "engine.sequence_parallel is 2, and the run has 1 process: set engine.devices to 2",
+        2,
+    ),
     "a disk without room for what the run writes": (
         ["model.config.hidden_size=262144", "checkpoint={every: 2, keep: 1}"],
         "2 checkpoints of 4609.7 GiB and the model take 1075",
@@ -132,6 +151,18 @@ def test_what_can_be_known_before_data_is_read(megatrain, run_file, case):
     overrides, expected, code = EARLY[case]
     options = [part for o in [*overrides, "data.path=none.txt"] for part in ("--set", o)]
     assert_refused(megatrain("train", run_file, *options), expected, code)
+
+
+def test_a_disk_without_room_for_the_next_checkpoint(megatrain, run_file, trained, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "run")
+    with (tmp_path / "run" / "checkpoints" / "step-00000006" / "sparse").open("wb") as file:
+        file.truncate(8 << 40)
+    longer = sets(training__steps=8)
+    result = megatrain("train", run_file, "--resume", *longer)
+    assert_refused(result, "left, and the next checkpoint takes 8192.0 GiB; free ", code=3)
+    none = sets(checkpoint={"every": None, "at_end": False})
+    result = megatrain("train", run_file, "--resume", *longer, *none)
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
