@@ -8,7 +8,6 @@ from megatrain.errors import InputError
 from megatrain.report import sections
 from megatrain.report.lanes import draw as draw_lanes
 from megatrain.report.markup import text
-from megatrain.report.roofs import find_machine, find_roofs
 from megatrain.report.source import Source, read_source
 
 # The page may load nothing at all, and a browser holds it to that.
@@ -52,14 +51,12 @@ def write_page(output: Path, content: str) -> None:
 
 def page(source: Source) -> str:
     """The whole page."""
-    machine = find_machine(source)
     body = [
         sections.figures(source),
         sections.charts(source) if source.metrics.num_steps else "",
         sections.samples(source),
         _timeline(source),
         sections.breakdown(source.breakdown),
-        sections.resources(find_roofs(source, machine)),
         sections.facts(source),
     ]
     header = (

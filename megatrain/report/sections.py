@@ -10,7 +10,6 @@ from megatrain.device.base import DISK_OUT
 from megatrain.plan.wear import terabytes_a_day
 from megatrain.report.charts import Chart, Line, draw
 from megatrain.report.markup import compact, seconds, short, table, text
-from megatrain.report.roofs import Resource, Roofs
 from megatrain.report.source import Source, at, mapping, real
 from megatrain.telemetry.pictures import word_of
 from megatrain.telemetry.timeline import Breakdown
@@ -177,73 +176,6 @@ def _roof(name: str, num_bytes: Any) -> tuple[str, float] | None:
     return (name, num_bytes / GIB) if type(num_bytes) is int and num_bytes > 0 else None
 
 
-def resources(roofs: Roofs | None) -> str:
-    """Each resource's busy time beside what the machine needs at least."""
-    if roofs is None:
-        return ""
-    longest = max(roofs.seconds, *(r.bound or 0.0 for r in roofs.resources))
-    rows = [_resource_row(resource, roofs, longest) for resource in roofs.resources]
-    bound = "at least" if roofs.machine is None or roofs.machine.measured else "expected"
-    head = ["resource", "", "busy", "of the step", "moved", "rate", bound]
-    return (
-        f"<section><h2>Against the roofs</h2><p>{text(_verdict(roofs))}</p>"
-        f"{table(head, rows, label='Resources of the step', numbers=5)}"
-        f'<p class="note">{text(_basis(roofs))}</p></section>'
-    )
-
-
-def _resource_row(resource: Resource, roofs: Roofs, longest: float) -> list[str]:
-    moved, busy = resource.num_bytes, resource.busy
-    rate = f"{moved / busy / 1e9:,.1f} GB/s" if moved and busy else ""
-    bar = f'<i style="width:{100 * busy / longest:.2f}%"></i>'
-    if resource.bound is not None:
-        bar += f'<b style="left:{100 * resource.bound / longest:.2f}%"></b>'
-    name = text(resource.name)
-    return [
-        f"<strong>{name}</strong>" if resource is roofs.binding else name,
-        f'<span class="bar" aria-hidden="true">{bar}</span>',
-        seconds(busy) if busy else "0 s",
-        f"{busy / roofs.seconds:.1%}",
-        f"{moved / 1e9:,.2f} GB" if moved else "",
-        rate,
-        f'<span title="{text(resource.basis)}">{seconds(resource.bound)}</span>'
-        if resource.bound is not None
-        else "",
-    ]
-
-
-def _verdict(roofs: Roofs) -> str:
-    binding, highest = roofs.binding, roofs.highest
-    found = (
-        f"What binds is {binding.name}: busy {binding.busy / roofs.seconds:.1%} of the "
-        f"{seconds(roofs.seconds)} that the step takes."
-    )
-    if highest is None or not highest.bound:
-        return found
-    return (
-        f"{found} No resource needs longer than {highest.name}, {seconds(highest.bound)}: the step "
-        f"is at {highest.bound / roofs.seconds:.1%} of that roof."
-    )
-
-
-def _basis(roofs: Roofs) -> str:
-    machine = roofs.machine
-    if machine is None:
-        return (
-            "The rates of this machine are not known, so there are no lower bounds: measured "
-            "shares only. The command megatrain doctor measures the rates of a machine with a GPU."
-        )
-    origin = "measured by megatrain doctor" if machine.measured else (
-        "not measured: published figures times usual efficiencies (megatrain doctor measures)"
-    )  # fmt: skip
-    used = "; ".join(f"{r.name}: {r.basis}" for r in roofs.resources if r.basis)
-    return (
-        f"Lower bounds: {used}. Rates of {machine.name}, {origin}. Recomputation and "
-        "attention are not part of the compute bound, embedding rows are. The mark in a bar is the "
-        "bound."
-    )
-
-
 def breakdown(found: Breakdown | None) -> str:
     """The step from the view of the device: what it computed, and why it did not."""
     if found is None or not found.seconds:
@@ -273,7 +205,17 @@ def breakdown(found: Breakdown | None) -> str:
 
 
 def _others(found: Breakdown) -> str:
-    """Work that is hidden under the compute stream's."""
+    """The streams, of which the busiest binds, and the work that is hidden under `compute`."""
+    streams = sorted(found.busy.items(), key=lambda stream: -stream[1])
+    rows = []
+    for name, busy in streams:
+        moved = 0 if name == "compute" else found.num_bytes.get(name, 0)
+        rate = f"{moved / busy / 1e9:,.1f} GB/s" if moved and busy else ""
+        share = f"{busy / found.seconds:.1%}"
+        amount = f"{moved / 1e9:,.2f} GB" if moved else ""
+        rows.append([text(name), seconds(busy), share, amount, rate])
+    head = ["stream", "busy", "of the step", "moved", "rate"]
+    shown = table(head, rows, label="Streams of the step", numbers=4) if rows else ""
     work = [(stream, kind, s) for (stream, kind), s in found.work.items() if stream != "compute"]
     work.sort(key=lambda row: -row[2])
     rows = [
@@ -281,9 +223,9 @@ def _others(found: Breakdown) -> str:
         for stream, kind, s in work[:SHOWN_WORK]
     ]
     if not rows:
-        return ""
+        return shown
     head = ["beside it", "work", "seconds", "of the step"]
-    return table(head, rows, label="Work of the other streams", numbers=2)
+    return shown + table(head, rows, label="Work of the other streams", numbers=2)
 
 
 def facts(source: Source) -> str:

@@ -81,11 +81,6 @@ class Metrics:
         """The sum over all steps."""
         return float(np.nansum(self.columns[name]))
 
-    def at(self, name: str, step: int | None) -> float | None:
-        """The value of one step."""
-        found = self.columns[name][self.columns["step"] == step]
-        return float(found[0]) if len(found) and math.isfinite(found[0]) else None
-
 
 def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
     """The lines of a metrics file; those that a resumed run did again replace the first ones."""

@@ -24,10 +24,8 @@ class Source:
         status: one sentence on how far it came.
         environment: machine and versions (telemetry/environment.py).
         config: the run file, or the measured case.
-        computing: parameters that compute with a token, and those of them that are trained.
         spans: the recorded step.
         breakdown: where its time went.
-        recorded_tokens: how many the recorded step had.
     """
 
     name: str
@@ -37,14 +35,12 @@ class Source:
     config: Mapping[str, Any] = field(default_factory=dict)
     placement: Mapping[str, Any] = field(default_factory=dict)
     parameters: int | None = None
-    computing: tuple[int, int] | None = None
     precision: Precision = "bf16"
     peak_tflops: float | None = None
     host_peak_bytes: float | None = None
     device_peak_bytes: float | None = None
     disk_bytes: float | None = None
     recorded_step: int | None = None
-    recorded_tokens: float | None = None
     spans: list[Span] = field(default_factory=list)
     breakdown: Breakdown | None = None
     missing: list[str] = field(default_factory=list)
@@ -80,7 +76,6 @@ def _read_run(folder: Path, timeline: Path | None) -> Source:
         config=config,
         placement=mapping(environment.get("placement")),
         parameters=_count(environment.get("parameters")),
-        computing=_computing(environment),
         precision=_precision(at(config, "engine", "precision")),
         host_peak_bytes=metrics.largest("host_bytes"),
         device_peak_bytes=metrics.largest("device_peak_bytes"),
@@ -150,13 +145,11 @@ def _read_bench(path: Path, timeline: Path | None) -> Source:
         config=case,
         placement=mapping(result.get("placement")),
         parameters=_count(result.get("parameters")),
-        computing=_computing(result),
         precision=_precision(case.get("precision")),
         peak_tflops=real(result.get("bf16_peak_tflops")),
         host_peak_bytes=real(result.get("host_peak_bytes")),
         device_peak_bytes=real(memory.get("device_peak_bytes")),
         disk_bytes=real(memory.get("disk_bytes")),
-        recorded_tokens=real(result.get("tokens_per_step")),
     )
     if timeline is not None:
         _add_timeline(source, timeline)
@@ -215,8 +208,6 @@ def _add_timeline(source: Source, path: Path) -> None:
         return
     source.breakdown = breakdown(source.spans, "compute")
     source.recorded_step = _count(at(trace, "otherData", "step"))
-    tokens = source.metrics.at("tokens", source.recorded_step)
-    source.recorded_tokens = tokens or source.recorded_tokens
 
 
 def _object(path: Path, what: str, missing: list[str]) -> Mapping[str, Any]:
@@ -246,14 +237,6 @@ def at(tree: Any, *keys: str) -> Any:
 def real(value: Any) -> float | None:
     """A value that is a positive number; None where it is something else."""
     return float(value) if type(value) in (int, float) and 0 < value < 1e30 else None
-
-
-def _computing(record: Mapping[str, Any]) -> tuple[int, int] | None:
-    match record:
-        case {"computing": [int() as computing, int() as trained]}:
-            return computing, trained
-    every = _count(record.get("parameters"))  # of earlier versions
-    return None if every is None else (every, _count(record.get("trained_parameters")) or every)
 
 
 def _count(value: Any) -> int | None:
