@@ -117,9 +117,9 @@ def _adapter_of(section: "ModelSection") -> Any:
     from megatrain.checkpoint import Checkpoint
     from megatrain.compat import peft
     from megatrain.source.source import adapter_folder, folder_adapter
-    from megatrain.train.resolve_model import named_model
+    from megatrain.train.resolve_model import ResolvedModel
 
-    _, found = named_model(section)
+    found = ResolvedModel.of(section).source
     if isinstance(found, Checkpoint):
         saved = found.settings.adapter
         return None if saved is None else peft.from_json(saved["configs"][saved["active"]])
@@ -168,10 +168,10 @@ def _local(path: Path, base_model: str | None, trust_remote_code: bool) -> "PreT
 def _of_run(path: Path, base_model: str | None) -> Path:
     """The folder of the model that a run or a checkpoint stands for."""
     from megatrain.config import ModelSection
-    from megatrain.train.resolve_model import named_model
+    from megatrain.train.resolve_model import ResolvedModel
 
     section = ModelSection(path=str(path), base_model=base_model)
-    return Path(str(named_model(section)[0].path))
+    return Path(str(ResolvedModel.of(section).section.path))
 
 
 def _from_hub(name: str, trust_remote_code: bool) -> "PreTrainedConfig":

@@ -26,7 +26,7 @@ from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
 from megatrain.model.build import load_config
 from megatrain.train.model_config import check_sequence_length, model_config
-from megatrain.train.resolve_model import begun_from, named_model
+from megatrain.train.resolve_model import ResolvedModel
 
 SECONDS_BETWEEN_NEWS = 5.0
 
@@ -153,7 +153,7 @@ def data_alone(
     Raises:
         InputError: the tokenizer, the model's configuration or the data cannot be used.
     """
-    model, _ = named_model(begun_from(config))
+    model = ResolvedModel.of_run(config).section
     trusted = model.trust_remote_code
     tokenizer = run_tokenizer(model)
     if model.path is None:

@@ -1,9 +1,14 @@
-"""Which model the folder of a run stands for."""
+"""The model that a run file names, resolved once, and which model a run's folder stands for."""
 
 import hashlib
 import json
 import logging
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Self
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
 from megatrain.config import Config, ModelSection
@@ -20,6 +25,7 @@ from megatrain.run_folder.layout import (
     model_folder,
 )
 from megatrain.source.source import adapter_folder, folder_adapter
+from megatrain.train.model_config import model_config
 
 log = logging.getLogger(__name__)
 _HEAD_BYTES, _PAGE_BYTES, _PAGES = 1 << 20, 4096, 64  # that a file is known by
@@ -49,26 +55,69 @@ def trained_model(run: str) -> Checkpoint | str:
     return folder
 
 
-def named_model(section: ModelSection) -> tuple[ModelSection, Checkpoint | str | None]:
-    """What `model.path` stands for, be it a run, a checkpoint, a model folder or a hub id.
+@dataclass(frozen=True)
+class ResolvedModel:
+    """What `model` of a run file stands for, be it a run, a checkpoint, a folder or a hub id.
 
-    Returns the section with the folder of the configuration and the tokenizer as its path, and what
-    an engine takes; None: the model is written out. Of an adapter's folder the path is its base's;
-    a tokenizer that lies beside the adapter is named.
-
-    Raises:
-        InputError: a checkpoint that cannot be used.
+    Attributes:
+        section: with the folder of the configuration and the tokenizer as its path. Of an adapter's
+            folder that is its base's, and a tokenizer that lies beside the adapter is named.
+        source: what an engine takes; None: the model is written out.
+        base_model: where the base of its adapter is now, as an engine takes it; None: as it says.
     """
-    if section.path is None:
-        return section, None
-    found = trained_model(section.path)
-    if (own := None if isinstance(found, Checkpoint) else adapter_folder(found)) is not None:
-        there = folder_adapter(own, moved_base(section.base_model))[1]
-        base, _ = named_model(section.model_copy(update={"path": there, "base_model": None}))
-        beside = str(own) if any(tokenizer_files(own)) else None
-        return base.model_copy(update={"tokenizer": section.tokenizer or beside}), found
-    folder = str(found.model_folder) if isinstance(found, Checkpoint) else found
-    return section.model_copy(update={"path": folder}), found
+
+    section: ModelSection
+    source: Checkpoint | str | None
+    base_model: str | None = None
+
+    @classmethod
+    def of(cls, section: ModelSection) -> Self:
+        """Resolve a section. Raises InputError: a checkpoint cannot be used."""
+        if section.path is None:
+            return cls(section, None)
+        found, moved = trained_model(section.path), moved_base(section.base_model)
+        own = None if isinstance(found, Checkpoint) else adapter_folder(found)
+        if own is not None:
+            there = folder_adapter(own, moved)[1]
+            base = cls.of(section.model_copy(update={"path": there, "base_model": None}))
+            beside = section.tokenizer or (str(own) if any(tokenizer_files(own)) else None)
+            return cls(base.section.model_copy(update={"tokenizer": beside}), found, moved)
+        folder = str(found.model_folder) if isinstance(found, Checkpoint) else found
+        return cls(section.model_copy(update={"path": folder}), found, moved)
+
+    @classmethod
+    def of_run(cls, config: Config) -> Self:
+        """The model that a run begins from. Raises InputError: as `of`."""
+        return cls.of(begun_from(config))
+
+    def taken(self, tokenizer: PreTrainedTokenizerBase) -> Checkpoint | PreTrainedConfig | str:
+        """What an engine takes. Raises InputError: the model that is written out is none."""
+        return model_config(self.section, tokenizer) if self.source is None else self.source
+
+    @cached_property
+    def key(self) -> str:
+        """What tells the model's files from others: names, sizes, times and some of their bytes.
+
+        Of a file the first MiB counts, with the names and places of its tensors, and 64 pages that
+        are spread over the rest: not all bytes, for they would take as long to read as the model.
+
+        Raises:
+            InputError: there is no such model, or a file cannot be read.
+        """
+        if self.section.path is None:
+            return "drawn"
+        folders = {resolve_model(self.section.path)}
+        if isinstance(self.source, Checkpoint):
+            folders.add(self.source.folder)
+        elif self.source is not None and (folder := Path(self.source).expanduser()).is_dir():
+            folders.add(folder)
+        files = [
+            [str(path.relative_to(folder)), *_known_by(path)]
+            for folder in sorted(folders)
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        ]
+        return hashlib.blake2b(json.dumps(files).encode(), digest_size=12).hexdigest()
 
 
 def begun_from(config: Config) -> ModelSection:
@@ -93,33 +142,6 @@ def moved_base(named: str | None) -> str | None:
     if adapter_folder(found) is not None:
         raise InputError(f"base_model: {named} has an adapter; name the folder of its base")
     return found
-
-
-def weights_key(section: ModelSection, source: Checkpoint | str | None) -> str:
-    """What tells a model's files from others: names, sizes, times and some of their bytes.
-
-    Of a file the first MiB counts, with the names and places of its tensors, and 64 pages that are
-    spread over the rest: not all bytes, for they would take as long to read as the model.
-
-    Args: as `named_model` says.
-
-    Raises:
-        InputError: there is no such model, or a file cannot be read.
-    """
-    if section.path is None:
-        return "drawn"
-    folders = {resolve_model(section.path)}
-    if isinstance(source, Checkpoint):
-        folders.add(source.folder)
-    elif source is not None and (folder := Path(source).expanduser()).is_dir():
-        folders.add(folder)
-    files = [
-        [str(path.relative_to(folder)), *_known_by(path)]
-        for folder in sorted(folders)
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    ]
-    return hashlib.blake2b(json.dumps(files).encode(), digest_size=12).hexdigest()
 
 
 def _known_by(path: Path) -> tuple[int, int, str]:

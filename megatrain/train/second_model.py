@@ -15,9 +15,8 @@ from megatrain.data import IDS, LOG_PROBS, MicroBatch, Step, at_first_label, pla
 from megatrain.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.model_config import model_config
 from megatrain.train.references import References, refer_to
-from megatrain.train.resolve_model import begun_from, moved_base, named_model, weights_key
+from megatrain.train.resolve_model import ResolvedModel
 from megatrain.train.resume import Start
 from megatrain.train.teacher import Teacher, ask, frozen_engine
 
@@ -57,17 +56,18 @@ class SecondModel:
         self._engine.close()
 
 
-def begun_model(config: Config, tokenizer: PreTrainedTokenizerBase, group: Any = None) -> Engine:
+def begun_model(
+    config: Config, begun: ResolvedModel, tokenizer: PreTrainedTokenizerBase, group: Any = None
+) -> Engine:
     """The model as the run begins, in an engine that trains nothing; `group`: as `Engine`'s."""
-    section, source = named_model(begun_from(config))
     log.info("the reference model rests in host memory beside the one that is trained")
     return frozen_engine(
         config,
-        model_config(section, tokenizer) if source is None else source,
+        begun.taken(tokenizer),
         placement=Placement(compile=_compiled(config)),
         seed=config.training.seed,
         base=config.model.base,
-        base_model=moved_base(begun_from(config).base_model),
+        base_model=begun.base_model,
         group=group,
     )
 
@@ -82,6 +82,7 @@ def _compiled(config: Config) -> bool:
 
 def second_model(
     config: Config,
+    begun: Callable[[], ResolvedModel],
     tokenizer: PreTrainedTokenizerBase,
     teacher: Teacher | None,
     sets: dict[str, Any],
@@ -102,10 +103,10 @@ def second_model(
     if teacher is None and config.loss.reference != "streamed" and not of_replies:
         return None, None
     if teacher is None:
-        known = refer_to(weights_key(*named_model(begun_from(config))), start)
+        known = refer_to(begun().key, start)
         if of_replies:
             return None, known
-        engine = begun_model(config, tokenizer, ranks.host)
+        engine = begun_model(config, begun(), tokenizer, ranks.host)
         return SecondModel(engine, "reference", _reference), known
     known = refer_to(teacher.key, start)
     if config.loss.teacher_log_probs == "kept":

@@ -1,9 +1,10 @@
 """Everything a run needs, built from its configuration, cheapest checks first."""
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.api import Engine
-from megatrain.checkpoint import MODEL, Checkpoint
+from megatrain.checkpoint import MODEL
 from megatrain.config import Config, ModelSection
 from megatrain.data import (
     PackedDataset,
@@ -36,7 +37,7 @@ from megatrain.train.data import check_prompts, open_data, run_ends, run_tokeniz
 from megatrain.train.early import check_device, check_disk, check_disk_to_go_on
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.references import References, refer
-from megatrain.train.resolve_model import begun_from, moved_base, named_model
+from megatrain.train.resolve_model import ResolvedModel, moved_base
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
 from megatrain.train.rewards import Rewards
 from megatrain.train.rollouts import Rollouts
@@ -122,14 +123,17 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
     if config.training.steps is not None:
         check_schedule(config, config.training.steps)
     rewards = Rewards(config.rollout)
-    section, named = _model_source(config, start)
+    begun = cache(
+        partial(ResolvedModel.of_run, config)
+    )  # of a run that goes on its reference alone
+    section = begun().section if start is None else _saved_model(config, start)
     tokenizer = run_tokenizer(section)
     hf_config = model_config(section, tokenizer)
     check_sequence_length(hf_config, config.data.sequence_length)
     text_config = hf_config.get_text_config(decoder=True)
     check_prompts(config, tokenizer, text_config)
     teacher = find_teacher(config, tokenizer, text_config)
-    source = _structure(config, hf_config if named is None else named) if start is None else None
+    source = _structure(config, begun(), hf_config) if start is None else None
     if source is not None:
         ranks.agree(lambda: check_disk(config, source, config.training.steps))
     elif start is not None:
@@ -146,7 +150,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
             ranks.agree(lambda: check_disk(config, source, total_steps))
     done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
     sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
-    second, known = second_model(config, tokenizer, teacher, sets, start, ranks)
+    second, known = second_model(config, begun, tokenizer, teacher, sets, start, ranks)
     if second is not None:
         held.callback(second.close)
     engine = _engine(config, source, start, ranks, held)
@@ -176,7 +180,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
         resumed=start.state if start else None,
         ranks=ranks,
         rollouts=_rollouts(
-            config, rewards, tokenizer, engine, loader, total_steps, start, ranks, held
+            config, begun, rewards, tokenizer, engine, loader, total_steps, start, ranks, held
         ),
         second=second,
     )
@@ -210,6 +214,7 @@ def steps_of(epochs: float, config: Config, loader: StepLoader) -> int:
 
 def _rollouts(
     config: Config,
+    begun: Callable[[], ResolvedModel],
     rewards: Rewards,
     tokenizer: PreTrainedTokenizerBase,
     engine: Engine,
@@ -224,7 +229,7 @@ def _rollouts(
         return None
     reference = None
     if config.loss.beta:
-        reference = held.enter_context(begun_model(config, tokenizer, ranks.host))
+        reference = held.enter_context(begun_model(config, begun(), tokenizer, ranks.host))
     made = Rollouts(config, rewards, engine, tokenizer, loader, reference, total_steps, ranks)
     if start is not None:
         made.load_state_dict(start.state.rollouts)
@@ -282,14 +287,10 @@ def _loader(config: Config, training: PackedDataset | RowStream | Prompts) -> St
     return StepLoader(training, **how, workers=2)
 
 
-def _model_source(
-    config: Config, start: Start | None
-) -> tuple[ModelSection, Checkpoint | str | None]:
-    """As `named_model`; a run that goes on does not need the model's source any more."""
-    if start is None:
-        return named_model(begun_from(config))
+def _saved_model(config: Config, start: Start) -> ModelSection:
+    """`model` of a run that goes on: it does not need the model's source any more."""
     there = {"path": str(start.checkpoint / MODEL), "config": None}
-    return config.model.model_copy(update=there), None
+    return config.model.model_copy(update=there)
 
 
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
@@ -318,15 +319,15 @@ def _go_to(loader: StepLoader, start: Start | None, total_steps: int) -> int:
     return done
 
 
-def _structure(config: Config, model: Checkpoint | PreTrainedConfig | str) -> Source:
+def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) -> Source:
     """The model without its weights, and what of it is trained. Raises InputError: no such run."""
     section = config.model
     source = open_source(
-        model,
+        written if begun.source is None else begun.source,
         config.adapter.keys,
         section.base,
         section.router_aux_loss_coef,
-        moved_base(begun_from(config).base_model),
+        begun.base_model,
         scores=config.loss.name == "reward",
         trust_remote_code=section.trust_remote_code,
         attn_implementation=section.attn_implementation,

@@ -33,7 +33,7 @@ from megatrain.model.companions import tokenizer_files
 from megatrain.model.weights import resolve_model
 from megatrain.train.data import cache_folder
 from megatrain.train.model_config import check_sequence_length, model_config
-from megatrain.train.resolve_model import named_model, weights_key
+from megatrain.train.resolve_model import ResolvedModel
 from megatrain.train.sharing import by_parts
 
 _FORMAT = 2  # of what is kept: raise it when the same teacher would be asked otherwise
@@ -123,11 +123,11 @@ def find_teacher(
     trusted = config.model.trust_remote_code
     named = ModelSection(path=config.loss.teacher, trust_remote_code=trusted)
     try:
-        section, source = named_model(named)
-        found = model_config(section, tokenizer)
+        resolved = ResolvedModel.of(named)
+        found = model_config(resolved.section, tokenizer)
         check_sequence_length(found, config.data.sequence_length)
-        assert section.path is not None and source is not None
-        folder = resolve_model(section.path)
+        assert resolved.section.path is not None and resolved.source is not None
+        folder = resolve_model(resolved.section.path)
         there = any(tokenizer_files(folder))
         own = load_tokenizer(str(folder), trust_remote_code=trusted) if there else None
     except InputError as error:
@@ -149,7 +149,7 @@ def find_teacher(
             "model that is trained, for there are as many",
             config.loss.teacher,
         )
-    return Teacher(config, source, weights_key(section, source), text_config.vocab_size)
+    return Teacher(config, resolved.source, resolved.key, text_config.vocab_size)
 
 
 def ask(teacher: Teacher, sets: dict[str, PackedDataset], ranks: Ranks) -> None:

@@ -19,7 +19,7 @@ from megatrain.generate import Resident
 from megatrain.generate.loading import open_model
 from megatrain.model.trained import Trained
 from megatrain.train.export import export
-from megatrain.train.resolve_model import named_model
+from megatrain.train.resolve_model import ResolvedModel
 from tests.parity.cases import in_dtype, llama, make_batches, make_engine, masters, qwen2, same
 from tests.sweeps import few, swept
 
@@ -246,4 +246,4 @@ def test_a_base_that_has_an_adapter_is_refused(base: Path, tmp_path: Path) -> No
         named = text.replace("BASE", str(tmp_path / base_of_it))
         (tmp_path / one / "adapter_config.json").write_text(named)
     with pytest.raises(InputError, match="other has an adapter itself; merge that first"):
-        named_model(ModelSection(path=str(tmp_path / "adapter")))
+        ResolvedModel.of(ModelSection(path=str(tmp_path / "adapter")))
