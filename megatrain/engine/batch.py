@@ -50,6 +50,8 @@ class Batch:
         judged: targets and what the loss takes beside them, on the device; of a joint loss those
             of the micro-batches of all ranks.
         measured: what a joint loss measures, on the device, once the head has been visited.
+        router_shares: how much the routers' loss of each micro-batch counts; None: it is one loss
+            of all tokens together.
     """
 
     micro: list[MicroBatch]
@@ -64,6 +66,7 @@ class Batch:
     own: slice = field(default_factory=lambda: slice(None))
     all_tokens: int = 0
     most: int = 0
+    router_shares: Sequence[float] | None = None
 
     @property
     def own_U(self) -> Tensor:

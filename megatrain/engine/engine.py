@@ -38,7 +38,7 @@ from megatrain.seeds import derived_seed
 from megatrain.source.exported import write_model
 from megatrain.source.fill import fill
 from megatrain.source.opened import Opened
-from megatrain.source.sharing import NO_LABELS, check_call, check_shared
+from megatrain.source.sharing import NO_LABELS, check_call, check_shared, require_alone
 from megatrain.source.state_io import describe_optimizer, documents, settings_of
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Span
@@ -149,7 +149,12 @@ class PlacedEngine:
         return int(self.config.get_text_config(decoder=True).vocab_size)
 
     def step(
-        self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY, *, norm_limit: float = inf
+        self,
+        micro_batches: MicroBatches,
+        loss: Loss = CROSS_ENTROPY,
+        *,
+        norm_limit: float = inf,
+        router_shares: Sequence[float] | None = None,
     ) -> StepResult:
         """One optimizer step over all of `micro_batches`; of several ranks, over those of all.
 
@@ -160,6 +165,8 @@ class PlacedEngine:
                 floating-point ones that the loss takes. B and T may differ between them.
             loss: one of `megatrain.loss`.
             norm_limit: refuse the step if its gradient norm is above this; needs `max_grad_norm`.
+            router_shares: how much the loss of routers counts in each micro-batch, of which it is
+                then; None: it is of all tokens of the step together. Of one rank.
 
         Raises:
             InputError: bad micro-batches or settings of the optimizer, or an engine without one.
@@ -171,6 +178,7 @@ class PlacedEngine:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
         start = time.perf_counter()
         batch = self._prepare(micro_batches, loss, norm_limit)
+        batch.router_shares = self._shares(router_shares)
         self._parts.update.norm_limit = norm_limit
         # In a batch larger than the placement was chosen for, layers save nothing on the device.
         planned = self._host.holds(batch)
@@ -191,11 +199,19 @@ class PlacedEngine:
         losses = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
         return sum(self._ranks.exchange(float(torch.stack(losses).sum())))
 
-    def router_loss(self, micro_batches: MicroBatches) -> tuple[float, float]:
+    def router_loss(
+        self, micro_batches: MicroBatches, router_shares: Sequence[float] | None = None
+    ) -> tuple[float, float]:
         """The loss of routers that a step of these rows would add, and before it is weighed."""
         batch = self._prepare(micro_batches, NO_LABELS)
+        batch.router_shares = self._shares(router_shares)
         found = self._forward_only(batch, lambda head, slot, h: head.balanced(batch, h))[0]
         return sum(self._ranks.exchange(sum(map(float, found)))), float(batch.measured["aux_loss"])
+
+    def _shares(self, router_shares: Sequence[float] | None) -> Sequence[float] | None:
+        if router_shares is not None:
+            require_alone(self._ranks, "a loss of routers of each micro-batch")
+        return router_shares
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""

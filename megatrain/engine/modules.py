@@ -197,32 +197,37 @@ class Head(StreamedModule):
             result = self.device.run(COMPUTE, HEAD_NAME, work, [slot], [room.sums])
             loss, gradients = result if result is not None else (None, {})
             losses.append(loss)
-            dh.append(gradients | slopes)
+            dh.append(gradients | slopes[index])
             h[index] = {}  # nobody reads it any more: it would stay until the backward's end
         return [*(joint or losses), *balance], dh
 
-    def balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], Activations]:
-        """The loss of the routers of all layers, if the model has one, and its slopes.
+    def balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], list[Activations]]:
+        """The loss of the routers of all layers, if the model has one; its slopes, by micro-batch.
 
-        Takes what it is of out of `h`. It is of the tokens of all ranks; the first has the loss.
+        Takes what it is of out of `h`. It is of the tokens of all ranks, of which the first has the
+        loss, or of each micro-batch alone where the batch has shares for them.
         """
         spec, ranks = self.program.spec, self.collectives.ranks
         loss, routed = spec.router_loss, spec.routed
         if loss is None:
-            return [], {}
+            return [], [{} for _ in h]
 
-        def count() -> Tensor:
-            return loss.total([values.pop(ref) for values in h for ref in routed])
+        def count(some: State) -> Tensor:
+            return loss.total([values.pop(ref) for values in some for ref in routed])
 
-        own = self.device.run(COMPUTE, HEAD_NAME, count)
-        found = self.collectives.join([own], [spec.routed_shape] * ranks.size, ranks.rank)
-        made = self.device.run(COMPUTE, HEAD_NAME, partial(loss.balance, found))
-        if made is None:  # nothing is computed
-            return [], {}
-        balance, slope = made
-        batch.measured["aux_loss"] = balance  # as transformers calls it
-        own_part = [loss.weight * balance] if ranks.rank == 0 else []
-        return own_part, dict.fromkeys(routed, slope)
+        shares, made = batch.router_shares or [1.0], []
+        for part in [h] if batch.router_shares is None else [[values] for values in h]:
+            own = self.device.run(COMPUTE, HEAD_NAME, partial(count, part))
+            found = self.collectives.join([own], [spec.routed_shape] * ranks.size, ranks.rank)
+            made.append(self.device.run(COMPUTE, HEAD_NAME, partial(loss.balance, found)))
+        if None in made:  # nothing is computed
+            return [], [{} for _ in h]
+        balances, slopes = zip(*made, strict=True)
+        batch.measured["aux_loss"] = torch.stack(balances).mean()  # as transformers calls it
+        total = sum(share * each for share, each in zip(shares, balances, strict=True))
+        weighed = [share * each for share, each in zip(shares, slopes, strict=True)]
+        own_part = [loss.weight * total] if ranks.rank == 0 else []
+        return own_part, [dict.fromkeys(routed, weighed[i % len(weighed)]) for i in range(len(h))]
 
     def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
         """For a joint loss: the batch with its labels weighed by the loss, and the losses.

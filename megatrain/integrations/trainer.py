@@ -229,7 +229,8 @@ class StreamedTrainer(_Trainer):
         self._settings.check(self)
         self.create_optimizer()
         self.engine.max_grad_norm = self.args.max_grad_norm or None
-        self._last = self.engine.step(*self._objective.step(self._waiting, self.engine))
+        rows, loss = self._objective.step(self._waiting, self.engine)
+        self._last = self.engine.step(rows, loss, router_shares=self._router_shares(self._waiting))
         self._count(self._last.loss, self._last.measures)
 
     def _count(self, loss: float, measures: Mapping[str, float]) -> None:
@@ -257,9 +258,16 @@ class StreamedTrainer(_Trainer):
         if self.engine.balances_experts:
             beside = {"labels", *loss.inputs}
             bare = [{n: v for n, v in micro.items() if n not in beside} for micro in rows]
-            weighed, measures["aux_loss"] = self.engine.router_loss(bare)
-            value += weighed
+            weighed, balance = self.engine.router_loss(bare, self._router_shares(waiting))
+            value, measures["aux_loss"] = value + weighed, balance
         return value, measures
+
+    def _router_shares(self, waiting: list[Waiting]) -> list[float] | None:
+        """How much the routers' loss of each micro-batch counts: with TRL, the mean over them."""
+        if not self.engine.balances_experts:
+            return None
+        mean = hasattr(self, "_metrics")
+        return [1 / m.num_micro if mean or m.items is None else 1.0 for m in waiting]
 
     def _measured(self, mode: str, measures: Mapping[str, float]) -> None:
         """What a trainer of TRL logs with the next line: its means since the last one."""

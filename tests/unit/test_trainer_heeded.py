@@ -23,7 +23,7 @@ from megatrain.integrations import StreamedTrainer, heeded, taken
 from tests.families.tiny import tiny_model
 from tests.parity.cases import llama, noisy
 from tests.unit.data_cases import chat_tokenizer
-from tests.unit.trainer_cases import Streamed, trainer
+from tests.unit.trainer_cases import Streamed, arguments, padded, rows, trainer
 
 trl = pytest.importorskip("trl", reason="trl is no dependency")
 datasets = pytest.importorskip("datasets")
@@ -223,10 +223,9 @@ def test_the_loss_of_routers_is_that_of_trl(
     size = {"vocab_size": len(chat_tokenizer("qwen")), "max_position_embeddings": 256}
     asked = {"router_aux_loss_coef": 0.5, "output_router_logits": coefficient == 0}
     model = tiny_model("mixtral", changes=size | asked)
-    changes = {"router_aux_loss_coef": coefficient, "gradient_accumulation_steps": 1}
     made = []
     for kind in (plain, mixed(plain)):
-        made.append(text_trainer(kind, tmp_path, model, **changes))
+        made.append(text_trainer(kind, tmp_path, model, router_aux_loss_coef=coefficient))
         made[-1].train()
     same(*made)
     wanted, got = (
@@ -234,6 +233,19 @@ def test_the_loss_of_routers_is_that_of_trl(
         for m in made
     )
     assert got == pytest.approx(wanted, rel=1e-4) and len(got) == (0 if coefficient == 0 else 4)
+
+
+def test_the_loss_of_routers_is_that_of_a_plain_trainer(tmp_path: Path) -> None:
+    """Which adds those of all micro-batches."""
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    made = []
+    for kind in (Trainer, Streamed):
+        options = {"train_dataset": rows(16), "eval_dataset": rows(5), "data_collator": padded}
+        made.append(
+            kind(tiny_model("mixtral", changes=asked), arguments(tmp_path, **SHORT), **options)
+        )
+        made[-1].train()
+    same(*made)
 
 
 def test_a_method_of_a_step_may_not_be_overridden(tmp_path: Path) -> None:
