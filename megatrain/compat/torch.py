@@ -27,6 +27,7 @@ HOOK_MARKS = (
 """Attributes of a module."""
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
 GROUPED_PRODUCT = torch._grouped_mm
 
 without_modes = _disable_current_modes

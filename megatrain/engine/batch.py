@@ -144,6 +144,16 @@ def prepare(
     return batch
 
 
+def halved(micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
+    """The micro-batches cut by rows, each into two if it has two."""
+    parts = [(micro, -(-len(micro["input_ids"]) // 2)) for micro in micro_batches]
+    return [
+        {name: value[at : at + rows] for name, value in micro.items()}
+        for micro, rows in parts
+        for at in range(0, len(micro["input_ids"]), rows)
+    ]
+
+
 def _counted(
     micro_batches: Sequence[Mapping[str, Tensor]], constants: Sequence[int]
 ) -> tuple[Tensor, int, int]:

@@ -1,5 +1,7 @@
 """An engine whose placement is settled: steps, evaluations, what comes out of it, and saves."""
 
+import gc
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +19,11 @@ from transformers import PreTrainedConfig
 from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
 from megatrain.device import Buffer, available_bytes
 from megatrain.engine.assemble import Assembly, host_bytes
-from megatrain.engine.batch import Batch, most_tokens, prepare
+from megatrain.engine.batch import Batch, halved, most_tokens, prepare
 from megatrain.engine.host_memory_guard import HostMemoryGuard
 from megatrain.engine.modules import Head, State
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
-from megatrain.engine.update import StepResult
+from megatrain.engine.update import Report, StepResult
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, TOKEN_SCORE, JointLoss, Loss, as_numbers
 from megatrain.model.adapters import Values
@@ -33,7 +35,7 @@ from megatrain.model.program import ModelProgram
 from megatrain.model.row_share import WHOLE, RowShare
 from megatrain.model.row_trial import RowTrial
 from megatrain.optim import StreamedOptimizer
-from megatrain.placement import Placement, Planned
+from megatrain.placement import RECOMPUTE, Placement, Planned
 from megatrain.seeds import derived_seed
 from megatrain.source.exported import write_model
 from megatrain.source.fill import fill
@@ -42,6 +44,13 @@ from megatrain.source.sharing import NO_LABELS, check_call, check_shared, requir
 from megatrain.source.state_io import describe_optimizer, documents, settings_of
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Span
+
+_log = logging.getLogger(__name__)
+
+_LEANER = (
+    "step %d: %s; it is computed again, and from now on micro-batches are taken in halves by rows "
+    "and layers save nothing for the backward"
+)
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
 
@@ -72,6 +81,7 @@ class PlacedEngine:
         self.config: PreTrainedConfig = opened.source.model.config
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
         self._steps, self.label_shift = 0, self._spec.label_shift
+        self._lean = False  # steps save nothing, in half micro-batches: one had no memory
         self._ranks = opened.ranks
         try:
             check_shared(opened, placement)
@@ -177,21 +187,44 @@ class PlacedEngine:
         if not isinstance(self._parts, TrainingParts) or self.optimizer is None:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
         start = time.perf_counter()
+        if self._lean:
+            micro_batches = halved(micro_batches)
         batch = self._prepare(micro_batches, loss, norm_limit)
         batch.router_shares = self._shares(router_shares)
         self._parts.update.norm_limit = norm_limit
+        try:
+            report = self._train(self._parts, batch, loss)
+        except DoesNotFit as error:
+            if not self._can_be_leaner(self._parts, batch):
+                raise
+            _log.warning(_LEANER, self._steps + 1, str(error).partition(";")[0])
+        else:
+            self._steps += 1
+            self.optimizer.took_step()
+            seconds, measures = time.perf_counter() - start, as_numbers(batch.measured)
+            return StepResult(report.loss, report.grad_norm, batch.all_tokens, seconds, measures)
+        self._lean = True
+        del batch
+        self._host.release()
+        gc.collect()  # frames of the failure may hold what it had on the device
+        return self.step(micro_batches, loss, norm_limit=norm_limit)
+
+    def _train(self, parts: TrainingParts, batch: Batch, loss: Loss) -> Report:
         # In a batch larger than the placement was chosen for, layers save nothing on the device.
         planned = self._host.holds(batch)
         # Such a loss sees all micro-batches at once: one pass, whose graphs would be too many.
-        joint = self._parts.passes > 1 and (isinstance(loss, JointLoss) or self._spec.routed)
+        joint = parts.passes > 1 and bool(isinstance(loss, JointLoss) or self._spec.routed)
         with self._undisturbed(), self._host.of(batch.num_tokens) as host:
-            policies = self._policies(device=planned and not joint, host=host)
-            parts = self._parts.under(policies)
-            report = train_step(replace(parts, passes=1) if joint else parts, batch)
-        self._steps += 1
-        self.optimizer.took_step()
-        seconds, measures = time.perf_counter() - start, as_numbers(batch.measured)
-        return StepResult(report.loss, report.grad_norm, batch.all_tokens, seconds, measures)
+            device = planned and not joint and not self._lean
+            parts = parts.under(self._policies(device=device, host=host and not self._lean))
+            return train_step(replace(parts, passes=1) if joint else parts, batch)
+
+    def _can_be_leaner(self, parts: TrainingParts, batch: Batch) -> bool:
+        """Whether a step that had no memory may be tried again; ranks cannot agree on it."""
+        whole = self._lean or parts.update.torn or self._ranks.size > 1
+        rows = max(len(micro.inputs["input_ids"]) for micro in batch.micro)
+        kept = any(policy != RECOMPUTE for policy in self._policies())
+        return not whole and (rows > 1 or kept)
 
     def evaluate(self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY) -> float:
         """The loss of a step, of cross entropy the mean; changes no state, dropout is off."""

@@ -81,6 +81,11 @@ class HostMemoryGuard:
             names = (_KEPT, *_OTHERS) if has_room else _OTHERS
             self._note(self._held(), num_tokens, names)
 
+    def release(self) -> None:
+        """Give back, between two steps, what layers save on the host takes there and on its way."""
+        if self._offload is not None:
+            self._offload.release()
+
     def _note(self, sizes: Mapping[str, int], num_tokens: int, names: Iterable[str]) -> None:
         self._seen.update({name: (sizes[name], num_tokens) for name in names})
 

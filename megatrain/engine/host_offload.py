@@ -70,12 +70,14 @@ class HostOffload:
             rooms.at = rooms.offset = 0
 
     def release(self) -> None:
-        """Give all host memory back, between two steps."""
+        """Give all memory back, between two steps."""
         self.begin()
         for rooms in self._rooms.values():
             for room in rooms.buffers:
                 self._device.free(room)
         self._rooms.clear()
+        for lane in (*self._out, *self._in):
+            lane.buffer = None
 
     def send(
         self, group: Hashable, key: Hashable, tensors: Sequence[Tensor], rest: int = 0

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatrain.compat.torch import (
     GROUPED_PRODUCT,
+    SOFTMAX_BACKWARD,
     UNSAFE_VIEW,
     FakeTensor,
     TorchDispatchMode,
@@ -234,10 +235,11 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     count = flop_registry.get(packet_of(func))
     if count is not None:
         return Work(product_flops=int(count(*args, **kwargs, out_val=out)), kernels=1), 0
+    scratch = out.nbytes if func is SOFTMAX_BACKWARD else 0  # kernels write a product out
     given, made = tensors((args[1:] if func in _OVERWRITES else args, kwargs)), tensors(out)
     if not given and func not in _OVERWRITES:
         return Work(), 0  # an allocation
-    return Work(touched_bytes=sum(t.nbytes for t in (*given, *made)), kernels=1), 0
+    return Work(touched_bytes=sum(t.nbytes for t in (*given, *made)), kernels=1), scratch
 
 
 def _attention_flops(

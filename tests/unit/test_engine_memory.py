@@ -1,34 +1,88 @@
-"""A device that runs out of memory in the middle of a step."""
+"""A device, or a host, that runs out of memory in the middle of a step."""
+
+import logging
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from megatrain import AdamW, DoesNotFit, Engine
-from megatrain.engine.saved_tensors import Graph
+from megatrain import AdamW, DoesNotFit, Engine, Placement
+from megatrain.engine.batch import halved
+from megatrain.loss import DPO
+from megatrain.telemetry.memory import process_bytes
+from megatrain.units import MIB
+from tests.counted import CountedDevice
+from tests.parity.cases import llama, make_batches, make_engine, masters, same
+from tests.parity.test_preferences import replies
+
+STEP = make_batches(1, ((4, 40), (3, 30), (1, 7)))[0]
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "nothing is kept": {},
+    "graphs on the device": {"save_activations": 3},
+    "graphs on both": {"offload_activations": 2, "save_activations": 1, "layer_inputs": "host"},
+    "passes": {"passes": 2, "save_activations": 2, "save_attention": "device"},
+}
 
 
-def test_out_of_memory_is_one_line_and_changes_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    ids = torch.ones(2, 4).long()
+def peak_of(step: Any, loss: Any = None, **choices: Any) -> int:
+    """What a step takes at most where nothing is limited."""
+    device = CountedDevice()
+    with make_engine(llama(), placement=Placement(**choices), device=device) as engine:
+        engine.step(step, *([loss] if loss else []))
+    return device.peak_bytes
+
+
+@pytest.mark.parametrize("loss", [None, DPO(0.3)], ids=["next tokens", "pairs"])
+@pytest.mark.parametrize("choices", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_a_step_without_memory_is_computed_again_from_less(
+    choices: dict[str, Any], loss: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As plain training on the halves of its micro-batches, to the bit; and so are later steps."""
+    step, losses = STEP if loss is None else replies(loss), [] if loss is None else [loss]
+    lean = {
+        "passes": choices.get("passes", 1),
+        "layer_inputs": choices.get("layer_inputs", "device"),
+    }
+    whole, least = peak_of(step, loss, **choices), peak_of(halved(step), loss, **lean)
+    assert least < 0.95 * whole
+    device = CountedDevice((whole + least) // 2)
+    plain, uncut = (make_engine(llama(), placement=Placement(slots=1)) for _ in range(2))
+    with (
+        caplog.at_level(logging.WARNING),
+        make_engine(llama(), placement=Placement(**choices), device=device) as engine,
+    ):
+        for _ in range(2):
+            result, wanted = engine.step(step, *losses), plain.step(halved(step), *losses)
+            assert (result.loss, result.grad_norm) == (wanted.loss, wanted.grad_norm)
+            assert result.loss == pytest.approx(uncut.step(step, *losses).loss, rel=1e-4)
+        assert same(masters(engine), masters(plain)) and engine.steps == 2
+    [said] = [line for line in caplog.messages if "computed again" in line]
+    assert said.startswith("step 1: the device has no memory left") and "\n" not in said
+
+
+def test_what_the_host_has_no_memory_for_is_computed_again() -> None:
+    """Graphs of a step take 218 MiB, which the limit does not leave."""
+    ids = torch.randint(100, (700, 60), generator=torch.Generator().manual_seed(0))
     step = [{"input_ids": ids, "labels": ids}]
-    with Engine(config, optimizer=AdamW(lr=0.1), device="cpu", precision="fp32") as engine:
-        before = {name: master.clone() for name, master in engine.named_masters()}
+    limit = process_bytes() + 80 * MIB
+    engine = make_engine(llama(), placement=Placement(offload_activations=3), host_memory=limit)
+    assert engine.step(step).loss > 0 and engine.memory()["host_kept_bytes"] == 0
 
-        def full(*args: object) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Graph, "pull", full)
-            with pytest.raises(DoesNotFit, match="out of memory.*micro-batches.*no weight") as told:
-                engine.step(step)
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_out_of_memory_is_one_line_and_changes_no_weight(clip: float | None) -> None:
+    """Also where a step is tried again; without clipping updates may have begun, and it is not."""
+    device = CountedDevice()
+    rule = AdamW(lr=0.1)
+    with Engine(llama(), optimizer=rule, device=device, precision="fp32", max_grad_norm=clip) as e:
+        before = {name: master.clone() for name, master in e.named_masters()}
+        device.most_bytes = 1 + peak_of(STEP[2:])
+        with pytest.raises(DoesNotFit, match="out of memory.*micro-batches") as told:
+            e.step(STEP)
         assert "\n" not in str(told.value)
-        assert all(torch.equal(master, before[name]) for name, master in engine.named_masters())
-        assert engine.step(step).loss > 0  # and the engine goes on
-        assert any(not torch.equal(m, before[name]) for name, m in engine.named_masters())
+        if clip is not None:
+            assert "no weight has been changed" in str(told.value)
+            assert all(torch.equal(master, before[name]) for name, master in e.named_masters())
+            device.most_bytes = None
+            assert e.step(STEP).loss > 0  # and the engine goes on
+            assert any(not torch.equal(m, before[name]) for name, m in e.named_masters())

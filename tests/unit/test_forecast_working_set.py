@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen2Config
+from transformers import GptOssConfig, Qwen2Config
 
 from megatrain.forecast.layer_work import LayerWork
 from megatrain.forecast.profile import Profile
@@ -71,6 +71,29 @@ def test_compiled_code_works_with_what_is_foretold(
     taken = _peak_bytes(step, tmp_path / "trace.json")
     ends = 2 * ROWS * TOKENS * WIDTH * 2  # the result, and its gradient
     assert taken - ends == pytest.approx(peak_of(measured.layer(0, ROWS), saves), rel=0.005)
+
+
+def test_eager_attention_works_with_what_is_foretold(tmp_path: Path) -> None:
+    """Logits beside a sink, their softmax, and the product that its backward writes out."""
+    config = GptOssConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=4,
+        num_hidden_layers=2,
+        vocab_size=64,
+    )
+    eager = Profile(spec(open_source(config).model), torch.bfloat16, TOKENS, compiled=False)
+    _, weights, micro, values = layer_call(eager.program, 1, (ROWS, TOKENS))
+
+    def step() -> None:
+        made = list(eager.program.layer(1, weights, micro, values).values())
+        torch.autograd.grad(made, [*values.values(), *weights.values()], values.values())
+
+    taken, ends = _peak_bytes(step, tmp_path / "trace.json"), ROWS * TOKENS * 64 * 2
+    assert taken - ends == pytest.approx(peak_of(eager.layer(1, ROWS), None), rel=0.03)
 
 
 def _peak_bytes(run, trace: Path) -> int:  # type: ignore[no-untyped-def]

@@ -1,0 +1,79 @@
+"""The CPU as a device whose memory, and the host's, are counted, and may be limited."""
+
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from megatrain.compat.torch import TorchDispatchMode, memory_of, pytree
+from megatrain.device import Buffer, CpuDevice
+from megatrain.device.base import COMPUTE
+
+
+class CountedDevice(CpuDevice):
+    """Counts what is alive of that which `empty` has given and work on COMPUTE has made.
+
+    Attributes:
+        most_bytes: of the device; beyond, it has no memory. None: any number.
+        peak_bytes: of the device, so far.
+        host_bytes: given and not got back, `host_peak_bytes` of them at most.
+    """
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self.most_bytes, self.peak_bytes, self._live = most_bytes, 0, 0
+        self.host_bytes = self.host_peak_bytes = 0
+        self._known: set[int] = set()
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        buffer = super().empty(name, numel, dtype)
+        self.count(buffer.data)
+        return buffer
+
+    def host(self, *arguments: Any, **settings: Any) -> Buffer:
+        buffer = super().host(*arguments, **settings)
+        self._known.add(memory_of(buffer.data))  # on the host, whatever looks at it
+        self.host_bytes += buffer.data.nbytes
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+        return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        self.host_bytes -= buffer.data.nbytes
+
+    def run(self, stream: str, *arguments: Any, **settings: Any) -> Any:
+        if stream != COMPUTE:
+            return super().run(stream, *arguments, **settings)
+        with _Watch(self):
+            return super().run(stream, *arguments, **settings)
+
+    def count(self, tensor: Tensor) -> None:
+        """Count a tensor's memory as long as it lives. Raises torch.OutOfMemoryError."""
+        storage, key = tensor.untyped_storage(), memory_of(tensor)
+        if key in self._known:
+            return
+        self._known.add(key)
+        self._live += storage.nbytes()
+        finalize(storage, self._gone, key, storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self._live)
+        if self.most_bytes is not None and self._live > self.most_bytes:
+            raise torch.OutOfMemoryError(f"out of memory. Tried to allocate {storage.nbytes()}")
+
+    def _gone(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self._live -= num_bytes
+
+
+class _Watch(TorchDispatchMode):
+    """Counts what operations make."""
+
+    def __init__(self, device: CountedDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {memory_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor) and memory_of(leaf) not in given:
+                self._device.count(leaf)
+        return out
