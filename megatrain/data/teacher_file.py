@@ -128,8 +128,9 @@ def _go_on(
     with _growing(folder / "labels.bin") as labels, _growing(folder / "rows.bin") as rows:
         kept = rows.read()
         size = len(kept) // _ROW.itemsize * _ROW.itemsize
-        every = np.frombuffer(kept[:size] or bytes(_ROW.itemsize), _ROW)  # the first: no row
-        every = every[every["end"] * record.itemsize <= os.fstat(labels.fileno()).st_size]
+        every = np.frombuffer(kept[:size] or bytes(_ROW.itemsize), _ROW).copy()
+        every[0] = 0, 0  # before the first row
+        every = every[: 1 + _num_whole(every, labels, record.itemsize)]
         rows.seek(0)
         rows.write(every.tobytes())
         rows.truncate()
@@ -155,6 +156,17 @@ def _go_on(
             end = edges[-1]
         os.fsync(rows.fileno())
     (folder / "whole.json").write_text(json.dumps(_identities(folder)))
+
+
+def _num_whole(every: NDArray[np.void], labels: BinaryIO, size: int) -> int:
+    """How many rows from the first on have labels, of `size` bytes each, as they were written."""
+    room = os.fstat(labels.fileno()).st_size
+    for number, (begin, end) in enumerate(itertools.pairwise(every["end"].tolist())):
+        if not begin <= end <= room // size:
+            return number
+        if _crc32(begin, end, labels.read((end - begin) * size)) != every["crc32"][number + 1]:
+            return number
+    return len(every) - 1
 
 
 def _growing(path: Path) -> BinaryIO:

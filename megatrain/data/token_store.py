@@ -168,7 +168,9 @@ def _load(folder: Path) -> TokenStore | None:
         if meta.pop("crc32") != _crc32(meta):
             raise ValueError("meta.json is not as it was written")
         sums = (folder / "sums.bin").read_bytes()
-        border = len(sums) - meta["record_sums"]
+        border, checksum = meta["sums"]
+        if zlib.crc32(sums) != checksum:
+            raise ValueError("sums.bin is not as it was written")
         tokens, records = (
             KeptFile(folder / name, BlockSums(part))
             for name, part in zip(_FILES, (sums[:border], sums[border:]), strict=True)
@@ -223,9 +225,7 @@ def _build(
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _write(
-    part: Path, documents: Iterable[Document], progress: Progress | None
-) -> dict[str, int | str]:
+def _write(part: Path, documents: Iterable[Document], progress: Progress | None) -> dict[str, Any]:
     digest = hashlib.blake2b(digest_size=16)
     num_documents = num_tokens = 0
     token_sums, record_sums = BlockSums(), BlockSums()
@@ -240,13 +240,13 @@ def _write(
             num_documents, num_tokens = num_documents + 1, num_tokens + size
             if progress is not None:
                 progress(num_documents, num_tokens)
-    of_records = record_sums.to_bytes()
-    (part / "sums.bin").write_bytes(token_sums.to_bytes() + of_records)
+    of_tokens, of_records = token_sums.to_bytes(), record_sums.to_bytes()
+    (part / "sums.bin").write_bytes(of_tokens + of_records)
     return {
         "num_documents": num_documents,
         "num_tokens": num_tokens,
         "digest": digest.hexdigest(),
-        "record_sums": len(of_records),
+        "sums": [len(of_tokens), zlib.crc32(of_tokens + of_records)],
     }
 
 
