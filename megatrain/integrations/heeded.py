@@ -6,6 +6,8 @@ from dataclasses import MISSING, fields
 from inspect import Parameter, signature, unwrap
 from typing import Any, NoReturn
 
+import torch
+
 from megatrain.errors import InputError
 from megatrain.integrations import taken
 from megatrain.shipped import shipped
@@ -95,6 +97,8 @@ class Settings:
     def check(self, trainer: Any) -> None:
         """Raises InputError: something, or its class, has changed since the trainer was made."""
         check_class(type(trainer), self._mixed_in)
+        if torch.is_autocast_enabled(trainer.args.device.type):
+            refuse("torch.autocast around the trainer", "set args.bf16")
         for name, value in _decisive(trainer).items():
             old = self._values.get(name)
             if value is not old and value != old:

@@ -22,6 +22,7 @@ from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer, heeded, taken
 from tests.families.tiny import tiny_model
 from tests.parity.cases import llama, noisy
+from tests.sweeps import few, quick
 from tests.unit.data_cases import chat_tokenizer
 from tests.unit.trainer_cases import Streamed, arguments, padded, rows, trainer
 
@@ -121,6 +122,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+USUAL = ("adam_beta2", "max_grad_norm", "plateau", "warmup_steps")  # the others exhaustively
+
+
 @cache
 def base(folder: Path) -> list[dict[str, float]]:
     made = trainer(Trainer, folder, **SHORT)
@@ -128,7 +132,7 @@ def base(folder: Path) -> list[dict[str, float]]:
     return lines(made)
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", quick(ARGUMENTS, USUAL))
 def test_an_argument_is_heeded(
     name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -197,7 +201,7 @@ TEXT_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("plain", "changes"), TEXT_ARGUMENTS)
+@pytest.mark.parametrize(("plain", "changes"), few(TEXT_ARGUMENTS, 3, 8, 9, 10, 11, 12, 13))
 def test_an_argument_of_trl_is_heeded(plain: Any, changes: dict[str, Any], tmp_path: Path) -> None:
     made = []
     for kind in (plain, mixed(plain)):
@@ -262,6 +266,12 @@ def test_a_method_of_a_step_may_not_be_overridden(tmp_path: Path) -> None:
     heeded.check_class(mixed(newer), StreamedTrainer)
     with pytest.raises(InputError, match=r"Own\._new: this version of MegaTrain does not know it"):
         heeded.check_class(mixed(type("Own", (newer,), {"_new": str})), StreamedTrainer)
+
+
+def test_autocast_around_a_trainer_is_refused(tmp_path: Path) -> None:
+    made = trainer(Streamed, tmp_path, **SHORT)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast"):
+        made.train()
 
 
 def test_a_class_of_the_library_that_is_changed_is_seen(
