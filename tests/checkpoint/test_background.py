@@ -401,6 +401,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_program_that_ends_without_closing_has_its_checkpoint(tmp_path) -> None:
     """Or says why not."""
     command = [sys.executable, "-c", LAST_WORDS, str(tmp_path / "a"), "/dev/null/a"]

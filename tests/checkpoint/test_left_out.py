@@ -164,6 +164,7 @@ def test_another_base_is_refused_where_one_has_moved(base: Path, tmp_path: Path)
         Engine.load(tmp_path / "whole", device="cpu", base_model=other)
 
 
+@pytest.mark.exhaustive
 def test_a_base_that_is_a_checkpoint_of_ours_stays(tmp_path: Path) -> None:
     with make_engine(llama(), precision="bf16") as engine:
         engine.step(STEPS[0])
@@ -186,6 +187,7 @@ def test_a_base_that_is_gone_when_the_run_saves_is_saved(base: Path, tmp_path: P
         assert same(masters(again), wanted)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_that_takes_the_place_of_its_base_has_it(tmp_path: Path) -> None:
     with make_engine(llama(), precision="bf16") as engine:
         engine.step(STEPS[0])

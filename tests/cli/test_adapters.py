@@ -72,6 +72,7 @@ def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base,
     assert said[0].stdout == said[1].stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("own", few([True, False]))
 def test_a_run_goes_on_where_its_base_has_moved(own, megatrain, adapter_file, base, tmp_path):
     def trained(name, steps, *options, **chosen):

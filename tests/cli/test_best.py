@@ -108,6 +108,7 @@ def test_a_run_ends_early_and_a_resumed_one_at_the_same_step(megatrain, run_file
     assert "8 steps done;" in megatrain("train", run_file, "--resume", *patient, *slow).stdout
 
 
+@pytest.mark.exhaustive
 def test_of_states_that_are_alike_none_is_said_to_be_better(megatrain, run_file, caplog):
     alike = {
         "optimizer__lr": 1e-30,
@@ -230,6 +231,7 @@ def test_callbacks_of_transformers_work(run_file, capsys):
     assert "'learning_rate'" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_callbacks_that_export_their_state_go_on_with_it(run_file):
     """They know also of an evaluation that came after the save."""
     overrides = [f"{name.replace('__', '.')}={json.dumps(v)}" for name, v in WORSE.items()]

@@ -29,6 +29,7 @@ def launched(work):
     return told
 
 
+@pytest.mark.exhaustive
 def test_callbacks_of_every_rank_are_told_what_those_of_one_are(run_file, tmp_path):
     one, mine = Recorder(), Recorder()
     package.run(run_file, [*CHANGED, *USUAL, f"output.folder={tmp_path / 'one'}"], callbacks=[one])

@@ -108,6 +108,7 @@ def test_a_run_that_distils_goes_on_exactly(megatrain, distilling, teacher, tmp_
     assert same(load_file(tmp_path / "run" / FILE), whole)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["kept", pytest.param("streamed", marks=pytest.mark.exhaustive)])
 def test_a_teacher_replaced_with_its_sizes_and_times_is_another(
     megatrain, distilling, teacher, tmp_path, how, caplog
@@ -148,6 +149,7 @@ def test_files_are_known_by_their_ends_and_by_pages_between(tmp_path, size):
     assert {each[:2] for each in found} == {(size, 1)}
 
 
+@pytest.mark.exhaustive
 def test_plans_reports_and_data_know_a_run_that_distils(megatrain, distilling, tmp_path):
     file = distilling()
     assert megatrain("plan", file, "--gpu", "4090").exit_code == 0

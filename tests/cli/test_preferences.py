@@ -168,6 +168,7 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
     assert result.exit_code == 2 and "scores of rows" in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_reward_model_may_be_an_adapter(megatrain, preference_file, tmp_path):
     """Its head is trained and goes with it, as PEFT has it; checkpoints leave the base out."""
     rows = [pair(number) for number in range(20)]
@@ -365,6 +366,7 @@ def test_preferences_with_an_adapter_are_those_of_one_rank(megatrain, preference
         assert torch.allclose(other[name], value, rtol=2e-6, atol=1e-6), name
 
 
+@pytest.mark.exhaustive
 def test_what_a_reference_has_said_holds_where_the_base_has_moved(
     megatrain, preference_file, base, tmp_path
 ):

@@ -66,6 +66,7 @@ def run_of(
     return work
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, caplog) -> None:
     """A rank of two dies, three are told to stop, and one finishes, as one that does all of it."""
     changed = [part for each in CHANGED for part in ("--set", each)]

@@ -220,6 +220,7 @@ def test_a_reward_is_learnt(megatrain, rollout_file, tmp_path, loss):
     assert sum(rewards[-5:]) / 5 > 0.97
 
 
+@pytest.mark.exhaustive
 def test_replies_are_the_same_where_layers_are_streamed_in_slices(
     megatrain, rollout_file, tmp_path
 ):
@@ -364,6 +365,7 @@ def test_replies_of_another_loss_are_not_learnt_from(megatrain, rollout_file):
     assert "made for another loss.name, loss.beta or rollout" in result.stderr.replace("\n", " ")
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_with_the_reference_that_it_began_with(
     megatrain, rollout_file, base, tmp_path
 ):
@@ -511,6 +513,7 @@ def test_replies_are_made_by_a_model_with_a_loss_of_routers(megatrain, rollout_f
     assert all(record["aux_loss"] > 0 for record in read(file.parent / "run"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", few(["jamba", "granitemoehybrid"]))
 def test_a_model_of_states_alone_learns_from_its_replies(
     megatrain, rollout_file, base, tmp_path, family

@@ -57,6 +57,7 @@ def test_prompts_that_cannot_be_used_are_refused_first(megatrain, run_file):
         config.load(run_file, ['training.samples={prompts: ["a"]}', "data.eval_fraction=0"])
 
 
+@pytest.mark.exhaustive
 def test_frozen_parameters_stay_also_on_resume(megatrain, run_file):
     folder = run_file.parent
     choices = {"model__freeze": ["layernorm"], "model__train_only": ["layers", "norm"]}

@@ -98,6 +98,7 @@ def test_any_range_of_matrices_is_cut_into_rectangles() -> None:
             assert torch.equal(found.view(-1), wanted), (shape, start, stop)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", few(["bf16", "fp32"]))
 def test_planes_on_a_disk_change_no_bit(
     precision: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

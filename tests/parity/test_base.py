@@ -75,6 +75,7 @@ def test_values_are_near_and_few_bytes(packing: Packing, most: float, bytes_each
     assert (again - values).norm() < most * values.norm()
 
 
+@pytest.mark.exhaustive
 def test_packed_bytes_do_not_depend_on_the_number_of_threads() -> None:
     torch.manual_seed(0)
     values, before = torch.randn(4096, 2048), torch.get_num_threads()

@@ -102,6 +102,7 @@ def test_generation_takes_what_is_foretold(
     assert 0.95 * told <= alive.peak <= told + random + 16 * ROWS  # whether a row goes on
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "family", few(["qwen3_next", "gemma3_text", "mamba2", "qwen3_moe", "jamba"], 1)
 )

@@ -102,6 +102,7 @@ def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path: P
     run_ranks(2, tmp_path, work, whole=False)
 
 
+@pytest.mark.exhaustive
 def test_ranks_share_replies_also_where_layers_are_streamed_in_slices(tmp_path: Path) -> None:
     """Without keys and values: every token is a forward of the engine over all before it."""
 

@@ -47,6 +47,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(start, spilled, 
     assert not (run.parent / "run" / "checkpoints").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_kill_leaves_nothing_and_two_runs_share_a_folder(
     start, goes_on, spilled, zygote, whole, tokenizer_folder, tmp_path
 ):

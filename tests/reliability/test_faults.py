@@ -128,6 +128,7 @@ os.chdir({place!r})
     assert len(models) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_log_costs_nothing_but_a_warning(start, run, whole):
     """From step 3 to 5 the disk under the log is full."""
@@ -158,6 +159,7 @@ def test_a_full_disk_under_the_output_does_not_end_the_run(zygote, run, whole, t
     assert model_bytes(tmp_path / "run") == model_bytes(whole)
 
 
+@pytest.mark.exhaustive
 def test_a_reader_of_the_output_that_goes_away_does_not_end_the_run(zygote, run, whole, tmp_path):
     """As in `megatrain train run.yaml | head`."""
     log = tmp_path / "log"
@@ -189,6 +191,7 @@ at = lambda step: os.write(2, b"a warning of a library")
     assert model_bytes(tmp_path / "run") == model_bytes(whole)
 
 
+@pytest.mark.exhaustive
 def test_an_output_without_the_letters_of_a_name_does_not_end_the_run(start, run):
     fault = "import sys; sys.stdout.reconfigure(encoding='ascii')"
     out = start(fault, *sets(output__folder=str(run.parent / "Käse"))).finish()
@@ -353,6 +356,7 @@ def at(step):
     assert "made again" in goes_on()
 
 
+@pytest.mark.exhaustive
 def test_data_that_vanish_are_still_read(start, run, whole):
     """The tokens stay open; the text that they were made of is not needed any more."""
     fault = (
@@ -431,6 +435,7 @@ kernels.update = dying
     assert "going on after step 3" in goes_on()
 
 
+@pytest.mark.exhaustive
 def test_a_device_without_memory_is_no_loss(start, goes_on):
     fault = """
 import torch
@@ -507,6 +512,7 @@ def test_a_spike_is_left_out(start, run):
     assert logged(run.parent / "run") == whole
 
 
+@pytest.mark.exhaustive
 def test_the_time_of_day_does_not_matter(start, run, whole):
     """It jumps at each look; only names and measurements of speed know time at all."""
     fault = """

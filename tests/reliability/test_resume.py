@@ -115,6 +115,7 @@ def test_another_learning_rate_and_other_states_are_taken_on_resume(whole, cut, 
     assert out.count("the optimizer's state is converted (states fp32 to int8)") == 1
 
 
+@pytest.mark.exhaustive
 def test_rates_of_their_own_stay_on_resume(tmp_path, tokenizer_folder, zygote):
     """Muon's `adamw_lr`, of what is no matrix."""
     rule = {"optimizer__name": "muon", "optimizer__adamw_lr": 1e-4}

@@ -183,6 +183,7 @@ def test_usr1_is_heard_after_a_compiler_has_taken_it(run, tmp_path, start, go):
     assert checkpoint_steps(tmp_path / "run") == [3]
 
 
+@pytest.mark.exhaustive
 def test_an_evaluation_waits_for_the_resume(whole, run, tmp_path, start):
     """Whoever stops a run has little time."""
     out = start(stopped_in(step=2)).finish()
@@ -192,6 +193,7 @@ def test_an_evaluation_waits_for_the_resume(whole, run, tmp_path, start):
     assert logged(tmp_path / "run") == logged(whole)
 
 
+@pytest.mark.exhaustive
 def test_a_signal_ends_a_long_evaluation(zygote, tmp_path, start, go):
     """It may be longer than a machine waits; the resumed run makes up for it."""
     choices = sets(data__eval_fraction=0.5)  # five parts
@@ -208,6 +210,7 @@ def test_a_signal_ends_a_long_evaluation(zygote, tmp_path, start, go):
     assert evaluated == [2, 4, 6]
 
 
+@pytest.mark.exhaustive
 def test_the_last_step_is_saved_although_a_save_is_going_on(run, tmp_path, start):
     start(slow("save", 0.5), *sets(checkpoint__every=5)).finish()
     assert checkpoint_steps(tmp_path / "run") == [5, 6]
@@ -229,6 +232,7 @@ at = lambda step: step == 4 and os.close(master)
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nohup", [False, True], ids=["", "nohup"])
 def test_a_terminal_that_is_closed_ends_the_run_well(whole, run, tmp_path, start, nohup):
     """Or not at all, with a live bar that nobody sees any more."""

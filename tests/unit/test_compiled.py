@@ -105,6 +105,7 @@ def test_whether_layers_draw_is_tried_on_a_few_tokens(family, changes, repeats):
         assert program.repeats(visit, partial(dict, weights), None) == repeats
 
 
+@pytest.mark.exhaustive
 def test_another_model_is_compiled_for_its_own_sizes(calls):
     """Not for any size, as torch.compile would from the second one on that a function is given."""
     for number in range(3):
@@ -117,6 +118,7 @@ def test_another_model_is_compiled_for_its_own_sizes(calls):
             assert any(calls)
 
 
+@pytest.mark.exhaustive
 def test_the_usual_micro_batches_keep_their_graphs_beside_others(calls):
     """Of the last rows of a step or an epoch: torch.compile would take theirs, for any size."""
     with _engine(compile=True) as engine:

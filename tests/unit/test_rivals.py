@@ -82,6 +82,7 @@ def test_the_loss_takes_its_rows_in_parts(monkeypatch):
     torch.testing.assert_close(common.next_token_loss(logits, labels, vocab_size=11), whole)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "status", "reason"),
     [
@@ -100,6 +101,7 @@ def test_a_process_that_ends_badly_leaves_a_row(kind, status, reason, capsys):
         assert "what it said" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_memory_is_that_of_all_processes_of_a_row_each_page_once(monkeypatch):
     """Whatever others take or give back meanwhile."""
     monkeypatch.setattr(memory, "CHILDREN_SECONDS", 0.1)

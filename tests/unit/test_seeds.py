@@ -30,6 +30,7 @@ def test_neighbours_have_seeds_of_their_own_that_torch_takes() -> None:
         torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.exhaustive
 def test_nothing_is_drawn_by_the_interpreter_s_hash() -> None:
     """What `hash` gives for numbers and tuples is each interpreter's own."""
     calls = {

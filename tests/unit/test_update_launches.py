@@ -96,6 +96,7 @@ def test_an_update_without_a_kernel_takes_its_launches() -> None:
     assert seconds(Lion(), layer, layer, layer) > 0.03
 
 
+@pytest.mark.exhaustive
 def test_such_rules_leave_more_layers_on_the_host() -> None:
     """7B, 96 x 1024: with all of them on the device Adafactor would take four times as long."""
     forecasts = ForecastCache(structure(open_source(qwen2_config("7b", 1024))))
