@@ -172,11 +172,11 @@ def _nested(detail: ErrorDetails) -> type[Section] | None:
 def _nearest_key(first: str, second: str | None = None) -> str:
     sections = {name: list(_section(name).model_fields) for name in Config.model_fields}
     name = second or first
-    if known := foreign(name):
-        return f"; {known}"
     elsewhere = [f"{section}.{name}" for section, keys in sections.items() if name in keys]
     if elsewhere:
         return f"; its name here is {' or '.join(elsewhere)}"
+    if known := foreign(name):
+        return f"; {known}"
     return nearest(name, sections[first] if second else list(sections))
 
 
