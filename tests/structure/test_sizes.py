@@ -2,6 +2,7 @@
 
 import ast
 import subprocess
+from collections import Counter
 from statistics import median, quantiles
 
 from tests.structure.source_tree import ROOT, nodes, sources
@@ -64,3 +65,10 @@ def test_native_sources_keep_to_the_columns():
         if len(line) > MAX_COLUMNS
     ]
     assert not wide
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """Folders that are no packages share one space of names: pytest collects no second file."""
+    files = [p for p in (ROOT / "tests").rglob("*.py") if not (p.parent / "__init__.py").exists()]
+    names = Counter(path.name for path in files)
+    assert not [name for name, count in names.items() if count > 1]
