@@ -1,9 +1,9 @@
 """Data: from files to the steps that the engine takes.
 
-Read in this order: `sources` (which files), `readers` (their rows, checked), `text` and
-`chat_encoder` (tokens), `token_store` (kept on disk), `row_packing` (which share a row), `dataset`
-(batches), `loader` (their endless order); `row_stream` stands for the last three where tokens are
-not kept. `tokenise` ties them together.
+Read in this order: `sources` (which files), `readers` (their rows, checked), `encoders`
+(tokens), `token_store` (kept on disk), `row_packing` (which share a row), `dataset` (batches),
+`loader` (their endless order); `row_stream` stands for the last three where tokens are not kept.
+`tokenise` ties them together.
 """
 
 from megatrain.data.dataset import MicroBatch, PackedDataset

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from megatrain.data.chat_encoder import refuse_unplaced
 from megatrain.data.conversation import Conversation, messages, text_or_messages
+from megatrain.data.encoders import absent, refuse_unplaced, surroundings
 from megatrain.data.examples import BadRows, say_left_out
 from megatrain.data.formats import Fields
 from megatrain.data.readers import read_rows
@@ -20,7 +20,6 @@ from megatrain.data.reply_spans import ReplySpans
 from megatrain.data.row_packing import shuffled
 from megatrain.data.sources import Source, open_sources
 from megatrain.data.template import Template
-from megatrain.data.text import absent, surroundings
 from megatrain.data.tokenizer import check_encodable, token_ids, tokenising
 from megatrain.errors import InputError
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatrain.data.dataset import Layout, MicroBatch, PackedDataset, choose
-from megatrain.data.encoder import Encoder
+from megatrain.data.encoders import Document, Encoder
 from megatrain.data.examples import BEFORE_ALL, Examples
 from megatrain.data.row_packing import Ints, shuffled
-from megatrain.data.text import Document
 from megatrain.data.token_store import TokenStore, memory_store
 from megatrain.errors import InputError
 from megatrain.shipped import shipped

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.data.encoders import Document
 from megatrain.data.kept_file import BlockSums, KeptFile
-from megatrain.data.text import Document
 from megatrain.errors import InputError, RunFailed
 from megatrain.units import MIB
 

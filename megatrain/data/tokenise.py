@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain.data.dataset import Layout, Overlong, PackedDataset, choose
-from megatrain.data.encoder import Encoder
+from megatrain.data.encoders import Encoder
 from megatrain.data.examples import BadRows, Examples, say_left_out
 from megatrain.data.formats import Fields, Reading
 from megatrain.data.preferences import REPLIES, ReplyDataset

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from megatrain.device import Device, free_bytes
 from megatrain.errors import DoesNotFit, MegatrainError, first_line
-from megatrain.generate.text_model import Recomputed
+from megatrain.generate.recomputed import Recomputed
 from megatrain.units import gib
 
 _TRIED = (2, 3)  # tokens of the prompts whose caches are compared

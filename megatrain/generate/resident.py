@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from megatrain.api import Engine
 from megatrain.checkpoint import masters
 from megatrain.compat.torch import buffers_of, parameters_of
 from megatrain.device import Device
@@ -92,6 +93,10 @@ class Resident:
         for module in self._model.modules():
             parameters_of(module).clear()
         self.device.close()
+
+
+TextModel = Engine | Resident
+"""A model that is open. Only one that `is_whole` has a `whole_model`; all have logits."""
 
 
 def _fill(model: PreTrainedModel, values: dict[str, Tensor]) -> None:

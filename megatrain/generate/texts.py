@@ -18,9 +18,10 @@ from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.generate.cache_trials import cache_bytes, check_cache, heeds_mask, takes_cache
 from megatrain.generate.draws import OnlyNumbers, drawn_apart
+from megatrain.generate.recomputed import Recomputed
+from megatrain.generate.resident import TextModel
 from megatrain.generate.sampling import Sampling
 from megatrain.generate.talk_cache import Kept
-from megatrain.generate.text_model import Recomputed, TextModel
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from megatrain.checkpoint.manifest import _own_checksum
 from megatrain.config import load
 from megatrain.config.load import validate
 from megatrain.data import load_tokenizer, open_dataset, train_bpe_tokenizer
-from megatrain.data.encoder import Encoder
+from megatrain.data.encoders import Encoder
 from megatrain.data.examples import Examples
 from megatrain.data.formats import Reading
 from megatrain.data.sources import find_files

@@ -9,8 +9,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatrain.data.chat_encoder import ChatEncoder
 from megatrain.data.conversation import Conversation
+from megatrain.data.encoders import ChatEncoder
 from megatrain.data.examples import Found
 from megatrain.data.formats import Reading
 

@@ -16,9 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import open_dataset, readers
-from megatrain.data.encoder import Encoder
+from megatrain.data.encoders import Document, Encoder
 from megatrain.data.row_packing import Segments, fill_rows, fit_rows, shuffled, split_rows
-from megatrain.data.text import Document
 from megatrain.data.token_store import open_store
 from megatrain.errors import InputError, RunFailed
 

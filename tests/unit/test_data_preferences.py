@@ -6,7 +6,7 @@ import torch
 from data_cases import chat_tokenizer, encode_row, talk, write_jsonl
 
 from megatrain.data import StepLoader, open_dataset
-from megatrain.data.text import Document
+from megatrain.data.encoders import Document
 from megatrain.data.token_store import memory_store
 from megatrain.errors import InputError
 from megatrain.loss import DPO, KTO, ORPO

@@ -8,7 +8,7 @@ import itertools
 import pytest
 from data_cases import LLAMA3, encode_row, make_tokenizer, talk
 
-from megatrain.data.chat_encoder import ChatEncoder
+from megatrain.data.encoders import ChatEncoder
 from megatrain.data.examples import Found
 from megatrain.data.formats import Reading
 from megatrain.data.prompts import end_of_turn, ends_last

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatrain.data import open_dataset
-from megatrain.data.encoder import Encoder
+from megatrain.data.encoders import Encoder
 from megatrain.data.examples import Examples
 from megatrain.data.formats import Reading
 from megatrain.data.sources import find_files

@@ -1,0 +1,290 @@
+"""Examples as documents of tokens: texts, completions of prompts, and conversations.
+
+All of a text is learnt, of a prompt's row its completion, of conversations the replies. Where the
+chat template marks replies with `{% generation %}`, these marks decide, else `reply_spans` finds
+them. The end-of-turn token belongs to the reply; white space which the template writes after that
+does not.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatrain.data.conversation import ROLES, Conversation
+from megatrain.data.examples import Examples, Found
+from megatrain.data.readers import TextPiece
+from megatrain.data.refused_fields import OF_CALLS, empty
+from megatrain.data.reply_spans import ReplySpans
+from megatrain.data.rows import Completion, Rated
+from megatrain.data.template import REASONING, SAID, Template
+from megatrain.data.tokenizer import (
+    added_ids,
+    check_fast,
+    first_token,
+    placed_tokens,
+    token_ids,
+    tokenising,
+)
+from megatrain.errors import InputError
+
+_NO_PLACE = "use a template that has, or leave it out"
+_BATCH_PIECES, _BATCH_CHARS = 1024, 1 << 22  # enough for all cores, little enough for memory
+
+
+class Document(NamedTuple):
+    """A tokenised document (or piece of one), where it came from, and which tokens to predict.
+
+    ids: [n] int32. targets: [n] bool; a document without any true one has nothing to learn from.
+    good: of replies that are compared or rated, whether it is the better one, or a good one.
+    margin: by how much the better of its pair is so.
+    """
+
+    source: int
+    line: int
+    ids: NDArray[np.int32]
+    targets: NDArray[np.bool_]
+    good: bool = True
+    margin: float = 0.0
+
+
+class TextEncoder:
+    """Tokenises pieces of text in batches, which the tokenizer spreads over all cores.
+
+    The tokenizer's own special tokens go around each document, and its end-of-sequence token after
+    it, but where the text has them already. A long document becomes several pieces, of which only
+    the last has the end token.
+
+    Raises:
+        InputError: the tokenizer has no end-of-sequence token.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
+        if tokenizer.eos_token_id is None:
+            raise InputError(
+                "the tokenizer has no end-of-sequence token, which parts documents: "
+                "set eos_token in its tokenizer_config.json"
+            )
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lead, tail = surroundings(tokenizer)
+        eos = tokenizer.eos_token_id
+        self._tail = tail if tail[-1:] == [eos] else [*tail, eos]
+
+    def pieces(self, found: Sequence[tuple[Found, TextPiece]]) -> Iterator[Document]:
+        """Each piece as a document.
+
+        Raises:
+            InputError: an id is outside the vocabulary.
+        """
+        texts = [piece.text for _, piece in found]
+        with tokenising(found[0][0].where):
+            encoded = self._tokenizer(
+                texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+            )["input_ids"]
+        for (place, piece), ids in zip(found, encoded, strict=True):
+            if ids:
+                lead = absent(self._lead, ids[: len(self._lead)]) if piece.first else []
+                ids = [*lead, *ids, *(self._absent_tail(ids) if piece.last else [])]
+            tokens = token_ids(ids, self._vocab_size, place.where)
+            yield Document(place.source, place.number, tokens, np.ones(len(tokens), dtype=bool))
+
+    @cached_property
+    def _added(self) -> set[int]:
+        """Ids of added tokens, which only completions need: some tokenizers have none to tell."""
+        return added_ids(self._tokenizer)
+
+    def completion(self, found: Found) -> Document:
+        """A prompt, which is only read, and its completion with the end token, which is learnt.
+
+        A token that holds the end of the one and the beginning of the other is learnt, but not a
+        special one of the prompt that takes white space of the completion in.
+
+        Raises:
+            InputError: the tokenizer cannot say where a token came from; an id is outside the
+                vocabulary.
+        """
+        assert isinstance(found.example, Completion)
+        prompt, completion = found.example
+        ids, offsets = placed_tokens(self._tokenizer, prompt + completion, found.where)
+        first = first_token(prompt + completion, offsets, ids, self._added, len(prompt))
+        lead = absent(self._lead, ids[: len(self._lead)])
+        ids = [*lead, *ids, *self._absent_tail(ids)]
+        targets = np.ones(len(ids), bool)
+        targets[: len(lead) + first] = False
+        if not completion:
+            targets[:] = False
+        tokens = token_ids(ids, self._vocab_size, found.where)
+        return Document(found.source, found.number, tokens, targets)
+
+    def _absent_tail(self, ids: list[int]) -> list[int]:
+        return absent(self._tail, ids[-len(self._tail) :])
+
+
+def absent(special: list[int], there: list[int]) -> list[int]:
+    """The special tokens to put where a text has `there`: none where these are the same."""
+    return [] if there == special else special
+
+
+def surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer puts before and after a text."""
+    with tokenising("a text"):
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        full = tokenizer("a")["input_ids"]
+    starts = (i for i in range(len(full) + 1) if full[i : i + len(plain)] == plain)
+    start = next(starts, None)
+    if start is None:
+        raise InputError(
+            "the tokenizer changes a text when it adds special tokens: check its files"
+        )
+    return full[:start], full[start + len(plain) :]
+
+
+class ChatEncoder:
+    """Tokenises conversations with the chat template.
+
+    Raises:
+        InputError: the tokenizer has no chat template, or cannot say where a token came from.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
+        self._template = Template(tokenizer)
+        check_fast(tokenizer)
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._added = added_ids(tokenizer)
+        self._names = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+
+    def conversation(self, found: Found) -> Document:
+        """The conversation as a document; one without a reply to learn has no tokens.
+
+        Raises:
+            InputError: the template refuses it, or has no place for what it says.
+        """
+        assert isinstance(found.example, Conversation)
+        ids, targets = self._encode(found.example, found.where)
+        return Document(found.source, found.number, ids, targets)
+
+    def unread(self, talk: Conversation) -> list[str]:
+        """Fields of messages that the template does not name."""
+        names = dict.fromkeys(n for m in talk.messages for n, v in m.items() if not empty(v))
+        said = ("role", *SAID)
+        return [n for n in names if n not in said and not self._template.has_place(talk, n)]
+
+    def _encode(
+        self, talk: Conversation, where: str
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        refuse_unplaced(talk, self._template, where)
+        if not any(talk.learnt):
+            return np.zeros(0, np.int32), np.zeros(0, bool)
+        replies = ReplySpans(self._template, self._names, talk, where)
+        whole = replies.text
+        unchecked, offsets = placed_tokens(self._tokenizer, whole, where)
+        ids = token_ids(unchecked, self._vocab_size, where)
+        starts = offsets[:, 0]
+        marked, targets = np.zeros((2, len(ids)), bool)
+        for begin, end in replies.marks:
+            first = first_token(whole, offsets, ids, self._added, begin)
+            marked[first : np.searchsorted(starts, end)] = True
+        if self._template.is_marked(talk) and _all_learnt(talk):
+            return ids, marked
+        for turn in np.flatnonzero(talk.learnt).tolist():
+            for begin, end in replies.spans(turn):
+                first = first_token(whole, offsets, ids, self._added, begin)
+                # What follows the closing special token is white space between two turns.
+                visible = begin + len(whole[begin:end].rstrip())
+                last, closing = np.searchsorted(starts, (end, visible))
+                closed = closing > first and int(ids[closing - 1]) in self._added
+                targets[first : closing if closed else last] = True
+        return ids, targets & marked if self._template.is_marked(talk) else targets
+
+
+def _all_learnt(talk: Conversation) -> bool:
+    replies = [m["role"] == "assistant" for m in talk.messages]
+    return talk.learnt == replies
+
+
+def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:
+    """Raises InputError: the template would leave out what the conversation has."""
+    if talk.tools and not template.has_place(talk, "tools"):
+        raise InputError(f"{where}: the chat template has no place for 'tools': {_NO_PLACE}")
+    for turn, message in enumerate(talk.messages, start=1):
+        role = message["role"]
+        if role not in ROLES and not (role and template.has_place(talk, role)):
+            known = ", ".join(ROLES)
+            raise InputError(
+                f"{where}: message {turn}: role {role!r:.40} is none of these: {known}"
+            )
+        for name, remedy in OF_CALLS.items():
+            if not (empty(message.get(name)) or template.heeds(talk, turn - 1, name, where)):
+                raise InputError(
+                    f"{where}: message {turn}: the chat template does not read {name!r}: {remedy}"
+                )
+        for name in ("tool_calls", *REASONING):
+            if not message.get(name):
+                continue
+            if (name in REASONING and not template.reasoning(talk, message)) or (
+                name not in REASONING and not template.has_place(talk, name)
+            ):
+                raise InputError(
+                    f"{where}: message {turn}: the chat template has no place for {name!r}: "
+                    + _NO_PLACE
+                )
+
+
+class Encoder:
+    """Tokenises examples as each asks for it."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    @cached_property
+    def _text(self) -> TextEncoder:
+        return TextEncoder(self._tokenizer, self._vocab_size)
+
+    @cached_property
+    def _chat(self) -> ChatEncoder:
+        return ChatEncoder(self._tokenizer, self._vocab_size)
+
+    def documents(self, examples: Examples) -> Iterator[Document]:
+        """All documents in order.
+
+        Raises:
+            InputError: the data or the tokenizer cannot be used.
+        """
+        batch: list[tuple[Found, TextPiece]] = []
+        num_chars = 0
+        for found in examples:
+            if not isinstance(found.example, TextPiece):
+                yield from self._row(found, examples)
+                continue
+            batch.append((found, found.example))
+            num_chars += len(found.example.text)
+            if len(batch) >= _BATCH_PIECES or num_chars >= _BATCH_CHARS:
+                yield from self._text.pieces(batch)
+                batch, num_chars = [], 0
+        if batch:
+            yield from self._text.pieces(batch)
+
+    def _row(self, found: Found, examples: Examples) -> Sequence[Document]:
+        said = found.example
+        try:
+            for talk in said.replies if isinstance(said, Rated) else [said]:
+                if isinstance(talk, Conversation):
+                    examples.pass_over(f"{name} (of messages)" for name in self._chat.unread(talk))
+            if not isinstance(said, Rated):
+                return [self._encoded(found)]
+            return [
+                self._encoded(found._replace(example=reply))._replace(good=good, margin=said.margin)
+                for reply, good in zip(said.replies, said.good, strict=True)
+            ]
+        except InputError as error:
+            examples.bad(error)
+            return []
+
+    def _encoded(self, found: Found) -> Document:
+        is_chat = isinstance(found.example, Conversation)
+        return self._chat.conversation(found) if is_chat else self._text.completion(found)
