@@ -1,4 +1,4 @@
-"""The CPU as a device whose memory, and the host's, are counted, and may be limited."""
+"""The CPU as a device whose memory is counted, and may be limited."""
 
 from typing import Any
 from weakref import finalize
@@ -17,12 +17,10 @@ class CountedDevice(CpuDevice):
     Attributes:
         most_bytes: of the device; beyond, it has no memory. None: any number.
         peak_bytes: of the device, so far.
-        host_bytes: given and not got back, `host_peak_bytes` of them at most.
     """
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self.most_bytes, self.peak_bytes, self._live = most_bytes, 0, 0
-        self.host_bytes = self.host_peak_bytes = 0
         self._known: set[int] = set()
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
@@ -32,13 +30,8 @@ class CountedDevice(CpuDevice):
 
     def host(self, *arguments: Any, **settings: Any) -> Buffer:
         buffer = super().host(*arguments, **settings)
-        self._known.add(memory_of(buffer.data))  # on the host, whatever looks at it
-        self.host_bytes += buffer.data.nbytes
-        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+        self._known.add(memory_of(buffer.data))  # none of the device's, whatever looks at it
         return buffer
-
-    def free(self, buffer: Buffer) -> None:
-        self.host_bytes -= buffer.data.nbytes
 
     def run(self, stream: str, *arguments: Any, **settings: Any) -> Any:
         if stream != COMPUTE:
