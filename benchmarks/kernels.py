@@ -24,8 +24,14 @@ from torch import Tensor
 from benchmarks.options import case_of, parse, write
 from megatrain import kernels
 from megatrain.kernels import factored, native, reference
-from megatrain.kernels.reference import RULES
-from megatrain.kernels.states import Scalars, TileRange, UpdateOptions, adamw_scalars
+from megatrain.kernels.reference import RULES, SUMMED_BYTES
+from megatrain.kernels.states import (
+    Checksums,
+    Scalars,
+    TileRange,
+    UpdateOptions,
+    adamw_scalars,
+)
 from megatrain.optim import Adafactor, AdamW, moved_bytes
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.environment import commit, environment
@@ -99,15 +105,27 @@ def adamw_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
 
 
 def states_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
-    """Updates whose moments take less than fp32, on a split master with a bf16 gradient."""
+    """Updates by moments and checksums, on a split master with a bf16 gradient."""
     weights, remainder = split_planes(master)
     grad, cases = grad_fp32.bfloat16(), []
-    for name in ("bf16", "int8"):
+    for name in ("fp32", "bf16", "int8"):
         rule, size = AdamW(states=name), master.numel()
         states = [torch.zeros(-(-size // p.per), dtype=p.dtype) for p in rule.state_planes]
-        tile = TileRange(weights, remainder, states, grad)
-        update = partial(rule.update, tile, vars(rule), UpdateOptions(0, 10, 0.5, threads))
-        cases.append(Case(f"native, {name} states", moved_bytes(rule, torch.bfloat16), update))
+        planes, tile = (
+            (weights, remainder, *states, grad),
+            TileRange(weights, remainder, states, grad),
+        )
+        blocks = [torch.zeros(p.nbytes // SUMMED_BYTES + 1, 2, dtype=torch.int64) for p in planes]
+        nothing, written, first = [None] * len(planes), [*blocks[:-1], None], [0] * len(planes)
+        for title, sums in {
+            "": None,
+            ", sums of save": Checksums(nothing, written, first),
+            ", sums of step": Checksums(blocks, written, first),
+        }.items():
+            options = UpdateOptions(0, 10, 0.5, threads, sums)
+            update = partial(rule.update, tile, vars(rule), options)
+            moved = moved_bytes(rule, torch.bfloat16)
+            cases.append(Case(f"native, {name} states{title}", moved, update))
     return cases
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from megatrain.loss import (
 from megatrain.model.neftune import add_noise
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
-from megatrain.placement import Placement, Precision
+from megatrain.placement import Placement, Precision, Verify
 from megatrain.row_ranks import open_row_ranks
 from megatrain.source.base import Base
 from megatrain.source.opened import DTYPES, Opened, choose_trained, open_structure
@@ -106,6 +106,8 @@ class Engine(PlacedEngine):
             model's configuration says.
         group: the ranks that train the model together (docs/distributed.md). None: this process.
         sequence_parallel: how many ranks share every row: 1, or all of `group`.
+        verify: when weights, states and gradients are compared with their checksums: in each step,
+            in saves, or never (docs/reliability.md).
 
     Raises:
         InputError: the model, or an argument, cannot be used.
@@ -150,16 +152,30 @@ class Engine(PlacedEngine):
         router_aux_loss_coef: float | None = None,
         group: ProcessGroup | DeviceMesh | None = None,
         sequence_parallel: int = 1,
+        verify: Verify = "save",
     ) -> None:
         """Open a model and bring its weights to host memory; the class says what it takes."""
-        _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss)
+        _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss, verify)
         code: dict[str, Any] = {"attn_implementation": attn_implementation}
         code |= {"trust_remote_code": trust_remote_code, "scores": isinstance(loss, Reward)}
         source = open_source(model, adapter, base, router_aux_loss_coef, base_model, **code)
         choose_trained(source, trained, optimizer, precision)
-        on, *who = _open(device, group, sequence_parallel, device_memory, host_memory, disk_space)
-        shared = open_structure(source, optimizer, who[0], saveable=saveable)
-        opened = Opened(source, shared, max_grad_norm, precision, *on, disk, seed, *who)
+        on, ranks, row_ranks = _open(
+            device, group, sequence_parallel, device_memory, host_memory, disk_space
+        )
+        shared = open_structure(source, optimizer, ranks, saveable=saveable)
+        opened = Opened(
+            source,
+            shared,
+            max_grad_norm,
+            precision,
+            *on,
+            disk,
+            seed,
+            ranks,
+            row_ranks,
+            verify,
+        )
         size = tokens_per_step, sequence_length, micro_batch
         settled = settle(opened, placement, *size, loss, generation)
         self.micro_batch = settled.micro_batch
@@ -318,6 +334,7 @@ class Engine(PlacedEngine):
         disk_space: str | int | None = None,
         group: ProcessGroup | DeviceMesh | None = None,
         sequence_parallel: int = 1,
+        verify: Verify = "save",
     ) -> Self:
         """An engine that goes on where `save` was called.
 
@@ -355,6 +372,7 @@ class Engine(PlacedEngine):
             disk_space=disk_space,
             group=group,
             sequence_parallel=sequence_parallel,
+            verify=verify,
         )
         engine._resume(settings)
         return engine
@@ -375,7 +393,13 @@ def _open(
 
 
 def _check_arguments(
-    optimizer: Any, max_grad_norm: Any, precision: Any, placement: Any, seed: Any, loss: Any
+    optimizer: Any,
+    max_grad_norm: Any,
+    precision: Any,
+    placement: Any,
+    seed: Any,
+    loss: Any,
+    verify: Any,
 ) -> None:
     given_loss(loss)
     if optimizer is not None and not isinstance(optimizer, Rule):
@@ -390,5 +414,7 @@ def _check_arguments(
         raise InputError(f"precision is {precision!r}; it must be bf16, fp32 or fp8")
     if placement != "auto" and not isinstance(placement, Placement):
         raise InputError(f"placement is {placement!r}; it must be 'auto' or a Placement(...)")
+    if verify not in get_args(Verify):
+        raise InputError(f"verify is {verify!r}; it must be step, save or off")
     if type(seed) is not int:
         raise InputError(f"seed is {seed!r}; it must be an integer")

@@ -35,11 +35,14 @@ class StepRefused(RunFailed):
 
     Attributes:
         intact: whether weights and optimizer state are still those of the step before.
+        measured: the step's loss and gradient norm; None: they are not why it is refused.
     """
 
-    def __init__(self, message: str, *, intact: bool) -> None:
+    def __init__(
+        self, message: str, *, intact: bool, measured: tuple[float, float] | None = None
+    ) -> None:
         super().__init__(message)
-        self.intact = intact
+        self.intact, self.measured = intact, measured
 
 
 def first_line(error: BaseException) -> str:

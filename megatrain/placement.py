@@ -63,6 +63,7 @@ def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Precision = Literal["bf16", "fp32", "fp8"]
+Verify = Literal["step", "save", "off"]  # when planes are compared with their checksums
 """What layers are computed in; fp8: bf16, but for the products of linear modules."""
 
 Saves = Literal["nothing", "attention", "graph", "all"]

@@ -332,6 +332,8 @@ class TrainingSection(Section):
     `early_stopping`: by the metric in `checkpoint.best`, eval_loss if none is there.
     `neftune_alpha`: of the noise on token embeddings in steps.
     `spike`: gradient norms above this many times the median of the last steps are treated alike.
+    `recheck`: a step whose loss or norm is not finite, or whose norm is ten times that median, is
+    computed once more before it is believed; null: where updates wait for the norm.
     """
 
     steps: Positive | None = None
@@ -347,12 +349,20 @@ class TrainingSection(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: Positive = 10
     spike: Annotated[float, Field(gt=1)] | None = None
+    recheck: bool | None = None
+
+    @property
+    def refuses(self) -> str | None:
+        """The setting that lets steps be refused once their norm is known; None: none does."""
+        if self.spike is not None:
+            return "spike"
+        if self.on_nonfinite == "skip":
+            return "on_nonfinite: skip"
+        return "recheck" if self.recheck else None
 
     @model_validator(mode="after")
     def _refusals_need_clipping(self) -> Self:
-        refuses = self.on_nonfinite == "skip" or self.spike is not None
-        if refuses and self.max_grad_norm is None:
-            name = "spike" if self.spike is not None else "on_nonfinite: skip"
+        if (name := self.refuses) is not None and self.max_grad_norm is None:
             raise ValueError(
                 f"{name} needs max_grad_norm: without clipping, weights are updated before the "
                 "norm is known (a very large one clips nothing)"

@@ -17,7 +17,7 @@ from megatrain.config.model import ModelSection
 from megatrain.config.rollout import RolloutSection, check_rollout
 from megatrain.config.section import Fraction, Name, Positive, Section, nearest, shown
 from megatrain.errors import InputError
-from megatrain.placement import RENAMED, Placement, Precision
+from megatrain.placement import RENAMED, Placement, Precision, Verify
 from megatrain.units import parse_bytes
 
 
@@ -126,7 +126,8 @@ class EngineSection(Section):
     device of its own, train the model together, unless torchrun has started others. `sharding`, on
     several hosts: `hybrid`: each host keeps the whole model, `full`: all of them keep it once.
     `sequence_parallel`: all devices share every row, each with a part of its tokens, if this is
-    their number; 1: each has rows of its own.
+    their number; 1: each has rows of its own. `verify`: when weights, states and gradients are
+    compared with their checksums: in each `step`, in each `save`, or never.
     """
 
     precision: Precision = "bf16"
@@ -139,6 +140,7 @@ class EngineSection(Section):
     devices: Positive = 1
     sharding: Literal["hybrid", "full"] = "hybrid"
     sequence_parallel: Positive = 1
+    verify: Verify = "save"
 
     @field_validator("device_memory", "host_memory", "disk_space", mode="before")
     @classmethod
@@ -357,11 +359,15 @@ class Config(Section):
         if self.optimizer.ns_precision == "fp32" and self.engine.precision != "fp32":
             raise ValueError("optimizer.ns_precision fp32 needs engine.precision fp32; take bf16")
 
+    @property
+    def updates_wait_for_the_norm(self) -> bool:
+        """True if no weight changes in a step before its gradient norm is known."""
+        directs = self.optimizer.rule().directing and self.optimizer.clip != "all"
+        return self.training.max_grad_norm is not None and not directs
+
     def _refusals_wait_for_the_norm(self) -> None:
-        refuses = self.training.on_nonfinite == "skip" or self.training.spike is not None
-        directs = self.optimizer.rule().directing
-        if refuses and directs and self.optimizer.clip != "all":
-            name = "spike" if self.training.spike is not None else "on_nonfinite: skip"
+        name = self.training.refuses
+        if name is not None and not self.updates_wait_for_the_norm:
             raise ValueError(
                 f"training.{name} needs updates that wait for the norm, and those of layers do not "
                 f"with {self.optimizer.name}; leave it out, or set optimizer.clip: all"

@@ -12,6 +12,7 @@ from megatrain.device import Device
 from megatrain.device.collectives import Collectives
 from megatrain.disk_staging import DiskReader, DiskStaging
 from megatrain.distributed import ALONE, Ranks
+from megatrain.engine.bit_checks import BitChecks
 from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.expert_split import staged
@@ -37,7 +38,7 @@ from megatrain.loss import Loss, Summed, range_gradient, range_statistics
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import ModelProgram, Program
 from megatrain.optim import StreamedOptimizer
-from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement
+from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement, Verify
 from megatrain.store import Store, Tier, Tile
 from megatrain.telemetry.cores import update_threads
 from megatrain.tile import TileKind
@@ -61,6 +62,7 @@ class Assembly:
     dtype: torch.dtype
     placement: Placement
     ranks: Ranks = ALONE
+    verify: Verify = "off"
     sinks: ClassVar[type[Sink]] = Sink
 
     @cached_property
@@ -108,6 +110,7 @@ class Assembly:
 
     def __post_init__(self) -> None:
         self.collectives = Collectives(self.device, self.ranks)
+        self.checks = BitChecks(self.device, self.store.tiles, self.verify, self.threads())
         self.layers = self.store.of(TileKind.LAYER)
         [self.prologue], [self.head] = map(self.store.of, (TileKind.PROLOGUE, TileKind.HEAD))
         tokens, compiled = self.placement.chunk_tokens, self.placement.compile
@@ -129,8 +132,19 @@ class Assembly:
         packed = (tile.layout.unpacked.numel for tile in self.layers if tile.layout.is_packed)
         unpacked = max(packed, default=0)
         disk = DiskReader(self.device, [tile.weights for tile in self.layers])
-        given = slots, distance, layer, largest, self.dtype, self.collectives, disk, staying
-        return Stream(self.device, *given, unpacked, self.unpack())
+        return Stream(
+            self.device,
+            slots,
+            distance,
+            layer,
+            largest,
+            self.dtype,
+            self.collectives,
+            disk,
+            staying,
+            unpacked,
+            self.unpack(),
+        )
 
     def unpack(self) -> Unpack:
         """What unpacks a tile's weights on the device."""
@@ -221,8 +235,16 @@ class Assembly:
         """Parts of a training step."""
         device, placement, tiles = self.device, self.placement, self.store.tiles
         disk = self.disk_staging(whole=optimizer.rule.needs_whole)
-        given_to_update = max_grad_norm, self.threads(), tiles, disk, self.collectives
-        update = Update(device, optimizer, *given_to_update)
+        update = Update(
+            device,
+            optimizer,
+            max_grad_norm,
+            self.threads(),
+            tiles,
+            disk,
+            self.collectives,
+            self.checks,
+        )
         if self.expert_slices and update.directions:
             raise InputError(
                 f"{type(optimizer.rule).__name__} needs the whole gradient of a layer on the "
@@ -239,10 +261,21 @@ class Assembly:
             own -= there.intersection(self.visited)
         waiting = sorted({*own, *held}, key=lambda tile: tile.index)
         work = self.scratch(train=True)
-        lanes, shared = placement.gradient_lanes, placement.host_grad_buffers
-        given = self.dtype, shared, waiting, update.ready, update, work, self.collectives, lanes
         passes = placement.passes
-        sink = self.sinks(device, tiles, self.visited, *given, passes=passes > 1)
+        sink = self.sinks(
+            device,
+            tiles,
+            self.visited,
+            self.dtype,
+            placement.host_grad_buffers,
+            waiting,
+            update.ready,
+            update,
+            work,
+            self.collectives,
+            placement.gradient_lanes,
+            passes=passes > 1,
+        )
         embedding = self.embedding(sink, work)
         trunk, head = self.units(embedding)
         saved: DeviceBoundaries | HostBoundaries = DeviceBoundaries(device)

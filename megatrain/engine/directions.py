@@ -25,6 +25,7 @@ from megatrain.device.base import (
 )
 from megatrain.device.collectives import Collectives
 from megatrain.disk_staging import DiskTransfer
+from megatrain.engine.bit_checks import BitChecks
 from megatrain.errors import InputError
 from megatrain.optim import Rule
 from megatrain.store import Tier, Tile
@@ -65,6 +66,7 @@ class Directions:
         tiles: Sequence[Tile],
         proceed: Buffer,
         collectives: Collectives,
+        checks: BitChecks,
     ) -> None:
         """Args: `proceed`: the step's loss; where it is not finite no state is changed.
 
@@ -72,7 +74,7 @@ class Directions:
             InputError: the rule would direct what is no parameter of a layer.
         """
         self._device, self._rule, self._proceed = device, rule, proceed
-        self._collectives = collectives
+        self._collectives, self._checks = collectives, checks
         found = {t.index: [e for e in t.layout.trainable if rule.directed(e)] for t in tiles}
         self._of = {index: entries for index, entries in found.items() if entries}
         self._turn, self._coming = 0, {}  # type: ignore[var-annotated]
@@ -174,16 +176,18 @@ class Directions:
         else:
             device.wait(COMPUTE, room.ready, "directions' state arrived")
             state = room.buffer.piece(0, len(whole.data))
-        first, rule, here = tile.trained.start + self._range(tile)[0], self._rule, self._here(tile)
+        at, rule, here = self._range(tile)[0], self._rule, self._here(tile)
+        first, checks = tile.trained.start + at, self._checks
 
         def work() -> None:
             proceed = self._proceed.data[0].isfinite()
-            for entry, start, stop in here:
-                gradient, kept = sums.data[start:stop], state.data[start - first : stop - first]
-                rule.average(gradient.mul_(scale), kept, settings[entry.name], proceed)
+            with checks.averaging(tile, state, at):
+                for entry, start, stop in here:
+                    gradient, kept = sums.data[start:stop], state.data[start - first : stop - first]
+                    rule.average(gradient.mul_(scale), kept, settings[entry.name], proceed)
 
         name = Name(Kind.PLAIN, f"average {tile.name}")
-        device.run(COMPUTE, name, work, [self._proceed], [sums, state])
+        device.run(COMPUTE, name, work, [self._proceed], [sums, state, checks.flag])
         if room is None:
             return
         out = DISK_OUT if tile.rests.moments is Tier.DISK else COPY_OUT

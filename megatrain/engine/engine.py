@@ -55,7 +55,10 @@ _LEANER = (
 MicroBatches = Sequence[Mapping[str, Tensor]]
 
 # What holds memory, and goes when the engine is closed.
-_BUILT = ("_parts", "_store", "_saver", "_program", "_policies", "_host", "_packing", "_row_trial")
+_BUILT = (
+    *("_parts", "_store", "_saver", "_program", "_policies", "_host", "_packing", "_row_trial"),
+    "_checks",
+)
 
 
 class PlacedEngine:
@@ -94,16 +97,27 @@ class PlacedEngine:
 
     def _build(self, opened: Opened, placement: Placement, planned: Planned | None) -> None:
         layouts = opened.model.layouts
-        how: dict[str, Any] = {"rule": opened.model.rule, "open_file": opened.open_file}
-        how |= {"placement": placement, "rank": self._ranks.shards.rank}
-        self._store = Store(self.device, layouts, self._dtype, **how)
+        self._store = Store(
+            self.device,
+            layouts,
+            self._dtype,
+            rule=opened.model.rule,
+            placement=placement,
+            open_file=opened.open_file,
+            rank=self._ranks.shards.rank,
+        )
         self.num_parameters = sum(layout.num_parameters for layout in layouts)
         self.num_trained = sum(layout.num_trained for layout in layouts)
         self.computing = opened.model.computing
         # Without clipping, updates follow the backward: the last tile is the first.
-        rest = self._store.tiles, placement.save_bytes, opened.host_limit
-        reverse = opened.max_grad_norm is None
-        self._saver = Saver(self.device, *rest, reverse=reverse, ranks=self._ranks)
+        self._saver = Saver(
+            self.device,
+            self._store.tiles,
+            placement.save_bytes,
+            opened.host_limit,
+            reverse=opened.max_grad_norm is None,
+            ranks=self._ranks,
+        )
         with self._undisturbed():
             source = opened.source
             fill(source, self._spec, self._store, opened.seed, self._ranks)
@@ -113,16 +127,26 @@ class PlacedEngine:
             self._spec, self.device.torch_device, self._dtype, float8=opened.precision == "fp8"
         )
         self._program.tile_epilogue(placement.head_tokens)
-        given = self.device, self._program, self._store, self._dtype, placement
-        assembly = Assembly(*given, ranks=self._ranks)
+        assembly = Assembly(
+            self.device,
+            self._program,
+            self._store,
+            self._dtype,
+            placement,
+            self._ranks,
+            opened.verify if self.optimizer is not None else "off",
+        )
+        self._checks = assembly.checks
+        self._checks.seal()
         self._parts: Parts = (
             assembly.inference()
             if self.optimizer is None
             else assembly.training(self.optimizer, opened.max_grad_norm)
         )
         self._policies = assembly.policies
-        limits = opened.host_limit, planned, opened.row_ranks
-        self._host = HostMemoryGuard(self._store, self._parts, *limits)
+        self._host = HostMemoryGuard(
+            self._store, self._parts, opened.host_limit, planned, opened.row_ranks
+        )
         self._packing = Packing(self.config, self._program, self._tried, self._check_masks)
         self._share = RowShare(opened.row_ranks)
         self._row_trial = RowTrial(self._share, self.config, self._program, self._tried)
@@ -165,6 +189,7 @@ class PlacedEngine:
         *,
         norm_limit: float = inf,
         router_shares: Sequence[float] | None = None,
+        expected: tuple[float, float] | None = None,
     ) -> StepResult:
         """One optimizer step over all of `micro_batches`; of several ranks, over those of all.
 
@@ -177,6 +202,8 @@ class PlacedEngine:
             norm_limit: refuse the step if its gradient norm is above this; needs `max_grad_norm`.
             router_shares: how much the loss of routers counts in each micro-batch, of which it is
                 then; None: it is of all tokens of the step together. Of one rank.
+            expected: loss and gradient norm of the same step, computed before from the same state
+                (`StepRefused.measured`): other ones are a fault of the hardware, and RunFailed.
 
         Raises:
             InputError: bad micro-batches or settings of the optimizer, or an engine without one.
@@ -191,7 +218,7 @@ class PlacedEngine:
             micro_batches = halved(micro_batches)
         batch = self._prepare(micro_batches, loss, norm_limit)
         batch.router_shares = self._shares(router_shares)
-        self._parts.update.norm_limit = norm_limit
+        self._parts.update.norm_limit, self._parts.update.expected = norm_limit, expected
         try:
             report = self._train(self._parts, batch, loss)
         except DoesNotFit as error:
@@ -207,7 +234,7 @@ class PlacedEngine:
         del batch
         self._host.release()
         gc.collect()  # frames of the failure may hold what it had on the device
-        return self.step(micro_batches, loss, norm_limit=norm_limit)
+        return self.step(micro_batches, loss, norm_limit=norm_limit, expected=expected)
 
     def _train(self, parts: TrainingParts, batch: Batch, loss: Loss) -> Report:
         # In a batch larger than the placement was chosen for, layers save nothing on the device.
@@ -414,6 +441,7 @@ class PlacedEngine:
         )
         contents = Contents(settings, as_json(extra or {}), written, attach, keep)
         background = self.optimizer is not None and not wait
+        self._ranks.agree(lambda: self._checks.compare_all(wait=False))
         saving = self._saver.begin(folder, contents, background=background)
         if wait:
             saving.wait()

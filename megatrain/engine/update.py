@@ -13,10 +13,11 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE, Kind, Name
 from megatrain.device.collectives import Collectives
 from megatrain.disk_staging import DiskStaging
+from megatrain.engine.bit_checks import BitChecks, UpdateSums
 from megatrain.engine.directions import Directions, give_way
 from megatrain.engine.sink import HostGrad, Sink
 from megatrain.engine.tile_slice import TileSlice
-from megatrain.errors import StepRefused
+from megatrain.errors import RunFailed, StepRefused
 from megatrain.optim import Part, Plane, StreamedOptimizer, TileRange, UpdateOptions
 from megatrain.store import Tier, Tile
 from megatrain.tile.layout import MOST_ELEMENTS
@@ -33,6 +34,9 @@ _DAMAGED = (
     "state are damaged; go back to the last checkpoint, and clip (max_grad_norm) or lower the "
     "learning rate"
 )
+
+
+_ALIKE = 0.05  # between two computations of one step; atomic additions differ far less
 
 
 @dataclass(frozen=True)
@@ -99,20 +103,25 @@ class Update:
         tiles: Sequence[Tile],
         disk: DiskStaging,
         collectives: Collectives,
+        checks: BitChecks,
     ) -> None:
+        self._checks = checks
         self._device, self._optimizer, self._threads = device, optimizer, threads
         self.max_grad_norm, self.disk = max_grad_norm, disk
         self._collectives, self._sum = collectives, collectives.ranks.shards.sum_of_updates
         self.norm_limit = math.inf  # a step whose norm is above it is refused
+        self.expected: tuple[float, float] | None = None  # loss and norm of the same step before
         self._pending: list[tuple[Tile, HostGrad, Any]] = []
         self._started: list[Tile] = []  # of the step that is going on
         self._torn = False
         self._losses: list[Tensor] = []
         self._checked: Any = None
         self._refused = False  # updates of a step whose loss is not finite; the host stream's own
-        self._numbers = device.empty("report", len(tiles) + 2, torch.float32)
-        self._landed = device.host("landed report", len(tiles) + 2, torch.float32, pinned=True)
-        self.directions = Directions(device, optimizer.rule, tiles, self._numbers, collectives)
+        self._numbers = device.empty("report", len(tiles) + 3, torch.float32)
+        self._landed = device.host("landed report", len(tiles) + 3, torch.float32, pinned=True)
+        self.directions = Directions(
+            device, optimizer.rule, tiles, self._numbers, collectives, checks
+        )
         self._unclipped = any(optimizer.rule.directs(tile.layout) for tile in tiles)
 
     def waits(self, tile: Tile) -> bool:
@@ -132,6 +141,7 @@ class Update:
     def begin(self) -> None:
         """A step begins; one that was broken off before its end leaves nothing to be done."""
         self._torn = self.torn
+        self._checks.begin()
         self._pending, self._started = [], []
         # What anybody changes in the groups after this is for the next step.
         self._group_of = self._optimizer.group_of()
@@ -142,6 +152,8 @@ class Update:
         """A tile's gradient is complete in `host_grad` at `landed`."""
         if self.waits(tile) or tile.rests.updates == COMPUTE:
             self._pending.append((tile, host_grad, landed))
+            if not self.directions.of(tile):  # whose gradient is going to be replaced
+                self._checks.landed(tile, host_grad.buffer, landed)
         else:
             self._start(tile, host_grad, landed, 1.0)
 
@@ -174,18 +186,27 @@ class Update:
             StepRefused: loss or norm is not finite, or the norm above `norm_limit`. Without
                 clipping a bad norm is found too late, and the message says so; in all other cases
                 no weight has been changed.
-            RunFailed: a host thread failed.
+            RunFailed: a host thread failed, or a bit has changed.
         """
-        numbers, device, squares = self._numbers, self._device, sink.squares
-        device.run(
-            COMPUTE, "note norm", lambda: numbers.data[1:].copy_(squares.data), [squares], [numbers]
+        numbers, device, squares, flag = (
+            self._numbers,
+            self._device,
+            sink.squares,
+            self._checks.flag,
         )
+        self._checks.compare_there([(tile, grad.buffer) for tile, grad, _ in self._pending])
+
+        def note() -> None:
+            torch.cat((squares.data, flag.data), out=numbers.data[1:])
+
+        device.run(COMPUTE, "note norm", note, [squares, flag], [numbers])
         ready = self._collectives.sum(numbers.piece(1, len(numbers.data)), "norm")
         device.wait(COPY_OUT, ready, "report ready")
         device.wait(COPY_OUT, self._checked, "loss checked")
         device.copy(COPY_OUT, self._landed, numbers)
         device.synchronize(device.record(COPY_OUT), "report landed")
-        loss, *measured = device.read(self._landed)
+        loss, *measured, differing = device.read(self._landed)
+        self._checks.report(differing)
         total = sum(measured) / self._collectives.ranks.hosts  # each host has measured all
         report = Report(loss, math.sqrt(total) if total >= 0 else math.nan)
         self._check(report)
@@ -202,21 +223,32 @@ class Update:
         return report
 
     def _check(self, report: Report) -> None:
+        measured = (report.loss, report.grad_norm)
+        if self.expected is not None and not all(map(_alike, measured, self.expected)):
+            now, before = (" and ".join(f"{n:.6g}" for n in e) for e in (measured, self.expected))
+            raise RunFailed(
+                f"loss and gradient norm are {now}, and were {before} when the same step was "
+                "computed from the same state before: a fault of the hardware. No weight has been "
+                "changed; test this machine's memory and GPU, and go on from the last checkpoint"
+            )
         if not math.isfinite(report.loss):
             for tile in self._started:  # only to be refused
                 tile.version -= 1
             self._started = []
+            self._checks.compare_all()
             bad = [i for i, loss in enumerate(self._losses) if not math.isfinite(loss)]
             ranks = self._collectives.ranks
             whose = "" if ranks.size == 1 else f" of rank {ranks.rank}"
             what = f"the loss is {report.loss} (micro-batches {bad}{whose})"
-            raise StepRefused(f"{what}: {_INTACT}", intact=True)
+            raise StepRefused(f"{what}: {_INTACT}", intact=True, measured=measured)
         if math.isfinite(report.grad_norm) and report.grad_norm <= self.norm_limit:
             return
+        if not math.isfinite(report.grad_norm):
+            self._checks.compare_all()
         above = f", above {self.norm_limit:.4g}" if math.isfinite(report.grad_norm) else ""
         damage = _INTACT if self.deferred else _DAMAGED
         what = f"the gradient norm is {report.grad_norm:.4g}{above}"
-        raise StepRefused(f"{what}: {damage}", intact=self.deferred)
+        raise StepRefused(f"{what}: {damage}", intact=self.deferred, measured=measured)
 
     def _scale(self, norm: float) -> float:
         if self.max_grad_norm is None:
@@ -230,15 +262,23 @@ class Update:
         give_way(self._device, tile, stream)
         tile.version += 1
         self._started.append(tile)
-        every = list(self._runs(tile))
+        every, sums = list(self._runs(tile)), self._checks.of_update(tile, host_grad.buffer)
         name = Name(Kind.UPDATE, f"update {tile.name}")
         for first, last, part in self.disk.visit(tile):
             pieces = (run.within(first, last) for run in every)
             runs = [run for run in pieces if run.start < run.stop or run.by_all]
-            work = partial(self._apply, part, first, host_grad, runs, tile.version, scale)
+            work = partial(self._apply, part, first, host_grad, runs, tile.version, scale, sums)
             written = [buffer for plane, buffer in part.planes.items() if not plane.on_device]
             self._device.run(stream, name, work, [host_grad.buffer], written)
+        if sums is not None:
+            work = partial(self._take, tile, sums)
+            there = [b for p, b in tile.planes.items() if tile.rests.tier(p) is Tier.DEVICE]
+            self._device.run(stream, Name(Kind.PLAIN, f"compare {tile.name}"), work, there)
         tile.updated = host_grad.free = self._device.record(stream)
+
+    def _take(self, tile: Tile, sums: UpdateSums) -> None:
+        if not self._refused:
+            self._checks.updated(tile, sums)
 
     def _runs(self, tile: Tile) -> Iterator[_Run]:
         """What `Rule.update` is called for."""
@@ -277,11 +317,16 @@ class Update:
         runs: Sequence[_Run],
         version: int,
         scale: float,
+        sums: UpdateSums | None,
     ) -> None:
         """Update a tile whose planes begin with its element `first`, and their runs with others."""
         if self._refused:
             return
         own, gradient = tile.trained.start, host_grad.buffer.data
+        weights, remainder = (
+            next((plane for plane, b in tile.planes.items() if b is buffer), None)
+            for buffer in (tile.weights, tile.remainder)
+        )
         for run in runs:
             here = slice(run.start - first, run.stop - first)
             part = TileRange(
@@ -293,4 +338,15 @@ class Update:
             )
             at, clipping = tile.index * MOST_ELEMENTS + run.start, 1.0 if run.directed else scale
             options = UpdateOptions(at, version, clipping, self._threads)
-            self._optimizer.rule.update(part, run.group, options)
+            if sums is None:
+                self._optimizer.rule.update(part, run.group, options)
+            else:
+                planes = [weights, remainder, *run.states]
+                sums.apply(self._optimizer.rule, part, planes, run.start - own, run.group, options)
+
+
+def _alike(now: float, before: float) -> bool:
+    """True if two results of one step are the same, but for the order of sums on a GPU."""
+    if not math.isfinite(before):
+        return not math.isfinite(now)
+    return math.isclose(now, before, rel_tol=_ALIKE)

@@ -58,6 +58,12 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         reference.update(rule, tile, by, options)
 
 
+def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:
+    """See `reference.checksum`, where the bytes are."""
+    on_host = is_native and not bytes_uint8.is_cuda and at % 8 == 0
+    (_chosen if on_host else reference).checksum(bytes_uint8, blocks, at, threads=threads)
+
+
 def of_matrices(plane: Tensor) -> ModuleType:
     """Adafactor's passes over matrices where a plane is: see `factored`."""
     return _chosen if is_native and not plane.is_cuda else factored

@@ -40,6 +40,12 @@ def copy(to: Tensor, source: Tensor) -> None:
     tensor("to", to, (torch.uint8,), source.numel())
 
 
+def blocks(sums: Tensor | None) -> None:
+    """Require checksums, if any, to be int64 on the CPU. Raises ValueError: they are not."""
+    if sums is not None:
+        tensor("blocks", sums, (torch.int64,))
+
+
 def planes(*, master: Tensor, weights: Tensor, remainder: Tensor) -> None:
     """Require the three planes of a split master to agree.
 

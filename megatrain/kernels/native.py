@@ -29,7 +29,7 @@ from megatrain.kernels.factored import Factors, Sums, empty_sums
 from megatrain.kernels.reference import RULES
 from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
-_ABI = 7
+_ABI = 8
 """The number that megatrain_abi() in csrc/api.cpp must return."""
 
 # As csrc/kernels.h numbers them.
@@ -43,7 +43,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "instruction_set": (c_char_p, []),
     "use_instruction_set": (c_int, [c_char_p]),
     "set_affinity": (c_int, [POINTER(c_int), c_int]),
-    "update": (None, [*[_P] * 7, c_int, c_int, c_int, _N, *[c_float] * 9, c_uint64, c_uint32, _T]),
+    "update": (
+        None,
+        [*[_P] * 7, c_int, c_int, c_int, _N, *[c_float] * 9, c_uint64, c_uint32, _T, *[_P] * 4],
+    ),
+    "checksum": (None, [_P, _N, _P, _N, _T]),
     "factored": (None, [*[_P] * 8, c_int, c_int, *[_N] * 3, *[c_float] * 4, _T]),
     "split": (None, [_P, _P, _P, c_int, _N, _T]),
     "join": (None, [_P, _P, _P, c_int, _N, _T]),
@@ -123,7 +127,7 @@ def set_affinity(cores: list[int] | None) -> None:
 
 
 def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
-    """See `reference.update`; the same bits in one pass over memory.
+    """See `reference.update`; the same bits in one pass over memory, `options.sums` included.
 
     Raises:
         ValueError: a tensor has the wrong dtype, size or layout, or is not on the CPU.
@@ -131,8 +135,18 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
     check.update_arguments(rule, tile, options)
     weights, remainder, states, grad = tile
     planes = (weights, remainder, *states, *[None] * (4 - len(states)), grad)
+    sums: list[Any] = [None] * 4
+    if options.sums is not None:
+        read, written, first = (_padded(each, len(planes)) for each in options.sums)
+        for each in (*read, *written):
+            check.blocks(each)
+        sums = [
+            *((c_void_p * len(planes))(*map(_address, blocks)) for blocks in (read, written)),
+            (c_int64 * len(planes))(*(byte or 0 for byte in first)),
+            (c_int64 * len(planes))(*(0 if p is None else p.element_size() for p in planes)),
+        ]
     _call["update"](
-        *(None if plane is None else plane.data_ptr() for plane in planes),
+        *map(_address, planes),
         _ADAMW[states[0].dtype] if rule == "adamw" else _RULES[rule],
         0 if remainder is None else _REMAINDERS[remainder.dtype],
         grad.dtype == torch.bfloat16,
@@ -142,7 +156,25 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         options.at,
         options.step % 2**32,
         options.threads,
+        *sums,
     )
+
+
+def _padded(items: Sequence[Any], size: int) -> list[Any]:
+    """One for each plane that there may be; the last one is the gradient's."""
+    return [*items[:-1], *[None] * (size - len(items)), items[-1]]
+
+
+def _address(plane: Tensor | None) -> int | None:
+    return None if plane is None else plane.data_ptr()
+
+
+def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:
+    """See `reference.checksum`; `at` is a multiple of 8."""
+    check.tensor("bytes", bytes_uint8, (torch.uint8,))
+    check.blocks(blocks)
+    data, size = bytes_uint8.data_ptr(), bytes_uint8.numel()
+    _call["checksum"](data, size, blocks.data_ptr(), at, threads)
 
 
 def factored_sums(tile: TileRange, options: UpdateOptions) -> Sums:
@@ -179,7 +211,7 @@ def _factored(
     by, grad = (None, None, 0.0) if factors is None else factors, planes[-1]
     check.factored_arguments(*planes, by[:2])
     _call["factored"](
-        *(None if plane is None else plane.data_ptr() for plane in (*planes, *sums, *by[:2])),
+        *map(_address, (*planes, *sums, *by[:2])),
         number,
         grad.dtype == torch.bfloat16,
         *grad.shape,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatrain.kernels import check, states
 from megatrain.kernels.states import (
@@ -27,6 +28,11 @@ from megatrain.kernels.states import (
 UPDATE_BLOCK = 1 << 21
 """Elements worked on at a time: temporaries stay under 100 MiB, and torch's threads, which meet
 after every operation, wait for each other only now and then."""
+
+SUMMED_BYTES = 1 << 18
+"""Bytes of a plane that have a checksum of their own."""
+
+_SIDE = 256  # words of a row, where those of a block are a matrix
 
 _PAGE_BYTES = 4096
 """The smallest page of the supported systems: touching more often than needed does no harm."""
@@ -103,6 +109,32 @@ def join_block(weights: Tensor, remainder: Tensor, master: Tensor) -> None:
     """`join` of a range that is small, on any device."""
     low = remainder.int() << 8 if remainder.dtype == torch.int8 else remainder
     torch.add(weights.view(torch.int16).int() << 16, low, out=master.view(torch.int32))
+
+
+def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:
+    """Add the checksums of `bytes_uint8`, the first of which is byte `at` of a plane, to `blocks`.
+
+    A block is SUMMED_BYTES of the plane. Its two numbers are the sum of its 64-bit words, and of
+    each times its place in the block, modulo 2^64: whatever the ranges are, in whatever order, the
+    checksums of all of them add up to those of the plane, and one flipped bit can be located.
+
+    Args:
+        blocks: [blocks, 2] int64, on the device of the bytes.
+    """
+    done, count = 0, 0
+    while done < len(bytes_uint8):
+        block, first = divmod(at + done, SUMMED_BYTES)
+        left = len(bytes_uint8) - done
+        count = 1 if first or left < SUMMED_BYTES else left // SUMMED_BYTES
+        part = bytes_uint8[done : done + count * SUMMED_BYTES - first]
+        done += len(part)
+        if len(part) < count * SUMMED_BYTES:
+            part = pad(part, (first, SUMMED_BYTES - first - len(part)))
+        words = part.view(torch.int64).view(count, -1, _SIDE)
+        rows, columns = words.sum(2), words.sum(1)
+        number = torch.arange(_SIDE, device=words.device)
+        weighted = (rows * number[: rows.shape[1]]).sum(1) * _SIDE + (columns * number).sum(1)
+        blocks[block : block + count] += torch.stack((rows.sum(1), weighted), 1)
 
 
 def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:

@@ -58,6 +58,21 @@ class TileRange(NamedTuple):
     grad: Tensor
 
 
+class Checksums(NamedTuple):
+    """Where native updates add the checksums of what they read and write: `reference.checksum`.
+
+    Each has one item for each plane, in the order of TileRange with all states; None: no checksum.
+
+    Attributes:
+        read, written: [blocks, 2] int64 of the planes before the update and after it.
+        first: the range's first byte in each plane.
+    """
+
+    read: Sequence[Tensor | None]
+    written: Sequence[Tensor | None]
+    first: Sequence[int]
+
+
 class UpdateOptions(NamedTuple):
     """Which update it is, and how it is run.
 
@@ -67,12 +82,14 @@ class UpdateOptions(NamedTuple):
         step: number of the update, the first is 1.
         grad_scale: the clipping factor, by which the gradient is multiplied in fp32.
         threads: of the host, for native kernels; torch's own have their own setting.
+        sums: the checksums to make; None: none.
     """
 
     at: int = 0
     step: int = 1
     grad_scale: float = 1.0
     threads: int = 1
+    sums: Checksums | None = None
 
 
 def adamw_scalars(kind: torch.dtype, step: int, group: Mapping[str, Any]) -> Scalars:

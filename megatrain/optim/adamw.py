@@ -36,6 +36,7 @@ class AdamW(Rule):
     """
 
     name = "adamw"
+    sums_in_pass = True
     settings = ("lr", "betas", "eps", "weight_decay")
     choices: ClassVar = {"states": tuple(_MOMENTS), "master": (32, 24)}
 

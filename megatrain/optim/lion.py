@@ -23,6 +23,7 @@ class Lion(Rule):
     """
 
     name = "lion"
+    sums_in_pass = True
     settings = ("lr", "betas", "weight_decay")
     launches = 28
 

@@ -57,6 +57,7 @@ class Muon(Rule):
     """
 
     name = "muon"
+    sums_in_pass = True
     settings = ("lr", "momentum", "betas", "eps", "weight_decay")
     choices: ClassVar = {
         "nesterov": (False, True),

@@ -118,6 +118,7 @@ class Rule(ABC):
         needs_whole: whether that is for all of a parameter that is here, and of several ranks on
             all at once, if it is cut between them; never for a range.
         pace: of its update on the host, as a share of what the memory allows; for forecasts.
+        sums_in_pass: whether `update` on the host also makes `options.sums`.
         launches: of its update on a GPU, for each UPDATE_BLOCK of elements: torch's operations, as
             long as it has no kernel of its own there; for forecasts.
     """
@@ -128,6 +129,7 @@ class Rule(ABC):
     further: ClassVar[tuple[str, ...]] = ()
     needs_matrices: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = False
+    sums_in_pass: ClassVar[bool] = False
     pace: ClassVar[float] = 1.0
     launches: ClassVar[int] = 0
 

@@ -24,6 +24,7 @@ class SGD(Rule):
     """
 
     name = "sgd"
+    sums_in_pass = True
     settings = ("lr", "momentum", "dampening", "weight_decay")
     choices: ClassVar = {"nesterov": (False, True)}
     launches = 23

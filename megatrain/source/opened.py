@@ -16,7 +16,7 @@ from megatrain.model.rebuilt import difference
 from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, StreamedOptimizer
-from megatrain.placement import Precision
+from megatrain.placement import Precision, Verify
 from megatrain.plane_file import PlaneFile, disk_bytes
 from megatrain.source.source import Source, structure
 from megatrain.tile import TileKind, TileLayout
@@ -108,6 +108,7 @@ class Opened:
         seed: of weights that are drawn, and of dropout.
         ranks: who share the model.
         row_ranks: who share every row as well; alone where each rank has rows of its own.
+        verify: when planes are compared with their checksums.
     """
 
     source: Source
@@ -121,6 +122,7 @@ class Opened:
     seed: int
     ranks: Ranks = ALONE
     row_ranks: Ranks = ALONE
+    verify: Verify = "save"
 
     @property
     def disk_bytes(self) -> int:

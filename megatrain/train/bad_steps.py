@@ -11,6 +11,7 @@ from megatrain.errors import InputError, RunFailed, StepRefused
 
 _REMEMBERED = 100  # gradient norms that the median is taken of
 _ENOUGH = 20  # the first norms of a run say little about the next ones
+_JUMP = 10.0  # times the median: such a norm is computed once more
 
 
 class BadSteps:
@@ -24,9 +25,15 @@ class BadSteps:
     @property
     def norm_limit(self) -> float:
         """The next step is refused if its gradient norm is above this."""
-        if self._settings.spike is None or len(self._norms) < _ENOUGH:
-            return math.inf
-        return self._settings.spike * statistics.median(self._norms)
+        return math.inf if self._settings.spike is None else self._above(self._settings.spike)
+
+    @property
+    def believed(self) -> float:
+        """A gradient norm above this is computed once more before it is believed."""
+        return min(self.norm_limit, self._above(_JUMP))
+
+    def _above(self, times: float) -> float:
+        return times * statistics.median(self._norms) if len(self._norms) >= _ENOUGH else math.inf
 
     def passed(self, grad_norm: float) -> None:
         """A step was good."""

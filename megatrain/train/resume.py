@@ -25,12 +25,12 @@ FREE_KEYS = {
     "data": ("path", "eval_path", "cache_dir", "hub_config", "hub_split"),
     "training": (
         "steps", "epochs", "micro_batch_size", "max_grad_norm", "eval_every",
-        "early_stopping", "samples", "on_nonfinite", "max_skips", "spike",
+        "early_stopping", "samples", "on_nonfinite", "max_skips", "spike", "recheck",
     ),
     "optimizer": ("lr", "betas", "eps", "states", "master"),
     "engine": (
         "device", "devices", "placement", "device_memory", "host_memory", "disk", "disk_space",
-        "sequence_parallel",
+        "sequence_parallel", "verify",
     ),
 }  # fmt: skip
 

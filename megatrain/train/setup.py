@@ -434,4 +434,5 @@ def _settings(config: Config) -> dict[str, Any]:
         trust_remote_code=config.model.trust_remote_code,
         attn_implementation=config.model.attn_implementation,
         sequence_parallel=config.engine.sequence_parallel,
+        verify=config.engine.verify,
     )

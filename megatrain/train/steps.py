@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megatrain.api import Engine
@@ -37,6 +38,7 @@ class Steps:
         self._meter = Meter(job.engine, config.engine.precision)
         self._refusals = BadSteps(config.training)
         self._loss = step_loss(config.loss, config.rollout)
+        self._recheck = config.training.recheck is not False and config.updates_wait_for_the_norm
         self.done = 0
         if job.resumed is not None:
             self._refusals.load_state_dict(job.resumed.refusals)
@@ -85,9 +87,24 @@ class Steps:
         return record
 
     def _measured(self, step: int, micro_batches: Step) -> Any:
-        limit, loss = self._refusals.norm_limit, self._loss
-        engine = self._job.engine
-        return self._timeline.step(step, lambda: engine.step(micro_batches, loss, norm_limit=limit))
+        """Take the step; where loss or norm jump, only if they do so twice."""
+
+        def take(limit: float, expected: tuple[float, float] | None = None) -> Any:
+            work = partial(self._job.engine.step, micro_batches, self._loss)
+            return self._timeline.step(step, lambda: work(norm_limit=limit, expected=expected))
+
+        if not self._recheck:
+            return take(self._refusals.norm_limit)
+        try:
+            return take(self._refusals.believed)
+        except StepRefused as error:
+            if error.measured is None:
+                raise
+            log.warning(
+                "step %d: loss %.4g and gradient norm %.4g are out of line: the step is computed "
+                "once more before that is believed", step, *error.measured,
+            )  # fmt: skip
+            return take(self._refusals.norm_limit, error.measured)
 
     def _rows(self, step: int) -> tuple[Step, int, Mapping[str, Any]]:
         """Micro-batches of this rank, tokens of all, and what the log has of their making."""

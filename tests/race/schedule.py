@@ -257,12 +257,13 @@ def trace(
     ranks: Ranks = ALONE,
     lowest: int = 0,
     rows: Sequence[int] = (2, 1, 3),
+    compared: bool = False,
     without: frozenset[str] = frozenset(),
 ) -> TraceDevice:
     """The device after a few steps and an evaluation of uneven micro-batches.
 
-    After the steps in `saves` a save begins; in those in `closed` nothing waits on the host that
-    can be computed again.
+    After the steps in `saves` a save begins, of planes that are `compared` before; in those in
+    `closed` nothing waits on the host that can be computed again.
     """
     device = TraceDevice(without=without)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -278,7 +279,7 @@ def trace(
     with mock.patch.object(sink, "PIECE", PIECE), mock.patch.object(disk, "PIECE", 2 * PIECE):
         given = {"rule": optimizer.rule, "placement": placement, "rank": ranks.shards.rank}
         store = Store(device, layouts, dtype, **given)
-        assembly = Assembly(device, program, store, dtype, placement, ranks=ranks)
+        assembly = Assembly(device, program, store, dtype, placement, ranks, "step")
         parts = assembly.training(optimizer, max_grad_norm)
     micro_batches = [
         {"input_ids": torch.ones(each, 4).long(), "labels": torch.ones(each, 4).long()}
@@ -292,6 +293,8 @@ def trace(
         joint = isinstance(loss, JointLoss) or program.spec.routed
         train_step(replace(taken, passes=1) if joint else taken, batch)
         if step in saves:
+            if compared:
+                assembly.checks.put_comparisons()
             files = [tile_file(tile, tile.name) for tile in store.tiles]
             Release(device, Snapshot(StagingBlocks(device, 0, None))).start(files)
         forward_only(parts, batch, lambda head, slot, h: head.loss(slot, batch, h))

@@ -157,6 +157,15 @@ def test_blocks_of_ranks_on_a_disk_need_each_wait_of_their_way() -> None:
         assert any("slot" in race or "disk lane" in race or "layer" in race for race in races), why
 
 
+def test_planes_compared_before_a_save_need_their_way_from_the_disk() -> None:
+    placement = Placement(slots=2, disk_moments=9, disk_weights=2, resident=("layer 2",))
+    schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}
+    schedule |= {"saves": (0, 1), "compared": True}
+    assert not trace(**schedule).races
+    races = trace(**schedule, without=frozenset({"disk version to check"})).races
+    assert any("check " in race for race in races)
+
+
 def test_momentum_on_a_disk_needs_each_wait_of_its_way() -> None:
     schedule: dict = {"max_grad_norm": None, "tied": False, "rule": "muon", "saves": (0, 1)}
     schedule["placement"] = Placement(disk_moments=9, disk_weights=2)

@@ -457,29 +457,56 @@ Layer.vjp = dying
 
 
 NAN_AT = """
-import megatrain.api as engine
-from megatrain.device.recording import Recording
+import megatrain.train.steps as steps
 from megatrain.engine.modules import Head
 loss_and_vjp = Head.loss_and_vjp
-step_of, calls = {steps!r}, [0]
+step_of, at = {steps!r}, [0]
+take = steps.Steps.take
+def counted(self):
+    at[0] = self.done + 1
+    return take(self)
+steps.Steps.take = counted
 def poisoned(self, weights, batch, h, room):
-    calls[0] += isinstance(self.device, Recording)  # and not in a forecast
-    if calls[0] in step_of:
-        h = [{{name: value * float("nan") for name, value in state.items()}} for state in h]
+    if at[0] in step_of:
+        {then}
+        h = [{{name: value * {times} for name, value in state.items()}} for state in h]
     return loss_and_vjp(self, weights, batch, h, room)
 Head.loss_and_vjp = poisoned
 """
 
 
+def poisoned_in(steps, times='float("nan")', then="pass"):
+    return NAN_AT.format(steps=steps, times=times, then=then)
+
+
+def test_a_step_that_comes_out_otherwise_the_second_time_is_a_fault_of_the_hardware(start, goes_on):
+    fault = poisoned_in([5], then="step_of.remove(at[0])")
+    text = "step 5: loss and gradient norm are 4.", "and were nan and nan", "fault of the hardware"
+    assert "the state after step 4 is saved" in failed_with(start(fault), 4, *text)
+    goes_on()
+
+
+@SLOW
+def test_a_norm_that_jumps_twice_is_believed(start, run):
+    """The gradients below the head are a thousand times as large."""
+    fault, logs = poisoned_in([24], "1e-3"), []
+    for recheck in (True, False):
+        out = start(fault, *sets(training__steps=26, training__recheck=recheck)).finish()
+        assert ("step 24: " in out and "once more before" in out) == recheck
+        logs.append(logged(run.parent / "run"))
+        shutil.rmtree(run.parent / "run")
+    assert logs[0] == logs[1]
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_the_state_before_is_saved(start, goes_on):
-    out = failed_with(start(NAN_AT.format(steps=[5])), 4, "step 5: the loss is nan", "rows.jsonl:")
+    out = failed_with(start(poisoned_in([5])), 4, "step 5: the loss is nan", "rows.jsonl:")
     assert "the state after step 4 is saved" in out
     goes_on()
 
 
 def test_steps_that_are_not_finite_are_left_out_if_wanted(start, run):
     skip = sets(training__on_nonfinite="skip", training__steps=10)
-    out = start(NAN_AT.format(steps=[4, 5, 6]), *skip).finish()
+    out = start(poisoned_in([4, 5, 6]), *skip).finish()
     records = list(read_metrics(run.parent / "run" / "metrics.jsonl"))
     assert [r["step"] for r in records if "skipped" in r] == [4, 5, 6]
     assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 7, 8, 9, 10]
@@ -492,7 +519,7 @@ def test_steps_that_are_not_finite_are_left_out_if_wanted(start, run):
 
 def test_a_run_that_only_leaves_out_ends(start, run):
     skip = sets(training__on_nonfinite="skip", training__max_skips=2)
-    process = start(NAN_AT.format(steps=[3, 4, 5, 6]), *skip)
+    process = start(poisoned_in([3, 4, 5, 6]), *skip)
     failed_with(process, 4, "step 5: 3 bad steps in a row (training.max_skips is 2)")
 
 

@@ -78,7 +78,8 @@ Function* function(const char* name) {
 void update(int rule, int master, int grad_is_bf16, int64_t size) {
     const auto call = function<void(void*, void*, void*, void*, float*, float*, const void*, int,
                                     int, int, int64_t, float, float, float, float, float, float,
-                                    float, float, float, uint64_t, uint32_t, int)>(
+                                    float, float, float, uint64_t, uint32_t, int, void*, void*,
+                                    void*, void*)>(
         "megatrain_update");
     std::vector<float> whole = numbers(size), m = numbers(size), v = numbers(size, true);
     std::vector<float> scale1 = numbers(size / 64 + 1, true), scale2 = numbers(size / 64 + 1, true);
@@ -100,7 +101,8 @@ void update(int rule, int master, int grad_is_bf16, int64_t size) {
         call(masters[master], rests[master], first[kind], second[kind],
              kind == 2 ? scale1.data() : nullptr, kind == 2 ? scale2.data() : nullptr, given, rule,
              master, grad_is_bf16, size, -3e-3f, 0.97f, 0.9f, step == 1 ? 0.1f : 0.7f, 0.95f, 0.05f,
-             kind == 0 ? 0.3f : 1.0f, 1e-8f, 0.37f, (uint64_t(9) << 32) - 640, step, 1);
+             kind == 0 ? 0.3f : 1.0f, 1e-8f, 0.37f, (uint64_t(9) << 32) - 640, step, 1,
+             nullptr, nullptr, nullptr, nullptr);
     }
     add_all(whole), add_all(weights), add_all(rest16), add_all(rest8);
     add_all(m), add_all(m16), add_all(m8), add_all(v), add_all(v16), add_all(v8);

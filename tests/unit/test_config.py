@@ -216,6 +216,11 @@ MISTAKES = [
         ["optimizer.name=muon", "training.spike=3"],
         "training.spike needs updates that wait for the norm, and those of layers do not with muon",
     ),
+    (
+        ["training.recheck=true", "training.max_grad_norm=null"],
+        "recheck needs max_grad_norm: without clipping, weights are updated before",
+    ),
+    (["optimizer.name=muon", "training.recheck=true"], "training.recheck needs updates that wait"),
     (["optimizer.lr=abc"], "--set optimizer.lr: should be a valid number, got 'abc'"),
     (["optimizer.lr=-1"], "--set optimizer.lr: should be greater than 0, got -1"),
     (["optimizer.lr=.nan"], "--set optimizer.lr: should be a finite number, got nan"),

@@ -310,6 +310,37 @@ void join(const uint16_t* __restrict weights, const void* remainder, float* __re
     for (int64_t i = begin; i < end; ++i) master[i] = join_one(weights[i], rest[i]);
 }
 
+#if defined(__AVX512F__)
+constexpr int kVector = 8;
+#elif defined(__AVX2__)
+constexpr int kVector = 4;
+#else
+constexpr int kVector = 2;
+#endif
+typedef uint64_t Words __attribute__((vector_size(8 * kVector)));
+
+inline Words words_at(const void* from, int64_t i) {
+    Words words;
+    std::memcpy(&words, static_cast<const char*>(from) + 8 * i, sizeof words);
+    return words;
+}
+
+// Two vectors at a time, neither of which waits for the other.
+void checksum(const void* bytes, int64_t rows, uint64_t* sums, uint64_t* sums_of_sums) {
+    for (int lane = 0, next = kVector; lane < kLanes; lane += 2 * kVector, next += 2 * kVector) {
+        Words sum = words_at(sums, lane), other_sum = words_at(sums, next);
+        Words total = words_at(sums_of_sums, lane), other_total = words_at(sums_of_sums, next);
+        for (int64_t at = 0; at < rows * kLanes; at += kLanes) {
+            total += sum += words_at(bytes, at + lane);
+            other_total += other_sum += words_at(bytes, at + next);
+        }
+        std::memcpy(sums + lane, &sum, sizeof sum);
+        std::memcpy(sums + next, &other_sum, sizeof sum);
+        std::memcpy(sums_of_sums + lane, &total, sizeof total);
+        std::memcpy(sums_of_sums + next, &other_total, sizeof total);
+    }
+}
+
 }  // namespace
 }  // namespace megatrain
 
@@ -339,6 +370,7 @@ const Kernels& MEGATRAIN_NAME(MEGATRAIN_ISA)() {
          {{factored_changes<float>, factored_changes<bf16>},
           {factored_changes<float>, factored_changes<bf16>}},
          MEGATRAIN_PASS(factored_move)},
+        checksum,
     };
     return table;
 }

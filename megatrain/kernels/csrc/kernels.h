@@ -57,6 +57,11 @@ constexpr int kRows = 64;   // of a matrix, at most, are a block
 using Factored = void (*)(const FactoredArguments&, int64_t begin_block, int64_t end_block);
 enum Pass { kSums, kChanges, kMove, kNumPasses };
 
+// Goes on with a checksum, lane by lane, over rows of kLanes 64-bit words: adds each to the sum of
+// its lane, and that to what the lane's sums have been after each row. All is modulo 2^64.
+constexpr int kLanes = 16;
+using Checksum = void (*)(const void* bytes, int64_t rows, uint64_t* sums, uint64_t* sums_of_sums);
+
 struct Kernels {
     const char* name;
     Update update[kNumRules][kNumMasters][kNumTypes];  // by rule, master, gradient
@@ -66,6 +71,7 @@ struct Kernels {
     void (*join[2])(const uint16_t* weights, const void* remainder, float* master, int64_t begin,
                     int64_t end);
     Factored factored[kNumPasses][2][kNumTypes];  // by pass, whether there is a remainder, gradient
+    Checksum checksum;
 };
 
 const Kernels& baseline_kernels();

@@ -1,0 +1,340 @@
+"""Checksums of the tiles' planes: a bit that changes while nobody writes it stops the run.
+
+The update makes them in its own pass over what it reads and writes (`kernels.checksum`). With
+`step`, what it reads is compared with what was written last; what rests on the device is compared
+there before the updates start; frozen planes are compared in each step, and gradients when they are
+read, with what had landed. With `save`, planes are compared when they are saved.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain import kernels
+from megatrain.device import Buffer, Device, disk
+from megatrain.device.base import COMPUTE, UPDATE, Kind, Name
+from megatrain.disk_staging import own_numel
+from megatrain.errors import RunFailed
+from megatrain.kernels.reference import SUMMED_BYTES
+from megatrain.kernels.states import Checksums, TileRange, UpdateOptions
+from megatrain.optim import Plane, Rule
+from megatrain.placement import Verify
+from megatrain.store import Tier, Tile
+
+_REMEDY = (
+    "Nothing has written there: go on from the last checkpoint (--resume), and if it happens again "
+    "test this machine's memory, disk and GPU"
+)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Values `start` to before `stop` of a tile's plane: what is trained of it, or what is not."""
+
+    tile: Tile
+    plane: Plane
+    start: int
+    stop: int
+    trained: bool
+
+    @property
+    def key(self) -> tuple[int, str, bool]:
+        return self.tile.index, self.plane.name, self.trained
+
+    @property
+    def buffer(self) -> Buffer:
+        return self.tile.planes[self.plane]
+
+    @property
+    def tier(self) -> Tier:
+        return self.tile.rests.tier(self.plane)
+
+    @property
+    def text(self) -> str:
+        return f"{self.tile.name}: the plane of {self.plane.name} ({self.tier.value})"
+
+
+def _parts(tile: Tile) -> Iterator[_Part]:
+    for plane, buffer in tile.planes.items():
+        size = len(buffer.data)
+        cut = min(size, plane.place(0, own_numel(tile)).stop)
+        if cut:
+            yield _Part(tile, plane, 0, cut, trained=True)
+        if cut < size:
+            yield _Part(tile, plane, cut, size, trained=False)
+
+
+def _updated_parts(tile: Tile) -> list[_Part]:
+    """What an update reads and writes."""
+    return [part for part in _parts(tile) if part.trained and not part.plane.on_device]
+
+
+def _no_blocks(numel: int, buffer: Buffer) -> Tensor:
+    """The checksum of nothing, for the first values of a plane, where it is computed."""
+    device = "cpu" if isinstance(buffer, disk.DiskBuffer) else buffer.data.device
+    count = -(-numel * buffer.data.itemsize // SUMMED_BYTES)
+    return torch.zeros(count, 2, dtype=torch.int64, device=device)
+
+
+@dataclass
+class UpdateSums:
+    """Checksums of what an update of a tile reads and writes, by plane; `gradient` of that."""
+
+    read: Mapping[Plane, Tensor]
+    written: Mapping[Plane, Tensor]
+    gradient: Tensor | None
+
+    def apply(
+        self,
+        rule: Rule,
+        part: TileRange,
+        planes: Sequence[Plane | None],
+        start: int,
+        group: Mapping[str, object],
+        options: UpdateOptions,
+    ) -> None:
+        """Update a range of `planes`, in their order in `part`, and sum it before and after.
+
+        Args: `start`: its first element among this rank's of the tile.
+        """
+        first = [0 if p is None else p.place(start, start).start * p.dtype.itemsize for p in planes]
+        sums = Checksums(
+            [*(None if p is None else self.read.get(p) for p in planes), self.gradient],
+            [*(None if p is None else self.written.get(p) for p in planes), None],
+            [*first, start * part.grad.element_size()],
+        )
+        if rule.sums_in_pass and kernels.is_native and part.weights.is_cpu:
+            rule.update(part, group, options._replace(sums=sums))
+            return
+        data = (part.weights, part.remainder, *part.states, part.grad)
+        for each, blocks in enumerate((sums.read, sums.written)):
+            if each:
+                rule.update(part, group, options)
+            for plane, to, at in zip(data, blocks, sums.first, strict=True):
+                if plane is not None and to is not None:
+                    kernels.checksum(plane.view(torch.uint8), to, at, threads=options.threads)
+
+
+class BitChecks:
+    """The checksums of an engine's tiles.
+
+    Attributes:
+        flag: on the device: how often something there has differed; for the report of a step.
+    """
+
+    def __init__(
+        self, device: Device, tiles: Sequence[Tile], verify: Verify = "off", threads: int = 1
+    ) -> None:
+        self._device, self._tiles, self._threads = device, tiles, threads
+        self._makes, self._compares = verify != "off", verify == "step"
+        self._kept: dict[tuple[int, str, bool], Tensor] = {}
+        self._gradients: dict[int, Tensor] = {}
+        self._noted: list[tuple[str, Tensor, Tensor]] = []  # on the device, since the last report
+        self.flag = device.empty("planes that differ", 1, torch.float32)
+        device.run(COMPUTE, "clear flag", self.flag.data.zero_, writes=[self.flag])
+
+    def seal(self) -> None:
+        """Sum all planes as they are now; with `save` not those on a disk."""
+        for part in (p for t in self._tiles if self._makes for p in _parts(t)):
+            if part.tier is Tier.DEVICE:
+                name = Name(Kind.PLAIN, f"sum {part.tile.name}")
+                self._device.run(COMPUTE, name, partial(self._keep, part), [part.buffer])
+            elif self._compares or part.tier is Tier.HOST:
+                self._keep(part)
+
+    def _keep(self, part: _Part) -> None:
+        self._kept[part.key] = self._sum(part.buffer, part.start, part.stop)
+
+    def _sum(self, buffer: Buffer, start: int, stop: int, at: int = 0) -> Tensor:
+        """The checksum of some values of a buffer, whose first one is value `at` of its plane."""
+        size, blocks = buffer.data.itemsize, _no_blocks(at + stop, buffer)
+        for first in range(start, stop, disk.PIECE):
+            values = buffer.values(slice(first, min(first + disk.PIECE, stop))).view(torch.uint8)
+            kernels.checksum(values, blocks, (at + first) * size, threads=self._threads)
+        return blocks
+
+    def begin(self) -> None:
+        """A step begins: compare what is frozen and does not rest on the device."""
+        for tile in self._tiles if self._compares else ():
+            frozen = [p for p in _parts(tile) if not p.trained and p.tier is not Tier.DEVICE]
+            if frozen:
+                self._compare_on(UPDATE, tile, frozen)
+
+    def landed(self, tile: Tile, gradient: Buffer, landed: Any) -> None:
+        """A gradient, there at `landed`, waits for its update: sum it."""
+        if not self._compares:
+            return
+        stream = tile.rests.updates
+        if tile.rests.gradient is not Tier.DEVICE:
+            self._device.wait(stream, landed, "gradient landed")
+
+        def work() -> None:
+            self._gradients[tile.index] = self._sum(gradient, 0, own_numel(tile))
+
+        self._device.run(stream, Name(Kind.PLAIN, f"sum gradient of {tile.name}"), work, [gradient])
+
+    def compare_there(self, gradients: Sequence[tuple[Tile, Buffer]]) -> None:
+        """Before the updates of a step: compare all that rests on the device, gradients as well."""
+        if not self._compares:
+            return
+        for tile in self._tiles:
+            there = [part for part in _parts(tile) if part.tier is Tier.DEVICE]
+            if there:
+                self._compare_on(COMPUTE, tile, there)
+        for tile, gradient in gradients:
+            if tile.rests.gradient is Tier.DEVICE:
+                work = partial(self._compare_gradient, tile, gradient)
+                self._device.run(COMPUTE, "check gradient", work, [gradient], [self.flag])
+
+    def _compare_gradient(self, tile: Tile, gradient: Buffer) -> None:
+        if (landed := self._gradients.pop(tile.index, None)) is not None:
+            found = self._sum(gradient, 0, own_numel(tile))
+            self._note(f"{tile.name}: the gradient (device)", landed, found)
+
+    def _compare_on(self, stream: str, tile: Tile, parts: Sequence[_Part]) -> None:
+        def work() -> None:
+            for part in parts:
+                if (kept := self._kept.get(part.key)) is not None:
+                    found = self._sum(part.buffer, part.start, part.stop)
+                    if stream == COMPUTE:
+                        self._note(part.text, kept, found)
+                    else:
+                        _require_equal(part.text, kept, found, part.buffer)
+
+        name, reads = Name(Kind.PLAIN, f"check {tile.name}"), [part.buffer for part in parts]
+        self._device.run(stream, name, work, reads, [self.flag] if stream == COMPUTE else [])
+
+    def _note(self, text: str, kept: Tensor, found: Tensor) -> None:
+        """Count a difference on the device, where nobody waits for it."""
+        kept = kept.to(found.device)
+        self.flag.data.add_((kept != found).any())
+        self._noted.append((text, kept, found))
+
+    def report(self, differing: float) -> None:
+        """Take what a step's report says. Raises RunFailed: a plane on a rank's device differs."""
+        noted, self._noted = self._noted, []
+        if not differing:
+            return
+        for text, kept, found in noted:
+            _require_equal(text, kept, found)
+        raise RunFailed("a plane on the device of another rank has changed; see what that one says")
+
+    def of_update(self, tile: Tile, host_gradient: Buffer) -> UpdateSums | None:
+        """What an update of a tile that is put on its stream sums; None: nothing."""
+        if not self._makes:
+            return None
+        parts = [p for p in _updated_parts(tile) if p.tier is not Tier.DEVICE]
+        compared = parts if self._compares else []
+        gradient = None
+        if self._compares and tile.rests.gradient is not Tier.DEVICE:
+            gradient = _no_blocks(own_numel(tile), host_gradient)
+        return UpdateSums(
+            {p.plane: _no_blocks(p.stop, p.buffer) for p in compared},
+            {p.plane: _no_blocks(p.stop, p.buffer) for p in parts},
+            gradient,
+        )
+
+    def updated(self, tile: Tile, sums: UpdateSums) -> None:
+        """After an update, on its stream: compare what it has read; keep what it has written."""
+        for part in _updated_parts(tile):
+            if part.tier is Tier.DEVICE:
+                self._keep(part)
+                continue
+            kept, read = self._kept.get(part.key), sums.read.get(part.plane)
+            if kept is not None and read is not None:
+                _require_equal(part.text, kept, read, part.buffer)
+            self._kept[part.key] = sums.written[part.plane]
+        landed = self._gradients.pop(tile.index, None)
+        if landed is not None and sums.gradient is not None:
+            _require_equal(f"{tile.name}: the gradient (host)", landed, sums.gradient)
+
+    @contextmanager
+    def averaging(self, tile: Tile, state: Buffer, start: int) -> Iterator[None]:
+        """In work on the device that changes a directed state, from value `start` of its plane."""
+        [part] = [p for p in _parts(tile) if p.plane.on_device]
+        kept, size = self._kept.get(part.key), len(state.data)
+        if self._compares and kept is not None:
+            found = self._sum(state, 0, size, start)
+            self._note(part.text, kept[: len(found)], found)
+        yield
+        if self._makes:
+            self._kept[part.key] = self._sum(state, 0, size, start)
+
+    def compare_all(self, *, wait: bool = True) -> None:
+        """Compare all planes with their checksums.
+
+        Args: `wait`: for those, too, that do not rest on the device; else a save waits.
+
+        Raises:
+            RunFailed: one has changed.
+        """
+        if not self._makes:
+            return
+        self.put_comparisons()
+        there = [p for t in self._tiles for p in _parts(t) if p.tier is Tier.DEVICE]
+        if there or self._noted:
+            self._device.synchronize(self._device.record(COMPUTE), "resident version to check")
+            self.report(float(self.flag.data))
+        for part in there:
+            if (kept := self._kept.get(part.key)) is not None:
+                found = self._sum(part.buffer, part.start, part.stop)
+                _require_equal(part.text, kept, found, part.buffer)
+        for tile in self._tiles if wait else ():
+            self._device.synchronize(tile.updated, "planes compared")
+
+    def put_comparisons(self) -> None:
+        """Compare what does not rest on the device, on UPDATE; a save waits for that."""
+        for tile in self._tiles if self._makes else ():
+            if parts := [part for part in _parts(tile) if part.tier is not Tier.DEVICE]:
+                self._device.wait(UPDATE, tile.written, "disk version to check")
+                self._compare_on(UPDATE, tile, parts)
+                tile.updated = self._device.record(UPDATE)
+
+
+def _require_equal(text: str, kept: Tensor, found: Tensor, buffer: Buffer | None = None) -> None:
+    """Raises RunFailed: checksums differ; says where, and whether one flipped bit explains it."""
+    kept, found = kept.cpu(), found.cpu()
+    if torch.equal(kept, found):
+        return
+    blocks = (kept != found).any(1).nonzero().flatten().tolist()
+    first, address = blocks[0] * SUMMED_BYTES, ""
+    if isinstance(buffer, disk.DiskBuffer):
+        address = f", {buffer.at + first} of the file on the disk"
+    elif buffer is not None:
+        address = f", address {buffer.data.data_ptr() + first:#x}"
+    bit = flipped_bit(*(found[blocks[0]] - kept[blocks[0]]).tolist()) if len(blocks) == 1 else None
+    why = "no single flipped bit explains it"
+    if bit is not None:
+        word, number, more = bit
+        byte = first + 8 * word + number // 8
+        where = f"byte {byte:,}" + f" or one of {more} more, {8 << (64 - number)} apart" * (
+            more > 0
+        )
+        why = f"one flipped bit explains it, bit {number % 8} of {where}: a fault of the hardware"
+    raise RunFailed(
+        f"{text} differs from its checksum in {len(blocks)} blocks of {SUMMED_BYTES:,} bytes, the "
+        f"first from byte {first:,} on{address}; {why}. {_REMEDY}"
+    )
+
+
+def flipped_bit(sum: int, weighted: int) -> tuple[int, int, int] | None:
+    """The 64-bit word of a block and the bit in it that alone make these differences of a checksum.
+
+    A flipped bit adds a power of two to the sum, and that times the word's place to the other one.
+    The upper bits leave some places open, modulo 2^64: the first one, and how many more there are.
+    None: no single bit makes them.
+    """
+    for sign in (1, -1):
+        change, placed = (sign * each % 2**64 for each in (sum, weighted))
+        bit = change.bit_length() - 1
+        if change and change == 1 << bit and placed % change == 0:
+            word, apart = placed >> bit, 1 << (64 - bit)
+            words = SUMMED_BYTES // 8
+            if word < words:
+                return word, bit, (words - 1 - word) // apart
+    return None

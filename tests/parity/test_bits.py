@@ -1,0 +1,170 @@
+"""Bits that flip while nobody writes them: found in one step, wherever they are."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain import Engine, InputError, Placement, RunFailed
+from megatrain.device import CpuDevice
+from megatrain.store import Tile
+from tests.parity.cases import llama, make_batches, make_engine, masters, same
+from tests.parity.ranks import run_ranks
+from tests.rules import SWEPT
+from tests.sweeps import swept
+
+PLACES = {
+    "host": Placement(slots=1),
+    "disk": Placement(slots=1, disk_moments=99, disk_remainder=99, disk_weights=99),
+    "device": Placement(slots=1, resident=("layer 1", "head")),
+}
+ONE_BIT = r"differs from its checksum in 1 blocks .*; one flipped bit explains it, bit 3 of byte "
+
+
+def flip(plane: Any, byte: int, bit: int = 3) -> None:
+    """One bit of what a plane holds."""
+    size = plane.data.itemsize
+    place = slice(byte // size, byte // size + 1)
+    value = plane.values(place).clone()
+    value.view(torch.uint8)[byte % size] ^= 1 << bit
+    with plane.writing(place) as memory:
+        memory.copy_(value)
+
+
+def layer(engine: Engine) -> Tile:
+    [tile] = [tile for tile in engine._store.tiles if tile.name == "layer 1"]
+    return tile
+
+
+@swept(together=1, rule=list(SWEPT), place=list(PLACES))
+def test_checksums_change_nothing(rule: str, place: str) -> None:
+    options: dict = {"rule": rule, "precision": "bf16", "placement": PLACES[place]}
+    results = []
+    for verify in ("step", "off"):
+        with make_engine(llama(), verify=verify, **options) as engine:
+            for step in make_batches(3):
+                engine.step(step)
+            results.append(masters(engine))
+    assert same(*results)
+
+
+@swept(together=1, place=list(PLACES), rule=["adamw int8", "adafactor", "muon", "muon clipped"])
+def test_a_flipped_bit_of_any_plane_stops_the_next_step(
+    rule: str, place: str, tmp_path: Path
+) -> None:
+    steps = make_batches(2)
+    options: dict = {"rule": rule, "precision": "bf16", "placement": PLACES[place]}
+    with make_engine(llama(), **options) as engine:
+        number = len(layer(engine).planes)
+    for which in range(number):
+        with make_engine(llama(), verify="step", **options) as engine:
+            [plane, buffer] = [*layer(engine).planes.items()][which]
+            if not len(buffer.data):
+                continue
+            engine.step(steps[0])
+            flip(buffer, 4)
+            with pytest.raises(
+                RunFailed, match=f"layer 1: the plane of {plane.name} \\({place}\\) "
+            ):
+                engine.step(steps[1])
+                engine.save(tmp_path / "damaged")  # directions that wait for the norm come after it
+
+
+def test_the_place_of_a_flipped_bit_is_named_and_that_of_others_is_not() -> None:
+    steps = make_batches(2)
+    for bytes_flipped, said in (((4321,), ONE_BIT + "4,321"), ((8, 4321), "no single flipped")):
+        with make_engine(llama(), verify="step") as engine:
+            engine.step(steps[0])
+            for byte in bytes_flipped:
+                flip(layer(engine).weights, byte)
+            with pytest.raises(RunFailed, match=said):
+                engine.step(steps[1])
+
+
+def test_a_loss_that_is_not_finite_because_of_a_bit_is_no_loss_that_diverges() -> None:
+    for verify in ("step", "save"):
+        with make_engine(llama(), verify=verify) as engine:
+            engine.step(make_batches(1)[0])
+            flip(layer(engine).weights, 7, bit=6)  # the highest one of an exponent
+            with pytest.raises(RunFailed, match="layer 1: the plane of weights .*one flipped bit"):
+                engine.step(make_batches(1)[0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_gradient_that_changes_before_its_update_is_found(place: str) -> None:
+    class Flipping(CpuDevice):
+        armed: Callable[[], None] | None = None
+
+        def run(self, stream: str, name: str, *work: Any, **buffers: Any) -> Any:
+            if name == ("check layer 1" if place == "device" else "note norm") and self.armed:
+                self.armed()
+            return super().run(stream, name, *work, **buffers)
+
+    device, steps = Flipping(), make_batches(2)
+    with make_engine(llama(), verify="step", device=device, placement=PLACES[place]) as engine:
+        engine.step(steps[0])
+        gradient = engine._parts.sink._own[layer(engine).index].buffer
+        device.armed = lambda: flip(gradient, 100)
+        with pytest.raises(RunFailed, match="layer 1: the gradient .* differs from its checksum"):
+            engine.step(steps[1])
+
+
+def test_frozen_planes_are_compared_in_each_step() -> None:
+    adapter = {"r": 2, "target_modules": ["q_proj"]}
+    for place in ("host", "device"):
+        options: dict = {"adapter": adapter, "placement": PLACES[place], "verify": "step"}
+        with make_engine(llama(), **options) as engine:
+            tile = layer(engine)
+            engine.step(make_batches(1)[0])
+            flip(tile.weights, tile.weights.data.nbytes - 4096)
+            with pytest.raises(RunFailed, match="layer 1: the plane of weights"):
+                engine.step(make_batches(1)[0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("verify", ["save", "off"])
+def test_a_state_with_a_flipped_bit_is_not_saved(verify: str, place: str, tmp_path: Path) -> None:
+    step = make_batches(1)[0]
+    with make_engine(llama(), verify=verify, placement=PLACES[place]) as engine:
+        engine.step(step)
+        engine.save(tmp_path / "whole")
+        flip(next(iter(layer(engine).states.values())), 8)
+        if verify == "off":
+            engine.save(tmp_path / "damaged")
+            return
+        with pytest.raises(RunFailed, match="layer 1: the plane of first moment .*one flipped bit"):
+            engine.save(tmp_path / "damaged")
+        assert not (tmp_path / "damaged").exists()
+    with Engine.load(tmp_path / "whole", device="cpu", disk=tmp_path, verify="step") as engine:
+        flip(layer(engine).weights, 8)
+        with pytest.raises(RunFailed, match="layer 1: the plane of weights"):
+            engine.step(step)
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_ranks_stop_together(place: str, tmp_path: Path) -> None:
+    def work(group: Any) -> str:
+        options: dict = {"verify": "step", "group": group, "placement": PLACES[place]}
+        engine = make_engine(llama(), **options)
+        steps = make_batches(3)
+        engine.step(steps[0])
+        if group.rank() == 1:
+            flip([*layer(engine).states.values()][1], 16)
+        try:
+            engine.step(steps[1])
+            engine.step(steps[2])
+        except RunFailed as error:
+            return str(error)
+        return "nothing was found"
+
+    others, own = run_ranks(2, tmp_path, work)
+    assert re.match("layer 1: the plane of second moment .*one flipped bit", own), own
+    assert "of another rank has changed" in others or "has lost the others" in others
+
+
+def test_other_words_are_refused() -> None:
+    with pytest.raises(InputError, match="verify is 'always'; it must be step, save or off"):
+        make_engine(llama(), verify="always")
