@@ -214,7 +214,7 @@ class PlacedEngine:
         if not isinstance(self._parts, TrainingParts) or self.optimizer is None:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
         start = time.perf_counter()
-        if self._lean:
+        if self._lean and router_shares is None:  # halves would have other losses of routers
             micro_batches = halved(micro_batches)
         batch = self._prepare(micro_batches, loss, norm_limit)
         batch.router_shares = self._shares(router_shares)
@@ -222,7 +222,7 @@ class PlacedEngine:
         try:
             report = self._train(self._parts, batch, loss)
         except DoesNotFit as error:
-            if not self._can_be_leaner(self._parts, batch):
+            if router_shares is not None or not self._can_be_leaner(self._parts, batch):
                 raise
             _log.warning(_LEANER, self._steps + 1, str(error).partition(";")[0])
         else:

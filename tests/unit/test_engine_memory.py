@@ -60,6 +60,16 @@ def test_a_step_without_memory_is_computed_again_from_less(
     assert said.startswith("step 1: the device has no memory left") and "\n" not in said
 
 
+def test_micro_batches_whose_routers_are_weighed_one_by_one_are_not_cut() -> None:
+    device = CountedDevice((peak_of(STEP) + peak_of(halved(STEP))) // 2)
+    with make_engine(llama(), placement=Placement(slots=1), device=device) as engine:
+        with pytest.raises(DoesNotFit):
+            engine.step(STEP, router_shares=[0.5, 0.4, 0.1])
+        assert engine.step(STEP).loss > 0  # without them they are
+        with pytest.raises(DoesNotFit):
+            engine.step(STEP, router_shares=[0.5, 0.4, 0.1])
+
+
 def test_what_the_host_has_no_memory_for_is_computed_again() -> None:
     """Graphs of a step take 218 MiB, which the limit does not leave."""
     ids = torch.randint(100, (700, 60), generator=torch.Generator().manual_seed(0))
