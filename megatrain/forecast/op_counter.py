@@ -214,6 +214,12 @@ def _one_attention(
 ) -> Tensor:
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # kernels add it to the logits
         attn_mask = torch.where(attn_mask, query.new_zeros(()), -torch.inf)
+    # No fused kernel takes such: torch computes the logits, in fp32.
+    shared = query.shape[-3:-2] != key.shape[-3:-2] and not kwargs.get("enable_gqa")
+    if shared or (attn_mask is not None and attn_mask.requires_grad):
+        logits = query.float() @ key.float().transpose(-2, -1)
+        logits = logits if attn_mask is None else logits + attn_mask
+        return (logits.softmax(-1) @ value.float()).to(query.dtype)
     return cast(Tensor, _attention(query, key, value, attn_mask, is_causal)[0])
 
 

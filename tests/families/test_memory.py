@@ -23,10 +23,11 @@ from tests.unit.forecast_cases import small_machine
 # What a driver and torch's allocator take besides; a device that only counts has neither.
 _BESIDE = ("context", "libraries", "allocator")
 
-# What forecasts may be wrong by: searches leave 5 % of a budget.
-_SHARE = 1.03
+# What forecasts may be wrong by, of which half is how tiny tensors are aligned on their way to the
+# host; searches leave 5 % of a budget.
+_SHARE = 1.06
 
-_USUAL = {("llama", 1), ("gpt_oss", 0), ("gpt_oss", 2), ("mixtral", 3), ("gemma3_text", 4)}
+_USUAL = {("llama", 1), ("gpt_oss", 0), ("gpt_oss", 2), ("mixtral", 3), ("falcon", 2)}
 
 
 class Taken(NamedTuple):
