@@ -1,10 +1,12 @@
 """Seeds of random numbers, by a defined function: the same in every interpreter, for ever."""
 
 import hashlib
+from functools import lru_cache
 
 LARGEST = (1 << 63) - 1  # what every generator of torch takes
 
 
+@lru_cache(maxsize=1 << 14)  # a step asks for each of its seeds twice
 def derived_seed(*path: int) -> int:
     """A seed of 63 bits for what `path` names, such as a run's seed and the number of a step.
 

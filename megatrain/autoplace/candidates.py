@@ -13,9 +13,8 @@ from typing import Any, Literal
 from megatrain.autoplace.first_tiles import FirstTiles, first_tiles
 from megatrain.engine.tile_slice import least_split
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.groups import groups
 from megatrain.forecast.needs import UNSUMMED
-from megatrain.forecast.simulate import FOLLOWED, Forecast, torch_bytes
+from megatrain.forecast.simulate import Forecast, torch_bytes
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
@@ -195,8 +194,7 @@ class Candidates:
         row_bytes = sum(shape.num_bytes for shape in measured.entering(rows).values()) // rows
         every, most = row_bytes * self.workload.rows, placement.max_stream_bytes
         split = most is not None and most < layout.numel * self.workload.dtype.itemsize
-        last = next(n for n, size in reversed(self._followed(rows)) if size == rows)
-        before, read = row_bytes * (self.workload.rows // rows - last) * rows, 2 * every * split
+        before, read = row_bytes * (self.workload.rows // rows - 1) * rows, 2 * every * split
         beside, beside_head = (before, before) if placement.layer_inputs == "host" else (-read, 0)
         peaks = [every]
         if most is None:
@@ -209,7 +207,3 @@ class Candidates:
             works = measured.layer(0, rows).computed_twice
             peaks.append(every + beside + max(work.peak_bytes for work in works))
         return max(peaks)
-
-    def _followed(self, rows: int) -> list[tuple[int, int]]:
-        """Micro-batches as forecasts follow them: how many at once, of how many rows."""
-        return groups(self.workload.rows, rows, FOLLOWED)

@@ -13,8 +13,7 @@ from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_WEIGHTS, UPDA
 from megatrain.engine.assemble import LEAVING, RETURNING
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.cost_model import CostModel
-from megatrain.forecast.meta_program import ACTIVATIONS
-from megatrain.forecast.op_counter import OpCounter
+from megatrain.forecast.ledger import ACTIVATIONS
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
@@ -136,7 +135,7 @@ class MemoryPlans:
         placement = replace(candidate.placement, passes=passes)
         self._first = first_tiles(forecasts, workload, placement)
         self._tiles = self._first.tiles
-        self._costs = CostModel(budget.machine, OpCounter(), workload.rule)
+        self._costs = CostModel(budget.machine, workload.rule)
 
     @property
     def _graph(self) -> int:

@@ -45,6 +45,7 @@ class Kind(Enum):
     PROLOGUE = auto()  # the model's own forward around the layers, or its backward
     UPDATE = auto()
     ROUND = auto()  # a gradient, to the type in which it leaves
+    PACK = auto()  # tensors, one after the other, before they leave
     COLLECTIVE = auto()  # of all ranks together; each has a block before, or after
     ALL_REDUCE = auto()  # of all ranks together; each has all of it before and after
     PLAIN = auto()  # of the same buffers it always takes the same

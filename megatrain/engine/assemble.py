@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import takewhile
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
@@ -53,7 +53,7 @@ LEAVING, RETURNING = 2, 2
 class Assembly:
     """Everything that `parts` is made of.
 
-    The forecast makes what computes in another way (forecast/meta_assembly.py).
+    The forecast moves gradients and planes in fewer pieces (forecast/assembly.py).
     """
 
     device: Device
@@ -189,23 +189,23 @@ class Assembly:
 
     def whole_head(self) -> HeadMath:
         """What is computed with a head that is streamed as a whole."""
-        assert isinstance(self.program, ModelProgram)
         compiled = self.placement.compile
 
         @cache
         def summed(loss: Loss) -> Summed:
             return compile_and_tell(loss.summed, "the loss") if compiled else loss.summed
 
-        return WholeHead(self.program, self.placement.head_tokens, summed)
+        program = cast(ModelProgram, self.program)
+        return WholeHead(program, self.placement.head_tokens, summed)
 
     def vocab_split(self) -> VocabSplit:
         """What is computed with a head whose table is streamed in ranges of rows."""
-        assert isinstance(self.program, ModelProgram)
         statistics, gradient = range_statistics, range_gradient
         if self.placement.compile:
             statistics = compile_and_tell(statistics, "the loss of some rows")
             gradient = compile_and_tell(gradient, "the gradient of some rows")
-        return VocabSplit(self.program, self.placement.head_tokens, statistics, gradient)
+        program = cast(ModelProgram, self.program)
+        return VocabSplit(program, self.placement.head_tokens, statistics, gradient)
 
     def embedding(self, sink: Sink | None, work: ScratchArena) -> Embedding:
         return Embedding(

@@ -99,10 +99,10 @@ class Before(_AroundExperts):
         super().__init__(device, program, tile_slice, visit)
         self.made = [*self.made, *self.given, self.result]
         self.live_out |= set(self.inputs)
-        self._after = after
+        self.after = after
 
     def _ready(self, at: Turn, returned: list[Tensor]) -> Graph:
-        result = self._after.results.pop(at.index)
+        result = self.after.results.pop(at.index)
         return self._graph(replace(at, values={**at.values, self.result: result}))[0]
 
 
@@ -117,42 +117,42 @@ class Group(Stage):
         experts = program.spec.layers[visit].kind.experts
         assert experts is not None
         self.prefix += f"{experts.path}."
-        self._start, self._stop = start, start + tile_slice.layout.entries[0].shape[0]
+        self.start, self.stop = start, start + tile_slice.layout.entries[0].shape[0]
         self.inputs, self.new_inputs = [Ref(visit, leaf) for leaf in GIVEN], []
-        self._result = Ref(visit, RESULT)
+        self.result = Ref(visit, RESULT)
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The sum of the experts' results so far, beside the other activations."""
-
-        def work(micro: MicroBatch, values: Activations) -> Activations:
-            with torch.no_grad():
-                pairs, rows = self._chosen(values)
-                total_ND = values.get(self._result)
-                if total_ND is None:
-                    total_ND = torch.zeros_like(values[self.inputs[0]])
-                if sum(pairs.counts):
-                    pairs.add(total_ND, self.program.experts(self.visit, self.weights(slot), rows))
-            return {**values, self._result: total_ND}
-
         name = Name(Kind.PART, f"{self.name} experts")
-        return self.each(name, batch, work, h, reads=[slot])
+        return self.each(name, batch, partial(self.add_results, slot), h, reads=[slot])
+
+    def add_results(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Activations:
+        """One micro-batch's activations, with these experts' results added."""
+        with torch.no_grad():
+            pairs, rows = self._chosen(values)
+            total_ND = values.get(self.result)
+            if total_ND is None:
+                total_ND = torch.zeros_like(values[self.inputs[0]])
+            if sum(pairs.counts):
+                pairs.add(total_ND, self.program.experts(self.visit, self.weights(slot), rows))
+        return {**values, self.result: total_ND}
 
     def _chosen(self, values: Activations) -> tuple[Chosen, ExpertRows]:
         """The tokens that chose these experts, with each one's row, expert and share."""
         hidden_ND, index_NK, share_NK = (values[ref].detach() for ref in self.inputs)
-        pairs = self.program.chosen(self.visit, index_NK, self._start, self._stop)
+        pairs = self.program.chosen(self.visit, index_NK, self.start, self.stop)
         where = (pairs.tokens_S, pairs.choices_S)
-        return pairs, (hidden_ND[pairs.tokens_S], index_NK[where] - self._start, share_NK[where])
+        return pairs, (hidden_ND[pairs.tokens_S], index_NK[where] - self.start, share_NK[where])
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
     ) -> State:
         """Sum the weights' gradients in `room`; add the gradients of what the experts are given."""
         name = Name(Kind.PART_BACKWARD, f"{self.name} experts backward")
-        pull = partial(self._pull, slot, room)
+        pull = partial(self.add_gradients, slot, room)
         return self.each(name, batch, pull, h, dh, reads=[slot], writes=[room.sums])
 
-    def _pull(
+    def add_gradients(
         self,
         slot: Buffer,
         room: GradAccumulator,
@@ -160,18 +160,19 @@ class Group(Stage):
         values: Activations,
         dh: Activations,
     ) -> Activations:
+        """One micro-batch's gradients of the weights into `room`, of what is given into `dh`."""
         hidden, _, shares = self.inputs
         for ref in (hidden, shares):
             dh.setdefault(ref, torch.zeros_like(values[ref]))
         pairs, (rows_SD, index_S, share_S) = self._chosen(values)
-        if self._result not in dh or not sum(pairs.counts):
+        if self.result not in dh or not sum(pairs.counts):
             return dh
         weights, names = self.leaves(slot)
         inputs = [rows_SD.requires_grad_(), share_S.requires_grad_()]
         with torch.enable_grad():
             made_SD = self.program.experts(self.visit, weights, (rows_SD, index_S, share_S))
         sources = [*inputs, *(weights[name.removeprefix(self.prefix)] for name in names)]
-        gradient_SD = dh[self._result][pairs.tokens_S]
+        gradient_SD = dh[self.result][pairs.tokens_S]
         grads = torch.autograd.grad(made_SD, sources, gradient_SD, allow_unused=True)
         pairs.add(dh[hidden], grads[0])
         dh[shares][pairs.tokens_S, pairs.choices_S] = grads[1]

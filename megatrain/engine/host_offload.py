@@ -95,7 +95,7 @@ class HostOffload:
         device.wait(COMPUTE, lane.busy, f"leaving {self._what} lane free")
         buffer = self._sized(lane, num_bytes)
         stage = partial(_pack, tensors, buffer.data)
-        staged = Name(Kind.PLAIN, f"stage {self._what}")
+        staged = Name(Kind.PACK, f"stage {self._what}")
         device.run(COMPUTE, staged, stage, writes=[buffer.piece(0, num_bytes)])
         device.wait(COPY_OUT, device.record(COMPUTE), f"{self._what} ready")
         room = self._room(group, key, num_bytes, rest)

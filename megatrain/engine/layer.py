@@ -46,6 +46,7 @@ class Layer(StreamedModule):
         name, backward_name: of its work.
         policy: what of its forward is saved for its backward, and where.
         inputs: the activations that it reads.
+        waiting: what waits from the forward to the backward, by micro-batch.
         grad_inputs: the activations that its backward gives gradients of.
     """
 
@@ -73,7 +74,7 @@ class Layer(StreamedModule):
         made = spec.outputs[visit - 1] if visit else spec.prologue_outputs
         self.new_inputs = [ref for ref in made if ref in spec.read]
         self.live_out = spec.live_after[visit]
-        self._waiting: dict[int, Any] = {}
+        self.waiting: dict[int, Any] = {}
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
         """A copy of the layer that follows the policy of its visit.
@@ -87,7 +88,7 @@ class Layer(StreamedModule):
 
     def begin(self) -> None:
         """Drop the graphs of an earlier step: none may be used again, and their memory is free."""
-        self._waiting.clear()
+        self.waiting.clear()
         if self.offload is not None:
             self.offload.begin()
 
@@ -101,14 +102,7 @@ class Layer(StreamedModule):
         for index, micro in enumerate(batch.micro):
             self.seed(batch, index)
             leaving = OffloadPlan() if train and self._offloads else None
-
-            def work(
-                index: int = index, micro: MicroBatch = micro, leaving: OffloadPlan | None = leaving
-            ) -> Activations:
-                made = self._forward(Turn(index, slot, micro, h[index]), leaving, train=train)
-                kept = {ref: value for ref, value in h[index].items() if ref in self.live_out}
-                return {**kept, **made}
-
+            work = partial(self.forward, Turn(index, slot, micro, h[index]), leaving, train=train)
             out.append(self.device.run(COMPUTE, self.name, work, [slot]))
             if leaving is not None and self.offload is not None:
                 rest = packed_bytes(leaving.memory) * (len(batch.micro) - 1 - index)
@@ -118,21 +112,27 @@ class Layer(StreamedModule):
             self.offload.expect(*([(self.visit, index)] for index in range(len(batch.micro))))
         return out
 
+    def forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
+        """The activations after this layer, of one micro-batch."""
+        made = self._forward(at, leaving, train=train)
+        kept = {ref: value for ref, value in at.values.items() if ref in self.live_out}
+        return {**kept, **made}
+
     def _forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
-        saves = self._saves(at) if train else None
+        saves = self.saves(at) if train else None
         if saves is not None:
             graph, made = self._kept_graph(at, leaving, saves)
-            self._waiting[at.index] = graph
+            self.waiting[at.index] = graph
             return made
         if train and self.policy.saves == "attention":
             with attention.Keep() as kept:
                 _, made = self._graph(at)
-            self._waiting[at.index] = KeptAttention(kept.results, leaving)
+            self.waiting[at.index] = KeptAttention(kept.results, leaving)
             return made
         with torch.no_grad():
             return self._call(self.weights(at.slot), at.micro, at.values)
 
-    def _saves(self, at: Turn) -> Saves | None:
+    def saves(self, at: Turn) -> Saves | None:
         """What is saved by the graph that waits for the backward; None: no graph waits."""
         if self.policy.saves != "nothing":
             return None if self.policy.saves == "attention" else self.policy.saves
@@ -151,13 +151,16 @@ class Layer(StreamedModule):
             self.seed(batch, index)
             at = Turn(index, slot, batch.micro[index], values)
             for returned, buffers in self._returned():
-
-                def work(at: Turn = at, returned: list[Tensor] = returned) -> Activations:
-                    return self._ready(at, returned).pull(self.made, dh[at.index], room)
-
+                work = partial(self.backward, at, returned, dh[index], room)
                 reads = [slot, *buffers]
                 out.append(self.device.run(COMPUTE, self.backward_name, work, reads, [room.sums]))
         return out
+
+    def backward(
+        self, at: Turn, returned: list[Tensor], dh: Activations, room: GradAccumulator
+    ) -> Activations:
+        """The gradients of the inputs, of one micro-batch; `returned` has come from the host."""
+        return self._ready(at, returned).pull(self.made, dh, room)
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
         """What has come back for the next micro-batch, once; nothing if nothing has left."""
@@ -171,7 +174,7 @@ class Layer(StreamedModule):
 
     def _ready(self, at: Turn, returned: list[Tensor]) -> Graph:
         """The graph of a micro-batch: it has waited, or is made now."""
-        waiting = self._waiting.pop(at.index, None)
+        waiting = self.waiting.pop(at.index, None)
         if isinstance(waiting, KeptGraph):
             waiting.held.give_back(at.slot.data, at.values, returned)
             return waiting.graph
@@ -223,5 +226,5 @@ class Stage(Layer):
         """The stage itself: a part of a layer saves nothing."""
         return self
 
-    def _saves(self, at: Turn) -> Saves | None:
+    def saves(self, at: Turn) -> Saves | None:
         return None

@@ -117,15 +117,16 @@ class Prologue(StreamedModule):
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The first activations of every micro-batch (`h` is not read: there are none)."""
-
-        def work(micro: MicroBatch) -> Activations:
-            tables = micro.rows.tables
-            tables.update({n: table.detach().requires_grad_() for n, table in tables.items()})
-            with torch.enable_grad():  # what requires gradients here is an activation there
-                values = self.program.prologue(self._all_leaves(slot), micro)
-            return {ref: value.detach() for ref, value in values.items()}
-
+        work = partial(self.forward, slot)
         return self.each(PROLOGUE_NAME, batch, work, reads=[slot, *self.embedding.rows])
+
+    def forward(self, slot: Buffer, micro: MicroBatch) -> Activations:
+        """The first activations of one micro-batch."""
+        tables = micro.rows.tables
+        tables.update({n: table.detach().requires_grad_() for n, table in tables.items()})
+        with torch.enable_grad():  # what requires gradients here is an activation there
+            values = self.program.prologue(self._all_leaves(slot), micro)
+        return {ref: value.detach() for ref, value in values.items()}
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
@@ -134,13 +135,14 @@ class Prologue(StreamedModule):
         if not batch.first:
             self.embedding.prepare_gradients(batch)
         reads, writes = [slot, *self.embedding.rows], [room.sums, *self.embedding.sums]
-        name, pull = Name(Kind.PROLOGUE, "prologue backward"), partial(self._pull, slot, room)
+        name, pull = Name(Kind.PROLOGUE, "prologue backward"), partial(self.backward, slot, room)
         self.each(name, batch, pull, dh, reads=reads, writes=writes)
         return [{} for _ in batch.micro]
 
-    def _pull(
+    def backward(
         self, slot: Buffer, room: GradAccumulator, micro: MicroBatch, dh: Activations
     ) -> None:
+        """One micro-batch's gradients of the weights into `room`, of the rows to `embedding`."""
         weights, names = self.leaves(slot)
         with torch.enable_grad():
             values = self.program.prologue({**self._all_leaves(slot), **weights}, micro)
@@ -188,18 +190,30 @@ class Head(StreamedModule):
         dh: list[Any] = []
         for index, micro in enumerate(batch.micro):
             self.seed(batch, index)
-
-            def work(index: int = index, micro: MicroBatch = micro) -> tuple[Tensor, Activations]:
-                weights, names = self.leaves(slot)
-                count = batch.normaliser
-                return self.computed.gradients_of(weights, names, micro, h[index], count, room)
-
-            result = self.device.run(COMPUTE, HEAD_NAME, work, [slot], [room.sums])
+            result = self.device.run(
+                COMPUTE,
+                HEAD_NAME,
+                partial(self.gradients, slot, batch.normaliser, room, micro, h[index]),
+                [slot],
+                [room.sums],
+            )
             loss, gradients = result if result is not None else (None, {})
             losses.append(loss)
             dh.append(gradients | slopes[index])
             h[index] = {}  # nobody reads it any more: it would stay until the backward's end
         return [*(joint or losses), *balance], dh
+
+    def gradients(
+        self,
+        slot: Buffer,
+        count: float,
+        room: GradAccumulator,
+        micro: MicroBatch,
+        values: Activations,
+    ) -> tuple[Tensor, Activations]:
+        """One micro-batch's share of the step's loss, and the gradients of its activations."""
+        weights, names = self.leaves(slot)
+        return self.computed.gradients_of(weights, names, micro, values, count, room)
 
     def balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], list[Activations]]:
         """The loss of the routers of all layers, if the model has one; its slopes, by micro-batch.
@@ -211,13 +225,9 @@ class Head(StreamedModule):
         loss, routed = spec.router_loss, spec.routed
         if loss is None:
             return [], [{} for _ in h]
-
-        def count(some: State) -> Tensor:
-            return loss.total([values.pop(ref) for values in some for ref in routed])
-
         shares, made = batch.router_shares or [1.0], []
         for part in [h] if batch.router_shares is None else [[values] for values in h]:
-            own = self.device.run(COMPUTE, HEAD_NAME, partial(count, part))
+            own = self.device.run(COMPUTE, HEAD_NAME, partial(self.routed_total, part))
             found = self.collectives.join([own], [spec.routed_shape] * ranks.size, ranks.rank)
             made.append(self.device.run(COMPUTE, HEAD_NAME, partial(loss.balance, found)))
         if None in made:  # nothing is computed
@@ -228,6 +238,12 @@ class Head(StreamedModule):
         weighed = [share * each for share, each in zip(shares, slopes, strict=True)]
         own_part = [loss.weight * total] if ranks.rank == 0 else []
         return own_part, [dict.fromkeys(routed, weighed[i % len(weighed)]) for i in range(len(h))]
+
+    def routed_total(self, h: State) -> Tensor:
+        """What the routers of all layers chose, taken out of the activations."""
+        loss, routed = self.program.spec.router_loss, self.program.spec.routed
+        assert loss is not None
+        return loss.total([values.pop(ref) for values in h for ref in routed])
 
     def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
         """For a joint loss: the batch with its labels weighed by the loss, and the losses.
@@ -263,12 +279,12 @@ class Head(StreamedModule):
 
     def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each token's loss `[B, T]`, fp32 (or what else it has); 0 where nothing is predicted."""
+        return self.each(HEAD_NAME, batch, partial(self.token_losses, slot), h, reads=[slot])
 
-        def losses(weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-            made = self.computed.losses(weights, micro, values)
-            return made.view(*micro.rows.ids.shape, *made.shape[1:])
-
-        return self._computed(losses, slot, batch, h)
+    def token_losses(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Tensor:
+        """`losses` of one micro-batch."""
+        made = self.computed.losses(self.weights(slot), micro, values)
+        return made.view(*micro.rows.ids.shape, *made.shape[1:])
 
     def logits(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's logits `[B, T, V]`, fp32, on the CPU."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +37,11 @@ class GradAccumulator:
 
     tile: Tile | TileSlice
     sums: Buffer
-    views: dict[str, Tensor]
+
+    @cached_property
+    def views(self) -> dict[str, Tensor]:
+        """The sums of each parameter."""
+        return {entry.name: entry.view(self.sums.data) for entry in self.tile.layout.trainable}
 
     def add(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients; None counts as zero (an expert without tokens)."""
@@ -153,15 +157,14 @@ class Sink:
         """fp32 sums for the gradient of a tile or a slice: zeros in the step's first pass."""
         sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
         if not tile.whole.layout.trainable_numel:  # all of it is frozen
-            return GradAccumulator(tile, sums, {})
+            return GradAccumulator(tile, sums)
         if self._first:
             self._device.run(
                 COMPUTE, Name(Kind.PLAIN, "clear gradient sums"), sums.data.zero_, writes=[sums]
             )
         if self._last:
             self._directs.expect(tile)
-        views = {entry.name: entry.view(sums.data) for entry in tile.layout.trainable}
-        return GradAccumulator(tile, sums, views)
+        return GradAccumulator(tile, sums)
 
     def put(self, room: GradAccumulator) -> None:
         """After the last pass, measure a gradient and send it out.
@@ -219,7 +222,7 @@ class Sink:
             device.run(COMPUTE, Name(Kind.ROUND, f"return {tile.name}"), work, [source], [to])
             if lane is not None:
                 lane.left = device.record(COMPUTE)
-        return GradAccumulator(tile, sums, {})
+        return GradAccumulator(tile, sums)
 
     def _next_lane(self) -> _Lane:
         self._turn += 1

@@ -264,23 +264,31 @@ class VocabShard(_AfterLayers):
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """What is known of the logits so far, beside what is projected."""
+        return self.each(self.name, batch, partial(self.see, slot), h, reads=[slot])
 
-        def see(micro: MicroBatch, values: Activations) -> Activations:
-            return self._rows.see(self.weights(slot), self._start, micro, values)
-
-        return self.each(self.name, batch, see, h, reads=[slot])
+    def see(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Activations:
+        """One micro-batch's activations, with what is known of the logits so far."""
+        return self._rows.see(self.weights(slot), self._start, micro, values)
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
     ) -> State:
         """Gradients of the rows into `room`; that of what is projected is added to."""
-
-        def pull(micro: MicroBatch, values: Activations, gradients: Activations) -> None:
-            weights, names = self.leaves(slot)
-            self._rows.pull(weights, self._start, micro, values, gradients, names, room)
-
+        pull = partial(self.add_gradients, slot, room)
         self.each(self.name, batch, pull, h, dh, reads=[slot], writes=[room.sums])
         return dh
+
+    def add_gradients(
+        self,
+        slot: Buffer,
+        room: GradAccumulator,
+        micro: MicroBatch,
+        values: Activations,
+        gradients: Activations,
+    ) -> None:
+        """One micro-batch's gradients of the rows into `room`, of what is projected added up."""
+        weights, names = self.leaves(slot)
+        self._rows.pull(weights, self._start, micro, values, gradients, names, room)
 
 
 class LastRows:

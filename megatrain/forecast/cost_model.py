@@ -1,6 +1,6 @@
 """Seconds and bytes of all that a step puts on a device, from a machine's rates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -26,7 +26,8 @@ from megatrain.device.base import (
     kind_of,
 )
 from megatrain.device.clock import Cost
-from megatrain.forecast.meta_program import KEPT_GRAPHS, WORKING_SET
+from megatrain.forecast.declared import Declared
+from megatrain.forecast.ledger import Ledger
 from megatrain.forecast.op_counter import OpCounter, Work
 from megatrain.kernels.reference import UPDATE_BLOCK
 from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
@@ -57,8 +58,7 @@ _PROLOGUE_SECONDS = 4e-3
 
 LANES = "lanes of the host"
 
-# What counts as a layer's or a head's work.
-_UNITS = {Kind.LAYER, Kind.LAYER_BACKWARD, Kind.PART, Kind.PART_BACKWARD, Kind.HEAD}
+_SMALL = 1 << 14  # elements: what touches no more is only launched
 
 # Where device memory goes, by what a buffer is.
 _PLACES: dict[Enum, str] = {
@@ -74,9 +74,11 @@ _PLACES: dict[Enum, str] = {
 
 
 class CostModel:
-    """What work takes on a machine; memory is counted by `counter`, which runs along.
+    """What work takes on a machine; memory is counted by a ledger, which runs along.
 
     Attributes:
+        declared: the engine's own works; what else is put on COMPUTE is run once for its sizes, on
+            tensors without data.
         put_seconds: of the launching thread, for anything on a stream of the device.
         group: micro-batches that are followed as one, of which lanes hold one at a time.
         puts: how often something is put on a stream for one of them.
@@ -85,20 +87,25 @@ class CostModel:
     def __init__(
         self,
         machine: Machine,
-        counter: OpCounter,
         rule: Rule | None = None,
         ranks: int = 1,
         hosts: int = 1,
+        ledger: Ledger | None = None,
+        declared: Declared | None = None,
+        once: Callable[[Hashable, Callable[[], Work]], Work] = lambda key, made: made(),
     ) -> None:
         """Prices of a machine's work.
 
         Args:
             rule: of updates; None: none are.
             ranks: that share the model; `hosts`: times so many, each of which has all of it.
+            once: remembers works that were counted, by what they are of.
         """
-        self.counter, self._rule = counter, rule
+        self.ledger, self.declared, self._once = ledger or Ledger(), declared, once
+        self._rule = rule
         self.group, self.puts = 1, 2
-        self._known: dict[tuple, Cost] = {}
+        self._known: dict[tuple[Work, int], tuple[float, float]] = {}
+        self._shared = rule, ranks, hosts
         link, network = link_gbps(machine), network_gbps(machine, ranks)
         self._ranks = {GATHER: ranks, REDUCE: ranks, HOSTS: hosts}  # of a collective
         self._link = {GATHER: link * 1e9, REDUCE: link * 1e9, HOSTS: network * 1e9}
@@ -120,11 +127,11 @@ class CostModel:
         place = _PLACES[kind_of(name, Memory.OTHER)]
         made = torch.empty(numel, dtype=dtype, device="meta")
         grouped = self.group if place == LANES else 1
-        return self.counter.made(made, place, made.nbytes // grouped)
+        return self.ledger.made(made, place, made.nbytes // grouped)
 
     def host(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory."""
-        return self.counter.made(torch.empty(numel, dtype=dtype, device="meta"), None)
+        return torch.empty(numel, dtype=dtype, device="meta")
 
     def copy(self, stream: str, num_bytes: int) -> float:
         return num_bytes / self._rate[stream]
@@ -139,11 +146,10 @@ class CostModel:
     ) -> Cost:
         """Work on COMPUTE is done, on tensors without data; what host threads do is estimated."""
         kind = kind_of(name)
+        if stream == COMPUTE:
+            return self._on_compute(kind, work, reads, writes)
         if kind is Kind.UPDATE:
             moved = _update_bytes(reads, writes)
-            if stream == COMPUTE:
-                launching = self.launching_updates(self._without_kernel(writes))
-                return Cost(max(launching, moved / (self._machine.device_gbps * 1e9)), launching)
             pace = 1.0 if self._rule is None else self._rule.pace
             return Cost(moved / (pace * self._rate[UPDATE]), num_bytes=moved)
         if stream == ROWS:
@@ -156,43 +162,63 @@ class CostModel:
             written = sum(buffer.data.nbytes for buffer in writes)
             received = (1 + (kind is Kind.ALL_REDUCE)) * written * (1 - 1 / self._ranks[stream])
             return Cost(received / self._link[stream])
-        if stream != COMPUTE:
-            return Cost()
+        return Cost()
+
+    def _on_compute(
+        self,
+        kind: Enum,
+        work: Callable[[], Any],
+        reads: Sequence[Buffer],
+        writes: Sequence[Buffer],
+    ) -> Cost:
         if kind is Kind.NOTE:
             return Cost(result=work())
         if kind is Kind.ROUND:  # a large model's gradients leave in thousands of pieces
             rounded = Work(touched_bytes=sum(b.data.numel() for b in writes) * 6)
             return Cost(self._busy(rounded))
-        if kind is Kind.PLAIN:
-            return self._plain(work, reads, writes)
-        return self._compute(kind, work)
+        if kind is Kind.UPDATE:
+            launching = self.launching_updates(self._without_kernel(writes))
+            moved = _update_bytes(reads, writes)
+            return Cost(max(launching, moved / (self._machine.device_gbps * 1e9)), launching)
+        declared = None if self.declared is None else self.declared.of(work)
+        if declared is not None:
+            done, result = declared
+            if kind is Kind.PROLOGUE:
+                seconds = max(self._busy(done), max(1, done.calls) * _PROLOGUE_SECONDS)
+                return Cost(seconds, blocking=True, result=result)
+            cost = self._cost(done, max(1, done.calls) if kind is not Kind.PLAIN else 0)
+            return Cost(*cost, result=result)
+        if kind is Kind.HEAD:  # what losses of a whole step compute is next to nothing
+            return Cost()
+        if kind is Kind.PACK:
+            packed = Work(touched_bytes=2 * sum(b.data.nbytes for b in writes), kernels=1)
+            return Cost(*self._cost(packed, 0))
+        return Cost(*self._cost(self._counted(work, (*reads, *writes)), 0))
 
-    def _plain(
-        self, work: Callable[[], Any], reads: Sequence[Buffer], writes: Sequence[Buffer]
-    ) -> Cost:
-        """The cost of work that takes the same for the same buffers."""
-        function = getattr(work, "func", work)
-        key = function.__qualname__, *(buffer.data.numel() for buffer in (*reads, *writes))
-        if key not in self._known:
-            cost = self._compute(Kind.OTHER, work)
-            self._known[key] = cost._replace(result=None)
-        return self._known[key]
+    def _counted(self, work: Callable[[], Any], buffers: Sequence[Buffer]) -> Work:
+        """Work that takes the same for the same buffers; it is run for the first ones."""
+        sizes = [buffer.data.numel() for buffer in buffers]
 
-    def _compute(self, kind: Enum, work: Callable[[], Any]) -> Cost:
-        self.counter.work = Work()
-        if kind in (Kind.LAYER, Kind.LAYER_BACKWARD):  # they count for themselves: there are many
-            result = work()
-        else:
-            place = KEPT_GRAPHS if kind is Kind.PART else WORKING_SET
-            with self.counter.placing(place), self.counter:
-                result = work()
-        done = self.counter.work
-        calls = max(1, done.calls)
-        if kind is Kind.PROLOGUE:
-            seconds = max(self._busy(done), calls * _PROLOGUE_SECONDS)
-            return Cost(seconds, blocking=True, result=result)
-        launching = self._launching(done, calls if kind in _UNITS else 0)
-        return Cost(self._busy(done), launching, result=result)
+        def count() -> Work:
+            counter = OpCounter()
+            counter.ignore([buffer.data for buffer in buffers])
+            with counter:
+                work()
+            return counter.work._replace(peak_bytes=counter.peak_bytes)
+
+        counted = Work(touched_bytes=0, kernels=2)
+        if sum(sizes) > _SMALL:
+            function = getattr(work, "func", work)
+            counted = self._once((*self._shared, function.__qualname__, *sizes), count)
+        self.ledger.took(counted.peak_bytes)
+        return counted
+
+    def _cost(self, work: Work, calls: int) -> tuple[float, float]:
+        """Seconds of a piece of work of COMPUTE, and those in which it is launched."""
+        known = self._known.get((work, calls))
+        if known is None:
+            known = self._known[work, calls] = self._busy(work), self._launching(work, calls)
+        return known
 
     def seconds(self, work: Work) -> float:
         """Seconds of a layer's work that is measured in operations."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from megatrain.compat.torch import FakeTensorMode
 from megatrain.compat.transformers import counts_tokens
-from megatrain.forecast.meta_program import (
+from megatrain.forecast.ledger import (
     ACTIVATIONS,
     KEPT_ATTENTION,
     KEPT_GRAPHS,

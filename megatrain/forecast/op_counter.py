@@ -3,9 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, cast
-from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +22,7 @@ from megatrain.compat.torch import (
     packet_of,
 )
 from megatrain.errors import MegatrainError, first_line
+from megatrain.forecast.ledger import WORKING_SET, Ledger
 
 # A layer has some hundred; a recurrence that goes token by token would take minutes to count.
 MOST_OPERATIONS = 10_000
@@ -273,36 +272,16 @@ def is_view(func: Any) -> bool:
     return func.is_view or func in _LOOKS or func.namespace == "prim"
 
 
-class OpCounter(TorchDispatchMode):
+class OpCounter(Ledger, TorchDispatchMode):
     """Counts while it is entered.
 
     Attributes:
         work: so far, memory apart.
-        place: the name under which new storages are counted; None: they are not counted.
-        live, peak_live: bytes by place, now and when most were alive.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.work = Work()
-        self.place: str | None = "other"
-        self.live: Counter[str] = Counter()
-        self.peak_live: Counter[str] = Counter()
-        self._known: dict[int, Any] = {}  # what tells their end, by storage
-        self._total = self.peak_bytes = 0
-
-    @property
-    def total_bytes(self) -> int:
-        return self._total
-
-    @contextmanager
-    def placing(self, name: str | None) -> Iterator[None]:
-        """New storages within this context are counted under `name`."""
-        before, self.place = self.place, name
-        try:
-            yield
-        finally:
-            self.place = before
 
     def ignore(self, values: Any) -> None:
         """Do not count the storages of some tensors."""
@@ -311,12 +290,12 @@ class OpCounter(TorchDispatchMode):
     def add(self, work: Work) -> None:
         """Count work that was measured before; its peak lies on top of what is alive now."""
         self.work = added(self.work, work)
-        self._note_peak("working set", work.peak_bytes)
+        self.took(work.peak_bytes)
 
     def restart(self) -> None:
         """Forget work and peak so far; what is alive stays."""
         self.work = Work()
-        self.peak_bytes, self.peak_live = self._total, Counter(self.live)
+        self.peak_bytes, self.peak_live = self.total_bytes, Counter(self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -324,57 +303,13 @@ class OpCounter(TorchDispatchMode):
         if is_view(func):
             return out
         # Whoever says that a copy shall be on the meta device wants its shape alone.
-        with self.placing(None if _described(func, kwargs) else self.place):
-            for tensor in tensors(out):
-                self._found(tensor)
+        num_bytes = 0 if _described(func, kwargs) else None
+        for tensor in tensors(out):
+            self.made(tensor, WORKING_SET, num_bytes)
         work, scratch = work_of(func, args, kwargs, out)
         self.work = added(self.work, work)
-        if scratch:
-            self._note_peak("working set", scratch)
+        self.took(scratch)
         return out
-
-    def made(self, tensor: Tensor, place: str | None, num_bytes: int | None = None) -> Tensor:
-        """Count a tensor that was made while nobody counted; `num_bytes`: not as many as it has."""
-        with self.placing(place):
-            self._found(tensor, num_bytes)
-        return tensor
-
-    def took(self, num_bytes: int) -> None:
-        """Note that so many bytes more were alive for a moment."""
-        self._note_peak("working set", num_bytes)
-
-    @contextmanager
-    def more(self, place: str, num_bytes: int) -> Iterator[None]:
-        """Within this context so many bytes more are alive than tensors tell; negative: fewer."""
-        self._total, self.live[place] = self._total + num_bytes, self.live[place] + num_bytes
-        try:
-            yield
-        finally:
-            self._total, self.live[place] = self._total - num_bytes, self.live[place] - num_bytes
-
-    def _found(self, tensor: Tensor, num_bytes: int | None = None) -> None:
-        storage, key = tensor.untyped_storage(), memory_of(tensor)
-        if key in self._known:
-            return
-        if num_bytes is None:
-            num_bytes = storage.nbytes()
-        if self.place is None:
-            num_bytes = 0
-        place = self.place or ""
-        self.live[place] += num_bytes
-        self._total += num_bytes
-        self._known[key] = ref(storage, partial(self._gone, key, place, num_bytes))
-        self._note_peak("working set", 0)
-
-    def _gone(self, key: int, place: str, num_bytes: int, _: Any) -> None:
-        self._known.pop(key, None)
-        self.live[place] -= num_bytes
-        self._total -= num_bytes
-
-    def _note_peak(self, place: str, more: int) -> None:
-        if self._total + more > self.peak_bytes:
-            self.peak_bytes = self._total + more
-            self.peak_live = self.live + Counter({place: more})
 
 
 def _described(func: Any, kwargs: dict) -> bool:

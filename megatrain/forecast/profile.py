@@ -316,7 +316,6 @@ class Profile:
             tile = Tile(0, layout, planes)
             slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
             sums = Buffer("sums", torch.empty(layout.trainable_numel))
-            views = {entry.name: entry.view(sums.data) for entry in layout.trainable}
             given = [torch.empty(rows, self.tokens) for _ in loss.inputs]
             micro = replace(self.micro_batch(rows), loss=loss, given=given)
             refs = [*self.spec.epilogue_inputs, *self.spec.routed]
@@ -327,7 +326,7 @@ class Profile:
             head = Head(CpuDevice(), self.program, tile, whole)
             counter.ignore((slot.data, sums.data, h, micro.inputs, micro.targets, given))
             with counter:
-                result = visit(head, slot, batch, h, GradAccumulator(tile, sums, views))
+                result = visit(head, slot, batch, h, GradAccumulator(tile, sums))
             del result
             return counter.work._replace(peak_bytes=counter.peak_bytes)
 

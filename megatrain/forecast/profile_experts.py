@@ -1,5 +1,6 @@
 """What stages of a layer take that is streamed some experts at a time (engine/expert_split.py)."""
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from megatrain.forecast.op_counter import NotForeseeable, foreseeing
 from megatrain.forecast.profile import Profile, fakes
 from megatrain.forecast.profile_layer import eager_work
 from megatrain.model.capture import Ref
-from megatrain.model.program import Activations, Weights
+from megatrain.model.program import Activations
 
 
 def around_experts(measured: Profile, visit: int, rows: int) -> LayerWork:
@@ -40,14 +41,15 @@ def around_experts(measured: Profile, visit: int, rows: int) -> LayerWork:
     return measured.once(("around experts", id(layer.kind), rows), measure)
 
 
-def some_experts(measured: Profile, visit: int, count: int, weights: Weights) -> LayerWork:
-    """The work of as many experts as `weights` has, on `count` rows in all.
+def some_experts(
+    measured: Profile, visit: int, count: int, shapes: Mapping[str, torch.Size]
+) -> LayerWork:
+    """The work of experts whose weights have these shapes, on `count` rows in all.
 
     Raises:
         NotForeseeable: it depends on values.
     """
     layer = measured.spec.layers[visit]
-    shapes = {name: weight.shape for name, weight in weights.items()}
 
     def measure() -> LayerWork:
         width = around_experts(measured, visit, 1).outputs[GIVEN[0]].sizes[1]

@@ -1,5 +1,7 @@
 """What the stages of a head take that is streamed in ranges of rows (engine/vocab_split.py)."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from megatrain.forecast.op_counter import OpCounter, Work, foreseeing, shapes_on
 from megatrain.forecast.profile import Profile, fakes
 from megatrain.forecast.profile_layer import eager_work
 from megatrain.model.capture import Ref
-from megatrain.model.program import Activations, Weights
+from megatrain.model.program import Activations
 from megatrain.optim import tile_planes
 from megatrain.store import Tile
 from megatrain.tile import TileLayout
@@ -58,13 +60,12 @@ def projected(measured: Profile, rows: int, head_tokens: int) -> LayerWork:
 
 
 def some_rows(
-    measured: Profile, weights: Weights, rows: int, head_tokens: int
+    measured: Profile, shapes: Mapping[str, torch.Size], rows: int, head_tokens: int
 ) -> tuple[Work, Work]:
-    """The work of as many rows of the table as `weights` has: of `Rows.see`, and of `Rows.pull`.
+    """The work of rows of the table, of these shapes: of `VocabSplit.see`, and of `pull`.
 
     Of many chunks a few are run, and one more: each that is left out takes as much as that one.
     """
-    shapes = {name: weight.shape for name, weight in weights.items()}
     tokens = rows * measured.tokens
     left_out = chunks_left_out(tokens, head_tokens)
 
@@ -88,7 +89,7 @@ def some_rows(
 
 
 def _both(
-    measured: Profile, computed: VocabSplit, shapes: dict[str, torch.Size], hidden_BTD: Tensor
+    measured: Profile, computed: VocabSplit, shapes: Mapping[str, torch.Size], hidden_BTD: Tensor
 ) -> tuple[Work, Work]:
     micro = measured.micro_batch(1, hidden_BTD.shape[1])
     values = {computed.hidden: hidden_BTD}
@@ -99,7 +100,7 @@ def _both(
     layout = TileLayout("", [(name, shape, 0) for name, shape in shapes.items()])
     sums = Buffer("sums", torch.empty(layout.trainable_numel))
     tile = Tile(0, layout, dict.fromkeys(tile_planes(None, sums.data.dtype), sums))
-    room = GradAccumulator(tile, sums, layout.views(sums.data))
+    room = GradAccumulator(tile, sums)
     given = [weights, sums.data, values, micro.inputs, micro.targets]
     with OpCounter() as first:
         first.ignore(given)

@@ -12,7 +12,6 @@ import torch
 
 from megatrain.forecast.cost_model import CostModel, link_gbps, network_gbps
 from megatrain.forecast.needs import Needs, needs_of
-from megatrain.forecast.op_counter import OpCounter
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
@@ -46,7 +45,7 @@ def second_seconds(
             hosts the network, once for all ranks of a host.
     """
     layouts, machine = Model.trained(spec, None).layouts, found.machine
-    rows, costs = found.micro_batch, CostModel(machine, OpCounter())
+    rows, costs = found.micro_batch, CostModel(machine)
     count = -(-found.tokens_per_step // (rows * found.sequence_length))
     every = [measured.layer(visit, rows).forward for visit in range(len(spec.layers))]
     every += [

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,22 +17,23 @@ from megatrain.device.clock import ClockDevice
 from megatrain.distributed import ALONE, Foreseen
 from megatrain.engine.assemble import host_bytes
 from megatrain.engine.step import TrainingParts, train_step
+from megatrain.forecast.assembly import ForecastAssembly, UnrunProgram
 from megatrain.forecast.cost_model import CostModel
+from megatrain.forecast.declared import Declared
 from megatrain.forecast.groups import grouped
-from megatrain.forecast.meta_assembly import MetaAssembly
-from megatrain.forecast.meta_loss import TWO_VISITS
-from megatrain.forecast.meta_program import (
+from megatrain.forecast.ledger import (
     ACTIVATIONS,
     KEPT_ATTENTION,
     KEPT_GRAPHS,
     WORKING_SET,
-    MetaProgram,
+    Ledger,
 )
-from megatrain.forecast.op_counter import OpCounter
+from megatrain.forecast.meta_loss import TWO_VISITS
 from megatrain.forecast.profile import Profile
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
+from megatrain.model.program import Program
 from megatrain.model.weights import IN_FLIGHT_BYTES
 from megatrain.placement import Placement
 from megatrain.source.opened import Model
@@ -292,9 +293,13 @@ def _run(
     steps: int,
 ) -> _Run:
     """The last of so many steps."""
-    counter = OpCounter()
+    ledger = Ledger()
     assert model.rule is not None
-    costs = CostModel(machine, counter, model.rule, model.ranks, model.hosts)
+    head = next(each for each in model.layouts if each.kind is TileKind.HEAD)
+    declared = Declared(measured, ledger, head, placement.head_tokens)
+    costs = CostModel(
+        machine, model.rule, model.ranks, model.hosts, ledger, declared, measured.once
+    )
     device = ClockDevice(costs)
     most = _followed(model, placement, measured.dtype, steps)
     batch = measured.batch(rows, micro_batch, most, 1 if joint else placement.passes)
@@ -304,22 +309,21 @@ def _run(
         batch = replace(batch, micro=[replace(each, loss=TWO_VISITS) for each in batch.micro])
     costs.group = max(map(grouped, batch.micro))
     costs.puts = 3 if placement.layer_inputs == "host" else 2
-    with torch.enable_grad():
-        store, parts = _assemble(device, measured, model, placement, counter, clip, joint=joint)
-        spans, end = list[Span](), device.now
-        # Of updates beside which a disk reads weights the third step is the first to know.
-        for _ in range(steps + (steps >= STEADY and placement.disk_weights > 0)):
-            costs.slow_down(spans)
-            device.spans = [span for span in device.spans if span.end > end]
-            begin = end
-            train_step(parts, batch)
-            end = device.now
-            spans = window(device.spans, begin, end)
+    store, parts = _assemble(device, measured, model, placement, declared, clip, joint=joint)
+    spans, end = list[Span](), device.now
+    # Of updates beside which a disk reads weights the third step is the first to know.
+    for _ in range(steps + (steps >= STEADY and placement.disk_weights > 0)):
+        costs.slow_down(spans)
+        device.spans = [span for span in device.spans if span.end > end]
+        begin = end
+        train_step(parts, batch)
+        end = device.now
+        spans = window(device.spans, begin, end)
     host, planes = host_bytes(store, parts), sum(store.bytes_by_plane().values())
     # Rooms of graphs on the host are as if all groups were as large as the first.
     every = sum(map(grouped, batch.micro)), costs.group * len(batch.micro)
     host["host_kept_bytes"] = host["host_kept_bytes"] * every[0] // every[1]
-    return _Run(end - begin, spans, counter.peak_live, host, planes)
+    return _Run(end - begin, spans, ledger.peak_live, host, planes)
 
 
 def _followed(model: Model, placement: Placement, dtype: torch.dtype, steps: int) -> int | None:
@@ -328,8 +332,11 @@ def _followed(model: Model, placement: Placement, dtype: torch.dtype, steps: int
     layers = [each.numel for each in model.layouts if each.kind is TileKind.LAYER]
     if most is not None and max(layers) * dtype.itemsize > most:
         return None
-    usual = FOLLOWED if most is None else _FOLLOWED_SPLIT
-    return usual if steps >= STEADY else _FOLLOWED_FOR_MEMORY
+    if most is not None:
+        return _FOLLOWED_SPLIT if steps >= STEADY else _FOLLOWED_FOR_MEMORY
+    on_host = placement.layer_inputs, placement.save_attention
+    leaves = "host" in on_host or placement.offload_activations > 0
+    return FOLLOWED if leaves and steps >= STEADY else 1
 
 
 def process_bytes(
@@ -358,21 +365,26 @@ def _assemble(
     measured: Profile,
     model: Model,
     placement: Placement,
-    counter: OpCounter,
+    declared: Declared,
     clip: bool,
     *,
     joint: bool,
 ) -> tuple[Store, TrainingParts]:
-    """The parts of a step as the engine makes them, around a program that computes nothing."""
+    """The parts of a step as the engine makes them, around a program that is not run."""
     joined = list(model.layouts)
     if model.rule is not None and not model.rule.needs_matrices:
         joined = [_joined(each, measured.dtype, placement) for each in joined]
     store = Store(device, joined, measured.dtype, rule=model.rule, placement=placement)
-    program = MetaProgram(measured, counter, placement.head_tokens)
-    given = device, program, store, measured.dtype, placement
     every = model.ranks * model.hosts
-    ranks = Foreseen(0, every, model.ranks, hosts=model.hosts) if every > 1 else ALONE
-    assembly = MetaAssembly(*given, ranks=ranks, measured=measured, counter=counter)
+    assembly = ForecastAssembly(
+        device,
+        cast(Program, UnrunProgram(measured)),
+        store,
+        measured.dtype,
+        replace(placement, compile=False, chunk_tokens=None),  # nothing is run
+        Foreseen(0, every, model.ranks, hosts=model.hosts) if every > 1 else ALONE,
+        declared=declared,
+    )
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if clip else None)
     if joint and parts.passes > 1:  # as the engine takes such a step

@@ -89,7 +89,7 @@ def test_what_was_given_up_waits_again_where_there_is_room(
     assert offload is not None
 
     def look(*arguments: Any) -> Any:
-        on_device = sum(len(layer._waiting) for layer in engine._parts.trunk[1:])
+        on_device = sum(len(layer.waiting) for layer in engine._parts.trunk[1:])
         waiting.append((on_device, len(offload._items)))
         return loss_and_vjp(*arguments)
 

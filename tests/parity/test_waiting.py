@@ -49,7 +49,7 @@ def test_no_policy_changes_a_bit(family: str) -> None:
         engine = make_engine(model_of(family), placement=Placement(**choices))
         for step in steps:
             engine.step(step)
-            assert not any(layer._waiting for layer in engine._parts.trunk[1:])
+            assert not any(layer.waiting for layer in engine._parts.trunk[1:])
         assert same(gradients(engine), gradients(wanted)), choices
         assert same(masters(engine), masters(wanted)), choices
 
@@ -131,7 +131,7 @@ def test_a_kept_graph_holds_neither_weights_nor_inputs(monkeypatch: pytest.Monke
 
     def look(slot: Any, batch: Any, h: Any, room: Any) -> Any:
         for layer in layers:
-            for waiting in layer._waiting.values():
+            for waiting in layer.waiting.values():
                 seen.append(waiting)
                 assert all(not value.numel() for value in waiting.graph.inputs.values())
                 assert not waiting.held._inputs and not waiting.held._weights.numel()

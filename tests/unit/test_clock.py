@@ -12,7 +12,7 @@ from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE, Kind, Name
 from megatrain.device.clock import ClockDevice, Cost
 from megatrain.forecast.cost_model import CostModel
-from megatrain.forecast.op_counter import OpCounter, Work
+from megatrain.forecast.op_counter import Work
 from megatrain.telemetry.timeline import Span, breakdown
 from tests.unit.forecast_cases import H200
 
@@ -127,7 +127,7 @@ def test_copies_take_the_time_of_their_bytes() -> None:
 
 
 def costs_after(*spans: Span) -> CostModel:
-    costs = CostModel(H200, OpCounter())
+    costs = CostModel(H200)
     costs.slow_down(spans)
     return costs
 
@@ -162,9 +162,6 @@ def test_updates_slow_down_under_copies() -> None:
 @pytest.mark.parametrize(("kernels", "measured"), [(16, 0.95e-3), (45, 1.95e-3)])
 def test_a_small_layer_takes_its_launches(kernels: int, measured: float) -> None:
     """A compiled layer of 0.5B and its backward, 4096 tokens (step-0.5b-16x1024-1600mib)."""
-    costs = CostModel(replace(H200, launch_seconds=22e-6), OpCounter())
+    costs = CostModel(replace(H200, launch_seconds=22e-6))
     work = Work(product_flops=10**9, kernels=kernels)
-    cost = costs.run(COMPUTE, Name(Kind.LAYER, "layer"), lambda: costs.counter.add(work), [], [])
-    assert cost.seconds < 0.01 * measured
-    assert costs.put_seconds + cost.launching == pytest.approx(measured, rel=0.06)
-    assert costs.seconds(work) == cost.launching
+    assert costs.put_seconds + costs.seconds(work) == pytest.approx(measured, rel=0.06)

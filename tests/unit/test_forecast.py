@@ -342,20 +342,6 @@ def test_a_disk_that_binds_is_read_and_written_all_the_time() -> None:
     assert told(Placement()).bounds["disk in"] == 0
 
 
-def test_gradients_are_added_to_sums_parameter_by_parameter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Sums are read and written; torch adds bf16 to fp32 by a kernel for each."""
-    works, add = [], OpCounter.add
-    monkeypatch.setattr(OpCounter, "add", lambda counter, w: (works.append(w), add(counter, w))[1])
-    own = ForecastCache(tiny_spec())
-    workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
-    own.of(small_machine(), Placement(), workload, 4, steps=1)
-    layer = next(t for t in own.model(workload).layouts if t.name == "layer 0")
-    wanted = 10 * layer.trainable_numel, len(layer.entries)
-    assert wanted in {(work.touched_bytes, work.kernels) for work in works}
-
-
 def test_weights_on_a_disk_are_read_in_both_sweeps_of_each_pass() -> None:
     slow = replace(small_machine(), disk_read_gbps=0.02, disk_write_gbps=0.03)
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
@@ -490,7 +476,7 @@ def test_the_second_step_is_like_those_that_follow(gbps: float) -> None:
         assert first.seconds < 0.9 * second.seconds
 
 
-@swept(together=1, rows=[26, 53], choices={
+@swept(together=1, rows=[48, 53], choices={
     "plain": {}, "host": {"layer_inputs": "host"}, "chunks": {"head_tokens": 16},
     "graphs": {"save_activations": 2, "offload_activations": 2},
     "head": {"max_stream_bytes": 1_700_000},
@@ -501,11 +487,10 @@ def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(
     placement, workload = Placement(compile=True, **choices), Workload(rows * TOKENS, TOKENS)
     found = []
     model = wide_spec() if "max_stream_bytes" in choices else tiny_spec()
-    for most in (None, 8):
-        monkeypatch.setattr(simulate, "FOLLOWED", most)
-        monkeypatch.setattr(simulate, "_FOLLOWED_SPLIT", most)
+    for _ in range(2):
         found.append(ForecastCache(model).of(small_machine(), placement, workload, 2))
-    every, few = found
+        monkeypatch.setattr(simulate, "_followed", lambda *given: None)
+    few, every = found
     assert few.seconds == pytest.approx(every.seconds, rel=0.01)
     assert few.device_peak_bytes == pytest.approx(every.device_peak_bytes, rel=0.01)
     assert few.host_peak_bytes == pytest.approx(every.host_peak_bytes, rel=0.001)

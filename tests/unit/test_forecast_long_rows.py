@@ -114,7 +114,7 @@ def real_head_bytes(head_tokens: int) -> int:
     batch = Batch([micro], 1, ROWS * TOKENS, torch.zeros(1), 0)
     whole = WholeHead(program, head_tokens, lambda loss: loss.summed)
     head = Head(CpuDevice(), program, tile, whole)
-    room = GradAccumulator(tile, sums, layout.views(sums.data))
+    room = GradAccumulator(tile, sums)
     head.loss_and_vjp(slot, batch, [*h], room)  # parts are tried at the first call
     with tallied(), op_counter.OpCounter() as counts:
         counts.ignore([slot.data, sums.data, h, micro.inputs, micro.targets])

@@ -13,7 +13,6 @@ from megatrain.cli.shapes import qwen2_config
 from megatrain.device.base import COMPUTE, Buffer, Kind, Name
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.cost_model import CostModel
-from megatrain.forecast.op_counter import OpCounter
 from megatrain.forecast.workload import Workload
 from megatrain.kernels import factored, reference
 from megatrain.machine import machine_for
@@ -81,7 +80,7 @@ def test_a_rule_says_what_its_update_launches(rule: Rule, width: int, monkeypatc
 
 def seconds(rule: Rule, *sizes: int) -> float:
     """Of an update on the device whose planes have so many elements."""
-    costs = CostModel(H200, OpCounter(), rule)
+    costs = CostModel(H200, rule)
     planes = [
         Buffer("plane", torch.empty(size, dtype=torch.bfloat16, device="meta")) for size in sizes
     ]

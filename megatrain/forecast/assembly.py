@@ -1,32 +1,27 @@
 """Puts together a step that computes nothing."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.disk_staging import DiskStaging, Lane, own_numel
 from megatrain.engine.assemble import Assembly
-from megatrain.engine.head import HeadMath
-from megatrain.engine.host_offload import HostOffload
-from megatrain.engine.layer import Layer
 from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.stream import Unpack
-from megatrain.engine.vocab_split import VocabSplit
-from megatrain.forecast.meta_layer import MetaLayer
-from megatrain.forecast.meta_program import MetaHead, MetaVocabSplit
-from megatrain.forecast.op_counter import OpCounter, Work
+from megatrain.forecast.declared import Declared
 from megatrain.forecast.profile import Profile
+from megatrain.model.program import MicroBatch, Weights
 from megatrain.optim import Plane
-from megatrain.placement import ActivationPolicy
 from megatrain.store import Tile
-from megatrain.tile import TileLayout
 from megatrain.units import align
 
-_PIECES = 8  # of a tile: many more take long to follow, and take as long in the step
+_PIECES, _DISK_PIECES = (
+    3,
+    8,
+)  # of a tile: many more take long to follow, and take as long in the step
 _GROWTH = 8  # of a piece that is followed as one: it is rounded while the one before it leaves
 
 
@@ -53,32 +48,26 @@ class CoarseSink(Sink):
         super()._round(room, part, Buffer(to.name, data))
 
 
-@dataclass(kw_only=True)
-class MetaAssembly(Assembly):
-    """The assembly of a model of which only works and shapes are known."""
+class UnrunProgram:
+    """A program that is only asked which model it is of."""
 
-    measured: Profile
-    counter: OpCounter
+    def __init__(self, measured: Profile) -> None:
+        self.spec, self._measured = measured.spec, measured
+
+    def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
+        """True if the work of such a graph is known: of layers that would be compiled."""
+        return self._measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
+
+
+@dataclass(kw_only=True)
+class ForecastAssembly(Assembly):
+    """The assembly of a step that computes nothing: it moves as many bytes in fewer pieces."""
+
+    declared: Declared
     sinks: ClassVar[type[Sink]] = CoarseSink
 
-    def layer(self, visit: int, policy: ActivationPolicy, offload: HostOffload | None) -> Layer:
-        given = self.device, self.program, self.layers[visit], visit, policy, offload
-        return MetaLayer(*given, self.measured, self.counter)
-
     def unpack(self) -> Unpack:
-        def count(layout: TileLayout, stored: Tensor, out: Tensor) -> None:
-            touched = layout.numel + layout.unpacked.numel
-            kernels = sum(entry.packed is not None for entry in layout.entries)
-            self.counter.add(Work(touched_bytes=touched * self.dtype.itemsize, kernels=kernels))
-
-        return count
-
-    def whole_head(self) -> HeadMath:
-        tokens, layout = self.placement.head_tokens, self.head.layout
-        return MetaHead(tokens, self.measured, layout, self.counter)
-
-    def vocab_split(self) -> VocabSplit:
-        return MetaVocabSplit(self.placement.head_tokens, self.measured, self.counter)
+        return self.declared.unpack
 
     def disk_staging(self, *, whole: bool) -> DiskStaging:
         return CoarseDiskStaging(self.device, self.store.tiles, whole=whole)
@@ -90,7 +79,7 @@ class CoarseDiskStaging(DiskStaging):
     def __init__(self, device: Device, tiles: Sequence[Tile], *, whole: bool = False) -> None:
         super().__init__(device, tiles, whole=whole)
         largest = max(map(own_numel, tiles), default=0)
-        self._piece = max(self._piece, align(-(-largest // _PIECES), self._piece))
+        self._piece = max(self._piece, align(-(-largest // _DISK_PIECES), self._piece))
 
     def _rooms(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
         """Rooms of the parts' own sizes: a lane holds less at a time."""
