@@ -22,8 +22,10 @@ from transformers import PreTrainedConfig
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import IGNORED
+from megatrain.model.capture import Rows
 from megatrain.model.documents import BY_LENGTHS, BY_MASKS, is_packed
-from megatrain.model.program import ModelProgram
+from megatrain.model.program import MicroBatch, ModelProgram
+from megatrain.model.spec import ModelSpec
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +41,10 @@ LEAST_CONTEXT = 1e-3
 
 _COMPARED = 4096  # tokens of a row that is tried with masks, too
 _SHORT = 5  # tokens of the short documents that are tried; less are no context
+_MIXED = (
+    "{} does not keep the documents of a packed row (position_ids that start anew) apart; train it "
+    "without packing (data.packing: false)"
+)
 Micro = Mapping[str, Tensor]
 
 
@@ -138,10 +144,35 @@ class Packing:
             noise, seen, context = (max(values) for values in zip(*found, strict=True))
             if noise <= MOST_NOISE[self._dtype] and seen <= TOLERANCE + NOISES * noise:
                 return context > LEAST_CONTEXT or micro["position_ids"].shape[1] < _SHORT
-        raise InputError(
-            f"{self._model_type} does not keep the documents of a packed row (position_ids that "
-            "start anew) apart; train it without packing (data.packing: false)"
-        )
+        raise InputError(_MIXED.format(self._model_type))
+
+
+def check_documents(spec: ModelSpec) -> None:
+    """Refuse a model whose layers are given masks that show a document the one before it.
+
+    That is known before there is data. What passes is still tried in steps, by `Packing`.
+
+    Raises:
+        InputError: it is such a model.
+    """
+    program = ModelProgram(spec, torch.device("cpu"), torch.float32)
+    if program.may_attend_by_lengths or not spec.capture.accepts("position_ids"):
+        return
+    shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
+    tables = {n: torch.zeros(1, *shapes[n][1:], requires_grad=True) for n in spec.gathered}
+    weights = {name: torch.zeros(shapes[name], requires_grad=True) for name in spec.prologue}
+    first, size = 6, 13  # tokens: as many as no head is wide
+    ids = torch.zeros(1, size, dtype=torch.long)
+    positions = torch.cat([torch.arange(first), torch.arange(size - first)])[None]
+    rows = Rows(ids, ids, tables, ids[0, :1])
+    micro = MicroBatch({"input_ids": ids, "position_ids": positions}, ids, rows)
+    with torch.enable_grad():
+        program.prologue(weights, micro)
+    leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
+    masks = [each for each in leaves if each.ndim > 2 and each.shape[-2:] == (size, size)]
+    across = [mask[..., first:, :first] for mask in masks]
+    if any(bool((each if each.dtype == torch.bool else each > -1).any()) for each in across):
+        raise InputError(_MIXED.format(spec.capture.model.config.model_type))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.companions import add_ends, tokenizer_files
+from megatrain.model.packing import check_documents
 from megatrain.model.trained import Trained
 from megatrain.placement import Placement
 from megatrain.source.opened import choose_trained, open_structure
@@ -338,6 +339,8 @@ def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) 
     opened = open_structure(source, rule, ALONE, saveable=True)
     if isinstance(placement := config.engine.placement_value(), Placement):
         resting(placement, opened.layouts)
+    if config.data.packing and config.loss.kind is None:
+        check_documents(opened.spec)
     if opened.spec.label_shift == 0 and config.loss.name != "reward":
         raise InputError(
             f"the loss of {source.model.config.model_type} compares logits with the labels of the "

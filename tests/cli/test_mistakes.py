@@ -114,6 +114,11 @@ EARLY = {
         MISTAKES["labels that are not shifted"][1],
         2,
     ),
+    "a model that mixes packed documents": (
+        ["model.config={model_type: bloom, hidden_size: 16, n_layer: 2, n_head: 2}"],
+        "bloom does not keep the documents of a packed row (position_ids that start anew) apart",
+        2,
+    ),
     "a tile that the model has not": (
         ["engine.placement={resident: [nope]}"],
         "placement.resident: the model has no tile 'nope'; it has embedding",

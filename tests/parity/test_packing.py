@@ -15,7 +15,8 @@ from megatrain import Engine, InputError
 from megatrain.checkpoint.manifest import read_checkpoint
 from megatrain.compat.transformers import attention_of
 from megatrain.model.documents import is_packed
-from megatrain.model.packing import comparisons
+from megatrain.model.packing import check_documents, comparisons
+from megatrain.model.probe import spec
 from megatrain.source import state_io
 from tests.families.tiny import tiny_model
 from tests.parity.cases import gradients, llama, make_engine, masters, relative_error, same
@@ -157,6 +158,14 @@ def test_models_that_mix_documents_are_refused(family: str, precision: Any) -> N
             engine.evaluate([packed(documents())])
     assert same(before, masters(engine))
     engine.step(alone(documents()[::2]))  # documents of their own are welcome
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "bloom", "xglm"])
+def test_masks_that_show_other_documents_are_known_before_there_is_data(family: str) -> None:
+    with pytest.raises(InputError, match=f"{family} does not keep the documents .*packing"):
+        check_documents(spec(tiny_model(family)))
+    for other in ("llama", "gemma2", "gpt2", "gptj", "mamba"):  # the last is found out in steps
+        check_documents(spec(tiny_model(other)))
 
 
 def test_the_trial_leaves_no_trace() -> None:
