@@ -236,7 +236,7 @@ def test_packed_sizes_that_do_not_fit_are_refused(packed: Any, message: str) -> 
 def test_a_loss_that_is_not_finite_changes_nothing(
     clip: float | None, placement: Placement
 ) -> None:
-    engine = engine_of(llama(), Muon(lr=1e-2), clip, placement=placement)
+    engine = engine_of(llama(), Muon(lr=1e-2), clip, placement=placement, verify="off")
     first, second = make_batches(2)
     engine.step(first)
     before, kept = masters(engine), moments(engine)
