@@ -110,7 +110,9 @@ class Recorder(TorchDispatchMode):
             name = schema_of(func).name
             reads = () if name.startswith(_SHAPED_LIKE) else tuple(sorted(given))
             product = 4 * out.numel() if func is SOFTMAX_BACKWARD else 0
-            self.ops.append(Op(work, reads, made, scratch, name not in _NOT_AGAIN, product))
+            self.ops.append(
+                Op(work, reads, made, scratch + product // 2, name not in _NOT_AGAIN, product)
+            )
         return out
 
 
@@ -355,7 +357,7 @@ class Compiled:
     def _real(self, ops: list[Op]) -> set[int]:
         """Storages that exist in memory because of how they are made or read."""
         by_library = {n for op in ops if op.extern for n in (*op.reads, *op.made)}
-        by_library |= {n for op in ops if not op.again for n in op.made}
+        by_library |= {n for op in ops if op.product_bytes or not op.again for n in op.made}
         return by_library | {n for op in ops for n in op.made if self._small(n, op)}
 
     def _sources(self, storage: int, real: set[int]) -> frozenset[int]:
