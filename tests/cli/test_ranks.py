@@ -127,6 +127,7 @@ STREAMED = (
 )
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_ranks_that_share_rows_is_that_of_one(megatrain, run_file, tmp_path) -> None:
     """Two stop on the way, and go on as one; rows are filled up to different lengths."""
     changed = ("data.packing=false", "training.micro_batch_size=2", "training.steps=4")

@@ -74,8 +74,9 @@ FAULTS = [
         "a gradient leaves before it is rounded", RACES,
     ),
     Fault(
-        "waits", "engine", 'self._device.wait(stream, landed, "gradient landed")', "pass",
-        "an update does not wait for its gradient", RACES,
+        "waits", "engine",
+        'device.wait(UPDATE, device.record(COPY_OUT), "loss landed")', "pass",
+        "updates do not wait for the loss that may refuse them", RACES,
     ),
     Fault(
         "waits", "engine", 'self._device.wait(COPY_IN, tile.updated, "version due")',

@@ -117,6 +117,7 @@ def workload(generation: Generation | None) -> Workload:
     return Workload(ROWS * TOKENS, TOKENS, 1, generation=generation)
 
 
+@pytest.mark.exhaustive
 def test_forecasts_count_replies_and_the_reference_model() -> None:
     """What replies take beyond the work of a step; few of them take no more than a step."""
     found = spec(empty_model(CONFIG))

@@ -21,7 +21,7 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
-from tests.sweeps import swept
+from tests.sweeps import few, swept
 
 NEVER = 1e9  # a norm that clips nothing, while every gradient keeps a host gradient of its own
 
@@ -173,7 +173,7 @@ def test_idle_experts_have_a_gradient_of_zero() -> None:
     assert idle > 0
 
 
-@pytest.mark.parametrize("family", ["jamba", "bamba"])
+@pytest.mark.parametrize("family", few(["jamba", "bamba"]))
 def test_a_stack_of_attention_and_states(family: str) -> None:
     model = tiny_model(family)
     for shapes in (SHAPES["uneven"], SHAPES["one token beside others"]):

@@ -110,6 +110,7 @@ def test_all_is_counted_in_host_memory() -> None:
         assert told.host_parts[part] > 0
 
 
+@pytest.mark.exhaustive
 def test_rows_that_nobody_chose_are_as_usual() -> None:
     assert usual_micro_batch(TOKENS) > ROWS
     usual, chosen = (foretold("bf16", Placement(slots=1), rows) for rows in (None, ROWS))

@@ -23,7 +23,7 @@ from tests.families.plain import Step
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.test_memory import CountingDevice
 from tests.race.late import LateDevice
-from tests.sweeps import swept
+from tests.sweeps import few, swept
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "graphs": {"offload_activations": 2},
@@ -76,7 +76,7 @@ def test_what_is_given_up_changes_no_bit(
 
 
 @pytest.mark.parametrize(
-    "choices", [{"offload_activations": 3}, {"save_attention": "host"}], ids=str
+    "choices", few([{"offload_activations": 3}, {"save_attention": "host"}]), ids=str
 )
 def test_what_was_given_up_waits_again_where_there_is_room(
     choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

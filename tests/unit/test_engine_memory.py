@@ -14,6 +14,7 @@ from megatrain.units import MIB
 from tests.counted import CountedDevice
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.test_preferences import replies
+from tests.sweeps import swept
 
 STEP = make_batches(1, ((4, 40), (3, 30), (1, 7)))[0]
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -32,8 +33,7 @@ def peak_of(step: Any, loss: Any = None, **choices: Any) -> int:
     return device.peak_bytes
 
 
-@pytest.mark.parametrize("loss", [None, DPO(0.3)], ids=["next tokens", "pairs"])
-@pytest.mark.parametrize("choices", PLACEMENTS.values(), ids=PLACEMENTS)
+@swept(together=1, loss={"next tokens": None, "pairs": DPO(0.3)}, choices=PLACEMENTS)
 def test_a_step_without_memory_is_computed_again_from_less(
     choices: dict[str, Any], loss: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -73,6 +73,7 @@ def test_the_structure_of_72_billion_parameters_is_learned_in_little_memory():
     assert peak_process_bytes() - before < 1 << 30  # 12 GiB with zeros that are written
 
 
+@pytest.mark.exhaustive
 def test_experts_larger_than_this_machines_memory_are_no_hindrance():
     config = DeepseekV3Config(
         num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=4096, vocab_size=128
