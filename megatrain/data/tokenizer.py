@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import stat
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(
-    path_or_id: str | Path, *, trust_remote_code: bool = False
+    path_or_id: str | Path, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> "PreTrainedTokenizerBase":
-    """A tokenizer from a Hugging Face folder or hub id.
+    """A tokenizer from a Hugging Face folder or hub id, without any dropout of its merges.
 
     Raises:
         InputError: there is none, it is broken, or it would run code that came with it.
     """
+    from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     folder = Path(path_or_id).expanduser()
@@ -35,15 +37,20 @@ def load_tokenizer(
         raise InputError(f"{folder}: no such folder: give the one that holds tokenizer.json")
     if local and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise InputError(f"{folder}: no tokenizer in this folder: copy its tokenizer.json there")
-    if local:
+    name = str(folder if local else path_or_id)
+    try:
+        if not local:
+            files = [*_VOCABULARIES, *_SETTINGS]
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
         _refuse_endless(folder)
         _refuse_ambiguous(folder)
-        for name in ("tokenizer.json", "vocab.json"):
-            _refuse_aborting(folder / name)
-    try:
+        for file in _VOCABULARIES:
+            _refuse_aborting(folder / file)
         tokenizer = AutoTokenizer.from_pretrained(
-            str(folder if local else path_or_id), trust_remote_code=trust_remote_code
+            name, trust_remote_code=trust_remote_code, revision=revision or "main"
         )
+    except InputError:
+        raise
     except BaseException as error:
         if not _is_failure(error):
             raise
@@ -58,9 +65,28 @@ def load_tokenizer(
     if len(tokenizer) == 0:
         raise InputError(f"{path_or_id}: the tokenizer has an empty vocabulary: check its files")
     templates = template.values() if isinstance(template, dict) else [template or ""]
-    if not all(isinstance(each, str) for each in templates):
+    if not all(isinstance(text, str) for text in templates):
         raise InputError(f"{path_or_id}: the tokenizer's chat_template is no text: correct it")
+    _stop_sampling(tokenizer, path_or_id)
     return tokenizer
+
+
+def _stop_sampling(tokenizer: Any, path_or_id: str | Path) -> None:
+    """Kept tokens and streams that go on must be those that the same text gives again."""
+    if not tokenizer.is_fast:
+        if (tokenizer.init_kwargs.get("sp_model_kwargs") or {}).get("enable_sampling"):
+            raise InputError(
+                f"{path_or_id}: the tokenizer splits words by chance: take enable_sampling out of "
+                "sp_model_kwargs in its tokenizer_config.json"
+            )
+        return
+    model = tokenizer.backend_tokenizer.model
+    if dropout := getattr(model, "dropout", None):
+        model.dropout = None
+        logging.getLogger("megatrain.data").warning(
+            "%s: the tokenizer leaves out merges by chance (dropout %g): switched off, as the same "
+            "text must give the same tokens again", path_or_id, dropout,
+        )  # fmt: skip
 
 
 def read_template(path: Path) -> str:
@@ -110,6 +136,7 @@ _TOKENIZER_FILES = (
 
 
 _TEXTS = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+_VOCABULARIES = ("tokenizer.json", "vocab.json")
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _LARGEST_TEMPLATE = 4 * MIB
 _LARGEST_ID = 1 << 24  # 60 times the largest vocabulary

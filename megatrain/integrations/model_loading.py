@@ -9,11 +9,11 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
 )
 
 from megatrain.compat.peft import is_peft_model
+from megatrain.data import load_tokenizer
 from megatrain.errors import InputError
 from megatrain.integrations.heeded import refuse
 from megatrain.integrations.taken import REFUSED_OPTIONS
@@ -44,7 +44,7 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
     how = {"dtype": "auto", "trust_remote_code": getattr(args, "trust_remote_code", False)} | how
     if "revision" in how and options.get("processing_class") is None:
         named = {name: how[name] for name in ("revision", "trust_remote_code")}
-        options["processing_class"] = AutoTokenizer.from_pretrained(model, **named)
+        options["processing_class"] = load_tokenizer(model, **named)
     if scores:
         return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **how)
     return AutoModelForCausalLM.from_pretrained(model, **how)

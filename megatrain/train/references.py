@@ -6,6 +6,7 @@ The reference is the model as the run begins; with a new adapter that is the bas
 import json
 import logging
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,17 @@ class References:
 
     @classmethod
     def read(cls, run: Path) -> "References":
-        """Read them from a run's folder. Raises InputError: they are missing or damaged."""
+        """Read them from a run's folder; a file without a checksum (earlier versions) has no sums.
+
+        Raises:
+            InputError: they are missing or damaged.
+        """
         path = run / REFERENCES
         try:
             kept = json.loads(path.read_text())
-            if kept.pop("crc32") != _crc32(kept):
+            if "crc32" not in kept:
+                kept["sums"] = {}
+            elif kept.pop("crc32") != _crc32(kept):
                 raise ValueError("it is not as it was written")
             sums = {name: torch.tensor(each) for name, each in kept["sums"].items()}
             return cls(sums, dict(kept["keys"]))
@@ -71,8 +78,11 @@ def refer(
     rows: int,
     start: Start | None,
     ranks: Ranks,
+    begun: Callable[[], Engine],
 ) -> References | None:
     """Tell data sets of replies their loss and, where it asks for one, what its reference says.
+
+    Args: `begun`: opens the model as the run began, for a run whose sums have no checksum.
 
     Raises:
         InputError: a run goes on, and what it has kept is of other data or another model.
@@ -86,23 +96,30 @@ def refer(
     if not sets or config.loss.reference != "kept":
         return None
     keys = {name: _key(config, each) for name, each in sets.items()}
+    at_once = max(1, config.training.batch_size // rows)
     if start is None:
-        at_once = max(1, config.training.batch_size // rows)
         sums = {name: _sums(engine, each, rows, at_once, ranks) for name, each in sets.items()}
-        found = References(sums, keys)
+        known = References(sums, keys)
     else:
         run = _run_of(start)
-        found = References.read(run)
+        known = References.read(run)
         for name in keys:
-            kept = found.keys.get(name)
-            if kept is None or name not in found.sums or _placeless(kept) != _placeless(keys[name]):
+            kept = known.keys.get(name)
+            if kept is None or _placeless(kept) != _placeless(keys[name]):
                 raise InputError(
                     f"{run / REFERENCES}: the reference's log-probabilities are not of this data "
                     f"({name}) and model; set them back, or begin anew: megatrain branch --fresh"
                 )
+        if not known.sums:
+            log.info("%s has no checksum, so it counts as absent", run / REFERENCES)
+            with begun() as model:
+                sums = {
+                    name: _sums(model, each, rows, at_once, ranks) for name, each in sets.items()
+                }
+            known = References(sums, keys)
     for name, each in sets.items():
-        each.compare_with(found.sums[name])
-    return found
+        each.compare_with(known.sums[name])
+    return known
 
 
 def refer_to(key: str, start: Start | None) -> References:

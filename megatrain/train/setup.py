@@ -157,7 +157,10 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
     engine = _engine(config, source, start, ranks, held)
     most = -(-config.training.batch_size // engine.batch_ranks.size)
     rows = loader.rows_per_micro_batch = min(most, _rows_per_micro_batch(config, engine, start))
-    references = refer(config, engine, sets, rows, start, ranks) or known
+    references = refer(
+        config, engine, sets, rows, start, ranks,
+        lambda: begun_model(config, begun(), tokenizer, ranks.host),
+    ) or known  # fmt: skip
     log.info(
         "model: %s parameters on %s, placement: %s",
         f"{engine.num_parameters:,}",

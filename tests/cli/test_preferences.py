@@ -271,7 +271,7 @@ def test_margins_that_are_no_numbers_are_refused(megatrain, preference_file, mar
     assert message in " ".join(result.stderr.split())
 
 
-def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp_path):
+def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp_path, caplog):
     file = preference_file([pair(number) for number in range(20)], name="dpo")
     assert megatrain("train", file, *sets(training__steps=1)).exit_code == 0
     references = tmp_path / "run" / "references.json"
@@ -291,6 +291,14 @@ def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp
     assert new.exit_code == 0, new.output
     assert (tmp_path / "new" / "references.json").read_text() == kept
     assert megatrain("train", file, *more, *changed).exit_code == 2
+    parts = json.loads(kept)
+    del parts["crc32"]
+    parts["sums"]["train"][0][0] += 1.0
+    references.write_text(json.dumps(parts))  # as an earlier version, and damaged
+    again = megatrain("train", file, *more)
+    assert again.exit_code == 0, again.output
+    assert "references.json has no checksum" in caplog.text
+    assert references.read_text() == kept
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ import gzip
 import json
 import os
 import tracemalloc
+from pathlib import Path
 
 import pytest
 from data_cases import make_tokenizer, write_jsonl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import ByT5Tokenizer
 
 from megatrain.data import load_tokenizer, open_dataset, readers
 from megatrain.data.sources import SourceFile, find_files, open_sources
@@ -348,15 +350,25 @@ DEADLY = {
 }
 
 
+@pytest.mark.parametrize("place", ["a folder", "the hub"])
 @pytest.mark.parametrize("name", DEADLY)
-def test_no_tokenizer_file_ends_the_process(tmp_path, name):
+def test_no_tokenizer_file_ends_the_process(tmp_path, monkeypatch, name, place):
     changes, problem = DEADLY[name]
+    folder: Path | str = tmp_path
+    if place == "the hub":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        cache, folder = tmp_path / "models--someone--words", "someone/words"
+        tmp_path = cache / "snapshots" / "c0ffee"
+        (cache / "refs").mkdir(parents=True)
+        (cache / "refs" / "main").write_text(tmp_path.name)
     make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     of_settings = {"tokenizer_class", "chat_template"} & changes.keys()
     path = tmp_path / ("tokenizer_config.json" if of_settings else "tokenizer.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(InputError, match=problem) as caught:
-        load_tokenizer(tmp_path)
+        load_tokenizer(folder)
     assert "\n" not in str(caught.value)
 
 
@@ -366,6 +378,22 @@ def test_an_id_in_the_vocabulary_of_two_files_does_not_end_the_process(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     with pytest.raises(InputError, match="vocab.json: token id 4000000000 is larger than any"):
         load_tokenizer(tmp_path)
+
+
+def test_no_tokenizer_splits_words_by_chance(tmp_path, caplog):
+    make_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    parts = json.loads(path.read_text())
+    parts["model"]["dropout"] = 0.5
+    path.write_text(json.dumps(parts))
+    tokenizer = load_tokenizer(tmp_path)
+    assert {tuple(tokenizer("The sea was calm.")["input_ids"]) for _ in range(20)} == {
+        tuple(make_tokenizer()("The sea was calm.")["input_ids"])
+    }
+    assert "leaves out merges by chance (dropout 0.5): switched off" in caplog.text
+    ByT5Tokenizer(sp_model_kwargs={"enable_sampling": True}).save_pretrained(tmp_path / "pieces")
+    with pytest.raises(InputError, match="splits words by chance: take enable_sampling out"):
+        load_tokenizer(tmp_path / "pieces")
 
 
 def test_ids_outside_the_vocabulary_are_refused_with_their_place(tmp_path):
