@@ -18,10 +18,9 @@ from megatrain.optim import Plane
 from megatrain.store import Tile
 from megatrain.units import align
 
-_PIECES, _DISK_PIECES = (
-    3,
-    8,
-)  # of a tile: many more take long to follow, and take as long in the step
+# Of a tile, on its way from the device and to and from a disk: many more take long to follow, and
+# as long in the step.
+_PIECES, _DISK_PIECES = 3, 8
 _GROWTH = 8  # of a piece that is followed as one: it is rounded while the one before it leaves
 
 

@@ -326,8 +326,9 @@ class Declared:
         if group.result not in dh:
             return _NO_WORK, dh
         trained = group.tile.layout.trainable_numel
-        with self._ledger.more(WORKING_SET, 3 * read + trained * self._itemsize):
+        with self._ledger.more(WORKING_SET, 2 * read):  # rows that were chosen, and their gradient
             done = self._add(work.again, work.backward)
+            self._ledger.took(read + trained * self._itemsize)
         summed = trained * (self._itemsize + 8)
         kernels = 8 + len(group.tile.layout.trainable)
         return added(done, Work(touched_bytes=9 * read + summed, kernels=kernels)), dh

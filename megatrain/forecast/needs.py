@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,9 @@ class _Counting(TraceDevice):
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         self.needs.host[kind_of(name, Memory.OTHER).value] += numel * dtype.itemsize
         return super().host(name, numel, dtype, pinned=pinned)
+
+    def run(self, *work: Any, **buffers: Any) -> None:
+        """Nothing is put on a stream."""
 
 
 def needs_of(

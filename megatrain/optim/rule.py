@@ -59,6 +59,9 @@ class Plane:
     on_device: bool = False
     kind: PlaneKind = PlaneKind.STATE
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # a forecast asks for it a hundred thousand times
+
     @property
     def bytes_per_parameter(self) -> float:
         return self.dtype.itemsize / self.per
