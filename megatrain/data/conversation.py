@@ -1,7 +1,7 @@
 """Messages of any of the usual shapes, checked: who speaks, what, and which replies are learnt."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -110,8 +110,8 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
         kept["tool_calls"] = _calls(kept, where)
     if "content" not in kept and "tool_calls" not in kept:
         raise InputError(f"{where} has no 'content'")
-    if "content" in kept:
-        kept["content"] = _content(kept["content"], where)
+    if not isinstance(kept.get("content", ""), str):
+        raise InputError(f"{where}: 'content' must be a string (or a list of text parts)")
     return kept, learnt
 
 
@@ -149,12 +149,6 @@ def _of_parts(parts: Sequence[object], message: Message, where: str) -> Message:
     if found["tool_calls"]:
         made["tool_calls"] = [from_json(call, "tool_call", where) for call in found["tool_calls"]]
     return made
-
-
-def _content(content: object, where: str) -> str:
-    if not isinstance(content, str):
-        raise InputError(f"{where}: 'content' must be a string (or a list of text parts)")
-    return content
 
 
 def _calls(message: Message, where: str) -> list[Any]:
@@ -210,19 +204,16 @@ def text_or_messages(value: object, name: str, where: str) -> object:
     Raises:
         InputError: a string is meant as messages, and is no JSON.
     """
-    if not isinstance(value, str) or not _means_messages(value):
+    if not isinstance(value, str) or not _BEGINS.match(value):
         return value
-    found = from_json(value, name, where)
-    each = found if isinstance(found, list) else []
-    return found if each and all(map(_is_message, each)) else value
+    if not _of_message({key for key, written in _KEYS.items() if written.search(value)}):
+        return value
+    rows = from_json(value, name, where)
+    are_messages = isinstance(rows, list) and all(
+        isinstance(row, dict) and _of_message(row.keys()) for row in rows
+    )
+    return rows if are_messages else value
 
 
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and ("role" in value or {"from", "value"} <= value.keys())
-
-
-def _means_messages(text: str) -> bool:
-    if not _BEGINS.match(text):
-        return False
-    has = {name for name, key in _KEYS.items() if key.search(text)}
-    return "role" in has or {"from", "value"} <= has
+def _of_message(keys: Set[str]) -> bool:
+    return "role" in keys or {"from", "value"} <= keys

@@ -69,7 +69,9 @@ class Layout:
         longest row; attention_mask if others are shorter.
         """
         lengths = np.array([sum(len(ids) for ids, _ in row) for row in rows])
-        width = self._width(int(lengths.max()))
+        width = self.sequence_length
+        if not self.packing:
+            width = min(align(int(lengths.max()), _WIDTH_MULTIPLE), width)
         shape = (len(rows), width)
         input_ids = np.full(shape, self.pad_id, np.int64)
         labels = np.full(shape, -100, np.int64)
@@ -88,10 +90,6 @@ class Layout:
         elif self.packing and (positions[:, -1] < width - 1).any():
             batch["position_ids"] = positions
         return {name: torch.from_numpy(array) for name, array in batch.items()}
-
-    def _width(self, longest: int) -> int:
-        width = self.sequence_length
-        return width if self.packing else min(align(longest, _WIDTH_MULTIPLE), width)
 
 
 class PackedDataset:
@@ -220,23 +218,17 @@ class PackedDataset:
 
     def pieces(self, row: int) -> Iterator[tuple[Ints, Ints]]:
         """Ids and labels (-100: only read) of each segment of a row; its first is not predicted."""
-        for begin, end in self._ranges(row):
-            yield self.store.read(begin, end)
+        segments = self._segments(row)
+        columns = segments.document, segments.begin, segments.end
+        for document, begin, end in zip(*(column.tolist() for column in columns), strict=True):
+            origin = self.store.begin(document)
+            yield self.store.read(origin + begin, origin + end)
 
     def _piece(self, documents: Segments, part: str) -> Self:
         return type(self)(self.store, documents, self._layout, f"{self._part}, {part}")
 
     def _segments(self, row: int) -> Segments:
         return self._rows.segments[slice(self._rows.first[row], self._rows.first[row + 1])]
-
-    def _ranges(self, row: int) -> Iterator[tuple[int, int]]:
-        """Where in the store the segments of a row lie."""
-        segments = self._segments(row)
-        for document, begin, end in zip(
-            segments.document.tolist(), segments.begin.tolist(), segments.end.tolist(), strict=True
-        ):
-            origin = self.store.begin(document)
-            yield origin + begin, origin + end
 
 
 _log = logging.getLogger("megatrain.data")

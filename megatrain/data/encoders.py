@@ -164,21 +164,11 @@ class ChatEncoder:
             InputError: the template refuses it, or has no place for what it says.
         """
         assert isinstance(found.example, Conversation)
-        ids, targets = self._encode(found.example, found.where)
-        return Document(found.source, found.number, ids, targets)
-
-    def unread(self, talk: Conversation) -> list[str]:
-        """Fields of messages that the template does not name."""
-        names = dict.fromkeys(n for m in talk.messages for n, v in m.items() if not empty(v))
-        said = ("role", *SAID)
-        return [n for n in names if n not in said and not self._template.has_place(talk, n)]
-
-    def _encode(
-        self, talk: Conversation, where: str
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        talk, where = found.example, found.where
         refuse_unplaced(talk, self._template, where)
         if not any(talk.learnt):
-            return np.zeros(0, np.int32), np.zeros(0, bool)
+            nothing = np.zeros(0, np.int32), np.zeros(0, bool)
+            return Document(found.source, found.number, *nothing)
         replies = ReplySpans(self._template, self._names, talk, where)
         whole = replies.text
         unchecked, offsets = placed_tokens(self._tokenizer, whole, where)
@@ -188,8 +178,9 @@ class ChatEncoder:
         for begin, end in replies.marks:
             first = first_token(whole, offsets, ids, self._added, begin)
             marked[first : np.searchsorted(starts, end)] = True
-        if self._template.is_marked(talk) and _all_learnt(talk):
-            return ids, marked
+        is_marked = self._template.is_marked(talk)
+        if is_marked and talk.learnt == [m["role"] == "assistant" for m in talk.messages]:
+            return Document(found.source, found.number, ids, marked)
         for turn in np.flatnonzero(talk.learnt).tolist():
             for begin, end in replies.spans(turn):
                 first = first_token(whole, offsets, ids, self._added, begin)
@@ -198,12 +189,14 @@ class ChatEncoder:
                 last, closing = np.searchsorted(starts, (end, visible))
                 closed = closing > first and int(ids[closing - 1]) in self._added
                 targets[first : closing if closed else last] = True
-        return ids, targets & marked if self._template.is_marked(talk) else targets
+        targets = targets & marked if is_marked else targets
+        return Document(found.source, found.number, ids, targets)
 
-
-def _all_learnt(talk: Conversation) -> bool:
-    replies = [m["role"] == "assistant" for m in talk.messages]
-    return talk.learnt == replies
+    def unread(self, talk: Conversation) -> list[str]:
+        """Fields of messages that the template does not name."""
+        names = dict.fromkeys(n for m in talk.messages for n, v in m.items() if not empty(v))
+        said = ("role", *SAID)
+        return [n for n in names if n not in said and not self._template.has_place(talk, n)]
 
 
 def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:

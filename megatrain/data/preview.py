@@ -147,8 +147,8 @@ def also_trained(held_out: PackedDataset, training: PackedDataset) -> str | None
 
 def _digests(data: PackedDataset, documents: Segments) -> Iterator[tuple[int, bytes]]:
     """The number of each document, and a hash of its tokens."""
-    of = documents.document, documents.begin, documents.end
-    for document, begin, end in zip(*(each.tolist() for each in of), strict=True):
+    columns = documents.document, documents.begin, documents.end
+    for document, begin, end in zip(*(column.tolist() for column in columns), strict=True):
         first = data.store.begin(document)
         ids, _ = data.store.read(first + begin, first + end)
         yield document, hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
@@ -175,13 +175,9 @@ def _runs(ids: Ints, labels: Ints, tokenizer: Any) -> list[Run]:
     learnt[:1] = False  # nothing comes before it to predict it from
     edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(ids)]
     return [
-        Run(_decoded(ids[start:stop], tokenizer), bool(learnt[start]))
+        Run(
+            tokenizer.decode(ids[start:stop].tolist(), clean_up_tokenization_spaces=False),
+            bool(learnt[start]),
+        )
         for start, stop in itertools.pairwise(edges)
     ]
-
-
-def _decoded(ids: Sequence[int] | Ints, tokenizer: Any) -> str:
-    text: str = tokenizer.decode(
-        [int(i) for i in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    return text

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +18,7 @@ from megatrain.data.readers import read_rows
 from megatrain.data.refused_fields import BESIDE_PROMPTS, refuse_unheeded
 from megatrain.data.reply_spans import ReplySpans
 from megatrain.data.row_packing import shuffled
-from megatrain.data.sources import Source, open_sources
+from megatrain.data.sources import open_sources
 from megatrain.data.template import Template
 from megatrain.data.tokenizer import check_encodable, token_ids, tokenising
 from megatrain.errors import InputError
@@ -67,7 +67,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def ends_last(tokenizer: Any) -> bool:
-    """Whether the chat template ends a reply that no other turn follows."""
+    """True if the chat template ends a reply that no other turn follows."""
     return _end_of_reply(tokenizer, _TALK) is not None
 
 
@@ -194,52 +194,42 @@ def open_prompts(
         InputError: a row cannot be used; names the file and line, and the remedy.
     """
     sources, _ = open_sources(source, "prompts", hub_config, hub_split)
-    found: list[PromptRow] = []
+    prompts: list[PromptRow] = []
     left_out: list[str] = []
-    for made in _read(sources, fields, tokenizer, vocab_size, chat=chat):
-        if isinstance(made, PromptRow) and len(made.ids) <= longest:
-            found.append(made)
+    rows = (
+        (f"{file.name}:{number}", row)
+        for file in sources
+        for number, row in read_rows(file, lambda column: fields.get(column, column) is not None)
+    )
+    for where, row in rows:
+        try:
+            if isinstance(row, InputError):
+                raise row
+            prompt = _prompt_row(row, where, fields, tokenizer, vocab_size, chat=chat)
+        except InputError as error:
+            if bad_rows == "stop":
+                raise
+            left_out.append(str(error))
             continue
-        stop, error = (
-            (not drop, _too_long(made, longest))
-            if isinstance(made, PromptRow)
-            else (bad_rows == "stop", made)
+        if len(prompt.ids) <= longest:
+            prompts.append(prompt)
+            continue
+        left_out.append(
+            f"{where}: the prompt has {len(prompt.ids)} tokens, and data.sequence_length less "
+            f"loss.max_completion_length leaves {longest}: raise sequence_length, or leave such "
+            "prompts out with data.overlong: drop"
         )
-        if stop:
-            raise error
-        left_out.append(str(error))
+        if not drop:
+            raise InputError(left_out[-1])
     if left_out:
         say_left_out(log, "prompts", len(left_out), left_out)
-    if not found:
+    if not prompts:
         raise InputError(f"{sources[0].name}: no prompt that can be used; give data that has some")
-    there = {"prompt"}.union(*(row.beside for row in found))
+    names = {"prompt"}.union(*(row.beside for row in prompts))
     for ours, theirs in fields.items():
-        if theirs is not None and ours not in there:
+        if theirs is not None and ours not in names:
             raise InputError(f"data.fields: no row has {theirs!r}, which is to be {ours!r}")
-    return Prompts(found, seed)
-
-
-def _too_long(row: PromptRow, longest: int) -> InputError:
-    return InputError(
-        f"{row.where}: the prompt has {len(row.ids)} tokens, and data.sequence_length less "
-        f"loss.max_completion_length leaves {longest}: raise sequence_length, or leave such "
-        "prompts out with data.overlong: drop"
-    )
-
-
-def _read(
-    sources: Sequence[Source], fields: Fields, tokenizer: Any, vocab_size: int, *, chat: bool
-) -> Iterator[PromptRow | InputError]:
-    """The rows, or what is wrong with one."""
-    for each in sources:
-        for number, row in read_rows(each, lambda column: fields.get(column, column) is not None):
-            try:
-                if isinstance(row, InputError):
-                    raise row
-                where = f"{each.name}:{number}"
-                yield _prompt_row(row, where, fields, tokenizer, vocab_size, chat=chat)
-            except InputError as error:
-                yield error
+    return Prompts(prompts, seed)
 
 
 def _prompt_row(

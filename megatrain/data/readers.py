@@ -167,17 +167,14 @@ def read_rows(source: Source, wanted: Wanted) -> Iterator[tuple[int, Row | Input
         InputError: the source is unreadable, malformed or empty.
     """
     number = 0
-    if isinstance(source, HubSplit):
-        rows: Iterator[tuple[int, Row | InputError]] = read_hub(source, wanted)
-    else:
-        rows = _reader(source, wanted)
-    for number, row in rows:
+    read: Any = read_hub if isinstance(source, HubSplit) else _read_file
+    for number, row in read(source, wanted):
         yield number, row
     if number == 0 and source.named:
         raise InputError(f"{source.name}: no rows in it: give data that has some")
 
 
-def _reader(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, Row | InputError]]:
+def _read_file(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, Row | InputError]]:
     with reading(file):
         if file.format == "parquet":
             yield from read_parquet(file, wanted)
@@ -187,15 +184,11 @@ def _reader(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, Row | Input
             with open_file(file) as stream:
                 if file.format == "csv":
                     yield from read_csv(file, wanted, stream, MAX_LINE_BYTES)
-                elif file.format == "json" or _begins_a_list(stream):
-                    yield from _read_json(file, stream)
-                else:
-                    yield from _read_jsonl(file, stream)
-
-
-def _begins_a_list(stream: IO[bytes]) -> bool:
-    begins: bytes = stream.peek(64)  # type: ignore[attr-defined]  # as all of `open_file` do
-    return begins.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+                    return
+                begins: bytes = stream.peek(64)  # type: ignore[attr-defined]  # all of `open_file`
+                is_list = begins.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+                read = _read_json if file.format == "json" or is_list else _read_jsonl
+                yield from read(file, stream)
 
 
 def _ending_of_rows(text: str, *, whole: bool) -> str | None:

@@ -66,7 +66,7 @@ def refuse_unheeded(rest: Mapping[str, Any], where: str, *, text: bool) -> None:
         if remedy is None or empty(value):
             continue
         objects = isinstance(value, list) and isinstance(value[0], dict)  # a split's rows
-        if remedy is _WEIGHTS and (_is_one(value) or objects):
+        if remedy is _WEIGHTS and (objects or (type(value) in (int, float) and value == 1)):
             continue
         if name == "label" and text and not isinstance(value, bool):
             continue  # the class of a text
@@ -85,10 +85,6 @@ def refuse_unheeded_of_message(message: Mapping[str, Any], where: str) -> None:
 def empty(value: object) -> bool:
     """Whether a value says nothing: tables fill absent ones with null."""
     return value is None or (isinstance(value, (str, list, dict)) and not value)
-
-
-def _is_one(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == 1
 
 
 def objects(values: list[Any]) -> bool:

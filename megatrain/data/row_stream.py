@@ -20,7 +20,7 @@ from megatrain.data.dataset import Layout, MicroBatch, PackedDataset, choose
 from megatrain.data.encoders import Document, Encoder
 from megatrain.data.examples import BEFORE_ALL, Examples
 from megatrain.data.row_packing import Ints, shuffled
-from megatrain.data.token_store import TokenStore, memory_store
+from megatrain.data.token_store import memory_store
 from megatrain.errors import InputError
 from megatrain.shipped import shipped
 
@@ -193,7 +193,9 @@ class RowStream:
             for documents in self._parts(examples):
                 names = [source.name for source in examples.sources]
                 store = memory_store(documents, names, examples.notes)
-                data = self._packed(store)
+                layout = replace(self._layout, kind=store.notes["kind"])
+                learnt = choose(store, layout, self._seed)
+                data = PackedDataset(store, learnt, layout, f"seed {self._seed}")
                 order = shuffled(len(data), 4, self._seed, row)
                 last = (documents[-1].source, documents[-1].line)
                 if (bad := examples.notes["num_bad"]) > num_bad:
@@ -221,7 +223,3 @@ class RowStream:
             count += len(document.ids)
         if part:
             yield part
-
-    def _packed(self, store: TokenStore) -> PackedDataset:
-        layout = replace(self._layout, kind=store.notes["kind"])
-        return PackedDataset(store, choose(store, layout, self._seed), layout, f"seed {self._seed}")

@@ -176,7 +176,12 @@ def _expand(text: str, kind: Kind) -> list[SourceFile]:
     elif stat.S_ISDIR(_status(path).st_mode):
         paths = _walk(path)
     else:
-        return [_named_file(path, kind)]
+        file = _describe(path, named=True)
+        if kind not in ("auto", "text") and file.format == "text":
+            raise InputError(f"{path}: conversations must be rows: .jsonl, .json, .csv or .parquet")
+        if file.size == 0:
+            raise InputError(f"{path}: the file is empty: give one with data")
+        return [file]
     found = [f for f in (_describe(p, named=False) for p in paths) if f.size > 0]
     rows = [f for f in found if f.format != "text"]
     of_rows = kind not in ("auto", "text")
@@ -205,35 +210,20 @@ def _refuse_splits(text: str, folder: Path, files: list[SourceFile]) -> None:
         )
 
 
-def _named_file(path: Path, kind: Kind) -> SourceFile:
-    file = _describe(path, named=True)
-    if kind not in ("auto", "text") and file.format == "text":
-        raise InputError(f"{path}: conversations must be rows: .jsonl, .json, .csv or .parquet")
-    if file.size == 0:
-        raise InputError(f"{path}: the file is empty: give one with data")
-    return file
-
-
 def _describe(path: Path, *, named: bool) -> SourceFile:
     status = _status(path)
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{path}: not a plain file (a device or a pipe?): copy its data to a file")
-    form = _format(path)
-    if form is None:
+    name = Path(path.name.lower())
+    packed = name.suffix in _PACKED
+    suffix = name.with_suffix("").suffix if packed else name.suffix
+    form = _SUFFIXES.get(suffix, None if suffix in _NOT_TEXT else "text")
+    if form is None or (packed and form in ("parquet", "arrow")):
         raise InputError(
             f"{path}: {path.suffix} files are not read: make .jsonl of its rows, or leave it out "
             "(a folder's text files alone: folder/**/*.txt)"
         )
     return SourceFile(path, form, named, status.st_size, status.st_mtime_ns)
-
-
-def _format(path: Path) -> Format | None:
-    """None: neither rows nor text."""
-    name = Path(path.name.lower())
-    packed = name.suffix in _PACKED
-    inner = name.with_suffix("").suffix if packed else name.suffix
-    form = _SUFFIXES.get(inner, None if inner in _NOT_TEXT else "text")
-    return None if packed and form in ("parquet", "arrow") else form
 
 
 def _status(path: Path) -> os.stat_result:

@@ -80,7 +80,9 @@ def read_csv(
         header = text.readline(longest)
         if "\0" in header:
             raise InputError(f"{file.name}: NUL in its header (UTF-16?): convert it to UTF-8")
-        cells = csv.reader(chain([header], text), delimiter=_delimiter(file, header), strict=True)
+        usual = "\t" if ".tsv" in file.path.suffixes else ","
+        delimiter = next((d for d in (usual, "\t", ";", "|", ",") if d in header), usual)
+        cells = csv.reader(chain([header], text), delimiter=delimiter, strict=True)
         names = next(cells, [])
         _once(names, file)
         for values in cells:
@@ -96,12 +98,6 @@ def read_csv(
         raise InputError(f"{file.name}:{number + 1}: not CSV: {error}: correct the row") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{file.name}: not UTF-8: {error.reason}: convert it to UTF-8") from error
-
-
-def _delimiter(file: SourceFile, header: str) -> str:
-    """What is between the columns: that of the file's name, or another that the header has."""
-    usual = "\t" if ".tsv" in file.path.suffixes else ","
-    return next((each for each in (usual, "\t", ";", "|", ",") if each in header), usual)
 
 
 def _told(value: Any) -> Any:

@@ -18,7 +18,7 @@ from megatrain.data.refused_fields import listed
 from megatrain.data.row_packing import mixed
 from megatrain.data.row_stream import RowStream
 from megatrain.data.sources import Kind, open_sources
-from megatrain.data.token_store import Progress, TokenStore, open_store
+from megatrain.data.token_store import Progress, open_store
 from megatrain.data.tokenizer import identity, pad_id
 from megatrain.errors import InputError
 
@@ -72,18 +72,24 @@ def open_dataset(
     Raises:
         InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
-    _check_numbers(sequence_length, seed)
-    reading = _reading(kind, text_field, fields)
+    reading = _reading(kind, text_field, fields, sequence_length, seed)
     weighted = weights is not None
     sources, groups = open_sources(source, kind, hub_config, hub_split, weighted=weighted)
     examples = Examples(sources, reading, bad_rows)
     settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer)]
-    encoder = Encoder(tokenizer, vocab_size)
-    store = _tokens(examples, encoder, settings, Path(cache_dir).expanduser(), progress)
+    key = json.dumps([_FORMAT, settings, [s.identity for s in sources]])
+    name = "tokens-" + hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+    store = open_store(
+        Path(cache_dir).expanduser() / name,
+        [s.name for s in sources],
+        lambda: Encoder(tokenizer, vocab_size).documents(examples),
+        examples.notes,
+        progress,
+    )
     _say(store.notes)
-    found: Any = REPLIES.get(kind) or store.notes["kind"]
+    of_rows: Any = REPLIES.get(kind) or store.notes["kind"]
     packs = packing and kind not in REPLIES
-    layout = Layout(found, sequence_length, packs, overlong, pad_id(tokenizer, vocab_size))
+    layout = Layout(of_rows, sequence_length, packs, overlong, pad_id(tokenizer, vocab_size))
     documents, part = choose(store, layout, seed), f"seed {seed}"
     if weights is not None:
         of_source = np.array(groups, np.int64)[store.documents()["source"]]
@@ -116,8 +122,7 @@ def open_stream(
     Raises:
         InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
-    _check_numbers(sequence_length, seed)
-    reading = _reading(kind, text_field, fields)
+    reading = _reading(kind, text_field, fields, sequence_length, seed)
     sources, _ = open_sources(source, kind, hub_config, hub_split, streaming=True)
     pad = pad_id(tokenizer, vocab_size)
     # Files may be moved, so they are known by their sizes; blocks are compared when a run goes on.
@@ -134,32 +139,16 @@ def open_stream(
     return stream
 
 
-def _reading(kind: Kind, text_field: str, fields: Fields | None) -> Reading:
-    named = {} if text_field == "text" else {"text": text_field}
-    return Reading(kind, {**named, **(fields or {})})
-
-
-def _check_numbers(sequence_length: int, seed: int) -> None:
+def _reading(
+    kind: Kind, text_field: str, fields: Fields | None, sequence_length: int, seed: int
+) -> Reading:
+    """How rows are read. Raises InputError: a name of a field or a number cannot be used."""
     if sequence_length < 2:
         raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
     if seed < 0:
         raise InputError(f"seed is {seed}: it must not be negative")
-
-
-def _tokens(
-    examples: Examples,
-    encoder: Encoder,
-    settings: list[Any],
-    cache_dir: Path,
-    progress: Progress | None,
-) -> TokenStore:
-    """The tokens of these examples under these settings, kept since the last time if unchanged."""
-    key = json.dumps([_FORMAT, settings, [s.identity for s in examples.sources]])
-    name = "tokens-" + hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
-    names = [s.name for s in examples.sources]
-    return open_store(
-        cache_dir / name, names, lambda: encoder.documents(examples), examples.notes, progress
-    )
+    named = {} if text_field == "text" else {"text": text_field}
+    return Reading(kind, {**named, **(fields or {})})
 
 
 def _say(notes: Mapping[str, Any]) -> None:

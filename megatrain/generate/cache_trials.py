@@ -63,7 +63,9 @@ def _layers_of(model: PreTrainedModel) -> _Layers | None:
     """What each layer keeps; None: the model does not compute with a cache."""
     if model not in _known:
         try:
-            _known[model] = _measured(model)
+            first, second = (_layers(_cache(model, length)) for length in _TRIED)
+            pairs = zip(first, second, strict=True)
+            _known[model] = [(a, b, window) for (a, window), (b, _) in pairs]
         except (torch.OutOfMemoryError, MegatrainError):
             raise
         except Exception as error:  # of the model's code: a mask that asks states for their length
@@ -76,22 +78,22 @@ def _layers_of(model: PreTrainedModel) -> _Layers | None:
     return _known[model]
 
 
-def _measured(model: PreTrainedModel) -> _Layers:
-    first, second = (_layers(_cache(model, length)) for length in _TRIED)
-    return [(a, b, window) for (a, window), (b, _) in zip(first, second, strict=True)]
-
-
 def _cache(model: PreTrainedModel, length: int) -> Any:
-    ids = torch.zeros(1, length, dtype=torch.long, device=model.device)
-    made = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
+    return _next_token(model, [0] * length, 0, use_cache=True).past_key_values
+
+
+def _next_token(model: PreTrainedModel, ids: list[int], padding: int, **options: bool) -> Any:
+    """What `generate` returns of the likeliest token after ids, the first `padding` masked."""
+    row = torch.tensor([ids], device=model.device)
+    mask = (torch.arange(len(ids), device=model.device) >= padding).long()[None]
+    return model.generate(
+        row,
+        attention_mask=mask,
         max_new_tokens=1,
         do_sample=False,
-        use_cache=True,
         return_dict_in_generate=True,
+        **options,
     )
-    return made.past_key_values
 
 
 def _layers(cache: Any) -> list[tuple[int, int | None]]:
@@ -133,15 +135,5 @@ def heeds_mask(model: PreTrainedModel) -> bool:
 
 
 def _logits(model: PreTrainedModel, padding: int) -> Tensor:
-    ids = torch.tensor([[_PROMPT[0]] * padding + list(_PROMPT)], device=model.device)
-    mask = (torch.arange(ids.shape[1], device=model.device) >= padding).long()[None]
-    made = model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=1,
-        do_sample=False,
-        use_cache=takes_cache(model),
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return made.logits[0].float()
+    ids, cached = [_PROMPT[0]] * padding + list(_PROMPT), takes_cache(model)
+    return _next_token(model, ids, padding, use_cache=cached, output_logits=True).logits[0].float()

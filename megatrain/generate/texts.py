@@ -74,8 +74,10 @@ def generate(
         kept=kept,
     )
     with tokenising("the new tokens"):
-        new = [_until(stops, row) for row in made]
-        return tokenizer.batch_decode(new, skip_special_tokens=True)
+        return tokenizer.batch_decode(
+            [row[:-1] if row[-1:] and row[-1] in stops else row for row in made],
+            skip_special_tokens=True,
+        )
 
 
 def continued(
@@ -208,10 +210,6 @@ def stop_ids(source: TextModel, tokenizer: PreTrainedTokenizerBase, *, chat: boo
 
 def _ended(stops: set[int], row: list[int]) -> list[int]:
     return row[: next((at for at, token in enumerate(row, 1) if token in stops), len(row))]
-
-
-def _until(stops: set[int], row: list[int]) -> list[int]:
-    return row[:-1] if row and row[-1] in stops else row
 
 
 def _room(source: TextModel, ids: Sequence[Sequence[int]], wanted: int) -> int:

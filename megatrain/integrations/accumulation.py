@@ -95,7 +95,10 @@ def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]
     if any("labels" not in each for each in rows):
         return rows, CROSS_ENTROPY
     counts = [num_labelled(targets_of(each["labels"], shift)) for each in rows]
-    parts = [_divisor(micro, count) for micro, count in zip(step, counts, strict=True)]
+    parts = [
+        micro.num_micro * count if micro.items is None else micro.items
+        for micro, count in zip(step, counts, strict=True)
+    ]
     if all(part == sum(counts) for part in parts):
         return rows, CROSS_ENTROPY
     if 0 in parts:
@@ -105,8 +108,3 @@ def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]
         )
     weights = [torch.full(r["labels"].shape, 1 / part) for r, part in zip(rows, parts, strict=True)]
     return [r | {"token_weights": w} for r, w in zip(rows, weights, strict=True)], WEIGHTED_SUM
-
-
-def _divisor(micro: Waiting, count: int) -> float:
-    """What the sum of a micro-batch's losses is divided by, whose labels are `count`."""
-    return micro.num_micro * count if micro.items is None else micro.items

@@ -12,6 +12,7 @@ from megatrain.errors import InputError
 from megatrain.integrations import taken
 from megatrain.shipped import shipped
 
+_SHORT = bool | int | float | str | None
 _REPLACED = "the engine takes its place and never calls it; leave it out"
 _UNKNOWN = "this version of MegaTrain does not know it; leave it out"
 _ALIGNED = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # by a Trainer, as it runs
@@ -29,7 +30,8 @@ def check_class(kind: type, mixed_in: type) -> None:
         mixed_in: `StreamedTrainer`, whose own methods are those that are called.
     """
     library = _library(kind)
-    other = next((c for c in library if c.__name__ not in taken.CLASSES and _trains(c)), None)
+    trainers = [c for c in library if any(base.__name__ == "Trainer" for base in c.__mro__)]
+    other = next((c for c in trainers if c.__name__ not in taken.CLASSES), None)
     if other is not None or not library:
         name = kind.__name__ if other is None else other.__name__
         refuse(
@@ -81,8 +83,9 @@ def check_arguments(args: Any) -> None:
         made = field.default
         if field.default_factory is not MISSING:
             made = field.default_factory()
-        value = getattr(args, field.name, made)
-        if field.name not in known and value != made and not (_empty(value) and not made):
+        value: Any = getattr(args, field.name, made)
+        is_empty = value is None or value is False or (hasattr(value, "__len__") and not len(value))
+        if field.name not in known and value != made and not (is_empty and not made):
             if field.name == "bf16_full_eval" and args.bf16:
                 continue
             refuse(f"args.{field.name}", taken.REFUSED_ARGUMENTS.get(field.name, _UNKNOWN))
@@ -102,7 +105,8 @@ class Settings:
         for name, value in _decisive(trainer).items():
             old = self._values.get(name)
             if value is not old and value != old:
-                now = f" (it was {old!r}, and is {value!r})" if _short(old, value) else ""
+                short = isinstance(old, _SHORT) and isinstance(value, _SHORT)
+                now = f" (it was {old!r}, and is {value!r})" if short else ""
                 refuse(f"{name}, changed since the trainer was made{now}", "make another trainer")
 
 
@@ -124,15 +128,3 @@ def _library(kind: type) -> list[type]:
 
 def _of_library(module: str) -> bool:
     return module.partition(".")[0] in ("transformers", "trl")
-
-
-def _trains(kind: type) -> bool:
-    return any(each.__name__ == "Trainer" for each in kind.__mro__)
-
-
-def _empty(value: Any) -> bool:
-    return value is None or value is False or (hasattr(value, "__len__") and not len(value))
-
-
-def _short(*values: Any) -> bool:
-    return all(isinstance(each, bool | int | float | str | None) for each in values)
