@@ -1,13 +1,13 @@
 """Checkpoints: a run's exact state on disk, written while training goes on."""
 
 from megatrain.checkpoint.convert import read_converted
+from megatrain.checkpoint.files import put_right
 from megatrain.checkpoint.folders import (
     is_checkpoint,
     mark,
     newest_whole,
     offering_another,
     open_checkpoint,
-    remove_leftovers,
     require_replaceable,
     rotate,
     verify,

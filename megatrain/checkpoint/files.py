@@ -90,9 +90,12 @@ class NewFile:
         self._write_cached(part[count:], offset + count)
 
     def _write_cached(self, part: memoryview, offset: int) -> None:
-        if len(part) > 0:
-            _write_all(self._handle, part, offset)
-            _drop_pages(self._handle, offset, len(part))
+        start, size = offset, len(part)
+        while len(part) > 0:  # one call writes 2 GiB at most
+            count = os.pwrite(self._handle, part, offset)
+            part, offset = part[count:], offset + count
+        if size > 0:
+            _drop_pages(self._handle, start, size)
 
     def __enter__(self) -> "NewFile":
         return self
@@ -120,13 +123,13 @@ def require_seen(path: Path) -> None:
         )
 
 
-def joined_sums(tile: str, found: Sequence[Sums]) -> tuple[tuple[int, str], ...]:
-    """Bytes and checksums of a tile's pieces, which each rank has of some, in their order.
+def joined_sums(tile: str, by_rank: Sequence[Sums]) -> tuple[tuple[int, str], ...]:
+    """Bytes and checksums of a tile's pieces in the order of their offsets, over all ranks.
 
     Raises:
         RunFailed: hosts that keep the same pieces have other bytes.
     """
-    every = sorted({each for sums in found for each in sums})
+    every = sorted({piece for sums in by_rank for piece in sums})
     if len({offset for offset, *_ in every}) < len(every):
         raise RunFailed(
             f"{tile} has other weights or states on one host than on another, which should be the "
@@ -145,12 +148,6 @@ def open_direct(path: Path, flags: int) -> int | None:
         if error.errno != errno.EINVAL:
             raise
         return None
-
-
-def _write_all(handle: int, part: memoryview, offset: int) -> None:
-    while len(part) > 0:  # one call writes 2 GiB at most
-        count = os.pwrite(handle, part, offset)
-        part, offset = part[count:], offset + count
 
 
 def _drop_pages(handle: int, offset: int, num_bytes: int) -> None:
@@ -297,22 +294,20 @@ def put_right(parent: Path) -> None:
     Raises:
         OSError: what was moved aside cannot be brought back.
     """
-    for path in list(_leftovers(parent)):
+    for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+        if path.name[0] != "." or not path.name.endswith((PARTIAL, REPLACED, REMOVED)):
+            continue
         original = path.with_name(path.name[1:].rpartition(".")[0])
         if path.name.endswith(REPLACED) and not os.path.lexists(original):
             os.rename(path, original)
             continue
         try:
-            _tidy_away(path)
+            if path.is_symlink():  # a link had the name of a checkpoint
+                os.unlink(path)
+            elif not _is_claimed(path):
+                shutil.rmtree(path)
         except OSError as error:
             _log.warning("%s: left over, and cannot be removed (%s)", path, told(error))
-
-
-def _tidy_away(path: Path) -> None:
-    if path.is_symlink():  # a link had the name of a checkpoint
-        os.unlink(path)
-    elif not _is_claimed(path):
-        shutil.rmtree(path)
 
 
 @contextmanager
@@ -339,13 +334,6 @@ def _is_claimed(folder: Path) -> bool:
     finally:
         os.close(handle)
     return False
-
-
-def _leftovers(parent: Path) -> Iterator[Path]:
-    if parent.is_dir():
-        for path in sorted(parent.iterdir()):
-            if path.name.startswith(".") and path.name.endswith((PARTIAL, REPLACED, REMOVED)):
-                yield path
 
 
 def hidden(folder: Path, ending: str) -> Path:

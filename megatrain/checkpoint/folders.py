@@ -1,4 +1,4 @@
-"""The checkpoints of a run's folder: which are whole, which stay."""
+"""Finds, verifies and removes the checkpoints in a run's folder."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -26,12 +26,12 @@ _OWN = {MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP}
 
 
 def is_checkpoint(folder: str | Path) -> bool:
-    """Whether a folder says that it is a checkpoint; it may be a damaged one."""
+    """True if a folder has a checkpoint's manifest; the checkpoint may be damaged."""
     return (Path(folder) / MANIFEST).is_file()
 
 
 def require_replaceable(folder: Path) -> None:
-    """Whether a checkpoint may take the name `folder`: what has it now is removed.
+    """Refuse to save over anything but a checkpoint.
 
     Raises:
         InputError: a file has it, or a folder that holds more than a checkpoint, damaged or not.
@@ -76,18 +76,13 @@ def whole_checkpoints(parent: str | Path) -> list[Path]:
 
     Of those with equally many (a run may leave steps out) the one whose name is last.
     """
-    found = []
+    whole: list[Checkpoint] = []
     parent = Path(parent)
     for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
-        if folder.name.startswith(".") or not is_checkpoint(folder):
-            continue
-        try:
-            found.append(read_checkpoint(folder))
-        except InputError:
-            continue
-    return [
-        each.folder for each in sorted(found, key=lambda c: (c.step, c.folder.name), reverse=True)
-    ]
+        if not folder.name.startswith(".") and is_checkpoint(folder):
+            with suppress(InputError):
+                whole.append(read_checkpoint(folder))
+    return [c.folder for c in sorted(whole, key=lambda c: (c.step, c.folder.name), reverse=True)]
 
 
 def newest_whole(parent: str | Path) -> Path | None:
@@ -132,15 +127,6 @@ def rotate(
     return old
 
 
-def remove_leftovers(parent: str | Path) -> None:
-    """Tidy up after killed saves in a folder; a save does this itself, before it begins.
-
-    Raises:
-        OSError: a checkpoint that was being replaced cannot be brought back.
-    """
-    files.put_right(Path(parent))
-
-
 @contextmanager
 def offering_another(folder: Path) -> Iterator[None]:
     """Add to an InputError where a whole checkpoint is, of the same run or the same model."""
@@ -151,18 +137,20 @@ def offering_another(folder: Path) -> Iterator[None]:
         beside = [each for each in whole_checkpoints(folder.parent) if each != folder]
         if folder.parent.name == "checkpoints":  # of a run
             own += beside
-        alike = next((each for each in beside if _same_model(each, folder)), None)
+        alike = next(
+            (
+                other
+                for other in beside
+                if any(read(other) == read(folder) is not None for read in (_config, _shapes))
+            ),
+            None,
+        )
         hint = "no whole checkpoint of the same model is beside it"
         if own:
             hint = f"take {own[0]}"
         elif alike is not None:
             hint = f"beside it is a whole one of the same model: {alike}"
         raise InputError(f"{error}; {hint}") from error
-
-
-def _same_model(one: Path, other: Path) -> bool:
-    """Whether what can still be read of both folders describes the same model."""
-    return any(found(one) == found(other) is not None for found in (_config, _shapes))
 
 
 def _config(folder: Path) -> Any:

@@ -301,8 +301,15 @@ def _believed(content: dict[str, Any], path: Path) -> Manifest:
         if content.get("checksum") != _own_checksum(unsigned):
             raise ValueError("its text was changed after it was saved (its own checksum differs)")
         manifest = _decoded(content)
-        _check_files(manifest)
-        _check_names(manifest)
+        for name, record in manifest.files.items():
+            check_name(name)
+            if sum(size for size, _ in record.pieces) != record.num_bytes:
+                raise ValueError(f"{name!r}: its pieces do not make up its size")
+        names = [parameter.name for tile in manifest.tiles for parameter in tile.parameters]
+        if len(set(names)) != len(names):
+            raise ValueError("a parameter is in two places")
+        if len({tile.file for tile in manifest.tiles}) != len(manifest.tiles):
+            raise ValueError("two tiles have one file")
         for tile in manifest.tiles:
             _check_tile(manifest, tile)
         _check_versions(manifest)
@@ -337,13 +344,6 @@ def check_name(name: str) -> None:
         raise ValueError(f"the name {name[:80]!r} leaves the folder")
 
 
-def _check_files(manifest: Manifest) -> None:
-    for name, record in manifest.files.items():
-        check_name(name)
-        if sum(size for size, _ in record.pieces) != record.num_bytes:
-            raise ValueError(f"{name!r}: its pieces do not make up its size")
-
-
 def _check_tile(manifest: Manifest, tile: TileRecord) -> None:
     if tile.file not in manifest.files:
         raise ValueError(f"tile {tile.name[:80]!r} has no file")
@@ -370,12 +370,3 @@ def _check_versions(manifest: Manifest) -> None:
         raise ValueError("its tiles are of different versions")
     if any(tile.version > manifest.settings.steps for tile in manifest.tiles):
         raise ValueError("a tile has had more updates than there were steps")
-
-
-def _check_names(manifest: Manifest) -> None:
-    names = [each.name for tile in manifest.tiles for each in tile.parameters]
-    if len(set(names)) != len(names):
-        raise ValueError("a parameter is in two places")
-    files = [tile.file for tile in manifest.tiles]
-    if len(set(files)) != len(files):
-        raise ValueError("two tiles have one file")

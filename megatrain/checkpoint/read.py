@@ -1,18 +1,17 @@
 """Tiles back from a checkpoint, straight into their planes, by many threads at once."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from megatrain.checkpoint.files import OldFile
-from megatrain.checkpoint.manifest import Checkpoint, Parameter, TileRecord
-from megatrain.checkpoint.snapshot import dtype_name, file_name, planes_of
+from megatrain.checkpoint.manifest import Checkpoint, TileRecord
+from megatrain.checkpoint.snapshot import file_name, planes_of
 from megatrain.device import Buffer
 from megatrain.errors import InputError
-from megatrain.model.safetensors_io import DTYPES, Stored, read_header
+from megatrain.model.safetensors_io import DTYPE_NAMES, DTYPES, Stored, read_header
 from megatrain.optim import Plane
 from megatrain.store import Tile
 from megatrain.tile import Entry
@@ -37,8 +36,8 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
     Raises:
         InputError: a file is damaged, or the checkpoint is one of other parameters or planes.
     """
-    _Match(checkpoint, tiles).check()
-    _run(_jobs(checkpoint, tiles), threads)
+    _check(checkpoint, tiles)
+    _run(_pieces(checkpoint, tiles), threads)
     records = checkpoint.manifest.tiles
     of_tile = {record.name: record.version for record in records}
     of_parameter = {each.name: record.version for record in records for each in record.parameters}
@@ -55,72 +54,63 @@ def read_planes(
     Raises:
         InputError: a file is damaged, or does not have them.
     """
-    _Match(checkpoint, [tile], wanted).check()
-    _run((job for job in _jobs(checkpoint, [tile], wanted) if job.ranges), threads)
+    _check(checkpoint, [tile], wanted)
+    _run(_pieces(checkpoint, [tile], wanted), threads)
 
 
-def _run(jobs: Iterable["_Job"], threads: int) -> None:
+def _run(reads: Iterable[Callable[[], None]], threads: int) -> None:
     with ThreadPoolExecutor(threads, thread_name_prefix="read-checkpoint") as pool:
-        reads = [pool.submit(job) for job in jobs]
+        running = [pool.submit(read) for read in reads]
         try:
-            for each in reads:
-                each.result()
+            for future in running:
+                future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-@dataclass
-class _Match:
-    """Compares the checkpoint's parameters with the parameters that are to be filled."""
+def _check(
+    checkpoint: Checkpoint, tiles: Sequence[Tile], only: Collection[Plane] | None = None
+) -> None:
+    """Raises InputError: the checkpoint has other parameters than `tiles`, or other planes."""
+    for mismatch in _mismatches(checkpoint, tiles, only):
+        raise InputError(f"{checkpoint.folder}: {mismatch}; it is of another model or precision")
 
-    checkpoint: Checkpoint
-    tiles: Sequence[Tile]
-    only: Collection[Plane] | None = None  # of one of the tiles
 
-    def check(self) -> None:
-        left_out = self.checkpoint.settings.left_out is not None
-        saved = {
-            each.name: (record, each)
-            for record in self.checkpoint.manifest.tiles
-            for each in record.parameters
-        }
-        for tile in self.tiles:
-            for entry in tile.layout.entries:
-                if entry.name not in saved and left_out and entry.group is None:
-                    continue
-                if entry.name not in saved:
-                    self._refuse(f"it has no parameter {entry.name!r}")
-                record, parameter = saved.pop(entry.name)
-                self._check_parameter(tile, entry, record, parameter)
-        if saved and self.only is None:
-            self._refuse(f"its parameter {min(saved)!r} is unknown to the model")
-
-    def _check_parameter(
-        self, tile: Tile, entry: Entry, record: TileRecord, parameter: Parameter
-    ) -> None:
+def _mismatches(
+    checkpoint: Checkpoint, tiles: Sequence[Tile], only: Collection[Plane] | None
+) -> Iterator[str]:
+    left_out, tile_records = checkpoint.settings.left_out is not None, checkpoint.manifest.tiles
+    saved = {each.name: (record, each) for record in tile_records for each in record.parameters}
+    for tile, entry in [(t, entry) for t in tiles for entry in t.layout.entries]:
+        if entry.name not in saved:
+            if not left_out or entry.group is not None:
+                yield f"it has no parameter {entry.name!r}"
+            continue
+        record, parameter = saved.pop(entry.name)
         if parameter.shape != entry.shape:
-            self._refuse(f"{entry.name!r} has shape {parameter.shape} instead of {entry.shape}")
+            yield f"{entry.name!r} has shape {parameter.shape} instead of {entry.shape}"
         if parameter.entry.packed != entry.packed:
-            self._refuse(f"{entry.name!r} is kept as {parameter.packed or 'its values'} there")
+            yield f"{entry.name!r} is kept as {parameter.packed or 'its values'} there"
         end = parameter.offset + parameter.entry.stored
         for name, wanted in planes_of(tile).items():
-            if not wanted.has(entry) or (self.only is not None and wanted not in self.only):
+            if not wanted.has(entry) or (only is not None and wanted not in only):
                 continue
-            plane = record.planes.get(name)
+            plane, dtype = record.planes.get(name), DTYPE_NAMES[wanted.dtype]
             if plane is None or plane.numel < wanted.place(parameter.offset, end).stop:
-                self._refuse(f"it has no {name} of {entry.name!r}")
-            elif plane.dtype != dtype_name(wanted):
-                self._refuse(f"{name} of {entry.name!r} is {plane.dtype}, not {dtype_name(wanted)}")
+                yield f"it has no {name} of {entry.name!r}"
+            elif plane.dtype != dtype:
+                yield f"{name} of {entry.name!r} is {plane.dtype}, not {dtype}"
+    if saved and only is None:
+        yield f"its parameter {min(saved)!r} is unknown to the model"
 
-    def _refuse(self, what: str) -> None:
-        raise InputError(f"{self.checkpoint.folder}: {what}; it is of another model or precision")
 
-
-def _jobs(
+def _pieces(
     checkpoint: Checkpoint, tiles: Sequence[Tile], only: Collection[Plane] | None = None
-) -> Iterator["_Job"]:
+) -> Iterator[Callable[[], None]]:
+    """A function for each piece of the checkpoint's files, which reads it into `tiles`."""
     places = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
+    others_read = only is not None or any(tile.layout.ranks > 1 for tile in tiles)
     for record in checkpoint.manifest.tiles:
         stored = tile_planes(checkpoint, record)
         if only is not None:
@@ -129,9 +119,9 @@ def _jobs(
         ranges = list(_ranges(record, stored, places))
         for offset, num_bytes, checksum in checkpoint.manifest.files[record.file].spans():
             inside = [r for r in ranges if r.start < offset + num_bytes and offset < r.stop]
-            if not inside and any(tile.layout.ranks > 1 for tile in tiles):
-                continue  # another rank reads, and checks, it
-            yield _Job(checkpoint, record.file, offset, num_bytes, checksum, inside)
+            if inside or not others_read:  # all else another rank or call reads, and checks
+                span = (offset, num_bytes, checksum)
+                yield partial(_read_piece, checkpoint, record.file, span, inside)
 
 
 def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]:
@@ -183,32 +173,21 @@ def _ranges(
                 yield _Range(start, start + len(target.data), target)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One piece of a file and the ranges that lie in it."""
-
-    checkpoint: Checkpoint
-    file: str
-    offset: int
-    num_bytes: int
-    checksum: str
-    ranges: list[_Range]
-
-    def __call__(self) -> None:
-        with self.checkpoint.open(self.file) as file:
-            if len(self.ranges) == 1:
-                [only] = self.ranges
-                at = self.offset - only.start
-                target = only.target.data[max(at, 0) :][: self.num_bytes]
-                if at >= 0 and len(target) == self.num_bytes and target.is_cpu:
-                    return self._read(file, target)
-            data = torch.empty(self.num_bytes, dtype=torch.uint8)
-            self._read(file, data)
-        for each in self.ranges:
-            start, stop = max(each.start, self.offset), min(each.stop, self.offset + self.num_bytes)
-            with each.target.writing(slice(start - each.start, stop - each.start)) as place:
-                place.copy_(data[start - self.offset : stop - self.offset])
-        return None
-
-    def _read(self, file: OldFile, target: Tensor) -> None:
-        file.read(target.numpy().data, self.offset, self.checksum)
+def _read_piece(
+    checkpoint: Checkpoint, name: str, span: tuple[int, int, str], ranges: list[_Range]
+) -> None:
+    """Read a piece of a file into the `ranges` that lie in it; directly into a single one."""
+    offset, num_bytes, checksum = span
+    with checkpoint.open(name) as file:
+        if len(ranges) == 1:
+            at = offset - ranges[0].start
+            target = ranges[0].target.data[max(at, 0) :][:num_bytes]
+            if at >= 0 and len(target) == num_bytes and target.is_cpu:
+                return file.read(target.numpy().data, offset, checksum)
+        data = torch.empty(num_bytes, dtype=torch.uint8)
+        file.read(data.numpy().data, offset, checksum)
+    for part in ranges:
+        start, stop = max(part.start, offset), min(part.stop, offset + num_bytes)
+        with part.target.writing(slice(start - part.start, stop - part.start)) as place:
+            place.copy_(data[start - offset : stop - offset])
+    return None

@@ -168,15 +168,17 @@ class Saving:
         ranks = self._ranks
         with ExitStack() as held:
             ranks.agree(lambda: None if ranks.rank else self._make(partial, held))
-            found = ranks.agree(lambda: self._fill(partial))
-            ranks.agree(lambda: None if ranks.rank else self._publish(partial, found))
+            written = ranks.agree(lambda: self._fill(partial))
+            ranks.agree(lambda: None if ranks.rank else self._publish(partial, written))
 
     def _make(self, partial: Path, held: ExitStack) -> None:
         parent = self.folder.parent
         parent.mkdir(parents=True, exist_ok=True)
         files.sync_folder(parent.parent)
         files.put_right(parent)
-        self._check_space(parent)
+        free = shutil.disk_usage(parent).free
+        if free < self.num_bytes:
+            raise RunFailed(f"it takes {gib(self.num_bytes)} and the disk has {gib(free)} left")
         files.make_folder(partial)
         held.enter_context(files.claimed(partial))
         for folder in (partial / TILES, partial / MODEL):
@@ -193,14 +195,16 @@ class Saving:
         return tiles, documents
 
     def _publish(
-        self, partial: Path, found: Sequence[tuple[dict[str, files.Sums], dict[str, FileRecord]]]
+        self, partial: Path, written: Sequence[tuple[dict[str, files.Sums], dict[str, FileRecord]]]
     ) -> None:
         """Write the manifest of what all ranks have written, and give the folder its name."""
-        records = dict(found[0][1])
+        records = dict(written[0][1])
         for job in self._jobs:
-            pieces = files.joined_sums(job.tile.name, [tiles[job.name] for tiles, _ in found])
+            pieces = files.joined_sums(job.tile.name, [sums[job.name] for sums, _ in written])
             records[job.name] = FileRecord(job.num_bytes, pieces)
-        manifest = self._manifest(records)
+        tiles = tuple(sorted(map(tile_record, self._jobs), key=lambda tile: tile.file))
+        settings = self._contents.settings
+        manifest = Manifest(FORMAT, VERSION, files.ALGORITHM, settings, records, tiles)
         for folder in [path for path in partial.rglob("*") if path.is_dir()]:
             files.sync_folder(folder)
         files.write_text(partial / MANIFEST, manifest.as_text())
@@ -210,11 +214,6 @@ class Saving:
         files.sync_folder(self.folder.parent)
         with suppress(OSError):  # the next save tries again
             files.put_right(self.folder.parent)
-
-    def _check_space(self, parent: Path) -> None:
-        free = shutil.disk_usage(parent).free
-        if free < self.num_bytes:
-            raise RunFailed(f"it takes {gib(self.num_bytes)} and the disk has {gib(free)} left")
 
     @contextmanager
     def _writers(self, partial: Path) -> Iterator[dict[str, files.Sums]]:
@@ -296,12 +295,6 @@ class Saving:
             files.write_text(partial / KEEP, "")
         return {name: FileRecord(*record) for name, record in records.items()}
 
-    def _manifest(self, records: dict[str, FileRecord]) -> Manifest:
-        tiles = [tile_record(job) for job in self._jobs]
-        tiles.sort(key=lambda tile: tile.file)
-        settings = self._contents.settings
-        return Manifest(FORMAT, VERSION, files.ALGORITHM, settings, records, tuple(tiles))
-
 
 class Saver:
     """An engine's checkpoints; owns the memory that saves need.
@@ -356,8 +349,8 @@ class Saver:
             return str(folder)
 
         require_same([{"folder to save to": each} for each in self._ranks.agree(prepare)])
-        given = contents, jobs, self._spare, self._ranks.beside
-        self.last = Saving(self._device, folder, *given)
+        ranks = self._ranks.beside
+        self.last = Saving(self._device, folder, contents, jobs, self._spare, ranks)
         try:
             Release(self._device, self.last.snapshot).start(jobs)
         except BaseException:
@@ -385,14 +378,17 @@ class Saver:
         """What is overwritten first is written first."""
         order = sorted(self._tiles, key=lambda tile: -tile.index if self._reverse else tile.index)
         kept = [tile for tile in order if tile.layout.trainable_numel or not trained]
-        jobs = [tile_file(tile, _file_name(tile), trained=trained) for tile in kept]
+        jobs = [
+            tile_file(
+                tile,
+                f"{TILES}/{tile.index:04d}-{tile.name.replace(' ', '-')}.safetensors",
+                trained=trained,
+            )
+            for tile in kept
+        ]
         return sorted(jobs, key=lambda job: not job.leaving)
 
 
 def _tell(failures: list[str]) -> None:
     while failures:
         _log.warning("%s", failures.pop())
-
-
-def _file_name(tile: Tile) -> str:
-    return f"{TILES}/{tile.index:04d}-{tile.name.replace(' ', '-')}.safetensors"

@@ -124,9 +124,9 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
                 offset = end + shard.at * size + start - first
                 pieces.append(Piece(buffer, part, offset, tier))
         end += each.num_bytes
-    kept = {n: manifest.Plane(dtype_name(p), lengths[n]) for n, p in planes.items()}
+    records = {n: manifest.Plane(DTYPE_NAMES[p.dtype], lengths[n]) for n, p in planes.items()}
     entries = layout.trainable if trained else layout.entries
-    return TileFile(tile, name, tile.version, end, header, pieces, kept, entries)
+    return TileFile(tile, name, tile.version, end, header, pieces, records, entries)
 
 
 def saved_numel(plane: Plane, layout: TileLayout, stop: int) -> int:
@@ -135,23 +135,12 @@ def saved_numel(plane: Plane, layout: TileLayout, stop: int) -> int:
 
 
 def tile_record(job: TileFile) -> manifest.TileRecord:
-    """What the manifest says of a tile."""
+    """The tile's part of the manifest."""
     parameters = tuple(
-        manifest.Parameter(
-            each.name,
-            each.shape,
-            each.offset,
-            each.group,
-            each.packed.name if each.packed else None,
-        )
-        for each in job.entries
+        manifest.Parameter(e.name, e.shape, e.offset, e.group, e.packed.name if e.packed else None)
+        for e in job.entries
     )
     return manifest.TileRecord(job.tile.name, job.name, job.version, job.planes, parameters)
-
-
-def dtype_name(plane: Plane) -> str:
-    """A plane's dtype as safetensors says it."""
-    return DTYPE_NAMES[plane.dtype]
 
 
 class Abandoned(Exception):

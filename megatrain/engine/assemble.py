@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import takewhile
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 
@@ -36,7 +36,7 @@ from megatrain.engine.vocab_split import VocabSplit, in_shards
 from megatrain.errors import InputError
 from megatrain.loss import Loss, Summed, range_gradient, range_statistics
 from megatrain.model.compiled import compile_and_tell
-from megatrain.model.program import ModelProgram, Program
+from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement, Verify
 from megatrain.store import Store, Tier, Tile
@@ -57,7 +57,7 @@ class Assembly:
     """
 
     device: Device
-    program: Program
+    program: ModelProgram
     store: Store
     dtype: torch.dtype
     placement: Placement
@@ -195,8 +195,7 @@ class Assembly:
         def summed(loss: Loss) -> Summed:
             return compile_and_tell(loss.summed, "the loss") if compiled else loss.summed
 
-        program = cast(ModelProgram, self.program)
-        return WholeHead(program, self.placement.head_tokens, summed)
+        return WholeHead(self.program, self.placement.head_tokens, summed)
 
     def vocab_split(self) -> VocabSplit:
         """What is computed with a head whose table is streamed in ranges of rows."""
@@ -204,8 +203,7 @@ class Assembly:
         if self.placement.compile:
             statistics = compile_and_tell(statistics, "the loss of some rows")
             gradient = compile_and_tell(gradient, "the gradient of some rows")
-        program = cast(ModelProgram, self.program)
-        return VocabSplit(program, self.placement.head_tokens, statistics, gradient)
+        return VocabSplit(self.program, self.placement.head_tokens, statistics, gradient)
 
     def embedding(self, sink: Sink | None, work: ScratchArena) -> Embedding:
         return Embedding(

@@ -26,7 +26,7 @@ from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.tile_slice import ExpertSlices, TileSlice
 from megatrain.model.capture import Ref
 from megatrain.model.experts import Chosen, ExpertRows
-from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.placement import Saves
 
 # Leaves beside the layer's outputs: the experts' hidden states, choices and shares; their result.
@@ -34,7 +34,7 @@ GIVEN, RESULT = (-1, -2, -3), -4
 
 
 def staged(
-    device: Device, program: Program, expert_slices: ExpertSlices, visit: int
+    device: Device, program: ModelProgram, expert_slices: ExpertSlices, visit: int
 ) -> list[Layer]:
     """The stages of a layer, in their order."""
     after = After(device, program, expert_slices.again, visit)
@@ -49,7 +49,9 @@ def staged(
 class _AroundExperts(Stage):
     """A stage that runs the layer without its experts."""
 
-    def __init__(self, device: Device, program: Program, tile_slice: TileSlice, visit: int) -> None:
+    def __init__(
+        self, device: Device, program: ModelProgram, tile_slice: TileSlice, visit: int
+    ) -> None:
         super().__init__(device, program, tile_slice, visit)
         self.given = [Ref(visit, leaf) for leaf in GIVEN]
         self.result = Ref(visit, RESULT)
@@ -73,7 +75,9 @@ class After(_AroundExperts):
         results: in the backward, the experts' result of each micro-batch, for `Before`.
     """
 
-    def __init__(self, device: Device, program: Program, tile_slice: TileSlice, visit: int) -> None:
+    def __init__(
+        self, device: Device, program: ModelProgram, tile_slice: TileSlice, visit: int
+    ) -> None:
         super().__init__(device, program, tile_slice, visit)
         self.inputs = [*self.inputs, self.result]
         self.new_inputs = self.grad_inputs = [self.result]
@@ -94,7 +98,7 @@ class Before(_AroundExperts):
     """Runs the layer up to its experts; the backward is of all of the layer but the experts."""
 
     def __init__(
-        self, device: Device, program: Program, tile_slice: TileSlice, visit: int, after: After
+        self, device: Device, program: ModelProgram, tile_slice: TileSlice, visit: int, after: After
     ) -> None:
         super().__init__(device, program, tile_slice, visit)
         self.made = [*self.made, *self.given, self.result]
@@ -110,7 +114,7 @@ class Group(Stage):
     """Some of the layer's experts, for the tokens that chose them."""
 
     def __init__(
-        self, device: Device, program: Program, tile_slice: TileSlice, visit: int, start: int
+        self, device: Device, program: ModelProgram, tile_slice: TileSlice, visit: int, start: int
     ) -> None:
         """Args: `start` is the number of the first expert of the group."""
         super().__init__(device, program, tile_slice, visit)

@@ -24,7 +24,7 @@ from megatrain.engine.saved_tensors import (
 from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.model import attention
-from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Saves
 from megatrain.store import Tile
 
@@ -55,7 +55,7 @@ class Layer(StreamedModule):
     def __init__(
         self,
         device: Device,
-        program: Program,
+        program: ModelProgram,
         tile: Tile | TileSlice,
         visit: int,
         policy: ActivationPolicy = RECOMPUTE,

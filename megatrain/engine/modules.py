@@ -23,7 +23,7 @@ from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.loss import JointLoss
 from megatrain.model.capture import PROLOGUE, Ref
-from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.placement import ActivationPolicy
 from megatrain.seeds import derived_seed
 from megatrain.store import Tile
@@ -47,7 +47,7 @@ class StreamedModule:
     pulls = True
 
     def __init__(
-        self, device: Device, program: Program, tile: Tile | TileSlice, prefix: str = ""
+        self, device: Device, program: ModelProgram, tile: Tile | TileSlice, prefix: str = ""
     ) -> None:
         self.device, self.program, self.tile, self.prefix = device, program, tile, prefix
 
@@ -105,7 +105,9 @@ class Prologue(StreamedModule):
 
     visit = PROLOGUE
 
-    def __init__(self, device: Device, program: Program, tile: Tile, embedding: Embedding) -> None:
+    def __init__(
+        self, device: Device, program: ModelProgram, tile: Tile, embedding: Embedding
+    ) -> None:
         super().__init__(device, program, tile)
         self.embedding = embedding
         self.inputs: list[Ref] = []
@@ -167,7 +169,7 @@ class Head(StreamedModule):
     def __init__(
         self,
         device: Device,
-        program: Program,
+        program: ModelProgram,
         tile: Tile | TileSlice,
         computed: HeadMath,
         collectives: Collectives | None = None,

@@ -33,7 +33,7 @@ from megatrain.loss import (
     range_statistics,
 )
 from megatrain.model.capture import Ref
-from megatrain.model.program import Activations, MicroBatch, ModelProgram, Program
+from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.placement import Saves
 
 # Leaves of the head. Forward: what is projected `[B, T, D]`; the log-sum-exp, the targets' logits,
@@ -48,7 +48,7 @@ HIDDEN, LOGITS = 0, 7
 
 def in_shards(
     device: Device,
-    program: Program,
+    program: ModelProgram,
     vocab_slices: VocabSlices,
     rows: "VocabSplit",
     collectives: Collectives,
@@ -223,7 +223,7 @@ def _given(micro: MicroBatch) -> list[Tensor]:
 class _AfterLayers(Stage):
     """Visited after the last layer."""
 
-    def __init__(self, device: Device, program: Program, tile_slice: TileSlice) -> None:
+    def __init__(self, device: Device, program: ModelProgram, tile_slice: TileSlice) -> None:
         super().__init__(device, program, tile_slice, len(program.spec.layers) - 1)
         self.visit += 1
         self.name, self.prefix = HEAD_NAME, ""
@@ -233,7 +233,7 @@ class _AfterLayers(Stage):
 class Epilogue(_AfterLayers):
     """From the last layer's activations to what is projected."""
 
-    def __init__(self, device: Device, program: Program, tile_slice: TileSlice) -> None:
+    def __init__(self, device: Device, program: ModelProgram, tile_slice: TileSlice) -> None:
         super().__init__(device, program, tile_slice)
         spec = program.spec
         self.inputs = self.grad_inputs = spec.epilogue_inputs
@@ -255,7 +255,12 @@ class VocabShard(_AfterLayers):
     """A stage for a range of the table's rows that is not the last range."""
 
     def __init__(
-        self, device: Device, program: Program, tile_slice: TileSlice, start: int, rows: VocabSplit
+        self,
+        device: Device,
+        program: ModelProgram,
+        tile_slice: TileSlice,
+        start: int,
+        rows: VocabSplit,
     ) -> None:
         """Args: `start` is the first row."""
         super().__init__(device, program, tile_slice)

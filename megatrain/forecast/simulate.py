@@ -33,7 +33,7 @@ from megatrain.forecast.profile import Profile
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
-from megatrain.model.program import Program
+from megatrain.model.program import ModelProgram
 from megatrain.model.weights import IN_FLIGHT_BYTES
 from megatrain.placement import Placement
 from megatrain.source.opened import Model
@@ -378,7 +378,7 @@ def _assemble(
     every = model.ranks * model.hosts
     assembly = ForecastAssembly(
         device,
-        cast(Program, UnrunProgram(measured)),
+        cast(ModelProgram, UnrunProgram(measured)),
         store,
         measured.dtype,
         replace(placement, compile=False, chunk_tokens=None),  # nothing is run

@@ -1,7 +1,7 @@
 """Models with adapters: a transformers model whose modules PEFT has wrapped.
 
-Everything that follows a forward takes such a model as it is. What is read from and written to
-folders of the base goes by the base's names, which are told here.
+Everything that follows a forward takes such a model as it is. Folders of the base are read and
+written by the base's names, which `Adapted` maps.
 """
 
 import copy
@@ -72,8 +72,8 @@ def require_held(model: PreTrainedModel) -> None:
     found = adapted(model)
     if found is None:
         return
-    held = {*peft.file_names(model, found.active).values()}
-    beside = [n for n, p in model.named_parameters() if p.requires_grad and n not in held]
+    in_file = {*peft.file_names(model, found.active).values()}
+    beside = [n for n, p in model.named_parameters() if p.requires_grad and n not in in_file]
     if beside:
         more = f" and {len(beside) - 1} more" if len(beside) > 1 else ""
         raise InputError(
@@ -111,16 +111,18 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
         InputError: also for what PEFT passes over: names that nothing in the model has.
     """
     model = with_adapters(base, {"default": config})
-    modules = [name for name, _ in base.named_modules()]
+    modules = [f".{name}" for name, _ in base.named_modules()]
     wanted = [(f".{name}", "target_modules") for name in _listed(config.target_modules)]
     wanted += [(f".{name}", "exclude_modules") for name in _listed(config.exclude_modules)]
     saved = set(_listed(config.modules_to_save)) - peft.heads_named(config)
     wanted += [(name, "modules_to_save") for name in sorted(saved)]
     for end, key in wanted:
-        if not any(f".{own}".endswith(end) for own in modules):
+        if not any(path.endswith(end) for path in modules):
+            with_weights = [n for n, m in base.named_modules() if [*m.parameters(recurse=False)]]
+            leaves = dict.fromkeys(name.rpartition(".")[2] for name in with_weights)
             raise InputError(
                 f"adapter: the model has no module {end.strip('.')!r} ({key}); there are "
-                f"{in_one_line(', '.join(_leaves(base)), 200)}"
+                f"{in_one_line(', '.join(leaves), 200)}"
             )
     _check_patterns(model, config)
     return model
@@ -149,17 +151,11 @@ def _check_patterns(model: PreTrainedModel, config: Any) -> None:
             )
 
 
-def _leaves(model: nn.Module) -> list[str]:
-    """What modules with parameters of their own are called, each name once."""
-    own = (name for name, m in model.named_modules() if any(True for _ in m.parameters(False)))
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in own))
-
-
-def _listed(given: Any) -> list[Any]:
+def _listed(value: Any) -> list[Any]:
     """The names, or numbers, of a key that may be one number or a regular expression."""
-    if isinstance(given, str) or given is None:
+    if isinstance(value, str) or value is None:
         return []
-    return [given] if isinstance(given, int) else sorted(given)
+    return [value] if isinstance(value, int) else sorted(value)
 
 
 def noted(model: PreTrainedModel, configs: Mapping[str, Any], active: str) -> PreTrainedModel:
@@ -202,8 +198,8 @@ def draw_adapters(
                     write(f"{path}.modules_to_save.{adapter}.{name}", original())
             elif adapter in module.r:
                 torch.default_generator.manual_seed(derived_seed(seed, number, len(first)))
-                given = {name: value() for name, value in base.items()} if config.use_dora else {}
-                for name, value in peft.drawn(module, config, adapter, given).items():
+                weights = {name: value() for name, value in base.items()} if config.use_dora else {}
+                for name, value in peft.drawn(module, config, adapter, weights).items():
                     write(f"{path}.{name}", value)
 
 

@@ -234,25 +234,20 @@ def loaded_types(
         made: what the class makes of the configuration in `dtype`, where that is at hand.
     """
     known = _loaded.setdefault(model, {})
-    if dtype not in known:
-        known[dtype] = _loaded_types(model, dtype, made)
-    return known[dtype]
-
-
-def _loaded_types(
-    model: PreTrainedModel, dtype: torch.dtype, twin: PreTrainedModel | None
-) -> dict[str, torch.dtype]:
-    if (found := adapted(model)) is not None:
-        types, names = loaded_types(found.base, dtype), {**found.held, **found.copies}
+    if dtype in known:
+        return known[dtype]
+    if (adapters := adapted(model)) is not None:
+        types, names = loaded_types(adapters.base, dtype), {**adapters.held, **adapters.copies}
         every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
-        return {name: types.get(names.get(name, ""), dtype) for name, _ in every}
-    if twin is None:
+        known[dtype] = {name: types.get(names.get(name, ""), dtype) for name, _ in every}
+        return known[dtype]
+    if made is None:
         with weightless():
-            twin = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
+            made = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
     plan = [re.compile(pattern.replace("*", ".*")) for pattern in in_fp32(model, dtype)]
-    stored = twin.state_dict().keys()
-    tensors = chain(twin.named_parameters(remove_duplicate=False), twin.named_buffers())
-    return {
+    stored = made.state_dict().keys()
+    tensors = chain(made.named_parameters(remove_duplicate=False), made.named_buffers())
+    known[dtype] = {
         name: torch.float32
         if name in stored
         and tensor.is_floating_point()
@@ -260,6 +255,7 @@ def _loaded_types(
         else tensor.dtype
         for name, tensor in tensors
     }
+    return known[dtype]
 
 
 @contextmanager

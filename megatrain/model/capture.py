@@ -99,7 +99,8 @@ class Rows:
             InputError: some are not among the step's tokens.
         """
         # Nearly always these are the batch's own ids; comparing others waits for the device.
-        if _same(ids, self.ids):
+        own = _memory(ids) == _memory(self.ids) and ids.numel() == self.ids.numel()
+        if own and ids.is_contiguous():
             return self.index.view(ids.shape)
         unique_U = self.unique.to(ids.device)
         index = torch.searchsorted(unique_U, ids.contiguous()).clamp_(max=len(unique_U) - 1)
@@ -154,19 +155,15 @@ class Lookups(TorchFunctionMode):
         self.names, self.rows, self.uses = names, rows, uses
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = self._call(func, args, kwargs)
+        kwargs, row = kwargs or {}, _row_taken(func, args)
+        if func is F.embedding:
+            result = self._embedding(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs) if row is None else self._row(args[0], row, args[1])
         if self.uses is not None:
-            of_rows = func is F.embedding or _row_taken(func, args) is not None
+            of_rows = func is F.embedding or row is not None
             self.uses.note((*args, *kwargs.values()), result, of_rows=of_rows)
         return result
-
-    def _call(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        if func is F.embedding:
-            return self._embedding(*args, **kwargs)
-        if (row := _row_taken(func, args)) is not None:
-            return self._row(args[0], row, args[1])
-        return func(*args, **kwargs)
 
     def _embedding(
         self, ids: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
@@ -199,10 +196,6 @@ def _row_taken(func: Callable[..., Any], args: tuple) -> int | None:
     index = args[1]
     first = index[0] if isinstance(index, tuple) and index else index
     return first if isinstance(first, int) and not isinstance(first, bool) else None
-
-
-def _same(ids: Tensor, own: Tensor) -> bool:
-    return _memory(ids) == _memory(own) and ids.is_contiguous() and ids.numel() == own.numel()
 
 
 class Capture:
@@ -313,14 +306,13 @@ class Capture:
             self._handler = None
 
     def head(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """Logits `[B, T, V]` from a trunk output, by the model's own code after the trunk."""
-        if self.scores_rows:
-            return self._scores(weights, output)
-        result = self._after_trunk(weights, output, inputs)
-        return result.logits if hasattr(result, "logits") else result[0]
+        """Logits `[B, T, V]` from a trunk output, by the model's own code after the trunk.
 
-    def _scores(self, weights: Mapping[str, Tensor], output: Any) -> Tensor:
-        """The score of each token as if it were a row: rows are scored at one of their tokens."""
+        Of a model that scores rows, the score of each token as if it were a row.
+        """
+        if not self.scores_rows:
+            result = self._after_trunk(weights, output, inputs)
+            return result.logits if hasattr(result, "logits") else result[0]
         hidden_BTD = last_hidden(output)
         rows = hidden_BTD.reshape(-1, 1, hidden_BTD.shape[-1])
         ids = torch.zeros(rows.shape[:2], dtype=torch.long, device=rows.device)

@@ -122,8 +122,8 @@ class ExportBatch:
         """The outputs' values, computed from the inputs' values."""
         if not self.converted:
             return list(values.values())
-        made = revert_weight_conversion(model, values)
-        return [_one(made[output.name]) for output in self.outputs]
+        converted = revert_weight_conversion(model, values)
+        return [_one(converted[output.name]) for output in self.outputs]
 
 
 def plan_export(model: PreTrainedModel, metas: Mapping[str, Tensor]) -> list[ExportBatch]:
@@ -145,26 +145,20 @@ def plan_export(model: PreTrainedModel, metas: Mapping[str, Tensor]) -> list[Exp
     ]
     renamed = {name for batch in batches for name in batch.inputs}
     remaining = {name: meta for name, meta in metas.items() if name not in renamed}
-    converted = [_converted_batch(model, metas, group) for group in _groups(model, remaining)]
-    batches += converted
-    made = sorted((output.name, output.shape) for batch in batches for output in batch.outputs)
-    if made != sorted((name, tuple(_one(meta).shape)) for name, meta in whole.items()):
+    for group in _groups(model, remaining):
+        # Parameters that are merged share a dtype; the widest loses nothing.
+        dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
+        values = {name: metas[name].to(dtype) for name in group}
+        converted = revert_weight_conversion(model, values)
+        outputs = tuple(_describe(name, _one(value)) for name, value in converted.items())
+        batches.append(ExportBatch(group, dtype, outputs, converted=True))
+    planned = sorted((output.name, output.shape) for batch in batches for output in batch.outputs)
+    if planned != sorted((name, tuple(_one(meta).shape)) for name, meta in whole.items()):
         raise RunFailed(
             f"{type(model).__name__} cannot be exported layer by layer: transformers converts "
             "its weights all at once; save a checkpoint instead"
         )
     return batches
-
-
-def _converted_batch(
-    model: PreTrainedModel, metas: Mapping[str, Tensor], group: tuple[str, ...]
-) -> ExportBatch:
-    # Parameters that are merged share a dtype; the widest loses nothing.
-    dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
-    values = {name: metas[name].to(dtype) for name in group}
-    made = revert_weight_conversion(model, values)
-    outputs = tuple(_describe(name, _one(value)) for name, value in made.items())
-    return ExportBatch(group, dtype, outputs, converted=True)
 
 
 def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[str, ...]]:

@@ -18,7 +18,7 @@ from megatrain.compat import peft
 from megatrain.compat.transformers import not_saved
 from megatrain.disk import link_file, whole_folder
 from megatrain.errors import InputError, RunFailed
-from megatrain.model.adapters import adapted
+from megatrain.model.adapters import Values, adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.companions import Companions, write_companions
 from megatrain.model.conversion import ExportBatch, plan_export
@@ -30,8 +30,6 @@ from megatrain.model.safetensors_io import (
     write_shard,
 )
 from megatrain.units import GIB, gib
-
-Values = Mapping[str, Callable[[], Tensor]]
 
 SHARD_FILE = "model-{:05d}-of-{:05d}.safetensors"
 # What an export replaces in a folder that it finds; all else there (tokenizer, notes) stays.
@@ -76,18 +74,26 @@ def write_weights(
         ValueError: `tensors` lacks a name, or has one that the model does not know.
     """
     folder = _folder(folder)
-    saved = _saved_names(model, tensors)
-    metas = _metas(model, saved, dtype, as_came or {})
+    saved, usual = _saved_names(model, tensors), loaded_types(model, dtype)
+    metas: dict[str, Tensor] = {}  # shape and file dtype of all that is written
+    for name, first in saved.items():
+        reference = model.get_parameter_or_buffer(name)
+        is_parameter = isinstance(reference, nn.Parameter)
+        file_dtype = usual.get(name, dtype) if is_parameter else reference.dtype
+        file_dtype = (as_came or {}).get(first, file_dtype)
+        metas[name] = torch.empty(reference.shape, dtype=file_dtype, device="meta")
     position = {name: i for i, name in enumerate(metas)}
-    batches = sorted(plan_export(model, metas), key=lambda each: position[each.inputs[0]])
+    batches = sorted(plan_export(model, metas), key=lambda batch: position[batch.inputs[0]])
 
-    def value(name: str) -> Tensor:
-        return _value(model, tensors, saved[name])
+    def converted(batch: ExportBatch) -> list[Tensor]:
+        values = {n: _value(model, tensors, saved[n]).to(batch.dtype) for n in batch.inputs}
+        return batch.convert(model, values)
 
-    pieces = [(batch.outputs, partial(_converted, model, batch, value)) for batch in batches]
+    pieces: list[tuple[Sequence[Described], Callable[[], list[Tensor]]]]
+    pieces = [(batch.outputs, partial(converted, batch)) for batch in batches]
     pieces += [
-        ((Described(name, each.dtype, each.shape),), partial(_carried, each))
-        for name, each in (carried or {}).items()
+        ((Described(name, tensor.dtype, tensor.shape),), partial(lambda t: [t.values()], tensor))
+        for name, tensor in (carried or {}).items()
     ]
     # Wide elements first, which keeps every tensor of a shard aligned.
     pieces.sort(key=lambda piece: -piece[0][0].dtype.itemsize)
@@ -172,41 +178,12 @@ def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
     return {name: first for name, first in saved.items() if name not in ignored}
 
 
-def _metas(
-    model: PreTrainedModel,
-    saved: Mapping[str, str],
-    dtype: torch.dtype,
-    as_came: Mapping[str, torch.dtype],
-) -> dict[str, Tensor]:
-    """Shape and file dtype of all that is written."""
-    usual = loaded_types(model, dtype)
-    metas = {}
-    for name, first in saved.items():
-        reference = model.get_parameter_or_buffer(name)
-        is_parameter = isinstance(reference, nn.Parameter)
-        file_dtype = usual.get(name, dtype) if is_parameter else reference.dtype
-        file_dtype = as_came.get(first, file_dtype)
-        metas[name] = torch.empty(reference.shape, dtype=file_dtype, device="meta")
-    return metas
-
-
 def _value(model: PreTrainedModel, tensors: Values, name: str) -> Tensor:
     reference = model.get_parameter_or_buffer(name)
     value = tensors[name]() if name in tensors else reference
     if value.shape != reference.shape or value.is_floating_point() != reference.is_floating_point():
         raise ValueError(f"{name!r} was given as {value.dtype} of shape {list(value.shape)}")
     return value.detach()
-
-
-def _converted(
-    model: PreTrainedModel, batch: ExportBatch, value: Callable[[str], Tensor]
-) -> list[Tensor]:
-    """The outputs of a batch, made when they are asked for."""
-    return batch.convert(model, {name: value(name).to(batch.dtype) for name in batch.inputs})
-
-
-def _carried(stored: Stored) -> list[Tensor]:
-    return [stored.values()]
 
 
 def saved_config(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedConfig:

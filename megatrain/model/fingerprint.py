@@ -35,23 +35,10 @@ OWN_BEHAVIOUR = (*FORWARD_HOOKS, *HOOK_MARKS)
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), *MODULE_MARKS}
 _VALUES = (int, str, bool, bytes, type(None))
-_ATOMS = (
-    type,
-    ModuleType,
-    CodeType,
-    BuiltinFunctionType,
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    logging.Logger,
-)
+_ATOMS: tuple[type, ...] = (type, ModuleType, CodeType, BuiltinFunctionType, enum.Enum)
+_ATOMS += (torch.dtype, torch.device, logging.Logger)
 _CONTAINERS = (list, tuple, torch.Size, dict, OrderedDict, set, frozenset)
-_LIBRARIES = (
-    "torch",
-    "transformers",
-    "peft",
-    "megatrain",
-)  # their functions keep no state in globals of theirs
+_LIBRARIES = ("torch", "transformers", "peft", "megatrain")  # keep no state in functions' globals
 _SMALL = 1 << 16  # values of a tensor that is compared by them
 
 
@@ -133,7 +120,9 @@ class Reader:
 
     def _function(self, function: FunctionType) -> tuple:
         cells = function.__closure__ or ()
-        read = {} if _of_library(function) else dict(_globals_read(function))
+        of_library = (function.__module__ or "").split(".")[0] in _LIBRARIES
+        names = () if of_library else _names(function.__code__)
+        read = {n: v for n in names if _may_be_state(v := function.__globals__.get(n))}
         return (
             Is(function.__code__),
             Is(function.__globals__),
@@ -178,7 +167,14 @@ class Reader:
                 yield name, self.of(value)
         for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS):
             if hooks := vars(module).get(name):
-                yield name, tuple(self._hook(module, number) for number in hooks.items())
+                marks = [vars(module).get(mark, ()) for mark in HOOK_MARKS]
+                yield (
+                    name,
+                    tuple(
+                        (self.of(hook), tuple(number in marked for marked in marks))
+                        for number, hook in hooks.items()
+                    ),
+                )
         for cls in type(module).__mro__:
             if cls.__module__.split(".")[0] not in (*_LIBRARIES, "builtins", "abc", "typing"):
                 own = {n: v for n, v in vars(cls).items() if n[:2] != "__" or n == "__call__"}
@@ -186,11 +182,6 @@ class Reader:
                     n: v for n, v in own.items() if _may_be_state(v) or isinstance(v, FunctionType)
                 }
                 yield cls.__qualname__, self._named(held)
-
-    def _hook(self, module: nn.Module, item: tuple[int, Any]) -> tuple:
-        number, function = item
-        marks = tuple(number in vars(module).get(name, ()) for name in HOOK_MARKS)
-        return self.of(function), marks
 
 
 def value_of(tensor: Tensor) -> Any:
@@ -218,18 +209,6 @@ def _attributes_of(value: Any) -> dict[str, Any]:
     names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
     held = {name: getattr(value, name) for name in names if hasattr(value, name)}
     return {**held, **getattr(value, "__dict__", {})}
-
-
-def _of_library(function: FunctionType) -> bool:
-    return (function.__module__ or "").split(".")[0] in _LIBRARIES
-
-
-def _globals_read(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function may read of its module's globals, as far as that may be state."""
-    for name in _names(function.__code__):
-        value = function.__globals__.get(name)
-        if _may_be_state(value):
-            yield name, value
 
 
 def _may_be_state(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a user's own code may have put into a model, and cannot be done right: refused by name."""
+"""Refuses what a user's own code has put into a model and cannot be streamed."""
 
 import inspect
 from collections.abc import Iterator
@@ -38,12 +38,14 @@ def refuse_weights(model: nn.Module) -> None:
             raise Unsupported(
                 f"{name} is {parameter.dtype}, but masters are fp32; convert the model first"
             )
-    _refuse_shared_memory(model)
-
-
-def _refuse_shared_memory(model: nn.Module) -> None:
-    """A tensor with a weight's memory changes when plain training changes the weight."""
-    tensors = {id(t): (n, t) for n, t in [*model.named_parameters(), *_other_tensors(model)]}
+    # A tensor with a weight's memory changes when plain training changes the weight.
+    others = [
+        (f"{path}.{name}".lstrip("."), value)
+        for path, module in model.named_modules()
+        for name, value in {**vars(module), **buffers_of(module)}.items()
+        if isinstance(value, Tensor)
+    ]
+    tensors = {id(t): (n, t) for n, t in [*model.named_parameters(), *others]}
     spans = sorted(
         (start, end, name, isinstance(tensor, nn.Parameter))
         for name, tensor in tensors.values()
@@ -58,13 +60,6 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             )
         if end > furthest:
             furthest, last, trained = end, name, is_weight
-
-
-def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in model.named_modules():
-        for name, value in {**vars(module), **buffers_of(module)}.items():
-            if isinstance(value, Tensor):
-                yield f"{path}.{name}".lstrip("."), value
 
 
 def _span(tensor: Tensor) -> Iterator[tuple[int, int]]:
@@ -90,8 +85,11 @@ def refuse_behaviour(model: nn.Module) -> None:
                 f"{where} has a backward hook, which would not be run as in plain training; "
                 "remove it"
             )
-        if isinstance(module, nn.Embedding):
-            _refuse_table(where, module)
+        for name, usual in _TABLE_SETTINGS.items() if isinstance(module, nn.Embedding) else ():
+            if (value := getattr(module, name, usual)) != usual:
+                raise Unsupported(
+                    f"{where} is an embedding with {name}={value}, which is not supported"
+                )
         for name, _ in reader.attributes(module):
             if reader.strays:
                 raise Unsupported(
@@ -101,18 +99,9 @@ def refuse_behaviour(model: nn.Module) -> None:
                 )
 
 
-def _refuse_table(where: str, table: nn.Embedding) -> None:
-    for name, usual in _TABLE_SETTINGS.items():
-        value = getattr(table, name, usual)
-        if value != usual:
-            raise Unsupported(
-                f"{where} is an embedding with {name}={value}, which is not supported"
-            )
-
-
 def refuse_lookup(*args: Any, **kwargs: Any) -> None:
     """Refuse a call of `F.embedding` with settings that an embedding may not have either."""
-    given = inspect.signature(torch.nn.functional.embedding).bind(*args, **kwargs).arguments
+    arguments = inspect.signature(torch.nn.functional.embedding).bind(*args, **kwargs).arguments
     for name, usual in _TABLE_SETTINGS.items():
-        if given.get(name, usual) != usual:
-            raise Unsupported(f"its forward looks up a table with {name}={given[name]}")
+        if arguments.get(name, usual) != usual:
+            raise Unsupported(f"its forward looks up a table with {name}={arguments[name]}")

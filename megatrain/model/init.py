@@ -82,8 +82,10 @@ def initialise(
             elif full in wanted:
                 left[full] = (type(module), name)
     if left:
-        with _seeded(seed, len(parts), threads):
-            made = dict(_constructed(model, set(left.values())).named_parameters())
+        # A new model of the class, of which only what is left has values.
+        places = set(left.values())
+        with _seeded(seed, len(parts), threads), torch.device("cpu"), _without_values(places):
+            made = dict(type(model)(copy.deepcopy(model.config)).named_parameters())
         for full in left:
             write(full, kept(full, made[full].detach()))
 
@@ -191,12 +193,6 @@ def _draw(part: list[nn.Module], owners: Owners) -> None:
             parameters_of(module)[name] = nn.Parameter(values)
     for module in part:
         initialise_module(owners[id(module)], module)
-
-
-def _constructed(model: PreTrainedModel, places: Collection[Place]) -> PreTrainedModel:
-    """A new model of the same class; only parameters at `places` have values, all others none."""
-    with torch.device("cpu"), _without_values(places):
-        return type(model)(copy.deepcopy(model.config))
 
 
 @contextmanager

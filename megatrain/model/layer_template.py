@@ -4,7 +4,6 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +21,8 @@ from megatrain.model.token_chunks import tile_parts
 from megatrain.placement import Saves
 
 # What a call is for; each is compiled for itself.
-FORWARD, RECOMPUTE, REPEAT, KEEP, KEEP_ALL = PURPOSES = (
-    "forward",
-    "recompute",
-    "repeat",
-    "keep",
-    "keep_all",
-)
+PURPOSES = ("forward", "recompute", "repeat", "keep", "keep_all")
+FORWARD, RECOMPUTE, REPEAT, KEEP, KEEP_ALL = PURPOSES
 _NEWS = {
     FORWARD: "forward without a backward",
     RECOMPUTE: "backward",
@@ -127,9 +121,14 @@ class LayerTemplate:
         computes random operations or attention again.
         """
         if self.compiled and self.random is None:
-            like = partial(_like, next(iter(weights.values())))
-            given = pytree.tree_map_only(Tensor, like, self.arguments)
-            self.random = draws(lambda: _apply(self.module, dict(weights), *given), weights)
+            weight = next(iter(weights.values()))
+
+            def like(leaf: Tensor) -> Tensor:
+                dtype = weight.dtype if leaf.is_floating_point() else leaf.dtype
+                return leaf.to(weight.device, dtype)
+
+            args, kwargs = pytree.tree_map_only(Tensor, like, self.arguments)
+            self.random = draws(lambda: _apply(self.module, dict(weights), args, kwargs), weights)
         return bool(self.random)
 
 
@@ -151,29 +150,19 @@ def _apply(
     return output, written, taken(module, counted_N)
 
 
-def _like(weight: Tensor, leaf: Tensor) -> Tensor:
-    """An argument of the structure run where weights are, in their type."""
-    return leaf.to(weight.device, weight.dtype if leaf.is_floating_point() else leaf.dtype)
-
-
 def containers(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping]:
     """Mappings among a layer's arguments: layers may hand on state by writing to them.
 
     They count as part of the arguments (a node of torch's pytree), not as one opaque object.
     """
-    found = [v for v in (*args, *kwargs.values()) if isinstance(v, MutableMapping)]
-    for container in found:
-        if pytree.tree_is_leaf(container):
-            _make_node(type(container))
-    return found
-
-
-def _make_node(cls: type) -> None:
-    pytree.register_pytree_node(
-        cls,
-        lambda mapping: (list(mapping.values()), tuple(mapping)),
-        lambda values, keys: cls(zip(keys, values, strict=True)),
-    )
+    mappings = [v for v in (*args, *kwargs.values()) if isinstance(v, MutableMapping)]
+    for cls in {type(each) for each in mappings if pytree.tree_is_leaf(each)}:
+        pytree.register_pytree_node(
+            cls,
+            lambda mapping: (list(mapping.values()), tuple(mapping)),
+            lambda values, keys, cls=cls: cls(zip(keys, values, strict=True)),  # type: ignore[misc]
+        )
+    return mappings
 
 
 def _within_budget(function: Callable[..., Any], share: float) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,66 +69,8 @@ class MicroBatch:
     found: list[Tensor | None] = field(default_factory=list)
 
 
-class Program(Protocol):
-    """A model's computations as a step asks for them, one micro-batch at a time."""
-
-    spec: ModelSpec
-
-    def compile(self) -> None:
-        """Compile the layers, once per kind; layers of a kind share the code."""
-
-    def tile(self, tokens: int, *, compiled: bool) -> None:
-        """Run what acts on every token alone over tiles of `tokens`; the rest stays eager."""
-
-    def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
-        """What enters the layers as activations; records every layer's arguments in `batch`.
-
-        Outputs carry a graph if any of `weights` or `batch.rows.tables` requires gradients. Where
-        the arguments are known already, the forward ends with the last of the outputs.
-        """
-
-    def layer(
-        self,
-        visit: int,
-        weights: Weights,
-        batch: MicroBatch,
-        values: Activations,
-        saves: Saves | None = None,
-    ) -> Activations:
-        """The activations that layer `visit` makes of `values`; see `LayerTemplate.call`."""
-
-    def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
-        """Whether a graph that saves nothing may wait; see `LayerTemplate.repeats`."""
-
-    def around_experts(
-        self,
-        visit: int,
-        weights: Weights,
-        batch: MicroBatch,
-        values: Activations,
-        result: Tensor | None,
-    ) -> tuple[Activations, tuple[Tensor, ...]]:
-        """As `layer`, with `result` in place of what the layer's experts make; never compiled.
-
-        Args:
-            result: `[N, D]`; None: nothing is computed after them, and no activation returned.
-
-        Returns:
-            The activations, and what the experts are given.
-        """
-
-    def chosen(self, visit: int, index_NK: Tensor, start: int, stop: int) -> Chosen:
-        """Which tokens chose the experts of layer `visit` from `start` to before `stop`."""
-
-    def experts(self, visit: int, weights: Weights, rows: ExpertRows) -> Tensor:
-        """What some experts of layer `visit` make of their rows; see `Experts.run`."""
-
-    def projected(self, weights: Weights, batch: MicroBatch, values: Activations) -> Tensor:
-        """What the head projects `[B, T, D]`, contiguous."""
-
-
 class ModelProgram:
-    """A model on one device in one compute dtype."""
+    """A model's computations on one device in one compute dtype, one micro-batch at a time."""
 
     def __init__(
         self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, float8: bool = False
@@ -171,10 +113,12 @@ class ModelProgram:
             kind.module.train(mode)
 
     def compile(self) -> None:
+        """Compile the layers, once per kind; layers of a kind share the code."""
         for number, kind in enumerate(self.kinds, 1):
             kind.compile(f"layer kind {number} of {len(self.kinds)}")
 
     def tile(self, tokens: int, *, compiled: bool) -> None:
+        """Run what acts on every token alone over tiles of `tokens`; the rest stays eager."""
         for number, kind in enumerate(self.kinds, 1):
             kind.tile(tokens, f"layer kind {number} of {len(self.kinds)}", compiled=compiled)
 
@@ -210,6 +154,11 @@ class ModelProgram:
                 kind.compiled = functions
 
     def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
+        """What enters the layers as activations; records every layer's arguments in `batch`.
+
+        Outputs carry a graph if any of `weights` or `batch.rows.tables` requires gradients. Where
+        the arguments are known already, the forward ends with the last of the outputs.
+        """
         origin: dict[Hashable, Ref] = {}
         values: Activations = {}
         calls: list[Call] = []
@@ -257,6 +206,7 @@ class ModelProgram:
         values: Activations,
         saves: Saves | None = None,
     ) -> Activations:
+        """The activations that layer `visit` makes of `values`; see `LayerTemplate.call`."""
         args, kwargs = batch.calls[visit].arguments(values)
         layer = self.spec.layers[visit]
         bound = {**self.buffers[visit], **weights}
@@ -265,6 +215,7 @@ class ModelProgram:
         return {ref: leaves[ref.leaf] for ref in self.spec.outputs[visit]}
 
     def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
+        """Whether a graph that saves nothing may wait; see `LayerTemplate.repeats`."""
         return self.spec.layers[visit].kind.repeats(lambda: {**self.buffers[visit], **weights()})
 
     def around_experts(
@@ -275,6 +226,14 @@ class ModelProgram:
         values: Activations,
         result: Tensor | None,
     ) -> tuple[Activations, tuple[Tensor, ...]]:
+        """As `layer`, with `result` in place of what the layer's experts make; never compiled.
+
+        Args:
+            result: `[N, D]`; None: nothing is computed after them, and no activation returned.
+
+        Returns:
+            The activations, and what the experts are given.
+        """
         kind = self.spec.layers[visit].kind
         assert kind.experts is not None
         stand_in = StandIn(kind.experts, result)
@@ -290,9 +249,11 @@ class ModelProgram:
         return made, stand_in.given
 
     def chosen(self, visit: int, index_NK: Tensor, start: int, stop: int) -> Chosen:
+        """Which tokens chose the experts of layer `visit` from `start` to before `stop`."""
         return Chosen.among(index_NK, start, stop)
 
     def experts(self, visit: int, weights: Weights, rows: ExpertRows) -> Tensor:
+        """What some experts of layer `visit` make of their rows; see `Experts.run`."""
         experts = self.spec.layers[visit].kind.experts
         assert experts is not None
         return experts.run(weights, *rows)
@@ -311,6 +272,7 @@ class ModelProgram:
         return self.capture.head({**self._outer, **weights}, output, inputs)
 
     def projected(self, weights: Weights, batch: MicroBatch, values: Activations) -> Tensor:
+        """What the head projects `[B, T, D]`, contiguous."""
         return last_hidden(self.epilogue(weights, batch, values)).contiguous()
 
     def projection(self, weights: Weights, batch: MicroBatch, hidden_BTD: Tensor) -> Tensor:

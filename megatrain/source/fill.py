@@ -85,8 +85,8 @@ def _fill(source: Source, spec: ModelSpec, store: Store, seed: int, share: Share
         model = plain(source.model)
         own = {name: mine for mine, name in source.names.items()}
         packed = {own.get(name, name) for name in spec.packed}
-        how: dict[str, Any] = {"threads": update_threads(), "packed": packed}
-        missing = read_weights(source.folder, model, write, **how)
+        threads = update_threads()
+        missing = read_weights(source.folder, model, write, threads=threads, packed=packed)
         source.untrained.carried = carried_tensors(source.folder, model)
         if missing:
             _check_head(source, missing)
@@ -119,39 +119,30 @@ def _check_head(source: Source, missing: Collection[str]) -> None:
 
 def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -> set[str]:
     """Fill the tiles; returns names of parameters found nowhere, which nothing computes with."""
+    threads = update_threads()
     with offering_another(saved.folder):
-        if source.resumes:
-            _read_state(saved, store)
+        if not source.resumes:
+            values = masters(saved)  # exact fp32, whatever optimizer either has
+            with ThreadPoolExecutor(threads, thread_name_prefix="read-masters") as pool:
+                list(pool.map(lambda name: write(name, values[name]()), values))
         else:
-            _read_masters(saved, write)
-        found = read_untrained(saved, source.model)
+            saved_rule, rule = saved_optimizer(saved), store.rule
+            _log.log(PASSING, "reading weights and states of %s...", saved.folder)
+            if saved_rule is None or rule is None or same_state(saved_rule, rule):
+                read_tiles(saved, store.tiles, threads)
+            else:
+                read_converted(saved, store.tiles, threads, saved_rule, rule)
+        untrained = read_untrained(saved, source.model)
     unused = read_left_out(saved, source.model, write, as_came=source.resumes)
-    found.rounded = source.untrained.rounded
-    found.carried = carried(saved, source.model)
-    source.untrained = found
+    untrained.rounded = source.untrained.rounded
+    untrained.carried = carried(saved, source.model)
+    source.untrained = untrained
     return unused
 
 
-def _read_state(checkpoint: Checkpoint, store: Store) -> None:
-    """Weights and the optimizer's state, which is converted where the rule keeps it otherwise."""
-    saved, rule, threads = saved_optimizer(checkpoint), store.rule, update_threads()
-    _log.log(PASSING, "reading weights and states of %s...", checkpoint.folder)
-    if saved is None or rule is None or kept(saved) == kept(rule):
-        read_tiles(checkpoint, store.tiles, threads)
-    else:
-        read_converted(checkpoint, store.tiles, threads, saved, rule)
-
-
-def kept(rule: Rule) -> tuple[Any, ...]:
-    """The form in which a rule keeps masters and states."""
-    return rule.state_planes, rule.remainder
-
-
-def _read_masters(checkpoint: Checkpoint, write: Write) -> None:
-    """Read the exact fp32 weights, whatever optimizer the checkpoint or the engine has."""
-    values = masters(checkpoint)
-    with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-masters") as pool:
-        list(pool.map(lambda name: write(name, values[name]()), values))
+def same_state(one: Rule, other: Rule) -> bool:
+    """True if both rules keep masters and states in the same form."""
+    return (one.state_planes, one.remainder) == (other.state_planes, other.remainder)
 
 
 def _writer(

@@ -90,24 +90,22 @@ class Origin:
     def __post_init__(self) -> None:
         self._files = self._stamps()
 
-    @property
     def is_as_read(self) -> bool:
-        """Whether its files have the sizes and times that they had when this was made.
-
-        Of a hub id that is taken for granted: the cache names files by what is in them.
-        """
+        """True if its files have the sizes and times that they had when this was made."""
         return self._stamps() == self._files
 
     def _stamps(self) -> set[tuple[str, int, int]] | None:
-        """Name, size and time of each file of weights; None: one is gone, or cannot be seen."""
+        """Name, size and time of each file of weights; None: one is gone, or cannot be seen.
+
+        Of a hub id there are none: the cache names files by what is in them.
+        """
         if self.revision is not None:
             return set()
         try:
-            files = [path for each in _WEIGHTS for path in Path(self.path).glob(each)]
-            found = [(str(path), path.stat()) for path in files]
+            files = [path for pattern in _WEIGHTS for path in Path(self.path).glob(pattern)]
+            return {(str(p), s.st_size, s.st_mtime_ns) for p in files for s in [p.stat()]}
         except OSError:
             return None
-        return {(path, status.st_size, status.st_mtime_ns) for path, status in found}
 
 
 def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
@@ -122,8 +120,8 @@ def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
 
 
 def say_if_changed(origin: Origin | None, then: str) -> bool:
-    """Whether the base of an adapter is not as it was read; a warning says so, and `then`."""
-    if origin is None or origin.is_as_read:
+    """True if the base of an adapter has changed since it was read; warns of it, and of `then`."""
+    if origin is None or origin.is_as_read():
         return False
     _log.warning("%s: the base has been changed or moved since it was read; %s", origin.path, then)
     return True
@@ -135,10 +133,10 @@ def place_of(base: str | Path) -> tuple[str, str | None]:
     Raises:
         InputError: there is no such model.
     """
-    there = Path(base).expanduser()
-    return (
-        (str(there.absolute()), None) if there.exists() else (str(base), resolve_model(base).name)
-    )
+    folder = Path(base).expanduser()
+    if folder.exists():
+        return str(folder.absolute()), None
+    return str(base), resolve_model(base).name
 
 
 def with_base(checkpoint: Checkpoint, base: str | Path | None) -> Checkpoint:
@@ -166,7 +164,7 @@ def with_base(checkpoint: Checkpoint, base: str | Path | None) -> Checkpoint:
 
 
 def no_adapter(model: object) -> InputError:
-    """What a model is refused with whose base cannot be elsewhere."""
+    """The error for a base's place that is given with a model that has no adapter."""
     return InputError(f"{model}: has no adapter, whose base could have moved; leave base_model out")
 
 

@@ -1,4 +1,4 @@
-"""What is known of a model and its training before a placement is."""
+"""Everything that an engine needs except its placement."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,7 +98,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Opened:
-    """All that an engine is made of but its placement.
+    """Everything that an engine needs except its placement.
 
     Attributes:
         device: on which its limits are set.
@@ -126,9 +126,10 @@ class Opened:
 
     @property
     def disk_bytes(self) -> int:
-        """What planes of this rank may take on the disk. Raises InputError where there is none."""
-        found = 0 if self.disk is None else disk_bytes(self.disk, self.disk_space)
-        return found // self.ranks.on_host
+        """Disk space for planes of this rank; 0 without a disk. Raises InputError: no such disk."""
+        if self.disk is None:
+            return 0
+        return disk_bytes(self.disk, self.disk_space) // self.ranks.on_host
 
     def require_held(self) -> None:
         """Raises InputError: parameters are trained that the adapter's folder does not hold."""
@@ -142,28 +143,29 @@ class Opened:
             InputError: of any rank: there is no such disk, or no file can be made there.
             DoesNotFit: of any rank: there is not so much space.
         """
-        made: list[PlaneFile] = []
+        files: list[PlaneFile] = []
+
+        def create() -> None:
+            if self.disk is None:
+                raise InputError(
+                    f"the placement keeps {size(num_bytes)} on a disk (disk_moments, "
+                    "disk_remainder, disk_weights), but none is given; set disk to a folder on it"
+                )
+            every = num_bytes * self.ranks.on_host
+            if self.disk_space is not None and every > self.disk_space:
+                raise DoesNotFit(
+                    f"the placement keeps {size(every)} on the disk, and disk_space is "
+                    f"{size(self.disk_space)}; raise it"
+                )
+            files.append(PlaneFile.create(self.disk, num_bytes))
+
         try:
-            self.ranks.agree(lambda: made.append(self._new_file(num_bytes)))
+            self.ranks.agree(create)
         except BaseException:
-            for file in made:
+            for file in files:
                 file.close()
             raise
-        return made[0]
-
-    def _new_file(self, num_bytes: int) -> PlaneFile:
-        if self.disk is None:
-            raise InputError(
-                f"the placement keeps {size(num_bytes)} on a disk (disk_moments, disk_remainder, "
-                "disk_weights), but none is given; set disk to a folder on it"
-            )
-        every = num_bytes * self.ranks.on_host
-        if self.disk_space is not None and every > self.disk_space:
-            raise DoesNotFit(
-                f"the placement keeps {size(every)} on the disk, and disk_space is "
-                f"{size(self.disk_space)}; raise it"
-            )
-        return PlaneFile.create(self.disk, num_bytes)
+        return files[0]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -183,16 +185,16 @@ def open_structure(
         computed = torch.float32 if source.copied is None else source.dtype
         with_code = source.folder is not None
         source.lost = difference(source.model, source.dtype, computed, with_code=with_code)
-    found = structure(source, trained=optimizer is not None)
+    spec = structure(source, trained=optimizer is not None)
     if optimizer is not None and saveable and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
-    return Model.trained(found, optimizer, ranks.shards.size, ranks.hosts)
+    return Model.trained(spec, optimizer, ranks.shards.size, ranks.hosts)
 
 
 def choose_trained(
     source: Source, trained: Trained, optimizer: Rule | None, precision: Precision
 ) -> None:
-    """Which parameters are trained. Raises InputError."""
+    """Set which parameters require gradients. Raises InputError: they cannot be trained so."""
     trained.choose(source.model)
     if source.base != "bf16" and precision != "bf16":
         raise InputError(f"base is {source.base!r}, and precision {precision!r}; take bf16")

@@ -1,4 +1,4 @@
-"""What several ranks cannot do together yet, refused by name, and what they have to have alike."""
+"""Checks before ranks work together: what they need alike, and what they cannot do yet."""
 
 import zlib
 from typing import Any
@@ -14,7 +14,7 @@ from megatrain.model.adapters import adapted
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
-from megatrain.source.fill import kept
+from megatrain.source.fill import same_state
 from megatrain.source.opened import Opened
 from megatrain.source.source import Source
 from megatrain.source.state_io import saved_optimizer
@@ -23,7 +23,7 @@ NO_LABELS = "no labels"  # in the place of a loss
 
 
 def check_shared(opened: Opened, placement: Placement) -> None:
-    """Whether all ranks can, and want to, train the same model in this placement.
+    """Require that all ranks can, and want to, train the same model in this placement.
 
     Raises:
         InputError: they cannot, or a rank has another model, setting or version.
@@ -43,7 +43,7 @@ def check_call(
     loss: object,
     limit: float | None,
 ) -> None:
-    """Whether all ranks can, and want to, do the same.
+    """Require that all ranks can, and want to, do the same.
 
     Args:
         steps: that have been taken.
@@ -111,7 +111,7 @@ def _refuse(opened: Opened) -> None:
     source, rule = opened.source, opened.model.rule
     if source.saved is not None and source.resumes and rule is not None:
         saved = saved_optimizer(source.saved)
-        if saved is not None and kept(saved) != kept(rule):
+        if saved is not None and not same_state(saved, rule):
             raise InputError(
                 "the optimizer's states or masters are to be kept in another form than in the "
                 "checkpoint, which several ranks cannot convert yet; go on with one for a step"
@@ -127,41 +127,35 @@ def _refuse(opened: Opened) -> None:
 def _described(opened: Opened, placement: Placement) -> dict[str, str]:
     from megatrain import __version__
 
-    model, adapter = opened.model, adapted(opened.source.model)
+    source, model = opened.source, opened.model
+    adapter, folder = adapted(source.model), source.adapter_folder
     tiles = [(t.name, t.numel, t.trainable_numel, t.entries) for t in model.layouts]
-    found = {
+    facts = {
         "version of megatrain": __version__,
         "version of torch": torch.__version__,
         "version of transformers": transformers.__version__,
         "kind of device": opened.device.kind,
-        "model": opened.source.model.config.to_json_string(use_diff=False),
+        "model": source.model.config.to_json_string(use_diff=False),
         "layout of tiles": zlib.crc32(repr(tiles).encode()),
-        "model in memory": _checksum(opened.source),
+        "model in memory": _checksum(source),
         "optimizer": model.rule,
         "max_grad_norm": opened.max_grad_norm,
         "precision": opened.precision,
-        "base": opened.source.base,
+        "base": source.base,
         "adapter": None if adapter is None else adapter.as_json(),
-        "file of the adapter": _checksum_of_adapter(opened.source),
+        "file of the adapter": folder and zlib.crc32((folder / peft.WEIGHTS_FILE).read_bytes()),
         "placement": placement.as_dict(),
         "seed": opened.seed,
     }
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in facts.items()}
 
 
 def _checksum(source: Source) -> int:
     """A hash of the weights of a given model, of which each rank takes its own part."""
-    if source.given is None:
-        return 0
-    found = 0
-    for each in (*source.given.parameters(), *source.given.buffers()):
-        if not each.is_meta:
-            flat = each.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            found = zlib.crc32(flat.numpy().data, found)
-    return found
-
-
-def _checksum_of_adapter(source: Source) -> int:
-    """A hash of an adapter's file of weights; drawn weights follow from the seed."""
-    folder = source.adapter_folder
-    return 0 if folder is None else zlib.crc32((folder / peft.WEIGHTS_FILE).read_bytes())
+    checksum = 0
+    if source.given is not None:
+        for tensor in (*source.given.parameters(), *source.given.buffers()):
+            if not tensor.is_meta:
+                flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                checksum = zlib.crc32(flat.numpy().data, checksum)
+    return checksum

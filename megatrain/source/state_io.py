@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an engine besides its tiles, and the way back."""
+"""Writes and reads what a checkpoint holds of an engine besides its tiles."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -75,48 +75,36 @@ def _write(path: Path, tensors: Mapping[str, Any], value: Callable[[Any], Tensor
 
 
 def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
-    """What a checkpoint has that was not trained; `model` is given all buffers.
+    """Read what was not trained from a checkpoint; copies all buffers into `model`.
 
     Raises:
         InputError: they are those of another model.
     """
     path = checkpoint.folder / BUFFERS
-    stored = {}
-    if BUFFERS in checkpoint.manifest.files:
-        stored = {each.name: each for each in read_header(path)}
+    header = read_header(path) if BUFFERS in checkpoint.manifest.files else []
+    stored = {tensor.name: tensor for tensor in header}
     buffers = persistent_buffers(model)
     if {n: (each.dtype.is_floating_point, each.shape) for n, each in stored.items()} != {
         n: (each.is_floating_point(), tuple(each.shape)) for n, each in buffers.items()
     }:
         raise InputError(f"{path}: its buffers are not those of a {type(model).__name__}")
-    found = Untrained({name: each.read() for name, each in stored.items()})
+    values = {name: tensor.read() for name, tensor in stored.items()}
     for name, buffer in buffers.items():
-        buffer.copy_(found.buffers[name])
+        buffer.copy_(values[name])
+    frozen = [p.name for t in checkpoint.manifest.tiles for p in t.parameters if p.group is None]
     others = checkpoint.settings.frozen_dtypes
-    for tile in checkpoint.manifest.tiles:
-        for each in tile.parameters:
-            if each.group is None:
-                found.dtypes[each.name] = saved_dtype(checkpoint, others.get(each.name))
-    for name in left_out_names(checkpoint, model).values():
-        found.dtypes[name] = saved_dtype(checkpoint, others.get(name))
-    _restore_computed(checkpoint, model)
-    return found
-
-
-def _restore_computed(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
-    """Give `model` the buffers that its class computed where the checkpoint's model was made.
-
-    Another version of transformers, or a model that was made in bf16, has others. Checkpoints of
-    older versions have none.
-
-    Raises:
-        InputError: they are those of another model.
-    """
-    path, buffers = checkpoint.folder / COMPUTED, computed_buffers(model)
-    for each in read_header(path) if COMPUTED in checkpoint.manifest.files else ():
-        if each.name not in buffers or each.shape != tuple(buffers[each.name].shape):
-            raise InputError(f"{path}: {each.name!r} is no buffer of a {type(model).__name__}")
-        model.get_buffer(each.name).copy_(each.read())
+    dtypes = {
+        name: saved_dtype(checkpoint, others.get(name))
+        for name in (*frozen, *left_out_names(checkpoint, model).values())
+    }
+    # Buffers that a class computes: another version of transformers, or a model that was made in
+    # bf16, has others. Checkpoints of older versions have none.
+    path, computed = checkpoint.folder / COMPUTED, computed_buffers(model)
+    for tensor in read_header(path) if COMPUTED in checkpoint.manifest.files else ():
+        if tensor.name not in computed or tensor.shape != tuple(computed[tensor.name].shape):
+            raise InputError(f"{path}: {tensor.name!r} is no buffer of a {type(model).__name__}")
+        model.get_buffer(tensor.name).copy_(tensor.read())
+    return Untrained(values, dtypes=dtypes)
 
 
 def open_model(
@@ -155,7 +143,7 @@ def open_model(
 
 
 def saved_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """What a checkpoint has beside the model's configuration: all of it was checked."""
+    """The files beside the model's configuration in a checkpoint: all of them were checked."""
     names = [name for name in checkpoint.manifest.files if name.startswith(f"{MODEL}/")]
     inner = {name.removeprefix(f"{MODEL}/"): checkpoint.folder / name for name in names}
     return read_files({n: path for n, path in inner.items() if n != "config.json"})
@@ -177,18 +165,18 @@ def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
     """
     if checkpoint.settings.optimizer is None:
         return None
-    given = dict(checkpoint.settings.optimizer)
-    name = given.pop("name", None)
+    settings = dict(checkpoint.settings.optimizer)
+    name = settings.pop("name", None)
     rule = RULES.get(name) if isinstance(name, str) else None
     known = set() if rule is None else {each.name for each in fields(rule)}
     # Checkpoints of older versions do not have the choices.
-    if rule is None or not known - rule.choices.keys() <= given.keys() <= known:
+    if rule is None or not known - rule.choices.keys() <= settings.keys() <= known:
         raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
     for choice, value in wanted.items():
         if value is not None and choice not in rule.choices:
             raise InputError(f"{choice} is {value!r}, but {name} has no such choice; leave it out")
-        given |= {} if value is None else {choice: value}
-    return rule(**given)
+        settings |= {} if value is None else {choice: value}
+    return rule(**settings)
 
 
 def resumed_placement(

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain.checkpoint import remove_leftovers
+from megatrain.checkpoint import put_right
 from megatrain.config import Config
 from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import InputError
@@ -72,7 +72,7 @@ def open_run(
         check_config(config, read_yaml(folder / CONFIG), folder / CONFIG)
         return Finished(folder, done, early_end(folder))
     require_folder(folder / CHECKPOINTS)
-    from_first(ranks, lambda: remove_leftovers(there / CHECKPOINTS))
+    from_first(ranks, lambda: put_right(there / CHECKPOINTS))
     job = _go_on(folder, config, ranks)
     held.callback(job.close)
     begun = from_first(ranks, lambda: (there / ENVIRONMENT).exists())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatrain import Engine, RunFailed
-from megatrain.checkpoint import files, remove_leftovers, rotate, verify, whole_checkpoints
+from megatrain.checkpoint import files, put_right, rotate, verify, whole_checkpoints
 from tests.checkpoint.cases import batches, engine_of, state
 from tests.parity.cases import same
 from tests.sweeps import swept
@@ -95,7 +95,7 @@ def test_whatever_call_fails_a_whole_checkpoint_is_there(
             except RunFailed:
                 failed += 1
         if dead:
-            remove_leftovers(folder)
+            put_right(folder)
         there = {path.name for path in folder.iterdir()}
         assert there <= {"old", name, ".old.checkpoint-replaced"}, at
         assert [path.name for path in whole_checkpoints(folder)][-1] == "old", at
@@ -129,7 +129,7 @@ def test_whatever_call_of_a_rotation_fails_no_half_checkpoint_is_there(engine, t
         assert left[0].name == "step 3"
         for path in left:
             verify(path)
-        remove_leftovers(folder)
+        put_right(folder)
         assert sorted(left) == sorted(folder.iterdir())
 
 
@@ -204,7 +204,7 @@ def test_what_may_not_be_removed_stops_no_save(engine, unprivileged, caplog) -> 
     assert sorted(os.listdir(unprivileged)) == ["step 2", "step 3"]
     (unprivileged / "step 2").rename(unprivileged / ".step 2.checkpoint-removed")
     engine.save(unprivileged / "step 4")
-    remove_leftovers(unprivileged)
+    put_right(unprivileged)
     assert ".step 2.checkpoint-removed: left over, and cannot be removed" in caplog.text
     verify(unprivileged / "step 4")
 
@@ -212,5 +212,5 @@ def test_what_may_not_be_removed_stops_no_save(engine, unprivileged, caplog) -> 
 def test_a_checkpoint_that_was_being_replaced_comes_back(engine, tmp_path) -> None:
     engine.save(tmp_path / "a")
     (tmp_path / "a").rename(tmp_path / ".a.checkpoint-replaced")
-    remove_leftovers(tmp_path)
+    put_right(tmp_path)
     assert whole_checkpoints(tmp_path) == [tmp_path / "a"]

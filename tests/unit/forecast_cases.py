@@ -10,7 +10,7 @@ from transformers import LlamaConfig, MixtralConfig
 from megatrain.machine import Machine
 from megatrain.model.capture import Rows
 from megatrain.model.probe import spec
-from megatrain.model.program import Activations, MicroBatch, Program
+from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.source.source import open_source
 from megatrain.units import GIB
@@ -109,7 +109,7 @@ class LayerCall(NamedTuple):
     values: Activations
 
 
-def layer_call(program: Program, visit: int, shape: tuple[int, int]) -> LayerCall:
+def layer_call(program: ModelProgram, visit: int, shape: tuple[int, int]) -> LayerCall:
     """Random numbers in the program's dtype for rows and tokens of `shape`, with real positions."""
     model, dtype = program.spec, program.dtype
     layer, ids = model.layers[visit], torch.zeros(shape, dtype=torch.long)
