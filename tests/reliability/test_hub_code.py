@@ -49,7 +49,7 @@ def test_nor_does_a_configuration_inside(fetched):
 
 def test_a_checkpoint_does_not_choose_code_of_the_hub(fetched, tmp_path):
     engine_of().save(tmp_path / "saved")
-    change(tmp_path / "saved", lambda c: c["settings"].update(attn_implementation=KERNEL))
+    change(tmp_path / "saved", lambda c: c["settings"].update(attn_implementation={"": KERNEL}))
     with pytest.raises(InputError, match="code that would be downloaded"):
         Engine.load(tmp_path / "saved", device="cpu")
     assert not fetched
