@@ -132,7 +132,7 @@ def _learnt(message: Message, where: str) -> bool:
 
 def _of_parts(parts: Sequence[object], message: Message, where: str) -> Message:
     """Content in parts as fields: text, and of replies reasoning and calls of tools."""
-    found: dict[str, list[str]] = {"content": [], "reasoning_content": [], "tool_calls": []}
+    texts_of: dict[str, list[str]] = {"content": [], "reasoning_content": [], "tool_calls": []}
     for part in parts:
         kind = str(part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__)
         name = _PARTS.get(kind) if message["role"] == "assistant" or kind == "text" else None
@@ -144,11 +144,13 @@ def _of_parts(parts: Sequence[object], message: Message, where: str) -> Message:
             )
         if name in message:
             raise InputError(f"{where}: {name!r} is also in a part of 'content': keep one")
-        found[name].append(value)
-    made: Message = {name: "".join(texts) for name, texts in found.items() if texts}
-    if found["tool_calls"]:
-        made["tool_calls"] = [from_json(call, "tool_call", where) for call in found["tool_calls"]]
-    return made
+        texts_of[name].append(value)
+    fields: Message = {name: "".join(texts) for name, texts in texts_of.items() if texts}
+    if texts_of["tool_calls"]:
+        fields["tool_calls"] = [
+            from_json(call, "tool_call", where) for call in texts_of["tool_calls"]
+        ]
+    return fields
 
 
 def _calls(message: Message, where: str) -> list[Any]:
@@ -167,13 +169,13 @@ def _call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InputError(f"{where}: 'tool_calls' must each have a function with a name")
     assert isinstance(call, Mapping)
-    made = {**function, "arguments": _arguments(function.get("arguments"), where)}
+    named = {**function, "arguments": _arguments(function.get("arguments"), where)}
     if function is call:
-        return {"type": "function", "function": made}
+        return {"type": "function", "function": named}
     return {
         "type": "function",
         **{k: v for k, v in call.items() if v is not None},
-        "function": made,
+        "function": named,
     }
 
 

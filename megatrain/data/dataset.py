@@ -21,7 +21,7 @@ from megatrain.data.row_packing import (
     shuffled,
     split_rows,
 )
-from megatrain.data.sources import Kind
+from megatrain.data.sources import DataKind
 from megatrain.data.teacher_file import TeacherFile
 from megatrain.data.token_store import TokenStore
 from megatrain.errors import InputError
@@ -131,7 +131,7 @@ class PackedDataset:
 
     @property
     def packing(self) -> bool:
-        """Whether rows may hold several documents (and all have the same length)."""
+        """True if rows may hold several documents (and all have the same length)."""
         return self._layout.packing
 
     @cached_property
@@ -178,9 +178,9 @@ class PackedDataset:
             documents = documents.cut(np.array([place]))
             split = int(np.searchsorted(np.cumsum(documents.lengths), place, side="right"))
         else:
-            each = 2 if self._layout.kind == "pairs" else 1
-            number = len(documents) // each
-            split = each * (number - max(1, round(number * fraction)))
+            per_row = 2 if self._layout.kind == "pairs" else 1
+            number = len(documents) // per_row
+            split = per_row * (number - max(1, round(number * fraction)))
         return self._piece(documents[:split], f"train {fraction}"), self._piece(
             documents[split:], f"evaluation {fraction}"
         )
@@ -195,15 +195,15 @@ class PackedDataset:
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch of rows as `Layout.batch` makes it, with what is kept beside the rows."""
-        made = self._layout.batch([list(self.pieces(row)) for row in rows])
-        return made if self._answers is None else made | self._answers.of(rows, made["labels"])
+        batch = self._layout.batch([list(self.pieces(row)) for row in rows])
+        return batch if self._answers is None else batch | self._answers.of(rows, batch["labels"])
 
     def learn_from(self, answers: TeacherFile) -> None:
         """Give micro-batches a teacher's answers for each label as well."""
         self._answers = answers
 
     def describe(self, row: int) -> str:
-        """Where the tokens of a row come from: `file:line`, and the token where a piece begins."""
+        """The origin of a row's tokens: `file:line`, and the token where a piece begins."""
         places = self.places(row)
         more = len(places) - _MAX_PLACES
         return ", ".join(places[:_MAX_PLACES]) + (f" and {more} more" if more > 0 else "")
@@ -247,12 +247,12 @@ def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
         lengths = _shorten(store, lengths, learnable, layout)
         learnable &= documents["first_target"] < lengths
     _report_unlearnable(store, learnable, layout.kind)
-    each = 2 if layout.kind == "pairs" else 1  # both replies of a pair, or none
-    whole = np.logical_and.reduce(learnable.reshape(-1, each), 1)
-    if each == 2:
+    per_row = 2 if layout.kind == "pairs" else 1  # both replies of a pair, or none
+    whole = np.logical_and.reduce(learnable.reshape(-1, per_row), 1)
+    if per_row == 2:
         _report_alike(store, documents["end"] - documents["begin"] > lengths, lengths, whole)
     order = shuffled(len(whole), 0, seed)
-    order = (each * order[whole[order]][:, None] + np.arange(each)).reshape(-1)
+    order = (per_row * order[whole[order]][:, None] + np.arange(per_row)).reshape(-1)
     return Segments(order, np.zeros_like(order), lengths[order])
 
 
@@ -298,7 +298,7 @@ def _report_alike(
         )  # fmt: skip
 
 
-def _report_unlearnable(store: TokenStore, learnable: NDArray[np.bool_], kind: Kind) -> None:
+def _report_unlearnable(store: TokenStore, learnable: NDArray[np.bool_], kind: DataKind) -> None:
     useless = np.flatnonzero(~learnable)
     if len(useless) == 0:
         return

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.data.conversation import ROLES, Conversation
-from megatrain.data.examples import Examples, Found
+from megatrain.data.examples import Examples, PlacedExample
 from megatrain.data.readers import TextPiece
 from megatrain.data.refused_fields import OF_CALLS, empty
 from megatrain.data.reply_spans import ReplySpans
@@ -73,18 +73,18 @@ class TextEncoder:
         eos = tokenizer.eos_token_id
         self._tail = tail if tail[-1:] == [eos] else [*tail, eos]
 
-    def pieces(self, found: Sequence[tuple[Found, TextPiece]]) -> Iterator[Document]:
+    def pieces(self, pieces: Sequence[tuple[PlacedExample, TextPiece]]) -> Iterator[Document]:
         """Each piece as a document.
 
         Raises:
             InputError: an id is outside the vocabulary.
         """
-        texts = [piece.text for _, piece in found]
-        with tokenising(found[0][0].where):
+        texts = [piece.text for _, piece in pieces]
+        with tokenising(pieces[0][0].where):
             encoded = self._tokenizer(
                 texts, add_special_tokens=False, return_attention_mask=False, verbose=False
             )["input_ids"]
-        for (place, piece), ids in zip(found, encoded, strict=True):
+        for (place, piece), ids in zip(pieces, encoded, strict=True):
             if ids:
                 lead = absent(self._lead, ids[: len(self._lead)]) if piece.first else []
                 ids = [*lead, *ids, *(self._absent_tail(ids) if piece.last else [])]
@@ -96,7 +96,7 @@ class TextEncoder:
         """Ids of added tokens, which only completions need: some tokenizers have none to tell."""
         return added_ids(self._tokenizer)
 
-    def completion(self, found: Found) -> Document:
+    def completion(self, placed: PlacedExample) -> Document:
         """A prompt, which is only read, and its completion with the end token, which is learnt.
 
         A token that holds the end of the one and the beginning of the other is learnt, but not a
@@ -106,9 +106,9 @@ class TextEncoder:
             InputError: the tokenizer cannot say where a token came from; an id is outside the
                 vocabulary.
         """
-        assert isinstance(found.example, Completion)
-        prompt, completion = found.example
-        ids, offsets = placed_tokens(self._tokenizer, prompt + completion, found.where)
+        assert isinstance(placed.example, Completion)
+        prompt, completion = placed.example
+        ids, offsets = placed_tokens(self._tokenizer, prompt + completion, placed.where)
         first = first_token(prompt + completion, offsets, ids, self._added, len(prompt))
         lead = absent(self._lead, ids[: len(self._lead)])
         ids = [*lead, *ids, *self._absent_tail(ids)]
@@ -116,16 +116,16 @@ class TextEncoder:
         targets[: len(lead) + first] = False
         if not completion:
             targets[:] = False
-        tokens = token_ids(ids, self._vocab_size, found.where)
-        return Document(found.source, found.number, tokens, targets)
+        tokens = token_ids(ids, self._vocab_size, placed.where)
+        return Document(placed.source, placed.number, tokens, targets)
 
     def _absent_tail(self, ids: list[int]) -> list[int]:
         return absent(self._tail, ids[-len(self._tail) :])
 
 
-def absent(special: list[int], there: list[int]) -> list[int]:
-    """The special tokens to put where a text has `there`: none where these are the same."""
-    return [] if there == special else special
+def absent(special: list[int], present: list[int]) -> list[int]:
+    """The special tokens to put where a text has `present`: none where these are the same."""
+    return [] if present == special else special
 
 
 def surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -157,18 +157,18 @@ class ChatEncoder:
         self._added = added_ids(tokenizer)
         self._names = [str(token) for token in tokenizer.added_tokens_decoder.values()]
 
-    def conversation(self, found: Found) -> Document:
+    def conversation(self, placed: PlacedExample) -> Document:
         """The conversation as a document; one without a reply to learn has no tokens.
 
         Raises:
             InputError: the template refuses it, or has no place for what it says.
         """
-        assert isinstance(found.example, Conversation)
-        talk, where = found.example, found.where
+        assert isinstance(placed.example, Conversation)
+        talk, where = placed.example, placed.where
         refuse_unplaced(talk, self._template, where)
         if not any(talk.learnt):
             nothing = np.zeros(0, np.int32), np.zeros(0, bool)
-            return Document(found.source, found.number, *nothing)
+            return Document(placed.source, placed.number, *nothing)
         replies = ReplySpans(self._template, self._names, talk, where)
         whole = replies.text
         unchecked, offsets = placed_tokens(self._tokenizer, whole, where)
@@ -180,7 +180,7 @@ class ChatEncoder:
             marked[first : np.searchsorted(starts, end)] = True
         is_marked = self._template.is_marked(talk)
         if is_marked and talk.learnt == [m["role"] == "assistant" for m in talk.messages]:
-            return Document(found.source, found.number, ids, marked)
+            return Document(placed.source, placed.number, ids, marked)
         for turn in np.flatnonzero(talk.learnt).tolist():
             for begin, end in replies.spans(turn):
                 first = first_token(whole, offsets, ids, self._added, begin)
@@ -190,13 +190,13 @@ class ChatEncoder:
                 closed = closing > first and int(ids[closing - 1]) in self._added
                 targets[first : closing if closed else last] = True
         targets = targets & marked if is_marked else targets
-        return Document(found.source, found.number, ids, targets)
+        return Document(placed.source, placed.number, ids, targets)
 
     def unread(self, talk: Conversation) -> list[str]:
         """Fields of messages that the template does not name."""
         names = dict.fromkeys(n for m in talk.messages for n, v in m.items() if not empty(v))
-        said = ("role", *SAID)
-        return [n for n in names if n not in said and not self._template.has_place(talk, n)]
+        read = ("role", *SAID)
+        return [n for n in names if n not in read and not self._template.has_place(talk, n)]
 
 
 def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:
@@ -248,36 +248,38 @@ class Encoder:
         Raises:
             InputError: the data or the tokenizer cannot be used.
         """
-        batch: list[tuple[Found, TextPiece]] = []
+        batch: list[tuple[PlacedExample, TextPiece]] = []
         num_chars = 0
-        for found in examples:
-            if not isinstance(found.example, TextPiece):
-                yield from self._row(found, examples)
+        for placed in examples:
+            if not isinstance(placed.example, TextPiece):
+                yield from self._row(placed, examples)
                 continue
-            batch.append((found, found.example))
-            num_chars += len(found.example.text)
+            batch.append((placed, placed.example))
+            num_chars += len(placed.example.text)
             if len(batch) >= _BATCH_PIECES or num_chars >= _BATCH_CHARS:
                 yield from self._text.pieces(batch)
                 batch, num_chars = [], 0
         if batch:
             yield from self._text.pieces(batch)
 
-    def _row(self, found: Found, examples: Examples) -> Sequence[Document]:
-        said = found.example
+    def _row(self, placed: PlacedExample, examples: Examples) -> Sequence[Document]:
+        example = placed.example
         try:
-            for talk in said.replies if isinstance(said, Rated) else [said]:
+            for talk in example.replies if isinstance(example, Rated) else [example]:
                 if isinstance(talk, Conversation):
                     examples.pass_over(f"{name} (of messages)" for name in self._chat.unread(talk))
-            if not isinstance(said, Rated):
-                return [self._encoded(found)]
+            if not isinstance(example, Rated):
+                return [self._encoded(placed)]
             return [
-                self._encoded(found._replace(example=reply))._replace(good=good, margin=said.margin)
-                for reply, good in zip(said.replies, said.good, strict=True)
+                self._encoded(placed._replace(example=reply))._replace(
+                    good=good, margin=example.margin
+                )
+                for reply, good in zip(example.replies, example.good, strict=True)
             ]
         except InputError as error:
             examples.bad(error)
             return []
 
-    def _encoded(self, found: Found) -> Document:
-        is_chat = isinstance(found.example, Conversation)
-        return self._chat.conversation(found) if is_chat else self._text.completion(found)
+    def _encoded(self, placed: PlacedExample) -> Document:
+        is_chat = isinstance(placed.example, Conversation)
+        return self._chat.conversation(placed) if is_chat else self._text.completion(placed)

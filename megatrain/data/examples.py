@@ -8,7 +8,7 @@ from megatrain.data.conversation import Conversation
 from megatrain.data.formats import TEXT, Format, Reading
 from megatrain.data.readers import TextPiece, read_rows, read_text, split_text
 from megatrain.data.rows import Completion, Example, Rated
-from megatrain.data.sources import Source, SourceFile
+from megatrain.data.sources import DataSource, SourceFile
 from megatrain.data.template import SAID
 from megatrain.data.tokenizer import check_encodable
 from megatrain.errors import InputError
@@ -19,7 +19,7 @@ SHOWN = 20  # rows left out and unread fields that are listed
 
 
 def _teaches_silence(example: Example) -> bool:
-    """Whether a reply to learn says nothing, as where a table has no answer."""
+    """True if a reply to learn says nothing, as where a table has no answer."""
     if isinstance(example, Rated):
         return any(map(_teaches_silence, example.replies))
     if isinstance(example, Completion):
@@ -39,7 +39,7 @@ def say_left_out(log: logging.Logger, what: str, number: int, reasons: Sequence[
         log.warning("  and %d more", more)
 
 
-class Found(NamedTuple):
+class PlacedExample(NamedTuple):
     """An example, or a piece of a text, and where it is."""
 
     source: int
@@ -62,7 +62,7 @@ class Examples:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[DataSource],
         reading: Reading,
         bad_rows: BadRows,
         after: tuple[int, int] = BEFORE_ALL,
@@ -76,21 +76,21 @@ class Examples:
             "empty": [0, ""],
         }  # fmt: skip
 
-    def __iter__(self) -> Iterator[Found]:
-        return (found for found in self._all() if (found.source, found.number) > self._after)
+    def __iter__(self) -> Iterator[PlacedExample]:
+        return (placed for placed in self._all() if (placed.source, placed.number) > self._after)
 
-    def _all(self) -> Iterator[Found]:
+    def _all(self) -> Iterator[PlacedExample]:
         for index, source in enumerate(self.sources):
             if index < self._after[0]:
                 continue
             if isinstance(source, SourceFile) and source.format == "text":
                 self._note("text files", TEXT, source)
                 for piece in read_text(source):
-                    yield Found(index, piece.line, f"{source.name}:{piece.line}", piece)
+                    yield PlacedExample(index, piece.line, f"{source.name}:{piece.line}", piece)
             else:
                 yield from self._rows(index, source)
 
-    def _rows(self, index: int, source: Source) -> Iterator[Found]:
+    def _rows(self, index: int, source: DataSource) -> Iterator[PlacedExample]:
         form: Format | None = None
         for number, row in read_rows(source, self._reading.wanted):
             where = f"{source.name}:{number}"
@@ -112,9 +112,9 @@ class Examples:
             self.pass_over(unread)
             if isinstance(example, str):
                 for piece in split_text(example, number):
-                    yield Found(index, number, where, piece)
+                    yield PlacedExample(index, number, where, piece)
             else:
-                yield Found(index, number, where, example)
+                yield PlacedExample(index, number, where, example)
 
     def pass_over(self, names: Iterable[str]) -> None:
         """Remember fields that are not read."""
@@ -129,7 +129,7 @@ class Examples:
         if len(self.notes["bad"]) < SHOWN:
             self.notes["bad"].append(str(error))
 
-    def _note(self, title: str, form: Format, source: Source) -> None:
+    def _note(self, title: str, form: Format, source: DataSource) -> None:
         formats = self.notes["formats"]
         if self.notes["kind"] not in (None, form.kind):
             (first, (_, where)), *_ = formats.items()

@@ -25,8 +25,8 @@ from megatrain.data.rows import (
     of_text,
     opening,
 )
-from megatrain.data.sources import Kind
-from megatrain.data.tables import Row
+from megatrain.data.sources import DataKind
+from megatrain.data.tables import DataRow
 from megatrain.errors import InputError
 
 Fields = Mapping[str, str | None]
@@ -50,15 +50,15 @@ class Format:
     kind: Literal["text", "chat", "pairs", "rated"]
     needs: Mapping[str, tuple[str, ...]]
     may: Mapping[str, tuple[str, ...]]
-    read: Callable[[Row, str], Example]
+    read: Callable[[DataRow, str], Example]
 
-    def names(self, row: Row, fields: Fields, where: str) -> dict[str, str] | None:
+    def names(self, row: DataRow, fields: Fields, where: str) -> dict[str, str] | None:
         """Our name -> the row's, of each field it has; None where one is missing.
 
         Raises:
             InputError: two fields could be the same one of ours.
         """
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for name, aliases in {**self.needs, **self.may}.items():
             mapped = fields.get(name)
             known = (mapped,) if mapped else tuple(a for a in aliases if a not in fields)
@@ -71,10 +71,10 @@ class Format:
                     f"data.fields: {{{name}: {first}}}"
                 )
             if filled:
-                found[name] = filled[0]
+                names[name] = filled[0]
             elif name in self.needs:
                 return None
-        return found
+        return names
 
 
 # Names that questions and answers go by.
@@ -132,7 +132,7 @@ class Reading:
     fields: our name -> the data's; null: a field of the data that is passed over on purpose.
     """
 
-    kind: Kind
+    kind: DataKind
     fields: Fields
 
     def __post_init__(self) -> None:
@@ -143,12 +143,12 @@ class Reading:
                 raise InputError(f"data.fields: {name!r:.40} is not a field; fields are {known}")
 
     def wanted(self, column: str) -> bool:
-        """Whether a column of a table is to be read at all."""
+        """True if a column of a table is to be read at all."""
         mapped = column in self.fields.values()
         known = column in (*_NAMES, *_BESIDE, "role") or says_training(column)
         return mapped or (column not in self.fields and known)
 
-    def find(self, row: Row, where: str) -> Format:
+    def find(self, row: DataRow, where: str) -> Format:
         """The format of a row.
 
         Raises:
@@ -170,8 +170,8 @@ class Reading:
             f"{self._perhaps(row, forms, where)}"
         )
 
-    def example(self, form: Format, row: Row, where: str) -> tuple[Example, list[str]]:
-        """What a row of this format says, and the names of its fields that are not read.
+    def example(self, form: Format, row: DataRow, where: str) -> tuple[Example, list[str]]:
+        """The example that a row of this format gives, and the names of fields that are not read.
 
         Raises:
             InputError: it is malformed, of another format, or says what would not be heeded.
@@ -193,16 +193,16 @@ class Reading:
                         f"{where}: field {name!r} is not read beside {form.title}: name the fields "
                         f"with data.fields (or {name}: null to pass it over)"
                     )
-        given = {name: row[theirs] for name, theirs in names.items()}
+        values = {name: row[theirs] for name, theirs in names.items()}
         for name, theirs in names.items():
             needed = name in form.needs and name != "instruction"  # beside it, the input may ask
-            check_text(given[name], name, theirs, where, needed=needed)
+            check_text(values[name], name, theirs, where, needed=needed)
         unread = [n for n, v in rest.items() if not empty(v)]
         if any(self.fields.get(name) for name in _OF_MESSAGES):
-            given = {n: self._renamed(from_json(v, n, where), where) for n, v in given.items()}
-        return form.read(given, where), unread
+            values = {n: self._renamed(from_json(v, n, where), where) for n, v in values.items()}
+        return form.read(values, where), unread
 
-    def _other_format(self, form: Format, row: Row, where: str) -> InputError:
+    def _other_format(self, form: Format, row: DataRow, where: str) -> InputError:
         return InputError(
             f"{where}: not of the first row's format ({form.title}): its fields are "
             f"{listed(row)}: keep formats in files of their own"
@@ -241,7 +241,7 @@ class Reading:
             known = f"chosen, rejected, with a prompt or without{rated}"
         return f"no format is known by these fields ({known}; data.fields maps others)"
 
-    def _refuse_message(self, form: Format, row: Row, where: str) -> None:
+    def _refuse_message(self, form: Format, row: DataRow, where: str) -> None:
         """Raises InputError: the row is one message, whose content is no text of its own."""
         spoken = form is FORMATS[-1] or row.get("role") in (*SPEAKERS, _PROMPTER)
         if form.kind == "text" and spoken and "role" in row and "role" not in self.fields:
@@ -250,8 +250,8 @@ class Reading:
                 "one row (role: null in data.fields passes it over)"
             )
 
-    def _perhaps(self, row: Row, forms: Sequence[Format], where: str) -> str:
-        """What to write where a field has other capitals or spaces than ours, or holds a list."""
+    def _perhaps(self, row: DataRow, forms: Sequence[Format], where: str) -> str:
+        """A suggestion where a field has other capitals or spaces than ours, or holds a list."""
         for name in (n for n, v in row.items() if isinstance(v, list) and objects(v)):
             if {"role", "from"} & set(row[name][0]):
                 return f": perhaps data.fields: {{messages: {name}}}"
@@ -260,12 +260,12 @@ class Reading:
         plain = {name: row[theirs[name]] for name in theirs}
         for form in () if self.fields or len(theirs) < len(row) else forms:
             if names := form.names(plain, {}, where):
-                ours = {name: theirs[each] for name, each in names.items() if name != theirs[each]}
-                written = ", ".join(f"{name}: {each!r}" for name, each in ours.items())
+                ours = {name: theirs[key] for name, key in names.items() if name != theirs[key]}
+                written = ", ".join(f"{name}: {key!r}" for name, key in ours.items())
                 return f": perhaps data.fields: {{{written}}}"
         return ""
 
-    def _refuse_known(self, row: Row, where: str) -> None:
+    def _refuse_known(self, row: DataRow, where: str) -> None:
         """Raises InputError: the row is of a format that no loss here is for."""
         if self.kind == "rated":
             self._refuse_rated(row, where)
@@ -277,21 +277,21 @@ class Reading:
                 "the prompts as text with data.fields: {text: prompt})"
             )
 
-    def _refuse_rated(self, row: Row, where: str) -> None:
+    def _refuse_rated(self, row: DataRow, where: str) -> None:
         """Raises InputError: a reply is rated, but it is not there as a prompt and a completion."""
-        there = {n for n, v in row.items() if n not in self.fields and not empty(v)}
-        if there.isdisjoint(RATED.needs["label"]):
+        filled = {n for n, v in row.items() if n not in self.fields and not empty(v)}
+        if filled.isdisjoint(RATED.needs["label"]):
             return
-        if talks := there.intersection(_TALKS["messages"]):
+        if talks := filled.intersection(_TALKS["messages"]):
             remedy = f"split {min(talks)!r} into these two lists of messages"
         else:
             names = {"prompt": ("prompt", "instruction", *_QUESTIONS),
                      "completion": ("completion", *_ANSWERS)}  # fmt: skip
-            found = {ours: next((n for n in known if n in there), "...")
+            fields = {ours: next((n for n in known if n in filled), "...")
                      for ours, known in names.items()}  # fmt: skip
-            written = ", ".join(f"{ours}: {n}" for ours, n in found.items() if ours != n)
+            written = ", ".join(f"{ours}: {n}" for ours, n in fields.items() if ours != n)
             remedy = f"name them with data.fields: {{{written}}}"
-            if {*found.values()} == {"..."}:
+            if {*fields.values()} == {"..."}:
                 remedy = f"the fields are {listed(row)}"
         needed = "loss.name: kto needs a 'prompt' and a 'completion' beside the label"
         raise InputError(f"{where}: {needed}: {remedy}")
@@ -300,15 +300,15 @@ class Reading:
 def _refuse_unread_prompt(pair: Sequence[Any], rest: Mapping[str, Any], where: str) -> None:
     """Raises InputError: a pair has its prompt under a name that is not read."""
     names = ("chosen", "rejected")
-    replies = [text_or_messages(*each, where) for each in zip(pair, names, strict=False)]
-    said = opening(replies) if {*map(type, replies)} in ({str}, {list}) else ""
-    if isinstance(said, str) and len(said) <= BY_CHANCE:
-        said = ""
+    replies = [text_or_messages(*named, where) for named in zip(pair, names, strict=False)]
+    prompt = opening(replies) if {*map(type, replies)} in ({str}, {list}) else ""
+    if isinstance(prompt, str) and len(prompt) <= BY_CHANCE:
+        prompt = ""
     for name in ("instruction", *_QUESTIONS, *_TALKS["messages"]):
         value = rest.get(name)
-        if empty(value) or (said and isinstance(said, list) and not isinstance(value, str)):
+        if empty(value) or (prompt and isinstance(prompt, list) and not isinstance(value, str)):
             continue
-        if not (said and isinstance(value, str) and is_said(value, said)):
+        if not (prompt and isinstance(value, str) and is_said(value, prompt)):
             raise InputError(
                 f"{where}: field {name!r} is not read, and the replies have no such prompt: write "
                 f"data.fields: {{prompt: {name}}} ({name}: null passes it over)"

@@ -121,11 +121,11 @@ class StepLoader:
         """
         expected = self._position()
         for name, value in expected.items():
-            found = state.get(name) if isinstance(state, Mapping) else None
-            if type(found) is not type(value) or (
-                isinstance(found, int) and not 0 <= found < 2**53
+            saved = state.get(name) if isinstance(state, Mapping) else None
+            if type(saved) is not type(value) or (
+                isinstance(saved, int) and not 0 <= saved < 2**53
             ):
-                raise InputError(f"the saved data position is damaged: {name} is {found!r:.60}")
+                raise InputError(f"the saved data position is damaged: {name} is {saved!r:.60}")
         if state["fingerprint"] != expected["fingerprint"]:
             raise InputError(
                 "the data or its settings are not those of the saved run "
@@ -144,7 +144,7 @@ class StepLoader:
         self._resumed_at = (self._steps, rows)
 
     def describe(self, step: int | None = None) -> str:
-        """Where the rows of a step (counted from 0; None: the last one taken) come from."""
+        """The origin of the rows of a step (counted from 0; None: the last one taken)."""
         step = max(self._steps - 1, 0) if step is None else step
         rows = [row for micro_batch in self._plan(step) for row in micro_batch]
         places = "; ".join(self._dataset.describe(row) for row in rows[:4])
@@ -163,8 +163,8 @@ class StepLoader:
             self._ahead.pop().cancel()
 
     def _make(self, step: int) -> Step:
-        made: Any = [self._dataset.batch(rows) for rows in self._plan(step)]
-        return made if isinstance(self._dataset, Prompts) else numbered(made)
+        batches: Any = [self._dataset.batch(rows) for rows in self._plan(step)]
+        return batches if isinstance(self._dataset, Prompts) else numbered(batches)
 
     def _plan(self, step: int) -> list[list[int]]:
         """The rows of each micro-batch of a step."""

@@ -70,28 +70,28 @@ class ReplyDataset(PackedDataset):
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch as `plain` makes it, with the inputs of the loss."""
-        made, lines = self.plain(rows), self.lines
-        labels, ids = made["labels"], made["input_ids"]
+        batch, lines = self.plain(rows), self.lines
+        labels, ids = batch["labels"], batch["input_ids"]
         kinds = torch.tensor([kind for row in rows for kind in self._kinds(row)])
         places = torch.arange(len(kinds)) // (lines if self.kind == "pairs" else 1)
         of_lines = {"pair": places, "example": places, "chosen": kinds, "desired": kinds}
         for name in self._loss.inputs:
             if name in of_lines:
-                made[name] = of_lines[name][:, None].expand(labels.shape).float().contiguous()
+                batch[name] = of_lines[name][:, None].expand(labels.shape).float().contiguous()
         if "margin" in self._loss.inputs:
             firsts = [int(self._segments(row).document[0]) for row in rows for _ in range(lines)]
             margins = torch.tensor([self.store.margin(document) for document in firsts])
-            made["margin"] = margins[:, None].expand(labels.shape).float().contiguous()
+            batch["margin"] = margins[:, None].expand(labels.shape).float().contiguous()
         if self._reference is not None:
-            made["reference_logp"] = at_first_label(self._reference[list(rows)].view(-1), labels)
+            batch["reference_logp"] = at_first_label(self._reference[list(rows)].view(-1), labels)
         if "reply" in self._loss.inputs:  # of chosen texts the prompts are learnt as well
-            made["reply"] = (labels != IGNORED).float()
-            there = made.get("attention_mask", torch.ones_like(ids)) == 1
-            there &= torch.arange(labels.shape[1]) > 0
-            made["labels"] = torch.where(there & (kinds == 1)[:, None], ids, labels)
+            batch["reply"] = (labels != IGNORED).float()
+            present = batch.get("attention_mask", torch.ones_like(ids)) == 1
+            present &= torch.arange(labels.shape[1]) > 0
+            batch["labels"] = torch.where(present & (kinds == 1)[:, None], ids, labels)
         if isinstance(self._loss, Reward):
-            made["labels"] = scored(ids, made.get("attention_mask"), self._pad)
-        return made
+            batch["labels"] = scored(ids, batch.get("attention_mask"), self._pad)
+        return batch
 
     def _kinds(self, row: int) -> list[int]:
         """For each line: 1 for a chosen or good reply, 0 for another, -1 for a mismatched one."""
@@ -107,11 +107,13 @@ class ReplyDataset(PackedDataset):
 
     def _mismatched(self, row: int) -> tuple[Ints, Ints]:
         """The row's prompt with the reply of the row before, as TRL's KTO takes it."""
-        (own, labels), (other, learnt) = (
+        (prompt_ids, labels), (other, learnt) = (
             next(iter(self.pieces(at))) for at in (row, (row - 1) % len(self))
         )
         begin, start = _first_label(labels), _first_label(learnt)
-        parts = zip((own[:begin], labels[:begin]), (other[start:], learnt[start:]), strict=True)
+        parts = zip(
+            (prompt_ids[:begin], labels[:begin]), (other[start:], learnt[start:]), strict=True
+        )
         ids, targets = (np.concatenate(part)[: self.sequence_length] for part in parts)
         return ids, targets
 
@@ -121,8 +123,8 @@ def scored(ids: Tensor, mask: Tensor | None, pad: int) -> Tensor:
 
     It is the last one that is not `pad`; tokens that `mask` leaves out are none.
     """
-    there = (ids != pad) if mask is None else (ids != pad) & (mask == 1)
-    last = (torch.arange(ids.shape[1]) * there).argmax(1, keepdim=True)
+    present = (ids != pad) if mask is None else (ids != pad) & (mask == 1)
+    last = (torch.arange(ids.shape[1]) * present).argmax(1, keepdim=True)
     return torch.full_like(ids, IGNORED).scatter(1, last, 0)
 
 

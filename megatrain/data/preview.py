@@ -1,4 +1,4 @@
-"""What a data set holds, for people: counts, lengths, repetitions, and rows as they are trained."""
+"""Summaries of a data set: counts, lengths, repetitions, and rows as they are trained."""
 
 import hashlib
 import itertools
@@ -15,14 +15,14 @@ MOST_READ = 200_000  # documents that are compared with those held out: some sec
 
 
 class SourceCount(NamedTuple):
-    """What one source has: documents with something to learn, and their tokens."""
+    """The documents of one source that have something to learn, and their tokens."""
 
     name: str
     documents: int
     tokens: int
 
 
-class Run(NamedTuple):
+class TextRun(NamedTuple):
     """Text of neighbouring tokens which are all learnt, or all only read."""
 
     text: str
@@ -34,7 +34,7 @@ class ShownDocument(NamedTuple):
 
     place: str
     num_tokens: int
-    runs: list[Run]
+    runs: list[TextRun]
 
 
 class Summary:
@@ -71,8 +71,8 @@ class Summary:
         tokens = np.bincount(sources, documents.lengths, minlength=count).astype(np.int64)
         numbers = np.bincount(sources, minlength=count).tolist(), tokens.tolist()
         self.sources = [
-            SourceCount(name.removeprefix(self.folder), *each)
-            for name, *each in zip(store.names, *numbers, strict=True)
+            SourceCount(name.removeprefix(self.folder), *counts)
+            for name, *counts in zip(store.names, *numbers, strict=True)
         ]
         seen: dict[bytes, int] = {}
         pairs = [(n, seen.setdefault(digest, n)) for n, digest in _digests(data, documents)]
@@ -82,7 +82,7 @@ class Summary:
 
     @property
     def what(self) -> str:
-        """What a document is called."""
+        """The name of a document's kind."""
         names = {"text": "documents", "pairs": "replies", "rated": "replies"}
         return names.get(self.kind, "conversations")
 
@@ -98,7 +98,7 @@ class Summary:
         ]
 
     def notes(self) -> list[str]:
-        """What a person should know of the data, in sentences."""
+        """Warnings about the data, each a sentence."""
         notes = []
         if self.num_cut:
             notes.append(
@@ -170,12 +170,12 @@ def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
     ]
 
 
-def _runs(ids: Ints, labels: Ints, tokenizer: Any) -> list[Run]:
+def _runs(ids: Ints, labels: Ints, tokenizer: Any) -> list[TextRun]:
     learnt = labels != -100
     learnt[:1] = False  # nothing comes before it to predict it from
     edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(ids)]
     return [
-        Run(
+        TextRun(
             tokenizer.decode(ids[start:stop].tolist(), clean_up_tokenization_spaces=False),
             bool(learnt[start]),
         )

@@ -86,7 +86,7 @@ def _end_of_reply(tokenizer: Any, talk: Conversation) -> int | None:
 
 
 def unmet_opening(tokenizer: Any) -> str:
-    """What the chat template asks for a reply with, where it writes plain replies after another.
+    """The text that asks for a reply, where the template writes plain replies after another.
 
     Such as `<think>`, which it leaves out before replies without reasoning.
     """
@@ -149,7 +149,7 @@ class Prompts:
         return [self._rows[row] for row in rows]
 
     def describe(self, row: int) -> str:
-        """Where a row comes from: `file:line`."""
+        """The origin of a row: `file:line`."""
         return self._rows[row].where
 
     def hold_out(self, fraction: float) -> tuple["Prompts", "Prompts"]:
@@ -242,21 +242,21 @@ def _prompt_row(
     chat: bool,
 ) -> PromptRow:
     theirs = {name for name in fields.values() if name is not None}
-    given = {n: v for n, v in row.items() if n not in theirs and n not in fields}
+    values = {n: v for n, v in row.items() if n not in theirs and n not in fields}
     for ours, name in fields.items():
         if name is not None and name in row:
-            given[ours] = row[name]
-    if "prompt" not in given:
+            values[ours] = row[name]
+    if "prompt" not in values:
         names = ", ".join(map(repr, row))
         raise InputError(
             f"{where}: no field 'prompt': its fields are {names}: name it with "
             "data.fields: {prompt: ...}"
         )
-    prompt = text_or_messages(given.pop("prompt"), "prompt", where)
+    prompt = text_or_messages(values.pop("prompt"), "prompt", where)
     if not isinstance(prompt, str | list):
         raise InputError(f"{where}: 'prompt' must be a text or a list of messages")
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    refuse_unheeded({name: given.get(name) for name in BESIDE_PROMPTS}, where, text=False)
+    refuse_unheeded({name: values.get(name) for name in BESIDE_PROMPTS}, where, text=False)
     ids = prompt_ids(tokenizer, prompt, vocab_size, where)
-    return PromptRow(prompt, ids, {n: v for n, v in given.items() if n not in _OWN}, where)
+    return PromptRow(prompt, ids, {n: v for n, v in values.items() if n not in _OWN}, where)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
-from megatrain.data.sources import HubSplit, Source, SourceFile
-from megatrain.data.tables import Row, Wanted, read_arrow, read_csv, read_hub, read_parquet
+from megatrain.data.sources import DataSource, HubSplit, SourceFile
+from megatrain.data.tables import DataRow, Wanted, read_arrow, read_csv, read_hub, read_parquet
 from megatrain.errors import InputError
 from megatrain.json_yaml import each_key_once, parse_json
 from megatrain.units import MIB
@@ -67,7 +67,7 @@ def open_file(file: SourceFile) -> IO[bytes]:
 
 @contextmanager
 def reading(file: SourceFile) -> Iterator[None]:
-    """What reading a file can raise, and what its bytes are instead, as one line that names it.
+    """Turns errors of reading a file, or bytes of another format, into one line that names it.
 
     Raises:
         InputError: it cannot be read, or is plainly something else.
@@ -158,7 +158,7 @@ def split_text(text: str, line: int) -> Iterator[TextPiece]:
         start = stop
 
 
-def read_rows(source: Source, wanted: Wanted) -> Iterator[tuple[int, Row | InputError]]:
+def read_rows(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow | InputError]]:
     """The rows of a source with their number, counted from 1; of tables only `wanted` columns.
 
     A row that is malformed by itself comes as its error, and those after it follow.
@@ -174,7 +174,7 @@ def read_rows(source: Source, wanted: Wanted) -> Iterator[tuple[int, Row | Input
         raise InputError(f"{source.name}: no rows in it: give data that has some")
 
 
-def _read_file(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, Row | InputError]]:
+def _read_file(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow | InputError]]:
     with reading(file):
         if file.format == "parquet":
             yield from read_parquet(file, wanted)
@@ -207,7 +207,7 @@ def _ending_of_rows(text: str, *, whole: bool) -> str | None:
 
 
 def _begins_with_rows(text: str, *, whole: bool) -> bool:
-    """Whether a text begins with a list of JSON objects, or with two, that have fields of rows."""
+    """True if a text begins with a list of JSON objects, or with two, that have fields of rows."""
     begins = _WRAPPED.match(text) or _LIST.match(text)
     place = begins.end() if begins else 0
     for _ in range(1 if begins else 2):
@@ -259,7 +259,7 @@ def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> InputError:
     )
 
 
-def _read_jsonl(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, Row | InputError]]:
+def _read_jsonl(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, DataRow | InputError]]:
     number, offset = 0, 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -274,7 +274,7 @@ def _read_jsonl(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, Row 
         offset += len(line)
 
 
-def _read_json(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, Row]]:
+def _read_json(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, DataRow]]:
     """The objects of a list, or objects that follow one another; one of them in memory.
 
     The list may be all that an object has, as {"train": [...]}.
@@ -322,7 +322,7 @@ def _more_than_a_list(file: SourceFile, wrapped: re.Match[str] | None) -> InputE
 
 def _decoded(
     decode: Callable[[str, int], tuple[object, int]], text: str, place: int, where: str, ended: bool
-) -> tuple[Row | None, int]:
+) -> tuple[DataRow | None, int]:
     """A row and where it ends; none while it is not all there."""
     try:
         row, end = decode(text, place)
@@ -348,7 +348,7 @@ def _too_long(what: str) -> InputError:
     return InputError(f"{what} is longer than {MAX_LINE_BYTES // MIB} MiB: split the row")
 
 
-def _parse(line: bytes, where: str, offset: int) -> Row:
+def _parse(line: bytes, where: str, offset: int) -> DataRow:
     try:
         text = line.decode("utf-8")
         text = text.removeprefix(_BOM) if offset == 0 else text
@@ -365,7 +365,7 @@ def _parse(line: bytes, where: str, offset: int) -> Row:
     return _row(row, where)
 
 
-def _row(row: object, where: str) -> Row:
+def _row(row: object, where: str) -> DataRow:
     if not isinstance(row, dict):
         kind = type(row).__name__
         raise InputError(f"{where}: a row must be a JSON object, this is a {kind}")

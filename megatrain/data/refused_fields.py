@@ -54,7 +54,7 @@ _MESSAGE_WEIGHT = re.compile(r"(.+_)?(weights?|masks?|masked|train|training|trai
 
 
 def says_training(column: str) -> bool:
-    """Whether a column of a table may say how its rows are to be trained."""
+    """True if a column of a table may say how its rows are to be trained."""
     return column in _ROW or column in _ROW_OF_TURNS or _WEIGHT.fullmatch(column) is not None
 
 
@@ -83,13 +83,13 @@ def refuse_unheeded_of_message(message: Mapping[str, Any], where: str) -> None:
 
 
 def empty(value: object) -> bool:
-    """Whether a value says nothing: tables fill absent ones with null."""
+    """True if a value says nothing: tables fill absent ones with null."""
     return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
 def objects(values: list[Any]) -> bool:
-    """Whether there are values, and each is a JSON object."""
-    return bool(values) and all(isinstance(each, dict) for each in values)
+    """True if there are values, and each is a JSON object."""
+    return bool(values) and all(isinstance(value, dict) for value in values)
 
 
 def listed(names: Sequence[str] | Mapping[str, Any]) -> str:

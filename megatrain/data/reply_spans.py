@@ -1,4 +1,4 @@
-"""Where in the text of a conversation its replies stand.
+"""Finds the replies of a conversation in its text.
 
 A template may write a turn otherwise when more turns follow: without its reasoning, with another
 end, with the tools elsewhere. So replies are found by signs: a character that occurs nowhere else
@@ -17,7 +17,7 @@ from megatrain.data.template import HEADERS, REASONING, SAID, Template
 from megatrain.errors import InputError
 
 _PRIVATE = range(0xE000, 0xF900)  # characters that Unicode leaves to private use
-Span = tuple[int, int]
+TextRange = tuple[int, int]
 
 
 class ReplySpans:
@@ -53,8 +53,8 @@ class ReplySpans:
         if tool_names(talk):
             self._refuse_tools_left_out()
 
-    def spans(self, turn: int) -> list[Span]:
-        """Where the parts of the reply `messages[turn]` begin and end, with its end of turn.
+    def spans(self, turn: int) -> list[TextRange]:
+        """The parts of the reply `messages[turn]` in the text, with its end of turn.
 
         One, but where a template writes words beside calls behind the calls' results (Gemma 4).
 
@@ -68,7 +68,7 @@ class ReplySpans:
                 return parts
             raise
 
-    def _apart(self, turn: int) -> list[Span]:
+    def _apart(self, turn: int) -> list[TextRange]:
         """A reply's calls, and its words: what these add to the text of the calls alone."""
         message = dict(self._talk.messages[turn])
         words = message.pop("content", "").strip()
@@ -78,7 +78,7 @@ class ReplySpans:
         talk = self._talk._replace(messages=messages)
         silent = ReplySpans(self._template, self._names, talk, self._where)
         added = len(self.text) - len(silent.text)
-        places = [found.start() for found in re.finditer(re.escape(words), self.text)]
+        places = [match.start() for match in re.finditer(re.escape(words), self.text)]
         fits = [p for p in places if self.text[:p] + self.text[p + added :] == silent.text]
         begin, end = silent.span(turn)
         if added < len(words) or len(fits) != 1 or fits[0] < end:
@@ -90,8 +90,8 @@ class ReplySpans:
             end_of_words = closing.end()
         return [(begin, end), (fits[0], end_of_words)]
 
-    def span(self, turn: int) -> Span:
-        """Where the reply `messages[turn]` begins and ends, with its end of turn.
+    def span(self, turn: int) -> TextRange:
+        """The reply `messages[turn]` in the text, with its end of turn.
 
         Raises:
             InputError: it cannot be told.
@@ -101,12 +101,12 @@ class ReplySpans:
                 f"{self._where}: the conversation starts with the assistant: drop that turn"
             )
         asked = self._render(turn, asking=True)
-        if found := self._by_headers(turn, asked):
-            return found
-        found = self._by_prefixes(turn, asked) or self._by_signs(turn, asked)
-        if found is not None:
-            found = self._unheaded(turn, asked, *found), found[1]
-        if found is None or self._opens_another(turn, asked, *found):
+        if span := self._by_headers(turn, asked):
+            return span
+        span = self._by_prefixes(turn, asked) or self._by_signs(turn, asked)
+        if span is not None:
+            span = self._unheaded(turn, asked, *span), span[1]
+        if span is None or self._opens_another(turn, asked, *span):
             if not any(self._talk.messages[turn].get(n) for n in SAID):
                 raise InputError(
                     f"{self._where}: the chat template has no place for the empty reply in message "
@@ -117,18 +117,18 @@ class ReplySpans:
                 "otherwise when more follows, so replies cannot be told apart: mark them in the "
                 "template with {% generation %}, or give each reply a row of its own"
             )
-        if any(word not in self.text[slice(*found)] for word in called(self._talk.messages[turn])):
+        if any(word not in self.text[slice(*span)] for word in called(self._talk.messages[turn])):
             raise self._left_out(turn)
-        return found[0], self._ended(turn, found[0], self._closed(turn, *found))
+        return span[0], self._ended(turn, span[0], self._closed(turn, *span))
 
     def _closed(self, turn: int, begin: int, end: int) -> int:
         """After the first tokens behind what a reply says: templates may end the text once more."""
         if "tool_calls" in self._talk.messages[turn]:
             return end
-        said = self._said(turn, begin, end)
-        if said is None:
+        content = self._said(turn, begin, end)
+        if content is None:
             return end
-        tokens = self._tokens.search(self.text, said[1], end)
+        tokens = self._tokens.search(self.text, content[1], end)
         return end if tokens is None else tokens.end()
 
     def _ended(self, turn: int, begin: int, end: int) -> int:
@@ -153,13 +153,13 @@ class ReplySpans:
         return any(token.end() == stop for token in self._token.finditer(self.text, begin, stop))
 
     def _start(self, turn: int) -> int | None:
-        """Where the content of a message begins in the text, if that can be told."""
+        """The place where the content of a message begins in the text, if that can be told."""
         content = self._talk.messages[turn].get("content", "").strip()
         start = self._places.get(turn, -1) - len(content)
         return start if start >= 0 and self.text.startswith(content, start) else None
 
-    def _said(self, turn: int, begin: int, end: int) -> Span | None:
-        """Where the content of a message is in text[begin:end], not as a part of a token there."""
+    def _said(self, turn: int, begin: int, end: int) -> TextRange | None:
+        """The content of a message in text[begin:end], unless it is a part of a token there."""
         content = self._talk.messages[turn].get("content", "").strip()
         start = self._start(turn)
         if content and (start is None or not begin <= start <= end - len(content)):
@@ -180,13 +180,13 @@ class ReplySpans:
             self._texts[key] = text
         return self._texts[key]
 
-    def _by_headers(self, turn: int, asked: str) -> Span | None:
+    def _by_headers(self, turn: int, asked: str) -> TextRange | None:
         """Between the header and the end that a family is known for."""
-        header = next((each for each in HEADERS if each in asked), None)
+        header = next((known for known in HEADERS if known in asked), None)
         if header is None:
             return None
         pattern = f"{re.escape(header)}(.*?(?:{HEADERS[header]}))"
-        spans = [found.span(1) for found in re.finditer(pattern, self.text, re.DOTALL)]
+        spans = [match.span(1) for match in re.finditer(pattern, self.text, re.DOTALL)]
         roles = [message["role"] for message in self._talk.messages]
         if len(spans) != roles.count("assistant"):
             return None
@@ -195,8 +195,8 @@ class ReplySpans:
         follows = begin >= self._places.get(turn - 1, 0)  # not a header that somebody quotes
         return (begin, end) if follows and self._says_alone(turn, begin, end) else None
 
-    def _by_prefixes(self, turn: int, asked: str) -> Span | None:
-        """What a reply adds to the text, where that is the beginning of the whole text."""
+    def _by_prefixes(self, turn: int, asked: str) -> TextRange | None:
+        """The part that a reply adds to the text, if the text so far begins the whole text."""
         is_last = turn + 1 == len(self._talk.messages)
         upto = self.text if is_last else self._render(turn + 1)
         if not (self.text.startswith(upto) and upto.startswith(asked)):
@@ -204,12 +204,12 @@ class ReplySpans:
         return len(asked), len(upto)
 
     def _opens_another(self, turn: int, asked: str, begin: int, end: int) -> bool:
-        """Whether what begins a turn is part of a reply that neither calls nor reasons."""
+        """True if what begins a turn is part of a reply that neither calls nor reasons."""
         message = self._talk.messages[turn]
         if any(message.get(name) for name in ("tool_calls", *REASONING)):
             return False
-        said = self._said(turn, begin, end) if message["content"].strip() else None
-        start, stop = said or (begin, begin)
+        content = self._said(turn, begin, end) if message["content"].strip() else None
+        start, stop = content or (begin, begin)
         introduction, conclusion = self.text[begin:start], self.text[stop:end]
         closing = self._token.findall(conclusion)
         if len(closing) < 2 and not self._token.search(introduction):
@@ -220,7 +220,7 @@ class ReplySpans:
         return len(closing) > 1 and closing[-1:] == self._token.findall(asked)[-1:]
 
     def _unheaded(self, turn: int, asked: str, begin: int, end: int) -> int:
-        """Where a reply begins behind a header that a template asks for otherwise, or only once."""
+        """The beginning of a reply behind a header that is written otherwise, or only once."""
         first = next(i for i, m in enumerate(self._talk.messages) if i and m["role"] == "assistant")
         header = self._header(first, self._render(first, asking=True))
         asks = header.strip() in self._header(turn, asked)
@@ -231,16 +231,16 @@ class ReplySpans:
         start, stop = self._headed(header, before, end if content is None else content)
         return begin if asks and self.text[begin:start].strip() else max(begin, stop)
 
-    def _headed(self, header: str, begin: int, end: int) -> Span:
-        """Where a header is in text[begin:end], with whatever white space; -1 if it is not."""
+    def _headed(self, header: str, begin: int, end: int) -> TextRange:
+        """The place of a header in text[begin:end], with any white space; -1 if it is not there."""
         words = r"\s*".join(map(re.escape, header.split())) or r"(?!)"
-        found = re.compile(words).search(self.text, begin, end)
-        if found is None:
+        match = re.compile(words).search(self.text, begin, end)
+        if match is None:
             return -1, -1
-        return found.start(), found.end() + self._same(header[len(header.rstrip()) :], found.end())
+        return match.start(), match.end() + self._same(header[len(header.rstrip()) :], match.end())
 
     def _header(self, turn: int, asked: str) -> str:
-        """What the template writes to ask for a reply, maybe in place of what ends the text."""
+        """The text that asks for a reply, perhaps in place of the end of the text."""
         unasked = self._render(turn)
         if not asked.startswith(unasked) and self._talk.messages[turn - 1]["role"] != "assistant":
             unasked = unasked.rstrip()
@@ -248,7 +248,7 @@ class ReplySpans:
             unasked = unasked.removesuffix(max(ends, key=len, default=""))
         return asked[len(unasked) :] if asked.startswith(unasked) else ""
 
-    def _by_signs(self, turn: int, asked: str) -> Span | None:
+    def _by_signs(self, turn: int, asked: str) -> TextRange | None:
         """The reply's place, by what stands around it where it is the last message."""
         places = self._places
         before = self._find(turn, asked, asking=True).get(turn - 1)
@@ -279,7 +279,7 @@ class ReplySpans:
         return None if start < 0 or self.text[place:start].strip() else stop
 
     def _in_turn(self, turn: int) -> int | None:
-        """Where a reply begins that goes on with its turn after the result of a tool."""
+        """The beginning of a reply that goes on with its turn after the result of a tool."""
         messages = self._talk.messages
         content = messages[turn].get("content", "").rstrip()
         start = self._places[turn] - len(content)
@@ -313,9 +313,9 @@ class ReplySpans:
         return place
 
     def _same(self, expected: str, place: int) -> int:
-        found = self.text[place : place + len(expected)]
-        pairs = enumerate(zip(expected, found, strict=False))
-        return next((i for i, (a, b) in pairs if a != b), len(found))
+        actual = self.text[place : place + len(expected)]
+        pairs = enumerate(zip(expected, actual, strict=False))
+        return next((i for i, (a, b) in pairs if a != b), len(actual))
 
     def _common(self, expected: str, place: int) -> int:
         """How much of `expected` is at `place`: all, or up to the end of a token or of a space."""
@@ -325,18 +325,18 @@ class ReplySpans:
         return max((m.end() for m in self._borders.finditer(expected, 0, same)), default=0)
 
     def _says_alone(self, turn: int, begin: int, end: int) -> bool:
-        """Whether all of this message is in this part of the text, and the end of no other."""
+        """True if all of this message is in this part of the text, and the end of no other."""
         message, text = self._talk.messages[turn], self.text[begin:end]
-        said = [*called(message), message.get("content", "").split("</think>")[-1].strip()]
+        parts = [*called(message), message.get("content", "").split("</think>")[-1].strip()]
         alone = not any(begin < place < end for t, place in self._places.items() if t != turn)
-        return alone and all(each in text for each in said)
+        return alone and all(part in text for part in parts)
 
     @cached_property
     def _places(self) -> Mapping[int, int]:
         return self._find(len(self._talk.messages), self.text)
 
     def _find(self, num_messages: int, text: str, *, asking: bool = False) -> Mapping[int, int]:
-        """Where the messages end in `text`; those for which signs do not show it are left out."""
+        """The ends of messages in `text`; those that signs do not show are left out."""
         for empty in (True, False):  # templates may ask whether there is content
             shown = self._shown(num_messages, asking=asking, empty=empty)
             if self._sign.sub("", shown) == text:
@@ -349,15 +349,15 @@ class ReplySpans:
             places.setdefault(sign.group(), []).append(sign.start() - before)
         for turn, (message, of_content, of_calls) in enumerate(self._signs[:num_messages]):
             calls = "tool_calls" in message  # whose names a template repeats with their results
-            found = places.get(of_calls if calls else of_content, [])
-            if len(found) == 1 or (calls and found):
-                ends[turn] = found[0]
+            ends_of_message = places.get(of_calls if calls else of_content, [])
+            if len(ends_of_message) == 1 or (calls and ends_of_message):
+                ends[turn] = ends_of_message[0]
         return ends
 
     def _shown(self, num_messages: int, *, asking: bool = False, empty: bool = False) -> str:
         """The text of the first messages with their signs; with `empty`, in empty replies too."""
         talk = self._talk.upto(num_messages)
-        signed = [with_signs(*each, empty=empty) for each in self._signs[:num_messages]]
+        signed = [with_signs(*signs, empty=empty) for signs in self._signs[:num_messages]]
         talk = talk._replace(messages=[*signed, *talk.messages[len(signed) :]])
         return self._template.render(talk, self._where, add_generation_prompt=asking)[0]
 
@@ -385,8 +385,8 @@ class ReplySpans:
         for turn, (content, (message, sign, _)) in enumerate(
             zip(contents, self._signs, strict=True)
         ):
-            said = [*called(message), *([reasoning] if message is messages[-1] else [])]
-            if any(each not in self.text for each in said) or (
+            words = [*called(message), *([reasoning] if message is messages[-1] else [])]
+            if any(word not in self.text for word in words) or (
                 content not in self.text and sign not in shown
             ):
                 raise self._left_out(turn)
@@ -422,7 +422,7 @@ def _function(tool: Any) -> Mapping[str, Any]:
 
 
 def called(message: Message) -> list[str]:
-    """What the calls of a message must show in its text, however a template writes arguments."""
+    """Words of a message's calls that its text must have, however arguments are written."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     values = [value for function in functions for value in function["arguments"].values()]
     words = [word for value in values if isinstance(value, str) for word in _WORD.findall(value)]
@@ -431,12 +431,12 @@ def called(message: Message) -> list[str]:
 
 def with_signs(message: Message, of_content: str, of_calls: str, *, empty: bool) -> Message:
     """A message with one sign after its content, the other after its last call's name."""
-    made = dict(message)
+    signed = dict(message)
     text = message.get("content", "").rstrip()
     if text or (empty and "content" in message and "tool_calls" not in message):
-        made["content"] = text + of_content + message["content"][len(text) :]
+        signed["content"] = text + of_content + message["content"][len(text) :]
     if "tool_calls" in message:
         *others, last = message["tool_calls"]
         function = {**last["function"], "name": last["function"]["name"] + of_calls}
-        made["tool_calls"] = [*others, {**last, "function": function}]
-    return made
+        signed["tool_calls"] = [*others, {**last, "function": function}]
+    return signed

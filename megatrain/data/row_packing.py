@@ -96,11 +96,11 @@ def mixed(
     times = np.asarray(weights) * (per_weight.max() if repeat else per_weight.min()) / tokens
     chosen: list[Ints] = []
     for group, number in enumerate(times.tolist()):
-        own = np.flatnonzero(of == group)
+        members = np.flatnonzero(of == group)
         whole = int(number + 1e-9)
         rest = max(number - whole, 0) * tokens[group]
-        part = int(np.searchsorted(np.cumsum(segments.lengths[own]), rest + 0.5))
-        chosen += [own] * whole + [own[:part]]
+        part = int(np.searchsorted(np.cumsum(segments.lengths[members]), rest + 0.5))
+        chosen += [members] * whole + [members[:part]]
     order = np.concatenate(chosen)
     return segments[order[shuffled(len(order), 2, seed)]]
 

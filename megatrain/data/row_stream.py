@@ -31,7 +31,7 @@ DATED = f" (a chat template that writes the date: {shipped('docs/reliability.md'
 
 
 class BlockStart(NamedTuple):
-    """Where a block starts: its first row, and the last document before it in an epoch.
+    """The start of a block: its first row, and the last document before it in an epoch.
 
     digest: of the block's tokens; empty where they are not known yet.
     """
@@ -95,12 +95,12 @@ class RowStream:
 
     @property
     def packing(self) -> bool:
-        """Whether rows may hold several documents (and all have the same length)."""
+        """True if rows may hold several documents (and all have the same length)."""
         return self._layout.packing
 
     @property
     def kind(self) -> str:
-        """What a document is: text or chat."""
+        """The kind of documents: text or chat."""
         return self.block.kind
 
     @property
@@ -121,7 +121,7 @@ class RowStream:
         return int(block.data.row_lengths[block.row(row)])
 
     def describe(self, row: int) -> str:
-        """Where the tokens of a row come from."""
+        """The origin of a row's tokens."""
         block = self._block_of(row)
         return block.data.describe(block.row(row))
 
@@ -148,8 +148,8 @@ class RowStream:
         with self._lock:
             self._end()
             self._begin(start)
-            found = self._blocks[0].start.digest
-        if start.digest not in ("", found):
+            digest = self._blocks[0].start.digest
+        if start.digest not in ("", digest):
             raise InputError(
                 f"the data is not that of the saved run: restore it, or start a new run{DATED}"
             )

@@ -1,4 +1,4 @@
-"""What rows of each format say: an example of the fields that were found, by our names."""
+"""Reads rows of each format: makes an example of their fields, by our names."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from megatrain.data.conversation import (
     tools,
 )
 from megatrain.data.refused_fields import empty, number, objects, refuse_unheeded
-from megatrain.data.tables import Row
+from megatrain.data.tables import DataRow
 from megatrain.errors import InputError
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversations",
@@ -58,20 +58,20 @@ def check_text(value: object, ours: str, theirs: str, where: str, *, needed: boo
     raise InputError(f"{where}: field {theirs!r} must be a string, not {kind}: {remedy}")
 
 
-def of_text(row: Row, where: str) -> str:
+def of_text(row: DataRow, where: str) -> str:
     """A document."""
     return str(row["text"])
 
 
-def of_messages(row: Row, where: str) -> Conversation:
+def of_messages(row: DataRow, where: str) -> Conversation:
     """A conversation, of which the replies are learnt."""
-    said, learnt = messages(row["messages"], "messages", where)
+    turns, learnt = messages(row["messages"], "messages", where)
     first = from_json(row["messages"], "messages", where)
     shared = isinstance(first, Sequence) and "from" in first[0]
-    return _conversation(said, learnt, row, where, wrap=shared)
+    return _conversation(turns, learnt, row, where, wrap=shared)
 
 
-def of_completion(row: Row, where: str) -> Conversation | Completion:
+def of_completion(row: DataRow, where: str) -> Conversation | Completion:
     """A prompt and what follows it, of which only this is learnt."""
     prompt, completion = (text_or_messages(row[n], n, where) for n in ("prompt", "completion"))
     if _repeats(prompt, completion, where):
@@ -82,19 +82,19 @@ def of_completion(row: Row, where: str) -> Conversation | Completion:
     return _completed(row, prompt, completion, where)
 
 
-def of_rated(row: Row, where: str) -> Rated:
+def of_rated(row: DataRow, where: str) -> Rated:
     """A reply, and whether it is a good one."""
     if not isinstance(row["label"], bool):
         raise InputError(f"{where}: 'label' must be true of a good reply, false of a bad one")
     return Rated([of_completion(row, where)], [row["label"]])
 
 
-def of_pair_with_margin(row: Row, where: str) -> Rated:
+def of_pair_with_margin(row: DataRow, where: str) -> Rated:
     """A pair, and by how much one reply is the better."""
     return of_pair(row, where)._replace(margin=number(row["margin"], "margin", where))
 
 
-def of_pair(row: Row, where: str) -> Rated:
+def of_pair(row: DataRow, where: str) -> Rated:
     """A better reply to a prompt, and a worse one."""
     names = ("chosen", "rejected")
     replies: list[Any] = [text_or_messages(row[name], name, where) for name in names]
@@ -123,17 +123,19 @@ def of_pair(row: Row, where: str) -> Rated:
 
 
 def opening(replies: Sequence[Any]) -> Any:
-    """What both of two texts, or lists of messages, begin with."""
+    """The longest common beginning of two texts, or of two lists of messages."""
     differ = (at for at, (one, other) in enumerate(zip(*replies, strict=False)) if one != other)
     return replies[0][: next(differ, min(map(len, replies)))]
 
 
-def is_said(question: str, said: Any) -> bool:
-    """Whether a question is in this text, or in one of these messages, or all of them in it."""
-    contents = [said] if isinstance(said, str) else [_content(message) for message in said]
-    asked, *given = (" ".join(text.split()) for text in (question, *contents))
-    all_in_it = isinstance(said, list) and any(given) and all(text in asked for text in given)
-    return all_in_it or any(asked in text for text in given)
+def is_said(question: str, messages: Any) -> bool:
+    """True if a question is in this text, or in one of these messages, or all of them in it."""
+    contents = (
+        [messages] if isinstance(messages, str) else [_content(message) for message in messages]
+    )
+    asked, *texts = (" ".join(text.split()) for text in (question, *contents))
+    all_in_it = isinstance(messages, list) and any(texts) and all(text in asked for text in texts)
+    return all_in_it or any(asked in text for text in texts)
 
 
 def _content(message: Any) -> str:
@@ -147,36 +149,36 @@ def _taken_apart(replies: list[Any], prompt: Any, where: str) -> tuple[Any, list
 
     A prompt beside messages that have none is what their user says.
     """
-    said = opening(replies)
-    if isinstance(said, str):
-        said = said.removesuffix(" ")
-    rest = [reply[len(said) :] for reply in replies]
-    if isinstance(said, list) and not (all(rest) and (said or prompt)):
+    shared = opening(replies)
+    if isinstance(shared, str):
+        shared = shared.removesuffix(" ")
+    rest = [reply[len(shared) :] for reply in replies]
+    if isinstance(shared, list) and not (all(rest) and (shared or prompt)):
         raise InputError(
             f"{where}: 'chosen' and 'rejected' must begin with the same messages, and then "
             "each have a reply of its own"
         )
-    if isinstance(prompt, str) and said and prompt.strip() and not is_said(prompt, said):
+    if isinstance(prompt, str) and shared and prompt.strip() and not is_said(prompt, shared):
         raise InputError(
             f"{where}: 'prompt' is not what 'chosen' and 'rejected' begin with, which is taken as "
             "the prompt: make it one of these messages (data.fields: {prompt: null} passes it over)"
         )
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else said
-    return said or asked, rest
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else shared
+    return shared or asked, rest
 
 
 def _repeats(prompt: Any, reply: Any, where: str) -> bool:
-    """Whether a reply begins with all of its prompt, and then goes on."""
+    """True if a reply begins with all of its prompt, and then goes on."""
     if isinstance(prompt, str) and isinstance(reply, str):
         goes_on = reply.startswith(prompt) and reply[len(prompt) :].strip()
         return len(prompt) > BY_CHANCE and bool(goes_on)
     if not (isinstance(prompt, list) and isinstance(reply, list) and prompt and reply):
         return False
-    asked, said = (messages(each, "messages", where)[0] for each in (prompt, reply))
-    return asked == said[: len(asked)]
+    asked, replied = (messages(part, "messages", where)[0] for part in (prompt, reply))
+    return asked == replied[: len(asked)]
 
 
-def _completed(row: Row, prompt: Any, completion: Any, where: str) -> Conversation | Completion:
+def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conversation | Completion:
     texts = [part for part in (prompt, completion) if isinstance(part, str)]
     if len(texts) == 2:
         refuse_unheeded({n: row.get(n) for n in ("system", "tools")}, where, text=False)
@@ -186,33 +188,33 @@ def _completed(row: Row, prompt: Any, completion: Any, where: str) -> Conversati
             f"{where}: 'prompt' and 'completion' must both be strings, or both lists of messages"
         )
     asked, _ = messages(prompt, "prompt", where)
-    said, learnt = messages(completion, "completion", where)
-    return _conversation(asked + said, [False] * len(asked) + learnt, row, where)
+    replied, learnt = messages(completion, "completion", where)
+    return _conversation(asked + replied, [False] * len(asked) + learnt, row, where)
 
 
-def of_instruction(row: Row, where: str) -> Conversation:
+def of_instruction(row: DataRow, where: str) -> Conversation:
     """An instruction with its input, and what is put out."""
     texts = (row.get(name) or "" for name in ("instruction", "input"))
     return _turns(row, "\n".join(filter(None, texts)), row["output"], where)
 
 
-def of_question(row: Row, where: str) -> Conversation:
+def of_question(row: DataRow, where: str) -> Conversation:
     """A question and its answer."""
     return _turns(row, row["question"], row["answer"], where)
 
 
-def _turns(row: Row, question: str, answer: str, where: str) -> Conversation:
+def _turns(row: DataRow, question: str, answer: str, where: str) -> Conversation:
     turns = [*_history(row, where), question, answer]
     if not question:
         raise InputError(f"{where}: it asks nothing: fill its question in, or leave the row out")
     roles = ("user", "assistant")
-    said: list[Message] = [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]
+    spoken: list[Message] = [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]
     if reasoning := row.get("reasoning"):
-        said[-1]["reasoning_content"] = reasoning
-    return _conversation(said, [m["role"] == "assistant" for m in said], row, where)
+        spoken[-1]["reasoning_content"] = reasoning
+    return _conversation(spoken, [m["role"] == "assistant" for m in spoken], row, where)
 
 
-def _history(row: Row, where: str) -> list[str]:
+def _history(row: DataRow, where: str) -> list[str]:
     history = from_json(row.get("history"), "history", where)
     if empty(history):
         return []
@@ -225,17 +227,17 @@ def _history(row: Row, where: str) -> list[str]:
 
 
 def _conversation(
-    said: list[Message], learnt: list[bool], row: Row, where: str, *, wrap: bool = False
+    turns: list[Message], learnt: list[bool], row: DataRow, where: str, *, wrap: bool = False
 ) -> Conversation:
     """A conversation with the row's system prompt, tools and settings of the template."""
     system = row.get("system")
-    if system and said[0]["role"] in ("system", "developer"):
-        if said[0].get("content") != system:
+    if system and turns[0]["role"] in ("system", "developer"):
+        if turns[0].get("content") != system:
             raise InputError(f"{where}: 'system' and a system message say two things: keep one")
     elif system:
-        said, learnt = [{"role": "system", "content": system}, *said], [False, *learnt]
+        turns, learnt = [{"role": "system", "content": system}, *turns], [False, *learnt]
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, dict) or _RESERVED & set(options):
         kept = ", ".join(sorted(_RESERVED))
         raise InputError(f"{where}: 'chat_template_kwargs' must be an object without {kept}")
-    return Conversation(said, learnt, tools(row.get("tools"), where, wrap=wrap), options)
+    return Conversation(turns, learnt, tools(row.get("tools"), where, wrap=wrap), options)

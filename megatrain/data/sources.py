@@ -13,10 +13,10 @@ from megatrain.errors import InputError, first_line
 
 _log = logging.getLogger("megatrain.data")
 
-Format = Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "hub"]
-Kind = Literal["auto", "text", "chat", "pairs", "margins", "rated", "prompts"]
+FileFormat = Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "hub"]
+DataKind = Literal["auto", "text", "chat", "pairs", "margins", "rated", "prompts"]
 
-_SUFFIXES: dict[str, Format] = {
+_SUFFIXES: dict[str, FileFormat] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonlines": "jsonl", ".json": "json", ".csv": "csv",
     ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
@@ -43,7 +43,7 @@ class SourceFile:
     """One file to read. `named`: the person wrote this very path, so an empty one is an error."""
 
     path: Path
-    format: Format
+    format: FileFormat
     named: bool
     size: int
     mtime_ns: int
@@ -60,7 +60,7 @@ class SourceFile:
 
     @property
     def identity(self) -> tuple[str | int, ...]:
-        """What tells that the file is still the one which was read."""
+        """Equal as long as the file is the one that was read."""
         return (str(self.path.absolute()), self.size, self.mtime_ns)
 
 
@@ -70,23 +70,23 @@ class HubSplit:
 
     name: str
     rows: Any
-    format: Format = "hub"
+    format: FileFormat = "hub"
     named: bool = True
 
     @property
     def place(self) -> str:
-        """What tells this source from others."""
+        """Different for every source."""
         return self.name
 
     @property
     def identity(self) -> tuple[str | int, ...]:
-        """What tells that the data set is still the one which was read."""
+        """Equal as long as the data set is the one that was read."""
         if not hasattr(self.rows, "__len__"):
             return (self.name,)
         return (self.name, self.rows._fingerprint, len(self.rows))
 
 
-Source = SourceFile | HubSplit
+DataSource = SourceFile | HubSplit
 
 
 def load_hub(name: str, config: str | None, split: str, *, streaming: bool = False) -> HubSplit:
@@ -115,13 +115,13 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
 
 def open_sources(
     source: str | Path | Sequence[str | Path],
-    kind: Kind,
+    kind: DataKind,
     hub_config: str | None = None,
     hub_split: str = "train",
     *,
     weighted: bool = False,
     streaming: bool = False,
-) -> tuple[list[Source], list[int]]:
+) -> tuple[list[DataSource], list[int]]:
     """The sources, each once, and of each which of the given ones it belongs to.
 
     A file with several names (links, other ways to write its path) is one file.
@@ -132,20 +132,20 @@ def open_sources(
     entries = [source] if isinstance(source, (str, Path)) else list(source)
     if not entries:
         raise InputError("the data has no path: name at least one file, folder or glob")
-    found: dict[str, tuple[Source, int]] = {}
+    chosen: dict[str, tuple[DataSource, int]] = {}
     for group, entry in enumerate(entries):
-        files: Sequence[Source] | None = find_files(entry, kind)
+        files: Sequence[DataSource] | None = find_files(entry, kind)
         if files and (hub_config is not None or hub_split != "train"):
             _log.warning("%s: hub_config and hub_split choose nothing here: these are files", entry)
         hub = () if files else (load_hub(str(entry), hub_config, hub_split, streaming=streaming),)
         for one in files or hub:
-            if weighted and one.place in found:
+            if weighted and one.place in chosen:
                 raise InputError(f"{one.name}: named twice: a weight is for one of them, keep one")
-            found.setdefault(one.place, (one, group))
-    return [one for one, _ in found.values()], [group for _, group in found.values()]
+            chosen.setdefault(one.place, (one, group))
+    return [one for one, _ in chosen.values()], [group for _, group in chosen.values()]
 
 
-def find_files(source: str | Path, kind: Kind) -> list[SourceFile] | None:
+def find_files(source: str | Path, kind: DataKind) -> list[SourceFile] | None:
     """The files that a path or glob names; None when it can only be a hub id.
 
     Folders are searched in sorted order for everything but hidden files and what `datasets` writes
@@ -167,7 +167,7 @@ def find_files(source: str | Path, kind: Kind) -> list[SourceFile] | None:
     return list(files.values())
 
 
-def _expand(text: str, kind: Kind) -> list[SourceFile]:
+def _expand(text: str, kind: DataKind) -> list[SourceFile]:
     path = Path(text).expanduser()
     if re.match(r"[a-z][a-z0-9+.-]*://", text) and not os.path.lexists(path):
         raise InputError(f"{text}: an address, not a path: fetch it, and name the file or folder")
@@ -182,16 +182,16 @@ def _expand(text: str, kind: Kind) -> list[SourceFile]:
         if file.size == 0:
             raise InputError(f"{path}: the file is empty: give one with data")
         return [file]
-    found = [f for f in (_describe(p, named=False) for p in paths) if f.size > 0]
-    rows = [f for f in found if f.format != "text"]
+    described = [f for f in (_describe(p, named=False) for p in paths) if f.size > 0]
+    rows = [f for f in described if f.format != "text"]
     of_rows = kind not in ("auto", "text")
-    files = rows if of_rows or (kind == "auto" and rows) else found
+    files = rows if of_rows or (kind == "auto" and rows) else described
     if not files:
         wanted = "non-empty file" + (" of rows, such as .jsonl" if of_rows else "")
         raise InputError(f"no {wanted} in {text!r}: check the path")
     _refuse_splits(text, path, files)
-    if len(files) < len(found):
-        texts = [f.name for f in found if f.format == "text"]
+    if len(files) < len(described):
+        texts = [f.name for f in described if f.format == "text"]
         _log.info("left out %d files beside those of rows (first: %s)", len(texts), texts[0])
     return files
 
@@ -256,8 +256,8 @@ def _glob(pattern: Path) -> list[Path]:
     magic = next(i for i, part in enumerate(pattern.parts) if any(m in part for m in "*?["))
     base = Path(*pattern.parts[:magic])
     try:
-        found = [p for p in base.glob(str(Path(*pattern.parts[magic:]))) if not p.is_dir()]
-        return sorted(p for p in found if all(map(_visible, p.relative_to(base).parts)))
+        matches = [p for p in base.glob(str(Path(*pattern.parts[magic:]))) if not p.is_dir()]
+        return sorted(p for p in matches if all(map(_visible, p.relative_to(base).parts)))
     except (OSError, ValueError) as error:
         raise InputError(f"{pattern}: not a usable pattern: {_reason(error)}") from error
 

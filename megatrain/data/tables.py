@@ -17,15 +17,15 @@ from megatrain.errors import InputError, first_line
 UNREAD: Any = ...
 _BATCH_ROWS = 256
 
-Row = Mapping[str, Any]
+DataRow = Mapping[str, Any]
 Wanted = Callable[[str], bool]
 
 
-def read_hub(source: HubSplit, wanted: Wanted) -> Iterator[tuple[int, Row]]:
+def read_hub(source: HubSplit, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
     """The rows of a hub data set."""
     if not hasattr(source.rows, "__len__"):  # a stream, whose columns only its rows may tell
         for number, row in enumerate(source.rows, start=1):
-            yield number, {n: _told(v) if wanted(n) else UNREAD for n, v in row.items()}
+            yield number, {n: _without_nulls(v) if wanted(n) else UNREAD for n, v in row.items()}
         return
     names = source.rows.column_names
     others = dict.fromkeys((n for n in names if not wanted(n)), UNREAD)
@@ -33,10 +33,10 @@ def read_hub(source: HubSplit, wanted: Wanted) -> Iterator[tuple[int, Row]]:
     # Without a column there would be no rows, and nobody to say which columns there are.
     rows = source.rows.select_columns(present) if present else [{}] * min(len(source.rows), 1)
     for number, row in enumerate(rows, start=1):
-        yield number, {**_told(row), **others}
+        yield number, {**_without_nulls(row), **others}
 
 
-def read_parquet(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, Row]]:
+def read_parquet(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
     """The rows of a Parquet file."""
     parquet = _pyarrow(file, "pyarrow.parquet")
     with _reading(file, "Parquet"), parquet.ParquetFile(file.path) as table:
@@ -47,7 +47,7 @@ def read_parquet(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, Row]]:
         yield from _rows(batches, [n for n in names if not wanted(n)])
 
 
-def read_arrow(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, Row]]:
+def read_arrow(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
     """The rows of an Arrow file, as a stream (what `datasets` saves) or with random access."""
     arrow = _pyarrow(file, "pyarrow")
     with _reading(file, "Arrow"), arrow.memory_map(str(file.path)) as stream:
@@ -71,7 +71,7 @@ def read_arrow(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, Row]]:
 
 def read_csv(
     file: SourceFile, wanted: Wanted, stream: IO[bytes], longest: int
-) -> Iterator[tuple[int, Row]]:
+) -> Iterator[tuple[int, DataRow]]:
     """The rows of a CSV or TSV file with a header; every value is the string that is written."""
     text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
     csv.field_size_limit(longest)
@@ -100,11 +100,11 @@ def read_csv(
         raise InputError(f"{file.name}: not UTF-8: {error.reason}: convert it to UTF-8") from error
 
 
-def _told(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """A value without the nulls that a table puts for absent keys of nested objects."""
     if isinstance(value, dict):
-        return {key: _told(each) for key, each in value.items() if each is not None}
-    return [_told(each) for each in value] if isinstance(value, list) else value
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _once(names: list[str], file: SourceFile) -> None:
@@ -113,12 +113,12 @@ def _once(names: list[str], file: SourceFile) -> None:
         raise InputError(f"{file.name}: column {twice!r:.40} is there twice: rename one")
 
 
-def _rows(batches: Iterable[Any], unread: list[str]) -> Iterator[tuple[int, Row]]:
+def _rows(batches: Iterable[Any], unread: list[str]) -> Iterator[tuple[int, DataRow]]:
     number, others = 0, dict.fromkeys(unread, UNREAD)
     for batch in batches:
         for row in batch.to_pylist():
             number += 1
-            yield number, {**_told(row), **others}
+            yield number, {**_without_nulls(row), **others}
 
 
 def _pyarrow(file: SourceFile, module: str) -> Any:
@@ -130,7 +130,7 @@ def _pyarrow(file: SourceFile, module: str) -> Any:
 
 @contextmanager
 def _reading(file: SourceFile, what: str) -> Iterator[None]:
-    """What pyarrow raises, as one line that names the file."""
+    """Turns errors of pyarrow into one line that names the file."""
     arrow = _pyarrow(file, "pyarrow")
     try:
         yield

@@ -44,11 +44,11 @@ class TeacherFile:
 
     def of(self, rows: Sequence[int], labels: Tensor) -> dict[str, Tensor]:
         """Ids and log-probabilities `[B, T, K]` for rows whose labels are `[B, T]`."""
-        found = np.concatenate([self._of_row(row) for row in rows])
-        shape, there = (*labels.shape, self._top_k), labels != -100
+        answers = np.concatenate([self._of_row(row) for row in rows])
+        shape, labelled = (*labels.shape, self._top_k), labels != -100
         ids, log_probs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        ids[there] = torch.from_numpy(found["ids"].astype(np.int64))
-        log_probs[there] = torch.from_numpy(found["log_probs"].copy())
+        ids[labelled] = torch.from_numpy(answers["ids"].astype(np.int64))
+        log_probs[labelled] = torch.from_numpy(answers["log_probs"].copy())
         return {IDS: ids, LOG_PROBS: log_probs}
 
     def _of_row(self, row: int) -> NDArray[np.void]:
@@ -100,7 +100,7 @@ def _crc32(begin: int, end: int, labels: bytes | memoryview) -> int:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether both files are as they were written; damaged ones are removed."""
+    """True if both files are as they were written; damaged ones are removed."""
     if not (folder / "whole.json").is_file():
         return False
     try:
@@ -141,14 +141,14 @@ def _go_on(
             _log.info("a teacher has answered for %d of %d rows already", done, num_rows)
         for of_labels, ids, log_probs in answers(done):
             used = of_labels != -100
-            made = np.zeros(int(used.sum()), record)
-            made["ids"], made["log_probs"] = ids[used].numpy(), log_probs[used].numpy()
-            labels.write(made.tobytes())
+            answered = np.zeros(int(used.sum()), record)
+            answered["ids"], answered["log_probs"] = ids[used].numpy(), log_probs[used].numpy()
+            labels.write(answered.tobytes())
             labels.flush()
             os.fsync(labels.fileno())  # rows must not be counted before their labels are
             edges = np.cumsum([end, *used.sum(1).tolist()]).tolist()
             sums = [
-                _crc32(begin, stop, made[begin - end : stop - end].tobytes())
+                _crc32(begin, stop, answered[begin - end : stop - end].tobytes())
                 for begin, stop in itertools.pairwise(edges)
             ]
             rows.write(np.array([*zip(edges[1:], sums, strict=True)], _ROW).tobytes())

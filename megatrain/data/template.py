@@ -116,15 +116,15 @@ class MessageForm:
 
     def put(self, message: Message) -> Message:
         """The message in this shape."""
-        made = dict(message)
-        if self.parts and "content" in made:
-            made["content"] = [{"type": "text", "text": made["content"]}]
-        if "tool_calls" in made:
+        message_put = dict(message)
+        if self.parts and "content" in message_put:
+            message_put["content"] = [{"type": "text", "text": message_put["content"]}]
+        if "tool_calls" in message_put:
             if self.empty:
-                made.setdefault("content", "")
+                message_put.setdefault("content", "")
             if self.json:
-                made["tool_calls"] = [_as_json(call) for call in made["tool_calls"]]
-        return made
+                message_put["tool_calls"] = [_as_json(call) for call in message_put["tool_calls"]]
+        return message_put
 
 
 class Template:
@@ -162,15 +162,15 @@ class Template:
         return source
 
     def is_marked(self, talk: Conversation) -> bool:
-        """Whether the template says itself what is a reply."""
+        """True if the template says itself what is a reply."""
         return _MARKS.search(self.source(talk)) is not None
 
     def has_place(self, talk: Conversation, name: str) -> bool:
-        """Whether the template mentions a name."""
+        """True if the template mentions a name."""
         return re.search(rf"\b{re.escape(name)}\b", self.source(talk)) is not None
 
     def heeds(self, talk: Conversation, turn: int, name: str, where: str) -> bool:
-        """Whether a field of a message changes the text.
+        """True if a field of a message changes the text.
 
         Raises:
             InputError: the template refuses the conversation, or takes too long.
@@ -211,10 +211,10 @@ class Template:
     def _rendered(self, talk: Conversation, **options: bool) -> tuple[str, list[tuple[int, int]]]:
         from megatrain.compat.transformers import render_jinja_template
 
-        given = {**self._tokenizer.special_tokens_map, **talk.options, **options}
+        variables = {**self._tokenizer.special_tokens_map, **talk.options, **options}
         with bounded(_SECONDS, _NUM_BYTES):
             (text,), marked = render_jinja_template(
-                [talk.messages], tools=talk.tools, chat_template=self.source(talk), **given
+                [talk.messages], tools=talk.tools, chat_template=self.source(talk), **variables
             )
         return text, [span for spans in marked for span in spans]
 
@@ -231,17 +231,17 @@ class Template:
     def _writes(self, name: str, talk: Conversation, *, calls: bool) -> bool:
         reply = {**(_CALLS if calls else _SAID), name: "some thought"}
         # Some drop the reasoning of the only reply.
-        said = [_ASKED, reply] if calls else [_ASKED, _SAID, _ASKED, reply]
-        shape = self._shape(talk._replace(messages=said))
-        return "some thought" in self._tried(talk, map(shape.put, said))
+        trial = [_ASKED, reply] if calls else [_ASKED, _SAID, _ASKED, reply]
+        shape = self._shape(talk._replace(messages=trial))
+        return "some thought" in self._tried(talk, map(shape.put, trial))
 
     def header(self, talk: Conversation, token: re.Pattern[str]) -> tuple[int, bool]:
         """How many tokens begin a question, and whether nothing else ends replies (GLM's)."""
         key = (self.source(talk), repr(sorted(talk.options.items())))
         if key not in self._headers:
-            said = [_ASKED, {"role": "assistant", "content": _VALUE}, _ASKED]
-            shape = self._shape(talk._replace(messages=said))
-            text, alone = (self._tried(talk, map(shape.put, part)) for part in (said, said[:2]))
+            trial = [_ASKED, {"role": "assistant", "content": _VALUE}, _ASKED]
+            shape = self._shape(talk._replace(messages=trial))
+            text, alone = (self._tried(talk, map(shape.put, part)) for part in (trial, trial[:2]))
             opening = token.findall(text.partition(_ASKED["content"])[0])
             between = token.findall(text.rpartition(_VALUE)[2].partition(_ASKED["content"])[0])
             pairs = zip(reversed(opening), reversed(between), strict=False)
@@ -271,14 +271,14 @@ class Template:
         calls = any("tool_calls" in message for message in talk.messages)
         key = (self.source(talk), calls)
         if key not in self._shapes:
-            tried = ((shape, said) for said in _trials(calls) for shape in _shapes(calls))
-            fitting = (shape for shape, said in tried if self._fits(shape, said, talk))
+            tried = ((shape, trial) for trial in _trials(calls) for shape in _shapes(calls))
+            fitting = (shape for shape, trial in tried if self._fits(shape, trial, talk))
             self._shapes[key] = next(fitting, MessageForm())
         return self._shapes[key]
 
-    def _fits(self, shape: MessageForm, said: list[Message], talk: Conversation) -> bool:
-        """Whether what is said in this shape is there in the text, and as it should be."""
-        text = self._tried(talk, map(shape.put, said))
+    def _fits(self, shape: MessageForm, trial: list[Message], talk: Conversation) -> bool:
+        """True if what is said in this shape is there in the text, and as it should be."""
+        text = self._tried(talk, map(shape.put, trial))
         garbled = f'\\"{_KEY}' in text or f"'{_KEY}'" in text
         return "some words" in text and _VALUE in text and not garbled
 

@@ -72,11 +72,11 @@ class TokenStore:
         return np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens)
 
     def begin(self, document: int) -> int:
-        """Where the tokens of a document begin."""
+        """The place in the tokens where a document begins."""
         return int(self._record(document)["begin"])
 
     def is_good(self, document: int) -> bool:
-        """Whether a reply is the better of two, or a good one."""
+        """True if a reply is the better of two, or a good one."""
         return bool(self._record(document)["good"])
 
     def margin(self, document: int) -> float:
@@ -157,7 +157,7 @@ def alone(path: Path, doing: str) -> Iterator[None]:
 
 
 def _load(folder: Path) -> TokenStore | None:
-    """What is in `folder`; None if there is nothing, or not all of it."""
+    """The store in `folder`; None if it is missing or incomplete."""
     if not folder.exists():
         return None
     try:
@@ -270,7 +270,7 @@ def _record(document: Document, begin: int) -> NDArray[Any]:
 
 
 def _told_apart(records: NDArray[Any]) -> bytes:
-    """What the digest has of records: no margins where there are none, as before there were any."""
+    """The part of records that the digest covers: without margins if all are 0, as in old runs."""
     rows = records.view(np.uint8).reshape(len(records), -1)
     if not records["margin"].any():
         rows = rows[:, : _RECORD.itemsize - _RECORD["margin"].itemsize]

@@ -17,7 +17,7 @@ from megatrain.data.preferences import REPLIES, ReplyDataset
 from megatrain.data.refused_fields import listed
 from megatrain.data.row_packing import mixed
 from megatrain.data.row_stream import RowStream
-from megatrain.data.sources import Kind, open_sources
+from megatrain.data.sources import DataKind, open_sources
 from megatrain.data.token_store import Progress, open_store
 from megatrain.data.tokenizer import identity, pad_id
 from megatrain.errors import InputError
@@ -35,7 +35,7 @@ def open_dataset(
     tokenizer: "PreTrainedTokenizerBase",
     sequence_length: int,
     cache_dir: str | Path,
-    kind: Kind = "auto",
+    kind: DataKind = "auto",
     packing: bool = True,
     text_field: str = "text",
     fields: Fields | None = None,
@@ -104,7 +104,7 @@ def open_stream(
     tokenizer: "PreTrainedTokenizerBase",
     sequence_length: int,
     block_tokens: int,
-    kind: Kind = "auto",
+    kind: DataKind = "auto",
     packing: bool = True,
     text_field: str = "text",
     fields: Fields | None = None,
@@ -126,7 +126,7 @@ def open_stream(
     sources, _ = open_sources(source, kind, hub_config, hub_split, streaming=True)
     pad = pad_id(tokenizer, vocab_size)
     # Files may be moved, so they are known by their sizes; blocks are compared when a run goes on.
-    sizes = [getattr(each, "size", each.name) for each in sources]
+    sizes = [getattr(file, "size", file.name) for file in sources]
     stream = RowStream(
         lambda after: Examples(sources, reading, bad_rows, after),
         Encoder(tokenizer, vocab_size),
@@ -140,7 +140,7 @@ def open_stream(
 
 
 def _reading(
-    kind: Kind, text_field: str, fields: Fields | None, sequence_length: int, seed: int
+    kind: DataKind, text_field: str, fields: Fields | None, sequence_length: int, seed: int
 ) -> Reading:
     """How rows are read. Raises InputError: a name of a field or a number cannot be used."""
     if sequence_length < 2:
@@ -152,7 +152,7 @@ def _reading(
 
 
 def _say(notes: Mapping[str, Any]) -> None:
-    """What was found in the data, in a line; and what was left out."""
+    """Log the formats of the data in a line, and rows that were left out."""
     formats = ", ".join(
         f"{where}: {title}" if number == 1 else f"{number} files (first: {where}): {title}"
         for title, (number, where) in notes["formats"].items()

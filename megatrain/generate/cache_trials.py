@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def takes_cache(model: PreTrainedModel) -> bool:
-    """Whether the model computes with a cache; tried once for a model.
+    """True if the model computes with a cache; tried once for a model.
 
     A cache of states alone does not count its tokens, and masks of some families ask for the count;
     others do not compute with one at all.
@@ -50,8 +50,8 @@ def check_cache(
     """Raises DoesNotFit unless the device has room for the cache, of which `past` is there."""
     if isinstance(model, Recomputed):
         return
-    there = sum(num_bytes for num_bytes, _ in _layers(past))
-    needed, free = cache_bytes(model, rows, tokens) - there, free_bytes(device)
+    taken = sum(num_bytes for num_bytes, _ in _layers(past))
+    needed, free = cache_bytes(model, rows, tokens) - taken, free_bytes(device)
     if needed > free:
         raise DoesNotFit(
             f"the keys and values of {rows} prompts of {tokens} tokens take {gib(needed)}, and "
@@ -60,7 +60,7 @@ def check_cache(
 
 
 def _layers_of(model: PreTrainedModel) -> _Layers | None:
-    """What each layer keeps; None: the model does not compute with a cache."""
+    """The cache of each layer; None: the model does not compute with a cache."""
     if model not in _known:
         try:
             first, second = (_layers(_cache(model, length)) for length in _TRIED)
@@ -83,7 +83,7 @@ def _cache(model: PreTrainedModel, length: int) -> Any:
 
 
 def _next_token(model: PreTrainedModel, ids: list[int], padding: int, **options: bool) -> Any:
-    """What `generate` returns of the likeliest token after ids, the first `padding` masked."""
+    """The output of `generate` for one token after `ids`, the first `padding` of them masked."""
     row = torch.tensor([ids], device=model.device)
     mask = (torch.arange(len(ids), device=model.device) >= padding).long()[None]
     return model.generate(
@@ -122,7 +122,7 @@ _heeding: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def heeds_mask(model: PreTrainedModel) -> bool:
-    """Whether a padded prompt has the logits of the prompt; tried once for a model.
+    """True if a padded prompt has the logits of the prompt; tried once for a model.
 
     States and convolutions of some families run on over padding.
     """

@@ -60,8 +60,8 @@ class OwnDraws(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores_RV: Tensor) -> Tensor:
         """Logits that leave each row the drawn token alone: all others are -inf."""
-        for each in self._warpers:
-            scores_RV = each(input_ids, scores_RV)
+        for warper in self._warpers:
+            scores_RV = warper(input_ids, scores_RV)
         sums_RV = scores_RV.softmax(-1, dtype=torch.float64).cumsum(-1)
         wanted_R1 = self._numbers_TR1[self._at] * sums_RV[:, -1:]
         self._at += 1
@@ -78,7 +78,7 @@ class AllEnded(StoppingCriteria):
         self._stops = torch.tensor(sorted(stops), dtype=torch.int64, device=ended_R.device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **rest: Any) -> Tensor:
-        """Whether all rows of all ranks have had a stop, for each row."""
+        """True for each row if all rows of all ranks have had a stop."""
         self._ended_R = self._ended_R | torch.isin(input_ids[:, -1], self._stops)
         open_ones = (~self._ended_R).sum(dtype=torch.float32)[None]
         self._ranks.sum(open_ones)
@@ -93,17 +93,17 @@ def drawn_apart(
     ranks: Ranks,
     device: torch.device,
 ) -> dict[str, Any]:
-    """What `generate` is given beside `settings`, which lose what is done in its place.
+    """Options of `generate` beside `settings`, which lose what these options do.
 
     Args: `rows`: the numbers of this rank's rows, of which the first `num_used` are waited for.
     """
-    made: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if settings.do_sample:
-        made["logits_processor"] = [OwnDraws(settings, seed, rows, device)]
+        options["logits_processor"] = [OwnDraws(settings, seed, rows, device)]
         settings.do_sample = False
         settings.temperature = settings.top_p = settings.top_k = None
     if ranks.size > 1:
         unused = torch.arange(len(rows), device=device) >= num_used
-        made["stopping_criteria"] = [AllEnded(ranks, settings.eos_token_id or [], unused)]
+        options["stopping_criteria"] = [AllEnded(ranks, settings.eos_token_id or [], unused)]
         settings.eos_token_id = None
-    return made
+    return options

@@ -76,7 +76,7 @@ class Resident:
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU."""
         with self.whole_model() as model:
-            moved = {name: each.to(self.device.torch_device) for name, each in batch.items()}
+            moved = {name: tensor.to(self.device.torch_device) for name, tensor in batch.items()}
             return model(**moved).logits.float().cpu()
 
     @contextmanager
@@ -102,7 +102,7 @@ TextModel = Engine | Resident
 def _fill(model: PreTrainedModel, values: dict[str, Tensor]) -> None:
     """Put parameters and persistent buffers in all places that they have."""
     # Of a weight without gradients, torch's matmul may make a copy for each row.
-    made = {
+    filled = {
         id(parameter): nn.Parameter(values[name], requires_grad=values[name].is_floating_point())
         for name, parameter in model.named_parameters()
     }
@@ -110,7 +110,7 @@ def _fill(model: PreTrainedModel, values: dict[str, Tensor]) -> None:
     for module in model.modules():
         for name, parameter in parameters_of(module).items():
             if parameter is not None:
-                parameters_of(module)[name] = made[id(parameter)]
+                parameters_of(module)[name] = filled[id(parameter)]
         for name, buffer in buffers_of(module).items():
             if id(buffer) in buffers:
                 buffers_of(module)[name] = buffers[id(buffer)]

@@ -67,22 +67,22 @@ class Sampling:
             stops: tokens that end a text.
             cached: keys and values of earlier tokens are kept.
         """
-        made = copy.deepcopy(own)
+        settings = copy.deepcopy(own)
         for name in _not_followed(own):
-            setattr(made, name, None)
+            setattr(settings, name, None)
         usual = {} if own.do_sample else _USUAL
         for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
-            given = getattr(self, name)
-            if given is None:
-                given = usual.get(name, getattr(own, name))
-            setattr(made, name, given)
-        made.do_sample = made.temperature is None or made.temperature >= _COLD
-        if not made.do_sample:
-            made.temperature = made.top_p = made.top_k = None
-        made.max_new_tokens, made.max_length, made.use_cache = room, None, cached
-        made.eos_token_id, made.pad_token_id = sorted(stops) or None, pad
-        made.return_dict_in_generate = True
-        return made
+            value = getattr(self, name)
+            if value is None:
+                value = usual.get(name, getattr(own, name))
+            setattr(settings, name, value)
+        settings.do_sample = settings.temperature is None or settings.temperature >= _COLD
+        if not settings.do_sample:
+            settings.temperature = settings.top_p = settings.top_k = None
+        settings.max_new_tokens, settings.max_length, settings.use_cache = room, None, cached
+        settings.eos_token_id, settings.pad_token_id = sorted(stops) or None, pad
+        settings.return_dict_in_generate = True
+        return settings
 
 
 def _not_followed(own: GenerationConfig) -> list[str]:

@@ -26,7 +26,7 @@ _DEV = "start it with VLLM_SERVER_DEV_MODE=1, which lets it load weights"
 
 
 class Continued(NamedTuple):
-    """What a server has made of a prompt; `ended`: by itself; `log_probs`: of each token."""
+    """A server's reply to a prompt; `ended`: by itself; `log_probs`: of each token."""
 
     ids: list[int]
     ended: bool
@@ -100,16 +100,16 @@ class Server:
             return self._read(self._asked("/v1/completions", plain | own), ids[number], count)
 
         with ThreadPoolExecutor(_AT_ONCE) as threads:
-            return [each for made in threads.map(asked, range(len(ids))) for each in made]
+            return [reply for replies in threads.map(asked, range(len(ids))) for reply in replies]
 
-    def _read(self, said: Any, prompt: Sequence[int], count: int) -> list[Continued]:
+    def _read(self, answer: Any, prompt: Sequence[int], count: int) -> list[Continued]:
         try:
-            choices = sorted(said["choices"], key=lambda choice: choice["index"])
-            made = [
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            replies = [
                 Continued(
-                    [int(each) for each in choice["token_ids"]],
+                    [int(reply) for reply in choice["token_ids"]],
                     choice["finish_reason"] == "stop",
-                    [float(each) for each in choice["logprobs"]["token_logprobs"]],
+                    [float(reply) for reply in choice["logprobs"]["token_logprobs"]],
                 )
                 for choice in choices
             ]
@@ -119,22 +119,24 @@ class Server:
             raise self._failure(
                 "its reply has no token_ids and logprobs; a vLLM that knows return_token_ids does"
             ) from None
-        if any(each != list(prompt) for each in seen):
+        if any(reply != list(prompt) for reply in seen):
             raise self._failure("it has replied to other tokens than those of the prompt")
         if reasons:
             raise self._failure(f"a reply ended with {min(map(str, reasons))}")
-        if len(made) != count or any(len(each.ids) != len(each.log_probs) for each in made):
-            raise self._failure(f"it gives {len(made)} replies for {count}, or of other lengths")
-        for each in made:
-            if not each.ids or min(each.ids) < 0 or max(each.ids) >= self._vocabulary:
+        if len(replies) != count or any(
+            len(reply.ids) != len(reply.log_probs) for reply in replies
+        ):
+            raise self._failure(f"it gives {len(replies)} replies for {count}, or of other lengths")
+        for reply in replies:
+            if not reply.ids or min(reply.ids) < 0 or max(reply.ids) >= self._vocabulary:
                 raise self._failure(
-                    f"it replies {each.ids[:8]}, and the model's tokens are 0 to "
+                    f"it replies {reply.ids[:8]}, and the model's tokens are 0 to "
                     f"{self._vocabulary - 1}: it serves another model"
                 )
-        return made
+        return replies
 
     def _asked(self, path: str, body: Any = None) -> Any:
-        """What it answers, as JSON; {} for nothing. Sent again where nobody answers."""
+        """The server's answer as JSON; {} for nothing. Sent again where nobody answers."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(self.address + path, data, {"Content-Type": "application/json"})
         for wait in (*_WAITS, None):
@@ -145,9 +147,9 @@ class Server:
                 if error.code in _BUSY and wait is not None:
                     time.sleep(wait)
                     continue
-                said = in_one_line(error.read().decode(errors="replace"), 200)
+                body_text = in_one_line(error.read().decode(errors="replace"), 200)
                 absent = error.code == 404 and body is not None and path != "/v1/completions"
-                why = _DEV if absent else f"it answers {path} with {error.code}: {said}"
+                why = _DEV if absent else f"it answers {path} with {error.code}: {body_text}"
                 raise self._failure(why) from None
             except TimeoutError:
                 raise self._failure(

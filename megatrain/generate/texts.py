@@ -36,7 +36,7 @@ def generate(
     streamer: Any = None,
     kept: Kept | None = None,
 ) -> list[str]:
-    """What the model makes of each prompt, without the prompt and special tokens.
+    """The model's continuation of each prompt, without the prompt and special tokens.
 
     Where weights are streamed, all prompts of a batch share each pass over them.
 
@@ -61,7 +61,7 @@ def generate(
     chat = any(not isinstance(prompt, str) for prompt in prompts)
     stops, own = stop_ids(source, tokenizer, chat=chat), source.generation_config
     pad = pad_id(tokenizer, config.vocab_size)
-    made = continued(
+    rows = continued(
         source,
         ids,
         sampling,
@@ -75,7 +75,7 @@ def generate(
     )
     with tokenising("the new tokens"):
         return tokenizer.batch_decode(
-            [row[:-1] if row[-1:] and row[-1] in stops else row for row in made],
+            [row[:-1] if row[-1:] and row[-1] in stops else row for row in rows],
             skip_special_tokens=True,
         )
 
@@ -126,22 +126,22 @@ def continued(
                 more |= drawn_apart(settings, sampling.seed, asked, len(mine), share, device)
             more["logits_processor"] = [OnlyNumbers(), *more.get("logits_processor", ())]
             batch = _padded([ids[row] for row in asked], width, pad, device)
-            made = model.generate(
+            output = model.generate(
                 **batch, **more, generation_config=settings, tokenizer=tokenizer, streamer=streamer
             )
             if kept is not None:
-                kept.keep(made.sequences[0].tolist(), made.past_key_values)
-            new = made.sequences[: len(mine), width:].tolist()
-            out |= {row: _ended(stops, each) for row, each in zip(mine, new, strict=True)}
-    every = {row: new for found in share.exchange(out) for row, new in found.items()}
+                kept.keep(output.sequences[0].tolist(), output.past_key_values)
+            new = output.sequences[: len(mine), width:].tolist()
+            out |= {row: _ended(stops, row_ids) for row, row_ids in zip(mine, new, strict=True)}
+    every = {row: new for shared in share.exchange(out) for row, new in shared.items()}
     return [every[row] for row in range(len(ids))]
 
 
 def _share(rows: list[int], ranks: Ranks) -> tuple[list[int], list[int]]:
     """A rank's part of a batch, and with what others make it as large as any rank's."""
-    each = -(-len(rows) // ranks.size)
-    mine = rows[ranks.rank * each :][:each]
-    return mine, mine + rows[:1] * (each - len(mine))
+    count = -(-len(rows) // ranks.size)
+    mine = rows[ranks.rank * count :][:count]
+    return mine, mine + rows[:1] * (count - len(mine))
 
 
 def _batches(
@@ -188,7 +188,7 @@ def _set(model: PreTrainedModel, own: GenerationConfig) -> Iterator[None]:
     """Settings that transformers takes where it is told none; nothing is a loss of routers."""
     before, model.generation_config = model.generation_config, own
     configs = (model.config, model.config.get_text_config(decoder=True))
-    asking = [each for each in configs if getattr(each, "output_router_logits", False)]
+    asking = [config for config in configs if getattr(config, "output_router_logits", False)]
     for config in asking:  # of one token and the mask of all it would be none
         config.output_router_logits = False
     try:
@@ -218,13 +218,15 @@ def _room(source: TextModel, ids: Sequence[Sequence[int]], wanted: int) -> int:
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if limit is None or limit < 1 or not ids:
         return sys.maxsize
-    number, longest = max(enumerate(map(len, ids), 1), key=lambda each: each[1])
-    told = f"prompt {number}: {longest} tokens leave"
+    number, longest = max(enumerate(map(len, ids), 1), key=lambda pair: pair[1])
+    problem = f"prompt {number}: {longest} tokens leave"
     if longest >= limit:
-        raise InputError(f"{told} no room in a context of {limit}; shorten it")
+        raise InputError(f"{problem} no room in a context of {limit}; shorten it")
     if longest + wanted > limit:
         room = limit - longest
-        log.warning("%s room for %d new ones in a context of %d, not %d", told, room, limit, wanted)
+        log.warning(
+            "%s room for %d new ones in a context of %d, not %d", problem, room, limit, wanted
+        )
     return limit
 
 

@@ -47,20 +47,23 @@ class MicroBatchMeans(PairLoss):
         self,
         log_probs: Sequence[Tensor],
         targets: Sequence[Tensor],
-        given: Sequence[Sequence[Tensor]],
+        extras: Sequence[Sequence[Tensor]],
         normaliser: float,
     ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
         """See `JointLoss.weigh`; the normaliser of all pairs is of no use here."""
         losses, weights, measured = [], [], []
-        for micro in zip(log_probs, targets, given, self.shares, strict=True):
-            own, labels, beside, share = micro
-            [loss], [weight], found = super().weigh([own], [labels], [beside], len(labels) / 2)
+        for micro in zip(log_probs, targets, extras, self.shares, strict=True):
+            row_log_probs, labels, beside, share = micro
+            [loss], [weight], measures_now = super().weigh(
+                [row_log_probs], [labels], [beside], len(labels) / 2
+            )
             losses.append(share * loss)
             weights.append(share * weight)
-            measured.append(found)
+            measured.append(measures_now)
         total = torch.stack(losses).sum()
         means = {
-            name: torch.stack([each[name] for each in measured]).mean() for name in measured[0]
+            name: torch.stack([measures[name] for measures in measured]).mean()
+            for name in measured[0]
         }
         return [total, *[total * 0] * (len(weights) - 1)], weights, means
 
@@ -69,7 +72,7 @@ class MicroBatchMeans(PairLoss):
 class WeightedSum(TokenWeights):
     """The sum of cross entropy by `token_weights`, not divided."""
 
-    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """1; weights are divided already."""
         return 1.0
 
@@ -78,7 +81,7 @@ WEIGHTED_SUM = WeightedSum()
 
 
 def shares(step: Sequence[Waiting]) -> tuple[float, ...]:
-    """What the mean of each micro-batch counts."""
+    """The weight of each micro-batch's mean."""
     return tuple(1 / micro.num_micro for micro in step)
 
 
@@ -92,9 +95,9 @@ def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]
         InputError: the Trainer would divide by 0.
     """
     rows = [micro.inputs for micro in step]
-    if any("labels" not in each for each in rows):
+    if any("labels" not in row for row in rows):
         return rows, CROSS_ENTROPY
-    counts = [num_labelled(targets_of(each["labels"], shift)) for each in rows]
+    counts = [num_labelled(targets_of(row["labels"], shift)) for row in rows]
     parts = [
         micro.num_micro * count if micro.items is None else micro.items
         for micro, count in zip(step, counts, strict=True)

@@ -1,4 +1,4 @@
-"""Whether a trainer asks for nothing that would not be done: of its class, options and settings."""
+"""Checks of a trainer's class, options and settings: it may ask for nothing that is not done."""
 
 from collections.abc import Callable
 from copy import copy
@@ -50,7 +50,7 @@ def check_class(kind: type, mixed_in: type) -> None:
 
 def decisive_methods(kind: type) -> tuple[str, ...]:
     """The names of a trainer's class that nobody else may give another meaning."""
-    names = {name for each in _library(kind) for name in vars(each)}
+    names = {name for owner in _library(kind) for name in vars(owner)}
     known = taken.HEEDED_METHODS | taken.NO_MEANING_METHODS
     return tuple(sorted(name for name in names - known if not name.startswith("__")))
 
@@ -58,16 +58,18 @@ def decisive_methods(kind: type) -> tuple[str, ...]:
 def by_name(
     made_by: Callable[..., None], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a trainer is made with after its model, by name where `made_by` has names for it."""
+    """The arguments after a trainer's model, by name where `made_by` has names for them."""
     parameters = [*signature(made_by).parameters.values()][1:]
-    if any(each.kind is Parameter.VAR_POSITIONAL for each in parameters):
+    if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters):
         return arguments, options
-    return (), dict(zip((each.name for each in parameters), arguments, strict=False)) | options
+    return (), dict(
+        zip((parameter.name for parameter in parameters), arguments, strict=False)
+    ) | options
 
 
 def check_options(kind: type, options: dict[str, Any]) -> None:
     """Raises InputError: a trainer is made with something that is not heeded."""
-    names = {name for each in _library(kind) for name in signature(each.__init__).parameters}  # type: ignore[misc]
+    names = {name for owner in _library(kind) for name in signature(owner.__init__).parameters}  # type: ignore[misc]
     for name in sorted(names - taken.HEEDED_OPTIONS - {"self", "model"}):
         if options.get(name) not in (None, (None, None)):
             refuse(name, taken.REFUSED_OPTIONS.get(name, _UNKNOWN))
@@ -80,19 +82,19 @@ def check_arguments(args: Any) -> None:
         return
     known = taken.HEEDED_ARGUMENTS | taken.FIXED_ARGUMENTS | taken.NO_MEANING_ARGUMENTS
     for field in fields(library):
-        made = field.default
+        default = field.default
         if field.default_factory is not MISSING:
-            made = field.default_factory()
-        value: Any = getattr(args, field.name, made)
+            default = field.default_factory()
+        value: Any = getattr(args, field.name, default)
         is_empty = value is None or value is False or (hasattr(value, "__len__") and not len(value))
-        if field.name not in known and value != made and not (is_empty and not made):
+        if field.name not in known and value != default and not (is_empty and not default):
             if field.name == "bf16_full_eval" and args.bf16:
                 continue
             refuse(f"args.{field.name}", taken.REFUSED_ARGUMENTS.get(field.name, _UNKNOWN))
 
 
-class Settings:
-    """What decides the steps of a trainer and was read when it was made; it has to stay."""
+class DecisiveSettings:
+    """The settings that decide a trainer's steps, read when it was made; they must not change."""
 
     def __init__(self, trainer: Any, mixed_in: type) -> None:
         self._values, self._mixed_in = _decisive(trainer), mixed_in
@@ -114,16 +116,16 @@ def _decisive(trainer: Any) -> dict[str, Any]:
     values = vars(trainer)
     names = taken.FIXED_ARGUMENTS | taken.REFUSED_ARGUMENTS.keys()
     args = {f"args.{name}": getattr(trainer.args, name, None) for name in sorted(names)}
-    own = {name: values[name] for name in sorted(taken.FIXED_ATTRIBUTES) if name in values}
+    attributes = {name: values[name] for name in sorted(taken.FIXED_ATTRIBUTES) if name in values}
     methods = {name: values[name] for name in decisive_methods(type(trainer)) if name in values}
     config = trainer.model.config.get_text_config(decoder=True).to_dict()
     model = {f"model.config.{n}": value for n, value in config.items() if n not in _ALIGNED}
-    found = args | own | methods | model | {"engine_options": trainer.engine_options}
-    return {n: copy(v) if isinstance(v, list | dict) else v for n, v in found.items()}
+    every = args | attributes | methods | model | {"engine_options": trainer.engine_options}
+    return {n: copy(v) if isinstance(v, list | dict) else v for n, v in every.items()}
 
 
 def _library(kind: type) -> list[type]:
-    return [each for each in kind.__mro__ if _of_library(each.__module__)]
+    return [owner for owner in kind.__mro__ if _of_library(owner.__module__)]
 
 
 def _of_library(module: str) -> bool:

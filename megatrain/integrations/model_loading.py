@@ -64,7 +64,7 @@ def as_loaded(args: Any) -> Iterator[None]:
 
 
 def without_dropout(model: Any) -> None:
-    """What `disable_dropout` of TRL has done to modules is said in configurations, too.
+    """Switch dropout off in configurations, too, where TRL's `disable_dropout` has in modules.
 
     Raises:
         InputError: a layer keeps dropout that is no module, which TRL leaves on.

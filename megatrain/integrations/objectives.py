@@ -1,4 +1,4 @@
-"""What a trainer minimises: cross entropy, or with DPOTrainer and RewardTrainer a loss of pairs.
+"""Losses of trainers: cross entropy, or with DPOTrainer and RewardTrainer a loss of pairs.
 
 Those two give micro-batches whose first half of rows are chosen replies, and the second those
 rejected.
@@ -18,11 +18,11 @@ from megatrain.errors import InputError
 from megatrain.integrations.accumulation import MicroBatchMeans, Waiting, shares, weighed
 from megatrain.integrations.heeded import refuse
 from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss, Loss, Reward
-from megatrain.loss.dpo import Variant
+from megatrain.loss.dpo import DpoVariant
 from megatrain.loss.replies import Replies
 
 _PLAIN = ("input_ids", "labels", "attention_mask")
-Rows = list[dict[str, Tensor]]  # of micro-batches
+MicroBatches = list[dict[str, Tensor]]  # of micro-batches
 _LOSSES = ("nll", "chunked_nll")  # of SFTTrainer, mathematically one
 
 
@@ -32,19 +32,19 @@ class TrlDPO(MicroBatchMeans, DPO):
 
     inputs: ClassVar[tuple[str, ...]] = (*DPO.inputs, "length")
 
-    def replies(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> list[Replies]:
-        found = super().replies(log_prob_N, targets_N, *given)
-        lengths = super().replies(given[-1], targets_N, *given)  # of each label the same
-        return [one._replace(length=of.mean) for one, of in zip(found, lengths, strict=True)]
+    def replies(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> list[Replies]:
+        replies = super().replies(log_prob_N, targets_N, *extras)
+        lengths = super().replies(extras[-1], targets_N, *extras)  # of each label the same
+        return [one._replace(length=of.mean) for one, of in zip(replies, lengths, strict=True)]
 
 
 @dataclass(frozen=True)
 class TrlReward(MicroBatchMeans, Reward):
     """Reward, as RewardTrainer adds micro-batches; measures have the names that it gives them."""
 
-    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         chosen, rejected = (
-            replies.log_prob for replies in self.replies(log_prob_N, targets_N, *given)
+            replies.log_prob for replies in self.replies(log_prob_N, targets_N, *extras)
         )
         every = torch.cat([chosen, rejected])
         named = {f"{name}_reward": getattr(every, name)() for name in ("min", "mean", "max")}
@@ -68,11 +68,13 @@ class Objective:
         if getattr(args, "label_names", None) not in (None, ["labels"]):
             refuse("args.label_names", "labels are named labels")
 
-    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[Rows, Loss]:
+    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, Loss]:
         """Micro-batches and loss of a step, each micro-batch counting as the Trainer counts it."""
         return weighed(waiting, engine.label_shift)
 
-    def value(self, rows: Rows, loss: Any, engine: Engine) -> tuple[float, dict[str, float]]:
+    def value(
+        self, rows: MicroBatches, loss: Any, engine: Engine
+    ) -> tuple[float, dict[str, float]]:
         """The loss of a step without its update, and what it measures."""
         return engine.evaluate(rows, loss), {}
 
@@ -80,19 +82,21 @@ class Objective:
 class _Pairs(Objective):
     """Pairs of replies."""
 
-    def rows(self, step: Rows) -> Rows:
+    def rows(self, step: MicroBatches) -> MicroBatches:
         """Micro-batches as the loss takes them."""
         raise NotImplementedError
 
-    def log_probs(self, rows: Rows, engine: Engine) -> list[Tensor]:
-        """What the loss is of: of each label its log-probability."""
+    def log_probs(self, rows: MicroBatches, engine: Engine) -> list[Tensor]:
+        """The log-probability of each label, which the loss is a function of."""
         return engine.logprobs(rows)
 
-    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[Rows, Loss]:
+    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, Loss]:
         rows = self.rows([micro.inputs for micro in waiting])
         return rows, replace(self.loss, shares=shares(waiting))  # type: ignore[type-var]
 
-    def value(self, rows: Rows, loss: JointLoss, engine: Engine) -> tuple[float, dict[str, float]]:
+    def value(
+        self, rows: MicroBatches, loss: JointLoss, engine: Engine
+    ) -> tuple[float, dict[str, float]]:
         plain = [{name: micro[name] for name in _PLAIN} for micro in rows]
         measures = loss.told(self.log_probs(plain, engine), rows)
         return measures.pop("loss"), measures
@@ -105,8 +109,8 @@ class Preferences(_Pairs):
         types: list[Any] = (
             [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
         )
-        if len(types) != 1 or types[0] not in get_args(Variant):
-            refuse("args.loss_type", f"it must be one of {', '.join(get_args(Variant))}")
+        if len(types) != 1 or types[0] not in get_args(DpoVariant):
+            refuse("args.loss_type", f"it must be one of {', '.join(get_args(DpoVariant))}")
         if args.label_smoothing and types[0] in ("sigmoid", "sigmoid_norm"):
             refuse(
                 "args.label_smoothing",
@@ -117,17 +121,19 @@ class Preferences(_Pairs):
         self.loss = TrlDPO(args.beta, smoothing, types[0])
         self.reference: Engine | None = None
 
-    def rows(self, step: Rows) -> Rows:
+    def rows(self, step: MicroBatches) -> MicroBatches:
         labels = [
             micro["input_ids"].masked_fill(micro["completion_mask"] == 0, -100) for micro in step
         ]
-        made = _numbered(step, labels)
+        rows = _numbered(step, labels)
         assert self.reference is not None
-        found = self.reference.logprobs([{name: micro[name] for name in _PLAIN} for micro in made])
-        for micro, given, reference in zip(made, step, found, strict=True):
-            length = given["completion_mask"].sum(1, keepdim=True).clamp(min=1)
+        references = self.reference.logprobs(
+            [{name: micro[name] for name in _PLAIN} for micro in rows]
+        )
+        for micro, inputs, reference in zip(rows, step, references, strict=True):
+            length = inputs["completion_mask"].sum(1, keepdim=True).clamp(min=1)
             micro |= {"reference_logp": reference, "length": length.expand_as(reference).float()}
-        return made
+        return rows
 
 
 class Scores(_Pairs):
@@ -137,31 +143,31 @@ class Scores(_Pairs):
         """Args: `pad` is the token that fills rows up."""
         self.loss, self.pad = TrlReward(args.center_rewards_coefficient), pad
 
-    def rows(self, step: Rows) -> Rows:
+    def rows(self, step: MicroBatches) -> MicroBatches:
         labels = [scored(micro["input_ids"], micro["attention_mask"], self.pad) for micro in step]
-        made = _numbered(step, labels)
-        for micro, given in zip(made, step, strict=True):
-            if "margin" in given:
-                own = given["margin"].repeat(2)[:, None]
-                micro["margin"] = own.expand(micro["labels"].shape).float()
-        return made
+        rows = _numbered(step, labels)
+        for micro, inputs in zip(rows, step, strict=True):
+            if "margin" in inputs:
+                margins = inputs["margin"].repeat(2)[:, None]
+                micro["margin"] = margins.expand(micro["labels"].shape).float()
+        return rows
 
-    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[Rows, Loss]:
+    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, Loss]:
         rows, loss = super().step(waiting, engine)
         return rows, replace(loss, margin="margin" in rows[0])  # type: ignore[type-var]
 
-    def log_probs(self, rows: Rows, engine: Engine) -> list[Tensor]:
+    def log_probs(self, rows: MicroBatches, engine: Engine) -> list[Tensor]:
         return engine.rewards(rows)
 
 
-def check_padding(own: int | None, pad: int) -> None:
+def check_padding(pad_of_model: int | None, pad: int) -> None:
     """Raises InputError: a model's own token for padding is not the tokenizer's, or there is none.
 
     A model is built otherwise with one: the token's embedding is never trained.
     """
-    if own != pad:
+    if pad_of_model != pad:
         refuse(
-            f"a model whose pad_token_id is {own}",
+            f"a model whose pad_token_id is {pad_of_model}",
             "load it with AutoModelForSequenceClassification.from_pretrained(..., "
             f"pad_token_id={pad}), as the tokenizer has it",
         )
@@ -178,17 +184,17 @@ def check_new_adapters(model: Any) -> None:
             )
 
 
-def _numbered(step: Rows, labels: list[Tensor]) -> Rows:
-    made, first = [], 0
-    for micro, own in zip(step, labels, strict=True):
-        rows = torch.arange(len(own))
+def _numbered(step: MicroBatches, labels: list[Tensor]) -> MicroBatches:
+    numbered, first = [], 0
+    for micro, targets in zip(step, labels, strict=True):
+        rows = torch.arange(len(targets))
         count = len(rows) // 2
         numbers = {"pair": first + rows % count, "chosen": rows < count}
         first += count
-        beside = {n: v[:, None].expand(own.shape).float() for n, v in numbers.items()}
-        given = micro["input_ids"], own, micro["attention_mask"]
-        made.append(dict(zip(_PLAIN, given, strict=True)) | beside)
-    return made
+        beside = {n: v[:, None].expand(targets.shape).float() for n, v in numbers.items()}
+        tensors = micro["input_ids"], targets, micro["attention_mask"]
+        numbered.append(dict(zip(_PLAIN, tensors, strict=True)) | beside)
+    return numbered
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What `compute_metrics` and `Trainer.predict` are given: logits, batch after batch."""
+"""Predictions for `compute_metrics` and `Trainer.predict`: logits, batch after batch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +46,11 @@ class Predictions:
         if labels is None:
             return None, logits, None
         last = logits.shape[1] - engine.label_shift
-        told, wanted = logits[:, :last].flatten(0, 1), labels[:, engine.label_shift :].flatten()
-        total = cross_entropy(told, wanted, ignore_index=-100, reduction="sum")
+        predicted, wanted = (
+            logits[:, :last].flatten(0, 1),
+            labels[:, engine.label_shift :].flatten(),
+        )
+        total = cross_entropy(predicted, wanted, ignore_index=-100, reduction="sum")
         return total / ((wanted != -100).sum() if items is None else items), logits, labels
 
     def _check(self, num_bytes: int) -> None:

@@ -39,8 +39,8 @@ class StreamedParameter:
         refuse_weights(f"parameters() ({name})")
 
 
-class StandIn:
-    """What a Trainer asks its model; whatever else the model has is refused.
+class ModelStandIn:
+    """The attributes that a Trainer reads of its model; all others that a model has are refused.
 
     Attributes:
         training: whether the loop trains, and does not evaluate.
@@ -84,17 +84,17 @@ class StandIn:
     def __setattr__(self, name: str, value: object) -> None:
         refuse_weights(name)
 
-    def train(self, mode: bool = True) -> "StandIn":
+    def train(self, mode: bool = True) -> "ModelStandIn":
         """Let the loop train, or evaluate."""
         vars(self).update(training=mode)
         return self
 
-    def eval(self) -> "StandIn":
-        """As `train(False)`."""
+    def eval(self) -> "ModelStandIn":
+        """Call `train(False)`."""
         return self.train(False)
 
     def parameters(self, recurse: bool = True) -> Iterator[StreamedParameter]:
-        """What can be counted: all that are trained as one, and all others."""
+        """Two that can be counted: all that are trained, and all others."""
         trained = self.num_parameters(only_trainable=True)
         yield StreamedParameter(trained, True)
         yield StreamedParameter(self.num_parameters() - trained, False)
@@ -112,7 +112,7 @@ class StandIn:
 class Wrapped:
     """The stand-in as a loop's wrapped model, which Accelerate leaves as it is."""
 
-    def __init__(self, model: StandIn) -> None:
+    def __init__(self, model: ModelStandIn) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:

@@ -32,7 +32,7 @@ from megatrain.integrations.objectives import (
     without_reference,
 )
 from megatrain.integrations.predictions import Predictions, length
-from megatrain.integrations.stand_in import StandIn, Wrapped
+from megatrain.integrations.stand_in import ModelStandIn, Wrapped
 from megatrain.integrations.taken import REFUSED_OPTIONS
 from megatrain.optim import AdamW
 from megatrain.units import parse_bytes
@@ -69,7 +69,7 @@ class StreamedTrainer(_Trainer):
     engine_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, model: Any = None, *arguments: Any, **options: Any) -> None:
-        """As of the class it is mixed into.
+        """Takes the arguments of the class that it is mixed into.
 
         Raises:
             InputError: a setting that the engine cannot heed, by its name; or a model that cannot
@@ -85,7 +85,7 @@ class StreamedTrainer(_Trainer):
         args = options.get("args", next(iter(arguments), None))
         heeded.check_arguments(args)
         paired, scores = (
-            any(each.__name__ == name for each in type(self).__mro__)
+            any(kind.__name__ == name for kind in type(self).__mro__)
             for name in ("DPOTrainer", "RewardTrainer")
         )
         model = opened(model, args, options, scores=scores)
@@ -94,13 +94,13 @@ class StreamedTrainer(_Trainer):
         with without_reference(args) if paired else nullcontext(), as_loaded(args):
             super().__init__(model, *arguments, **options)
         heeded.check_arguments(self.args)
-        given: Any = self.model
+        model_given: Any = self.model
         # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
         # checkpointing; and a token for padding that another model would be built with.
-        inner = given.get_base_model() if is_peft_model(given) else given
-        for name, changed in product(_PATCHES - before, (given, inner)):
+        inner = model_given.get_base_model() if is_peft_model(model_given) else model_given
+        for name, changed in product(_PATCHES - before, (model_given, inner)):
             vars(changed).pop(name, None)
-        text = given.config.get_text_config()
+        text = model_given.config.get_text_config()
         self._objective: Objective
         if scores:
             check_padding(pad, text.pad_token_id)
@@ -110,31 +110,33 @@ class StreamedTrainer(_Trainer):
         text.pad_token_id = pad
         self._refuse()
         if getattr(self.args, "disable_dropout", False):
-            without_dropout(given)
+            without_dropout(model_given)
         if paired:
             self.precompute_ref_logps = False
-            if reference is None and not wrapped and is_peft_model(given):
-                check_new_adapters(given)
-        decayed = set(self.get_decay_parameter_names(given))
-        own = {id(value): name for name, value in inner.named_parameters()}
-        kept = [value for name, value in given.named_parameters() if name not in decayed]
-        self._kept = {own[id(value)] for value in kept if id(value) in own}  # without PEFT's prefix
-        self._stand_in = StandIn(given, generates=not scores)
-        self._open_engines(given, reference)
+            if reference is None and not wrapped and is_peft_model(model_given):
+                check_new_adapters(model_given)
+        decayed = set(self.get_decay_parameter_names(model_given))
+        names = {id(value): name for name, value in inner.named_parameters()}
+        kept = [value for name, value in model_given.named_parameters() if name not in decayed]
+        self._kept = {
+            names[id(value)] for value in kept if id(value) in names
+        }  # without PEFT's prefix
+        self._stand_in = ModelStandIn(model_given, generates=not scores)
+        self._open_engines(model_given, reference)
 
-    def _open_engines(self, given: Any, reference: Any) -> None:
+    def _open_engines(self, model: Any, reference: Any) -> None:
         """That of the model, and that of a reference; where one fails, no other stays open."""
         how = _settings(self.args)
         with ExitStack() as held:
             if isinstance(self._objective, Preferences):
-                self._objective.reference = held.enter_context(Engine(reference or given, **how))
+                self._objective.reference = held.enter_context(Engine(reference or model, **how))
             how |= self.engine_options
             if hasattr(self, "_metrics") and hasattr(
-                given.config.get_text_config(), "output_router_logits"
+                model.config.get_text_config(), "output_router_logits"
             ):  # a trainer of TRL, which asks by its own setting
                 how["router_aux_loss_coef"] = getattr(self, "router_aux_loss_coef", 0.0)
             engine = Engine(
-                given,
+                model,
                 loss=self._objective.loss,
                 optimizer=_optimizer(self.args, self._kept),
                 seed=self.args.seed,
@@ -155,7 +157,7 @@ class StreamedTrainer(_Trainer):
         self._stand_in.open(engine, self._drop)
         engine.optimizer.drive(self._update, self._drop)
         self.model, self.model_wrapped = self._stand_in, Wrapped(self._stand_in)
-        self._settings = heeded.Settings(self, StreamedTrainer)
+        self._settings = heeded.DecisiveSettings(self, StreamedTrainer)
 
     def _refuse(self) -> None:
         """Raises InputError: a setting asks for what would not be done."""
@@ -209,7 +211,7 @@ class StreamedTrainer(_Trainer):
         return self.optimizer
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """As of the class it is mixed into; nothing is left of a step that was broken off."""
+        """Train as the class it is mixed into; drops what is left of a step that was broken off."""
         self._waiting.clear()
         self._settings.check(self)
         return super().train(*arguments, **options)
@@ -246,7 +248,7 @@ class StreamedTrainer(_Trainer):
             refuse("zero_grad within a step", "the engine takes a step as a whole; leave it out")
 
     def _finalize_training(self, *arguments: Any) -> Any:
-        """As of the class it is mixed into; a step that was broken off counts in the loss."""
+        """Count a step that was broken off in the loss, then do as the class it is mixed into."""
         if self._waiting:
             self._count(*self._value(self._waiting))
         return super()._finalize_training(*arguments)
@@ -270,13 +272,13 @@ class StreamedTrainer(_Trainer):
         return [1 / m.num_micro if mean or m.items is None else 1.0 for m in waiting]
 
     def _measured(self, mode: str, measures: Mapping[str, float]) -> None:
-        """What a trainer of TRL logs with the next line: its means since the last one."""
+        """Add measures whose means a trainer of TRL logs with its next line."""
         if hasattr(self, "_metrics"):
             for name, value in measures.items():
                 self._metrics[mode][name].append(value)
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
-        """As of the class it is mixed into; host memory for logits is looked after."""
+        """Evaluate as the class it is mixed into, within the host memory for logits."""
         self._settings.check(self)
         if self.optimizer is None:  # as Trainer says where no run has prepared the model
             self.model_preparation_time = 0.0
@@ -313,7 +315,7 @@ class StreamedTrainer(_Trainer):
         return self._predictions.of(self.engine, rows, self._num_items(rows))
 
     def _num_items(self, rows: dict[str, Tensor]) -> float | None:
-        """What an evaluation's loss is divided by: of Trainer as in training; of TRL the mean."""
+        """The divisor of an evaluation's loss: Trainer's as in training; None for TRL's mean."""
         return None if hasattr(self, "_metrics") else num_items(self, rows)
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
@@ -337,10 +339,10 @@ class StreamedTrainer(_Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         taken = signature(Engine.load).parameters
-        given = {name: v for name, v in self.engine_options.items() if name in taken}
+        options = {name: v for name, v in self.engine_options.items() if name in taken}
         folder = Path(resume_from_checkpoint) / _ENGINE
         self.engine.close()
-        self._take(Engine.load(folder, **_settings(self.args), **given))
+        self._take(Engine.load(folder, **_settings(self.args), **options))
         assert self.engine.optimizer is not None
         self._groups = self.engine.optimizer.state_dict()
         self.optimizer = None
@@ -358,7 +360,7 @@ class StreamedTrainer(_Trainer):
 
 
 def _settings(args: Any) -> dict[str, Any]:
-    """What of TrainingArguments an engine is made with, be it new or saved."""
+    """The options of an engine, new or loaded, that follow from TrainingArguments."""
     return {
         "precision": "bf16" if args.bf16 else "fp32",
         "device": str(args.device),

@@ -1,4 +1,4 @@
-"""What a loss is: a function of what the head says of each token.
+"""The base of losses: functions of statistics of each token's logits.
 
 The head's logits `[N, V]` never exist as a whole, whether it is taken in chunks of tokens or in
 ranges of its table's rows. So a loss sees statistics of each token's logits instead, and gives a
@@ -25,7 +25,7 @@ IGNORED = -100
 
 
 def targets_of(labels_BT: Tensor, shift: int = 1, fill: float = IGNORED) -> Tensor:
-    """What each position predicts `[B, T]`: the label `shift` further; `fill` at a row's end.
+    """The target of each position `[B, T]`: the label `shift` further; `fill` at a row's end.
 
     Other numbers of labels are shifted likewise.
     """
@@ -82,67 +82,66 @@ class Loss(ABC):
     top_k: int = 0
 
     @abstractmethod
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
         """The loss of each token `[N]`, fp32, by torch's differentiable functions.
 
         Args:
-            given: the tensors named in `inputs` `[N]` and `choices` `[N, K]`. Those and `found`
-                have values of no use where a token has no target; nobody reads what is made of
-                them.
+            extras: the tensors named in `inputs` `[N]` and `choices` `[N, K]`. Where a token has no
+                target, these and `statistics` have values of no use.
         """
 
-    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
-        """What the sum over all tokens of a step is divided by: the labelled ones.
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
+        """The divisor of the sum over all tokens of a step: the labelled ones.
 
         Args:
             targets: `[B, T]` of each micro-batch, -100 for none.
-            given: the tensors named in `inputs` and `choices`, of each micro-batch.
+            extras: the tensors named in `inputs` and `choices`, of each micro-batch.
         """
         return sum(num_labelled(each) for each in targets)
 
-    def each(self, found: Statistics, targets_N: Tensor, *given: Tensor) -> Tensor:
+    def each(self, statistics: Statistics, targets_N: Tensor, *extras: Tensor) -> Tensor:
         """The loss of each token `[N]`; 0 where it has no target."""
-        return torch.where(targets_N != IGNORED, self.tokens(found, *given), 0.0)
+        return torch.where(targets_N != IGNORED, self.tokens(statistics, *extras), 0.0)
 
-    def each_of(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+    def each_of(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         """The loss of each token `[N]`, from its logits; 0 where it has no target."""
-        return self.each(self.statistics(logits_NV, targets_N, *given), targets_N, *given)
+        return self.each(self.statistics(logits_NV, targets_N, *extras), targets_N, *extras)
 
-    def summed(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+    def summed(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         """The losses of some tokens, added up (scalar, fp32), differentiable by the logits."""
-        return self.each_of(logits_NV, targets_N, *given).sum()
+        return self.each_of(logits_NV, targets_N, *extras).sum()
 
-    def chosen(self, given: Sequence[Tensor]) -> Tensor | None:
+    def chosen(self, extras: Sequence[Tensor]) -> Tensor | None:
         """The ids of the tokens whose logits the loss reads, among what it is given."""
-        return given[len(self.inputs)] if self.choices else None
+        return extras[len(self.inputs)] if self.choices else None
 
     def tempered(self, logits: Tensor) -> Tensor:
         """Logits as the loss reads them: divided by its temperature, in fp32; at 1 as they are."""
         return logits if self.temperature == 1 else logits.float() / self.temperature
 
-    def statistics(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Statistics:
+    def statistics(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Statistics:
         """The statistics of some tokens' logits."""
         logits = self.tempered(logits_NV).float()
         lse_N = logits.logsumexp(1)
         picked_N = logits.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]
         mean_N = logits.mean(1) if self.uses_mean else None
         margin_N = picked_N - logits.amax(1) if self.uses_margin else None
-        ids_NK = self.chosen(given)
+        ids_NK = self.chosen(extras)
         chosen_NK = None if ids_NK is None else logits.gather(1, ids_NK)
         top_N2K = largest_logits(logits, self.top_k) if self.top_k else None
         return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, chosen_NK, top_N2K)
 
     def slopes(
-        self, found: Statistics, targets_N: Tensor, given: Sequence[Tensor], normaliser: float
+        self, statistics: Statistics, targets_N: Tensor, extras: Sequence[Tensor], normaliser: float
     ) -> Statistics:
         """How the step's loss changes with each statistic of each token."""
         with torch.enable_grad():
             leaves = {
                 name: value.detach().requires_grad_()
-                for name, value in vars(found).items()
+                for name, value in vars(statistics).items()
                 if value is not None
             }
-            share = self.each(Statistics(**leaves), targets_N, *given).sum() / normaliser
+            share = self.each(Statistics(**leaves), targets_N, *extras).sum() / normaliser
         grads = torch.autograd.grad(share, [*leaves.values()], allow_unused=True)
         return Statistics(**{"log_prob": None, **dict(zip(leaves, grads, strict=True))})
 
@@ -156,7 +155,7 @@ def check_temperature(loss: Loss) -> None:
 
 
 def given_loss(loss: object) -> Loss:
-    """What a caller gave as the loss of a step.
+    """Check that a caller's loss of a step is one.
 
     Raises:
         InputError: it is none.

@@ -19,23 +19,23 @@ def chunked_loss(
     targets_N: Tensor,
     tokens: int,
     summed: Summed,
-    given: Sequence[Tensor] = (),
+    extras: Sequence[Tensor] = (),
 ) -> Tensor:
     """The sum of a loss (fp32) without gradients, `tokens` rows of logits at a time.
 
     Args:
         head: hidden `[1, C, D]` to logits `[1, C, V]`.
         summed: `Loss.summed`, or a compiled one.
-        given: what it takes beside the targets, `[N]` or `[N, K]`.
+        extras: what it takes beside the targets, `[N]` or `[N, K]`.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
-    for part in _chunks(head, hidden_ND, targets_N, tokens, summed, given):
+    for part in _chunks(head, hidden_ND, targets_N, tokens, summed, extras):
         total = total + part
     return total
 
 
 def chunked_losses(*chunks: Any) -> Tensor:
-    """As `chunked_loss` with `Loss.each_of` in place of `summed`: the loss of each token `[N]`."""
+    """The loss of each token `[N]`: `chunked_loss` with `Loss.each_of` in place of `summed`."""
     return torch.cat([*_chunks(*chunks)])
 
 
@@ -45,13 +45,13 @@ def _chunks(
     targets_N: Tensor,
     tokens: int,
     made: Summed,
-    given: Sequence[Tensor],
+    extras: Sequence[Tensor],
 ) -> Iterator[Tensor]:
-    """What `made` gives of each chunk's logits."""
+    """The results of `made` for each chunk's logits."""
     for start in range(0, len(hidden_ND), tokens):
         rows = slice(start, start + tokens)
         logits = head(hidden_ND[None, rows])
-        yield made(logits[0], targets_N[rows], *(each[rows] for each in given))
+        yield made(logits[0], targets_N[rows], *(each[rows] for each in extras))
 
 
 def chunked_loss_gradients(
@@ -63,7 +63,7 @@ def chunked_loss_gradients(
     summed: Summed,
     parameters: list[Tensor],
     accumulate: Callable[[list[Tensor | None]], None],
-    given: Sequence[Tensor] = (),
+    extras: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """Loss and gradients of one micro-batch's share of a step's loss.
 
@@ -73,7 +73,7 @@ def chunked_loss_gradients(
         tokens: C.
         summed: `Loss.summed`, or a compiled one.
         accumulate: takes each chunk's gradients of `parameters`.
-        given: what `summed` takes beside the targets, `[N]` or `[N, K]`.
+        extras: what `summed` takes beside the targets, `[N]` or `[N, K]`.
 
     Returns:
         The summed loss (not divided), and the gradient of `hidden_ND`.
@@ -84,7 +84,7 @@ def chunked_loss_gradients(
         rows = slice(start, start + tokens)
         with torch.enable_grad():
             chunk_CD = hidden_ND[None, rows].detach().requires_grad_()
-            beside = [each[rows] for each in given]
+            beside = [each[rows] for each in extras]
             part = summed(head(chunk_CD)[0], targets_N[rows], *beside)
             loss = part / denominator
         grads = torch.autograd.grad(loss, [chunk_CD, *parameters], allow_unused=True)

@@ -27,15 +27,15 @@ class CrossEntropy(Loss):
     def __post_init__(self) -> None:
         check_temperature(self)
 
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
-        assert found.log_prob is not None
-        return -found.log_prob
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        assert statistics.log_prob is not None
+        return -statistics.log_prob
 
-    def summed(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+    def summed(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         return cross_entropy_sum(self.tempered(logits_NV), targets_N)
 
     def slopes(
-        self, found: Statistics, targets_N: Tensor, given: Sequence[Tensor], normaliser: float
+        self, statistics: Statistics, targets_N: Tensor, extras: Sequence[Tensor], normaliser: float
     ) -> Statistics:
         return Statistics(-((targets_N != IGNORED).float() / normaliser))
 

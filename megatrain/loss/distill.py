@@ -56,17 +56,21 @@ class Distillation(Loss):
         if self.cross_entropy and self.temperature != 1:
             raise InputError("distillation has cross_entropy or a temperature; leave one out")
 
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
-        assert found.log_prob is not None and found.lse is not None and found.chosen is not None
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        assert (
+            statistics.log_prob is not None
+            and statistics.lse is not None
+            and statistics.chosen is not None
+        )
         # In fp64: the slopes of reverse KL are differences of what is nearly the same.
-        model_NK = found.chosen.double() - found.lse.double()[:, None]
-        teacher_NK = given[1].double()
+        model_NK = statistics.chosen.double() - statistics.lse.double()[:, None]
+        teacher_NK = extras[1].double()
         if self.beta or self.add_tail:
             model_NK = torch.where(teacher_NK > _NOT_KEPT, model_NK, teacher_NK)
         if self.add_tail:
             teacher_NK, model_NK = _with_tail(teacher_NK), _with_tail(model_NK)
         divergence_N = self._divergence(teacher_NK, model_NK).float()
-        return (1 - self.cross_entropy) * divergence_N - self.cross_entropy * found.log_prob
+        return (1 - self.cross_entropy) * divergence_N - self.cross_entropy * statistics.log_prob
 
     def _divergence(self, teacher_NK: Tensor, model_NK: Tensor) -> Tensor:
         """The divergence of each token `[N]`, from log-probabilities `[N, K]`."""
@@ -78,12 +82,12 @@ class Distillation(Loss):
         mixed_NK = torch.logaddexp(model_NK + of_model, teacher_NK + of_teacher)
         return self.beta * _kl(teacher_NK, mixed_NK) + (1 - self.beta) * _kl(model_NK, mixed_NK)
 
-    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """The labelled tokens. Raises InputError: a log-probability is above 0."""
-        highest = max(float(each.max()) for _, each in given)
+        highest = max(float(each.max()) for _, each in extras)
         if highest > 0:
             raise InputError(f"teacher_log_probs holds {highest}; log-probabilities are at most 0")
-        return super().normaliser(targets, given)
+        return super().normaliser(targets, extras)
 
 
 def _kl(one_NK: Tensor, other_NK: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatrain.errors import InputError
 from megatrain.loss.replies import PairLoss, Replies, check_settings, check_type, unlikeliness
 
-Variant = Literal["sigmoid", "sigmoid_norm", "robust", "ipo", "hinge"]
+DpoVariant = Literal["sigmoid", "sigmoid_norm", "robust", "ipo", "hinge"]
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class DPO(PairLoss):
 
     beta: float = 0.1
     label_smoothing: float = 0.0
-    loss_type: Variant = "sigmoid"
+    loss_type: DpoVariant = "sigmoid"
     inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen", "reference_logp")
 
     def __post_init__(self) -> None:
         check_settings("DPO", self.beta, self.label_smoothing)
-        check_type("DPO", self.loss_type, Variant)
+        check_type("DPO", self.loss_type, DpoVariant)
         if self.label_smoothing and self.loss_type in ("ipo", "hinge"):
             raise InputError(f"DPO's {self.loss_type} has no label smoothing; leave it out")
 

@@ -1,4 +1,4 @@
-"""What corrects a loss for replies that another program has drawn: importance sampling."""
+"""Importance sampling: corrects a loss for replies that another program has drawn."""
 
 import math
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class ImportanceSampling:
 
     @property
     def of_replies(self) -> bool:
-        """Whether a whole reply has one ratio, and not each of its tokens."""
+        """True if a whole reply has one ratio, and not each of its tokens."""
         return self.mode.startswith("sequence")
 
     def ratios(self, log_prob_L: Tensor, drawn_at_L: Tensor) -> Tensor:

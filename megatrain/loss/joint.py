@@ -23,22 +23,22 @@ class JointLoss(Loss):
     weighed: Loss = TOKEN_WEIGHTS
 
     @abstractmethod
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         """The loss of a step (scalar), not divided yet, by torch's differentiable functions.
 
         Args:
             log_prob_N: of all its targets, micro-batch after micro-batch; 0 where there is none.
             targets_N: -100 for none.
-            given: as for `tokens`; of no use where a token has no target.
+            extras: as for `tokens`; of no use where a token has no target.
         """
 
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
-        """What the first visit finds."""
-        assert found.log_prob is not None
-        return found.log_prob
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        """The log-probabilities: all that the first visit computes."""
+        assert statistics.log_prob is not None
+        return statistics.log_prob
 
-    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
-        """What a user wants to know beside the loss: scalars by name; NaN for nothing to say."""
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        """Measures to log beside the loss: scalars by name; NaN for nothing to say."""
         return {}
 
     def told(
@@ -50,15 +50,15 @@ class JointLoss(Loss):
             InputError: as of a step.
         """
         labels = [micro["labels"] for micro in micro_batches]
-        given = [[micro[name] for name in self.inputs] for micro in micro_batches]
-        losses, _, measured = self.weigh(log_probs, labels, given, self.normaliser(labels, given))
+        extras = [[micro[name] for name in self.inputs] for micro in micro_batches]
+        losses, _, measured = self.weigh(log_probs, labels, extras, self.normaliser(labels, extras))
         return {"loss": float(losses[0]), **as_numbers(measured)}
 
     def weigh(
         self,
         log_probs: Sequence[Tensor],
         targets: Sequence[Tensor],
-        given: Sequence[Sequence[Tensor]],
+        extras: Sequence[Sequence[Tensor]],
         normaliser: float,
     ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
         """For each micro-batch its share of the step's loss and its labels' weights; measures.
@@ -66,13 +66,13 @@ class JointLoss(Loss):
         Args:
             log_probs: `[B, T]` of each micro-batch, 0 where there is no target.
             targets: `[B, T]` of each, -100 for none.
-            given: the tensors named in `inputs` and `choices`, of each.
+            extras: the tensors named in `inputs` and `choices`, of each.
 
         Returns:
             Scalars, all but the first 0 unless the loss is not finite; and TokenWeights' `[B, T]`.
         """
         flat = [
-            torch.cat([each.flatten(0, 1) for each in part]) for part in zip(*given, strict=True)
+            torch.cat([each.flatten(0, 1) for each in part]) for part in zip(*extras, strict=True)
         ]
         with torch.enable_grad():
             every_N = torch.cat([each.reshape(-1) for each in log_probs]).detach().requires_grad_()

@@ -20,7 +20,7 @@ from megatrain.loss.replies import (
     summed,
 )
 
-Variant = Literal["kto", "apo_zero_unpaired"]
+KtoVariant = Literal["kto", "apo_zero_unpaired"]
 MISMATCHED = -1
 
 
@@ -45,7 +45,7 @@ class KTO(JointLoss):
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-    loss_type: Variant = "kto"
+    loss_type: KtoVariant = "kto"
     inputs: ClassVar[tuple[str, ...]] = ("example", "desired", "reference_logp")
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class KTO(JointLoss):
             raise InputError(
                 "both weights of KTO are 0, so that nothing would be learnt; raise one"
             )
-        check_type("KTO", self.loss_type, Variant)
+        check_type("KTO", self.loss_type, KtoVariant)
 
     @property
     def lines(self) -> int:
@@ -65,11 +65,11 @@ class KTO(JointLoss):
         return 2 if self.loss_type == "kto" else 1
 
     def _found(
-        self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor
+        self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor
     ) -> tuple[Replies, Tensor, Tensor]:
         """The replies, what of each is desired `[R]`, and the baseline."""
         used = targets_N != IGNORED
-        example, desired, reference = (each[used] for each in given)
+        example, desired, reference = (each[used] for each in extras)
         numbers, places = example.unique(return_inverse=True)
         ones = torch.ones_like(desired)
         replies = summed(places, len(numbers), log_prob_N[used], reference, ones)
@@ -78,27 +78,27 @@ class KTO(JointLoss):
         mean = (replies.gain.detach() * others).sum() / others.sum().clamp(min=1)
         return replies, desired_R, mean.clamp(min=0) * (self.loss_type == "kto")
 
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
-        replies, desired_R, baseline = self._found(log_prob_N, targets_N, *given)
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        replies, desired_R, baseline = self._found(log_prob_N, targets_N, *extras)
         gain = self.beta * (replies.gain - baseline)
         good = self.desirable_weight * torch.sigmoid(-gain)
         bad = self.undesirable_weight * torch.sigmoid(gain)
         return torch.where(desired_R == 1, good, torch.where(desired_R == 0, bad, 0)).sum()
 
-    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         """Means over replies, by TRL's names; NaN where there is none of a kind."""
-        replies, desired_R, baseline = self._found(log_prob_N, targets_N, *given)
-        made = {"kl": baseline}
+        replies, desired_R, baseline = self._found(log_prob_N, targets_N, *extras)
+        measures = {"kl": baseline}
         for name, which in (("chosen", 1), ("rejected", 0)):
-            own = (desired_R == which).double()
-            made[f"rewards/{name}"] = self.beta * (replies.gain * own).sum() / own.sum()
-            made[f"logps/{name}"] = (replies.log_prob * own).sum() / own.sum()
-        made["rewards/margins"] = made["rewards/chosen"] - made["rewards/rejected"]
-        return made
+            mask = (desired_R == which).double()
+            measures[f"rewards/{name}"] = self.beta * (replies.gain * mask).sum() / mask.sum()
+            measures[f"logps/{name}"] = (replies.log_prob * mask).sum() / mask.sum()
+        measures["rewards/margins"] = measures["rewards/chosen"] - measures["rewards/rejected"]
+        return measures
 
-    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """The number of good and bad replies. Raises InputError: a number is none."""
-        example, desired = (labels_of(number, targets, given) for number in (0, 1))
+        example, desired = (labels_of(number, targets, extras) for number in (0, 1))
         check_numbers("example", example)
         check_rows("example", example, targets)
         if not ((desired == 0) | (desired == 1) | (desired == MISMATCHED)).all():

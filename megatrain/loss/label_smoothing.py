@@ -26,6 +26,12 @@ class LabelSmoothing(Loss):
         if not 0 <= self.share < 1:
             raise InputError(f"label smoothing is {self.share!r}; it must be from 0 to below 1")
 
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
-        assert found.log_prob is not None and found.lse is not None and found.mean is not None
-        return self.share * (found.lse - found.mean) - (1 - self.share) * found.log_prob
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        assert (
+            statistics.log_prob is not None
+            and statistics.lse is not None
+            and statistics.mean is not None
+        )
+        return (
+            self.share * (statistics.lse - statistics.mean) - (1 - self.share) * statistics.log_prob
+        )

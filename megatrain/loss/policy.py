@@ -16,7 +16,7 @@ from megatrain.loss.joint import JointLoss
 from megatrain.loss.replies import check_numbers, check_rows, check_type, labels_of
 from megatrain.loss.token_weights import TokenWeights
 
-Variant = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+PolicyVariant = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 Level = Literal["token", "sequence"]
 Scale = Literal["group", "batch", "none"]
 _SMALL = 1e-4  # beside a standard deviation, as in TRL
@@ -40,7 +40,7 @@ class _Labels(NamedTuple):
         return zeros.index_add(0, self.row, values.double())
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """What labels of one reply share `[L]`, of each reply `[R]`."""
+        """The sum over each reply `[R]` of a value that its labels share `[L]`."""
         return torch.zeros_like(self.summed(values)).scatter(0, self.row, values.double())
 
     def means(self, values: Tensor) -> Tensor:
@@ -118,9 +118,9 @@ class PolicyLoss(JointLoss):
             divergence_R: how much likelier each reply is than in the reference model, or 0.
         """
 
-    def _labels(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> _Labels:
+    def _labels(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> _Labels:
         used = targets_N != IGNORED
-        beside = dict(zip(self.inputs, (each[used] for each in given), strict=True))
+        beside = dict(zip(self.inputs, (each[used] for each in extras), strict=True))
         numbers, row = beside["example"].unique(return_inverse=True)
         length = torch.bincount(row, minlength=len(numbers))[row]
         return _Labels(log_prob_N[used], row, length, len(numbers), beside)
@@ -140,9 +140,9 @@ class PolicyLoss(JointLoss):
         made |= {"low_min": low_R.min(), "high_max": high_R.max()}
         return {f"clip_ratio/{name}": value for name, value in made.items()}
 
-    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """The number of replies. Raises InputError: two have one number."""
-        example = labels_of(0, targets, given)
+        example = labels_of(0, targets, extras)
         check_numbers("example", example)
         if len(example):
             check_rows("example", example, targets)
@@ -190,7 +190,7 @@ class GRPO(PolicyLoss):
     """
 
     delta: float | None = None
-    loss_type: Variant = "dapo"
+    loss_type: PolicyVariant = "dapo"
     importance_sampling_level: Level = "token"
     scale_rewards: Scale = "group"
     use_bias_correction_kl: bool = True
@@ -198,7 +198,7 @@ class GRPO(PolicyLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_type("GRPO", self.loss_type, Variant)
+        check_type("GRPO", self.loss_type, PolicyVariant)
         for name, known in (("importance_sampling_level", Level), ("scale_rewards", Scale)):
             check_type("GRPO", getattr(self, name), known, name)
         if self.delta is not None and not self.delta > 1 + self.epsilon:
@@ -230,8 +230,8 @@ class GRPO(PolicyLoss):
         each = difference.exp() - difference - 1
         return each * ratio if self.use_bias_correction_kl else each
 
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
-        labels = self._labels(log_prob_N, targets_N, *given)
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        labels = self._labels(log_prob_N, targets_N, *extras)
         advantage, ratio = labels.beside["advantage"], self._ratio(labels)
         if self.loss_type == "cispo":
             each = -ratio.detach().clamp(max=self.high) * advantage * labels.log_prob
@@ -247,8 +247,8 @@ class GRPO(PolicyLoss):
             each = each / labels.length
         return each.double().sum()
 
-    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
-        labels = self._labels(log_prob_N, targets_N, *given)
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        labels = self._labels(log_prob_N, targets_N, *extras)
         ratio, by_reply = self._ratio(labels), self.importance_sampling_level == "sequence"
         made = {"kl": self._divergence(labels, ratio).double().mean()} if self.beta else {}
         if self.loss_type == "cispo":
@@ -258,9 +258,9 @@ class GRPO(PolicyLoss):
             }
         return made | self._clipped(labels, ratio, by_reply=by_reply)
 
-    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
-        """What `loss_type` divides by. Raises InputError: two replies have one number."""
-        replies = super().normaliser(targets, given)
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
+        """The divisor of `loss_type`. Raises InputError: two replies have one number."""
+        replies = super().normaliser(targets, extras)
         if self.loss_type == "dr_grpo":
             return replies * self.max_completion_length
         if self.loss_type == "grpo":
@@ -297,12 +297,12 @@ class RLOO(PolicyLoss):
     def _ratio(self, labels: _Labels) -> Tensor:
         return labels.summed(labels.log_prob - labels.beside["old_logp"]).exp()
 
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
-        labels = self._labels(log_prob_N, targets_N, *given)
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        labels = self._labels(log_prob_N, targets_N, *extras)
         ratio, advantage = self._ratio(labels), labels.of_rows(labels.beside["advantage"])
         clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
         return -torch.min(ratio * advantage, clipped * advantage).sum()
 
-    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
-        labels = self._labels(log_prob_N, targets_N, *given)
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        labels = self._labels(log_prob_N, targets_N, *extras)
         return self._clipped(labels, self._ratio(labels)[labels.row], by_reply=True)

@@ -65,11 +65,11 @@ def check_settings(loss: str, beta: float, label_smoothing: float = 0.0) -> None
         )
 
 
-def check_type(loss: str, given: str, known: Any, name: str = "loss_type") -> None:
+def check_type(loss: str, value: str, known: Any, name: str = "loss_type") -> None:
     """Raises InputError: what is given as `name` is none of the literals `known`."""
-    if given not in get_args(known):
-        each = ", ".join(get_args(known))
-        raise InputError(f"{loss}'s {name} is {given!r}; it must be one of {each}")
+    if value not in get_args(known):
+        names = ", ".join(get_args(known))
+        raise InputError(f"{loss}'s {name} is {value!r}; it must be one of {names}")
 
 
 def unlikeliness(margin: Tensor, wrong: float) -> Tensor:
@@ -77,9 +77,9 @@ def unlikeliness(margin: Tensor, wrong: float) -> Tensor:
     return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
 
 
-def labels_of(name: int, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> Tensor:
-    """What a loss is given as its tensor of that number, of all labels of a step."""
-    pairs = zip(targets, given, strict=True)
+def labels_of(name: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The tensor of that number among a loss's inputs, of all labels of a step."""
+    pairs = zip(targets, extras, strict=True)
     return torch.cat([beside[name][each != IGNORED] for each, beside in pairs])
 
 
@@ -93,8 +93,8 @@ def check_rows(name: str, numbers: Tensor, targets: Sequence[Tensor]) -> None:
             for row, each in zip(rows, targets, strict=True)
         ]
     )
-    found = (numbers.long() * count + every).unique() // count
-    if len(twice := found[1:][found[1:] == found[:-1]]):
+    statistics = (numbers.long() * count + every).unique() // count
+    if len(twice := statistics[1:][statistics[1:] == statistics[:-1]]):
         raise InputError(
             f"{name} {int(twice[0])} has a reply in several rows of this step; replies need "
             "numbers of their own, in other micro-batches, too"
@@ -118,12 +118,12 @@ class PairLoss(JointLoss):
 
     @abstractmethod
     def rewards(self, replies: Replies) -> Tensor:
-        """What each reply is worth to the model `[P]`, as TRL's trainers log it."""
+        """The reward of each reply by the model `[P]`, as TRL's trainers log it."""
 
-    def replies(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> list[Replies]:
+    def replies(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> list[Replies]:
         """Chosen and rejected ones, pair by pair."""
         used = targets_N != IGNORED
-        values = dict(zip(self.inputs, (each[used] for each in given), strict=True))
+        values = dict(zip(self.inputs, (each[used] for each in extras), strict=True))
         log_prob, chosen = log_prob_N[used], values["chosen"]
         counts = values.get("reply", torch.ones_like(chosen))
         reference = values.get("reference_logp", torch.zeros_like(chosen))
@@ -133,12 +133,12 @@ class PairLoss(JointLoss):
         parts = (each.chunk(2) for each in both)
         return [Replies(*each) for each in zip(*parts, strict=True)]
 
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
-        return self.pairs(*self.replies(log_prob_N, targets_N, *given)).sum()
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        return self.pairs(*self.replies(log_prob_N, targets_N, *extras)).sum()
 
-    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         """Means over pairs, by TRL's names."""
-        replies = self.replies(log_prob_N, targets_N, *given)
+        replies = self.replies(log_prob_N, targets_N, *extras)
         chosen, rejected = map(self.rewards, replies)
         whole = "reference_logp" in self.inputs
         logps = [each.log_prob if whole else each.mean for each in replies]
@@ -151,14 +151,14 @@ class PairLoss(JointLoss):
             "logps/rejected": logps[1].mean(),
         }
 
-    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """The number of pairs. Raises InputError: a label is of none, a reply missing or twice."""
-        pair, chosen = (labels_of(number, targets, given) for number in (0, 1))
+        pair, chosen = (labels_of(number, targets, extras) for number in (0, 1))
         check_numbers("pair", pair)
         if not ((chosen == 0) | (chosen == 1)).all():
             raise InputError("chosen must be 1 at labels of chosen replies, 0 at those of rejected")
         if "reply" in self.inputs:
-            reply = labels_of(self.inputs.index("reply"), targets, given)
+            reply = labels_of(self.inputs.index("reply"), targets, extras)
             pair, chosen = pair[reply == 1], chosen[reply == 1]
         both = [set(pair[chosen == which].tolist()) for which in (1, 0)]
         if alone := both[0] ^ both[1]:
@@ -168,9 +168,9 @@ class PairLoss(JointLoss):
                 "whole pairs"
             )
         for kind in (0, 1):
-            own = [
+            of_kind = [
                 each.masked_fill(beside[1].ne(kind), IGNORED)
-                for each, beside in zip(targets, given, strict=True)
+                for each, beside in zip(targets, extras, strict=True)
             ]
-            check_rows("pair", labels_of(0, own, given), own)
+            check_rows("pair", labels_of(0, of_kind, extras), of_kind)
         return len(both[0])

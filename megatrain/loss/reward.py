@@ -18,20 +18,20 @@ from megatrain.loss.replies import PairLoss, Replies, labels_of
 class TokenScore(Loss):
     """The score of each labelled token: the one logit that the head of such a model makes."""
 
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
-        assert found.lse is not None  # of a single logit it is that logit
-        return found.lse
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        assert statistics.lse is not None  # of a single logit it is that logit
+        return statistics.lse
 
 
 @dataclass(frozen=True)
 class ScoreWeights(Loss):
-    """What has the slope `-token_weights` by each token's score."""
+    """A loss with the slope `-token_weights` by each token's score."""
 
     inputs: ClassVar[tuple[str, ...]] = ("token_weights",)
 
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
-        assert found.lse is not None
-        return -found.lse * given[0]
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        assert statistics.lse is not None
+        return -statistics.lse * extras[0]
 
 
 TOKEN_SCORE = TokenScore()
@@ -68,14 +68,14 @@ class Reward(PairLoss):
         if self.margin:
             object.__setattr__(self, "inputs", (*type(self).inputs, "margin"))
 
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
-        return TOKEN_SCORE.tokens(found)
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        return TOKEN_SCORE.tokens(statistics)
 
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
-        replies = self.replies(log_prob_N, targets_N, *given)
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        replies = self.replies(log_prob_N, targets_N, *extras)
         if not self.margin:
             return self.pairs(*replies).sum()
-        margins = self.replies(given[self.inputs.index("margin")], targets_N, *given)[0].log_prob
+        margins = self.replies(extras[self.inputs.index("margin")], targets_N, *extras)[0].log_prob
         return self.pairs(replies[0]._replace(reference=margins), replies[1]).sum()
 
     def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
@@ -88,16 +88,16 @@ class Reward(PairLoss):
     def rewards(self, replies: Replies) -> Tensor:
         return replies.log_prob
 
-    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> dict[str, Tensor]:
-        made = super().measures(log_prob_N, targets_N, *given)
-        return {name: value for name, value in made.items() if name.startswith("rewards/")}
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        measures = super().measures(log_prob_N, targets_N, *extras)
+        return {name: value for name, value in measures.items() if name.startswith("rewards/")}
 
-    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """The number of pairs. Raises InputError: as `PairLoss`, or a label is none of a score."""
-        pair, chosen = (labels_of(number, targets, given) for number in (0, 1))
+        pair, chosen = (labels_of(number, targets, extras) for number in (0, 1))
         if any(bool((each > 0).any()) for each in targets):
             raise InputError("labels must be 0 at the tokens that are scored, and -100 elsewhere")
         replies = torch.stack([pair, chosen], 1)
         if len(replies.unique(dim=0)) < len(replies):
             raise InputError("a reply has several labels; one token of each is scored")
-        return super().normaliser(targets, given)
+        return super().normaliser(targets, extras)

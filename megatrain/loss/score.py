@@ -1,4 +1,4 @@
-"""What evaluations ask of each label: its cross entropy, and whether it is the likeliest token."""
+"""The score of each label in evaluations: its cross entropy, and whether it is the likeliest."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,14 +16,14 @@ class Score(Loss):
 
     uses_margin: ClassVar[bool] = True
 
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
-        assert found.log_prob is not None and found.margin is not None
-        return torch.stack([-found.log_prob, (found.margin >= 0).float()], 1)
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        assert statistics.log_prob is not None and statistics.margin is not None
+        return torch.stack([-statistics.log_prob, (statistics.margin >= 0).float()], 1)
 
-    def each(self, found: Statistics, targets_N: Tensor, *given: Tensor) -> Tensor:
-        return torch.where((targets_N != IGNORED)[:, None], self.tokens(found), 0.0)
+    def each(self, statistics: Statistics, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        return torch.where((targets_N != IGNORED)[:, None], self.tokens(statistics), 0.0)
 
-    def summed(self, logits_NV: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+    def summed(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         right = self.each_of(logits_NV, targets_N)[:, 1].sum()
         return torch.stack([cross_entropy_sum(logits_NV, targets_N), right])
 

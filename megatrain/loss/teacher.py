@@ -28,11 +28,13 @@ class TopTokens(Loss):
             raise InputError(f"top_k is {self.top_k!r}; it must be at least 1")
         check_temperature(self)
 
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
-        assert found.top is not None and found.lse is not None
-        logits_NK, ids_NK = found.top.unbind(1)
-        log_probs_NK = (logits_NK - found.lse[:, None]).clamp(max=0.0)  # but for rounding they are
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        assert statistics.top is not None and statistics.lse is not None
+        logits_NK, ids_NK = statistics.top.unbind(1)
+        log_probs_NK = (logits_NK - statistics.lse[:, None]).clamp(
+            max=0.0
+        )  # but for rounding they are
         return torch.stack([log_probs_NK, ids_NK], 1)
 
-    def each(self, found: Statistics, targets_N: Tensor, *given: Tensor) -> Tensor:
-        return torch.where((targets_N != IGNORED)[:, None, None], self.tokens(found), 0.0)
+    def each(self, statistics: Statistics, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        return torch.where((targets_N != IGNORED)[:, None, None], self.tokens(statistics), 0.0)

@@ -27,12 +27,12 @@ class TokenWeights(Loss):
     def __post_init__(self) -> None:
         check_temperature(self)
 
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
-        assert found.log_prob is not None
-        return -found.log_prob * given[0]
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        assert statistics.log_prob is not None
+        return -statistics.log_prob * extras[0]
 
-    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
-        used = [w[t != IGNORED] for t, [w] in zip(targets, given, strict=True)]
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
+        used = [w[t != IGNORED] for t, [w] in zip(targets, extras, strict=True)]
         lowest = min((float(each.min()) for each in used if len(each)), default=0.0)
         if lowest < 0:
             raise InputError(f"token_weights holds {lowest}; weights must not be negative")

@@ -64,9 +64,9 @@ class ORPO(PairLoss):
     def __post_init__(self) -> None:
         check_settings("ORPO", self.beta)
 
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
-        losses = self.pairs(*self.replies(log_prob_N, targets_N, *given))
-        chosen_N = (targets_N != IGNORED) & (given[1] == 1)
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        losses = self.pairs(*self.replies(log_prob_N, targets_N, *extras))
+        chosen_N = (targets_N != IGNORED) & (extras[1] == 1)
         nll = -torch.where(chosen_N, log_prob_N, 0).double().sum() / chosen_N.sum()
         return losses.sum() + len(losses) * nll
 

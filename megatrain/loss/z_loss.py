@@ -25,6 +25,6 @@ class ZLoss(Loss):
         if not 0 < self.share < math.inf:
             raise InputError(f"the share of z-loss is {self.share!r}; it must be a number above 0")
 
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
-        assert found.log_prob is not None and found.lse is not None
-        return self.share * found.lse.square() - found.log_prob
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        assert statistics.log_prob is not None and statistics.lse is not None
+        return self.share * statistics.lse.square() - statistics.log_prob

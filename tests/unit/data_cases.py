@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatrain.data.conversation import Conversation
 from megatrain.data.encoders import ChatEncoder
-from megatrain.data.examples import Found
+from megatrain.data.examples import PlacedExample
 from megatrain.data.formats import Reading
 
 TEXT = """Tell me a short story about the sea. The sea was calm, and nobody was afraid of it.
@@ -164,7 +164,7 @@ def encode_row(tokenizer: Any, row: dict[str, Any], where: str = "rows.jsonl:1")
     reading = Reading("auto", {})
     example, _ = reading.example(reading.find(row, where), row, where)
     assert isinstance(example, Conversation)
-    found = ChatEncoder(tokenizer, None).conversation(Found(0, 1, where, example))
+    found = ChatEncoder(tokenizer, None).conversation(PlacedExample(0, 1, where, example))
     return found.ids, found.targets
 
 

@@ -9,7 +9,7 @@ import pytest
 from data_cases import LLAMA3, encode_row, make_tokenizer, talk
 
 from megatrain.data.encoders import ChatEncoder
-from megatrain.data.examples import Found
+from megatrain.data.examples import PlacedExample
 from megatrain.data.formats import Reading
 from megatrain.data.prompts import end_of_turn, ends_last
 from megatrain.errors import InputError
@@ -131,10 +131,10 @@ def test_reasoning_that_a_setting_of_the_row_turns_on_is_learnt_then_alone():
         row = {"messages": turns, "chat_template_kwargs": {"loud": loud}}
         example, _ = READING.example(READING.find(row, "r:1"), row, "r:1")
         if loud:
-            assert encoder.conversation(Found(0, 1, "r:1", example)).targets.any()
+            assert encoder.conversation(PlacedExample(0, 1, "r:1", example)).targets.any()
         else:
             with pytest.raises(InputError, match="no place for 'thinking'"):
-                encoder.conversation(Found(0, 1, "r:1", example))
+                encoder.conversation(PlacedExample(0, 1, "r:1", example))
 
 
 def with_calls(**arguments):
