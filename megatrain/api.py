@@ -37,7 +37,7 @@ from megatrain.optim import Rule, is_number
 from megatrain.placement import Placement, Precision, Verify
 from megatrain.row_ranks import open_row_ranks
 from megatrain.source.base import Base
-from megatrain.source.opened import DTYPES, Opened, choose_trained, open_structure
+from megatrain.source.engine_setup import DTYPES, EngineSetup, choose_trained, open_structure
 from megatrain.source.sharing import NO_LABELS, check_call, require_alone, require_whole_rows
 from megatrain.source.source import Opens, Resumed, open_source
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
@@ -164,7 +164,7 @@ class Engine(PlacedEngine):
             device, group, sequence_parallel, device_memory, host_memory, disk_space
         )
         shared = open_structure(source, optimizer, ranks, saveable=saveable)
-        opened = Opened(
+        opened = EngineSetup(
             source,
             shared,
             max_grad_norm,
@@ -306,12 +306,12 @@ class Engine(PlacedEngine):
 
     @property
     def balances_experts(self) -> bool:
-        """Whether the loss of a step has that of routers, of all tokens but padding."""
+        """True if the loss of a step has that of routers, of all tokens but padding."""
         return bool(self._spec.routed)
 
     @property
     def is_whole(self) -> bool:
-        """Whether layers and head are each streamed as a whole."""
+        """True if layers and head are each streamed as a whole."""
         return is_whole(self._parts, self._spec)
 
     @classmethod

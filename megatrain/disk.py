@@ -22,7 +22,7 @@ def flush(path: Path) -> None:
 
 
 def partial_name(name: str) -> str:
-    """What a file or folder is called until it is whole."""
+    """The name of a file or folder until it is whole."""
     return f".{name}.partial"
 
 

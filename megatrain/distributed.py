@@ -88,7 +88,7 @@ class Ranks:
         return ALONE if size == 1 else replace(self, rank=rank, size=size, hosts=1)
 
     def exchange(self, value: T) -> list[T]:
-        """What every rank gives here, in their order; pickled."""
+        """The values of all ranks, in their order; pickled."""
         return [value]
 
     def meet(self) -> None:
@@ -119,7 +119,7 @@ class Ranks:
         return part
 
     def agree(self, make: Callable[[], T]) -> list[T]:
-        """What `make` gives on every rank.
+        """The results of `make` on every rank.
 
         Raises:
             MegatrainError: `make` raises it on some rank; then all ranks raise.
@@ -372,7 +372,7 @@ def _connect(ranks: ProcessGroups, device: torch.device) -> ProcessGroups:
 
 
 def _link_gbps(ranks: Ranks, device: torch.device) -> float:
-    """What a rank receives in a gather, in GB/s; the same on all ranks."""
+    """The rate at which a rank receives in a gather, in GB/s; the same on all ranks."""
     values = torch.ones(ranks.size * _GATHERED, device=device)
     ranks.gather(values)
     ranks.scatter_sum(values)

@@ -46,7 +46,7 @@ class StepRefused(RunFailed):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says first, for a message of one line."""
+    """The first line of a library's error, for a message of one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -59,7 +59,7 @@ def in_one_line(said: object, most: int | None = None) -> str:
 
 
 def told(error: OSError) -> str:
-    """What an error of the operating system says, and of which file."""
+    """The reason of an operating system's error, and the file."""
     where = error.filename2 or error.filename
     reason = error.strerror or str(error) or type(error).__name__
     return reason if where is None else f"{where}: {reason}"

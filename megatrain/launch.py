@@ -17,12 +17,12 @@ _OPENING = timedelta(hours=24)
 
 
 def is_launched() -> bool:
-    """Whether torchrun has started this process beside others."""
+    """True if torchrun has started this process beside others."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started it again, after a failure (`--max-restarts`)."""
+    """True if torchrun has started it again, after a failure (`--max-restarts`)."""
     return _restarts() > 0
 
 

@@ -64,14 +64,14 @@ def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 Precision = Literal["bf16", "fp32", "fp8"]
 Verify = Literal["step", "save", "off"]  # when planes are compared with their checksums
-"""What layers are computed in; fp8: bf16, but for the products of linear modules."""
+"""The dtype that layers are computed in; fp8: bf16, but for the products of linear modules."""
 
 Saves = Literal["nothing", "attention", "graph", "all"]
 
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """What of a layer's forward is saved for its backward, and where; the rest is recomputed.
+    """Saves part of a layer's forward for its backward, on device or host; recomputes the rest.
 
     Attributes:
         saves: nothing but the layer's inputs, also the results of its attention, its graph (of
@@ -216,13 +216,13 @@ class Placement:
             )
 
     def __str__(self) -> str:
-        """As a run file has it: the choices that differ from the defaults, in flow style."""
+        """The text of a run file: the choices that differ from the defaults, in flow style."""
         chosen = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         return f"{{{', '.join(f'{name}: {_written(getattr(self, name))}' for name in chosen)}}}"
 
     @property
     def on_disk(self) -> bool:
-        """Whether anything rests on a disk."""
+        """True if anything rests on a disk."""
         return bool(self.disk_moments or self.disk_remainder or self.disk_weights)
 
     @property
@@ -232,7 +232,7 @@ class Placement:
     def policies(
         self, num_layers: int, split: Collection[int] = ()
     ) -> tuple[ActivationPolicy, ...]:
-        """What each layer saves for its backward.
+        """The policies of all layers: what each saves for its backward.
 
         Args:
             split: layers that are streamed in slices; they save nothing.
@@ -298,7 +298,7 @@ class Planned:
     graphs: bool = False
 
     def holds(self, tokens: int, largest: int) -> bool:
-        """Whether a step of so many tokens, at most `largest` at once, is no larger."""
+        """True if a step of so many tokens, at most `largest` at once, is no larger."""
         return tokens <= self.tokens_per_step and largest <= self.micro_batch_tokens
 
 
@@ -309,4 +309,4 @@ def _written(value: Any) -> str:
 
 
 CPU_PLACEMENT = Placement(slots=1)
-"""What the engine takes on a CPU where nothing is said: in program order nothing overlaps."""
+"""The default on a CPU: in program order nothing overlaps."""

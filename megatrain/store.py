@@ -1,4 +1,4 @@
-"""Where state rests: the planes of every tile in host memory, and their versions.
+"""Keeps the state: the planes of every tile in host memory, and their versions.
 
 The optimizer's rule says which planes there are, and their bytes (optim/rule.py). The plane of
 gradients belongs to the sink (engine/sink.py).
@@ -44,7 +44,7 @@ class Span:
 
 
 class Tier(Enum):
-    """What a plane of a tile rests on."""
+    """The kind of memory that a plane of a tile rests on."""
 
     DEVICE = "device"
     HOST = "host"
@@ -53,7 +53,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class Rests:
-    """Where the planes of a tile rest, by their kinds; how a step goes about it follows.
+    """The tiers of a tile's planes, by their kinds; how a step goes about it follows.
 
     Attributes:
         stays: whether the device keeps a copy of weights that rest elsewhere, or in ranks' blocks.
@@ -66,13 +66,13 @@ class Rests:
     stays: bool = False
 
     def tier(self, plane: Plane) -> Tier:
-        """Where a plane rests."""
+        """The tier of a plane."""
         tier: Tier = getattr(self, plane.kind.value)
         return tier
 
     @property
     def streamed(self) -> bool:
-        """Whether weights are copied to the device for each use."""
+        """True if weights are copied to the device for each use."""
         return self.weights is not Tier.DEVICE and not self.stays
 
     @property
@@ -144,7 +144,7 @@ class Tile:
 
     @property
     def spans(self) -> list[Span]:
-        """What of the planes is streamed together: all, each block to its place."""
+        """The part of the planes that is streamed together: all, each block to its place."""
         if self.layout.ranks == 1:
             return [Span(0, 0, self.layout.numel)]
         spans, start = [], 0
@@ -154,7 +154,7 @@ class Tile:
         return spans
 
     def shards(self, plane: Plane, numel: int) -> Iterator[Span]:
-        """What of a plane's first values is here: from `start` on, at `at` in the whole plane."""
+        """A plane's first values here: from `start` on, at `at` in the whole plane."""
         size = numel * plane.per
         for span in self.spans:
             if (length := min(span.numel, size - span.at)) > 0:
@@ -167,7 +167,7 @@ class Tile:
         return slice(self.rank * own, (self.rank + 1) * own)
 
     def place(self, entry: Entry) -> tuple[slice, slice]:
-        """Where a parameter lies in the planes, and which of its elements that are."""
+        """The slice of the planes that holds a parameter, and the slice of the parameter."""
         first, last = entry.offset, entry.offset + entry.stored
         for span in self.spans:
             start, stop = max(first, span.at), min(last, span.at + span.numel)
@@ -232,7 +232,7 @@ class Tile:
         return master.view(shape)
 
     def whole_master(self, entry: Entry, ranks: Ranks) -> Tensor:
-        """As `read_master`, with the parts of all ranks, which all call this."""
+        """`read_master` with the parts of all ranks, which all call this."""
         if entry.packed is None or self.layout.ranks == 1:
             return ranks.shards.join(self.read_master(entry), self.place(entry)[1], entry.shape)
         place, own = self.place(entry)
@@ -311,12 +311,12 @@ class Store:
 
 
 def _on_disk(layout: TileLayout, rests: Rests, kept: Iterable[Plane]) -> bool:
-    """Whether anything of a tile rests on a disk, on whichever rank."""
+    """True if anything of a tile rests on a disk, on whichever rank."""
     return any(rests.tier(plane) is Tier.DISK and plane.numel(layout) for plane in kept)
 
 
 def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
-    """Where the planes of each tile rest.
+    """The tiers of each tile's planes.
 
     Raises:
         InputError: `placement.resident` has a name that no tile has.

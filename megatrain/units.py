@@ -36,7 +36,7 @@ def gib(num_bytes: float) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """What is needed, for people: rounded up, so that a limit of so much does. Small: in MiB."""
+    """A needed size, for people: rounded up, so that a limit of so much does. Small: in MiB."""
     if num_bytes < GIB:
         return f"{-(-num_bytes // MIB)} MiB"
     return f"{-(-num_bytes * 10 // GIB) / 10:.1f} GiB"

@@ -39,7 +39,7 @@ _HARMLESS = ("__get__", "dim", "size", "is_floating_point", "requires_grad_")  #
 
 
 def is_whole(parts: Parts, spec: ModelSpec) -> bool:
-    """Whether layers and head are each streamed as a whole."""
+    """True if layers and head are each streamed as a whole."""
     units = [*parts.trunk, parts.head]
     return len(units) == len(spec.layers) + 2 and isinstance(parts.head.tile, Tile)
 
@@ -104,7 +104,7 @@ def whole_model(
 
 
 def _from_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None:
-    """What ranks draw from must be the same to the bit, or they would part."""
+    """Logits that ranks draw from must be the same to the bit, or they would part."""
     own = output.logits.float()
     logits = own.clone() if ranks.rank == 0 else torch.zeros_like(own)  # 0 * -inf is no number
     ranks.sum(logits)
@@ -132,7 +132,7 @@ def to_generate() -> Iterator[None]:
 
 
 class _Places:
-    """Where a model's modules hold each parameter, tied ones more than once."""
+    """The places in which modules hold each parameter, tied ones more than once."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._own = dict(model.named_parameters())

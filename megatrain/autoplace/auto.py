@@ -24,7 +24,7 @@ from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.machine import Machine, present_cpu, present_machine
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import CPU_PLACEMENT, Placement, Planned
-from megatrain.source.opened import Opened
+from megatrain.source.engine_setup import EngineSetup
 from megatrain.telemetry.log import PASSING
 from megatrain.tile import TileKind
 from megatrain.units import gib
@@ -50,7 +50,7 @@ class Settled:
 
 
 def settle(
-    opened: Opened,
+    opened: EngineSetup,
     placement: Placement | Literal["auto"],
     tokens_per_step: int | None,
     sequence_length: int | None,
@@ -121,13 +121,13 @@ def _tell_pace() -> None:
         )
 
 
-def _longest(opened: Opened) -> int:
+def _longest(opened: EngineSetup) -> int:
     """Tokens of the longest row that the model is made for."""
     text = opened.source.model.config.get_text_config(decoder=True)
     return getattr(text, "max_position_embeddings", None) or SEQUENCE_LENGTH
 
 
-def _chosen(opened: Opened, workload: Workload) -> Settled:
+def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
     ranks = opened.ranks
     if ranks.size > 1:  # what one finds, all take
         found = ranks.agree(lambda: None if ranks.rank else _for_rank(opened, workload))[0]
@@ -136,7 +136,7 @@ def _chosen(opened: Opened, workload: Workload) -> Settled:
     return _for_rank(opened, workload)
 
 
-def _for_rank(opened: Opened, workload: Workload) -> Settled:
+def _for_rank(opened: EngineSetup, workload: Workload) -> Settled:
     if opened.device.kind != "cuda":
         return Settled(CPU_PLACEMENT, workload.micro_batch)
     if opened.model.optimizer is None:
@@ -151,7 +151,7 @@ def _for_rank(opened: Opened, workload: Workload) -> Settled:
     return Settled(found.placement, rows, planned)
 
 
-def _to_run(opened: Opened) -> Placement:
+def _to_run(opened: EngineSetup) -> Placement:
     """The placement of a model that is only run: it rests on the device, or is streamed.
 
     Sampling makes each pass a token longer: compiled, every token would compile all kinds anew.
@@ -163,7 +163,7 @@ def _to_run(opened: Opened) -> Placement:
     return Placement(slots=3, head_tokens=8192, resident=names)
 
 
-def _foreseen(opened: Opened, workload: Workload) -> Forecast | None:
+def _foreseen(opened: EngineSetup, workload: Workload) -> Forecast | None:
     """What `choose` finds for this device as it is now, with the reasons in the log.
 
     None: nothing is known of the machine, or what the model computes cannot be foreseen.

@@ -20,7 +20,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.machine import mapping_bytes
 from megatrain.model.program import ModelProgram
 from megatrain.placement import Placement
-from megatrain.source.opened import Model
+from megatrain.source.engine_setup import Model
 from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes, process_bytes
 from megatrain.tile import TileKind
 from megatrain.units import GIB, MIB, align, gib, parse_bytes, size

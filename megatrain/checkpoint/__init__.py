@@ -18,8 +18,8 @@ from megatrain.checkpoint.manifest import (
     CARRIED,
     COMPUTED,
     MODEL,
+    BaseReference,
     Checkpoint,
-    LeftOut,
     Settings,
     as_json,
 )

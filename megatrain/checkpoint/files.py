@@ -1,4 +1,4 @@
-"""What a checkpoint does to a disk, call by call: all of it goes through this module's `os`.
+"""Files and folders of checkpoints: every call on the disk goes through this module's `os`.
 
 A folder is written under a hidden name and renamed when everything in it has reached the disk, so
 it is whole or not there. Each file is a row of pieces with a checksum each, so that many threads

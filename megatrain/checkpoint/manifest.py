@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: `manifest.json`, checked before anything in it is believed."""
+"""The manifest of a checkpoint (`manifest.json`), checked before anything in it is believed."""
 
 import json
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ class Plane(_Strict):
 
 @dataclass(frozen=True)
 class Parameter(_Strict):
-    """Where a parameter lies in its tile's planes: `offset` in elements, the same in each.
+    """A parameter's place in its tile's planes: `offset` in elements, the same in each.
 
     The planes of the optimizer's state hold those with a group; a frozen one has none.
     """
@@ -98,7 +98,7 @@ class TileRecord(_Strict):
 
 
 @dataclass(frozen=True)
-class LeftOut(_Strict):
+class BaseReference(_Strict):
     """The base of an adapter, which is read again from where it came: no step changes it.
 
     Attributes:
@@ -151,7 +151,7 @@ class Settings(_Strict):
     experts_implementation: dict[str, str] = field(default_factory=dict)
     base: Literal["bf16", "fp8", "nf4"] = "bf16"
     adapter: dict[str, Any] | None = None
-    left_out: LeftOut | None = None
+    left_out: BaseReference | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Checkpoint:
 
     @property
     def settings(self) -> Settings:
-        """What the engine was made of."""
+        """All settings of the engine."""
         return self.manifest.settings
 
     @property
@@ -224,7 +224,7 @@ class Checkpoint:
 
     @property
     def kept(self) -> bool:
-        """Whether the checkpoint is marked to stay for ever."""
+        """True if the checkpoint is marked to stay for ever."""
         return (self.folder / KEEP).exists()
 
     @property

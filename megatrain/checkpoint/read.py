@@ -125,7 +125,7 @@ def _pieces(
 
 
 def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]:
-    """Where the planes of a tile's file lie.
+    """The places of planes in a tile's file.
 
     Raises:
         InputError: the file does not have the planes that the manifest says.
@@ -145,7 +145,7 @@ def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]
 def _ranges(
     record: TileRecord, stored: dict[str, Stored], places: dict[str, tuple[Tile, Entry]]
 ) -> Iterator[_Range]:
-    """Where every byte of a tile's file goes: whole planes if the layout is as it was."""
+    """The target of every byte of a tile's file: whole planes if the layout is as it was."""
     tile = next((places[p.name][0] for p in record.parameters if p.name in places), None)
     if tile is None:
         return

@@ -44,7 +44,7 @@ _HEALTH_SECONDS = 0.5  # between two looks at the device's host threads while wr
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds besides tiles.
+    """The contents of a checkpoint besides tiles.
 
     Attributes:
         extra: the caller's JSON text.
@@ -103,7 +103,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """True if the save has ended, well or not."""
         return not self._thread.is_alive()
 
     @property
@@ -375,7 +375,7 @@ class Saver:
             )
 
     def _jobs(self, *, trained: bool) -> list[TileFile]:
-        """What is overwritten first is written first."""
+        """The tiles' files in the order of writing: those overwritten first come first."""
         order = sorted(self._tiles, key=lambda tile: -tile.index if self._reverse else tile.index)
         kept = [tile for tile in order if tile.layout.trainable_numel or not trained]
         jobs = [

@@ -100,5 +100,5 @@ def useful_bytes(planes: Sequence[int]) -> int:
 
 
 def spare_bytes_of(free_bytes: int) -> int:
-    """What saves may take of so much free host memory, where nobody says how much."""
+    """Host memory that saves may take of the free memory, where nobody says how much."""
     return free_bytes // 2  # steps may grow, and so may the process

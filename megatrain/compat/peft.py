@@ -42,7 +42,7 @@ def _library() -> Any:
 
 
 def is_peft_model(model: object) -> bool:
-    """Whether a model is one of PEFT's."""
+    """True if a model is one of PEFT's."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
 
@@ -106,7 +106,7 @@ def check(config: Any) -> None:
 
 
 def of_scores(config: Any) -> bool:
-    """Whether an adapter was made for a model that scores rows, whose head it has."""
+    """True if an adapter was made for a model that scores rows, whose head it has."""
     return config.task_type == _SCORES or _HEAD in (config.modules_to_save or ())
 
 
@@ -151,7 +151,7 @@ def write_config(config: Any, folder: Path) -> None:
 
 
 def is_base(folder: Path, config: Any) -> bool:
-    """Whether the base of an adapter is in this folder."""
+    """True if the base of an adapter is in this folder."""
     base = config.base_model_name_or_path
     return base is not None and Path(base).expanduser().resolve() == folder.resolve()
 
@@ -238,7 +238,7 @@ def wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_copy(module: nn.Module) -> bool:
-    """Whether a wrapper trains a copy of its module (`modules_to_save`), no adapter."""
+    """True if a wrapper trains a copy of its module (`modules_to_save`), no adapter."""
     return isinstance(module, _classes()[1])
 
 
@@ -320,7 +320,7 @@ def model_name(name: str) -> str:
 
 
 def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What PEFT begins an adapter of a module with, by names in the wrapper.
+    """The values that PEFT begins an adapter of a module with, by names in the wrapper.
 
     Args:
         base: weights of the wrapped module; may be empty, where they have no say.

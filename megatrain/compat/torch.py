@@ -1,4 +1,4 @@
-"""What the package takes of torch beneath its public names."""
+"""All that the package takes of torch beneath its public names."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -75,17 +75,17 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:
-    """Whether a module's buffer is part of its state dict."""
+    """True if a module's buffer is part of its state dict."""
     return buffer not in module._non_persistent_buffers_set
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether anything runs when a gradient arrives."""
+    """True if anything runs when a gradient arrives."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def has_global_hooks() -> bool:
-    """Whether a hook of every module is registered."""
+    """True if a hook of every module is registered."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     return any(getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
 
@@ -96,7 +96,7 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 
 def recomputing(share: float) -> AbstractContextManager[None]:
-    """What is compiled within keeps `share` of its activations for the backward; may be reused."""
+    """Functions compiled within keep `share` of their activations; the context may be reused."""
     return torch._functorch.config.patch(activation_memory_budget=share)
 
 
@@ -151,5 +151,5 @@ def flash_attention(
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a learning-rate schedule has been made for an optimizer."""
+    """True if a learning-rate schedule has been made for an optimizer."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")

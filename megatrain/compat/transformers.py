@@ -1,4 +1,4 @@
-"""What the package takes of transformers beneath its public names."""
+"""All that the package takes of transformers beneath its public names."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -71,19 +71,19 @@ MODULE_MARKS = frozenset({"_is_hf_initialized"})
 
 
 def scores_rows(model: object) -> bool:
-    """Whether a model scores whole rows: its class is one for sequence classification."""
+    """True if a model scores whole rows: its class is one for sequence classification."""
     return type(model).__name__ in SEQUENCE_CLASSES
 
 
 def exports_state(callback: Any) -> bool:
-    """Whether a callback of transformers says what is to be saved of it."""
+    """True if a callback of transformers says what is to be saved of it."""
     from transformers.trainer_callback import ExportableState  # brings PEFT, which takes long
 
     return isinstance(callback, ExportableState)
 
 
 def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int, str]]:
-    """What a model says its routers' logits are: of which modules, which result, in which place."""
+    """Routers as a model records them: class of module, index of the result, place in the layer."""
     found: dict[tuple[type[nn.Module], int, str], None] = {}
     for module in model.modules():
         given = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
@@ -96,7 +96,7 @@ def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int,
 
 
 def counts_tokens(config: PreTrainedConfig) -> bool:
-    """Whether the cache of a model says how many tokens it has; one of states alone does not.
+    """True if the cache of a model says how many tokens it has; one of states alone does not.
 
     Of a configuration that counts its layers in a way of its own (Blt) there is none.
     """
@@ -118,7 +118,7 @@ def set_attention(config: PreTrainedConfig, name: Any) -> None:
 
 
 def takes_flash_attention(model: nn.Module) -> bool:
-    """Whether a model's class says that flash attention computes what its masks say."""
+    """True if a model's class says that flash attention computes what its masks say."""
     return bool(getattr(model, "_supports_flash_attn", False))
 
 
@@ -224,7 +224,7 @@ def _finding(find: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
 
 
 def num_items(trainer: Any, batch: Mapping[str, Tensor]) -> float | None:
-    """What a Trainer divides the loss of a batch by; None: its mean is taken."""
+    """The number that a Trainer divides the loss of a batch by; None: its mean is taken."""
     items = trainer._get_num_items_in_batch([batch], trainer.args.device)
     return None if items is None else float(items)
 

@@ -28,20 +28,21 @@ from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, TOKEN_SCORE, JointLoss, Loss, as_numbers
 from megatrain.model.adapters import Values
 from megatrain.model.capture import Call
+from megatrain.model.document_check import DocumentCheck
 from megatrain.model.float8 import in_own_type
 from megatrain.model.masks import check_masks
-from megatrain.model.packing import Packing
 from megatrain.model.program import ModelProgram
 from megatrain.model.row_share import WHOLE, RowShare
 from megatrain.model.row_trial import RowTrial
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import RECOMPUTE, Placement, Planned
 from megatrain.seeds import derived_seed
-from megatrain.source.exported import write_model
-from megatrain.source.fill import fill
-from megatrain.source.opened import Opened
+from megatrain.source.base_reference import base_reference
+from megatrain.source.engine_setup import EngineSetup
+from megatrain.source.load_weights import load_weights
 from megatrain.source.sharing import NO_LABELS, check_call, check_shared, require_alone
 from megatrain.source.state_io import describe_optimizer, documents, settings_of
+from megatrain.source.write_model import write_model
 from megatrain.store import Store
 from megatrain.telemetry.timeline import Span
 
@@ -56,7 +57,7 @@ MicroBatches = Sequence[Mapping[str, Tensor]]
 
 # What holds memory, and goes when the engine is closed.
 _BUILT = (
-    *("_parts", "_store", "_saver", "_program", "_policies", "_host", "_packing", "_row_trial"),
+    *("_parts", "_store", "_saver", "_program", "_policies", "_host", "_documents", "_row_trial"),
     "_checks",
 )
 
@@ -67,7 +68,7 @@ class PlacedEngine:
     Its attributes are those of `megatrain.Engine`, but for `micro_batch`.
     """
 
-    def __init__(self, opened: Opened, placement: Placement, planned: Planned | None) -> None:
+    def __init__(self, opened: EngineSetup, placement: Placement, planned: Planned | None) -> None:
         """Bring the weights to their place, and build the parts of a step on them.
 
         What fails gives back threads, pinned memory and the file on the disk.
@@ -95,7 +96,7 @@ class PlacedEngine:
                 self._store.close()
             raise
 
-    def _build(self, opened: Opened, placement: Placement, planned: Planned | None) -> None:
+    def _build(self, opened: EngineSetup, placement: Placement, planned: Planned | None) -> None:
         layouts = opened.model.layouts
         self._store = Store(
             self.device,
@@ -120,7 +121,7 @@ class PlacedEngine:
         )
         with self._undisturbed():
             source = opened.source
-            fill(source, self._spec, self._store, opened.seed, self._ranks)
+            load_weights(source, self._spec, self._store, opened.seed, self._ranks)
         # What the weights came from is not held.
         self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
         self._program = ModelProgram(
@@ -147,7 +148,7 @@ class PlacedEngine:
         self._host = HostMemoryGuard(
             self._store, self._parts, opened.host_limit, planned, opened.row_ranks
         )
-        self._packing = Packing(self.config, self._program, self._tried, self._check_masks)
+        self._documents = DocumentCheck(self.config, self._program, self._tried, self._check_masks)
         self._share = RowShare(opened.row_ranks)
         self._row_trial = RowTrial(self._share, self.config, self._program, self._tried)
 
@@ -311,7 +312,7 @@ class PlacedEngine:
         check_call(self._ranks, self._spec, self._steps, trained, loss, limit)
         with torch.inference_mode(False):
             batch = self._checked(micro_batches, None if loss is NO_LABELS else loss, self._share)
-            self._packing.check(micro_batches, self._ranks)
+            self._documents.check(micro_batches, self._ranks)
             self._row_trial.check(micro_batches)
         self._program.train(limit is not None)
         return batch
@@ -454,18 +455,22 @@ class PlacedEngine:
 
     def _described(self, folder: Path) -> Settings:
         optimizer, opened, source = self.optimizer, self._opened, self._opened.source
-        told: dict[str, Any] = {"steps": self._steps, "seed": opened.seed, "base": source.base}
-        told |= {"precision": opened.precision, "max_grad_norm": opened.max_grad_norm}
-        told |= {"device": self.device.kind, "placement": self.placement.as_dict()}
+        entries = (entry for _, entry in self._store.entries())
         return settings_of(
             source.model,
             source.dtype,
             source.untrained,
-            **told,
+            steps=self._steps,
+            seed=opened.seed,
+            base=source.base,
+            precision=opened.precision,
+            max_grad_norm=opened.max_grad_norm,
+            device=self.device.kind,
+            placement=self.placement.as_dict(),
             optimizer=describe_optimizer(opened.model.rule),
             groups=() if optimizer is None else tuple(optimizer.saved_groups()),
             num_steps=0 if optimizer is None else optimizer.num_steps,
-            left_out=source.left_out((e for _, e in self._store.entries()), folder, self._ranks),
+            left_out=base_reference(source.model, source.origin, entries, folder, self._ranks),
         )
 
     @property

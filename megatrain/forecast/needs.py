@@ -22,7 +22,7 @@ from megatrain.model.capture import Ref
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.placement import Placement
-from megatrain.source.opened import Model
+from megatrain.source.engine_setup import Model
 from megatrain.store import Store, Tile
 from megatrain.tile import TileKind
 

@@ -36,7 +36,7 @@ from megatrain.model.init import most_drawn_at_once
 from megatrain.model.program import ModelProgram
 from megatrain.model.weights import IN_FLIGHT_BYTES
 from megatrain.placement import Placement
-from megatrain.source.opened import Model
+from megatrain.source.engine_setup import Model
 from megatrain.store import Store
 from megatrain.telemetry.flops import model_tflops
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_path, window

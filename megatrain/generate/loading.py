@@ -11,7 +11,7 @@ from megatrain.errors import InputError
 from megatrain.generate.resident import Resident
 from megatrain.model.build import loaded_types
 from megatrain.placement import Precision
-from megatrain.source.opened import DTYPES
+from megatrain.source.engine_setup import DTYPES
 from megatrain.source.source import open_source
 from megatrain.units import gib
 

@@ -18,8 +18,8 @@ from megatrain.model.adapters import plain
 from megatrain.model.build import loaded_types
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.weights import read_weights
-from megatrain.source.fill import read_adapter
-from megatrain.source.left_out import read_left_out
+from megatrain.source.base_reference import read_left_out
+from megatrain.source.load_weights import read_adapter
 from megatrain.source.source import Source
 from megatrain.source.state_io import read_untrained
 from megatrain.telemetry.cores import update_threads

@@ -26,7 +26,7 @@ Values = Mapping[str, Callable[[], Tensor]]
 
 @dataclass(frozen=True)
 class Adapted:
-    """What a model with adapters is made of.
+    """A model with adapters, taken apart.
 
     Attributes:
         base: the model without them and without weights.
@@ -105,7 +105,7 @@ def with_adapters(
 
 
 def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
-    """As `with_adapters`, of one adapter that somebody has just asked for.
+    """`with_adapters` for one new adapter, whose configuration is checked further.
 
     Raises:
         InputError: also for what PEFT passes over: names that nothing in the model has.

@@ -1,4 +1,4 @@
-"""What a tensor was computed from, read off the autograd graph."""
+"""Reads off the autograd graph which tensors another one was computed from."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ def tag(value: Tensor, ref: Ref) -> Tensor:
 
 @dataclass
 class AutogradDeps:
-    """What tensors depend on: tagged activations, and leaves (by id)."""
+    """The tagged activations, and leaves (by id), that tensors depend on."""
 
     refs: set[Ref] = field(default_factory=set)
     leaves: set[int] = field(default_factory=set)

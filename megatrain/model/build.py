@@ -95,7 +95,7 @@ def empty_model(
 def model_class(
     config: PreTrainedConfig, *, trust_remote_code: bool = False
 ) -> Callable[..., PreTrainedModel]:
-    """What makes the model of `config`: the class that it names, or a causal language model.
+    """The function that makes the model of `config`: of the class it names, or a causal LM.
 
     Raises:
         InputError: it names a class of another kind, or there is no such language model.
@@ -152,7 +152,7 @@ def scoring(config: PreTrainedConfig) -> PreTrainedConfig:
 def build(
     config: PreTrainedConfig, make: Callable[..., PreTrainedModel], **options: Any
 ) -> PreTrainedModel:
-    """What `make` gives for `config`, with meta parameters and real buffers, in training mode.
+    """Make the model of `config`: meta parameters and real buffers, in training mode.
 
     Raises:
         InputError: its class fails on this configuration.

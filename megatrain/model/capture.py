@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from megatrain.compat.torch import memory_of, pytree
 from megatrain.compat.transformers import scores_rows
 from megatrain.errors import InputError
-from megatrain.model.given import refuse_lookup
 from megatrain.model.layer_template import containers, lay_aside, put_back, template
+from megatrain.model.user_changes import refuse_lookup
 
 PROLOGUE = -1  # the "visit" that what runs before the first layer counts as
 
@@ -58,7 +58,7 @@ def identity(tensor: Tensor) -> Hashable:
 
 
 def _memory(tensor: Tensor) -> tuple:
-    """Where a tensor begins, also of one without data."""
+    """The place of a tensor's first value, also of one without data."""
     return memory_of(tensor), tensor.storage_offset()
 
 
@@ -87,13 +87,13 @@ class Rows:
     unique: Tensor
 
     def position(self, token: int) -> int | None:
-        """Where a token's row is; None if the step does not hold it."""
+        """The index of a token's row; None if the step does not hold it."""
         found = int(torch.searchsorted(self.unique, token))
         held = found < len(self.unique) and int(self.unique[found]) == token
         return found if held else None
 
     def positions(self, ids: Tensor) -> Tensor:
-        """Where the rows of `ids` are, of any shape.
+        """The indices of the rows of `ids`, of any shape.
 
         Raises:
             InputError: some are not among the step's tokens.
@@ -115,7 +115,7 @@ class Rows:
 
 @dataclass
 class Uses:
-    """What a run did with the tensors it was given.
+    """The tensors that a run used, by kind of use.
 
     Attributes:
         lookups: `(table, ids)` of every embedding lookup.
@@ -260,11 +260,11 @@ class Capture:
                 self._replace(layer)
 
     def takes(self, name: str) -> bool:
-        """Whether the model's forward has an argument of this name."""
+        """True if the model's forward has an argument of this name."""
         return name in self._signature
 
     def accepts(self, name: str) -> bool:
-        """Whether a micro-batch may have a tensor of this name for the model's forward."""
+        """True if a micro-batch may have a tensor of this name for the model's forward."""
         common = self.takes_any and name in ("attention_mask", "position_ids")
         return (self.takes(name) or common) and name != "labels"
 

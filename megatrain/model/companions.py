@@ -1,4 +1,4 @@
-"""What goes along with a model's weights: tokenizer, templates, generation settings, code, licence.
+"""Files that go along with a model's weights: tokenizer, templates, code, licence.
 
 These files still hold when the weights have been trained. Other formats of the weights, their
 indices, what a trainer left behind and READMEs, which tell of the source, do not.
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def goes_along(name: str) -> bool:
-    """Whether a file goes along with the weights, by its path inside the model's folder."""
+    """True if a file goes along with the weights, by its path inside the model's folder."""
     plain = name.isprintable() and "\\" not in name  # or no checkpoint could hold it
     return plain and bool(_GO_ALONG.fullmatch(name)) and not _STAY.fullmatch(name)
 

@@ -32,7 +32,7 @@ from megatrain.compat.transformers import (
 )
 
 OURS = "megatrain_"
-"""What names of implementations begin with that stand for the one by masks."""
+"""Prefix of the names of implementations that stand for the one by masks."""
 
 BY_LENGTHS, BY_MASKS = f"{OURS}documents", "sdpa"
 """Names of implementations."""
@@ -63,7 +63,7 @@ def document_starts(position_ids: Tensor) -> Tensor:
 
 
 def told_by_lengths(position_ids: Tensor, device: torch.device) -> dict[str, Any]:
-    """What a model's forward is told of the documents in rows `[B, T]`: their edges, the longest.
+    """Arguments of a model's forward that tell the documents of rows `[B, T]`: edges, the longest.
 
     Layers are compiled once for any number of documents, but anew for another longest one: so that
     is rounded up, to a power of two that is not small.
@@ -83,7 +83,7 @@ def told_by_lengths(position_ids: Tensor, device: torch.device) -> dict[str, Any
 
 
 def takes_lengths(model: PreTrainedModel) -> bool:
-    """Whether a model says that it tells flash attention all that its masks do."""
+    """True if a model says that it tells flash attention all that its masks do."""
     return takes_flash_attention(model) and attention_of(model.config) == BY_MASKS
 
 

@@ -83,7 +83,7 @@ class Experts:
     def run(
         self, weights: Mapping[str, Tensor], rows_SD: Tensor, index_S: Tensor, share_S: Tensor
     ) -> Tensor:
-        """What some experts, whose `weights` are given, make of one row each `[S, D]`.
+        """Run some experts, whose `weights` are given, on one row each `[S, D]`.
 
         Args:
             index_S: each row's expert, counted from the first of these.
@@ -128,7 +128,7 @@ def _experts(module: nn.Module) -> tuple[nn.Module, dict[str, torch.Size], int] 
 
 
 def _can_be_split(experts: Experts) -> bool:
-    """Whether a few small experts with random weights give the same in two parts."""
+    """True if a few small experts with random weights give the same in two parts."""
     sizes = {size for shape in experts.shapes.values() for size in shape[1:]}
     unit = gcd(*sizes)
     small = {size: size // unit * min(unit, _UNIT) for size in sizes}
@@ -161,7 +161,7 @@ def _can_be_split(experts: Experts) -> bool:
 def _in_two_parts(
     experts: Experts, weights: dict[str, Tensor], given: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """What experts make of `given`, at once and in two parts."""
+    """The results of experts on `given`, at once and in two parts."""
     hidden_ND, index_NK, share_NK = given
     experts.module.num_experts = _FEW  # type: ignore[assignment]
     whole_ND = functional_call(experts.module, weights, given)

@@ -187,7 +187,7 @@ def _value(model: PreTrainedModel, tensors: Values, name: str) -> Tensor:
 
 
 def saved_config(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedConfig:
-    """What config.json says of a model that is stored in `dtype`."""
+    """The configuration to save with a model that is stored in `dtype`."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype

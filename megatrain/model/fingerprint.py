@@ -1,4 +1,4 @@
-"""What a module is besides its weights, as values that can be compared.
+"""Describes a module, but for its weights, by values that can be compared.
 
 Two layers whose signatures are equal compute the same function of their weights and buffers. What
 cannot be proven equal differs: an object that is not understood is equal to itself alone.
@@ -196,7 +196,7 @@ def value_of(tensor: Tensor) -> Any:
 
 
 def _is_transparent(cls: type) -> bool:
-    """Whether objects of a class hold what Python shows of them, and nothing else."""
+    """True if objects of a class hold what Python shows of them, and nothing else."""
     builtin = (base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
     return all(base is object or base in _CONTAINERS for base in builtin)
 

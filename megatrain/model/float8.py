@@ -75,7 +75,7 @@ def in_own_type(converted: list[nn.Module]) -> Iterator[None]:
 
 
 def _takes(module: nn.Module, name: str) -> bool:
-    """Whether a module is a plain linear one, with nothing of its own that would be lost."""
+    """True if a module is a plain linear one, with nothing of its own that would be lost."""
     if type(module) is not nn.Linear or name.rpartition(".")[2] in ROUTERS:
         return False
     own = any(vars(module).get(name) for name in ("forward", *OWN_BEHAVIOUR))

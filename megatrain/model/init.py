@@ -93,7 +93,7 @@ def initialise(
 def _taken(
     module: nn.Module, name: str, shell: nn.Parameter, full: str, kept: Callable[..., Tensor]
 ) -> Tensor | None:
-    """What is kept of the values that were drawn in the place of `shell`; None: none were."""
+    """The values that were drawn in the place of `shell`, as they are kept; None: none were."""
     values, parameters_of(module)[name] = parameters_of(module)[name], shell
     assert values is not None
     # A minimum is NaN if anything is; `isnan` would take a byte for each value.
@@ -161,7 +161,7 @@ def _parts(model: PreTrainedModel, spec: ModelSpec) -> Iterator[list[nn.Module]]
 
 @torch.no_grad()
 def _reaches(module: nn.Module, below: list[nn.Module], owners: Owners) -> bool:
-    """Whether initialising `module` writes to parameters of its descendants (tried on meta)."""
+    """True if initialising `module` writes to parameters of its descendants (tried on meta)."""
     parameters = [p for m in below for p in m.parameters(recurse=False)]
     before = [version_of(p) for p in parameters]
     initialise_module(owners[id(module)], module)

@@ -86,7 +86,7 @@ class LayerTemplate:
         return leaves
 
     def repeats(self, weights: Callable[[], Mapping[str, Tensor]]) -> bool:
-        """Whether a graph that saves only the layer's arguments may wait (`saves="nothing"`).
+        """True if a graph that saves only the layer's arguments may wait (`saves="nothing"`).
 
         Its backward is compiled together with what it computes again, and leaves out what only the
         layer's result needs: an MLP's last product, a quarter of a layer's forward. `weights` are
@@ -111,7 +111,7 @@ class LayerTemplate:
         tile_parts(self.module, tokens, fast)
 
     def _random(self, weights: Mapping[str, Tensor]) -> bool:
-        """Whether the layer, in training, draws random numbers; tried at the first call.
+        """True if the layer, in training, draws random numbers; tried at the first call.
 
         On a few tokens: eager attention over whole rows may take more memory than all of a step.
 

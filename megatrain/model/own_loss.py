@@ -1,4 +1,4 @@
-"""What a model's own loss is: the cross entropy of its labels, or the model is refused.
+"""Checks that a model's own loss is the cross entropy of its labels; else it is refused.
 
 transformers' models compute a loss in their forward where labels are given. Here the loss is
 computed apart, so that logits never exist as a whole. A class of transformers, or of a folder's

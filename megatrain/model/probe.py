@@ -30,7 +30,6 @@ from megatrain.model.capture import (
     with_hidden,
 )
 from megatrain.model.fingerprint import Reader
-from megatrain.model.given import refuse_behaviour
 from megatrain.model.layer_template import LayerTemplate, NumberRead, without_index
 from megatrain.model.own_loss import label_shift
 from megatrain.model.projection import mixes_tokens
@@ -38,6 +37,7 @@ from megatrain.model.routers import RouterLoss, router_loss, tap
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.state import OtherRandomness, example, refuse_state, settle
 from megatrain.model.unsupported import Unsupported, Watch, draws_for_layers, refuse_settings
+from megatrain.model.user_changes import refuse_behaviour
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
 _MORE_STATES = "its head computes logits from more than the last hidden states"
@@ -380,7 +380,7 @@ class _Probe:
 
 
 def _rearranged(used: Tensor, ids: Tensor) -> bool:
-    """Whether a lookup's ids are the batch's own, in any shape and order."""
+    """True if a lookup's ids are the batch's own, in any shape and order."""
     return used.numel() == ids.numel() and torch.equal(
         used.flatten().sort().values, ids.flatten().sort().values
     )

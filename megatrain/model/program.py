@@ -138,7 +138,7 @@ class ModelProgram:
 
     @cached_property
     def rest(self) -> list[tuple[str, nn.Module]]:
-        """What may run in tiles of all that follows the layers."""
+        """Modules after the layers that may run in tiles."""
         return parts(self.capture.model, self.spec.epilogue)
 
     @contextmanager
@@ -154,7 +154,7 @@ class ModelProgram:
                 kind.compiled = functions
 
     def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
-        """What enters the layers as activations; records every layer's arguments in `batch`.
+        """Compute the activations that enter the layers; record every layer's arguments in `batch`.
 
         Outputs carry a graph if any of `weights` or `batch.rows.tables` requires gradients. Where
         the arguments are known already, the forward ends with the last of the outputs.
@@ -215,7 +215,7 @@ class ModelProgram:
         return {ref: leaves[ref.leaf] for ref in self.spec.outputs[visit]}
 
     def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
-        """Whether a graph that saves nothing may wait; see `LayerTemplate.repeats`."""
+        """True if a graph that saves nothing may wait; see `LayerTemplate.repeats`."""
         return self.spec.layers[visit].kind.repeats(lambda: {**self.buffers[visit], **weights()})
 
     def around_experts(
@@ -226,7 +226,7 @@ class ModelProgram:
         values: Activations,
         result: Tensor | None,
     ) -> tuple[Activations, tuple[Tensor, ...]]:
-        """As `layer`, with `result` in place of what the layer's experts make; never compiled.
+        """Run `layer` with `result` in place of what the layer's experts make; never compiled.
 
         Args:
             result: `[N, D]`; None: nothing is computed after them, and no activation returned.
@@ -253,7 +253,7 @@ class ModelProgram:
         return Chosen.among(index_NK, start, stop)
 
     def experts(self, visit: int, weights: Weights, rows: ExpertRows) -> Tensor:
-        """What some experts of layer `visit` make of their rows; see `Experts.run`."""
+        """Run some experts of layer `visit` on their rows; see `Experts.run`."""
         experts = self.spec.layers[visit].kind.experts
         assert experts is not None
         return experts.run(weights, *rows)
@@ -272,7 +272,7 @@ class ModelProgram:
         return self.capture.head({**self._outer, **weights}, output, inputs)
 
     def projected(self, weights: Weights, batch: MicroBatch, values: Activations) -> Tensor:
-        """What the head projects `[B, T, D]`, contiguous."""
+        """The hidden states that the head projects `[B, T, D]`, contiguous."""
         return last_hidden(self.epilogue(weights, batch, values)).contiguous()
 
     def projection(self, weights: Weights, batch: MicroBatch, hidden_BTD: Tensor) -> Tensor:

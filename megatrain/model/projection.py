@@ -23,7 +23,7 @@ _MOST = 1 << 24  # values that a head is tried with
 
 @dataclass(frozen=True)
 class Projection:
-    """What the logits of a model are computed with.
+    """The parameters that the logits of a model are computed with.
 
     Attributes:
         names: of the parameters with one row (of the table) or element (of its bias) a token.
@@ -67,7 +67,7 @@ def _names(shapes: dict[str, torch.Size], num_logits: int) -> tuple[str, ...]:
 
 
 def mixes_tokens(head: Head, shapes: dict[str, torch.Size], num_logits: int, width: int) -> bool:
-    """Whether a token's logits depend on other tokens, or on where it is in the row.
+    """True if a token's logits depend on other tokens, or on where it is in the row.
 
     Tried with one hidden state that is NaN, then with random weights, of few rows of the table if
     the head can be computed with them.
@@ -88,7 +88,7 @@ def mixes_tokens(head: Head, shapes: dict[str, torch.Size], num_logits: int, wid
 
 
 def _knows_the_place(head: Head, shapes: dict[str, torch.Size], width: int) -> bool | None:
-    """Whether logits depend on the place in a row; None: such weights cannot be tried."""
+    """True if logits depend on the place in a row; None: such weights cannot be tried."""
     if sum(size.numel() for size in shapes.values()) > _MOST:
         return None
     generator = torch.Generator().manual_seed(0)
@@ -102,7 +102,7 @@ def _knows_the_place(head: Head, shapes: dict[str, torch.Size], width: int) -> b
 
 
 def _acts_on_rows_alone(head: Head, names: tuple[str, ...], width: int) -> bool:
-    """Whether a few random rows give the same logits at once and in two parts."""
+    """True if a few random rows give the same logits at once and in two parts."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatrain.errors import InputError
 from megatrain.json_yaml import DAMAGED, parse_object, read_json
 from megatrain.model.safetensors_io import Stored
-from megatrain.tile.packed import FP8, NF4, NF4_WIDE, Packing, is_nf4
+from megatrain.tile.packed import FP8, NF4, NF4_WIDE, WeightFormat, is_nf4
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
@@ -31,7 +31,7 @@ _REMEDY = "take the unquantised model, with `base: nf4` or `base: fp8` it is pac
 class Quantised(Stored):
     """A weight of several tensors; its dtype and shape are those of its values."""
 
-    packing: Packing
+    packing: WeightFormat
     pack: Callable[[], Tensor]
 
     def read(self) -> Tensor:

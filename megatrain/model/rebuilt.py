@@ -37,8 +37,8 @@ from megatrain.model.build import (
     weightless,
 )
 from megatrain.model.export import saved_config
-from megatrain.model.given import refuse_weights
 from megatrain.model.unsupported import Unsupported
+from megatrain.model.user_changes import refuse_weights
 
 _HOOKS = [
     name for name in vars(nn.Module()) if name.endswith("_hooks") and "state_dict" not in name
@@ -129,7 +129,7 @@ def _differences(
 
 
 def _unlike(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
-    """What is otherwise, as "... is ..., and ..." and the remedy; the outermost first.
+    """The differences, as "... is ..., and ..." and the remedy; the outermost first.
 
     The values of weights and of buffers are not compared.
     """
@@ -208,7 +208,7 @@ def _buffers(
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module has besides weights; `resize_token_embeddings` leaves `vocab_size` behind."""
+    """A module's attributes besides weights. `resize_token_embeddings` changes `vocab_size`."""
     left_out = _LEFT_OUT | {"vocab_size"} if isinstance(module, PreTrainedModel) else _LEFT_OUT
     return {name: value for name, value in vars(module).items() if name not in left_out}
 
@@ -217,7 +217,7 @@ _NOTHING = object()
 
 
 class _Same:
-    """Whether two attributes of two models say the same; knows objects that refer to each other."""
+    """Compares attributes of two models; knows objects that refer to each other."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -252,7 +252,7 @@ class _Same:
 
 
 def _called(value: Any) -> Any:
-    """What a partial function holds."""
+    """The contents of a partial function."""
     return (
         getattr(value, "func", None),
         getattr(value, "args", None),
@@ -275,7 +275,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _as_json(config: PreTrainedConfig) -> Any:
-    """What a configuration, with the configurations inside, says of a forward's numbers."""
+    """All of a configuration, and of those inside, that a forward's numbers depend on."""
     tree = _without(json.loads(config.to_json_string(use_diff=False)))
     chosen = [(attention_of(part), experts_of(part)) for _, part in configs(config)]
     return tree, chosen

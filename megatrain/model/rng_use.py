@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def draws(function: Callable[[], Any], tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a call draws torch's random numbers; their state is put back.
+    """True if a call draws torch's random numbers; their state is put back.
 
     Args:
         tensors: some that it computes with, for their device.

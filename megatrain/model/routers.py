@@ -28,7 +28,7 @@ _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """What is added to a step's loss: `weight` times the balance of experts.
+    """The loss of routers that a step adds: `weight` times the balance of experts.
 
     Attributes:
         chosen: K.
@@ -121,7 +121,7 @@ def ask_for(model: PreTrainedModel, weight: float) -> None:
 
 
 def router_loss(model: PreTrainedModel) -> RouterLoss | None:
-    """What the model's configuration asks for (`output_router_logits`); None: nothing.
+    """The loss that the model's configuration asks for (`output_router_logits`); None: none.
 
     Raises:
         Unsupported: it asks for the loss, and the model does not say of what.

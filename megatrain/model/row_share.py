@@ -1,4 +1,4 @@
-"""What each of several ranks has of every row that they share.
+"""The share that each of several ranks has of every row.
 
 All ranks are given the same micro-batches and cut them here, once labels have been moved to what
 predicts them. Causal attention lets no token see what comes after it, so rows are filled up at

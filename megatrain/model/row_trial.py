@@ -1,4 +1,4 @@
-"""Whether ranks may share the rows of a model: tried, not read off its name.
+"""Tries if ranks may share the rows of a model, whatever its name is.
 
 A layer may mix tokens other than by attention (states, convolutions), or attend in a way of its
 own; positions may count otherwise where a row begins in its middle, and some rotary embeddings
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from megatrain.compat.transformers import unpacked
 from megatrain.errors import InputError
 from megatrain.model.capture import Call
-from megatrain.model.packing import TOLERANCE, limits_of
+from megatrain.model.document_check import TOLERANCE, limits_of
 from megatrain.model.program import ModelProgram
 from megatrain.model.row_share import RowShare
 from megatrain.model.shared_rows import attention_of_ranks, attention_of_shares, rows_of
@@ -141,7 +141,7 @@ def _change(one: Tensor, other: Tensor) -> float:
 
 
 def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
-    """Whether layers are given the same of a share alone as of it in the whole row."""
+    """True if layers are given the same of a share alone as of it in the whole row."""
     pairs = [
         pair
         for one, other in zip(every, alone, strict=True)

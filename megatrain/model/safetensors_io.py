@@ -134,7 +134,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def has_pickle_weights(folder: Path) -> bool:
-    """Whether a folder holds weights in torch's pickle format, which is never read."""
+    """True if a folder holds weights in torch's pickle format, which is never read."""
     return any(True for pattern in ("*.bin", "*.pt", "*.pth") for _ in folder.glob(pattern))
 
 
@@ -263,7 +263,7 @@ class Described:
 def header_bytes(
     described: Sequence[Described], metadata: dict[str, str], boundary: int = 8
 ) -> bytes:
-    """What a file with these tensors, end to end in this order, begins with.
+    """The header of a file with these tensors, end to end in this order.
 
     The data start at a multiple of `boundary`. Element sizes must not increase along `described`,
     so that each tensor is aligned.

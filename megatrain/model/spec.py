@@ -1,4 +1,4 @@
-"""What the engine has to know of a model; `probe` reads it off the model's own forward."""
+"""All that the engine knows of a model; `probe` reads it off the model's own forward."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from megatrain.model.capture import PROLOGUE, Capture, Ref, with_hidden
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.projection import Projection, find_projection
 from megatrain.model.routers import RouterLoss
-from megatrain.tile.packed import Packing
+from megatrain.tile.packed import WeightFormat
 
 PROBE_SHAPE = (2, 8)  # rows, tokens of the structure run
 
@@ -70,7 +70,7 @@ class ModelSpec:
     unused: list[str]
     label_shift: int = 1
     wide: Collection[str] = ()
-    packed: Mapping[str, Packing] = field(default_factory=dict)
+    packed: Mapping[str, WeightFormat] = field(default_factory=dict)
     router_loss: RouterLoss | None = None
     outputs: list[list[Ref]] = field(default_factory=list)
 
@@ -94,7 +94,7 @@ class ModelSpec:
         return {n: p.shape for n, p in self.capture.model.named_parameters() if n in self.head}
 
     def logits(self, weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:
-        """What the head makes of hidden states, with some of its table's rows or all of them."""
+        """The head's logits of hidden states, with some of its table's rows or all of them."""
         ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long)
         inputs = self.capture.inputs({"input_ids": ids})
         return self.capture.head(weights, with_hidden(self.trunk, hidden_BTD), inputs)

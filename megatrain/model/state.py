@@ -1,4 +1,4 @@
-"""What a model keeps to itself from one run of its forward to the next, outside of its layers.
+"""Finds state that a model keeps from one run of its forward to the next, outside of its layers.
 
 Training in micro-batches, layer by layer, runs the forward around the layers more often than plain
 training, and in another order. So it must compute the same whenever it runs.
@@ -115,7 +115,7 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
 
 
 def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
-    """Whether NaN in place of what an earlier run has left behind shows in the outputs of `run`.
+    """True if NaN in place of what an earlier run has left behind shows in the outputs of `run`.
 
     Raises:
         Unsupported: something was left behind that NaN cannot stand for.

@@ -27,7 +27,7 @@ _CHANGED = ((0, 0), (0, 63), (1, 31))  # tokens changed, one after the other
 _SHORT, _OFFSET = 24, 7  # tokens of a shorter trial, and where they are in the row
 
 _OTHER_KERNELS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""What rounding may make of it that fewer tokens are computed by other kernels, of the largest."""
+"""Largest rounding error, of the largest value, where other kernels compute fewer tokens."""
 
 
 def tile_parts(module: nn.Module, tokens: int, compiled: Compiler) -> None:
@@ -53,7 +53,7 @@ def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple
 
 
 def behaves(part: nn.Module) -> bool:
-    """Whether a module or one inside has its own forward (other than tiles) or hooks."""
+    """True if a module or one inside has its own forward (other than tiles) or hooks."""
     return any(
         not isinstance(vars(child).get("forward"), (ChunkedOverTokens, type(None)))
         or any(vars(child).get(name) for name in FORWARD_HOOKS)
@@ -202,7 +202,7 @@ class _Whole(TorchDispatchMode):
 
 
 def acts_on_tokens_alone(run: Callable[[Tensor], Any], like_BTD: Tensor) -> bool:
-    """Whether `run` makes `[B, T, E]` of `[B, T, D]`, and of every token by itself.
+    """True if `run` makes `[B, T, E]` of `[B, T, D]`, and of every token by itself.
 
     Tried on random tokens: a token that changes may change no bit of another's result; fewer tokens
     give the same, but for rounding; nothing random and no integers (an index, a choice of experts)

@@ -1,4 +1,4 @@
-"""What cannot be streamed, or would not be what the user's configuration asks for."""
+"""Refuses models that cannot be streamed, or settings that would not be heeded."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ def refuse_settings(config: PreTrainedConfig) -> None:
 
 
 def draws_for_layers(config: PreTrainedConfig) -> bool:
-    """Whether the forward draws Python's random numbers to choose layers; none are left out."""
+    """True if the forward draws Python's random numbers to choose layers; none are left out."""
     parts = (config, config.get_text_config(decoder=True))
     return any("layerdrop" in name for part in parts for name in vars(part))
 
@@ -102,7 +102,7 @@ class Watch:
         self.before = dict(self._state())
 
     def changes(self) -> list[Change]:
-        """What is new or differs from the start."""
+        """Attributes and buffers that are new or differ from the start."""
         modules = dict(self.module.named_modules())
         return [
             Change(modules[path], name, ".".join(filter(None, (self.path, path, name))))

@@ -37,7 +37,7 @@ from megatrain.model.safetensors_io import (
     has_pickle_weights,
     stored_tensors,
 )
-from megatrain.tile.packed import Packing
+from megatrain.tile.packed import WeightFormat
 from megatrain.units import GIB, MIB
 
 log = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     return {each.name: replace(each, opened=files[each.file]) for each in carried}
 
 
-def stored_packings(folder: Path, model: PreTrainedModel) -> dict[str, Packing]:
+def stored_packings(folder: Path, model: PreTrainedModel) -> dict[str, WeightFormat]:
     """How `folder` has each quantised parameter of `model`, by its first name.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Where a model comes from, and what of it is saved beside its tiles: no step is taken here."""
+"""Opens models from all their sources; writes what is saved beside tiles. No step is taken here."""

@@ -8,12 +8,12 @@ from megatrain.errors import InputError
 from megatrain.model.adapters import adapted
 from megatrain.model.float8 import ROUTERS
 from megatrain.model.spec import ModelSpec
-from megatrain.tile.packed import BASES, Packing
+from megatrain.tile.packed import BASES, WeightFormat
 
 Base = Literal["bf16", "fp8", "nf4"]
 
 
-def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict[str, Packing]:
+def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict[str, WeightFormat]:
     """How the matrices of the layers' linear modules are kept that are not trained, by name.
 
     Routers and what is no nn.Linear are kept as they are, as are embeddings and heads.

@@ -14,15 +14,15 @@ from megatrain.model.adapters import adapted
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import Placement
-from megatrain.source.fill import same_state
-from megatrain.source.opened import Opened
+from megatrain.source.engine_setup import EngineSetup
+from megatrain.source.load_weights import same_state
 from megatrain.source.source import Source
 from megatrain.source.state_io import saved_optimizer
 
 NO_LABELS = "no labels"  # in the place of a loss
 
 
-def check_shared(opened: Opened, placement: Placement) -> None:
+def check_shared(opened: EngineSetup, placement: Placement) -> None:
     """Require that all ranks can, and want to, train the same model in this placement.
 
     Raises:
@@ -107,7 +107,7 @@ def require_whole_rows(row_ranks: Ranks, what: str) -> None:
         )
 
 
-def _refuse(opened: Opened) -> None:
+def _refuse(opened: EngineSetup) -> None:
     source, rule = opened.source, opened.model.rule
     if source.saved is not None and source.resumes and rule is not None:
         saved = saved_optimizer(source.saved)
@@ -124,7 +124,7 @@ def _refuse(opened: Opened) -> None:
         )
 
 
-def _described(opened: Opened, placement: Placement) -> dict[str, str]:
+def _described(opened: EngineSetup, placement: Placement) -> dict[str, str]:
     from megatrain import __version__
 
     source, model = opened.source, opened.model

@@ -1,7 +1,7 @@
 """A model's structure, and its weights from where they are to their place."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,13 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.checkpoint import (
     Checkpoint,
-    LeftOut,
     is_checkpoint,
     open_checkpoint,
 )
 from megatrain.compat import peft
 from megatrain.compat.transformers import MULTIMODAL_CLASSES, scores_rows
-from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.json_yaml import read_json
 from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
@@ -30,9 +28,8 @@ from megatrain.model.routers import ask_for
 from megatrain.model.spec import ModelSpec
 from megatrain.model.weights import resolve_model, source_dtype, stored_packings, stored_types
 from megatrain.source.base import Base, packed_weights
-from megatrain.source.left_out import (
+from megatrain.source.base_reference import (
     Origin,
-    left_out,
     left_out_names,
     no_adapter,
     origin_of,
@@ -40,14 +37,13 @@ from megatrain.source.left_out import (
     say_if_changed,
     with_base,
 )
+from megatrain.source.buffers import Untrained, persistent_buffers
 from megatrain.source.state_io import (
     open_model,
     saved_companions,
     saved_dtype,
 )
-from megatrain.source.untrained import Untrained, persistent_buffers
-from megatrain.tile import Entry
-from megatrain.tile.packed import PACKINGS, Packing
+from megatrain.tile.packed import PACKINGS, WeightFormat
 
 
 @dataclass
@@ -96,10 +92,6 @@ class Source:
         found = adapted(self.model)
         return found.names if self.grows and found is not None else {}
 
-    def left_out(self, entries: Iterable[Entry], folder: Path, ranks: Ranks) -> LeftOut | None:
-        """What a checkpoint of these parameters need not have; see `left_out`."""
-        return left_out(self.model, self.origin, entries, folder, ranks)
-
     def check_base(self, *, merged: bool) -> None:
         """Warn of a base that is not as it was read, where an adapter alone is written."""
         if adapted(self.model) is not None and not merged:
@@ -127,7 +119,7 @@ class Alike:
 Opens: TypeAlias = (
     PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | Resumed | Source | str | Path
 )
-"""What an engine opens."""
+"""All kinds of values that an engine opens."""
 
 
 def open_source(
@@ -140,7 +132,7 @@ def open_source(
     scores: bool = False,
     **how: Any,
 ) -> Source:
-    """As `open_plain`, and also of a model with an adapter, or one that is given an adapter.
+    """Open a model like `open_plain`, or one that has, or is given, an adapter.
 
     Args:
         model: as `open_plain` takes it, a PeftModel, the folder of an adapter, or a source, which
@@ -334,7 +326,7 @@ def open_plain(
 
 
 def structure(source: Source, *, trained: bool = True) -> ModelSpec:
-    """What the engine has to know of a model that is `trained`, or only run.
+    """The spec of a model that is `trained`, or only run.
 
     Raises:
         InputError: it cannot be streamed.
@@ -351,7 +343,7 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
     return found
 
 
-def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, Packing]:
+def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, WeightFormat]:
     """How frozen weights are kept: as a checkpoint or folder has them, or else as is asked for."""
     saved = source.saved
     if saved is not None and source.resumes:

@@ -20,8 +20,8 @@ from megatrain.model.export import write_configs
 from megatrain.model.safetensors_io import Described, Stored, read_header, write_shard
 from megatrain.optim import RULES, Rule
 from megatrain.placement import Placement
-from megatrain.source.left_out import left_out_names
-from megatrain.source.untrained import Untrained, computed_buffers, persistent_buffers
+from megatrain.source.base_reference import left_out_names
+from megatrain.source.buffers import Untrained, computed_buffers, persistent_buffers
 
 
 def _name(dtype: torch.dtype) -> str:

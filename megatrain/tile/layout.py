@@ -16,7 +16,7 @@ from math import lcm, prod
 import torch
 from torch import Tensor
 
-from megatrain.tile.packed import Expand, Packing
+from megatrain.tile.packed import Expand, WeightFormat
 from megatrain.units import align
 
 # Elements. 128 bf16 values are 256 bytes: every parameter starts on a boundary that the widest
@@ -52,7 +52,7 @@ class Entry:
     offset: int
     group: int | None
     wide: bool = False
-    packed: Packing | None = None
+    packed: WeightFormat | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -88,7 +88,7 @@ class TileLayout:
         parameters: Iterable[tuple[str, torch.Size, int | None]],
         kind: TileKind = TileKind.LAYER,
         wide: Collection[str] = (),
-        packed: Mapping[str, Packing] | None = None,
+        packed: Mapping[str, WeightFormat] | None = None,
         *,
         ranks: int = 1,
         row: int = 1,
@@ -124,7 +124,7 @@ class TileLayout:
 
     @cached_property
     def is_packed(self) -> bool:
-        """Whether any parameter is kept otherwise than as its values."""
+        """True if any parameter is kept otherwise than as its values."""
         return any(entry.packed is not None for entry in self.entries)
 
     @cached_property

@@ -31,7 +31,7 @@ _NF4 = (
 
 
 @dataclass(frozen=True)
-class Packing:
+class WeightFormat:
     """How values are kept.
 
     Attributes:
@@ -50,7 +50,7 @@ class Packing:
     values: Callable[[torch.device], Tensor]
 
     def takes(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter can be packed: a matrix of whole blocks."""
+        """True if a parameter can be packed: a matrix of whole blocks."""
         return len(shape) == 2 and prod(shape) % _BLOCK == 0
 
     def unpack(
@@ -126,7 +126,7 @@ def _wide_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
-    """Whether values, and scales where they have codes, are coded as here."""
+    """True if values, and scales where they have codes, are coded as here."""
     same = torch.equal(codes, _nf4_values(codes.device))
     return same and (
         scale_codes is None or torch.equal(scale_codes, _dynamic_values(scale_codes.device))
@@ -190,8 +190,8 @@ def _no_values(device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 
-NF4 = Packing("nf4", _nf4_bytes, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
-NF4_WIDE = Packing("nf4_wide", _wide_bytes, _pack_wide, _wide_parts, _expand_nf4, _nf4_values)
-FP8 = Packing("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
+NF4 = WeightFormat("nf4", _nf4_bytes, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
+NF4_WIDE = WeightFormat("nf4_wide", _wide_bytes, _pack_wide, _wide_parts, _expand_nf4, _nf4_values)
+FP8 = WeightFormat("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
 BASES = {each.name: each for each in (NF4, FP8)}
 PACKINGS = BASES | {NF4_WIDE.name: NF4_WIDE}  # this one is only read, of folders

@@ -11,7 +11,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.adapters import adapted
 from megatrain.model.float8 import require_float8
 from megatrain.optim import gradient_plane, parameter_bytes
-from megatrain.source.opened import DTYPES
+from megatrain.source.engine_setup import DTYPES
 from megatrain.source.source import Source
 from megatrain.train.resume import Start
 from megatrain.units import gib

@@ -16,9 +16,9 @@ from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
 from megatrain.run_folder.finished import model_state
 from megatrain.run_folder.layout import MODEL, holds_model, require_empty
-from megatrain.source.exported import write_merged, write_saved
-from megatrain.source.left_out import no_adapter, with_base
+from megatrain.source.base_reference import no_adapter, with_base
 from megatrain.source.source import adapter_folder, folder_adapter
+from megatrain.source.write_model import write_merged, write_saved
 from megatrain.train.card import write_card
 from megatrain.train.resolve_model import moved_base, trained_model
 

@@ -17,7 +17,7 @@ from megatrain.run_folder.layout import (
     MODEL,
     checkpoint_folder,
 )
-from megatrain.source.exported import write_saved
+from megatrain.source.write_model import write_saved
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.pictures import draw_loss

@@ -27,10 +27,10 @@ from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.companions import add_ends, tokenizer_files
-from megatrain.model.packing import check_documents
+from megatrain.model.document_check import check_documents
 from megatrain.model.trained import Trained
 from megatrain.placement import Placement
-from megatrain.source.opened import choose_trained, open_structure
+from megatrain.source.engine_setup import choose_trained, open_structure
 from megatrain.source.source import Source, open_source
 from megatrain.store import resting
 from megatrain.telemetry.gpu import find_gpu

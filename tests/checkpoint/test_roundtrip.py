@@ -180,8 +180,8 @@ def test_drawn_weights_are_read_and_not_drawn_again(tmp_path, monkeypatch) -> No
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     engine = engine_of(model=LlamaConfig(**sizes, num_attention_heads=2), seed=7)
     engine.save(tmp_path / "saved")
-    monkeypatch.setattr("megatrain.source.fill.initialise", None)
-    monkeypatch.setattr("megatrain.source.fill.read_weights", None)
+    monkeypatch.setattr("megatrain.source.load_weights.initialise", None)
+    monkeypatch.setattr("megatrain.source.load_weights.read_weights", None)
     assert same(masters(Engine.load(tmp_path / "saved", device="cpu")), masters(engine))
 
 

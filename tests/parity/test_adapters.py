@@ -17,7 +17,7 @@ from megatrain import Engine, InputError, Placement
 from megatrain.model.adapters import with_adapters
 from megatrain.model.rebuilt import emptied
 from megatrain.model.trained import Trained
-from megatrain.source.exported import write_merged
+from megatrain.source.write_model import write_merged
 from tests.families.plain import accumulate, shares
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (

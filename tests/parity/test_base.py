@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from megatrain import Engine, InputError, Placement
-from megatrain.tile.packed import BASES, FP8, NF4, Packing
+from megatrain.tile.packed import BASES, FP8, NF4, WeightFormat
 from tests.parity.cases import gradients, in_dtype, llama, make_batches, make_engine, masters, same
 from tests.sweeps import few
 
@@ -64,7 +64,9 @@ def test_float8_is_that_of_torchao(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("packing", "most", "bytes_each"), [(NF4, 0.12, 0.52), (FP8, 0.04, 1.01)])
-def test_values_are_near_and_few_bytes(packing: Packing, most: float, bytes_each: float) -> None:
+def test_values_are_near_and_few_bytes(
+    packing: WeightFormat, most: float, bytes_each: float
+) -> None:
     values = weights(torch.float32)
     values[5], values[:, 64:128] = 0, 0
     packed = packing.pack(values)
@@ -94,7 +96,7 @@ def adapted(model: Any) -> PeftModel:
     return get_peft_model(copy.deepcopy(model), LoraConfig(**LORA))
 
 
-def rounded(model: Any, packing: Packing) -> Any:
+def rounded(model: Any, packing: WeightFormat) -> Any:
     """The model with the weights that `packing` keeps of its layers' linear modules."""
     model = copy.deepcopy(model)
     for module in model.model.layers.modules():

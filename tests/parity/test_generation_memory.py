@@ -26,7 +26,7 @@ from megatrain.model.build import empty_model
 from megatrain.model.probe import spec
 from megatrain.optim import RULES
 from megatrain.plan.tiles import tile_bytes
-from megatrain.source.opened import Model
+from megatrain.source.engine_setup import Model
 from megatrain.units import MIB
 from tests.families.tiny import tiny_config
 from tests.sweeps import few, swept

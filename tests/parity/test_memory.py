@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatrain import AdamW, Engine, Placement
 from megatrain.device import Buffer, CpuDevice
 from megatrain.optim import parameter_bytes
-from megatrain.source import opened
+from megatrain.source import engine_setup
 from megatrain.units import MIB
 from tests.parity.cases import frozen, in_dtype, llama, make_batches, make_engine
 from tests.rules import SWEPT
@@ -73,7 +73,7 @@ def test_bytes_per_parameter(
     mid: LlamaForCausalLM, rule: str, precision: Any, planes: dict, whole: float
 ) -> None:
     engine = make_engine(mid, precision=precision, rule=rule)
-    assert parameter_bytes(SWEPT[rule](), opened.DTYPES[precision]) == whole
+    assert parameter_bytes(SWEPT[rule](), engine_setup.DTYPES[precision]) == whole
     assert engine.num_parameters > 19e6
     found = bytes_per_parameter(engine)
     for plane, expected in planes.items():

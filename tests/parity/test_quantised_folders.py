@@ -16,7 +16,7 @@ from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
 from megatrain.generate.loading import open_model
 from megatrain.model.quantised import quantised_base
-from megatrain.tile.packed import _NF4, FP8, NF4, NF4_WIDE, Packing, _dynamic_values
+from megatrain.tile.packed import _NF4, FP8, NF4, NF4_WIDE, WeightFormat, _dynamic_values
 from megatrain.train.export import export
 from tests.parity.cases import gradients, in_dtype, llama, make_batches, make_engine, masters, same
 from tests.sweeps import few
@@ -35,7 +35,7 @@ HOW = {
 [STEP, LATER] = make_batches(2)
 
 
-def nf4_parts(name: str, values: Tensor, packing: Packing) -> dict[str, Tensor]:
+def nf4_parts(name: str, values: Tensor, packing: WeightFormat) -> dict[str, Tensor]:
     """A matrix in the file of bitsandbytes."""
     packed, blocks = packing.pack(values), values.numel() // 64
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
@@ -54,7 +54,7 @@ def nf4_parts(name: str, values: Tensor, packing: Packing) -> dict[str, Tensor]:
     return {name: codes[:, None]} | {f"{name}.{part}": each for part, each in parts.items()}
 
 
-def fp8_parts(name: str, values: Tensor, packing: Packing) -> dict[str, Tensor]:
+def fp8_parts(name: str, values: Tensor, packing: WeightFormat) -> dict[str, Tensor]:
     """A matrix in the file of torchao."""
     stored, stem = packing.pack(values), name.removesuffix(".weight")
     scales, codes = stored.split((4 * len(values), values.numel()))
@@ -63,7 +63,7 @@ def fp8_parts(name: str, values: Tensor, packing: Packing) -> dict[str, Tensor]:
     return {f"{stem}._weight_qdata": qdata, f"{stem}._weight_scale": scale}
 
 
-def quantised(folder: Path, packing: Packing) -> tuple[Path, Path]:
+def quantised(folder: Path, packing: WeightFormat) -> tuple[Path, Path]:
     """A folder of quantised weights, and one of what they stand for."""
     model = in_dtype(llama(**SIZES), torch.bfloat16)
     model.save_pretrained(folder / "plain")
@@ -90,7 +90,7 @@ def write(folder: Path, tensors: dict[str, Tensor], how: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("packing", few([NF4, NF4_WIDE, FP8]), ids=lambda each: each.name)
 def test_training_resuming_and_merging_have_the_values_of_the_folder(
-    packing: Packing, tmp_path: Path
+    packing: WeightFormat, tmp_path: Path
 ) -> None:
     folder, plain = quantised(tmp_path, packing)
     how: dict[str, Any] = {"adapter": LORA, "precision": "bf16", "clip": 1e9}

@@ -33,7 +33,7 @@ from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import ActivationPolicy
-from megatrain.source.opened import tile_layouts
+from megatrain.source.engine_setup import tile_layouts
 from megatrain.units import align
 from tests.families.examine import PASSES
 from tests.families.parity import compare

@@ -26,7 +26,7 @@ from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.source.base import packed_weights
-from megatrain.source.opened import tile_layouts
+from megatrain.source.engine_setup import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.store import Store
 from tests.rules import SWEPT

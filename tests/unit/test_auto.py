@@ -16,7 +16,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO, Loss
 from megatrain.model.probe import spec
 from megatrain.placement import Placement
-from megatrain.source.opened import Model, Opened
+from megatrain.source.engine_setup import EngineSetup, Model
 from megatrain.source.source import open_source
 from megatrain.units import GIB
 from tests.race.schedule import Alike
@@ -34,16 +34,16 @@ class Gpu(CpuDevice):
         return {"device_free_bytes": FREE, "device_bytes": 0, "device_total_bytes": 1 << 40}
 
 
-def opened(layers: int = 2, *, train: bool = True) -> Opened:
+def opened(layers: int = 2, *, train: bool = True) -> EngineSetup:
     source = open_source(tiny_config(layers))
     found = spec(source.model)
     model = Model.trained(found, AdamW()) if train else Model(found, None)
-    return Opened(source, model, 1.0, "bf16", Gpu(), None, None, None, 0)  # type: ignore[arg-type]
+    return EngineSetup(source, model, 1.0, "bf16", Gpu(), None, None, None, 0)  # type: ignore[arg-type]
 
 
 def settled(
     monkeypatch: pytest.MonkeyPatch,
-    asked: Opened,
+    asked: EngineSetup,
     tokens: int | None = 512,
     length: int | None = 64,
     *,

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatrain import AdamW, Engine
 from megatrain.checkpoint import open_checkpoint
 from megatrain.errors import InputError
-from megatrain.source.exported import write_saved
+from megatrain.source.write_model import write_saved
 from megatrain.train.export import export
 from tests.families.tiny import tiny_config
 

@@ -18,7 +18,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import mapping_bytes
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
-from megatrain.source.opened import Model
+from megatrain.source.engine_setup import Model
 from megatrain.source.source import open_source
 from megatrain.telemetry import memory
 from megatrain.telemetry.memory import process_bytes

@@ -29,8 +29,8 @@ from megatrain.optim import Rule
 from megatrain.optim.muon import is_matrix
 from megatrain.plan.tiles import tile_bytes
 from megatrain.plan.wear import disk_use
-from megatrain.source import opened
-from megatrain.source.opened import Model
+from megatrain.source import engine_setup
+from megatrain.source.engine_setup import Model
 from megatrain.source.source import open_source
 from megatrain.tile import TileKind
 from megatrain.units import MIB
@@ -419,8 +419,8 @@ def test_a_layer_taken_as_one_parameter_takes_what_its_parameters_do(
 
 def test_tiles_and_optimizer_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    layouts = opened.tile_layouts
-    monkeypatch.setattr(opened, "tile_layouts", lambda *a: made.append(a) or layouts(*a))
+    layouts = engine_setup.tile_layouts
+    monkeypatch.setattr(engine_setup, "tile_layouts", lambda *a: made.append(a) or layouts(*a))
     several = ForecastCache(tiny_spec())
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
     for placement in (Placement(), Placement(slots=3)):

@@ -27,7 +27,7 @@ from megatrain.model.probe import spec
 from megatrain.model.program import MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer, tile_planes
-from megatrain.source.opened import tile_layouts
+from megatrain.source.engine_setup import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.store import Tile
 from megatrain.tile import TileLayout

@@ -24,7 +24,7 @@ from megatrain.optim import (
     moved_bytes,
     parameter_bytes,
 )
-from megatrain.source.opened import DTYPES
+from megatrain.source.engine_setup import DTYPES
 from megatrain.store import Store
 from megatrain.tile import TileLayout
 from tests.families.plain import PlainLion, PlainSGD, RoundedAdamW

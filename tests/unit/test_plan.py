@@ -18,7 +18,7 @@ from megatrain.plan.planner import Planner, check_budgets
 from megatrain.plan.remedies import Remedy, fitting, remedies, shortage
 from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
 from megatrain.plan.wear import disk_use
-from megatrain.source.opened import tile_layouts
+from megatrain.source.engine_setup import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.telemetry.pictures import draw_memory
 from megatrain.telemetry.timeline import Span

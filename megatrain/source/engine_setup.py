@@ -97,7 +97,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Opened:
+class EngineSetup:
     """Everything that an engine needs except its placement.
 
     Attributes:
@@ -169,7 +169,7 @@ class Opened:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What layers are computed in."""
+        """The dtype that layers are computed in."""
         return DTYPES[self.precision]
 
 

@@ -48,7 +48,7 @@ _MIXED = (
 Micro = Mapping[str, Tensor]
 
 
-class Packing:
+class DocumentCheck:
     """Lets packed rows pass to a model only if it keeps their documents apart."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Packing:
         return rows > 1, bisect(self._limits, tokens)
 
     def _lengths_do(self, micro: Micro) -> bool:
-        """Whether attention that is told the documents' lengths gives what it gives with masks.
+        """True if attention that is told the documents' lengths gives what it gives with masks.
 
         If so the program attends by lengths from then on, else by masks.
         """
@@ -150,7 +150,7 @@ class Packing:
 def check_documents(spec: ModelSpec) -> None:
     """Refuse a model whose layers are given masks that show a document the one before it.
 
-    That is known before there is data. What passes is still tried in steps, by `Packing`.
+    That is known before there is data. What passes is still tried in steps, by `DocumentCheck`.
 
     Raises:
         InputError: it is such a model.

@@ -23,10 +23,10 @@ from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import carried_tensors, lazy_weights, read_weights
 from megatrain.optim import Rule
-from megatrain.source.left_out import carried, read_left_out
+from megatrain.source.base_reference import carried, read_left_out
+from megatrain.source.buffers import computed_buffers, persistent_buffers
 from megatrain.source.source import Source
 from megatrain.source.state_io import read_untrained, saved_optimizer
-from megatrain.source.untrained import computed_buffers, persistent_buffers
 from megatrain.store import Store
 from megatrain.telemetry.cores import update_threads
 from megatrain.telemetry.log import PASSING, Share, end_passing
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 Write = Callable[[str, Tensor], None]
 
 
-def fill(source: Source, spec: ModelSpec, store: Store, seed: int, ranks: Ranks) -> None:
+def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks: Ranks) -> None:
     """Bring every weight and persistent buffer to its place: read, copied, or drawn.
 
     From a checkpoint, also the rest of a tile's state. All ranks call this.
@@ -46,7 +46,7 @@ def fill(source: Source, spec: ModelSpec, store: Store, seed: int, ranks: Ranks)
             computed with in fewer bits than transformers keeps.
     """
     share = Share(_log, "weights", sum(entry.numel for _, entry in store.entries()))
-    ranks.agree(lambda: _fill(source, spec, store, seed, share))
+    ranks.agree(lambda: _load(source, spec, store, seed, share))
     drawn = source.saved is None and source.folder is None and source.copied is None
     new = adapted(source.model) is not None and (source.grows or drawn)
     if new and not source.adapter_folder:
@@ -56,7 +56,7 @@ def fill(source: Source, spec: ModelSpec, store: Store, seed: int, ranks: Ranks)
     end_passing()
 
 
-def _fill(source: Source, spec: ModelSpec, store: Store, seed: int, share: Share) -> None:
+def _load(source: Source, spec: ModelSpec, store: Store, seed: int, share: Share) -> None:
     """All but adapters that are drawn: what they begin with may depend on the rest."""
     dtype = store.tiles[0].weights.data.dtype
     refuse_rounding(loaded_types(source.model, dtype), spec.computed, dtype)

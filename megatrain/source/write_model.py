@@ -16,11 +16,11 @@ from megatrain.model.companions import Companions
 from megatrain.model.export import write_adapter, write_weights
 from megatrain.model.weights import carried_tensors, lazy_weights, stored_types
 from megatrain.source.base import Base
-from megatrain.source.fill import read_adapter
-from megatrain.source.left_out import carried, whole_masters
+from megatrain.source.base_reference import carried, whole_masters
+from megatrain.source.buffers import Untrained
+from megatrain.source.load_weights import read_adapter
 from megatrain.source.source import open_source
 from megatrain.source.state_io import open_model, read_untrained, saved_companions, saved_dtype
-from megatrain.source.untrained import Untrained
 
 _log = logging.getLogger(__name__)
 

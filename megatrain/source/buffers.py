@@ -1,4 +1,4 @@
-"""What training leaves alone, kept as it came: exports give it back bit for bit."""
+"""Buffers and other parts that no step changes: exports give them back bit for bit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain.checkpoint import (
+    BaseReference,
     Checkpoint,
-    LeftOut,
     is_checkpoint,
     mark,
     masters,
@@ -75,7 +75,7 @@ class Fingerprint:
 
 @dataclass
 class Origin:
-    """Where a model's weights were read, and which they were.
+    """The place that a model's weights were read from, and a hash of them.
 
     Attributes:
         path: a folder, a checkpoint or a hub id.
@@ -109,7 +109,7 @@ class Origin:
 
 
 def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
-    """Where the base of an adapter is that is trained on a checkpoint, or goes on from it.
+    """The place of an adapter's base, where it is trained on a checkpoint or goes on from it.
 
     None where its values are no file's: those of another adapter's, or unpacked.
     """
@@ -168,14 +168,14 @@ def no_adapter(model: object) -> InputError:
     return InputError(f"{model}: has no adapter, whose base could have moved; leave base_model out")
 
 
-def left_out(
+def base_reference(
     model: PreTrainedModel,
     origin: Origin | None,
     entries: Iterable[Entry],
     folder: Path,
     ranks: Ranks,
-) -> LeftOut | None:
-    """What a checkpoint of an adapter need not have; None: it has everything.
+) -> BaseReference | None:
+    """The base that a checkpoint of an adapter leaves out; None: it has everything.
 
     A base that is a checkpoint of ours is marked, so that it stays.
 
@@ -185,15 +185,15 @@ def left_out(
         folder: of the checkpoint, which takes the place of what is there.
         ranks: which all call this, and are given the same.
     """
-    found = ranks.exchange(_left_out(model, origin, entries, folder))
-    return found[0] if all(found) else None
+    references = ranks.exchange(_base_reference(model, origin, entries, folder))
+    return references[0] if all(references) else None
 
 
-def _left_out(
+def _base_reference(
     model: PreTrainedModel, origin: Origin | None, entries: Iterable[Entry], folder: Path
-) -> LeftOut | None:
-    found, frozen = adapted(model), [each for each in entries if each.group is None]
-    if found is None or origin is None or any(each.name not in found.held for each in frozen):
+) -> BaseReference | None:
+    adapters, frozen = adapted(model), [entry for entry in entries if entry.group is None]
+    if adapters is None or origin is None or any(e.name not in adapters.held for e in frozen):
         return None
     base = Path(origin.path)
     if say_if_changed(origin, "so this checkpoint has all of the model"):
@@ -205,21 +205,21 @@ def _left_out(
             mark(base)
         except OSError:  # who may not write there cannot see to it that it stays
             return None
-    packed = {each.name: each.packed.name for each in frozen if each.packed}
-    fingerprint = origin.fingerprint.of(each.name for each in frozen)
-    return LeftOut(origin.path, origin.revision, fingerprint, packed)
+    packed = {entry.name: entry.packed.name for entry in frozen if entry.packed}
+    fingerprint = origin.fingerprint.of(entry.name for entry in frozen)
+    return BaseReference(origin.path, origin.revision, fingerprint, packed)
 
 
 def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, str]:
     """The parameters that a checkpoint leaves out: names in the base, and in the model."""
-    found = adapted(model)
-    if checkpoint.settings.left_out is None or found is None:
+    adapters = adapted(model)
+    if checkpoint.settings.left_out is None or adapters is None:
         return {}
-    there = {each.name for tile in checkpoint.manifest.tiles for each in tile.parameters}
+    saved = {parameter.name for tile in checkpoint.manifest.tiles for parameter in tile.parameters}
     return {
-        found.held[name]: name
+        adapters.held[name]: name
         for name, _ in model.named_parameters()
-        if name in found.held and name not in there
+        if name in adapters.held and name not in saved
     }
 
 
@@ -287,7 +287,7 @@ def carried(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, Stored]
 
 
 def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
-    """As `masters`, with what the checkpoint leaves out, which is read twice: to be checked first.
+    """All `masters`, those of the base too, which is read twice: to be checked first.
 
     Raises:
         InputError: a file is damaged, or the base is not there, or is another one.
@@ -309,7 +309,7 @@ def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
     return {**own, **{mine: partial(read, name, mine) for name, mine in names.items()}}
 
 
-def _kept(left: LeftOut, model: PreTrainedModel, name: str, came: Tensor) -> Tensor:
+def _kept(left: BaseReference, model: PreTrainedModel, name: str, came: Tensor) -> Tensor:
     """The values that layers are computed with."""
     if name not in left.packed:
         return came
@@ -318,7 +318,7 @@ def _kept(left: LeftOut, model: PreTrainedModel, name: str, came: Tensor) -> Ten
     return packing.unpacked(stored, model.get_parameter(name).shape)
 
 
-def _open(checkpoint: Checkpoint, left: LeftOut) -> Checkpoint | Path:
+def _open(checkpoint: Checkpoint, left: BaseReference) -> Checkpoint | Path:
     path = Path(left.path)
     try:
         if path.is_absolute() and not path.exists():

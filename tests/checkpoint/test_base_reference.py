@@ -18,6 +18,7 @@ from megatrain.distributed import Ranks
 from megatrain.generate import Resident
 from megatrain.generate.loading import open_model
 from megatrain.model.trained import Trained
+from megatrain.source.base_reference import base_reference
 from megatrain.train.export import export
 from megatrain.train.resolve_model import ResolvedModel
 from tests.parity.cases import in_dtype, llama, make_batches, make_engine, masters, qwen2, same
@@ -204,10 +205,10 @@ def test_ranks_leave_the_base_out_together_or_not_at_all(base: Path, tmp_path: P
             return [value, None]
 
     with make_engine(base, adapter=LORA) as engine:
-        entries = [entry for _, entry in engine._store.entries()]
-        left_out = partial(engine._opened.source.left_out, entries, tmp_path / "saved")
-        assert left_out(Ranks()) is not None
-        assert left_out(Another()) is None
+        entries, source = [entry for _, entry in engine._store.entries()], engine._opened.source
+        reference = partial(base_reference, source.model, source.origin, entries, tmp_path / "new")
+        assert reference(Ranks()) is not None
+        assert reference(Another()) is None
 
 
 def test_what_is_no_file_s_is_saved(base: Path, tmp_path: Path) -> None:
