@@ -34,6 +34,8 @@ without_modes = _disable_current_modes
 current_mode = _get_current_dispatch_mode
 add_each = torch._foreach_add_
 
+_MOST_COPIED_BYTES = 1 << 30
+
 # torch 2.13 renames these.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -110,6 +112,30 @@ def let_triton_launch() -> None:
     import torch._inductor.config as inductor
 
     inductor.use_static_cuda_launcher = False
+
+
+def keep_tuning_off_the_host() -> None:
+    """Compiled kernels that overwrite more than a GiB take their first configuration unmeasured.
+
+    To time a kernel's configurations, Inductor copies what the kernel overwrites to pinned host
+    memory, in sizes rounded up to a power of two. The attention logits of gpt-oss at 4,096 tokens
+    took over 16 GiB of a host that had been planned to the last byte, and the process was killed.
+    """
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    measured = CachingAutotuner.benchmark_all_configs
+    if getattr(measured, "spares_host", False):
+        return
+
+    def benchmark_all_configs(tuner: Any, *args: Any, **kwargs: Any) -> dict[Any, float]:
+        named = dict(zip(tuner.fn.arg_names, args, strict=False)) | kwargs
+        overwritten = (named.get(name) for name in tuner.mutated_arg_names)
+        if any(isinstance(x, Tensor) and x.nbytes > _MOST_COPIED_BYTES for x in overwritten):
+            return {tuner.launchers[0]: 0.0}
+        return measured(tuner, *args, **kwargs)
+
+    benchmark_all_configs.spares_host = True  # type: ignore[attr-defined]
+    setattr(CachingAutotuner, "benchmark_all_configs", benchmark_all_configs)  # noqa: B010
 
 
 def num_compilations() -> int:

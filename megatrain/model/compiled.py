@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.compat.torch import let_triton_launch, pytree
+from megatrain.compat.torch import keep_tuning_off_the_host, let_triton_launch, pytree
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") ->
     Args: `name` in torch's own messages and traces; the function's if none is given.
     """
     let_triton_launch()
+    keep_tuning_off_the_host()
     own = f"{name or getattr(function, '__name__', what)}_{next(_numbers)}"
     usual, others = (torch.compile(_with_own_code(function, own)) for _ in range(2))
     first: dict[int, list[torch.Size]] = {}  # by how many tensors there are: some have more buffers

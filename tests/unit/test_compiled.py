@@ -2,11 +2,13 @@
 
 import logging
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine, Placement
@@ -41,6 +43,17 @@ def test_kernels_are_launched_without_python_s_lock() -> None:
     with torch._inductor.config.patch(use_static_cuda_launcher=True):
         compile_and_tell(torch.sin, "a sine")
         assert not torch._inductor.config.use_static_cuda_launcher
+
+
+def test_a_large_tensor_is_not_copied_to_the_host_to_time_a_kernel():
+    """Inductor restores what a kernel overwrites from pinned copies, rounded to powers of two."""
+    compile_and_tell(torch.sin, "a sine")
+    tuner = SimpleNamespace(fn=SimpleNamespace(arg_names=["read", "written"]))
+    tuner.launchers, tuner.mutated_arg_names = ["first", "second"], {"written"}
+    large, small = torch.empty((1 << 29) + 1, dtype=BF16, device="meta"), torch.empty(4)
+    assert CachingAutotuner.benchmark_all_configs(tuner, small, large) == {"first": 0.0}
+    with pytest.raises(AttributeError, match="inductor_meta"):  # torch goes on and times them
+        CachingAutotuner.benchmark_all_configs(tuner, large, small)
 
 
 def test_a_user_is_told_what_is_compiled_before_it_begins(caplog, quickly):
