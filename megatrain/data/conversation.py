@@ -43,8 +43,7 @@ class Conversation(NamedTuple):
 def messages(value: object, name: str, where: str) -> tuple[list[Message], list[bool]]:
     """The messages of the field `name`, and of each whether it is a reply to learn.
 
-    Raises:
-        InputError: they are malformed, or say something that would not be heeded.
+    Raises InputError: they are malformed, or say something that would not be heeded.
     """
     value = from_json(value, name, where)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
@@ -203,8 +202,7 @@ def text_or_messages(value: object, name: str, where: str) -> object:
 
     A text may begin as JSON does ("[INST]", a list of numbers), or be JSON (a reply in a format).
 
-    Raises:
-        InputError: a string is meant as messages, and is no JSON.
+    Raises InputError: a string is meant as messages, and is no JSON.
     """
     if not isinstance(value, str) or not _BEGINS.match(value):
         return value

@@ -167,8 +167,7 @@ class PackedDataset:
         About `fraction` of the tokens (text; at most one document is cut) or conversations (chat)
         go to the evaluation part.
 
-        Raises:
-            InputError: the fraction is not between 0 and 1, or leaves a part without rows.
+        Raises InputError: the fraction is not between 0 and 1, or leaves a part without rows.
         """
         if not 0 < fraction < 1:
             raise InputError(f"the held-out fraction is {fraction}: it must be between 0 and 1")
@@ -185,13 +184,10 @@ class PackedDataset:
             documents[split:], f"evaluation {fraction}"
         )
 
-    def batches(
-        self, rows_per_micro_batch: int, max_rows: int | None = None
-    ) -> Iterator[MicroBatch]:
-        """One pass over the (first `max_rows`) rows in their fixed order."""
-        count = len(self) if max_rows is None else min(max_rows, len(self))
-        for start in range(0, count, rows_per_micro_batch):
-            yield self.batch(range(start, min(start + rows_per_micro_batch, count)))
+    def batches(self, rows_per_micro_batch: int) -> Iterator[MicroBatch]:
+        """One pass over the rows in their fixed order."""
+        for start in range(0, len(self), rows_per_micro_batch):
+            yield self.batch(range(start, min(start + rows_per_micro_batch, len(self))))
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch of rows as `Layout.batch` makes it, with what is kept beside the rows."""
@@ -237,8 +233,7 @@ _log = logging.getLogger("megatrain.data")
 def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
     """The documents to learn from, shuffled, conversations not longer than a row.
 
-    Raises:
-        InputError: there are none, or one is longer than a row and that is an error.
+    Raises InputError: there are none, or one is longer than a row and that is an error.
     """
     documents = store.documents()
     lengths = (documents["end"] - documents["begin"]).astype(np.int64)

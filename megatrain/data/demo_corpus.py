@@ -25,8 +25,7 @@ def stdlib_corpus(max_bytes: int | None = None) -> list[Path]:
 
     Several megabytes of real code. With `max_bytes`, the first files that fit in it.
 
-    Raises:
-        InputError: this Python came without the sources of its library.
+    Raises InputError: this Python came without the sources of its library.
     """
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
@@ -55,8 +54,7 @@ def train_bpe_tokenizer(
     The same files always give the same tokenizer. `END_OF_TEXT` ends documents and stands at their
     beginning when the model generates from nothing; `PADDING` fills rows.
 
-    Raises:
-        InputError: the vocabulary is too small for all bytes, or a file cannot be read.
+    Raises InputError: the vocabulary is too small for all bytes, or a file cannot be read.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

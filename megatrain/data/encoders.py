@@ -57,8 +57,7 @@ class TextEncoder:
     it, but where the text has them already. A long document becomes several pieces, of which only
     the last has the end token.
 
-    Raises:
-        InputError: the tokenizer has no end-of-sequence token.
+    Raises InputError: the tokenizer has no end-of-sequence token.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
@@ -74,11 +73,7 @@ class TextEncoder:
         self._tail = tail if tail[-1:] == [eos] else [*tail, eos]
 
     def pieces(self, pieces: Sequence[tuple[PlacedExample, TextPiece]]) -> Iterator[Document]:
-        """Each piece as a document.
-
-        Raises:
-            InputError: an id is outside the vocabulary.
-        """
+        """Each piece as a document. Raises InputError: an id is outside the vocabulary."""
         texts = [piece.text for _, piece in pieces]
         with tokenising(pieces[0][0].where):
             encoded = self._tokenizer(
@@ -145,8 +140,7 @@ def surroundings(tokenizer: Any) -> tuple[list[int], list[int]]:
 class ChatEncoder:
     """Tokenises conversations with the chat template.
 
-    Raises:
-        InputError: the tokenizer has no chat template, or cannot say where a token came from.
+    Raises InputError: the tokenizer has no chat template, or cannot say where a token came from.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
@@ -160,8 +154,7 @@ class ChatEncoder:
     def conversation(self, placed: PlacedExample) -> Document:
         """The conversation as a document; one without a reply to learn has no tokens.
 
-        Raises:
-            InputError: the template refuses it, or has no place for what it says.
+        Raises InputError: the template refuses it, or has no place for what it says.
         """
         assert isinstance(placed.example, Conversation)
         talk, where = placed.example, placed.where
@@ -243,11 +236,7 @@ class Encoder:
         return ChatEncoder(self._tokenizer, self._vocab_size)
 
     def documents(self, examples: Examples) -> Iterator[Document]:
-        """All documents in order.
-
-        Raises:
-            InputError: the data or the tokenizer cannot be used.
-        """
+        """All documents in order. Raises InputError: the data or the tokenizer cannot be used."""
         batch: list[tuple[PlacedExample, TextPiece]] = []
         num_chars = 0
         for placed in examples:

@@ -55,8 +55,7 @@ class Format:
     def names(self, row: DataRow, fields: Fields, where: str) -> dict[str, str] | None:
         """Our name -> the row's, of each field it has; None where one is missing.
 
-        Raises:
-            InputError: two fields could be the same one of ours.
+        Raises InputError: two fields could be the same one of ours.
         """
         names: dict[str, str] = {}
         for name, aliases in {**self.needs, **self.may}.items():
@@ -149,11 +148,7 @@ class Reading:
         return mapped or (column not in self.fields and known)
 
     def find(self, row: DataRow, where: str) -> Format:
-        """The format of a row.
-
-        Raises:
-            InputError: none fits, or none that can be trained.
-        """
+        """The format of a row. Raises InputError: none fits, or none that can be trained."""
         mapped = {name for name, theirs in self.fields.items() if theirs is not None}
         mapped -= set(_OF_MESSAGES)
         forms = _OF_REPLIES.get(self.kind) or [f for f in FORMATS if self.kind in ("auto", f.kind)]
@@ -173,8 +168,7 @@ class Reading:
     def example(self, form: Format, row: DataRow, where: str) -> tuple[Example, list[str]]:
         """The example that a row of this format gives, and the names of fields that are not read.
 
-        Raises:
-            InputError: it is malformed, of another format, or says what would not be heeded.
+        Raises InputError: it is malformed, of another format, or says what would not be heeded.
         """
         names = form.names(row, self.fields, where)
         rest = {n: v for n, v in row.items()

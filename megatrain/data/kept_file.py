@@ -65,8 +65,7 @@ class KeptFile:
     def read(self, offset: int, num_bytes: int) -> memoryview:
         """Exactly these bytes; any thread may ask.
 
-        Raises:
-            RunFailed: they cannot be read, or a block that has some of them is not as written.
+        Raises RunFailed: they cannot be read, or a block that has some of them is not as written.
         """
         if self._sums is None:
             return self._read(offset, num_bytes)

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.preferences import numbered
 from megatrain.data.prompts import Prompts
@@ -32,11 +30,9 @@ class StepLoader:
         rows_per_step: rows of one optimizer step.
         rows_per_micro_batch: rows that pass a layer together; the last of a step may have fewer.
         seed: of the order of rows.
-        shuffle: False gives rows in the order of the data set, every epoch.
         workers: steps prepared ahead, each by a thread; 0 prepares a step when it is asked for.
 
-    Raises:
-        InputError: a count is not positive, or the seed negative.
+    Raises InputError: a count is not positive, or the seed negative.
     """
 
     def __init__(
@@ -46,7 +42,6 @@ class StepLoader:
         rows_per_step: int,
         rows_per_micro_batch: int,
         seed: int = 0,
-        shuffle: bool = True,
         workers: int = 0,
     ) -> None:
         if rows_per_step < 1 or rows_per_micro_batch < 1 or workers < 0 or seed < 0:
@@ -59,7 +54,6 @@ class StepLoader:
         self._rows_per_step = rows_per_step
         self._rows_per_micro_batch = rows_per_micro_batch
         self._seed = seed
-        self._shuffle = shuffle
         self._resumed_at = (0, 0)  # (steps, rows) taken when rows_per_step became what it is
         self._steps = 0
         self._order = functools.lru_cache(maxsize=2)(self._epoch_order)
@@ -104,20 +98,18 @@ class StepLoader:
         """The position after the steps handed out, as JSON can keep it; and how rows are taken."""
         return {**self._position(), "rows_per_micro_batch": self._rows_per_micro_batch}
 
-    def _position(self) -> dict[str, int | str | bool]:
+    def _position(self) -> dict[str, int | str]:
         return {
             "steps": self._steps,
             "rows": self._first_row(self._steps),
             "seed": self._seed,
-            "shuffle": self._shuffle,
             "fingerprint": self._dataset.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Goes on where `state_dict` was taken; workers and rows per (micro-)step may differ.
 
-        Raises:
-            InputError: the state is malformed, or of other data or another seed.
+        Raises InputError: the state is malformed, or of other data or another seed.
         """
         expected = self._position()
         for name, value in expected.items():
@@ -133,12 +125,11 @@ class StepLoader:
                 "restore them, or go on from its weights alone: megatrain branch RUN NEW --fresh"
                 f"{DATED}"
             )
-        for name in ("seed", "shuffle"):
-            if state[name] != expected[name]:
-                raise InputError(
-                    f"the saved run reads its data with {name} {state[name]}, this one with "
-                    f"{expected[name]}: set it back, or start a new run"
-                )
+        if state["seed"] != self._seed:
+            raise InputError(
+                f"the saved run reads its data with seed {state['seed']}, this one with "
+                f"{self._seed}: set it back, or start a new run"
+            )
         self._drop_ahead()
         self._steps, rows = int(state["steps"]), int(state["rows"])  # type: ignore[call-overload]
         self._resumed_at = (self._steps, rows)
@@ -185,8 +176,7 @@ class StepLoader:
         return int(self._order(epoch)[offset])
 
     def _epoch_order(self, epoch: int) -> Ints:
-        count = self._num_rows
-        return shuffled(count, 1, self._seed, epoch) if self._shuffle else np.arange(count)
+        return shuffled(self._num_rows, 1, self._seed, epoch)
 
 
 class StreamLoader(StepLoader):
@@ -209,8 +199,7 @@ class StreamLoader(StepLoader):
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Goes on where `state_dict` was taken.
 
-        Raises:
-            InputError: the state is malformed, or of other data or another seed.
+        Raises InputError: the state is malformed, or of other data or another seed.
         """
         super().load_state_dict(state)
         block = state.get("block")

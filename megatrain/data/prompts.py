@@ -36,8 +36,7 @@ _LONGER = Conversation([*_TALK.messages, _TALK.messages[0]], [*_TALK.learnt, Fal
 def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int | None, where: str) -> list[int]:
     """A text as the beginning of a document, or messages up to where a reply begins.
 
-    Raises:
-        InputError: nothing to go on from, or the tokenizer or its template refuses it.
+    Raises InputError: nothing to go on from, or the tokenizer or its template refuses it.
     """
     if isinstance(prompt, str):
         text, (lead, _) = prompt, surroundings(tokenizer)
@@ -155,8 +154,7 @@ class Prompts:
     def hold_out(self, fraction: float) -> tuple["Prompts", "Prompts"]:
         """(train, evaluation): disjoint, and fixed by data and seed.
 
-        Raises:
-            InputError: a part would have none.
+        Raises InputError: a part would have none.
         """
         split = len(self) - max(1, round(len(self) * fraction))
         if not split:
@@ -190,8 +188,7 @@ def open_prompts(
         drop: leave longer prompts out; else they end the run.
         chat: texts are messages of a user.
 
-    Raises:
-        InputError: a row cannot be used; names the file and line, and the remedy.
+    Raises InputError: a row cannot be used; names the file and line, and the remedy.
     """
     sources, _ = open_sources(source, "prompts", hub_config, hub_split)
     prompts: list[PromptRow] = []

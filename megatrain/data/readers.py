@@ -47,11 +47,7 @@ _UNPACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, 
 
 
 def open_file(file: SourceFile) -> IO[bytes]:
-    """A file's bytes, unpacked.
-
-    Raises:
-        InputError: what unpacks it is not installed.
-    """
+    """A file's bytes, unpacked. Raises InputError: what unpacks it is not installed."""
     packed = file.path.suffix.lower()
     if packed in _UNPACKED:
         unpacked: IO[bytes] = _UNPACKED[packed](file.path, "rb")
@@ -69,8 +65,7 @@ def open_file(file: SourceFile) -> IO[bytes]:
 def reading(file: SourceFile) -> Iterator[None]:
     """Turns errors of reading a file, or bytes of another format, into one line that names it.
 
-    Raises:
-        InputError: it cannot be read, or is plainly something else.
+    Raises InputError: it cannot be read, or is plainly something else.
     """
     try:
         _refuse_other(file)
@@ -123,8 +118,7 @@ class TextPiece(NamedTuple):
 def read_text(file: SourceFile) -> Iterator[TextPiece]:
     """The pieces of a UTF-8 text file, which is one document; cut at line ends where there are any.
 
-    Raises:
-        InputError: unreadable, not UTF-8, or with NUL bytes; with the offset in the file.
+    Raises InputError: unreadable, not UTF-8, or with NUL bytes; with the offset in the file.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, first, text = 1, True, ""
@@ -163,8 +157,7 @@ def read_rows(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow
 
     A row that is malformed by itself comes as its error, and those after it follow.
 
-    Raises:
-        InputError: the source is unreadable, malformed or empty.
+    Raises InputError: the source is unreadable, malformed or empty.
     """
     number = 0
     read: Any = read_hub if isinstance(source, HubSplit) else _read_file

@@ -26,8 +26,7 @@ class ReplySpans:
     Args:
         tokens: the tokenizer's added tokens, among which are those that end turns.
 
-    Raises:
-        InputError: the template refuses the conversation, or leaves out what a message says.
+    Raises InputError: the template refuses the conversation, or leaves out what a message says.
     """
 
     def __init__(
@@ -58,8 +57,7 @@ class ReplySpans:
 
         One, but where a template writes words beside calls behind the calls' results (Gemma 4).
 
-        Raises:
-            InputError: it cannot be told.
+        Raises InputError: it cannot be told.
         """
         try:
             return [self.span(turn)]
@@ -93,8 +91,7 @@ class ReplySpans:
     def span(self, turn: int) -> TextRange:
         """The reply `messages[turn]` in the text, with its end of turn.
 
-        Raises:
-            InputError: it cannot be told.
+        Raises InputError: it cannot be told.
         """
         if turn == 0:
             raise InputError(
@@ -142,15 +139,13 @@ class ReplySpans:
             start = len(self.text) - len(self.text[end:].lstrip())
             opening = self._token.match(self.text, start)
             return end if opening is None else opening.end()
-        if roles[turn + 1 : turn + 2] != ["user"] or self._ends_in_token(begin, end):
+        stop = begin + len(self.text[begin:end].rstrip())
+        tokens = self._token.finditer(self.text, begin, stop)
+        if roles[turn + 1 : turn + 2] != ["user"] or any(t.end() == stop for t in tokens):
             return end
         following = self._start(turn + 1)
         between = [] if following is None else self._token.findall(self.text, end, following)
         return self._past("".join(between[: len(between) - num_opening]), end)
-
-    def _ends_in_token(self, begin: int, end: int) -> bool:
-        stop = begin + len(self.text[begin:end].rstrip())
-        return any(token.end() == stop for token in self._token.finditer(self.text, begin, stop))
 
     def _start(self, turn: int) -> int | None:
         """The place where the content of a message begins in the text, if that can be told."""

@@ -84,8 +84,7 @@ def mixed(
         weights: [groups] shares of the tokens, of any sum.
         repeat: every segment at least once, and some groups more often; else none twice.
 
-    Raises:
-        InputError: a group has no segment.
+    Raises InputError: a group has no segment.
     """
     of = groups[segments.document]
     tokens = np.bincount(of, segments.lengths, minlength=len(weights))

@@ -70,8 +70,7 @@ class RowStream:
     Attributes:
         fingerprint: of sources and settings.
 
-    Raises:
-        InputError: the data cannot be used.
+    Raises InputError: the data cannot be used.
     """
 
     def __init__(
@@ -142,8 +141,7 @@ class RowStream:
     def go_to(self, start: BlockStart) -> None:
         """Have the blocks from there on.
 
-        Raises:
-            InputError: the block there is another than it was.
+        Raises InputError: the block there is another than it was.
         """
         with self._lock:
             self._end()

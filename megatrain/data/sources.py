@@ -92,8 +92,7 @@ DataSource = SourceFile | HubSplit
 def load_hub(name: str, config: str | None, split: str, *, streaming: bool = False) -> HubSplit:
     """A hub data set through `datasets`: downloaded if there is a network, else from its cache.
 
-    Raises:
-        InputError: no such data set, configuration or split, or it cannot be reached.
+    Raises InputError: no such data set, configuration or split, or it cannot be reached.
     """
     try:
         import datasets
@@ -126,8 +125,7 @@ def open_sources(
 
     A file with several names (links, other ways to write its path) is one file.
 
-    Raises:
-        InputError: as `find_files` and `load_hub`; `weighted` sources share a file.
+    Raises InputError: as `find_files` and `load_hub`; `weighted` sources share a file.
     """
     entries = [source] if isinstance(source, (str, Path)) else list(source)
     if not entries:

@@ -75,8 +75,7 @@ def open_teacher_file(
         num_rows: of the data set.
         answers: a teacher's, for the rows from a given one on, micro-batch after micro-batch.
 
-    Raises:
-        InputError: the folder cannot be written, or whatever `answers` raises.
+    Raises InputError: the folder cannot be written, or whatever `answers` raises.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -128,11 +128,7 @@ class MessageForm:
 
 
 class Template:
-    """The chat template of a tokenizer.
-
-    Raises:
-        InputError: it has none.
-    """
+    """The chat template of a tokenizer. Raises InputError: it has none."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
@@ -148,8 +144,7 @@ class Template:
     def source(self, talk: Conversation) -> str:
         """The text of the template that the conversation gets: one may be for tools.
 
-        Raises:
-            InputError: there are several, and none is the default.
+        Raises InputError: there are several, and none is the default.
         """
         try:
             source: str = self._tokenizer.get_chat_template(tools=talk.tools)
@@ -172,8 +167,7 @@ class Template:
     def heeds(self, talk: Conversation, turn: int, name: str, where: str) -> bool:
         """True if a field of a message changes the text.
 
-        Raises:
-            InputError: the template refuses the conversation, or takes too long.
+        Raises InputError: the template refuses the conversation, or takes too long.
         """
         messages = list(talk.messages)
         messages[turn] = {key: v for key, v in messages[turn].items() if key != name}
@@ -185,8 +179,7 @@ class Template:
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and where in it the template marks replies.
 
-        Raises:
-            InputError: the template refuses the conversation, or takes too long.
+        Raises InputError: the template refuses the conversation, or takes too long.
         """
         try:
             messages = self._put(talk, talk.messages)

@@ -122,8 +122,7 @@ def open_store(
 
     It appears under its name only when complete; processes that want the same one wait.
 
-    Raises:
-        InputError: the folder cannot be written, or whatever reading the documents raises.
+    Raises InputError: the folder cannot be written, or whatever reading the documents raises.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,6 @@ def open_dataset(
     cache_dir: str | Path,
     kind: DataKind = "auto",
     packing: bool = True,
-    text_field: str = "text",
     fields: Fields | None = None,
     bad_rows: BadRows = "stop",
     weights: Sequence[float] | None = None,
@@ -59,7 +58,6 @@ def open_dataset(
         packing: several documents share a row without seeing one another; text is cut where a row
             is full, conversations stay whole; replies that are compared or rated share none.
         kind: "text", "chat": replies, "auto": by the fields, "pairs", "margins", "rated": compared.
-        text_field: the same as fields {"text": ...}.
         fields: our name of a field -> the data's, or None: passed over on purpose.
         bad_rows: end at the first that cannot be used, or leave them out and list them.
         weights, repeat: shares of the tokens, one for each source; see `packing.mixed`.
@@ -69,10 +67,9 @@ def open_dataset(
         hub_config, hub_split: which configuration and split of a hub data set.
         progress: called with the documents and tokens so far while tokenising.
 
-    Raises:
-        InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
+    Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
-    reading = _reading(kind, text_field, fields, sequence_length, seed)
+    reading = _reading(kind, fields, sequence_length, seed)
     weighted = weights is not None
     sources, groups = open_sources(source, kind, hub_config, hub_split, weighted=weighted)
     examples = Examples(sources, reading, bad_rows)
@@ -106,7 +103,6 @@ def open_stream(
     block_tokens: int,
     kind: DataKind = "auto",
     packing: bool = True,
-    text_field: str = "text",
     fields: Fields | None = None,
     bad_rows: BadRows = "stop",
     seed: int = 0,
@@ -119,10 +115,9 @@ def open_stream(
 
     Args: as of `open_dataset`; block_tokens: how many are shuffled together.
 
-    Raises:
-        InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
+    Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
-    reading = _reading(kind, text_field, fields, sequence_length, seed)
+    reading = _reading(kind, fields, sequence_length, seed)
     sources, _ = open_sources(source, kind, hub_config, hub_split, streaming=True)
     pad = pad_id(tokenizer, vocab_size)
     # Files may be moved, so they are known by their sizes; blocks are compared when a run goes on.
@@ -139,16 +134,13 @@ def open_stream(
     return stream
 
 
-def _reading(
-    kind: DataKind, text_field: str, fields: Fields | None, sequence_length: int, seed: int
-) -> Reading:
+def _reading(kind: DataKind, fields: Fields | None, sequence_length: int, seed: int) -> Reading:
     """How rows are read. Raises InputError: a name of a field or a number cannot be used."""
     if sequence_length < 2:
         raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
     if seed < 0:
         raise InputError(f"seed is {seed}: it must not be negative")
-    named = {} if text_field == "text" else {"text": text_field}
-    return Reading(kind, {**named, **(fields or {})})
+    return Reading(kind, fields or {})
 
 
 def _say(notes: Mapping[str, Any]) -> None:

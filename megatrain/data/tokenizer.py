@@ -25,8 +25,7 @@ def load_tokenizer(
 ) -> "PreTrainedTokenizerBase":
     """A tokenizer from a Hugging Face folder or hub id, without any dropout of its merges.
 
-    Raises:
-        InputError: there is none, it is broken, or it would run code that came with it.
+    Raises InputError: there is none, it is broken, or it would run code that came with it.
     """
     from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -90,11 +89,7 @@ def _stop_sampling(tokenizer: Any, path_or_id: str | Path) -> None:
 
 
 def read_template(path: Path) -> str:
-    """The chat template in a file.
-
-    Raises:
-        InputError: it cannot be read, or is no text.
-    """
+    """The chat template in a file. Raises InputError: it cannot be read, or is no text."""
     try:
         if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > _LARGEST_TEMPLATE:
             limit = _LARGEST_TEMPLATE // MIB
@@ -112,8 +107,7 @@ def read_template(path: Path) -> str:
 def tokenising(where: str) -> Iterator[None]:
     """For a block that only asks a tokenizer, which may be broken in ways that show late.
 
-    Raises:
-        InputError: the tokenizer has failed.
+    Raises InputError: the tokenizer has failed.
     """
     try:
         yield
@@ -200,8 +194,7 @@ def identity(tokenizer: Any) -> str:
 def placed_tokens(tokenizer: Any, text: str, where: str) -> tuple[list[int], NDArray[np.int64]]:
     """The ids of a text, and where each token begins and ends in it: [n, 2].
 
-    Raises:
-        InputError: the tokenizer fails, or cannot say where; the text is none.
+    Raises InputError: the tokenizer fails, or cannot say where; the text is none.
     """
     check_encodable(text, where)
     check_fast(tokenizer)
@@ -221,8 +214,7 @@ def check_fast(tokenizer: Any) -> None:
 def token_ids(ids: Sequence[int], vocab_size: int | None, where: str) -> NDArray[np.int32]:
     """The ids that a tokenizer gives, as they are stored: int32 [tokens].
 
-    Raises:
-        InputError: the model has no embedding for one of them, or no model could.
+    Raises InputError: the model has no embedding for one of them, or no model could.
     """
     numbers = np.array(ids, dtype=np.int64)
     worst = int(numbers.max(initial=0))
@@ -264,8 +256,7 @@ def first_token(
 def check_encodable(text: str, where: str) -> None:
     """JSON can write half of a surrogate pair, which is no character.
 
-    Raises:
-        InputError: the text has one.
+    Raises InputError: the text has one.
     """
     if text.isascii():
         return

@@ -41,8 +41,7 @@ class Resident:
     def __init__(self, source: Source, device: Device, dtype: torch.dtype) -> None:
         """Read the weights of `source` to the device.
 
-        Raises:
-            InputError: they are damaged, or not those of the model.
+        Raises InputError: they are damaged, or not those of the model.
         """
         self.device = device
         self._model = source.model.eval()

@@ -43,8 +43,7 @@ class Server:
     def __init__(self, address: str, *, vocab_size: int, length: int, seconds: float) -> None:
         """Args: `length`: tokens of a prompt and its reply; `seconds`: for each request.
 
-        Raises:
-            RunFailed: it cannot be reached, is no vLLM server, or serves shorter rows.
+        Raises RunFailed: it cannot be reached, is no vLLM server, or serves shorter rows.
         """
         self.address, self._vocabulary, self._seconds = address.rstrip("/"), vocab_size, seconds
         served = self._asked("/v1/models")
@@ -62,8 +61,7 @@ class Server:
     def load(self, folder: Path) -> None:
         """Take the weights of a folder that the server sees under the same path.
 
-        Raises:
-            RunFailed: it cannot.
+        Raises RunFailed: it cannot.
         """
         kwargs = {"weights_path": str(folder.absolute())}
         self._asked("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
@@ -77,8 +75,7 @@ class Server:
 
         Args: `sampling` with all settings; `stops`: tokens that end a reply.
 
-        Raises:
-            RunFailed: the server fails, or what it says is no such reply.
+        Raises RunFailed: the server fails, or what it says is no such reply.
         """
         plain = {
             "model": self.model,

@@ -91,8 +91,7 @@ def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]
     Args:
         shift: how many tokens a label is after what predicts it.
 
-    Raises:
-        InputError: the Trainer would divide by 0.
+    Raises InputError: the Trainer would divide by 0.
     """
     rows = [micro.inputs for micro in step]
     if any("labels" not in row for row in rows):

@@ -66,8 +66,7 @@ def as_loaded(args: Any) -> Iterator[None]:
 def without_dropout(model: Any) -> None:
     """Switch dropout off in configurations, too, where TRL's `disable_dropout` has in modules.
 
-    Raises:
-        InputError: a layer keeps dropout that is no module, which TRL leaves on.
+    Raises InputError: a layer keeps dropout that is no module, which TRL leaves on.
     """
     for name, module in model.named_modules():
         for setting, value in vars(module).items():

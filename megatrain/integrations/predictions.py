@@ -35,8 +35,7 @@ class Predictions:
         The loss is the cross entropy of the labelled tokens, divided by `items`; None: by their
         number. Without labels there is none.
 
-        Raises:
-            InputError: the host has no room for the logits that will be kept.
+        Raises InputError: the host has no room for the logits that will be kept.
         """
         labels = inputs.get("labels")
         logits = engine.logits({name: value for name, value in inputs.items() if name != "labels"})

@@ -297,8 +297,7 @@ class StreamedTrainer(_Trainer):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The loss of a batch, and if more is asked for its logits and labels.
 
-        Raises:
-            InputError: logits of pairs are asked for, or more than the host has room for.
+        Raises InputError: logits of pairs are asked for, or more than the host has room for.
         """
         rows, plain = _on_host(inputs), type(self._objective) is Objective
         if prediction_loss_only and plain and "labels" not in rows:

@@ -155,11 +155,7 @@ def check_temperature(loss: Loss) -> None:
 
 
 def given_loss(loss: object) -> Loss:
-    """Check that a caller's loss of a step is one.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Check that a caller's loss of a step is one. Raises InputError: it is none."""
     if not isinstance(loss, Loss):
         raise InputError(f"loss is {loss!r}; it must be one of megatrain.loss, such as DPO()")
     return loss

@@ -18,8 +18,7 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 class CrossEntropy(Loss):
     """The mean over all labelled tokens of the step; logits are divided by `temperature`.
 
-    Raises:
-        InputError: the temperature is not above 0.
+    Raises InputError: the temperature is not above 0.
     """
 
     temperature: float = 1.0

@@ -23,8 +23,7 @@ class ImportanceSampling:
     `clip_min` or above `clip_max` (None: no bound): it is set to the bound (`truncate`) or to 0
     (`mask`).
 
-    Raises:
-        InputError: a setting is out of range or unknown.
+    Raises InputError: a setting is out of range or unknown.
     """
 
     mode: Mode = "sequence_mask"

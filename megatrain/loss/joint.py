@@ -46,8 +46,7 @@ class JointLoss(Loss):
     ) -> dict[str, float]:
         """Loss and measures of micro-batches whose labels have these log-probabilities, in place.
 
-        Raises:
-            InputError: as of a step.
+        Raises InputError: as of a step.
         """
         labels = [micro["labels"] for micro in micro_batches]
         extras = [[micro[name] for name in self.inputs] for micro in micro_batches]

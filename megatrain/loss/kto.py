@@ -38,8 +38,7 @@ class KTO(JointLoss):
         desired: 1 in a good reply, 0 in a bad one, -1 in a mismatched one.
         reference_logp: as of DPO.
 
-    Raises:
-        InputError: `beta` is not above 0, a weight negative or both 0, or the type unknown.
+    Raises InputError: `beta` is not above 0, a weight negative or both 0, or the type unknown.
     """
 
     beta: float = 0.1

@@ -15,8 +15,7 @@ class LabelSmoothing(Loss):
 
     As torch's `cross_entropy(label_smoothing=share)` (Szegedy et al., 2016, section 7).
 
-    Raises:
-        InputError: `share` is not at least 0 and below 1.
+    Raises InputError: `share` is not at least 0 and below 1.
     """
 
     share: float

@@ -185,8 +185,7 @@ class GRPO(PolicyLoss):
     with `-clipped ratio * advantage * log-probability`, the ratio clipped to `epsilon_high` and
     without gradient.
 
-    Raises:
-        InputError: a setting is out of range or unknown.
+    Raises InputError: a setting is out of range or unknown.
     """
 
     delta: float | None = None
@@ -277,8 +276,7 @@ class RLOO(PolicyLoss):
     how much likelier the reply is than in the reference model, less the mean of the others of its
     group. A reply without labels counts as 0.
 
-    Raises:
-        InputError: a setting is out of range.
+    Raises InputError: a setting is out of range.
     """
 
     beta: float = 0.05

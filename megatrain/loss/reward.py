@@ -52,8 +52,7 @@ class Reward(PairLoss):
     `chosen` (see `PairLoss`), and with `margin`
         margin: by how much the chosen reply is the better one, the same at both.
 
-    Raises:
-        InputError: the coefficient is not above 0.
+    Raises InputError: the coefficient is not above 0.
     """
 
     center_rewards_coefficient: float | None = None

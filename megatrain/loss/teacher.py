@@ -16,8 +16,7 @@ class TopTokens(Loss):
     Each token has `[2, K]` in place of a loss, in fp32, which holds ids below 2 ** 24 exactly; 0
     where it has no target. Without gradients.
 
-    Raises:
-        InputError: `top_k` is not at least 1, or `temperature` not above 0.
+    Raises InputError: `top_k` is not at least 1, or `temperature` not above 0.
     """
 
     top_k: int = 1

@@ -17,8 +17,7 @@ class TokenWeights(Loss):
     The sum is divided by the weights of all labelled tokens of the step. Logits are divided by
     `temperature` first.
 
-    Raises:
-        InputError: the temperature is not above 0.
+    Raises InputError: the temperature is not above 0.
     """
 
     temperature: float = 1.0

@@ -20,8 +20,7 @@ class SimPO(PairLoss):
     Meng et al., 2024, https://arxiv.org/abs/2405.14734, equation 6; TRL's `CPOTrainer` with
     `loss_type="simpo"` and `cpo_alpha=0`. Smoothing as of DPO.
 
-    Raises:
-        InputError: a setting is out of range.
+    Raises InputError: a setting is out of range.
     """
 
     beta: float = 2.0
@@ -54,8 +53,7 @@ class ORPO(PairLoss):
     `PairLoss`) and
         reply: 1 at labels of replies, 0 at those of prompts, which only chosen texts have.
 
-    Raises:
-        InputError: `beta` is not above 0.
+    Raises InputError: `beta` is not above 0.
     """
 
     beta: float = 0.1

@@ -15,8 +15,7 @@ class ZLoss(Loss):
 
     Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311, section 5 (share 1e-4).
 
-    Raises:
-        InputError: `share` is no number above 0.
+    Raises InputError: `share` is no number above 0.
     """
 
     share: float = 1e-4

@@ -276,13 +276,13 @@ def test_parquet_problems_are_named(tmp_path):
     with pytest.raises(
         InputError, match=r"table.parquet:1: no field 'story' .*: its fields are 'body', 'text'"
     ):
-        open_text(path, tmp_path, text_field="story")
+        open_text(path, tmp_path, fields={"text": "story"})
     with pytest.raises(InputError, match=r"table.parquet:1: field 'text' must be a string"):
         open_text(path, tmp_path)
-    assert len(open_text(path, tmp_path, text_field="body")) == 1
+    assert len(open_text(path, tmp_path, fields={"text": "body"})) == 1
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(InputError, match=r"table.parquet: not a readable Parquet file"):
-        open_text(path, tmp_path, text_field="body")
+        open_text(path, tmp_path, fields={"text": "body"})
     twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["text"] * 2)
     parquet.write_table(twice, path)
     with pytest.raises(InputError, match=r"table.parquet: column 'text' is there twice"):
@@ -302,7 +302,7 @@ def test_hub_data_sets_come_through_datasets(tmp_path, monkeypatch):
         return table
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    options = {"hub_config": "plain", "hub_split": "validation", "text_field": "body"}
+    options = {"hub_config": "plain", "hub_split": "validation", "fields": {"text": "body"}}
     data = open_text("someone/stories", tmp_path, **options)
     assert asked == [(("someone/stories", "plain"), {"split": "validation"})]
     assert "someone/stories[validation]:2" in data.describe(0)
