@@ -169,7 +169,7 @@ class Declared:
             pulled = {r: s.num_bytes for r, s in shapes.items() if s.dtype.is_floating_point}
             trained = layer.tile.layout.trainable_numel
             # Sums are read and written, in bf16 by a kernel for each parameter.
-            count = self._trained(layer)
+            count = len(layer.tile.layout.trainable)
             summed = Work(
                 touched_bytes=trained * (self._itemsize + 8),
                 kernels=count if self._itemsize < 4 else min(count, 1),
@@ -177,15 +177,6 @@ class Declared:
             visit = _Visit(work, produced, pulled, trained * self._itemsize, summed)
             self._visits[layer, rows] = visit
         return visit
-
-    def _trained(self, layer: Layer) -> int:
-        """Parameters of a layer that have gradients."""
-        if layer.tile.whole is not layer.tile or type(layer) is not Layer:
-            return len(layer.tile.layout.trainable)
-        module = self._measured.spec.layers[layer.visit].module
-        return self._measured.once(
-            ("trained", id(module)), lambda: sum(p.requires_grad for p in module.parameters())
-        )
 
     def _forward(
         self, layer: Layer, at: Turn, leaving: OffloadPlan | None, *, train: bool

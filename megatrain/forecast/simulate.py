@@ -40,8 +40,7 @@ from megatrain.source.engine_setup import Model
 from megatrain.store import Store
 from megatrain.telemetry.flops import model_tflops
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_path, window
-from megatrain.tile import Entry, TileKind, TileLayout
-from megatrain.tile.layout import ALIGNMENT
+from megatrain.tile import TileKind
 from megatrain.units import MIB
 
 # Micro-batches one by one; of more, several as one. Where the head is split they wait longer for
@@ -371,10 +370,7 @@ def _assemble(
     joint: bool,
 ) -> tuple[Store, TrainingParts]:
     """The parts of a step as the engine makes them, around a program that is not run."""
-    joined = list(model.layouts)
-    if model.rule is not None and not model.rule.needs_matrices:
-        joined = [_joined(each, measured.dtype, placement) for each in joined]
-    store = Store(device, joined, measured.dtype, rule=model.rule, placement=placement)
+    store = Store(device, model.layouts, measured.dtype, rule=model.rule, placement=placement)
     every = model.ranks * model.hosts
     assembly = ForecastAssembly(
         device,
@@ -390,27 +386,3 @@ def _assemble(
     if joint and parts.passes > 1:  # as the engine takes such a step
         parts = replace(parts.under(assembly.policies(device=False)), passes=1)
     return store, parts
-
-
-def _joined(layout: TileLayout, dtype: torch.dtype, placement: Placement) -> TileLayout:
-    """A layer's as one parameter for each group, since all that counts of them is their bytes.
-
-    A step then goes through less than half the operations. Of what is split the parts count, too.
-    """
-    most = placement.max_stream_bytes or layout.numel * dtype.itemsize
-    whole = layout.kind is TileKind.LAYER and layout.numel * dtype.itemsize <= most
-    if not whole or any(e.packed or e.numel % ALIGNMENT for e in layout.entries):
-        return layout
-    alike: dict[tuple[int | None, bool], list[Entry]] = {}
-    for entry in layout.entries:
-        alike.setdefault((entry.group, entry.wide), []).append(entry)
-    return TileLayout(
-        layout.name,
-        [
-            (own[0].name, torch.Size([sum(each.numel for each in own)]), group)
-            for (group, _), own in alike.items()
-        ],
-        layout.kind,
-        [own[0].name for (_, wide), own in alike.items() if wide],
-        ranks=layout.ranks,
-    )

@@ -403,20 +403,6 @@ def test_what_torch_holds_besides_is_foretold(name: str) -> None:
     assert told.device_peak_bytes < told.device_held_bytes <= told.machine.device_memory_bytes
 
 
-@pytest.mark.parametrize("name", few(["streamed", "resident", "attention on the host"]))
-def test_a_layer_taken_as_one_parameter_takes_what_its_parameters_do(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def foretold() -> Forecast:
-        workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", PLACEMENTS[name].compile)
-        return ForecastCache(tiny_spec()).of(small_machine(), PLACEMENTS[name], workload, 4)
-
-    with monkeypatch.context() as apart:
-        apart.setattr("megatrain.forecast.simulate._joined", lambda layout, *given: layout)
-        expected = foretold()
-    assert foretold() == expected
-
-
 def test_tiles_and_optimizer_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     layouts = engine_setup.tile_layouts
