@@ -193,7 +193,7 @@ FAULTS = [
         ("parity/test_teacher.py", "parity/test_losses.py"),
     ),
     Fault(
-        "losses", "loss", "(1 - self.share) * found.log_prob", "found.log_prob",
+        "losses", "loss", "(1 - self.share) * statistics.log_prob", "statistics.log_prob",
         "smoothed labels count more than one", ("parity/test_losses.py",),
     ),
     Fault(
