@@ -250,7 +250,7 @@ FAULTS = [
     ),
     Fault(
         "trainers", "integrations", "1 / micro.num_micro for", "1 / len(step) for",
-        "the rest of an epoch counts as a whole step of pairs", ("unit/test_streamed_dpo.py",),
+        "the rest of an epoch counts as a whole step of pairs", ("unit/test_trainer_heeded.py",),
     ),
     Fault(
         "trainers", "integrations", "self.lr_scheduler.load_state_dict(", "(",

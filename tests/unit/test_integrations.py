@@ -23,8 +23,6 @@ from tests.unit.trainer_cases import (
     logged,
     padded,
     rows,
-    sft_trainer,
-    sft_trainers,
     trainer,
 )
 
@@ -267,19 +265,6 @@ def test_the_models_forward_is_refused(tmp_path: Path) -> None:
     assert made.evaluate()["eval_loss"] > 0
     with pytest.raises(InputError, match="trainer.engine"):
         made.model(torch.zeros(1, 2, dtype=torch.int64))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("packing", [False, True])
-def test_trls_sft_trainer_is_the_plain_one_too(tmp_path: Path, packing: bool) -> None:
-    """Where TRL is installed, which no test needs."""
-    histories = []
-    for kind in sft_trainers():
-        made = sft_trainer(kind, tmp_path, packing=packing)
-        made.train()
-        histories.append(logged(made))
-    for wanted, got in zip(*histories, strict=True):
-        assert got == pytest.approx(wanted, rel=2e-5)
 
 
 @pytest.mark.exhaustive

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from data_cases import chat_tokenizer
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import LlamaForSequenceClassification, Trainer
+from transformers import Trainer
 
 from megatrain.errors import InputError
-from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import llama
 from tests.sweeps import few
 from tests.unit.trainer_cases import (
@@ -21,10 +19,10 @@ from tests.unit.trainer_cases import (
     Streamed,
     arguments,
     logged,
+    mixed,
     padded,
     rows,
-    sft_trainer,
-    sft_trainers,
+    text_trainer,
 )
 
 
@@ -107,72 +105,34 @@ def test_an_adapter_goes_on_exactly(tmp_path: Path) -> None:
     assert logged(whole) == logged(again)
 
 
+def lora(**keys: Any) -> LoraConfig:
+    torch.manual_seed(0)
+    return LoraConfig(r=4, target_modules="all-linear", **keys)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("packing", [False, True])
-def test_trls_peft_config_is_followed(tmp_path: Path, packing: bool) -> None:
+@pytest.mark.parametrize("changes", [{}, {"packing": True, "max_length": 24}], ids=["", "packed"])
+def test_trls_peft_config_is_followed(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Where TRL is installed, which no test needs."""
+    plain = pytest.importorskip("trl").SFTTrainer
     made = []
-    for kind in sft_trainers():
-        torch.manual_seed(0)
-        lora = LoraConfig(r=4, target_modules="all-linear")
-        made.append(sft_trainer(kind, tmp_path, packing=packing, peft_config=lora))
+    for kind in (plain, mixed(plain)):
+        made.append(text_trainer(kind, tmp_path, options={"peft_config": lora()}, **changes))
         made[-1].train()
     same(*made)
-
-
-PAIRS = [
-    {"prompt": f"What is {n}?", "chosen": f" It is {n}.", "rejected": f" No {n * 7} idea"}
-    for n in range(12)
-]
-COMMON: dict[str, Any] = {
-    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4,
-    "learning_rate": 1e-2, "logging_steps": 1, "adam_epsilon": 1e-3, "eval_strategy": "steps",
-    "eval_steps": 2, "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True,
-    "max_length": 64,
-}  # fmt: skip
-
-
-def of_pairs(
-    kind: Any,
-    folder: Path,
-    model: Any,
-    data: list[dict[str, str]],
-    *,
-    new: bool = True,
-    reference: Any = None,
-    **keys: Any,
-) -> Any:
-    """A trainer, which makes the adapter if it is `new`."""
-    datasets = pytest.importorskip("datasets")
-    lora = LoraConfig(r=4, target_modules="all-linear", **keys)
-    given: dict[str, Any] = {"peft_config": lora} if new else {}
-    if reference is not None:
-        given["ref_model"] = reference
-    model = model if new else get_peft_model(model, lora)
-    settings = pytest.importorskip("trl").DPOConfig
-    if "prompt" not in data[0]:
-        settings = pytest.importorskip("trl").RewardConfig
-    made = datasets.Dataset.from_list(data)
-    return kind(
-        model,
-        args=settings(output_dir=str(folder / kind.__name__), **COMMON),
-        train_dataset=made,
-        eval_dataset=made.select(range(4)),
-        processing_class=chat_tokenizer("qwen"),
-        **given,
-    )
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("first", [True, False])
 def test_an_adapter_prefers_as_under_the_plain_one(tmp_path: Path, first: bool) -> None:
     """A new one (`first`), or one whose model is the reference as it is given."""
-    trl = pytest.importorskip("trl")
+    plain = pytest.importorskip("trl").DPOTrainer
     made = []
-    for kind in (trl.DPOTrainer, type("StreamedDpo", (StreamedTrainer, trl.DPOTrainer), {})):
-        torch.manual_seed(0)
+    for kind in (plain, mixed(plain)):
+        options = {"peft_config": lora()} if first else {}
         model = llama(vocab_size=1024, max_position_embeddings=256)
-        made.append(of_pairs(kind, tmp_path, model, PAIRS, new=first, init_lora_weights=first))
+        model = model if first else get_peft_model(model, lora(init_lora_weights=False))
+        made.append(text_trainer(kind, tmp_path, model, options=options))
         made[-1].train()
     same(*made)
     norms = [entry["grad_norm"] for entry in made[0].state.log_history if "grad_norm" in entry]
@@ -181,18 +141,11 @@ def test_an_adapter_prefers_as_under_the_plain_one(tmp_path: Path, first: bool) 
 
 @pytest.mark.exhaustive
 def test_an_adapter_scores_as_under_the_plain_one(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
+    plain = pytest.importorskip("trl").RewardTrainer
     made = []
-    data = [
-        {name: each["prompt"] + each[name] for name in ("chosen", "rejected")} for each in PAIRS
-    ]
-    for kind in (trl.RewardTrainer, type("StreamedRm", (StreamedTrainer, trl.RewardTrainer), {})):
-        torch.manual_seed(0)
-        config = llama(vocab_size=1024, max_position_embeddings=256).config
-        config.num_labels, config.pad_token_id = 1, chat_tokenizer("qwen").pad_token_id
-        keys: dict[str, Any] = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
-        model = LlamaForSequenceClassification(config)
-        made.append(of_pairs(kind, tmp_path, model, data, **keys))
+    for kind in (plain, mixed(plain)):
+        options = {"peft_config": lora(task_type="SEQ_CLS", modules_to_save=["score"])}
+        made.append(text_trainer(kind, tmp_path, options=options))
         made[-1].train()
     same(*made)
 
@@ -200,13 +153,10 @@ def test_an_adapter_scores_as_under_the_plain_one(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_new_adapter_that_changes_the_model_is_no_reference(tmp_path: Path) -> None:
     """DPOTrainer compares with the base alone, which would be another model."""
-    trl = pytest.importorskip("trl")
-    kind = type("StreamedDpo", (StreamedTrainer, trl.DPOTrainer), {})
+    kind, model = mixed(pytest.importorskip("trl").DPOTrainer), llama(vocab_size=1024)
+    options: dict[str, Any] = {"peft_config": lora(init_lora_weights=False)}
     with pytest.raises(InputError, match="peft_config with init_lora_weights: False"):
-        of_pairs(kind, tmp_path, llama(vocab_size=1024), PAIRS, init_lora_weights=False)
-    made = of_pairs(
-        kind, tmp_path, llama(vocab_size=1024), PAIRS, reference=llama(vocab_size=1024),
-        init_lora_weights=False,
-    )  # fmt: skip
+        text_trainer(kind, tmp_path, model, options=options)
+    made = text_trainer(kind, tmp_path, model, options=options | {"ref_model": model})
     made.train()
     assert made.state.log_history[0]["loss"] != pytest.approx(math.log(2), abs=1e-4)

@@ -18,16 +18,26 @@ from transformers import (
     TrainingArguments,
 )
 
+from megatrain import DoesNotFit, Engine
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer, heeded, taken
+from megatrain.integrations.accumulation import Waiting, shares
 from tests.families.tiny import tiny_model
-from tests.parity.cases import llama, noisy
+from tests.parity.cases import llama
 from tests.sweeps import few, quick
 from tests.unit.data_cases import chat_tokenizer
-from tests.unit.trainer_cases import Streamed, arguments, padded, rows, trainer
+from tests.unit.trainer_cases import (
+    Streamed,
+    arguments,
+    mixed,
+    padded,
+    rows,
+    text_trainer,
+    trainer,
+)
 
 trl = pytest.importorskip("trl", reason="trl is no dependency")
-datasets = pytest.importorskip("datasets")
+pytest.importorskip("datasets")
 
 TRAINERS = {
     Trainer: TrainingArguments,
@@ -39,10 +49,6 @@ TABLES = {
     kind: [getattr(taken, name) for name in vars(taken) if name.endswith(f"_{kind}")]
     for kind in ("METHODS", "ATTRIBUTES", "ARGUMENTS", "OPTIONS")
 }
-
-
-def mixed(kind: Any) -> Any:
-    return type(f"Streamed{kind.__name__}", (StreamedTrainer, kind), {})
 
 
 def library(kind: type) -> list[type]:
@@ -144,43 +150,8 @@ def test_an_argument_is_heeded(
     assert lines(made[0]) != base(tmp_path_factory.getbasetemp())
 
 
-def text_trainer(kind: Any, folder: Path, model: Any = None, **changes: Any) -> Any:
-    """A trainer of TRL, plain or streamed, on 8 short texts or pairs of them."""
-    tokenizer = chat_tokenizer("qwen")
-    plain = next(each for each in kind.__mro__ if each in TRAINERS)
-    texts = [{"prompt": f"the {n}", "completion": " sea is" + " so" * (n % 3)} for n in range(8)]
-    if plain is not trl.SFTTrainer:
-        texts = [
-            {"prompt": e["prompt"], "chosen": e["completion"], "rejected": f" {n}"}
-            for n, e in enumerate(texts)
-        ]
-    if model is None:
-        model = llama(vocab_size=len(tokenizer), num_hidden_layers=1)
-    usual: dict[str, Any] = {
-        "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 3,
-        "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "adam_epsilon": 1e-3,
-        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no",
-        "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True,
-    }  # fmt: skip
-    given = {}
-    if plain is trl.DPOTrainer and kind is plain:
-        given["ref_model"] = copy.deepcopy(model)
-    if plain is trl.RewardTrainer:
-        torch.manual_seed(0)
-        config = copy.deepcopy(model.config)
-        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
-        model = noisy(LlamaForSequenceClassification(config))
-    data = datasets.Dataset.from_list(texts)
-    return kind(
-        model=copy.deepcopy(model),
-        args=TRAINERS[plain](**(usual | changes)),
-        train_dataset=data,
-        eval_dataset=data.select(range(4)),
-        processing_class=tokenizer,
-        **given,
-    )
-
-
+# 9 pairs in micro-batches of 2, 3 of them a step: the last step of an epoch has 2 and 1.
+UNEVEN = {"count": 9, "gradient_accumulation_steps": 3, "logging_steps": 2, "max_steps": 4}
 TEXT_ARGUMENTS = [
     (trl.SFTTrainer, {"completion_only_loss": False}),
     (trl.SFTTrainer, {"max_length": 4}),
@@ -198,10 +169,12 @@ TEXT_ARGUMENTS = [
     (trl.DPOTrainer, {"loss_type": ["ipo"], "max_length": 3, "truncation_mode": "keep_end"}),
     (trl.RewardTrainer, {"center_rewards_coefficient": 0.3}),
     (trl.RewardTrainer, {"max_length": 9}),
+    (trl.DPOTrainer, UNEVEN),
+    (trl.RewardTrainer, UNEVEN | {"margins": True}),
 ]
 
 
-@pytest.mark.parametrize(("plain", "changes"), few(TEXT_ARGUMENTS, 3, 8, 11))
+@pytest.mark.parametrize(("plain", "changes"), few(TEXT_ARGUMENTS, 3, 11, 16, 17))
 def test_an_argument_of_trl_is_heeded(plain: Any, changes: dict[str, Any], tmp_path: Path) -> None:
     made = []
     for kind in (plain, mixed(plain)):
@@ -209,6 +182,48 @@ def test_an_argument_of_trl_is_heeded(plain: Any, changes: dict[str, Any], tmp_p
         made[-1].train()
     same(*made)
     assert lines(made[0]) != text_base(plain, tmp_path.parent)
+
+
+@pytest.mark.parametrize(
+    ("plain", "changes", "message"),
+    [
+        (trl.DPOTrainer, {"loss_type": ["exo_pair"], "label_smoothing": 0.1},
+         "args.loss_type: it must be one of"),
+        (trl.DPOTrainer, {"loss_type": ["sigmoid", "sft"]}, "args.loss_type: it must be one of"),
+        (trl.DPOTrainer, {"label_smoothing": 0.1},
+         "args.label_smoothing: DPOTrainer's sigmoid has none"),
+        (trl.RewardTrainer, None, "pad_token_id is None: load it with .*pad_token_id=[0-9]"),
+        (trl.RewardTrainer, 7, "pad_token_id is 7: load it with"),
+    ],
+)  # fmt: skip
+def test_a_loss_or_model_of_trl_that_the_engine_does_not_have_is_refused(
+    plain: Any, changes: Any, message: str, tmp_path: Path
+) -> None:
+    model = None
+    if not isinstance(changes, dict):
+        config = llama(vocab_size=len(chat_tokenizer("qwen"))).config
+        config.num_labels, config.pad_token_id, changes = 1, changes, {}
+        model = LlamaForSequenceClassification(config)
+    with pytest.raises(InputError, match=message):
+        text_trainer(mixed(plain), tmp_path, model, **changes)
+
+
+def test_a_model_that_is_refused_leaves_no_reference_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Engine] = []
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
+    kind = mixed(trl.DPOTrainer)
+    kind.engine_options = {"host_memory": "1KiB"}
+    with pytest.raises(DoesNotFit):
+        text_trainer(kind, tmp_path)
+    (reference,) = closed
+    assert reference.optimizer is None
+
+
+def test_a_micro_batch_counts_by_its_own_step_of_the_trainer() -> None:
+    """A stream may end within a step, whose part is then added to the next one."""
+    assert shares([Waiting({}, None, 4), Waiting({}, None, 2)]) == (1 / 4, 1 / 2)
 
 
 @cache

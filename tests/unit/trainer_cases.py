@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from megatrain.integrations import StreamedTrainer
-from tests.parity.cases import VOCAB, llama
-from tests.unit.data_cases import chat_tokenizer, talk
+from tests.parity.cases import VOCAB, llama, noisy
+from tests.unit.data_cases import chat_tokenizer
 
 KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
 
@@ -74,28 +79,63 @@ def trainer(kind: Any, folder: Path, *, options: Any = None, **changes: Any) -> 
     )
 
 
-def sft_trainers() -> tuple[Any, Any]:
-    """TRL's SFTTrainer and the streamed one; skips the test where TRL is not installed."""
-    plain = pytest.importorskip("trl").SFTTrainer
-    return plain, type("StreamedSft", (StreamedTrainer, plain), {})
+def mixed(kind: Any) -> Any:
+    """The streamed trainer of a class."""
+    return type(f"Streamed{kind.__name__}", (StreamedTrainer, kind), {})
 
 
-def sft_trainer(kind: Any, folder: Path, *, packing: bool, **options: Any) -> Any:
-    """One of them on 16 conversations of several lengths."""
-    datasets, tokenizer = pytest.importorskip("datasets"), chat_tokenizer("qwen")
-    said = [(f"What is {n} + 30?", f"It is {n + 30}." * (1 + n % 3)) for n in range(16)]
-    talks = [{"messages": talk(*each)} for each in said]
-    config = pytest.importorskip("trl").SFTConfig(
-        output_dir=str(folder / kind.__name__), per_device_train_batch_size=2,
-        gradient_accumulation_steps=3, max_steps=5, learning_rate=1e-2, logging_steps=1,
-        adam_epsilon=1e-3, eval_strategy="steps", eval_steps=3, report_to=[], use_cpu=True,
-        bf16=False, max_length=160, packing=packing,
-    )  # fmt: skip
+def text_trainer(
+    kind: Any,
+    folder: Path,
+    model: Any = None,
+    *,
+    count: int = 8,
+    margins: bool = False,
+    options: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
+    """A trainer of TRL, plain or streamed, on short texts, or pairs of them.
+
+    Args: `options` of the trainer; None: a plain DPOTrainer gets the model as its reference.
+    """
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    tokenizer = chat_tokenizer("qwen")
+    plain, settings = next(
+        (getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"))
+        for name in ("SFT", "DPO", "Reward")
+        if issubclass(kind, getattr(trl, f"{name}Trainer"))
+    )
+    texts: list[dict[str, Any]] = [
+        {"prompt": f"the {n}", "completion": " sea is" + " so" * (n % 3)} for n in range(count)
+    ]
+    if plain is not trl.SFTTrainer:
+        texts = [
+            {"prompt": e["prompt"], "chosen": e["completion"], "rejected": f" {n}"}
+            | ({"margin": 0.1 * n} if margins else {})
+            for n, e in enumerate(texts)
+        ]
+    if model is None:
+        model = llama(vocab_size=len(tokenizer), num_hidden_layers=1, max_position_embeddings=256)
+    if options is None:
+        options = {"ref_model": copy.deepcopy(model)} if kind is plain is trl.DPOTrainer else {}
+    if plain is trl.RewardTrainer and not hasattr(model, "score"):
+        torch.manual_seed(0)
+        config = copy.deepcopy(model.config)
+        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+        model = noisy(LlamaForSequenceClassification(config))
+    usual: dict[str, Any] = {
+        "output_dir": str(folder / kind.__name__), "per_device_train_batch_size": 2,
+        "max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 3,
+        "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False,
+        "disable_tqdm": True,
+    }  # fmt: skip
+    data = datasets.Dataset.from_list(texts)
     return kind(
-        llama(vocab_size=len(tokenizer), max_position_embeddings=1024),
-        config,
-        train_dataset=datasets.Dataset.from_list(talks),
-        eval_dataset=datasets.Dataset.from_list(talks[:5]),
+        model=copy.deepcopy(model),
+        args=settings(**(usual | changes)),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
         processing_class=tokenizer,
         **options,
     )
