@@ -1,6 +1,5 @@
 """Chats become tokens of which exactly the assistant's are to predict."""
 
-import gzip
 import itertools
 import json
 import logging
@@ -89,12 +88,6 @@ def test_a_reply_that_starts_with_white_space_of_the_header_is_not_refused():
     assert spoken(tokenizer, ids, targets) == ["It is 42.<|im_end|>", "b<|im_end|>"]
 
 
-def test_white_space_at_the_end_of_a_reply_is_learnt_before_its_end_of_turn():
-    tokenizer = chat_tokenizer("qwen")
-    ids, targets = encode(tokenizer, talk("Hello", "It is 42. \n"))
-    assert tokenizer.decode(ids[targets]) == "It is 42. \n<|im_end|>"
-
-
 def test_tools_reach_the_template_and_tool_calls_are_learnt(tmp_path):
     tokenizer = chat_tokenizer("qwen")
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
@@ -166,13 +159,6 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path):
         dataset(tmp_path, tokenizer, rows, vocab_size=300)
 
 
-def test_text_parts_are_joined(tmp_path):
-    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "sea"}]
-    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "42"}]
-    data = dataset(tmp_path, tokenizer := chat_tokenizer("qwen"), [{"messages": messages}])
-    assert "user\nHello sea<|im_end|>" in tokenizer.decode(data.batch([0])["input_ids"][0])
-
-
 def test_parts_with_reasoning_and_calls_say_what_fields_of_their_own_say():
     call = {"name": "weather", "arguments": {"city": "Paris"}}
     said = {"role": "assistant", "content": "let me look", "tool_calls": [call]}
@@ -238,23 +224,6 @@ def test_chat_needs_a_template_that_can_be_traced(tmp_path):
     with pytest.raises(InputError, match="must be rows: .jsonl"):
         open_dataset(path, kind="chat", tokenizer=make_tokenizer(QWEN), sequence_length=8,
                      cache_dir=tmp_path)  # fmt: skip
-
-
-def test_chats_from_parquet_and_compressed_jsonl_equal_those_from_jsonl(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    tokenizer = chat_tokenizer("qwen")
-    rows = [{"messages": TWO_TURNS}, {"messages": talk("Thanks!", "It is 42.", system="sea")}]
-    plain = dataset(tmp_path, tokenizer, rows)
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
-    with gzip.open(tmp_path / "chat.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    for name in ("chat.parquet", "chat.jsonl.gz"):
-        other = open_dataset(
-            tmp_path / name, kind="chat", tokenizer=tokenizer, sequence_length=256, packing=False,
-            cache_dir=tmp_path,
-        )  # fmt: skip
-        assert other.fingerprint == plain.fingerprint
 
 
 HOSTILE = {

@@ -369,14 +369,6 @@ def test_the_same_rows_from_files_of_all_kinds_are_the_same(tmp_path, monkeypatc
             assert opened(path, tmp_path / str(piece)).fingerprint == expected.fingerprint, path
 
 
-def test_data_that_datasets_has_saved_is_read(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    expected = opened(path, tmp_path)
-    assert opened(tmp_path / "saved", tmp_path).fingerprint == expected.fingerprint
-
-
 def test_nulls_that_tables_fill_in_are_not_arguments(tmp_path):
     import pyarrow
     from pyarrow import parquet
@@ -405,6 +397,7 @@ def test_nulls_that_tables_fill_in_are_not_arguments(tmp_path):
         ("a.json", '{"data": [{"text": "a"}], "of": 1}', "jq -c '.data..' a.json > data.jsonl"),
         ("a.json", '{"text": "a", "text": "b"}', "a.json:1: .*there twice"),
         ("a.json", "[]", "a.json: no rows in it"),
+        ("a.jsonl", "\n\n", "a.jsonl: no rows in it"),
         ("a.json", "[" * 10**5, "nested too deeply|must be a JSON object"),
         ("a.json", b'[{"text": "caf\xe9"}]', "a.json: not UTF-8"),
         ("a.csv", "text,text\na,b\n", "column 'text' is there twice"),

@@ -163,32 +163,6 @@ def test_pairs_stay_whole_in_steps_and_parts(tmp_path):
     assert numbers.tolist() == [float(n) for n in range(7) for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("row", "kind", "message"),
-    [
-        ({"chosen": GOOD, "rejected": GOOD}, "pairs", "say the same"),
-        ({"chosen": GOOD, "rejected": reply(BAD)}, "pairs", "must both be strings, or both"),
-        ({"chosen": reply(GOOD), "rejected": reply(BAD)}, "pairs", "begin with the same messages"),
-        (
-            {"chosen": talk(ASK), "rejected": [*talk(ASK), *reply(BAD)]},
-            "pairs",
-            "each have a reply of its own",
-        ),
-        (
-            {"prompt": ASK, "completion": GOOD},
-            "pairs",
-            "chosen, rejected, with a prompt or without",
-        ),
-        ({"prompt": ASK, "completion": GOOD, "label": True}, "pairs", "need loss.name: kto"),
-        ({"prompt": ASK, "completion": GOOD, "label": 1}, "rated", "must be true of a good reply"),
-        ({"chosen": GOOD, "rejected": BAD}, "auto", "need loss.name: dpo"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(tmp_path, row, kind, message):
-    with pytest.raises(InputError, match=message):
-        opened(tmp_path, [row], kind)
-
-
 ASKED = ("question", "query", "problem", "user", "instruction", "input")
 UNREAD = "field '{0}' is not read, .* write data.fields: {{prompt: {0}}}"
 
@@ -235,64 +209,60 @@ def test_what_replies_begin_with_by_chance_is_no_prompt(tmp_path):
         opened(tmp_path, [broken])
 
 
-TWICE = "'chosen' and 'rejected' repeat the prompt, .*: leave what 'prompt' has out of them"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "chosen", "rejected", "problem"),
-    [
-        (talk(ASK), talk(ASK, GOOD), talk(ASK, BAD), TWICE),
-        (talk(ASK), talk(ASK, GOOD), reply(BAD), TWICE),
-        (f"Q: {ASK} A:", f"Q: {ASK} A: {GOOD}", f"Q: {ASK} A: {BAD}", TWICE),
-        ("Where is it?", talk(ASK, GOOD), talk(ASK, BAD), "'prompt' is not what 'chosen' and"),
-        (talk(ASK), GOOD, BAD, "'prompt' is neither a string nor what"),
-        ({"role": "user"}, talk(ASK, GOOD), talk(ASK, BAD), "'prompt' is neither a string nor"),
-    ],
-)
-def test_a_prompt_is_neither_doubled_nor_dropped(tmp_path, prompt, chosen, rejected, problem):
-    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-    with pytest.raises(InputError, match=f"rows.jsonl:1: {problem}") as caught:
-        opened(tmp_path, [row])
-    assert "\n" not in str(caught.value)
-
-
 def test_a_worse_text_may_repeat_the_prompt(tmp_path):
     prompt = f"Q: {ASK} A:"
     row = {"prompt": prompt, "chosen": GOOD, "rejected": prompt + GOOD}
     assert [QWEN.decode(ids).count("Q:") for ids, _ in lines(opened(tmp_path, [row]))] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("row", "remedy"),
-    [
-        ({"instruction": ASK, "input": "", "output": GOOD, "kto_tag": True},
-         "data.fields: {prompt: instruction, completion: output}"),
-        ({"question": ASK, "completion": GOOD, "label": True}, "data.fields: {prompt: question}"),
-        ({"prompt": ASK, "response": GOOD, "label": True}, "data.fields: {completion: response}"),
-        ({"ask": ASK, "tell": GOOD, "label": True},
-         "the fields are 'ask', 'tell', 'label'"),
-        ({"messages": talk(ASK, GOOD), "label": True},
-         "split 'messages' into these two lists of messages"),
-    ],
-)  # fmt: skip
-def test_rated_replies_of_other_fields_are_told_what_is_needed(tmp_path, row, remedy):
-    problem = "loss.name: kto needs a 'prompt' and a 'completion' beside the label"
-    with pytest.raises(InputError, match=problem) as caught:
-        opened(tmp_path, [row], "rated")
-    assert str(caught.value).endswith(remedy) and ":1: " in str(caught.value)
+def pair(prompt, chosen, rejected):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-@pytest.mark.parametrize(
-    ("other", "kind"),
-    [
-        ({"prompt": ASK, "chosen": GOOD}, "pairs"),
-        ({"prompt": ASK, "completion": GOOD, "label": True}, "rated"),
-    ],
-)
-def test_a_row_of_another_format_is_called_so(tmp_path, other, kind):
-    fine = {"prompt": ASK, "chosen": GOOD, "rejected": BAD}
-    with pytest.raises(InputError, match=":2: not of the first row's format .preferences."):
-        opened(tmp_path, [fine, other], kind)
+TWICE = "'chosen' and 'rejected' repeat the prompt, .*: leave what 'prompt' has out of them"
+NEEDED = "loss.name: kto needs a 'prompt' and a 'completion' beside the label: "
+MAPPED = NEEDED + "name them with data.fields: "
+ANSWER = {"prompt": ASK, "completion": GOOD}
+# Of each kind: rows of which the last is refused, and why.
+REFUSED = [
+    ("pairs", [{"chosen": GOOD, "rejected": GOOD}], "say the same"),
+    ("pairs", [{"chosen": GOOD, "rejected": reply(BAD)}], "must both be strings, or both"),
+    ("pairs", [{"chosen": reply(GOOD), "rejected": reply(BAD)}], "begin with the same messages"),
+    ("pairs", [{"chosen": talk(ASK), "rejected": talk(ASK, BAD)}], "each have a reply of its own"),
+    ("pairs", [ANSWER], "chosen, rejected, with a prompt or without"),
+    ("pairs", [ANSWER | {"label": True}], "need loss.name: kto"),
+    ("rated", [ANSWER | {"label": 1}], "must be true of a good reply"),
+    ("auto", [{"chosen": GOOD, "rejected": BAD}], "need loss.name: dpo"),
+    ("pairs", [pair(talk(ASK), talk(ASK, GOOD), talk(ASK, BAD))], TWICE),
+    ("pairs", [pair(talk(ASK), talk(ASK, GOOD), reply(BAD))], TWICE),
+    ("pairs", [pair(f"Q: {ASK} A:", f"Q: {ASK} A: {GOOD}", f"Q: {ASK} A: {BAD}")], TWICE),
+    ("pairs", [pair("Where is it?", talk(ASK, GOOD), talk(ASK, BAD))],
+     "'prompt' is not what 'chosen' and"),
+    ("pairs", [pair(talk(ASK), GOOD, BAD)], "'prompt' is neither a string nor what"),
+    ("pairs", [pair({"role": "user"}, talk(ASK, GOOD), talk(ASK, BAD))],
+     "'prompt' is neither a string nor"),
+    ("rated", [{"instruction": ASK, "input": "", "output": GOOD, "kto_tag": True}],
+     MAPPED + "{prompt: instruction, completion: output}$"),
+    ("rated", [{"question": ASK, "completion": GOOD, "label": True}],
+     MAPPED + "{prompt: question}$"),
+    ("rated", [{"prompt": ASK, "response": GOOD, "label": True}],
+     MAPPED + "{completion: response}$"),
+    ("rated", [{"ask": ASK, "tell": GOOD, "label": True}],
+     NEEDED + "the fields are 'ask', 'tell', 'label'$"),
+    ("rated", [{"messages": talk(ASK, GOOD), "label": True}],
+     NEEDED + "split 'messages' into these two lists of messages$"),
+    ("pairs", [pair(ASK, GOOD, BAD), {"prompt": ASK, "chosen": GOOD}],
+     "not of the first row's format .preferences."),
+    ("rated", [pair(ASK, GOOD, BAD), ANSWER | {"label": True}],
+     "not of the first row's format .preferences."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "rows", "problem"), REFUSED)
+def test_what_cannot_be_compared_is_refused(tmp_path, kind, rows, problem):
+    with pytest.raises(InputError, match=rf"rows.jsonl:{len(rows)}: .*{problem}") as caught:
+        opened(tmp_path, rows, kind)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_bad_row_takes_both_replies_along(tmp_path):

@@ -259,15 +259,6 @@ def test_broken_compression_is_named(tmp_path):
             list(readers.read_rows(as_source(path), str.isidentifier))
 
 
-def test_a_named_file_of_blank_lines_is_empty(tmp_path):
-    path = tmp_path / "blank.jsonl"
-    path.write_text("\n\n")
-    with pytest.raises(InputError, match=r"blank.jsonl: no rows"):
-        open_text(path, tmp_path)
-    (tmp_path / "good.jsonl").write_bytes(GOOD)
-    assert len(open_text(f"{tmp_path}/*.jsonl", tmp_path)) == 1
-
-
 def test_parquet_problems_are_named(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -52,18 +52,6 @@ def test_rows_of_json_under_another_name_are_not_text(tmp_path, name, row):
         open_rows(tmp_path, [row] * 3, kind="text", name=name)
 
 
-def test_text_that_only_begins_like_json_is_text(tmp_path):
-    for name, text in {
-        "a.py": '{"a": 1}\n["a"]\nprint("The sea was calm.")\n',
-        "b.txt": '{"text": \n"The sea was calm."}',
-        "c.txt": "[1, 2]",
-    }.items():
-        (tmp_path / name).write_text(text)
-        data = open_dataset(tmp_path / name, kind="text", tokenizer=make_tokenizer(),
-                            sequence_length=64, cache_dir=tmp_path / "cache")  # fmt: skip
-        assert data.num_tokens > 4
-
-
 OBJECT = {"id": 1, "instruction": "Where?", "output": "There.\n"}
 
 
@@ -97,6 +85,9 @@ def test_lists_of_rows_and_rows_over_several_lines_are_not_text(tmp_path, name, 
 @pytest.mark.parametrize(
     "text",
     [
+        '{"a": 1}\n["a"]\nprint("The sea was calm.")\n',
+        '{"text": \n"The sea was calm."}',
+        "[1, 2]",
         '[{"keys": ["a"], "command": "b"},\n {"keys": ["c"], "command": "d"}]',
         '{\n  "name": "sea",\n  "version": 1\n}\n{\n  "name": "b"\n}',
         '[{"text": calm}, {"text": 3}]',
@@ -171,24 +162,6 @@ def test_columns_of_tables_are_refused_alike(tmp_path):
     with pytest.raises(InputError, match=r"rows.parquet:2: .*'label'"):
         open_dataset(path, kind="chat", tokenizer=chat_tokenizer("qwen"), sequence_length=64,
                      cache_dir=tmp_path)  # fmt: skip
-
-
-@pytest.mark.parametrize("tokenizer", ["qwen", "marked", "llama3", "mistral"])
-def test_replies_of_weight_0_are_read_and_not_learnt(tmp_path, tokenizer):
-    turns = [dict(message) for message in TURNS]
-    turns[1]["weight"] = 0
-    turns[3]["weight"] = 1
-    only, whole = learnt(tmp_path, {"messages": turns}, tokenizer)
-    assert "You are welcome." in only and "42" not in only
-    assert whole == learnt(tmp_path, {"messages": TURNS}, tokenizer)[1]
-    turns[3]["weight"] = 0.0
-    turns[1]["weight"] = 1.0
-    turns[0]["weight"] = 0  # not learnt anyway
-    only, _ = learnt(tmp_path, {"messages": turns}, tokenizer)
-    assert "It is 42." in only and "welcome" not in only
-    turns[1]["weight"] = 0
-    with pytest.raises(InputError, match="none of the 1 rows"):
-        learnt(tmp_path, {"messages": turns}, tokenizer)
 
 
 # A field of a message (of this role) that would change what is trained.

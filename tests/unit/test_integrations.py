@@ -51,22 +51,6 @@ def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path: Path) -> None
         torch.testing.assert_close(second[name], values, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    few([("cosine_with_min_lr", {"min_lr": 1e-3}), ("polynomial", {"lr_end": 2e-3, "power": 2.0})]),
-)
-def test_a_schedule_ends_at_the_rate_that_it_is_given(
-    tmp_path: Path, name: str, options: dict[str, float]
-) -> None:
-    changes: Any = {"lr_scheduler_type": name, "lr_scheduler_kwargs": options}
-    rates = []
-    for kind in (Trainer, Streamed):
-        made = trainer(kind, tmp_path / kind.__name__, **changes)
-        made.train()
-        rates.append([e["learning_rate"] for e in made.state.log_history if "learning_rate" in e])
-    assert rates[1] == rates[0] and rates[0][-1] < 1e-2
-
-
 class WithoutKwargs(LlamaForCausalLM):
     """A model that a Trainer cannot tell how many labels a step has."""
 

@@ -115,6 +115,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "logging_strategy": {"logging_strategy": "epoch"},
     "lr_scheduler_kwargs": {"lr_scheduler_kwargs": {"num_cycles": 1.5}},
     "lr_scheduler_type": {"lr_scheduler_type": "linear"},
+    "min_lr": {
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr": 1e-3},
+    },
+    "lr_end": {
+        "lr_scheduler_type": "polynomial",
+        "lr_scheduler_kwargs": {"lr_end": 2e-3, "power": 2.0},
+    },
     "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"},
     "max_grad_norm": {"max_grad_norm": 0.1},
     "max_steps": {"max_steps": 2},
@@ -128,7 +136,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-USUAL = ("adam_beta2", "max_grad_norm", "plateau", "warmup_steps")  # the others exhaustively
+USUAL = (
+    "adam_beta2",
+    "max_grad_norm",
+    "min_lr",
+    "plateau",
+    "warmup_steps",
+)  # the others exhaustively
 
 
 @cache
