@@ -66,7 +66,7 @@ FORECASTS = (
 LOSSES = (
     *("tests/parity/test_losses.py", "tests/parity/test_policy.py"),
     *("tests/parity/test_preferences.py", "tests/parity/test_trl", "tests/cli/test_distill.py"),
-    *("tests/cli/test_preferences.py", "tests/unit/test_streamed"),
+    *("tests/cli/test_preferences.py", "tests/unit/test_trainer"),
 )
 RUNS = ("tests/cli/", "tests/reliability/")
 RANKS = (
@@ -74,7 +74,7 @@ RANKS = (
     *("tests/cli/test_ranks.py", "tests/cli/test_hosts.py", "tests/cli/test_callback_ranks.py"),
 )
 TRAINERS = (
-    *("tests/unit/test_integrations.py", "tests/unit/test_streamed", "tests/unit/test_trainer"),
+    *("tests/unit/test_integrations.py", "tests/unit/test_trainer"),
     *("tests/unit/test_trl_scripts.py", "tests/cli/test_examples.py"),
 )
 NEAR: dict[str, tuple[str, ...]] = {
