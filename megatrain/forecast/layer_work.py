@@ -24,11 +24,6 @@ class Shape:
     def num_bytes(self) -> int:
         return prod(self.sizes) * self.dtype.itemsize
 
-    def times(self, count: int) -> "Shape":
-        """The shape of `count` such activations, one after the other."""
-        first, *others = self.sizes
-        return Shape((count * first, *others), self.dtype)
-
     def of_rows(self, rows: int, measured: int) -> "Shape":
         """The shape for another number of rows than was measured."""
         first, *others = self.sizes

@@ -102,8 +102,5 @@ class TwoVisits(JointLoss):
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def weigh(self, log_probs: Sequence[Tensor], *given: Any) -> Any:
-        return [each.new_empty(()) for each in log_probs], [*map(torch.empty_like, log_probs)], {}
-
 
 TWO_VISITS = TwoVisits()

@@ -43,10 +43,10 @@ from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_pa
 from megatrain.tile import TileKind
 from megatrain.units import MIB
 
-# Micro-batches one by one; of more, several as one. Where the head is split they wait longer for
-# each other's boundaries.
-FOLLOWED, _FOLLOWED_SPLIT = 8, 16
-_FOLLOWED_FOR_MEMORY = 2  # groups, where a step's seconds do not matter: they hold as much
+# Groups of micro-batches that are followed, where something of each leaves for the host or comes
+# back; where the head is split they wait longer for each other's boundaries. Elsewhere one shows as
+# much. For memory alone two do: they hold as much.
+_FOLLOWED, _FOLLOWED_SPLIT, _FOLLOWED_FOR_MEMORY = 8, 16, 2
 STEADY = 2  # steps: the first starts without updates, the second with those of the first
 _BOUNDS = (*DEVICE_STREAMS, UPDATE, *DISK_STREAMS)
 
@@ -335,7 +335,9 @@ def _followed(model: Model, placement: Placement, dtype: torch.dtype, steps: int
         return _FOLLOWED_SPLIT if steps >= STEADY else _FOLLOWED_FOR_MEMORY
     on_host = placement.layer_inputs, placement.save_attention
     leaves = "host" in on_host or placement.offload_activations > 0
-    return FOLLOWED if leaves and steps >= STEADY else 1
+    if not leaves:
+        return 1
+    return _FOLLOWED if steps >= STEADY else _FOLLOWED_FOR_MEMORY
 
 
 def process_bytes(
