@@ -105,8 +105,13 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
         kept |= _of_parts(kept.pop("content"), kept, where)
     if empty(kept.get("tool_calls")):
         kept.pop("tool_calls", None)
+    elif kept["role"] != "assistant":
+        raise InputError(f"{where}: 'tool_calls' of the role {kept['role']!r}: make it a reply")
     else:
-        kept["tool_calls"] = _calls(kept, where)
+        calls = from_json(kept["tool_calls"], "tool_calls", where)
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise InputError(f"{where}: 'tool_calls' must be a list of objects")
+        kept["tool_calls"] = [_call(call, where) for call in calls]
     if "content" not in kept and "tool_calls" not in kept:
         raise InputError(f"{where} has no 'content'")
     if not isinstance(kept.get("content", ""), str):
@@ -150,16 +155,6 @@ def _of_parts(parts: Sequence[object], message: Message, where: str) -> Message:
             from_json(call, "tool_call", where) for call in texts_of["tool_calls"]
         ]
     return fields
-
-
-def _calls(message: Message, where: str) -> list[Any]:
-    calls = message["tool_calls"]
-    if message["role"] != "assistant":
-        raise InputError(f"{where}: 'tool_calls' of the role {message['role']!r}: make it a reply")
-    calls = from_json(calls, "tool_calls", where)
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise InputError(f"{where}: 'tool_calls' must be a list of objects")
-    return [_call(call, where) for call in calls]
 
 
 def _call(call: object, where: str) -> dict[str, Any]:

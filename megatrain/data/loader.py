@@ -15,7 +15,7 @@ from typing import Any
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.preferences import numbered
 from megatrain.data.prompts import Prompts
-from megatrain.data.row_packing import Ints, shuffled
+from megatrain.data.row_packing import shuffled
 from megatrain.data.row_stream import DATED, BlockStart, RowStream
 from megatrain.errors import InputError
 
@@ -56,7 +56,9 @@ class StepLoader:
         self._seed = seed
         self._resumed_at = (0, 0)  # (steps, rows) taken when rows_per_step became what it is
         self._steps = 0
-        self._order = functools.lru_cache(maxsize=2)(self._epoch_order)
+        self._order = functools.lru_cache(maxsize=2)(
+            lambda epoch: shuffled(self._num_rows, 1, seed, epoch)
+        )
         self._ahead: deque[Future[Step]] = deque()
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, "megatrain-data") if workers else None
@@ -174,9 +176,6 @@ class StepLoader:
     def _row(self, place: int) -> int:
         epoch, offset = divmod(place, self._num_rows)
         return int(self._order(epoch)[offset])
-
-    def _epoch_order(self, epoch: int) -> Ints:
-        return shuffled(self._num_rows, 1, self._seed, epoch)
 
 
 class StreamLoader(StepLoader):

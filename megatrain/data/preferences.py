@@ -66,7 +66,7 @@ class ReplyDataset(PackedDataset):
 
     def plain(self, rows: Sequence[int]) -> MicroBatch:
         """Rows as `Layout.batch` lays them out, a line for each reply, and nothing besides."""
-        return self._layout.batch([[line] for row in rows for line in self._lines(row)])
+        return self._layout.batch([[line] for row in rows for line in self.replies(row)])
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch as `plain` makes it, with the inputs of the loss."""
@@ -100,7 +100,8 @@ class ReplyDataset(PackedDataset):
         good = int(self.store.is_good(int(self._segments(row).document[0])))
         return [good, -1][: self.lines]
 
-    def _lines(self, row: int) -> Iterable[tuple[Ints, Ints]]:
+    def replies(self, row: int) -> Iterable[tuple[Ints, Ints]]:
+        """Ids and labels of each line of a row; in KTO the second is a mismatched reply."""
         yield from self.pieces(row)
         if self.kind == "rated" and self.lines == 2:
             yield self._mismatched(row)

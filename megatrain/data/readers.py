@@ -124,7 +124,10 @@ def read_text(file: SourceFile) -> Iterator[TextPiece]:
     line, first, text = 1, True, ""
     offset = 0
     with reading(file), open_file(file) as stream:
-        for block in iter(lambda: _block(stream), b""):
+        while block := stream.read(PIECE_BYTES):
+            # To the end of its line, so that pieces rarely cut a word; a line may be endless.
+            if len(block) == PIECE_BYTES:
+                block += stream.readline(PIECE_BYTES)
             if text:
                 yield TextPiece(line, text, first, last=False)
                 line, first = line + text.count("\n"), False
@@ -220,12 +223,6 @@ def _begins_with_rows(text: str, *, whole: bool) -> bool:
     if rest.startswith("]"):
         return not rest.lstrip("] }\t\r\n")
     return rest[:1] in (("", ",") if begins else ("", ",", "{"))
-
-
-def _block(stream: IO[bytes]) -> bytes:
-    # To the end of its line, so that pieces rarely cut a word; a line may be endless, though.
-    block = stream.read(PIECE_BYTES)
-    return block + stream.readline(PIECE_BYTES) if len(block) == PIECE_BYTES else block
 
 
 def _decode(

@@ -255,7 +255,12 @@ class ReplySpans:
         begin = self._begin(asked[before:], header, places[turn - 1], places[turn])
         closings = self._token.findall(asked[before : len(asked) - len(header)])
         end = self._end(upto[after:], closings, places[turn], turn)
-        begin = self._in_turn(turn) if begin is None else begin
+        messages = self._talk.messages
+        if begin is None and messages[turn - 1]["role"] == "tool":  # it goes on with its turn
+            content = messages[turn].get("content", "").rstrip()
+            start = places[turn] - len(content)
+            if content and "tool_calls" not in messages[turn]:
+                begin = start if self.text.startswith(content, start) else None
         if begin is None or not self._says_alone(turn, begin, end):
             return None
         return begin, end
@@ -272,15 +277,6 @@ class ReplySpans:
             return start + self._common(header.lstrip(), start)
         start, stop = self._headed(header, place, end)
         return None if start < 0 or self.text[place:start].strip() else stop
-
-    def _in_turn(self, turn: int) -> int | None:
-        """The beginning of a reply that goes on with its turn after the result of a tool."""
-        messages = self._talk.messages
-        content = messages[turn].get("content", "").rstrip()
-        start = self._places[turn] - len(content)
-        if messages[turn - 1]["role"] != "tool" or "tool_calls" in messages[turn]:
-            return None
-        return start if content and self.text.startswith(content, start) else None
 
     def _end(self, closing: str, closings: list[str], place: int, turn: int) -> int:
         """After the tokens that end the turn, where `closing` follows the reply at its end.

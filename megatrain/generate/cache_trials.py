@@ -63,7 +63,8 @@ def _layers_of(model: PreTrainedModel) -> _Layers | None:
     """The cache of each layer; None: the model does not compute with a cache."""
     if model not in _known:
         try:
-            first, second = (_layers(_cache(model, length)) for length in _TRIED)
+            outputs = (_next_token(model, [0] * n, 0, use_cache=True) for n in _TRIED)
+            first, second = (_layers(output.past_key_values) for output in outputs)
             pairs = zip(first, second, strict=True)
             _known[model] = [(a, b, window) for (a, window), (b, _) in pairs]
         except (torch.OutOfMemoryError, MegatrainError):
@@ -76,10 +77,6 @@ def _layers_of(model: PreTrainedModel) -> _Layers | None:
             )
             _known[model] = None
     return _known[model]
-
-
-def _cache(model: PreTrainedModel, length: int) -> Any:
-    return _next_token(model, [0] * length, 0, use_cache=True).past_key_values
 
 
 def _next_token(model: PreTrainedModel, ids: list[int], padding: int, **options: bool) -> Any:

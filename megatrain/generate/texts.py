@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id, tokenising
-from megatrain.distributed import ALONE, Ranks
+from megatrain.distributed import ALONE
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.generate.cache_trials import cache_bytes, check_cache, heeds_mask, takes_cache
 from megatrain.generate.draws import OnlyNumbers, drawn_apart
@@ -112,7 +112,9 @@ def continued(
         if not apart:
             torch.manual_seed(sampling.seed)
         for rows in _batches(source, model, ids, batch_size):
-            mine, asked = _share(rows, share)
+            count = -(-len(rows) // share.size)
+            mine = rows[share.rank * count :][:count]
+            asked = mine + rows[:1] * (count - len(mine))  # as many as any rank's
             width = max(len(ids[row]) for row in rows)
             room = min(sampling.max_new_tokens, limit - width)
             past = None if kept is None else kept.take(ids[0])
@@ -132,16 +134,11 @@ def continued(
             if kept is not None:
                 kept.keep(output.sequences[0].tolist(), output.past_key_values)
             new = output.sequences[: len(mine), width:].tolist()
-            out |= {row: _ended(stops, row_ids) for row, row_ids in zip(mine, new, strict=True)}
+            for row, tokens in zip(mine, new, strict=True):
+                ends = (at for at, token in enumerate(tokens, 1) if token in stops)
+                out[row] = tokens[: next(ends, len(tokens))]
     every = {row: new for shared in share.exchange(out) for row, new in shared.items()}
     return [every[row] for row in range(len(ids))]
-
-
-def _share(rows: list[int], ranks: Ranks) -> tuple[list[int], list[int]]:
-    """A rank's part of a batch, and with what others make it as large as any rank's."""
-    count = -(-len(rows) // ranks.size)
-    mine = rows[ranks.rank * count :][:count]
-    return mine, mine + rows[:1] * (count - len(mine))
 
 
 def _batches(
@@ -206,10 +203,6 @@ def stop_ids(source: TextModel, tokenizer: PreTrainedTokenizerBase, *, chat: boo
     if chat:
         ends.add(end_of_turn(tokenizer))
     return {end for end in ends if end is not None}
-
-
-def _ended(stops: set[int], row: list[int]) -> list[int]:
-    return row[: next((at for at, token in enumerate(row, 1) if token in stops), len(row))]
 
 
 def _room(source: TextModel, ids: Sequence[Sequence[int]], wanted: int) -> int:

@@ -40,7 +40,14 @@ class Predictions:
         labels = inputs.get("labels")
         logits = engine.logits({name: value for name, value in inputs.items() if name != "labels"})
         if self.keeps:
-            self._check(logits.nbytes)
+            to_come = self.seen + 1 if self.batches is None else self.batches - self.seen
+            needed, left = 2 * logits.nbytes * to_come, host_available_bytes(self.limit_bytes)
+            if needed > left:
+                raise InputError(
+                    f"the logits of this evaluation take {gib(needed)} more, copied once, and the "
+                    f"host has {gib(left)} left; give preprocess_logits_for_metrics "
+                    "(logits.argmax(-1), say), batch_eval_metrics, or fewer rows"
+                )
         self.seen += 1
         if labels is None:
             return None, logits, None
@@ -51,16 +58,6 @@ class Predictions:
         )
         total = cross_entropy(predicted, wanted, ignore_index=-100, reduction="sum")
         return total / ((wanted != -100).sum() if items is None else items), logits, labels
-
-    def _check(self, num_bytes: int) -> None:
-        to_come = self.seen + 1 if self.batches is None else self.batches - self.seen
-        left = host_available_bytes(self.limit_bytes)
-        if 2 * num_bytes * to_come > left:
-            raise InputError(
-                f"the logits of this evaluation take {gib(2 * num_bytes * to_come)} more, copied "
-                f"once, and the host has {gib(left)} left; give preprocess_logits_for_metrics "
-                "(logits.argmax(-1), say), batch_eval_metrics, or fewer rows"
-            )
 
 
 def length(dataloader: Any) -> int | None:

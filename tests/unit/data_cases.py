@@ -1,10 +1,13 @@
 """Small tokenizers and chat templates shaped like those of well-known models."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -13,6 +16,7 @@ from megatrain.data.conversation import Conversation
 from megatrain.data.encoders import ChatEncoder
 from megatrain.data.examples import PlacedExample
 from megatrain.data.formats import Reading
+from megatrain.errors import InputError
 
 TEXT = """Tell me a short story about the sea. The sea was calm, and nobody was afraid of it.
 What is 12 + 30? It is 42. Thanks! You are welcome: ask again whenever you like.
@@ -166,6 +170,14 @@ def encode_row(tokenizer: Any, row: dict[str, Any], where: str = "rows.jsonl:1")
     assert isinstance(example, Conversation)
     found = ChatEncoder(tokenizer, None).conversation(PlacedExample(0, 1, where, example))
     return found.ids, found.targets
+
+
+@contextmanager
+def refused(problem: str) -> Iterator[None]:
+    """The block ends in an InputError of one line that matches `problem`."""
+    with pytest.raises(InputError, match=problem) as caught:
+        yield
+    assert "\n" not in str(caught.value)
 
 
 def same_batches(first, second):

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from data_cases import QWEN, chat_tokenizer, encode_row, make_tokenizer, talk, write_jsonl
+from data_cases import QWEN, chat_tokenizer, encode_row, make_tokenizer, refused, talk, write_jsonl
 
 from megatrain.data import open_dataset, template
 from megatrain.data.conversation import messages
@@ -147,9 +147,8 @@ def test_a_row_that_the_template_refuses_is_named(messages, problem):
 )
 def test_malformed_rows_name_file_line_and_problem(tmp_path, row, problem):
     rows = [{"messages": TWO_TURNS}, row]
-    with pytest.raises(InputError, match=rf"chat.jsonl:2.*{problem}") as caught:
+    with refused(rf"chat.jsonl:2.*{problem}"):
         dataset(tmp_path, chat_tokenizer("qwen"), rows)
-    assert "\n" not in str(caught.value)
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path):

@@ -8,7 +8,7 @@ import logging
 import lzma
 
 import pytest
-from data_cases import chat_tokenizer, encode_row, make_tokenizer, talk, write_jsonl
+from data_cases import chat_tokenizer, encode_row, make_tokenizer, refused, talk, write_jsonl
 
 from megatrain.data import open_dataset, readers
 from megatrain.data.formats import Reading
@@ -255,9 +255,8 @@ REFUSED = {
 def test_what_no_loss_is_for_or_is_ambiguous_is_refused_with_the_reason(tmp_path, name):
     row, problem = REFUSED[name]
     path = write_jsonl(tmp_path / "a.jsonl", [row])
-    with pytest.raises(InputError, match=rf"a.jsonl:1: .*{problem}") as caught:
+    with refused(rf"a.jsonl:1: .*{problem}"):
         opened(path, tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -412,9 +411,8 @@ def test_nulls_that_tables_fill_in_are_not_arguments(tmp_path):
 def test_malformed_files_are_refused_with_the_row(tmp_path, name, content, problem):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(InputError, match=problem) as caught:
+    with refused(problem):
         opened(path, tmp_path, make_tokenizer())
-    assert "\n" not in str(caught.value)
 
 
 def test_an_endless_row_of_json_is_refused(tmp_path, monkeypatch):

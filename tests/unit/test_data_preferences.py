@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from data_cases import chat_tokenizer, encode_row, talk, write_jsonl
+from data_cases import chat_tokenizer, encode_row, refused, talk, write_jsonl
 
 from megatrain.data import StepLoader, open_dataset
 from megatrain.data.encoders import Document
@@ -28,7 +28,7 @@ def opened(tmp_path, rows, kind="pairs", loss=None, length=64, **options):
 
 
 def lines(data, row=0):
-    return [(ids.tolist(), labels.tolist()) for ids, labels in data._lines(row)]
+    return [(ids.tolist(), labels.tolist()) for ids, labels in data.replies(row)]
 
 
 def encoded(row):
@@ -103,7 +103,7 @@ def test_rows_have_what_losses_ask(tmp_path):
     assert ((micro["reference_logp"] != 0) <= (labels != -100)).all()
     data.train_with(ORPO())
     more = data.batch([1, 0])
-    there = micro["input_ids"] != data._layout.pad_id
+    there = micro["attention_mask"] == 1
     assert torch.equal(more["reply"] == 1, labels != -100)
     chosen = torch.tensor([True, False, True, False])
     whole = torch.where(there, micro["input_ids"], -100)
@@ -133,9 +133,9 @@ def test_pairs_are_rated_replies_as_well(tmp_path):
     rows = [{"prompt": talk(ASK), "chosen": reply(GOOD), "rejected": reply(BAD)}]
     data = opened(tmp_path, rows, "rated", KTO(loss_type="apo_zero_unpaired"))
     assert len(data) == 2
-    kinds = {tuple(lines(data, row)[0][0]): data._kinds(row) for row in range(2)}
-    assert kinds[tuple(encoded({"messages": talk(ASK, GOOD)})[0])] == [1]
-    assert kinds[tuple(encoded({"messages": talk(ASK, BAD)})[0])] == [0]
+    kinds = {tuple(lines(data, row)[0][0]): data.batch([row])["desired"][0, 0] for row in range(2)}
+    assert kinds[tuple(encoded({"messages": talk(ASK, GOOD)})[0])] == 1
+    assert kinds[tuple(encoded({"messages": talk(ASK, BAD)})[0])] == 0
 
 
 def test_pairs_stay_whole_in_steps_and_parts(tmp_path):
@@ -172,9 +172,8 @@ UNREAD = "field '{0}' is not read, .* write data.fields: {{prompt: {0}}}"
 @pytest.mark.parametrize("made", [lambda text: f"It is {text}", lambda text: [*MORE, *reply(text)]])
 def test_a_prompt_of_another_name_is_not_passed_over(tmp_path, name, kind, made):
     row = {"chosen": made("a"), "rejected": made("b"), "margin": 1, "system": "s", name: "Where?"}
-    with pytest.raises(InputError, match=r"rows.jsonl:1: " + UNREAD.format(name)) as caught:
+    with refused(r"rows.jsonl:1: " + UNREAD.format(name)):
         opened(tmp_path, [row], kind)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["messages", "conversations"])
@@ -260,9 +259,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("kind", "rows", "problem"), REFUSED)
 def test_what_cannot_be_compared_is_refused(tmp_path, kind, rows, problem):
-    with pytest.raises(InputError, match=rf"rows.jsonl:{len(rows)}: .*{problem}") as caught:
+    with refused(rf"rows.jsonl:{len(rows)}: .*{problem}"):
         opened(tmp_path, rows, kind)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_bad_row_takes_both_replies_along(tmp_path):

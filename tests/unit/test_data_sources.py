@@ -7,7 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from data_cases import make_tokenizer, write_jsonl
+from data_cases import make_tokenizer, refused, write_jsonl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
@@ -144,9 +144,8 @@ def test_a_bad_jsonl_line_is_named_with_its_number(tmp_path, monkeypatch, line, 
         monkeypatch.setattr(readers, "MAX_LINE_BYTES", 300)
     path = tmp_path / "data.jsonl"
     path.write_bytes(GOOD + b"\n" + line + b"\n" + GOOD)
-    with pytest.raises(InputError, match=rf"data.jsonl:3: .*{problem}") as caught:
+    with refused(rf"data.jsonl:3: .*{problem}"):
         open_text(path, tmp_path)
-    assert "\n" not in str(caught.value)
     assert not list((tmp_path / "cache").glob("tokens-*/"))  # nothing half-written
 
 
@@ -325,9 +324,8 @@ def test_tokenizers_are_loaded_or_refused(tmp_path):
             load_tokenizer(path)
     for content in ("{", '{"version": "1.0"}', "[]"):
         (tmp_path / "good" / "tokenizer.json").write_text(content)
-        with pytest.raises(InputError, match="cannot load a tokenizer from .*good") as caught:
+        with refused("cannot load a tokenizer from .*good"):
             load_tokenizer(tmp_path / "good")
-        assert "\n" not in str(caught.value)
 
 
 BPE = {"type": "BPE", "vocab": {"a": 0, "é": 1, "aé": 2}, "merges": ["a é"]}
@@ -358,9 +356,8 @@ def test_no_tokenizer_file_ends_the_process(tmp_path, monkeypatch, name, place):
     of_settings = {"tokenizer_class", "chat_template"} & changes.keys()
     path = tmp_path / ("tokenizer_config.json" if of_settings else "tokenizer.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    with pytest.raises(InputError, match=problem) as caught:
+    with refused(problem):
         load_tokenizer(folder)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_id_in_the_vocabulary_of_two_files_does_not_end_the_process(tmp_path):

@@ -4,7 +4,7 @@ import json
 import logging
 
 import pytest
-from data_cases import chat_tokenizer, encode_row, make_tokenizer, talk, write_jsonl
+from data_cases import chat_tokenizer, encode_row, make_tokenizer, refused, talk, write_jsonl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -40,9 +40,8 @@ def test_files_of_rows_are_never_read_as_the_text_of_a_document(tmp_path, name, 
     path = tmp_path / "corpus" / name
     path.parent.mkdir()
     path.write_text(json.dumps([{"text": "The sea was calm."}]))
-    with pytest.raises(InputError, match=rf"{name}: .*\.jsonl") as caught:
+    with refused(rf"{name}: .*\.jsonl"):
         find_files(path if inside == "file" else path.parent, "text")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.log", "a"])
@@ -76,10 +75,9 @@ OBJECT = {"id": 1, "instruction": "Where?", "output": "There.\n"}
 def test_lists_of_rows_and_rows_over_several_lines_are_not_text(tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(InputError, match=rf"{name}: rows of JSON .* \.json$") as caught:
+    with refused(rf"{name}: rows of JSON .* \.json$"):
         open_dataset(path, kind="text", tokenizer=make_tokenizer(), sequence_length=64,
                      cache_dir=tmp_path / "cache")  # fmt: skip
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +142,8 @@ def test_a_row_that_says_what_is_not_heeded_is_refused(tmp_path, field, kind):
         return  # they mean nothing for a text
     good = {"messages": TURNS, "text": "The sea was calm."}
     for value in ROWS[field]:
-        with pytest.raises(InputError, match=rf"rows.jsonl:2: .*'{field}'.*: ") as caught:
+        with refused(rf"rows.jsonl:2: .*'{field}'.*: "):
             open_rows(tmp_path, [good, good | {field: value}], kind)
-        assert "\n" not in str(caught.value)
     for value in (None, [], ""):
         assert len(open_rows(tmp_path, [good, good | {field: value}], kind)) == 2
     if kind == "chat" and "weight" in field:
@@ -201,9 +198,8 @@ def test_calls_and_tools_under_other_names_are_refused_where_no_template_reads_t
     turns = [{"role": "system", "content": "You are a helpful assistant."}, *map(dict, TURNS)]
     turns[2 * turn][field] = value
     problem = rf"rows.jsonl:1: message {2 * turn + 1}: .*does not read '{field}': .*{remedy}"
-    with pytest.raises(InputError, match=problem) as caught:
+    with refused(problem):
         learnt(tmp_path, {"messages": turns}, tokenizer)
-    assert "\n" not in str(caught.value)
     for nothing in (None, "", []):
         turns[2 * turn][field] = nothing
         assert "You are welcome." in learnt(tmp_path, {"messages": turns}, tokenizer)[0]
@@ -283,9 +279,8 @@ def test_arguments_written_as_json_teach_what_those_written_as_objects_do(tmp_pa
     ["{", "Paris", '"Paris"', "[1]", "3", 3, [1], True, '{"a": 1, "a": 2}', "[" * 10**5],
 )
 def test_arguments_that_are_no_json_object_are_refused(tmp_path, arguments):
-    with pytest.raises(InputError, match=r"rows.jsonl:1: message 2: .*'arguments'.*: ") as caught:
+    with refused(r"rows.jsonl:1: message 2: .*'arguments'.*: "):
         learnt(tmp_path, {"messages": calls({}, arguments)})
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
