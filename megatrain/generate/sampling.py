@@ -85,12 +85,12 @@ class Sampling:
         return settings
 
 
-def _not_followed(own: GenerationConfig) -> list[str]:
+def _not_followed(config: GenerationConfig) -> list[str]:
     """The settings that generation here does not follow, which is said once."""
     known = _FOLLOWED | _REPLACED
     names = [
         name
-        for name, value in sorted(vars(own).items())
+        for name, value in sorted(vars(config).items())
         if not (name.startswith("_") or name in known or value in _NEUTRAL)
     ]
     if names:

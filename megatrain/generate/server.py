@@ -93,8 +93,8 @@ class Server:
 
         def asked(number: int) -> list[Continued]:
             # Of n replies the server counts its seed up; prompts need seeds of their own.
-            own = {"prompt": list(ids[number]), "seed": sampling.seed // 2 + number * count}
-            return self._read(self._asked("/v1/completions", plain | own), ids[number], count)
+            of_prompt = {"prompt": list(ids[number]), "seed": sampling.seed // 2 + number * count}
+            return self._read(self._asked("/v1/completions", plain | of_prompt), ids[number], count)
 
         with ThreadPoolExecutor(_AT_ONCE) as threads:
             return [reply for replies in threads.map(asked, range(len(ids))) for reply in replies]

@@ -59,13 +59,13 @@ def generate(
         for number, prompt in enumerate(prompts, 1)
     ]
     chat = any(not isinstance(prompt, str) for prompt in prompts)
-    stops, own = stop_ids(source, tokenizer, chat=chat), source.generation_config
+    stops, of_model = stop_ids(source, tokenizer, chat=chat), source.generation_config
     pad = pad_id(tokenizer, config.vocab_size)
     rows = continued(
         source,
         ids,
         sampling,
-        own,
+        of_model,
         stops=stops,
         pad=pad,
         batch_size=batch_size,
@@ -198,8 +198,8 @@ def _set(model: PreTrainedModel, own: GenerationConfig) -> Iterator[None]:
 
 def stop_ids(source: TextModel, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> set[int]:
     """The tokens that end a text: the model's, the tokenizer's, and in a chat the template's."""
-    own = source.generation_config.eos_token_id
-    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
+    eos = source.generation_config.eos_token_id
+    ends = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id}
     if chat:
         ends.add(end_of_turn(tokenizer))
     return {end for end in ends if end is not None}

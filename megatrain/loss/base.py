@@ -97,7 +97,7 @@ class Loss(ABC):
             targets: `[B, T]` of each micro-batch, -100 for none.
             extras: the tensors named in `inputs` and `choices`, of each micro-batch.
         """
-        return sum(num_labelled(each) for each in targets)
+        return sum(num_labelled(target) for target in targets)
 
     def each(self, statistics: Statistics, targets_N: Tensor, *extras: Tensor) -> Tensor:
         """The loss of each token `[N]`; 0 where it has no target."""

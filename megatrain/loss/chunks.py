@@ -44,14 +44,14 @@ def _chunks(
     hidden_ND: Tensor,
     targets_N: Tensor,
     tokens: int,
-    made: Summed,
+    results: Summed,
     extras: Sequence[Tensor],
 ) -> Iterator[Tensor]:
-    """The results of `made` for each chunk's logits."""
+    """The results of `results` for each chunk's logits."""
     for start in range(0, len(hidden_ND), tokens):
         rows = slice(start, start + tokens)
         logits = head(hidden_ND[None, rows])
-        yield made(logits[0], targets_N[rows], *(each[rows] for each in extras))
+        yield results(logits[0], targets_N[rows], *(extra[rows] for extra in extras))
 
 
 def chunked_loss_gradients(
@@ -84,7 +84,7 @@ def chunked_loss_gradients(
         rows = slice(start, start + tokens)
         with torch.enable_grad():
             chunk_CD = hidden_ND[None, rows].detach().requires_grad_()
-            beside = [each[rows] for each in extras]
+            beside = [extra[rows] for extra in extras]
             part = summed(head(chunk_CD)[0], targets_N[rows], *beside)
             loss = part / denominator
         grads = torch.autograd.grad(loss, [chunk_CD, *parameters], allow_unused=True)

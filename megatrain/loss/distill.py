@@ -84,7 +84,7 @@ class Distillation(Loss):
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """The labelled tokens. Raises InputError: a log-probability is above 0."""
-        highest = max(float(each.max()) for _, each in extras)
+        highest = max(float(log_probs.max()) for _, log_probs in extras)
         if highest > 0:
             raise InputError(f"teacher_log_probs holds {highest}; log-probabilities are at most 0")
         return super().normaliser(targets, extras)

@@ -51,7 +51,7 @@ class DPO(PairLoss):
         return self.beta * replies.gain
 
     def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
-        gains = [each.gain for each in (chosen, rejected)]
+        gains = [replies.gain for replies in (chosen, rejected)]
         if self.loss_type in ("ipo", "sigmoid_norm"):
             lengths = chosen.length, rejected.length
             gains = [gain / length for gain, length in zip(gains, lengths, strict=True)]

@@ -71,16 +71,19 @@ class JointLoss(Loss):
             Scalars, all but the first 0 unless the loss is not finite; and TokenWeights' `[B, T]`.
         """
         flat = [
-            torch.cat([each.flatten(0, 1) for each in part]) for part in zip(*extras, strict=True)
+            torch.cat([tensor.flatten(0, 1) for tensor in part])
+            for part in zip(*extras, strict=True)
         ]
         with torch.enable_grad():
-            every_N = torch.cat([each.reshape(-1) for each in log_probs]).detach().requires_grad_()
-            together = torch.cat([each.reshape(-1) for each in targets])
+            every_N = (
+                torch.cat([tensor.reshape(-1) for tensor in log_probs]).detach().requires_grad_()
+            )
+            together = torch.cat([tensor.reshape(-1) for tensor in targets])
             loss = self.joint(every_N, together, *flat) / normaliser
         [slopes_N] = torch.autograd.grad(loss, [every_N])
         measured = self.measures(every_N.detach(), together, *flat)
-        parts = (-slopes_N).split([each.numel() for each in targets])
-        weights = [part.view_as(each) for part, each in zip(parts, targets, strict=True)]
+        parts = (-slopes_N).split([tensor.numel() for tensor in targets])
+        weights = [part.view_as(tensor) for part, tensor in zip(parts, targets, strict=True)]
         total = loss.detach().float()
         return [total, *[total * 0] * (len(weights) - 1)], weights, measured
 

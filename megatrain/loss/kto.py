@@ -63,12 +63,12 @@ class KTO(JointLoss):
         """Rows of tokens for each reply of the data: it and, for the baseline, a mismatched one."""
         return 2 if self.loss_type == "kto" else 1
 
-    def _found(
+    def _replies(
         self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor
     ) -> tuple[Replies, Tensor, Tensor]:
         """The replies, what of each is desired `[R]`, and the baseline."""
         used = targets_N != IGNORED
-        example, desired, reference = (each[used] for each in extras)
+        example, desired, reference = (extra[used] for extra in extras)
         numbers, places = example.unique(return_inverse=True)
         ones = torch.ones_like(desired)
         replies = summed(places, len(numbers), log_prob_N[used], reference, ones)
@@ -78,7 +78,7 @@ class KTO(JointLoss):
         return replies, desired_R, mean.clamp(min=0) * (self.loss_type == "kto")
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        replies, desired_R, baseline = self._found(log_prob_N, targets_N, *extras)
+        replies, desired_R, baseline = self._replies(log_prob_N, targets_N, *extras)
         gain = self.beta * (replies.gain - baseline)
         good = self.desirable_weight * torch.sigmoid(-gain)
         bad = self.undesirable_weight * torch.sigmoid(gain)
@@ -86,7 +86,7 @@ class KTO(JointLoss):
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         """Means over replies, by TRL's names; NaN where there is none of a kind."""
-        replies, desired_R, baseline = self._found(log_prob_N, targets_N, *extras)
+        replies, desired_R, baseline = self._replies(log_prob_N, targets_N, *extras)
         measures = {"kl": baseline}
         for name, which in (("chosen", 1), ("rejected", 0)):
             mask = (desired_R == which).double()

@@ -120,7 +120,7 @@ class PolicyLoss(JointLoss):
 
     def _labels(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> _Labels:
         used = targets_N != IGNORED
-        beside = dict(zip(self.inputs, (each[used] for each in extras), strict=True))
+        beside = dict(zip(self.inputs, (extra[used] for extra in extras), strict=True))
         numbers, row = beside["example"].unique(return_inverse=True)
         length = torch.bincount(row, minlength=len(numbers))[row]
         return _Labels(log_prob_N[used], row, length, len(numbers), beside)
@@ -134,11 +134,11 @@ class PolicyLoss(JointLoss):
         high = ((ratio > 1 + self.high) & (advantage > 0)).double()
         low_R, high_R = labels.means(low), labels.means(high)
         low_mean, high_mean = (
-            each.mean() for each in ((low_R, high_R) if by_reply else (low, high))
+            values.mean() for values in ((low_R, high_R) if by_reply else (low, high))
         )
-        made = {"low_mean": low_mean, "high_mean": high_mean, "region_mean": low_mean + high_mean}
-        made |= {"low_min": low_R.min(), "high_max": high_R.max()}
-        return {f"clip_ratio/{name}": value for name, value in made.items()}
+        ratios = {"low_mean": low_mean, "high_mean": high_mean, "region_mean": low_mean + high_mean}
+        ratios |= {"low_min": low_R.min(), "high_max": high_R.max()}
+        return {f"clip_ratio/{name}": value for name, value in ratios.items()}
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """The number of replies. Raises InputError: two have one number."""
@@ -146,7 +146,7 @@ class PolicyLoss(JointLoss):
         check_numbers("example", example)
         if len(example):
             check_rows("example", example, targets)
-        return sum(len(each) for each in targets)
+        return sum(len(target) for target in targets)
 
 
 def _grouped(rewards_R: Tensor, size: int) -> Tensor:
@@ -157,11 +157,11 @@ def _grouped(rewards_R: Tensor, size: int) -> Tensor:
 
 def _deviation(values: Tensor, dim: int | None = None) -> Tensor:
     """The standard deviation without NaN, of a sample; NaN of less than two values."""
-    there = ~values.isnan()
+    is_number = ~values.isnan()
     mean = values.nanmean() if dim is None else values.nanmean(dim, keepdim=True)
-    squares = torch.where(there, values - mean, 0).square()
+    squares = torch.where(is_number, values - mean, 0).square()
     total = squares.sum() if dim is None else squares.sum(dim, keepdim=True)
-    count = there.sum() if dim is None else there.sum(dim, keepdim=True)
+    count = is_number.sum() if dim is None else is_number.sum(dim, keepdim=True)
     return (total / (count - 1)).sqrt()
 
 
@@ -212,11 +212,11 @@ class GRPO(PolicyLoss):
 
     def advantages(self, rewards_R: Tensor, divergence_R: Tensor) -> Tensor:
         grouped = _grouped(rewards_R, self.num_generations)
-        made = grouped - grouped.nanmean(1, keepdim=True)
+        centred = grouped - grouped.nanmean(1, keepdim=True)
         if self.scale_rewards != "none":
-            each = _deviation(grouped, 1 if self.scale_rewards == "group" else None)
-            made = made / (each + _SMALL)
-        return made.nan_to_num(0.0).flatten().float()
+            deviation = _deviation(grouped, 1 if self.scale_rewards == "group" else None)
+            centred = centred / (deviation + _SMALL)
+        return centred.nan_to_num(0.0).flatten().float()
 
     def _ratio(self, labels: _Labels) -> Tensor:
         difference = labels.log_prob - labels.beside["old_logp"]
@@ -226,36 +226,36 @@ class GRPO(PolicyLoss):
 
     def _divergence(self, labels: _Labels, ratio: Tensor) -> Tensor:
         difference = labels.beside["reference_logp"] - labels.log_prob
-        each = difference.exp() - difference - 1
-        return each * ratio if self.use_bias_correction_kl else each
+        of_labels = difference.exp() - difference - 1
+        return of_labels * ratio if self.use_bias_correction_kl else of_labels
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         labels = self._labels(log_prob_N, targets_N, *extras)
         advantage, ratio = labels.beside["advantage"], self._ratio(labels)
         if self.loss_type == "cispo":
-            each = -ratio.detach().clamp(max=self.high) * advantage * labels.log_prob
+            of_labels = -ratio.detach().clamp(max=self.high) * advantage * labels.log_prob
         else:
             clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
             bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
-            each = -torch.min(bounded * advantage, clipped * advantage)
+            of_labels = -torch.min(bounded * advantage, clipped * advantage)
         if self.importance_sampling is not None:
-            each = each * labels.beside["importance_sampling_ratio"]
+            of_labels = of_labels * labels.beside["importance_sampling_ratio"]
         if self.beta:
-            each = each + self.beta * self._divergence(labels, ratio)
+            of_labels = of_labels + self.beta * self._divergence(labels, ratio)
         if self.loss_type == "grpo":
-            each = each / labels.length
-        return each.double().sum()
+            of_labels = of_labels / labels.length
+        return of_labels.double().sum()
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         labels = self._labels(log_prob_N, targets_N, *extras)
         ratio, by_reply = self._ratio(labels), self.importance_sampling_level == "sequence"
-        made = {"kl": self._divergence(labels, ratio).double().mean()} if self.beta else {}
+        measured = {"kl": self._divergence(labels, ratio).double().mean()} if self.beta else {}
         if self.loss_type == "cispo":
             clipped = ((ratio > self.high) & (labels.beside["advantage"] > 0)).double()
-            return made | {
+            return measured | {
                 "cispo_clip_ratio": (labels.means(clipped) if by_reply else clipped).mean()
             }
-        return made | self._clipped(labels, ratio, by_reply=by_reply)
+        return measured | self._clipped(labels, ratio, by_reply=by_reply)
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """The divisor of `loss_type`. Raises InputError: two replies have one number."""
@@ -264,7 +264,7 @@ class GRPO(PolicyLoss):
             return replies * self.max_completion_length
         if self.loss_type == "grpo":
             return replies
-        return max(1, sum(num_labelled(each) for each in targets))
+        return max(1, sum(num_labelled(target) for target in targets))
 
 
 @dataclass(frozen=True)
@@ -287,10 +287,10 @@ class RLOO(PolicyLoss):
         rewards = rewards_R.double() - self.beta * divergence_R.double()
         grouped = _grouped(rewards, self.num_generations)
         others = (~grouped.isnan()).sum(1, keepdim=True) - 1
-        made = grouped - (grouped.nansum(1, keepdim=True) - grouped) / others
+        centred = grouped - (grouped.nansum(1, keepdim=True) - grouped) / others
         if self.normalize_advantages:
-            made = (made - made.nanmean()) / (_deviation(made) + _SMALL)
-        return made.nan_to_num(0.0).flatten().float()
+            centred = (centred - centred.nanmean()) / (_deviation(centred) + _SMALL)
+        return centred.nan_to_num(0.0).flatten().float()
 
     def _ratio(self, labels: _Labels) -> Tensor:
         return labels.summed(labels.log_prob - labels.beside["old_logp"]).exp()

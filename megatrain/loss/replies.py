@@ -46,7 +46,7 @@ def summed(places_N: Tensor, count: int, *values: Tensor) -> Replies:
     Args: `values` `[N]`: log-probabilities, those of the reference or 0, and 1 for a label.
     """
     zeros = torch.zeros(count, dtype=torch.float64, device=places_N.device)
-    return Replies(*(zeros.index_add(0, places_N, each.double()) for each in values))
+    return Replies(*(zeros.index_add(0, places_N, value.double()) for value in values))
 
 
 def check_numbers(name: str, numbers: Tensor) -> None:
@@ -80,17 +80,17 @@ def unlikeliness(margin: Tensor, wrong: float) -> Tensor:
 def labels_of(name: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> Tensor:
     """The tensor of that number among a loss's inputs, of all labels of a step."""
     pairs = zip(targets, extras, strict=True)
-    return torch.cat([beside[name][each != IGNORED] for each, beside in pairs])
+    return torch.cat([beside[name][target != IGNORED] for target, beside in pairs])
 
 
 def check_rows(name: str, numbers: Tensor, targets: Sequence[Tensor]) -> None:
     """Raises InputError: labels of one reply, as its number says, are in several rows of a step."""
-    count = sum(len(each) for each in targets)
-    rows = torch.arange(count).split([len(each) for each in targets])
+    count = sum(len(target) for target in targets)
+    rows = torch.arange(count).split([len(target) for target in targets])
     every = torch.cat(
         [
-            row[:, None].expand(each.shape)[each != IGNORED]
-            for row, each in zip(rows, targets, strict=True)
+            row[:, None].expand(target.shape)[target != IGNORED]
+            for row, target in zip(rows, targets, strict=True)
         ]
     )
     statistics = (numbers.long() * count + every).unique() // count
@@ -123,15 +123,15 @@ class PairLoss(JointLoss):
     def replies(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> list[Replies]:
         """Chosen and rejected ones, pair by pair."""
         used = targets_N != IGNORED
-        values = dict(zip(self.inputs, (each[used] for each in extras), strict=True))
+        values = dict(zip(self.inputs, (part[used] for part in extras), strict=True))
         log_prob, chosen = log_prob_N[used], values["chosen"]
         counts = values.get("reply", torch.ones_like(chosen))
         reference = values.get("reference_logp", torch.zeros_like(chosen))
         numbers, index = values["pair"].unique(return_inverse=True)
         places = index + len(numbers) * (chosen != 1)
         both = summed(places, 2 * len(numbers), log_prob * counts, reference * counts, counts)
-        parts = (each.chunk(2) for each in both)
-        return [Replies(*each) for each in zip(*parts, strict=True)]
+        parts = (part.chunk(2) for part in both)
+        return [Replies(*part) for part in zip(*parts, strict=True)]
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         return self.pairs(*self.replies(log_prob_N, targets_N, *extras)).sum()
@@ -141,7 +141,7 @@ class PairLoss(JointLoss):
         replies = self.replies(log_prob_N, targets_N, *extras)
         chosen, rejected = map(self.rewards, replies)
         whole = "reference_logp" in self.inputs
-        logps = [each.log_prob if whole else each.mean for each in replies]
+        logps = [of_kind.log_prob if whole else of_kind.mean for of_kind in replies]
         return {
             "rewards/chosen": chosen.mean(),
             "rewards/rejected": rejected.mean(),
@@ -169,8 +169,8 @@ class PairLoss(JointLoss):
             )
         for kind in (0, 1):
             of_kind = [
-                each.masked_fill(beside[1].ne(kind), IGNORED)
-                for each, beside in zip(targets, extras, strict=True)
+                target.masked_fill(beside[1].ne(kind), IGNORED)
+                for target, beside in zip(targets, extras, strict=True)
             ]
             check_rows("pair", labels_of(0, of_kind, extras), of_kind)
         return len(both[0])

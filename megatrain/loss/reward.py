@@ -94,7 +94,7 @@ class Reward(PairLoss):
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """The number of pairs. Raises InputError: as `PairLoss`, or a label is none of a score."""
         pair, chosen = (labels_of(number, targets, extras) for number in (0, 1))
-        if any(bool((each > 0).any()) for each in targets):
+        if any(bool((target > 0).any()) for target in targets):
             raise InputError("labels must be 0 at the tokens that are scored, and -100 elsewhere")
         replies = torch.stack([pair, chosen], 1)
         if len(replies.unique(dim=0)) < len(replies):

@@ -32,10 +32,12 @@ class TokenWeights(Loss):
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         used = [w[t != IGNORED] for t, [w] in zip(targets, extras, strict=True)]
-        lowest = min((float(each.min()) for each in used if len(each)), default=0.0)
+        lowest = min(
+            (float(used_weights.min()) for used_weights in used if len(used_weights)), default=0.0
+        )
         if lowest < 0:
             raise InputError(f"token_weights holds {lowest}; weights must not be negative")
-        total = float(sum(each.double().sum() for each in used))
+        total = float(sum(used_weights.double().sum() for used_weights in used))
         if total == 0 and any(map(len, used)):
             raise InputError("token_weights are 0 for all labels of this step; leave the step out")
         return total

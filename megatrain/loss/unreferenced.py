@@ -69,7 +69,9 @@ class ORPO(PairLoss):
         return losses.sum() + len(losses) * nll
 
     def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
-        odds = [each.mean - torch.log(-torch.expm1(each.mean)) for each in (chosen, rejected)]
+        odds = [
+            replies.mean - torch.log(-torch.expm1(replies.mean)) for replies in (chosen, rejected)
+        ]
         return -self.beta * F.logsigmoid(odds[0] - odds[1])
 
     def rewards(self, replies: Replies) -> Tensor:

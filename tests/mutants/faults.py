@@ -53,7 +53,7 @@ FAULTS = [
         "rows of earlier steps count in the norm", STEPS,
     ),
     Fault(
-        "normalisers", "loss", "return sum(num_labelled(each)", "return sum(each.numel()",
+        "normalisers", "loss", "return sum(num_labelled(target)", "return sum(target.numel()",
         "tokens without a label count in the mean", STEPS,
     ),
     Fault(
