@@ -15,6 +15,7 @@ import torch
 from megatrain.autoplace.fits import check_fits
 from megatrain.autoplace.spill import fastest
 from megatrain.device import available_bytes
+from megatrain.errors import InputError
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.second_model import second_needs
@@ -61,9 +62,13 @@ def settle(
     """The placement of an engine to come, given or chosen; what is None is as `Workload` says.
 
     Raises:
-        InputError: on any rank, there is no such disk.
+        InputError: a size is not a number of 1 or more; on any rank, there is no such disk.
         DoesNotFit: nothing does, or what was given does not.
     """
+    sizes = ("tokens_per_step", "sequence_length", "micro_batch")
+    for name, value in zip(sizes, (tokens_per_step, sequence_length, micro_batch), strict=True):
+        if value is not None and (type(value) is not int or value < 1):
+            raise InputError(f"{name} is {value!r}; it must be an integer of at least 1, or None")
     opened.ranks.agree(lambda: opened.disk_bytes)
     length = sequence_length or min(SEQUENCE_LENGTH, tokens_per_step or TOKENS, _longest(opened))
     clip = opened.max_grad_norm is not None

@@ -255,7 +255,9 @@ def stripped(model: Model) -> Model:
             continue  # inside of another one, of the same module
         parent, _, name = path.rpartition(".")
         setattr(base.get_submodule(parent), name, inner(module))
-    vars(base).pop("peft_config", None)
+    # A hook of the embedding has gone with a wrapper, and what is left of its handle has no copy.
+    for name in ("peft_config", "_require_grads_hook", "_require_grads_hooks"):
+        vars(base).pop(name, None)
     return base
 
 

@@ -34,7 +34,7 @@ from megatrain.model.masks import check_masks
 from megatrain.model.program import ModelProgram
 from megatrain.model.row_share import WHOLE, RowShare
 from megatrain.model.row_trial import RowTrial
-from megatrain.optim import StreamedOptimizer
+from megatrain.optim import StreamedOptimizer, is_number
 from megatrain.placement import RECOMPUTE, Placement, Planned
 from megatrain.seeds import derived_seed
 from megatrain.source.base_reference import base_reference
@@ -168,7 +168,7 @@ class PlacedEngine:
             return
         if (
             old is None
-            or not (norm and 0 < norm < inf)
+            or not (is_number(norm) and 0 < norm < inf)
             or not isinstance(self._parts, TrainingParts)
         ):
             raise InputError(

@@ -23,8 +23,8 @@ class TopTokens(Loss):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise InputError(f"top_k is {self.top_k!r}; it must be at least 1")
+        if type(self.top_k) is not int or self.top_k < 1:
+            raise InputError(f"top_k is {self.top_k!r}; it must be an integer of at least 1")
         check_temperature(self)
 
     def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:

@@ -23,6 +23,17 @@ class Trained:
     freeze: Sequence[str] = ()
     train_only: Sequence[str] | None = None
 
+    def __post_init__(self) -> None:
+        """Raises InputError: what should be a list of regular expressions is none."""
+        for key, patterns in (("freeze", self.freeze), ("train_only", self.train_only or ())):
+            if not isinstance(patterns, tuple | list):
+                raise InputError(f"{key} is {patterns!r}; it must be a list of patterns")
+            for pattern in patterns:
+                try:
+                    re.compile(pattern)
+                except (re.error, TypeError) as error:
+                    raise InputError(f"{key} has a bad pattern {pattern!r}: {error}") from error
+
     def choose(self, model: nn.Module) -> None:
         """Set `requires_grad` of a model's parameters.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -355,7 +355,7 @@ def master_of(tile: TileRange) -> Iterator[Tensor]:
         (kernels.split if on_host else split_block)(master, tile.weights, tile.remainder)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a setting is a number; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 

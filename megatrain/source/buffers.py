@@ -42,11 +42,15 @@ class Untrained:
         return parameters | {name: buffer.dtype for name, buffer in self.buffers.items()}
 
     def check_export(self, dtype: torch.dtype | None) -> None:
-        """Refuse an export of more bits than there are.
+        """Refuse an export in a dtype that none has, or of more bits than there are.
 
         Raises:
             InputError: says so, and how to get them.
         """
+        if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise InputError(
+                f"dtype is {dtype!r}; it must be torch.float32, bfloat16 or float16, or None"
+            )
         if self.rounded and dtype != torch.bfloat16:
             raise InputError(
                 "an engine without an optimizer in bf16 has rounded its weights; export with "

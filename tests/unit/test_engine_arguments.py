@@ -12,6 +12,7 @@ from transformers import AutoConfig, LlamaConfig
 from megatrain import AdamW, Engine, InputError, Placement, RunFailed
 from megatrain.errors import MegatrainError
 from megatrain.loss import DPO
+from megatrain.model.trained import Trained
 from tests.families.tiny import tiny_config, tiny_model
 
 VOCAB, POSITIONS = 128, 64
@@ -49,6 +50,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer class": ({"optimizer": AdamW}, "optimizer is a class; it must be megatrain.AdamW"),
     "loss": ({"loss": "dpo"}, "loss is 'dpo'; it must be one of megatrain.loss, such as DPO()"),
     "seed": ({"seed": "abc"}, "seed is 'abc'; it must be an integer"),
+    "tokens of a step": ({"tokens_per_step": 0}, "tokens_per_step is 0; it must be an integer"),
+    "tokens of a row": ({"sequence_length": -1}, "sequence_length is -1; it must be an integer"),
+    "rows": ({"micro_batch": 1.5}, "micro_batch is 1.5; it must be an integer of at least 1"),
+    "trained": ({"trained": "norm"}, "trained is 'norm'; it must be a Trained"),
     "disk": ({"disk": "/none/there"}, "disk is '/none/there': no such folder; make it, or name"),
     "attention": ({"attn_implementation": "nope"}, "nope"),
 }
@@ -197,6 +202,32 @@ def test_what_is_no_loss(engine: Engine, loss: Any) -> None:
 
 def test_a_generator_is_not_used_up_unseen(engine: Engine) -> None:
     refuse(lambda: engine.step(micro for micro in [GOOD]), "it got a generator")
+
+
+@pytest.mark.parametrize("top_k", [0, 1.5, True])
+def test_what_is_no_number_of_tokens(engine: Engine, top_k: Any) -> None:
+    refuse(lambda: engine.top_logprobs([GOOD], top_k), f"top_k is {top_k}; it must be an integer")
+
+
+@pytest.mark.parametrize("norm", ["1", torch.tensor(0.5)])
+def test_what_is_no_norm(engine: Engine, norm: Any) -> None:
+    with pytest.raises(InputError, match=r"max_grad_norm is 1\.0, and cannot become"):
+        engine.max_grad_norm = norm
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, torch.float64])
+def test_what_no_export_is_written_in(engine: Engine, tmp_path: Path, dtype: Any) -> None:
+    refuse(lambda: engine.save_pretrained(tmp_path / "model", dtype=dtype), "dtype is")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("key", ["freeze", "train_only"])
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [("norm", "is 'norm'; it must be a list"), (["("], "bad pattern"), ([1], "bad pattern 1")],
+)
+def test_what_is_no_list_of_patterns(key: str, patterns: Any, message: str) -> None:
+    refuse(lambda: Trained(**{key: patterns}), f"{key} .*{message}")
 
 
 def test_logits_of_what_is_no_micro_batch(engine: Engine) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 from megatrain.errors import InputError
-from tests.parity.cases import llama
+from tests.parity.cases import llama, make_batches, make_engine
 from tests.sweeps import few
 from tests.unit.trainer_cases import (
     Stop,
@@ -79,6 +79,21 @@ def test_an_adapter_learns_what_it_does_under_the_plain_one(
     whole = PeftModel.from_pretrained(llama(), tmp_path / "Streamed")
     described = json.loads((tmp_path / "Streamed/adapter_config.json").read_text())
     assert described["r"] == 4 and whole.peft_config["default"].use_dora == ("use_dora" in keys)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["embed_tokens"]}]
+)
+def test_an_adapter_of_the_embedding_goes_with_checkpointing(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    """For which a trainer puts a hook on the embedding, whose wrapper takes it along."""
+    model = get_peft_model(llama(), LoraConfig(**({"target_modules": ["q_proj"]} | keys)))
+    model.enable_input_require_grads()
+    [step] = make_batches(1)
+    with make_engine(model) as engine:
+        assert engine.step(step).loss > 0
+        engine.save_pretrained(tmp_path)
 
 
 def test_other_methods_of_peft_are_refused_by_name(tmp_path: Path) -> None:
