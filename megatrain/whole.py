@@ -115,7 +115,8 @@ def _hold(device: Device, places: "_Places", parts: Parts, spec: ModelSpec, stor
     """Put all weights in their places; of those that move through slots, copies."""
     for tile, entry in store.entries():
         if entry.name in spec.gathered:
-            places.put(entry.name, _view(tile, entry).to(device.torch_device, copy=True))
+            rows = entry.view(tile.weights.data)
+            places.put(entry.name, rows.to(device.torch_device, copy=True))
     units = [*parts.trunk, parts.head]
     parts.stream.begin(units)
     for unit, slot in parts.stream.visit(units):
@@ -233,10 +234,6 @@ class _Rows:
 
 def _name(func: Any) -> str:
     return getattr(func, "__name__", str(func))
-
-
-def _view(tile: Tile, entry: Entry) -> Tensor:
-    return entry.view(tile.weights.data)
 
 
 class _Feed:

@@ -41,9 +41,14 @@ def label_shift(spec: ModelSpec) -> int:
             that is none of a language model.
     """
     model = spec.capture.model
-    if spec.capture.scores_rows:
-        return _of_rows(spec)
     name, count = type(model).__name__, model.config.get_text_config(decoder=True).vocab_size
+    if spec.capture.scores_rows:
+        if spec.num_logits != 1:
+            raise Unsupported(
+                f"{name} makes {spec.num_logits} scores of a row, and a reward is one: give it "
+                "with num_labels=1, or a language model (...ForCausalLM)"
+            )
+        return 0  # a score is compared at its own token
     if spec.num_logits < count:
         raise Unsupported(
             f"{name} makes {spec.num_logits} numbers of a token, and its vocabulary has {count}:"
@@ -58,17 +63,6 @@ def label_shift(spec: ModelSpec) -> int:
             "language model; load it with AutoModelForCausalLM"
         )
     return shift
-
-
-def _of_rows(spec: ModelSpec) -> int:
-    """A score is compared at its own token: 0. Raises Unsupported: there is not one for a row."""
-    name = type(spec.capture.model).__name__
-    if spec.num_logits != 1:
-        raise Unsupported(
-            f"{name} makes {spec.num_logits} scores of a row, and a reward is one: give it with "
-            "num_labels=1, or a language model (...ForCausalLM)"
-        )
-    return 0
 
 
 def _tried(spec: ModelSpec, name: str) -> int:
@@ -193,12 +187,12 @@ def _own(
     width = last_hidden(spec.trunk).shape[2:]
     hidden = torch.randn((*_SHAPE, *width), generator=generator)
     inputs = capture.inputs({"input_ids": torch.zeros(_SHAPE, dtype=torch.long), **more})
-    given = weights, with_hidden(spec.trunk, hidden)
+    output = with_hidden(spec.trunk, hidden)
     if routed:
-        given[1]["router_logits"], inputs["output_router_logits"] = routed, True
+        output["router_logits"], inputs["output_router_logits"] = routed, True
     with _FewRows(weights):
-        loss, logits = capture.own_loss(*given, inputs, labels_BT)
-        return loss, capture.head(*given, inputs) if logits is None else logits
+        loss, logits = capture.own_loss(weights, output, inputs, labels_BT)
+        return loss, capture.head(weights, output, inputs) if logits is None else logits
 
 
 @contextmanager
@@ -241,10 +235,9 @@ class _FewRows(TorchFunctionMode):
         rows = self._rows.get(id(args[1])) if func is F.linear else None
         if rows is None:
             return func(*args, **(kwargs or {}))
-        given, table, *bias = args
-        made = F.linear(given, table[:rows])
-        made = F.pad(made, (0, len(table) - rows))
-        return made if not bias or bias[0] is None else made + bias[0]
+        hidden, table, *bias = args
+        logits = F.pad(F.linear(hidden, table[:rows]), (0, len(table) - rows))
+        return logits if not bias or bias[0] is None else logits + bias[0]
 
 
 def _random(parameter: Tensor, generator: torch.Generator) -> Tensor:

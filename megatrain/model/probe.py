@@ -227,7 +227,12 @@ class _Probe:
         self.capture.forward(first, weights, inputs, None, uses)
         names = {id(w): name for name, w in weights.items()}
         looked_up = [(names[id(w)], used) for w, used in uses.lookups if id(w) in names]
-        others = {name for name, used in looked_up if not _rearranged(used, ids)}
+        own = ids.flatten().sort().values  # a lookup may have the batch's ids in any order
+        others = {
+            name
+            for name, used in looked_up
+            if used.numel() != len(own) or not torch.equal(used.flatten().sort().values, own)
+        }
         mine = sorted({name for name, _ in looked_up} - others)
         constants = {row for table, row in uses.constants if row >= 0 and names.get(table) in mine}
         rows = _probe_rows(ids, weights, mine, constants)
@@ -248,7 +253,16 @@ class _Probe:
         inputs = [ref for ref in dict.fromkeys(found) if ref is not None]
         kind = self._kind(module, path, *pytree.tree_unflatten(leaves, tree_spec))
         self.layers.append(Layer(path, module, kind, inputs))
-        return self._tagged(visit, kind)
+        outputs = []
+        for index, value in enumerate(kind.example):
+            if isinstance(value, Tensor):
+                ref = Ref(visit, index)
+                value = tag(value, ref) if value.is_floating_point() else value.clone()
+                self.origin[identity(value)] = ref
+                self.uses.derived[id(value)] = value
+                self.alive.append(value)
+            outputs.append(value)
+        return pytree.tree_unflatten(outputs, kind.output_spec)
 
     def _trace(self, leaf: Tensor, path: str) -> Ref | None:
         """The activation that an argument is; None if no gradient flows to it."""
@@ -284,18 +298,6 @@ class _Probe:
         made, loss = self.capture.template(module), self.router_loss
         made = made if numbered else without_index(made)
         return LayerTemplate(made, routes=loss is not None and tap(made, path, self.model, loss))
-
-    def _tagged(self, visit: int, kind: LayerTemplate) -> Any:
-        leaves = []
-        for index, value in enumerate(kind.example):
-            if isinstance(value, Tensor):
-                ref = Ref(visit, index)
-                value = tag(value, ref) if value.is_floating_point() else value.clone()
-                self.origin[identity(value)] = ref
-                self.uses.derived[id(value)] = value
-                self.alive.append(value)
-            leaves.append(value)
-        return pytree.tree_unflatten(leaves, kind.output_spec)
 
     def _finish(
         self,
@@ -377,13 +379,6 @@ class _Probe:
             if path not in called
             for name, _ in layer.named_parameters()
         ]
-
-
-def _rearranged(used: Tensor, ids: Tensor) -> bool:
-    """True if a lookup's ids are the batch's own, in any shape and order."""
-    return used.numel() == ids.numel() and torch.equal(
-        used.flatten().sort().values, ids.flatten().sort().values
-    )
 
 
 def _probe_rows(

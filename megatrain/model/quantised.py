@@ -105,7 +105,10 @@ def _nf4_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[s
 
 def _nf4(name: str, file: Path, said: Mapping[str, Any], pieces: Mapping[str, Stored]) -> Stored:
     nested, offset = ".nested_absmax" in pieces, said.get("nested_offset")
-    dtype, shape = _DTYPES.get(str(said.get("dtype"))), _matrix(said.get("shape"))
+    dtype, sizes = _DTYPES.get(str(said.get("dtype"))), said.get("shape")
+    shape: tuple[int, ...] = ()  # unless of two whole numbers
+    if isinstance(sizes, list) and [type(size) for size in sizes] == [int, int]:
+        shape = tuple(sizes)
     wanted = {"quant_type": "nf4", "blocksize": 64}
     wanted |= {"nested_blocksize": 256, "nested_dtype": "float32"} if nested else {}
     others = {key: said.get(key) for key, value in wanted.items() if said.get(key) != value}
@@ -125,17 +128,9 @@ def _nf4(name: str, file: Path, said: Mapping[str, Any], pieces: Mapping[str, St
     mean = torch.tensor([offset] if nested else [], dtype=torch.float32)
 
     def pack() -> Tensor:
-        flat = (pieces[part].read().view(-1).view(torch.uint8) for part in order)
-        return torch.cat((mean.view(torch.uint8), *flat))
+        return torch.cat((mean.view(torch.uint8), _joined(*(pieces[part] for part in order))))
 
     return Quantised(name, file, dtype, shape, 0, size, packing=packing, pack=pack)
-
-
-def _matrix(said: Any) -> tuple[int, ...]:
-    """A shape of two dimensions; what is none is empty."""
-    if not isinstance(said, list) or len(said) != 2 or not all(type(n) is int for n in said):
-        return ()
-    return tuple(said)
 
 
 def _fp8_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
@@ -159,11 +154,12 @@ def _fp8_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[s
             )
         size = data.num_bytes + scale.num_bytes
         pack = partial(_joined, scale, data)
-        where = weight, data.file, torch.bfloat16, data.shape
-        found[weight] = Quantised(*where, 0, size, packing=FP8, pack=pack)
+        found[weight] = Quantised(
+            weight, data.file, torch.bfloat16, data.shape, 0, size, packing=FP8, pack=pack
+        )
         parts |= {name, scale.name}
     return found, parts
 
 
 def _joined(*parts: Stored) -> Tensor:
-    return torch.cat([each.read().view(-1).view(torch.uint8) for each in parts])
+    return torch.cat([part.read().view(-1).view(torch.uint8) for part in parts])

@@ -59,13 +59,9 @@ _LEFT_OUT = {
     "_use_kernels",
     "_weight_conversions",
 }
-_OF_CONFIG_LEFT_OUT = (
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "transformers_version",
-    "use_cache",
-)
+_OF_CONFIG_LEFT_OUT = {
+    *("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+}
 _BUILT_IN = torch.float32
 _UNDO = "set it in the model's configuration, or undo it"
 
@@ -93,14 +89,16 @@ def difference(
             "neither a checkpoint nor an export of it could be loaded; give a causal language "
             "model of transformers, or the folder that has its code"
         )
-    found = next(_differences(model, again, computed), None)
-    if found is None and whole is not None:
-        remade = with_adapters(model, whole.configs, whole.active)
-        found = next(_unlike(given, remade), None)
-    if found is None:
-        return None
-    what, remedy = found
-    return (
+
+    def differences() -> Iterator[tuple[str, str]]:
+        yield from _unlike(model, again)
+        built = again if computed == _BUILT_IN else None
+        yield from _buffers(model, again, loaded_types(model, computed, built))
+        if whole is not None:
+            yield from _unlike(given, with_adapters(model, whole.configs, whole.active))
+
+    what, remedy = next(differences(), (None, None))
+    return what and (
         f"{what} by the model's configuration, from which a checkpoint or an export would be "
         f"loaded; {remedy}"
     )
@@ -118,14 +116,6 @@ def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTr
         set_experts(part, experts_of(given))
     make = partial(model_of, type(model)) if of_folder else model_class(config)
     return build(config, make, dtype=_BUILT_IN)
-
-
-def _differences(
-    model: PreTrainedModel, again: PreTrainedModel, computed: torch.dtype
-) -> Iterator[tuple[str, str]]:
-    yield from _unlike(model, again)
-    made = again if computed == _BUILT_IN else None
-    yield from _buffers(model, again, loaded_types(model, computed, made))
 
 
 def _unlike(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
@@ -238,8 +228,9 @@ class _Same:
         if isinstance(a, dict):
             return a.keys() == b.keys() and all(self(a[key], b[key]) for key in a)
         if isinstance(a, types.FunctionType):
-            inside = [(f.__defaults__, f.__kwdefaults__, _cells(f), f.__dict__) for f in (a, b)]
-            return a.__code__ == b.__code__ and self(*inside)
+            cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
+            others = [(f.__defaults__, f.__kwdefaults__, f.__dict__) for f in (a, b)]
+            return a.__code__ == b.__code__ and self(*cells) and self(*others)
         if isinstance(a, types.MethodType):
             return a.__func__ is b.__func__ and self(a.__self__, b.__self__)
         if isinstance(a, nn.Module):
@@ -247,21 +238,12 @@ class _Same:
         if isinstance(a, type | types.ModuleType | types.BuiltinFunctionType):
             return False  # they are no copies of each other
         if hasattr(a, "__dict__") and type(a).__eq__ is object.__eq__:
-            return self(vars(a), vars(b)) and self(*(_called(each) for each in (a, b)))
+            of_partial = [
+                [getattr(value, name, None) for name in ("func", "args", "keywords")]
+                for value in (a, b)
+            ]
+            return self(vars(a), vars(b)) and self(*of_partial)
         return bool(a == b)
-
-
-def _called(value: Any) -> Any:
-    """The contents of a partial function."""
-    return (
-        getattr(value, "func", None),
-        getattr(value, "args", None),
-        getattr(value, "keywords", None),
-    )
-
-
-def _cells(function: types.FunctionType) -> list[Any]:
-    return [cell.cell_contents for cell in function.__closure__ or ()]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -326,7 +308,19 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
             parameter.requires_grad_(parameters[name].requires_grad)
     else:
         refuse_weights(model)
-        copied = _copied(model)
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in model.parameters()
+        }
+        for value in (v for module in model.modules() for v in vars(module).values()):
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+        try:
+            copied = copy.deepcopy(model, memo)
+        except Exception as error:  # whatever a user's own attributes make of being copied
+            raise InputError(
+                f"the model given cannot be copied: {in_one_line(error, LONGEST_REASON)}"
+            ) from error
     without_checkpointing(copied)
     if attn_implementation is not None:
         try:
@@ -336,19 +330,3 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
                 f"attn_implementation: {in_one_line(error, LONGEST_REASON)}"
             ) from error
     return copied.train()
-
-
-def _copied(model: PreTrainedModel) -> PreTrainedModel:
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
-    }
-    for module in model.modules():
-        made = (v for v in vars(module).values() if isinstance(v, torch.Tensor) and not v.is_leaf)
-        memo |= {id(value): value.detach().clone() for value in made}
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:  # whatever a user's own attributes make of being copied
-        raise InputError(
-            f"the model given cannot be copied: {in_one_line(error, LONGEST_REASON)}"
-        ) from error

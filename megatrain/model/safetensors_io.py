@@ -9,7 +9,7 @@ Format: eight bytes of header length, a JSON header, the data without holes
 import json
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -20,13 +20,7 @@ from torch import Tensor
 
 from megatrain import huge_pages
 from megatrain.errors import InputError
-from megatrain.json_yaml import (
-    DAMAGED,
-    MAX_JSON_BYTES,
-    MAX_NAME_LENGTH,
-    parse_object,
-    read_json,
-)
+from megatrain.json_yaml import DAMAGED, MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
 from megatrain.units import MIB, align
 
 SINGLE_FILE = "model.safetensors"
@@ -113,7 +107,13 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if (folder / SINGLE_FILE).is_file():
         return {stored.name: stored for stored in read_header(folder / SINGLE_FILE)}
     if not (folder / INDEX_FILE).is_file():
-        raise InputError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}{_pickle_hint(folder)}")
+        hint = "; give a folder with safetensors weights"
+        if has_pickle_weights(folder):
+            hint = (
+                ", only pickle weights, which can run code and are never read; convert them with "
+                "transformers (from_pretrained, then save_pretrained) where you trust them"
+            )
+        raise InputError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}{hint}")
     file_of = _read_index(folder / INDEX_FILE)
     found: dict[str, Stored] = {}
     for file_name in dict.fromkeys(file_of.values()):
@@ -138,32 +138,17 @@ def has_pickle_weights(folder: Path) -> bool:
     return any(True for pattern in ("*.bin", "*.pt", "*.pth") for _ in folder.glob(pattern))
 
 
-def _pickle_hint(folder: Path) -> str:
-    if not has_pickle_weights(folder):
-        return "; give a folder with safetensors weights"
-    return (
-        ", only pickle weights, which can run code and are never read; convert them with "
-        "transformers (from_pretrained, then save_pretrained) where you trust them"
-    )
-
-
 def _shard(folder: Path, file_name: str) -> Path:
     relative = PurePosixPath(file_name)
     if relative.is_absolute() or ".." in relative.parts or not file_name.isprintable():
         raise InputError(f"{folder / INDEX_FILE}: shard {file_name!r} lies outside the folder")
-    if not _is_file(folder / file_name):
-        raise InputError(
-            f"{folder / file_name}: the shard is missing, {INDEX_FILE} names it; "
-            "the download is incomplete, fetch the model again"
-        )
-    return folder / file_name
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name longer than any file has
-        return False
+    with suppress(OSError):  # a name longer than any file has
+        if (folder / file_name).is_file():
+            return folder / file_name
+    raise InputError(
+        f"{folder / file_name}: the shard is missing, {INDEX_FILE} names it; "
+        "the download is incomplete, fetch the model again"
+    )
 
 
 def _read_index(path: Path) -> dict[str, str]:

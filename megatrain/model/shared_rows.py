@@ -9,7 +9,6 @@ Legend: B rows, N ranks, T tokens of a whole row, S of one rank's share (T = N x
 width of a head.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -55,26 +54,19 @@ def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
 exchange.register_autograd(_exchange_back, setup_context=_note)
 
 
-class _Shares(ABC):
-    """How the shares of a row come together for attention."""
+class _OfRanks:
+    """Brings the shares of all ranks together for attention."""
 
-    @abstractmethod
-    def whole(self, *each: Tensor) -> list[Tensor]:
-        """`[B, H / N, T, D]` of each `[B, H, S, D]`."""
-
-    @abstractmethod
-    def own(self, out: Tensor) -> Tensor:
-        """`[B, S, H, D]` of `[B, T, H / N, D]`."""
-
-
-class _OfRanks(_Shares):
     def __init__(self, ranks: RowRanks) -> None:
         self.size, self._number = ranks.size, len(_ranks)
         _ranks.append(ranks)
 
-    def whole(self, *each: Tensor) -> list[Tensor]:
-        """One exchange for queries, keys and values: one order on all ranks, also if compiled."""
-        split = [x.unflatten(1, (self.size, -1)) for x in each]  # [B, N, H / N, S, D]
+    def whole(self, *shares: Tensor) -> list[Tensor]:
+        """`[B, H / N, T, D]` of each `[B, H, S, D]`.
+
+        One exchange for queries, keys and values: one order on all ranks, also if compiled.
+        """
+        split = [x.unflatten(1, (self.size, -1)) for x in shares]  # [B, N, H / N, S, D]
         blocks = torch.cat([x.permute(1, 0, 3, 2, 4).flatten(3) for x in split], -1)
         received = exchange(blocks, self._number)  # [N, B, S, all heads' widths]
         parts = received.split([x.shape[2] * x.shape[4] for x in split], -1)
@@ -83,16 +75,17 @@ class _OfRanks(_Shares):
         return [x.permute(1, 3, 0, 2, 4).flatten(2, 3) for x in heads]
 
     def own(self, out: Tensor) -> Tensor:
+        """`[B, S, H, D]` of `[B, T, H / N, D]`."""
         blocks = out.unflatten(1, (self.size, -1)).transpose(0, 1)  # [N, B, S, H / N, D]
         received = exchange(blocks.contiguous(), self._number)
         return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-class _OfOneRow(_Shares):
+class _OfOneRow:
     """For a trial by one process: the rows of a micro-batch are the shares of a single row."""
 
-    def whole(self, *each: Tensor) -> list[Tensor]:
-        return [x.transpose(0, 1).flatten(1, 2)[None] for x in each]
+    def whole(self, *shares: Tensor) -> list[Tensor]:
+        return [x.transpose(0, 1).flatten(1, 2)[None] for x in shares]
 
     def own(self, out: Tensor) -> Tensor:
         return out
@@ -122,7 +115,7 @@ def rows_of(tokens: int) -> Iterator[None]:
         _tried.reset(token)
 
 
-def _register(name: str, shares: _Shares, size: int) -> None:
+def _register(name: str, shares: _OfRanks | _OfOneRow, size: int) -> None:
     def attend(
         module: nn.Module,
         query: Tensor,
@@ -137,9 +130,9 @@ def _register(name: str, shares: _Shares, size: int) -> None:
         groups = query.shape[1] // key.shape[1]
         whole = shares.whole(query, key, value)
         heads: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
-        given = {name: options.get(name) for name in ("scaling", "softcap")}
+        how = {name: options.get(name) for name in ("scaling", "softcap")}
         dropout = options.get("dropout") or 0.0
-        out, _ = sdpa_attention_forward(heads, *whole, None, dropout=dropout, **given)
+        out, _ = sdpa_attention_forward(heads, *whole, None, dropout=dropout, **how)
         return shares.own(out).reshape(rows, tokens, query.shape[1], -1), None
 
     AttentionInterface.register(name, attend)
@@ -152,14 +145,14 @@ def repeated(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Tens
     Raises:
         InputError: they cannot share the heads of queries.
     """
-    heads, given = query.shape[1], key.shape[1]
+    heads, key_heads = query.shape[1], key.shape[1]
     if heads % size:
         raise InputError(
             f"sequence_parallel is {size}, and the model has {heads} heads of queries, which so "
             "many ranks cannot share evenly; take a number of ranks that divides them"
         )
-    several = (n for n in range(1, heads // given + 1) if not heads % (given * n))
-    times = next(n for n in several if not given * n % size)
+    several = (n for n in range(1, heads // key_heads + 1) if not heads % (key_heads * n))
+    times = next(n for n in several if not key_heads * n % size)
     if times == 1:
         return key, value
     return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)

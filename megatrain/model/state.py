@@ -32,10 +32,8 @@ def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Si
     """
     inside = {id(module) for module in stack.modules()}
     outer = [module for module in capture.model.modules() if id(module) not in inside]
-    watch, before = (
-        Watch(capture.model, "", [*stack]),
-        [(vars(m).copy(), buffers_of(m).copy()) for m in outer],
-    )
+    watch = Watch(capture.model, "", [*stack])
+    before = [(vars(m).copy(), buffers_of(m).copy()) for m in outer]
     _run_to_the_layers(capture, shapes, 0.0)
     changes = watch.changes()
     if not changes:
@@ -71,20 +69,15 @@ def _run_to_the_layers(capture: Capture, shapes: Mapping[str, torch.Size], weigh
     }
     ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
     short = {"input_ids": ids if weight == 0 else ids.remainder(3)}
+    text = capture.model.config.get_text_config(decoder=True)
+    most, tokens = getattr(text, "max_position_embeddings", None), PROBE_SHAPE[1]
     with torch.no_grad():
         capture.forward(stop, weights, capture.inputs(short))
-        if (last := _last_positions(capture)) is not None:
+        if isinstance(most, int) and most > tokens and capture.takes("position_ids"):
+            last = {"position_ids": torch.arange(most - tokens, most).expand(PROBE_SHAPE)}
             with suppress(Exception):  # not every model takes positions that begin anywhere
-                capture.forward(stop, weights, capture.inputs({**short, "position_ids": last}))
+                capture.forward(stop, weights, capture.inputs(short | last))
             capture.forward(stop, weights, capture.inputs(short))
-
-
-def _last_positions(capture: Capture) -> Tensor | None:
-    text = capture.model.config.get_text_config(decoder=True)
-    most, (rows, tokens) = getattr(text, "max_position_embeddings", None), PROBE_SHAPE
-    if not isinstance(most, int) or most <= tokens or not capture.takes("position_ids"):
-        return None
-    return torch.arange(most - tokens, most).expand(rows, tokens)
 
 
 def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -124,7 +117,8 @@ def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
         if not change.spoil():
             raise change.refusal()
     with sdpa_kernel(SDPBackend.MATH):  # the output of a fused kernel may hide NaN in its input
-        return any(_has_nan(value) for value in run())
+        tensors = [value for value in run() if isinstance(value, Tensor)]
+    return any(bool(t.isnan().any()) for t in tensors if t.is_floating_point())
 
 
 def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
@@ -143,11 +137,6 @@ def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
             raise change.refusal()
     if changes and _reads(changes, again):
         raise changes[0].refusal()
-
-
-def _has_nan(value: Any) -> bool:
-    floats = isinstance(value, Tensor) and value.is_floating_point()
-    return floats and bool(value.isnan().any())
 
 
 class OtherRandomness:

@@ -95,35 +95,27 @@ class ChunkedOverTokens:
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or x.ndim != 3 or x.is_meta:
             return self._whole(*args, **kwargs)
-        if x.shape[0] * x.shape[1] <= self._tokens or not self._tried(x):
+        if x.shape[0] * x.shape[1] <= self._tokens:
             return self._whole(x)
-        return self._over_tiles(self._bound(), x)
-
-    def _bound(self) -> dict[str, Tensor]:
-        return {**dict(self._part.named_parameters()), **dict(self._part.named_buffers())}
-
-    def _tried(self, x: Tensor) -> bool:
+        bound = {**dict(self._part.named_parameters()), **dict(self._part.named_buffers())}
         key = (self._part.training, x.shape[-1], x.dtype)
         if key not in self._taken:
             self._alone.train(self._part.training)
             with without_modes():
-                self._taken[key] = self._trial(self._bound(), x)
-        return self._taken[key]
+                self._taken[key] = self._trial(bound, x)
+        return self._over_tiles(bound, x) if self._taken[key] else self._whole(x)
 
     def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
-        return acts_on_tokens_alone(lambda y: self._run(bound, y), x)
+        return acts_on_tokens_alone(lambda y: _apply(self._alone, bound, y), x)
 
     def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
         return _Tiles.apply(self._call, self._tokens, list(bound), x, *bound.values())
-
-    def _run(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
-        return _apply(self._alone, bound, x)
 
     def _call(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
         """One tile; the last one of a row may be short, and is not worth compiling for."""
         self._alone.train(self._part.training)
         if x.shape[1] < self._tokens:
-            return self._run(bound, x)
+            return _apply(self._alone, bound, x)
         mode = "backward" if torch.is_grad_enabled() else "forward"
         return self._fast[mode](self._alone, bound, x)
 

@@ -246,25 +246,18 @@ def _planned(
     folder: Path, model: PreTrainedModel
 ) -> tuple[LoadPlan, dict[str, torch.dtype], dict[str, str]]:
     """How the folder's tensors become the model's, their dtypes, and each name's first name."""
-    references, first_name = _references(model)
-    plan = plan_load(model, gathered(folder, stored_tensors(folder)))
-    if plan.repeated:
-        again = plan.repeated[0]
-        raise InputError(f"{again.file}: {again.name!r} is stored again under another name")
-    return plan, _check_recipes(model, plan.recipes, references), first_name
-
-
-def _references(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every name that a checkpoint may use, with its tensor and with that tensor's first name."""
     saved = model.state_dict().keys()
     named = chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
     references = {name: tensor for name, tensor in named if name in saved}
     first: dict[int, str] = {}
-    for name, tensor in references.items():
-        first.setdefault(id(tensor), name)
-    return references, {name: first[id(tensor)] for name, tensor in references.items()}
+    first_name = {name: first.setdefault(id(t), name) for name, t in references.items()}
+    plan = plan_load(model, gathered(folder, stored_tensors(folder)))
+    if plan.repeated:
+        again = plan.repeated[0]
+        raise InputError(f"{again.file}: {again.name!r} is stored again under another name")
+    return plan, _check_recipes(model, plan.recipes, references), first_name
 
 
 def _check_recipes(
