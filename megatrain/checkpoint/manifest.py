@@ -223,11 +223,6 @@ class Checkpoint:
         return sum(record.num_bytes for record in self.manifest.files.values())
 
     @property
-    def kept(self) -> bool:
-        """True if the checkpoint is marked to stay for ever."""
-        return (self.folder / KEEP).exists()
-
-    @property
     def model_folder(self) -> Path:
         """Configuration of the model, and what the caller attached; no weights."""
         return self.folder / MODEL

@@ -60,18 +60,14 @@ class StagingBlocks:
             most = self._most_bytes
             if most is None:
                 most = spare_bytes_of(host_available_bytes(self._host_limit))
-            useful = useful_bytes(planes)
-            self._add_what_fits(min(most, useful) // files.PIECE_BYTES, pinned=leaving)
-
-    def _add_what_fits(self, blocks: int, *, pinned: bool) -> None:
-        while blocks > 0:
-            try:
-                self._add(blocks, pinned=pinned)
-            except DoesNotFit as error:
-                blocks //= 2
-                _log.warning("saves will hold up updates more than need be: %s", error)
-            else:
-                return
+            blocks = min(most, useful_bytes(planes)) // files.PIECE_BYTES
+            while blocks > 0:
+                try:
+                    self._add(blocks, pinned=leaving)
+                    break
+                except DoesNotFit as error:
+                    blocks //= 2
+                    _log.warning("saves will hold up updates more than need be: %s", error)
 
     def _add(self, blocks: int, *, pinned: bool) -> None:
         size = blocks * files.PIECE_BYTES

@@ -4,8 +4,9 @@ import copy
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ _OF_FILES = frozenset((
     "auto_mapping", "peft_version",
 ))  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+FILE_PREFIX = "base_model.model."  # of names of the model's parameters in such a file
 _SCORES, _HEAD = "SEQ_CLS", "score"  # PEFT's task of models that score rows; their head
 _HEADS = {"classifier", _HEAD}  # names that PEFT adds to modules_to_save for this task
 _INITS = (True, False, "gaussian")  # others change the base's weights, or need data
@@ -73,8 +75,7 @@ def lora_config(keys: Mapping[str, Any]) -> Any:
     Raises:
         InputError: PEFT is not there, or does not take these keys.
     """
-    known = {*KEYS, *_OF_FILES}
-    if unknown := sorted(keys.keys() - known):
+    if unknown := sorted(keys.keys() - KEYS - _OF_FILES):
         raise InputError(
             f"adapter: {unknown[0]!r} is not supported; there are {', '.join(sorted(KEYS))}"
         )
@@ -94,10 +95,10 @@ def check(config: Any) -> None:
             f"the adapter is of {type(config).__name__}; only LoraConfig (LoRA, rsLoRA, DoRA) is "
             "supported"
         )
-    usual, given = lora().to_dict(), config.to_dict()
-    for name in sorted(given.keys() - KEYS - _OF_FILES):
-        if (given[name] or None) != (usual.get(name) or None):  # PEFT puts empty ones there
-            raise InputError(f"the adapter has {name} = {given[name]!r}, which is not supported")
+    usual, settings = lora().to_dict(), config.to_dict()
+    for name in sorted(settings.keys() - KEYS - _OF_FILES):
+        if (settings[name] or None) != (usual.get(name) or None):  # PEFT puts empty ones there
+            raise InputError(f"the adapter has {name} = {settings[name]!r}, which is not supported")
     if config.init_lora_weights not in _INITS:
         raise InputError(
             f"the adapter has init_lora_weights = {config.init_lora_weights!r}, which is not "
@@ -176,10 +177,13 @@ def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
         ) from error
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         raise InputError(f"adapter: {in_one_line(error, _LONGEST)}") from error
-    found = [f".{base_path(path)}.{parameter_of(module)}" for path, module in wrappers(model)]
-    for name in (name for each in configs.values() for name in _parameters(each)):
-        if not any(own.endswith(f".{name}") for own in found):  # of which PEFT only warns
-            raise InputError(f"adapter: the model has no parameter {name!r} (target_parameters)")
+    adapted = [f".{base_path(path)}.{parameter_of(module)}" for path, module in wrappers(model)]
+    for config in configs.values():
+        for name in getattr(config, "target_parameters", None) or ():
+            if not any(path.endswith(f".{name}") for path in adapted):  # of which PEFT only warns
+                raise InputError(
+                    f"adapter: the model has no parameter {name!r} (target_parameters)"
+                )
     for _, module in wrappers(model):
         module.set_adapter(active)
     tidy(model)
@@ -271,20 +275,9 @@ def base_path(path: str) -> str:
     return path
 
 
-def _parameters(config: Any) -> Iterable[str]:
-    return getattr(config, "target_parameters", None) or ()
-
-
 def parameter_of(module: Any) -> str | None:
     """The parameter that a wrapper adapts (`target_parameters`); None: it adapts the module."""
     return getattr(module, "parameter_name", None)
-
-
-def _parents(name: str) -> Iterator[str]:
-    """Paths of the modules that a parameter is in, the inmost first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
@@ -294,7 +287,8 @@ def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     paths = {path for path, _ in wrappers(model)}
     both = model.named_parameters(remove_duplicate=False), model.named_buffers()
     for name in (name for named in both for name, _ in named):
-        wrapper = next((path for path in _parents(name) if path in paths), None)
+        parents = accumulate(name.split("."), "{}.{}".format)
+        wrapper = max((path for path in parents if path in paths), key=len, default=None)
         if wrapper is None:
             held[name] = name
             continue
@@ -313,12 +307,7 @@ def file_names(model: nn.Module, active: str) -> dict[str, str]:
     held = _library().get_peft_model_state_dict(
         model, dict(every), active, save_embedding_layers=False
     )
-    return {f"base_model.model.{name}": first[id(value)] for name, value in held.items()}
-
-
-def model_name(name: str) -> str:
-    """The name in the model of what a file of an adapter has of its base."""
-    return name.removeprefix("base_model.model.")
+    return {f"{FILE_PREFIX}{name}": first[id(value)] for name, value in held.items()}
 
 
 def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -344,13 +333,15 @@ def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> 
     return {n: p.detach() for n, p in made.items() if not n.startswith("base_layer.")}
 
 
-def merged(module: Any, active: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of a wrapped module with its active adapter merged into them, in fp32.
+def merged(
+    module: Any, active: str, values: Mapping[str, Callable[[], Tensor]], name: str
+) -> Tensor:
+    """A parameter of a wrapped module with its active adapter merged into it, in fp32.
 
     Args:
-        values: of all parameters of the wrapper, by their names in it.
+        values: functions that give all parameters of the wrapper, by their names in it.
     """
     real = copy.deepcopy(module).float().to_empty(device="cpu")
-    real.load_state_dict(values)
+    real.load_state_dict({name: value() for name, value in values.items()})
     real.merge(adapter_names=[active])
-    return {name: p.detach() for name, p in real.get_base_layer().named_parameters()}
+    return real.get_base_layer().get_parameter(name).detach()

@@ -4,6 +4,7 @@ their chunks one is measured, and none is run.
 Legend: as in model/token_chunks.py.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.func import functional_call
 
 from megatrain.compat.torch import current_mode
 from megatrain.forecast.op_counter import OpCounter, Work, added
-from megatrain.model.layer_template import LayerTemplate, template
+from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone, parts
 
 _SIZE = 4  # of the greatest common divisor of a part's sizes, in a trial
@@ -53,7 +54,7 @@ def tiled(kind: LayerTemplate, tokens: int, measure: Measure) -> Iterator[None]:
         measure: of a part, what it is bound to (without data), and a whole tile's sizes
             `[1, C, D]` and type.
     """
-    before, kind.module = kind.module, template(kind.module)
+    before, kind.module = kind.module, copy.deepcopy(kind.module)
     try:
         with foretold(parts(kind.module), tokens, measure):
             yield

@@ -237,10 +237,8 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
                 mine = f"{path}.modules_to_save.{found.active}.{name}"
                 out[f"{there}.{name}"] = values[mine]
             else:
-                every = {n: values[first[id(p)]] for n, p in module.named_parameters()}
-                out[f"{there}.{name}"] = partial(_merged, module, found.active, every, name)
+                own_values = {n: values[first[id(p)]] for n, p in module.named_parameters()}
+                out[f"{there}.{name}"] = partial(
+                    peft.merged, module, found.active, own_values, name
+                )
     return out
-
-
-def _merged(module: nn.Module, active: str, values: Values, name: str) -> Tensor:
-    return peft.merged(module, active, {n: value() for n, value in values.items()})[name]

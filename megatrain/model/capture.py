@@ -5,6 +5,7 @@ its layer would get. So no family needs code of its own: prologue, layer argumen
 between layers and the epilogue are all read off transformers' forward.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from megatrain.compat.torch import memory_of, pytree
 from megatrain.compat.transformers import scores_rows
 from megatrain.errors import InputError
-from megatrain.model.layer_template import containers, lay_aside, put_back, template
+from megatrain.model.layer_template import containers, lay_aside, put_back
 from megatrain.model.user_changes import refuse_lookup
 
 PROLOGUE = -1  # the "visit" that what runs before the first layer counts as
@@ -239,7 +240,9 @@ class Capture:
         """A copy of a layer as it was given, with its own forward and hooks."""
         del layer.forward
         try:
-            return template(layer, self._own[id(layer)])
+            clone, behaviour = copy.deepcopy((layer, self._own[id(layer)]))
+            put_back(clone, behaviour)
+            return clone
         finally:
             self._replace(layer)
 

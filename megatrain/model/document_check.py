@@ -233,9 +233,7 @@ class Comparison:
 def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
     """Documents as they come, and short ones between long ones, in rows of the same length."""
     rows, tokens = micro["position_ids"].shape
-    pool = torch.unique(micro["input_ids"])
-    if len(pool) == 1:  # any other token will do
-        pool = torch.cat([pool, pool - 1 if int(pool) else pool + 1])
+    pool = at_least_two(torch.unique(micro["input_ids"]))
     made = []
 
     def add(lengths: list[int], changed: list[int]) -> None:
@@ -267,6 +265,11 @@ def _lengths(micro: Micro) -> list[int]:
     begins_T = begins_BT[int(count_B.argmax())].nonzero()[:, 0] + 1
     edges = [0, *begins_T.tolist(), positions_BT.shape[1]]
     return [end - begin for begin, end in pairwise(edges)]
+
+
+def at_least_two(pool: Tensor) -> Tensor:
+    """The tokens of `pool`, and another one if there is a single one: any will do."""
+    return pool if len(pool) > 1 else torch.cat([pool, pool - 1 if int(pool) else pool + 1])
 
 
 def limits_of(config: PreTrainedConfig) -> list[int]:

@@ -1,6 +1,5 @@
 """Templates: one stateless module per kind of layer, bound to streamed weights."""
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -191,14 +190,6 @@ def move_buffers(
                 full = f"{path}.{name}" if path else name
                 dtype = (types or {}).get(full, buffer.dtype)
                 buffers_of(child)[name] = buffer.to(device=device, dtype=dtype)
-
-
-def template(layer: nn.Module, own: Mapping[str, Any] | None = None) -> nn.Module:
-    """A copy of `layer` to bind weights to; `own` is what `lay_aside` took off it."""
-    clone, behaviour = copy.deepcopy((layer, own))
-    if behaviour is not None:
-        put_back(clone, behaviour)
-    return clone
 
 
 def lay_aside(module: nn.Module) -> dict[str, Any]:

@@ -11,7 +11,6 @@ Legend: N ranks, T tokens of a whole row, S tokens of a share that is tried.
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from transformers import PreTrainedConfig
 from megatrain.compat.transformers import unpacked
 from megatrain.errors import InputError
 from megatrain.model.capture import Call
-from megatrain.model.document_check import TOLERANCE, limits_of
+from megatrain.model.document_check import TOLERANCE, at_least_two, limits_of
 from megatrain.model.program import ModelProgram
 from megatrain.model.row_share import RowShare
 from megatrain.model.shared_rows import attention_of_ranks, attention_of_shares, rows_of
@@ -51,13 +50,13 @@ class RowTrial:
         if not isinstance(share.ranks, RowRanks):
             return
         spec = program.spec
-        for given, why in {
+        for reason, applies in {
             "it gives scores of rows": spec.capture.scores_rows,
             "it has a loss of its routers (output_router_logits)": bool(spec.routed),
             "it takes no position_ids": not spec.capture.accepts("position_ids"),
         }.items():
-            if why:
-                raise InputError(self._refused(given))
+            if applies:
+                raise InputError(self._refused(reason))
         program.may_attend_by_lengths = False  # packed rows are refused
         self._of_ranks = attention_of_ranks(share.ranks)
         self._of_shares = attention_of_shares(share.ranks.size)
@@ -95,23 +94,22 @@ class RowTrial:
             (plain, placed, "are given as 0, 1, 2, ...: it counts them in another way"),
             (*apart, "are cut: layers mix tokens other than by attention, or attend otherwise"),
         ):
-            differs = _change(one, other)
-            if not differs <= TOLERANCE:
+            spread = float(one.std(correction=0)) or 1.0
+            change = float((one - other).square().mean().sqrt()) / spread
+            if not change <= TOLERANCE:
                 what = "positions" if one is plain else "rows"
-                told = f"its losses change by {differs:.1e} of their spread if {what} {why}"
-                raise InputError(self._refused(told))
+                reason = f"its losses change by {change:.1e} of their spread if {what} {why}"
+                raise InputError(self._refused(reason))
         if not all(_same(calls[2], alone, at) for at, alone in enumerate(calls[4:])):
-            raise InputError(
-                self._refused(
-                    f"what its layers are told of positions changes with the length of a row "
-                    f"(at {tokens} tokens), as dynamic rotary embeddings do"
-                )
+            reason = (
+                f"what its layers are told of positions changes with the length of a row (at "
+                f"{tokens} tokens), as dynamic rotary embeddings do"
             )
+            raise InputError(self._refused(reason))
 
     def _rows(self, tokens: int, pool: Tensor) -> list[Micro]:
         """A row without positions, with them, with those of shares; its shares; each alone."""
-        if len(pool) == 1:  # of a single token attention tells nothing; any other will do
-            pool = torch.cat([pool, pool - 1 if int(pool) else pool + 1])
+        pool = at_least_two(pool)  # of a single token attention tells nothing
         size, each = self._share.ranks.size, max(2, self._share.tokens(tokens))
         short = min(_TOKENS, each)
         generator = torch.Generator().manual_seed(0)
@@ -120,12 +118,12 @@ class RowTrial:
         )
         ends = torch.arange(1, size + 1)[:, None] * each
         places_NS = ends - short + torch.arange(short)
-        given = {"input_ids": ids_NS, "labels": labels_NS, "position_ids": places_NS}
-        rows = [{name: value[n : n + 1] for name, value in given.items()} for n in range(size)]
-        whole = {name: value.view(1, -1) for name, value in given.items()}
+        shares = {"input_ids": ids_NS, "labels": labels_NS, "position_ids": places_NS}
+        rows = [{name: value[n : n + 1] for name, value in shares.items()} for n in range(size)]
+        whole = {name: value.view(1, -1) for name, value in shares.items()}
         first = {"position_ids": torch.arange(size * short)[None]}
         plain = {name: value for name, value in whole.items() if name not in first}
-        return [plain, plain | first, whole, given, *rows]
+        return [plain, plain | first, whole, shares, *rows]
 
     def _refused(self, why: str) -> str:
         return (
@@ -134,28 +132,17 @@ class RowTrial:
         )
 
 
-def _change(one: Tensor, other: Tensor) -> float:
-    """How much losses change, by their spread."""
-    spread = float(one.std(correction=0)) or 1.0
-    return float((one - other).square().mean().sqrt()) / spread
-
-
 def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
     """True if layers are given the same of a share alone as of it in the whole row."""
-    pairs = [
-        pair
-        for one, other in zip(every, alone, strict=True)
-        for pair in zip(one.leaves, other.leaves, strict=True)
-    ]
-    return all(_is_part(whole, part, share) for whole, part in pairs)
-
-
-def _is_part(whole: Any, part: Any, share: int) -> bool:
-    if not (isinstance(whole, Tensor) and whole.is_floating_point()):
-        return True  # an activation, which the losses tell of, or no number
-    if whole.ndim != part.ndim:
-        return False
-    for dim, (long, short) in enumerate(zip(whole.shape, part.shape, strict=True)):
-        if long != short:
-            whole = whole.narrow(dim, share * short, short)
-    return torch.equal(whole, part)
+    calls = zip(every, alone, strict=True)
+    for whole, part in (p for a, b in calls for p in zip(a.leaves, b.leaves, strict=True)):
+        if not (isinstance(whole, Tensor) and whole.is_floating_point()):
+            continue  # an activation, which the losses tell of, or no number
+        if whole.ndim != part.ndim:
+            return False
+        for dim, (long, short) in enumerate(zip(whole.shape, part.shape, strict=True)):
+            if long != short:
+                whole = whole.narrow(dim, share * short, short)
+        if not torch.equal(whole, part):
+            return False
+    return True

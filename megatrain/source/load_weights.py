@@ -193,22 +193,23 @@ def read_adapter(source: Source, write: Write) -> None:
     path = source.adapter_folder / peft.WEIGHTS_FILE
     names = peft.file_names(source.model, found.active)
     shapes = {name: tuple(p.shape) for name, p in source.model.named_parameters()}
-    stored = {each.name: each for each in read_header(path)}
-    wanted = {name: shapes[own] for name, own in names.items()}
-    of_base = {name: peft.model_name(name) for name in stored if ".base_layer." in name}
+    stored = {tensor.name: tensor for tensor in read_header(path)}
+    wanted = {file_name: shapes[name] for file_name, name in names.items()}
+    prefix = peft.FILE_PREFIX
+    of_base = {name: name.removeprefix(prefix) for name in stored if ".base_layer." in name}
     if of_base:
         base = _base_values(source, found.base)
-        for name in [name for name, own in of_base.items() if own in found.held]:
-            came, own = stored.pop(name).read(), base[found.held[of_base[name]]]()
-            if not torch.equal(came.float(), own.float()):
+        for name in [name for name, inner in of_base.items() if inner in found.held]:
+            saved, current = stored.pop(name).read(), base[found.held[of_base[name]]]()
+            if not torch.equal(saved.float(), current.float()):
                 raise InputError(
                     f"{path}: {name} is not the base's own weight, and an adapter's base is not "
                     "changed; merge it with PEFT (merge_and_unload), and begin with that model"
                 )
-    if {name: each.shape for name, each in stored.items()} != wanted:
+    if {name: tensor.shape for name, tensor in stored.items()} != wanted:
         raise InputError(f"{path}: its tensors are not those that {peft.CONFIG_FILE} makes")
-    for name, mine in names.items():
-        write(mine, stored[name].read())
+    for file_name, name in names.items():
+        write(name, stored[file_name].read())
 
 
 def _base_values(source: Source, base: PreTrainedModel) -> Values:

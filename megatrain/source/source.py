@@ -9,11 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megatrain.checkpoint import (
-    Checkpoint,
-    is_checkpoint,
-    open_checkpoint,
-)
+from megatrain.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from megatrain.compat import peft
 from megatrain.compat.transformers import MULTIMODAL_CLASSES, scores_rows
 from megatrain.errors import InputError
@@ -38,11 +34,7 @@ from megatrain.source.base_reference import (
     with_base,
 )
 from megatrain.source.buffers import Untrained, persistent_buffers
-from megatrain.source.state_io import (
-    open_model,
-    saved_companions,
-    saved_dtype,
-)
+from megatrain.source.state_io import open_model, saved_companions, saved_dtype
 from megatrain.tile.packed import PACKINGS, WeightFormat
 
 
@@ -203,13 +195,19 @@ def _with_base(model: Any, base_model: str | Path | None) -> Any:
     """A model as `open_plain` takes it, of a checkpoint with its base's place."""
     if base_model is None:
         return model
-    if isinstance(model, str | Path) and is_checkpoint(Path(model).expanduser()):
-        model = open_checkpoint(Path(model).expanduser())
+    model = _resolved(model)
     if isinstance(model, Resumed):
         return Resumed(with_base(model.checkpoint, base_model))
     if isinstance(model, Checkpoint):
         return with_base(model, base_model)
     raise no_adapter(model if isinstance(model, str | Path) else "the model")
+
+
+def _resolved(model: Any) -> Any:
+    """The checkpoint in a folder that is one; anything else as it is."""
+    is_path = isinstance(model, str | Path)
+    folder = Path(model).expanduser() if is_path else None
+    return open_checkpoint(folder) if folder and is_checkpoint(folder) else model
 
 
 def folder_adapter(folder: Path, base_model: str | Path | None = None) -> tuple[Any, str]:
@@ -275,9 +273,7 @@ def open_plain(
         InputError: it cannot be read or is not a causal language model.
     """
     resumes, alike = isinstance(model, Resumed), isinstance(model, Alike)
-    model = model.config if isinstance(model, Alike) else model
-    if isinstance(model, str | Path) and is_checkpoint(Path(model).expanduser()):
-        model = open_checkpoint(Path(model).expanduser())
+    model = _resolved(model.config if isinstance(model, Alike) else model)
     if isinstance(model, Checkpoint | Resumed):
         saved = model.checkpoint if isinstance(model, Resumed) else model
         empty = open_model(

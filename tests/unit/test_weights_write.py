@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from megatrain.errors import InputError, RunFailed
 from megatrain.model import export
@@ -18,6 +24,11 @@ from megatrain.model.export import write_weights
 from megatrain.model.safetensors_io import stored_tensors
 from megatrain.model.weights import read_weights, source_dtype
 from tests.unit.weights_cases import FAMILIES, blank, kept_tensors, saved_model, values_of
+
+
+def write(folder: Path, model: PreTrainedModel, dtype: torch.dtype, most: int = 2**30) -> None:
+    values = values_of(kept_tensors(model))
+    write_weights(folder, blank(model), values, dtype=dtype, max_shard_bytes=most)
 
 
 def layout(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -28,14 +39,7 @@ def layout(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_save_pretrained(family: str, max_shard_bytes: int, tmp_path: Path) -> None:
     model = saved_model(family, tmp_path / "wanted")
-    values = values_of(kept_tensors(model))
-    write_weights(
-        tmp_path / "a",
-        blank(model),
-        values,
-        dtype=torch.float32,
-        max_shard_bytes=max_shard_bytes,
-    )
+    write(tmp_path / "a", model, torch.float32, max_shard_bytes)
     assert layout(tmp_path / "a") == layout(tmp_path / "wanted")
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "a" / name).read_text() == (tmp_path / "wanted" / name).read_text()
@@ -69,9 +73,7 @@ def test_bf16_equals_what_transformers_loads_from_the_source(family: str, tmp_pa
 def test_parameters_of_float32_classes_keep_their_precision(tmp_path: Path) -> None:
     model = saved_model("zamba", tmp_path / "wanted")  # its decay rates are float32 in any model
     name = next(name for name in kept_tensors(model) if name.endswith("A_log"))
-    write_weights(
-        tmp_path / "a", blank(model), values_of(kept_tensors(model)), dtype=torch.bfloat16
-    )
+    write(tmp_path / "a", model, torch.bfloat16)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="auto").state_dict()
     assert torch.equal(loaded[name], model.state_dict()[name])
     assert loaded["model.embed_tokens.weight"].dtype == torch.bfloat16
@@ -168,13 +170,12 @@ def test_the_configuration_is_not_touched_and_never_in_the_way(tmp_path: Path) -
 
 def test_replaces_an_export_and_keeps_other_files(tmp_path: Path) -> None:
     model = saved_model("llama", tmp_path / "wanted")
-    values = values_of(kept_tensors(model))
     folder = tmp_path / "a"
     (folder / "notes").mkdir(parents=True)
     (folder / "notes/readme.txt").write_text("mine")
     (folder / "tokenizer.json").write_text("{}")
-    write_weights(folder, blank(model), values, dtype=torch.float32, max_shard_bytes=50_000)
-    write_weights(folder, blank(model), values, dtype=torch.bfloat16)
+    write(folder, model, torch.float32, 50_000)
+    write(folder, model, torch.bfloat16)
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
     assert names == {
         "notes", "notes/readme.txt", "tokenizer.json",
@@ -186,12 +187,11 @@ def test_replaces_an_export_and_keeps_other_files(tmp_path: Path) -> None:
 
 def test_a_crash_between_the_renames_is_healed(tmp_path: Path) -> None:
     model = saved_model("llama", tmp_path / "wanted")
-    values = values_of(kept_tensors(model))
     (tmp_path / ".a.replaced").mkdir()
     (tmp_path / ".a.replaced/tokenizer.json").write_text("{}")
     (tmp_path / ".a.partial").mkdir()
     (tmp_path / ".a.partial/half.safetensors").write_text("")
-    write_weights(tmp_path / "a", blank(model), values, dtype=torch.float32)
+    write(tmp_path / "a", model, torch.float32)
     assert (tmp_path / "a/tokenizer.json").exists()
     assert not (tmp_path / "a/half.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "wanted"]
@@ -216,9 +216,7 @@ def test_a_write_that_fails_leaves_nothing(
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     request.getfixturevalue("short_files")
     with pytest.raises(RunFailed, match=r"a: cannot export the model: File too large; nothing"):
-        write_weights(
-            tmp_path / "a", blank(model), values_of(kept_tensors(model)), dtype=torch.float32
-        )
+        write(tmp_path / "a", model, torch.float32)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not list(tmp_path.glob(".*"))
 
@@ -237,9 +235,7 @@ def test_a_failing_rename_puts_the_old_export_back(
 
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(RunFailed, match="Input/output error"):
-        write_weights(
-            tmp_path / "a", blank(model), values_of(kept_tensors(model)), dtype=torch.bfloat16
-        )
+        write(tmp_path / "a", model, torch.bfloat16)
     assert source_dtype(tmp_path / "a") == torch.float32
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "wanted"]
 
@@ -252,9 +248,7 @@ def test_too_little_space_is_seen_before_writing(
     monkeypatch.setattr(export.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(export, "write_shard", lambda *_: pytest.fail("it began to write"))
     with pytest.raises(RunFailed, match=r"a: the model takes .* MiB and the disk has 1 byte"):
-        write_weights(
-            tmp_path / "a", blank(model), values_of(kept_tensors(model)), dtype=torch.float32
-        )
+        write(tmp_path / "a", model, torch.float32)
     assert [path.name for path in tmp_path.iterdir()] == ["wanted"]
 
 
@@ -262,7 +256,5 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     model = saved_model("llama", tmp_path / "wanted")
     (tmp_path / "a").write_text("mine")
     with pytest.raises(InputError, match="is a file"):
-        write_weights(
-            tmp_path / "a", blank(model), values_of(kept_tensors(model)), dtype=torch.float32
-        )
+        write(tmp_path / "a", model, torch.float32)
     assert (tmp_path / "a").read_text() == "mine"
