@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.compat import peft
 from megatrain.errors import InputError, in_one_line
@@ -68,10 +68,11 @@ def adapted(model: nn.Module) -> Adapted | None:
 
 
 def require_held(model: PreTrainedModel) -> None:
-    """Raises InputError: a trained model has trained parameters that no adapter's folder holds."""
+    """Raises InputError: no adapter's folder holds what is trained, or tokens that were added."""
     found = adapted(model)
     if found is None:
         return
+    _check_added_tokens(found)
     in_file = {*peft.file_names(model, found.active).values()}
     beside = [n for n, p in model.named_parameters() if p.requires_grad and n not in in_file]
     if beside:
@@ -80,6 +81,34 @@ def require_held(model: PreTrainedModel) -> None:
             f"an adapter's folder does not hold {beside[0]}{more}, trained beside the adapter: "
             "train their modules by the adapter's modules_to_save; or, of what is trained, write "
             "the merged model (save_pretrained with merged=True, megatrain export --merged)"
+        )
+
+
+def _check_added_tokens(found: Adapted) -> None:
+    """Raises InputError: the base has rows of tokens that it does not have where it is saved."""
+    config, base = found.configs[found.active], found.base
+    if not config.base_model_name_or_path:
+        return
+    try:
+        saved, _ = PreTrainedConfig.get_config_dict(
+            config.base_model_name_or_path, revision=config.revision, local_files_only=True
+        )
+    except OSError:
+        return  # it is no longer there, or never was
+    before = saved.get("text_config", saved).get("vocab_size")
+    size = base.config.get_text_config(decoder=True).vocab_size
+    if before in (None, size):
+        return
+    tables = [base.get_input_embeddings(), base.get_output_embeddings()]
+    weights = {id(table.weight) for table in tables if table is not None}
+    names = [name for name, p in base.named_parameters() if id(p) in weights]
+    names = [name for name in names if name not in found.replaced]
+    if names:
+        raise InputError(
+            f"{names[0]} has {size} tokens, and {before} in {config.base_model_name_or_path}, the "
+            "adapter's base: an adapter's folder does not hold what was added; save the resized "
+            "base and load it from there, or train embedding and head by the adapter's "
+            "modules_to_save, or write the merged model (save_pretrained with merged=True)"
         )
 
 

@@ -171,6 +171,23 @@ def test_the_adapter_and_the_merged_model_are_loaded_by_their_libraries(
     assert torch.equal(whole.get_submodule(q_proj).weight, merged)
 
 
+@pytest.mark.parametrize("held", [(), ("embed_tokens", "lm_head")])
+def test_tokens_that_were_added_to_the_base_are_not_lost(tmp_path: Path, held: Any) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(136)
+    model = get_peft_model(
+        base, LoraConfig(target_modules=["q_proj"], modules_to_save=list(held) or None)
+    )
+    with make_engine(model) as engine:
+        if held:
+            engine.save_pretrained(tmp_path / "adapter")
+        else:
+            with pytest.raises(InputError, match=r"has 136 tokens, and 128 in .*base, the adapter"):
+                engine.save_pretrained(tmp_path / "adapter")
+            engine.save_pretrained(tmp_path / "merged", merged=True)
+
+
 @pytest.mark.parametrize("by", ["gradients", "patterns"])
 def test_what_is_trained_beside_an_adapter_is_merged_or_refused(by: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"adapter": {"target_modules": ["q_proj"]}}
