@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatrain import Engine, InputError
-from megatrain.checkpoint import files, mark, newest_whole, open_checkpoint, rotate, verify
+from megatrain.checkpoint import files, mark, newest_whole, rotate, verify
 from megatrain.checkpoint import whole_checkpoints as whole
-from megatrain.checkpoint.manifest import read_checkpoint
+from megatrain.checkpoint.manifest import KEEP, read_checkpoint
 from tests.checkpoint.cases import batches, change, engine_of, flip
 
 LAYER = "tiles/0002-layer-0.safetensors"
@@ -361,8 +361,8 @@ def test_rotation_keeps_the_newest_and_the_marked(two, tmp_path) -> None:
     assert rotate(tmp_path, 2) == [tmp_path / "3"]
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["0", "1", "2", "4", "5", "mine"]  # 0 is damaged: it may be of use to somebody
-    assert open_checkpoint(tmp_path / "1").kept
-    assert not open_checkpoint(tmp_path / "5").kept
+    assert (tmp_path / "1" / KEEP).exists()
+    assert not (tmp_path / "5" / KEEP).exists()
     with pytest.raises(ValueError, match="always stays"):
         rotate(tmp_path, 0)
 
