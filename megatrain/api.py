@@ -158,6 +158,8 @@ class Engine(PlacedEngine):
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss, verify)
         if not isinstance(trained, Trained):
             raise InputError(f"trained is {trained!r}; it must be a Trained(freeze=[...])")
+        if disk_space is not None and disk is None:
+            raise InputError("disk_space needs disk: a folder on the disk")
         code: dict[str, Any] = {"attn_implementation": attn_implementation}
         code |= {"trust_remote_code": trust_remote_code, "scores": isinstance(loss, Reward)}
         source = open_source(model, adapter, base, router_aux_loss_coef, base_model, **code)

@@ -292,10 +292,11 @@ class PlacedEngine:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Keep the caller's random state and autograd modes apart from the step's, both ways."""
+        """Keep the caller's random state, autograd modes and autocast apart from the step's."""
         gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
+        autocast = torch.autocast("cuda" if gpus else "cpu", enabled=False)
         try:
-            with torch.random.fork_rng(devices=gpus), torch.inference_mode(False):
+            with torch.random.fork_rng(devices=gpus), torch.inference_mode(False), autocast:
                 yield
         except torch.OutOfMemoryError as error:
             reason = str(error).split(". ")[0]

@@ -54,6 +54,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "tokens of a row": ({"sequence_length": -1}, "sequence_length is -1; it must be an integer"),
     "rows": ({"micro_batch": 1.5}, "micro_batch is 1.5; it must be an integer of at least 1"),
     "trained": ({"trained": "norm"}, "trained is 'norm'; it must be a Trained"),
+    "space alone": ({"disk_space": "1GiB"}, "disk_space needs disk"),
     "disk": ({"disk": "/none/there"}, "disk is '/none/there': no such folder; make it, or name"),
     "attention": ({"attn_implementation": "nope"}, "nope"),
 }
@@ -244,6 +245,13 @@ def test_good_batches_of_every_kind(engine: Engine) -> None:
     for extra in ({}, {"attention_mask": mask}, {"position_ids": positions}):
         assert engine.evaluate([{**GOOD, **extra}]) > 0
     assert engine.evaluate((GOOD, GOOD)) == pytest.approx(engine.evaluate([GOOD]), rel=1e-6)
+
+
+def test_it_computes_in_its_own_precision_under_autocast() -> None:
+    with Engine(config(), device="cpu", precision="fp32") as engine:
+        alone = engine.logits(GOOD)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(engine.logits(GOOD), alone)
 
 
 def test_a_model_without_positions_has_rows_of_any_length() -> None:
