@@ -79,7 +79,7 @@ def test_a_disk_that_fails_ends_the_run_and_leaves_the_checkpoint(
         assert same(state(again), wanted)
 
 
-@pytest.mark.parametrize("part", ["fill", "Assembly"])
+@pytest.mark.parametrize("part", ["load_weights", "Assembly"])
 def test_an_engine_that_fails_to_open_gives_all_back(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,10 +146,17 @@ class Other(MixtralForCausalLM):
 
 
 REFUSED = {
-    "is not the usual one": lambda: Other(tiny_model("mixtral", changes=ASKED).config),
+    "is not the usual one": lambda: other(),
     "does not say what its routers' loss is": lambda: llama(output_router_logits=True),
     "no layer of MixtralForCausalLM has a router": lambda: dense(),
 }
+
+
+def other() -> PreTrainedModel:
+    """Made as a Mixtral: the oldest transformers builds no experts for a class of this file."""
+    model = tiny_model("mixtral", changes=ASKED)
+    model.__class__ = Other
+    return model
 
 
 def dense() -> PreTrainedModel:
