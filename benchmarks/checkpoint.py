@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.options import write
 from megatrain.api import Engine
+from megatrain.base.units import gib
 from megatrain.checkpoint import Saving, rotate
 from megatrain.cli.bench import parse_placement
 from megatrain.cli.bench_step import StepCase, build_engine, random_step
@@ -26,7 +27,6 @@ from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.memory import peak_process_bytes
-from megatrain.units import gib
 
 _log = logging.getLogger(__name__)
 

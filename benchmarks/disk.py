@@ -24,20 +24,21 @@ import torch
 from torch import Tensor
 
 from benchmarks.options import parse, write
-from megatrain import disk_staging, kernels, plane_file
-from megatrain.device import Buffer, CpuDevice
+from megatrain import kernels
+from megatrain.base.units import GIB, MIB
+from megatrain.device import Buffer, CpuDevice, plane_file
 from megatrain.device.base import DISK_IN, DISK_OUT, UPDATE
 from megatrain.device.host_mappings import host_range
 from megatrain.device.host_stream import HostStream
-from megatrain.disk_staging import DiskStaging
+from megatrain.device.plane_file import PlaneFile
 from megatrain.optim import AdamW, TileRange, UpdateOptions
 from megatrain.placement import Placement
-from megatrain.plane_file import PlaneFile
-from megatrain.store import Store, Tile
+from megatrain.store import disk_staging
+from megatrain.store.disk_staging import DiskStaging
+from megatrain.store.store import Store, Tile
 from megatrain.telemetry.cores import update_threads, usable_cores
 from megatrain.telemetry.environment import environment
 from megatrain.tile import TileLayout
-from megatrain.units import GIB, MIB
 
 _RULE, _REQUEST, _TILE_NUMEL = AdamW(), 32 * MIB, 1 << 26
 

@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.options import case_of, parse, write
 from megatrain import Engine, Placement
+from megatrain.base.units import GIB
 from megatrain.cli.shapes import qwen2_config
 from megatrain.generate import Resident, open_model
 from megatrain.source.source import Alike
 from megatrain.telemetry.environment import environment
-from megatrain.units import GIB
 
 _OURS = ("resident", "streamed")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import parse, write
+from megatrain.base.units import gib
 from megatrain.cli.bench_step import StepCase, build_engine, measure_on
 from megatrain.cli.shapes import qwen2_config
-from megatrain.units import gib
 
 TILE = 8192
 PLACEMENT = {

@@ -29,14 +29,14 @@ from typing import Any
 
 from benchmarks.kernels import RESULTS, machine_name
 from megatrain import config
+from megatrain.base.units import MIB
+from megatrain.base.whole_files import whole_folder
 from megatrain.cli.demo import write_corpus_and_tokenizer
 from megatrain.data import train_bpe_tokenizer
-from megatrain.disk import whole_folder
 from megatrain.run_folder.layout import METRICS
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train
-from megatrain.units import MIB
 
 STATES = [[states, f"optimizer.states={states}"] for states in ("fp32", "bf16", "int8")]
 

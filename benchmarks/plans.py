@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from megatrain.base.units import GIB
 from megatrain.cli.models import NamedModel, named_config
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import MegatrainError
@@ -21,7 +22,6 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.plan.planner import make_plan
 from megatrain.telemetry.known_gpus import known_gpus
-from megatrain.units import GIB
 
 TOKENS = (1024, 8192, 98_304, 524_288, 1_000_000)
 HOST_GIB, DISK_GIB, CORES = (64, 128, 512, 2048), (0, 4000), 16

@@ -22,7 +22,7 @@ from transformers.models.qwen2 import Qwen2ForCausalLM
 
 from megatrain import AdamW, Engine, Placement, api
 from megatrain.cli.bench_step import StepCase, build_engine, random_step, statistics_of
-from megatrain.distributed import ALONE, Ranks, connected, local_rank
+from megatrain.parallel.distributed import ALONE, Ranks, connected, local_rank
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.memory import peak_process_bytes
 

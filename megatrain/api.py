@@ -16,9 +16,9 @@ from megatrain.autoplace.auto import settle
 from megatrain.autoplace.fits import limits, told_bytes
 from megatrain.checkpoint import open_checkpoint
 from megatrain.device import Device, Recording, free_bytes, open_device
-from megatrain.distributed import ALONE, Ranks, local_rank, open_ranks
 from megatrain.engine.engine import MicroBatches, PlacedEngine
 from megatrain.engine.update import StepResult
+from megatrain.engine.whole_model import held_bytes, is_whole, whole_model
 from megatrain.errors import InputError
 from megatrain.forecast.workload import Generation
 from megatrain.loss import (
@@ -34,14 +34,14 @@ from megatrain.loss import (
 from megatrain.model.neftune import add_noise
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
+from megatrain.parallel.distributed import ALONE, Ranks, local_rank, open_ranks
+from megatrain.parallel.row_ranks import open_row_ranks
 from megatrain.placement import Placement, Precision, Verify
-from megatrain.row_ranks import open_row_ranks
 from megatrain.source.base import Base
 from megatrain.source.engine_setup import DTYPES, EngineSetup, choose_trained, open_structure
 from megatrain.source.sharing import NO_LABELS, check_call, require_alone, require_whole_rows
 from megatrain.source.source import Opens, Resumed, open_source
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
-from megatrain.whole import held_bytes, is_whole, whole_model
 
 __all__ = ["Engine", "StepResult", "UpdatedTile"]
 

@@ -80,6 +80,7 @@ TRAINERS = (
 NEAR: dict[str, tuple[str, ...]] = {
     "megatrain": (*RANKS, *SAVED, *STEP),
     "megatrain/autoplace": FORECASTS,
+    "megatrain/base": RUNS,
     "megatrain/checkpoint": SAVED,
     "megatrain/cli": ("tests/cli/", "tests/unit/test_rivals.py"),
     "megatrain/compat": (*MODELS, *TRAINERS, "tests/cli/test_other_tools.py"),
@@ -104,9 +105,11 @@ NEAR: dict[str, tuple[str, ...]] = {
         *("tests/parity/test_adafactor.py", "tests/parity/test_muon.py", "tests/checkpoint/"),
         *("tests/parity/test_training.py", "tests/unit/test_update_launches.py"),
     ),
+    "megatrain/parallel": (*RANKS, *STEP),
     "megatrain/plan": FORECASTS,
     "megatrain/report": (),
     "megatrain/source": (*SAVED, *MODELS, "tests/parity/test_bf16.py"),
+    "megatrain/store": (*SAVED, *STEP),
     "megatrain/telemetry": ("tests/cli/test_bench.py", "tests/unit/test_rivals.py"),
     "megatrain/tile": (
         *STEP,

@@ -12,11 +12,11 @@ from typing import Any
 from benchmarks.rivals import rows
 from benchmarks.rivals.case import MEASURED, RIVALS, Case, Rival, Task, rival
 from benchmarks.rivals.supervise import only, run_fitting
+from megatrain.base.json_yaml import parse_yaml
+from megatrain.base.units import gib, parse_bytes
 from megatrain.cli.bench_step import statistics_of
 from megatrain.cli.shapes import SHAPES
-from megatrain.json_yaml import parse_yaml
 from megatrain.telemetry.environment import commit
-from megatrain.units import gib, parse_bytes
 
 STEPS = 5  # measured
 NAMES = tuple(each.name for each in RIVALS)

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from megatrain.units import MIB
+from megatrain.base.units import MIB
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatrain.units import GIB
+from megatrain.base.units import GIB
 
 ADAMW: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_GRAD_NORM = 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rivals.case import MEASURED, RIVALS, Case
-from megatrain.units import gib
+from megatrain.base.units import gib
 
 _ORDER = [each.name for each in RIVALS]
 _HEAD = (

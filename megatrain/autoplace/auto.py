@@ -14,6 +14,7 @@ import torch
 
 from megatrain.autoplace.fits import check_fits
 from megatrain.autoplace.spill import fastest
+from megatrain.base.units import gib
 from megatrain.device import available_bytes
 from megatrain.errors import InputError
 from megatrain.forecast.cache import ForecastCache
@@ -28,7 +29,6 @@ from megatrain.placement import CPU_PLACEMENT, Placement, Planned
 from megatrain.source.engine_setup import EngineSetup
 from megatrain.telemetry.log import PASSING
 from megatrain.tile import TileKind
-from megatrain.units import gib
 
 _log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, Literal
 
 from megatrain.autoplace.first_tiles import FirstTiles, first_tiles
+from megatrain.base.units import GIB
 from megatrain.engine.tile_slice import least_split
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.needs import UNSUMMED
@@ -19,7 +20,6 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
 from megatrain.tile import TileKind, TileLayout
-from megatrain.units import GIB
 
 # From the fastest to the most sparing.
 _CANDIDATES: tuple[dict[str, Any], ...] = (

@@ -10,7 +10,7 @@ from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.workload import Workload
 from megatrain.optim import gradient_plane, tile_planes
 from megatrain.placement import Placement
-from megatrain.store import Tier, on_disk, resting
+from megatrain.store.store import Tier, on_disk, resting
 from megatrain.tile import TileKind, TileLayout
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatrain.base.units import GIB, MIB, align, gib, parse_bytes, size
 from megatrain.device import Device
 from megatrain.engine.tile_slice import least_split
 from megatrain.errors import DoesNotFit, InputError
@@ -23,7 +24,6 @@ from megatrain.placement import Placement
 from megatrain.source.engine_setup import Model
 from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes, process_bytes
 from megatrain.tile import TileKind
-from megatrain.units import GIB, MIB, align, gib, parse_bytes, size
 
 # Resident memory of a process with a GPU beside planes and buffers, compiling included: 3.6 to
 # 4.2 GB (benchmarks/results/step-*.json).

@@ -13,11 +13,11 @@ from itertools import count
 
 from megatrain.autoplace.candidates import MOST_SLOTS, Candidates
 from megatrain.autoplace.spend import Budget
+from megatrain.base.units import align
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import Forecast
 from megatrain.placement import Placement
 from megatrain.telemetry.known_gpus import most_memory
-from megatrain.units import align
 
 # Host bytes that are as hard to come by as one of the device.
 _DEVICE_WORTH = 8

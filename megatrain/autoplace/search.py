@@ -11,6 +11,7 @@ from itertools import islice
 from megatrain.autoplace.candidates import MOST_SLOTS, Candidates
 from megatrain.autoplace.min_memory import MinMemory
 from megatrain.autoplace.spend import Budget, MemoryPlans
+from megatrain.base.units import gib, size
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
@@ -18,7 +19,6 @@ from megatrain.forecast.workload import Workload
 from megatrain.loss import JointLoss
 from megatrain.machine import Machine
 from megatrain.placement import Placement
-from megatrain.units import gib, size
 
 # Candidates of a family. What these leave free on the device may buy more than they cost:
 # boundaries on the host, and fewer slots and smaller chunks besides.

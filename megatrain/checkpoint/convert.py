@@ -13,7 +13,7 @@ from megatrain.checkpoint.read import read_planes, read_tiles
 from megatrain.device import Buffer
 from megatrain.kernels.reference import join_block, split_block
 from megatrain.optim import Plane, PlaneKind, Rule
-from megatrain.store import Tile
+from megatrain.store.store import Tile
 from megatrain.tile.layout import ALIGNMENT, MOST_ELEMENTS
 
 _log = logging.getLogger(__name__)

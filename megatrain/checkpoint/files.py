@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from megatrain import huge_pages
+from megatrain.base import huge_pages
+from megatrain.base.units import align
 from megatrain.errors import InputError, RunFailed, told
-from megatrain.units import align
 
 try:
     import xxhash

@@ -6,6 +6,7 @@ from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Any
 
+from megatrain.base.json_yaml import read_json
 from megatrain.checkpoint import files
 from megatrain.checkpoint.manifest import (
     BUFFERS,
@@ -20,7 +21,6 @@ from megatrain.checkpoint.manifest import (
     read_checkpoint,
 )
 from megatrain.errors import InputError
-from megatrain.json_yaml import read_json
 
 _OWN = {MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP}
 

@@ -11,15 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval, Predicate
 
+from megatrain.base.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
+from megatrain.base.units import MIB
 from megatrain.checkpoint.files import ALGORITHMS, MAX_PIECE_BYTES, OldFile, regular_size
 from megatrain.errors import InputError
-from megatrain.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.safetensors_io import DTYPES, MAX_DIMENSIONS
 from megatrain.placement import Precision
 from megatrain.tile import Entry
 from megatrain.tile.packed import PACKINGS
-from megatrain.units import MIB
 
 FORMAT, VERSION = "megatrain checkpoint", 1
 MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP = (

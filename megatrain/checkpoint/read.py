@@ -13,7 +13,7 @@ from megatrain.device import Buffer
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import DTYPE_NAMES, DTYPES, Stored, read_header
 from megatrain.optim import Plane
-from megatrain.store import Tile
+from megatrain.store.store import Tile
 from megatrain.tile import Entry
 
 

@@ -14,8 +14,8 @@ from megatrain.checkpoint.staging_blocks import AT_ONCE
 from megatrain.device import Device
 from megatrain.device.base import COMPUTE, SAVE
 from megatrain.device.disk import DiskBuffer
-from megatrain.plane_file import BLOCK
-from megatrain.store import Reader, Tier
+from megatrain.device.plane_file import BLOCK
+from megatrain.store.store import Reader, Tier
 
 
 class Release:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from megatrain.base.units import gib
 from megatrain.checkpoint import files
 from megatrain.checkpoint.manifest import (
     EXTRA,
@@ -31,10 +32,9 @@ from megatrain.checkpoint.staging_blocks import AT_ONCE, StagingBlocks
 from megatrain.device import Device
 from megatrain.device.base import SAVE
 from megatrain.device.host_stream import start_thread
-from megatrain.distributed import ALONE, Ranks, require_same
 from megatrain.errors import MegatrainError, RunFailed
-from megatrain.store import Tile
-from megatrain.units import gib
+from megatrain.parallel.distributed import ALONE, Ranks, require_same
+from megatrain.store.store import Tile
 
 _log = logging.getLogger(__name__)
 

@@ -15,15 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from megatrain import kernels
+from megatrain.base.units import align
 from megatrain.checkpoint import files, manifest
 from megatrain.checkpoint.staging_blocks import StagingBlocks
 from megatrain.device import Buffer
 from megatrain.model.safetensors_io import DTYPE_NAMES, Described, header_bytes
 from megatrain.optim import Plane
-from megatrain.store import Tier, Tile
+from megatrain.store.store import Tier, Tile
 from megatrain.telemetry.cores import update_threads
 from megatrain.tile import Entry, TileLayout
-from megatrain.units import align
 
 _PAGE = 4096  # pieces fill whole pages of the page cache
 

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from megatrain import __version__, seeds
+from megatrain import __version__
+from megatrain.base import seeds
 from megatrain.cli.bench import bench
 from megatrain.cli.options import DeviceMemory, DeviceName, HostMemory
 from megatrain.cli.planning import doctor, plan

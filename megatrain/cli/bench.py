@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megatrain.base.units import gib
 from megatrain.cli.options import (
     ComputeDtype,
     DeviceMemory,
@@ -21,7 +22,6 @@ from megatrain.cli.options import (
 )
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
-from megatrain.units import gib
 
 SHOWN_LINES = 14  # of the breakdown, on the terminal
 
@@ -167,7 +167,7 @@ def _parse_rows(text: str) -> int | None:
 
 def parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
     """Choices of a placement, each written `NAME=VALUE` with the value in YAML; None: none."""
-    from megatrain.json_yaml import parse_yaml
+    from megatrain.base.json_yaml import parse_yaml
     from megatrain.placement import RENAMED, Placement
 
     parsed = {}

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatrain import config
+from megatrain.base.shipped import shipped
+from megatrain.base.units import MIB
+from megatrain.base.whole_files import whole_folder
 from megatrain.cli.generate import Where, print_texts
 from megatrain.cli.train import say_end
 from megatrain.data import stdlib_corpus, train_bpe_tokenizer
-from megatrain.disk import whole_folder
 from megatrain.generate import Sampling
 from megatrain.run_folder.layout import METRICS
-from megatrain.shipped import shipped
 from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import Outcome, train
-from megatrain.units import MIB
 
 CORPUS = Path("runs/demo-data/corpus")
 TOKENIZER = Path("runs/demo-data/tokenizer")

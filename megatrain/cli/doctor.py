@@ -6,11 +6,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatrain.base.units import duration, gib
 from megatrain.plan.doctor import Diagnosis, diagnose
 from megatrain.plan.facts import Facts
 from megatrain.plan.rate_measurement import Measurement
 from megatrain.telemetry.console import say
-from megatrain.units import duration, gib
 
 
 def run_doctor(device: str, folder: Path, as_json: bool) -> None:

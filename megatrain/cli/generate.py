@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers import TextStreamer
 
+from megatrain.base.json_yaml import parse_json
 from megatrain.checkpoint import Checkpoint
 from megatrain.data import load_tokenizer
 from megatrain.data.prompts import Prompt
 from megatrain.data.refused_fields import empty
 from megatrain.errors import InputError
 from megatrain.generate import Sampling, generate, open_model
-from megatrain.json_yaml import parse_json
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
 from megatrain.source.source import adapter_folder

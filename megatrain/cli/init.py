@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
+from megatrain.base.shipped import shipped
 from megatrain.errors import InputError
-from megatrain.shipped import shipped
 
 EXAMPLES = {"chat": "qwen2.5-7b-chat", "lora": "lora", "dpo": "dpo", "grpo": "grpo", "demo": "demo"}
 _REWARDS = "grpo_rewards.py"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatrain.base.units import GIB, gib
 from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_config
 from megatrain.cli.plan_table import missing, show
 from megatrain.cli.second_plan import check_kept_teacher, streamed_with
@@ -28,7 +29,6 @@ from megatrain.telemetry.known_gpus import by_driver_name, named_gpu
 from megatrain.telemetry.log import end_passing, passing
 from megatrain.telemetry.memory import host_limit_bytes
 from megatrain.telemetry.pictures import draw_memory
-from megatrain.units import GIB, gib
 
 if TYPE_CHECKING:
     from megatrain.config import Config

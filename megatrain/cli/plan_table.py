@@ -5,13 +5,13 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from megatrain.base.units import GIB, duration, gib, size
 from megatrain.forecast.simulate import Forecast
 from megatrain.plan.planner import Plan, SeveralGpus
 from megatrain.plan.remedies import Remedy
 from megatrain.plan.tiles import PLANES, by_tier
 from megatrain.plan.wear import DiskUse
 from megatrain.telemetry.console import say
-from megatrain.units import GIB, duration, gib, size
 
 _WIDTH = 140
 _NARROW = 90  # characters, where what is between columns is taken from

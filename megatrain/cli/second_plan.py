@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from megatrain.base.units import gib
 from megatrain.cli.models import NamedModel, model_of_run
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.second_model import second_needs
 from megatrain.forecast.simulate import CPU_PROCESS_BYTES, PROCESS_BYTES
 from megatrain.forecast.workload import Second, Workload
 from megatrain.machine import Machine
-from megatrain.units import gib
 
 if TYPE_CHECKING:
     from megatrain.config import Config

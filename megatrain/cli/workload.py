@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from megatrain.base.units import parse_bytes
 from megatrain.errors import InputError
 from megatrain.forecast.workload import LIMITS, Workload
-from megatrain.units import parse_bytes
 
 
 def changed(workload: Workload, options: Mapping[str, Any]) -> Workload:

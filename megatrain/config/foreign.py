@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from megatrain.shipped import shipped
+from megatrain.base.shipped import shipped
 
 _ROW = re.compile(r"^\| (`[^|]+) \| ([^|]+) \|(?: ([^|]*?) ?\|)?$", re.MULTILINE)
 _KEY = re.compile(r"`(\w+)[^`]*`")

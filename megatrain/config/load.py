@@ -13,12 +13,12 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from megatrain.base.json_yaml import parse_yaml, read_yaml
+from megatrain.base.shipped import shipped
 from megatrain.config.foreign import foreign
 from megatrain.config.schema import Config
 from megatrain.config.section import Section, nearest, shown
 from megatrain.errors import InputError
-from megatrain.json_yaml import parse_yaml, read_yaml
-from megatrain.shipped import shipped
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = False) -> Config:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self, get_type_hints
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from megatrain.base.units import parse_bytes
 from megatrain.config.adapter import AdapterSection
 from megatrain.config.learning import (
     LossSection,
@@ -18,7 +19,6 @@ from megatrain.config.rollout import RolloutSection, check_rollout
 from megatrain.config.section import Fraction, Name, Positive, Section, nearest, shown
 from megatrain.errors import InputError
 from megatrain.placement import RENAMED, Placement, Precision, Verify
-from megatrain.units import parse_bytes
 
 
 class DataSection(Section):

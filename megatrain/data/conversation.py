@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from megatrain.base.json_yaml import parse_json
 from megatrain.data.refused_fields import empty, refuse_unheeded_of_message
 from megatrain.errors import InputError
-from megatrain.json_yaml import parse_json
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatrain.base.units import align
 from megatrain.data.row_packing import (
     Ints,
     PackedRows,
@@ -25,7 +26,6 @@ from megatrain.data.sources import DataKind
 from megatrain.data.teacher_file import TeacherFile
 from megatrain.data.token_store import TokenStore
 from megatrain.errors import InputError
-from megatrain.units import align
 
 MicroBatch = dict[str, torch.Tensor]
 Overlong = Literal["truncate", "drop", "error"]

@@ -10,8 +10,8 @@ import zlib
 from array import array
 from pathlib import Path
 
+from megatrain.base.units import KIB
 from megatrain.errors import RunFailed
-from megatrain.units import KIB
 
 # Of one checksum: a row of 4,096 tokens touches two blocks at most, sums take 0.01 % of the bytes.
 BLOCK_BYTES = 32 * KIB

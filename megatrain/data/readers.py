@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
+from megatrain.base.json_yaml import each_key_once, parse_json
+from megatrain.base.units import MIB
 from megatrain.data.sources import DataSource, HubSplit, SourceFile
 from megatrain.data.tables import DataRow, Wanted, read_arrow, read_csv, read_hub, read_parquet
 from megatrain.errors import InputError
-from megatrain.json_yaml import each_key_once, parse_json
-from megatrain.units import MIB
 
 # What a file begins with that is neither rows nor text, whatever its name says.
 _BEGINNINGS = {

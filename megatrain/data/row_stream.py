@@ -16,13 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from megatrain.base.shipped import shipped
 from megatrain.data.dataset import Layout, MicroBatch, PackedDataset, choose
 from megatrain.data.encoders import Document, Encoder
 from megatrain.data.examples import BEFORE_ALL, Examples
 from megatrain.data.row_packing import Ints, shuffled
 from megatrain.data.token_store import memory_store
 from megatrain.errors import InputError
-from megatrain.shipped import shipped
 
 _log = logging.getLogger("megatrain.data")
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megatrain.base.units import GIB, MIB
 from megatrain.data.conversation import Conversation, Message
 from megatrain.errors import InputError, first_line
-from megatrain.units import GIB, MIB
 
 
 class _Late(BaseException):

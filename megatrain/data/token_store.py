@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.base.units import MIB
 from megatrain.data.encoders import Document
 from megatrain.data.kept_file import BlockSums, KeptFile
 from megatrain.errors import InputError, RunFailed
-from megatrain.units import MIB
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger("megatrain.data")

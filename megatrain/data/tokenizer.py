@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.base.json_yaml import parse_json
+from megatrain.base.units import MIB
 from megatrain.errors import InputError, first_line, in_one_line
-from megatrain.json_yaml import parse_json
-from megatrain.units import MIB
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

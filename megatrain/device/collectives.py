@@ -12,7 +12,7 @@ import torch
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, GATHER, HOSTS, REDUCE, Kind, Name
-from megatrain.distributed import Ranks
+from megatrain.parallel.distributed import Ranks
 
 
 class Collectives:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatrain.base.units import MIB, gib
 from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer, Buffers, Work
 from megatrain.device.disk import move
 from megatrain.device.host_mappings import host_range
@@ -25,7 +26,6 @@ from megatrain.device.launch_throttle import LaunchThrottle
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.machine import CONTEXT_BYTES, mapping_bytes
 from megatrain.telemetry.gpu_state import held_by_others
-from megatrain.units import MIB, gib
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from megatrain.base.units import align
 from megatrain.device.base import Buffer
-from megatrain.plane_file import BLOCK, PlaneFile
-from megatrain.units import align
+from megatrain.device.plane_file import BLOCK, PlaneFile
 
 # Elements of a tile that are read, updated and written at once: AdamW's moments take 64 MiB in
 # fp32. In all planes a multiple of whole blocks.

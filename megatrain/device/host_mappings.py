@@ -7,11 +7,12 @@ thread. A range lives as long as any tensor that views it.
 import torch
 from torch import Tensor
 
-from megatrain import huge_pages, kernels
+from megatrain import kernels
+from megatrain.base import huge_pages
+from megatrain.base.units import size
 from megatrain.errors import DoesNotFit
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.memory import host_available_bytes
-from megatrain.units import size
 
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14, for which Python has no name
 

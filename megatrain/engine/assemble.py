@@ -10,8 +10,6 @@ import torch
 
 from megatrain.device import Device
 from megatrain.device.collectives import Collectives
-from megatrain.disk_staging import DiskReader, DiskStaging
-from megatrain.distributed import ALONE, Ranks
 from megatrain.engine.bit_checks import BitChecks
 from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
 from megatrain.engine.embedding import Embedding
@@ -38,8 +36,10 @@ from megatrain.loss import Loss, Summed, range_gradient, range_statistics
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
+from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement, Verify
-from megatrain.store import Store, Tier, Tile
+from megatrain.store.disk_staging import DiskReader, DiskStaging
+from megatrain.store.store import Store, Tier, Tile
 from megatrain.telemetry.cores import update_threads
 from megatrain.tile import TileKind
 from megatrain.tile.packed import Expand

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from megatrain.distributed import ALONE, Ranks, require_same
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss, targets_of
 from megatrain.model.capture import Rows
 from megatrain.model.documents import is_packed, starts_anew, told_by_lengths
 from megatrain.model.program import MicroBatch
 from megatrain.model.row_share import WHOLE, Judged, RowShare
+from megatrain.parallel.distributed import ALONE, Ranks, require_same
 
 _NO_CACHE = "no keys or values are kept between calls"
 _LABELS = "labels say which tokens count (-100: none)"

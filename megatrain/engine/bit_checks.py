@@ -18,13 +18,13 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.device import Buffer, Device, disk
 from megatrain.device.base import COMPUTE, UPDATE, Kind, Name
-from megatrain.disk_staging import own_numel
 from megatrain.errors import RunFailed
 from megatrain.kernels.reference import SUMMED_BYTES
 from megatrain.kernels.states import Checksums, TileRange, UpdateOptions
 from megatrain.optim import Plane, Rule
 from megatrain.placement import Verify
-from megatrain.store import Tier, Tile
+from megatrain.store.disk_staging import own_numel
+from megatrain.store.store import Tier, Tile
 
 _REMEDY = (
     "Nothing has written there: go on from the last checkpoint (--resume), and if it happens again "

@@ -24,11 +24,11 @@ from megatrain.device.base import (
     Name,
 )
 from megatrain.device.collectives import Collectives
-from megatrain.disk_staging import DiskTransfer
 from megatrain.engine.bit_checks import BitChecks
 from megatrain.errors import InputError
 from megatrain.optim import Rule
-from megatrain.store import Tier, Tile
+from megatrain.store.disk_staging import DiskTransfer
+from megatrain.store.store import Tier, Tile
 from megatrain.tile import Entry, TileKind
 
 # Of state on its way: one comes in while another one leaves.

@@ -28,7 +28,7 @@ from megatrain.engine.batch import Batch
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.sink import HostGrad, Sink
 from megatrain.errors import InputError
-from megatrain.store import Tier, Tile
+from megatrain.store.store import Tier, Tile
 from megatrain.tile import Entry
 
 _NOWHERE = Buffer("nowhere", torch.empty(0))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from megatrain.base.seeds import derived_seed
 from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
 from megatrain.device import Buffer, available_bytes
 from megatrain.engine.assemble import Assembly, host_bytes
@@ -36,14 +37,13 @@ from megatrain.model.row_share import WHOLE, RowShare
 from megatrain.model.row_trial import RowTrial
 from megatrain.optim import StreamedOptimizer, is_number
 from megatrain.placement import RECOMPUTE, Placement, Planned
-from megatrain.seeds import derived_seed
 from megatrain.source.base_reference import base_reference
 from megatrain.source.engine_setup import EngineSetup
 from megatrain.source.load_weights import load_weights
 from megatrain.source.sharing import NO_LABELS, check_call, check_shared, require_alone
 from megatrain.source.state_io import describe_optimizer, documents, settings_of
 from megatrain.source.write_model import write_model
-from megatrain.store import Store
+from megatrain.store.store import Store
 from megatrain.telemetry.timeline import Span
 
 _log = logging.getLogger(__name__)

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
-from megatrain.distributed import ALONE, Ranks
+from megatrain.base.units import gib
 from megatrain.engine.assemble import host_bytes, kept_offload
 from megatrain.engine.batch import Batch
 from megatrain.engine.host_offload import HostOffload
 from megatrain.engine.step import Parts
+from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import Planned
-from megatrain.store import Store
+from megatrain.store.store import Store
 from megatrain.telemetry.memory import host_available_bytes
-from megatrain.units import gib
 
 _log = logging.getLogger(__name__)
 

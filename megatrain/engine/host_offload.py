@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain.base.units import align
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
-from megatrain.units import align
 
 _STEP = 256  # bytes: every tensor starts on a boundary that the widest loads like
 

@@ -26,7 +26,7 @@ from megatrain.engine.tile_slice import TileSlice
 from megatrain.model import attention
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Saves
-from megatrain.store import Tile
+from megatrain.store.store import Tile
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from megatrain.base.seeds import derived_seed
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.device.collectives import Collectives
-from megatrain.distributed import ALONE
 from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.head import HeadMath
@@ -24,9 +24,9 @@ from megatrain.engine.tile_slice import TileSlice
 from megatrain.loss import JointLoss
 from megatrain.model.capture import PROLOGUE, Ref
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
+from megatrain.parallel.distributed import ALONE
 from megatrain.placement import ActivationPolicy
-from megatrain.seeds import derived_seed
-from megatrain.store import Tile
+from megatrain.store.store import Tile
 
 State = list[Activations]
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatrain.base.units import align
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Memory, Name
-from megatrain.units import align
 
 _STEP = 128  # fp32 elements: every piece starts on a boundary that the widest loads like
 

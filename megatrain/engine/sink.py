@@ -15,7 +15,7 @@ from megatrain.device.collectives import Collectives
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.optim import gradient_plane
-from megatrain.store import Span, Tier, Tile, planes
+from megatrain.store.store import Span, Tier, Tile, planes
 from megatrain.tile import TileKind
 
 # Elements of a gradient that are rounded and sent at once. 32 MiB in bf16: large enough for the

@@ -14,10 +14,10 @@ import torch
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Kind, Memory, Name
 from megatrain.device.collectives import Collectives
-from megatrain.disk_staging import DiskReader
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.tile_slice import TileSlice
-from megatrain.store import Tier, Tile
+from megatrain.store.disk_staging import DiskReader
+from megatrain.store.store import Tier, Tile
 from megatrain.tile import TileLayout
 
 Unit = TypeVar("Unit", bound=StreamedModule)

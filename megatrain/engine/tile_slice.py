@@ -9,14 +9,14 @@ from math import prod
 
 import torch
 
+from megatrain.base.units import align
 from megatrain.device import Buffer
 from megatrain.errors import InputError
 from megatrain.model.projection import Projection
 from megatrain.model.spec import Layer, ModelSpec
-from megatrain.store import Rests, Span, Tile
+from megatrain.store.store import Rests, Span, Tile
 from megatrain.tile import TileKind, TileLayout
 from megatrain.tile.layout import ALIGNMENT
-from megatrain.units import align
 
 _ROWS = 64  # what numbers of a range's rows are multiples of: kernels want rows of logits aligned
 

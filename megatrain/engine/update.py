@@ -12,14 +12,14 @@ from torch import Tensor
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE, Kind, Name
 from megatrain.device.collectives import Collectives
-from megatrain.disk_staging import DiskStaging
 from megatrain.engine.bit_checks import BitChecks, UpdateSums
 from megatrain.engine.directions import Directions, give_way
 from megatrain.engine.sink import HostGrad, Sink
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import RunFailed, StepRefused
 from megatrain.optim import Part, Plane, StreamedOptimizer, TileRange, UpdateOptions
-from megatrain.store import Tier, Tile
+from megatrain.store.disk_staging import DiskStaging
+from megatrain.store.store import Tier, Tile
 from megatrain.tile.layout import MOST_ELEMENTS
 
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
+from megatrain.base.units import align
 from megatrain.device import Buffer, Device
-from megatrain.disk_staging import DiskStaging, Lane, own_numel
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.stream import Unpack
@@ -15,8 +15,8 @@ from megatrain.forecast.declared import Declared
 from megatrain.forecast.profile import Profile
 from megatrain.model.program import MicroBatch, Weights
 from megatrain.optim import Plane
-from megatrain.store import Tile
-from megatrain.units import align
+from megatrain.store.disk_staging import DiskStaging, Lane, own_numel
+from megatrain.store.store import Tile
 
 # Of a tile, on its way from the device and to and from a disk: many more take long to follow, and
 # as long in the step.

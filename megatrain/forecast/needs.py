@@ -23,7 +23,7 @@ from megatrain.model.program import ModelProgram
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.placement import Placement
 from megatrain.source.engine_setup import Model
-from megatrain.store import Store, Tile
+from megatrain.store.store import Store, Tile
 from megatrain.tile import TileKind
 
 # Under this name counts the working set of the smallest step.

@@ -39,7 +39,7 @@ from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import tile_planes
-from megatrain.store import Tile
+from megatrain.store.store import Tile
 from megatrain.tile import TileLayout
 
 _CPU = torch.device("cpu")

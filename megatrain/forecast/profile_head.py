@@ -16,7 +16,7 @@ from megatrain.forecast.profile_layer import eager_work
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations
 from megatrain.optim import tile_planes
-from megatrain.store import Tile
+from megatrain.store.store import Tile
 from megatrain.tile import TileLayout
 
 

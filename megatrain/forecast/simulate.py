@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 
+from megatrain.base.units import MIB
 from megatrain.device.base import COMPUTE, DEVICE_STREAMS, DISK_STREAMS, UPDATE
 from megatrain.device.clock import ClockDevice
-from megatrain.distributed import ALONE, Foreseen
 from megatrain.engine.assemble import host_bytes
 from megatrain.engine.step import TrainingParts, train_step
 from megatrain.forecast.assembly import ForecastAssembly, UnrunProgram
@@ -35,13 +35,13 @@ from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
 from megatrain.model.program import ModelProgram
 from megatrain.model.weights import IN_FLIGHT_BYTES
+from megatrain.parallel.distributed import ALONE, Foreseen
 from megatrain.placement import Placement
 from megatrain.source.engine_setup import Model
-from megatrain.store import Store
+from megatrain.store.store import Store
 from megatrain.telemetry.flops import model_tflops
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_path, window
 from megatrain.tile import TileKind
-from megatrain.units import MIB
 
 # Groups of micro-batches that are followed, where something of each leaves for the host or comes
 # back; where the head is split they wait longer for each other's boundaries. Elsewhere one shows as

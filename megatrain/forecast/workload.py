@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain.base.units import parse_bytes
+from megatrain.device.plane_file import disk_bytes
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, Loss, PolicyLoss
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import AdamW, Rule
 from megatrain.placement import Placement, Precision
-from megatrain.plane_file import disk_bytes
-from megatrain.units import parse_bytes
 
 if TYPE_CHECKING:
     from megatrain.config import Config

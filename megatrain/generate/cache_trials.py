@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatrain.base.units import gib
 from megatrain.device import Device, free_bytes
 from megatrain.errors import DoesNotFit, MegatrainError, first_line
 from megatrain.generate.recomputed import Recomputed
-from megatrain.units import gib
 
 _TRIED = (2, 3)  # tokens of the prompts whose caches are compared
 

@@ -14,9 +14,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from megatrain.distributed import Ranks
+from megatrain.base.seeds import derived_seed
 from megatrain.errors import RunFailed
-from megatrain.seeds import derived_seed
+from megatrain.parallel.distributed import Ranks
 
 
 class OnlyNumbers(LogitsProcessor):

@@ -4,6 +4,7 @@ import logging
 
 from megatrain.api import Engine
 from megatrain.autoplace.fits import limits
+from megatrain.base.units import gib
 from megatrain.checkpoint import Checkpoint
 from megatrain.compat.transformers import scores_rows
 from megatrain.device import free_bytes, open_device
@@ -13,7 +14,6 @@ from megatrain.model.build import loaded_types
 from megatrain.placement import Precision
 from megatrain.source.engine_setup import DTYPES
 from megatrain.source.source import open_source
-from megatrain.units import gib
 
 # Of the memory that is free: so much may weights take, the rest is for the work and the cache.
 _SHARE = 0.85

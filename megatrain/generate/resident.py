@@ -12,18 +12,18 @@ from megatrain.api import Engine
 from megatrain.checkpoint import masters
 from megatrain.compat.torch import buffers_of, parameters_of
 from megatrain.device import Device
-from megatrain.distributed import ALONE
+from megatrain.engine.whole_model import to_generate
 from megatrain.errors import InputError
 from megatrain.model.adapters import plain
 from megatrain.model.build import loaded_types
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.weights import read_weights
+from megatrain.parallel.distributed import ALONE
 from megatrain.source.base_reference import read_left_out
 from megatrain.source.load_weights import read_adapter
 from megatrain.source.source import Source
 from megatrain.source.state_io import read_untrained
 from megatrain.telemetry.cores import update_threads
-from megatrain.whole import to_generate
 
 log = logging.getLogger(__name__)
 

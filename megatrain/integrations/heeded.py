@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from megatrain.base.shipped import shipped
 from megatrain.errors import InputError
 from megatrain.integrations import taken
-from megatrain.shipped import shipped
 
 _SHORT = bool | int | float | str | None
 _REPLACED = "the engine takes its place and never calls it; leave it out"

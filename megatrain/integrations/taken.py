@@ -6,7 +6,7 @@ a step here; all others are refused. A name that these tables lack is refused wh
 overrides it or an argument differs from its default.
 """
 
-from megatrain.shipped import shipped
+from megatrain.base.shipped import shipped
 
 _LOSSES = shipped("docs/losses.md")
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain.api import Engine, StepResult
+from megatrain.base.units import parse_bytes
 from megatrain.compat.peft import is_peft_model
 from megatrain.compat.transformers import num_items
 from megatrain.errors import InputError
@@ -35,7 +36,6 @@ from megatrain.integrations.predictions import Predictions, length
 from megatrain.integrations.stand_in import ModelStandIn, Wrapped
 from megatrain.integrations.taken import REFUSED_OPTIONS
 from megatrain.optim import AdamW
-from megatrain.units import parse_bytes
 
 _NOT_MEASURED = ("mean_token_accuracy", "entropy", "num_tokens", "logits/chosen", "logits/rejected")
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatrain.json_yaml import parse_json
+from megatrain.base.json_yaml import parse_json
 from megatrain.machine.rates import Machine
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.environment import cpu_name

@@ -2,10 +2,10 @@
 
 from itertools import pairwise
 
+from megatrain.base.units import GIB, MIB
 from megatrain.machine.rates import Machine
 from megatrain.placement import Precision
 from megatrain.telemetry.known_gpus import KnownGpu, named_gpu
-from megatrain.units import GIB, MIB
 
 # The driver keeps some of the memory on the label: 0.4 % on an H200, 1.5 % on a 24 GiB card.
 _VISIBLE = 0.98

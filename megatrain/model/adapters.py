@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megatrain.base.seeds import derived_seed
 from megatrain.compat import peft
 from megatrain.errors import InputError, in_one_line
-from megatrain.seeds import derived_seed
 
 Values = Mapping[str, Callable[[], Tensor]]
 

@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from megatrain.base.json_yaml import read_json
 from megatrain.compat.transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MULTIMODAL_CLASSES,
@@ -35,7 +36,6 @@ from megatrain.compat.transformers import (
     model_of,
 )
 from megatrain.errors import InputError, in_one_line
-from megatrain.json_yaml import read_json
 from megatrain.model.adapters import adapted
 
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds

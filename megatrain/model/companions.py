@@ -12,9 +12,9 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from megatrain.base.json_yaml import parse_json, read_json
+from megatrain.base.units import MIB
 from megatrain.errors import InputError, first_line
-from megatrain.json_yaml import parse_json, read_json
-from megatrain.units import MIB
 
 Companions = Mapping[str, bytes]  # by path inside the folder
 

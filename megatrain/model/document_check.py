@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import IGNORED
 from megatrain.model.capture import Rows
 from megatrain.model.documents import BY_LENGTHS, BY_MASKS, is_packed
 from megatrain.model.program import MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
+from megatrain.parallel.distributed import ALONE, Ranks
 
 _log = logging.getLogger(__name__)
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megatrain.base.units import GIB, gib
+from megatrain.base.whole_files import link_file, whole_folder
 from megatrain.compat import peft
 from megatrain.compat.transformers import not_saved
-from megatrain.disk import link_file, whole_folder
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.adapters import Values, adapted
 from megatrain.model.build import loaded_types
@@ -29,7 +30,6 @@ from megatrain.model.safetensors_io import (
     Stored,
     write_shard,
 )
-from megatrain.units import GIB, gib
 
 SHARD_FILE = "model-{:05d}-of-{:05d}.safetensors"
 # What an export replaces in a folder that it finds; all else there (tokenizer, notes) stays.

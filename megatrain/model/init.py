@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
+from megatrain.base.seeds import derived_seed
 from megatrain.compat.torch import TorchDispatchMode, parameters_of, version_of
 from megatrain.compat.transformers import initialise as initialise_module
 from megatrain.model.spec import ModelSpec
-from megatrain.seeds import derived_seed
 
 Owners = dict[int, PreTrainedModel]
 Place = tuple[type[nn.Module], str]  # a parameter by its module's class and its name there

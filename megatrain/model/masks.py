@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from megatrain.base.units import gib
 from megatrain.compat.transformers import attention_of
 from megatrain.errors import DoesNotFit
 from megatrain.model.documents import BY_LENGTHS, is_packed
-from megatrain.units import gib
 
 _WITH_MASKS = ("sdpa", "eager", BY_LENGTHS)  # the others read lengths
 

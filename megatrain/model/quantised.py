@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatrain.base.json_yaml import DAMAGED, parse_object, read_json
 from megatrain.errors import InputError
-from megatrain.json_yaml import DAMAGED, parse_object, read_json
 from megatrain.model.safetensors_io import Stored
 from megatrain.tile.packed import FP8, NF4, NF4_WIDE, WeightFormat, is_nf4
 

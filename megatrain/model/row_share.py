@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss
+from megatrain.parallel.distributed import ALONE, Ranks
 
 _TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
 Judged = tuple[Tensor, list[Tensor]]

@@ -23,7 +23,7 @@ from megatrain.model.document_check import TOLERANCE, at_least_two, limits_of
 from megatrain.model.program import ModelProgram
 from megatrain.model.row_share import RowShare
 from megatrain.model.shared_rows import attention_of_ranks, attention_of_shares, rows_of
-from megatrain.row_ranks import RowRanks
+from megatrain.parallel.row_ranks import RowRanks
 
 _TOKENS = 8  # of a share that is tried
 Micro = Mapping[str, Tensor]

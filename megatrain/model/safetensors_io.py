@@ -18,10 +18,16 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatrain import huge_pages
+from megatrain.base import huge_pages
+from megatrain.base.json_yaml import (
+    DAMAGED,
+    MAX_JSON_BYTES,
+    MAX_NAME_LENGTH,
+    parse_object,
+    read_json,
+)
+from megatrain.base.units import MIB, align
 from megatrain.errors import InputError
-from megatrain.json_yaml import DAMAGED, MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
-from megatrain.units import MIB, align
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

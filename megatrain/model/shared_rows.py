@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from megatrain.compat.transformers import sdpa_attention_forward
 from megatrain.errors import InputError
 from megatrain.model.documents import OURS
-from megatrain.row_ranks import RowRanks
+from megatrain.parallel.row_ranks import RowRanks
 
 _NAME = f"{OURS}shared_rows"
 

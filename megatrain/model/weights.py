@@ -25,9 +25,10 @@ from huggingface_hub.errors import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatrain.base.json_yaml import read_json
+from megatrain.base.units import GIB, MIB
 from megatrain.compat.transformers import SEQUENCE_CLASSES, drop_ignorable, not_saved, scores_rows
 from megatrain.errors import InputError, first_line
-from megatrain.json_yaml import read_json
 from megatrain.model.conversion import LoadPlan, Recipe, plan_load
 from megatrain.model.quantised import Quantised, gathered
 from megatrain.model.safetensors_io import (
@@ -38,7 +39,6 @@ from megatrain.model.safetensors_io import (
     stored_tensors,
 )
 from megatrain.tile.packed import WeightFormat
-from megatrain.units import GIB, MIB
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatrain import huge_pages
+from megatrain.base import huge_pages
 
 _SMALL = 1 << 16
 

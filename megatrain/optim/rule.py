@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from megatrain import kernels
+from megatrain.base.units import align
 from megatrain.errors import InputError, in_one_line
 from megatrain.kernels.reference import join_block, split_block
 from megatrain.kernels.states import TileRange, UpdateOptions
 from megatrain.tile import Entry, TileLayout
 from megatrain.tile.layout import ALIGNMENT
-from megatrain.units import align
 
 # Patterns of parameter names without weight decay: those of transformers.Trainer (5.23).
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Buffer
 from megatrain.errors import first_line
@@ -19,7 +20,6 @@ from megatrain.placement import Precision
 from megatrain.plan.host_rates import UPDATE_BYTES, update_gparams
 from megatrain.plan.rate_measurement import Measurement, attempt, device_seconds
 from megatrain.telemetry.cores import update_threads
-from megatrain.units import GIB, MIB
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from megatrain.base.units import GIB, gib
 from megatrain.plan.facts import Facts
 from megatrain.telemetry.gpu_state import GpuState
 from megatrain.telemetry.known_gpus import pcie_gbps
-from megatrain.units import GIB, gib
 
 # Below, updates are bound by the cores rather than by the memory that they share.
 _FEW_CORES = 8

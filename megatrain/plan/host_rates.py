@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
+from megatrain.base.units import GIB, MIB
 from megatrain.device.host_mappings import host_range
+from megatrain.device.plane_file import PlaneFile
 from megatrain.errors import DoesNotFit, MegatrainError, first_line
 from megatrain.optim import (
     AdamW,
@@ -22,10 +24,8 @@ from megatrain.optim import (
     tile_planes,
 )
 from megatrain.plan.rate_measurement import Measurement, attempt, host_seconds
-from megatrain.plane_file import PlaneFile
 from megatrain.telemetry.cores import update_threads, usable_cores
 from megatrain.telemetry.memory import host_available_bytes
-from megatrain.units import GIB, MIB
 
 _RULE, _DTYPE = AdamW(), torch.bfloat16
 UPDATE_BYTES = moved_bytes(_RULE, _DTYPE)  # of a parameter

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatrain.autoplace.spill import could_fit, fastest, least
+from megatrain.base.units import gib, size
 from megatrain.checkpoint import spare_bytes_of, useful_bytes
 from megatrain.device.base import HOSTS
 from megatrain.errors import DoesNotFit
@@ -27,7 +28,6 @@ from megatrain.plan.remedies import (
 from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
 from megatrain.plan.wear import DiskUse, disk_use
 from megatrain.telemetry.log import PASSING
-from megatrain.units import gib, size
 
 _log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol
 
+from megatrain.base.units import GIB, align, size
 from megatrain.device.base import COMPUTE
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.simulate import Forecast
@@ -22,7 +23,6 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
 from megatrain.optim import AdamW
 from megatrain.telemetry.known_gpus import by_driver_name, known_gpus
-from megatrain.units import GIB, align, size
 
 SHOWN = 3
 _TRIED = 2  # what likely fits is planned in full so often, which takes long where it does not

@@ -11,7 +11,7 @@ from megatrain.model.spec import ModelSpec
 from megatrain.optim import PlaneKind, gradient_plane, tile_planes
 from megatrain.placement import Placement
 from megatrain.source.engine_setup import Model
-from megatrain.store import Tier, resting
+from megatrain.store.store import Tier, resting
 from megatrain.tile import TileKind
 
 PLANES = tuple(kind.value for kind in PlaneKind)

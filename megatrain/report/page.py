@@ -3,7 +3,7 @@
 from importlib import resources
 from pathlib import Path
 
-from megatrain.disk import write_file
+from megatrain.base.whole_files import write_file
 from megatrain.errors import InputError
 from megatrain.report import sections
 from megatrain.report.lanes import draw as draw_lanes

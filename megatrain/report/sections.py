@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megatrain.base.units import GIB, duration, gib
 from megatrain.device.base import DISK_OUT
 from megatrain.plan.wear import terabytes_a_day
 from megatrain.report.charts import Chart, Line, draw
@@ -13,7 +14,6 @@ from megatrain.report.markup import compact, seconds, short, table, text
 from megatrain.report.source import Source, at, mapping, real
 from megatrain.telemetry.pictures import word_of
 from megatrain.telemetry.timeline import Breakdown
-from megatrain.units import GIB, duration, gib
 
 SHOWN_WORK = 16  # rows of the table of work
 LARGE_MODEL = 100_000_000  # parameters; in smaller ones the libraries outweigh them

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from megatrain.base.json_yaml import parse_json, read_yaml
 from megatrain.errors import InputError
-from megatrain.json_yaml import parse_json, read_yaml
 from megatrain.placement import Precision
 from megatrain.report.series import Metrics, collect
 from megatrain.run_folder.finished import early_end, model_state, model_steps

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatrain.base.json_yaml import parse_json
+from megatrain.base.whole_files import write_file
 from megatrain.config import Config
-from megatrain.disk import write_file
-from megatrain.json_yaml import parse_json
 from megatrain.run_folder.layout import FINISHED, MODEL
 
 _MOST_BYTES = 1 << 16

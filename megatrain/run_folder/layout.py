@@ -6,7 +6,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from megatrain.disk import partial_name
+from megatrain.base.whole_files import partial_name
 from megatrain.errors import InputError
 
 MODEL = "model"

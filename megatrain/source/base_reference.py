@@ -24,7 +24,6 @@ from megatrain.checkpoint import (
 )
 from megatrain.checkpoint.files import ALGORITHM, ALGORITHMS
 from megatrain.checkpoint.manifest import CARRIED, TILES
-from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.model.adapters import Values, adapted, plain
 from megatrain.model.safetensors_io import Stored, read_header
@@ -35,6 +34,7 @@ from megatrain.model.weights import (
     resolve_model,
     stored_packings,
 )
+from megatrain.parallel.distributed import Ranks
 from megatrain.telemetry.cores import update_threads
 from megatrain.tile import Entry
 from megatrain.tile.packed import PACKINGS

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from megatrain.base.units import size
 from megatrain.device import Recording
-from megatrain.distributed import ALONE, Ranks
+from megatrain.device.plane_file import PlaneFile, disk_bytes
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.adapters import adapted, require_held
 from megatrain.model.experts import share_of_a_token
@@ -16,11 +17,10 @@ from megatrain.model.rebuilt import difference
 from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, StreamedOptimizer
+from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import Precision, Verify
-from megatrain.plane_file import PlaneFile, disk_bytes
 from megatrain.source.source import Source, structure
 from megatrain.tile import TileKind, TileLayout
-from megatrain.units import size
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from megatrain.checkpoint import Checkpoint, masters, offering_another, read_converted, read_tiles
 from megatrain.compat import peft
 from megatrain.compat.transformers import scores_rows
-from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.model.adapters import Values, adapted, draw_adapters, plain
 from megatrain.model.build import loaded_types
@@ -23,11 +22,12 @@ from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import carried_tensors, lazy_weights, read_weights
 from megatrain.optim import Rule
+from megatrain.parallel.distributed import Ranks
 from megatrain.source.base_reference import carried, read_left_out
 from megatrain.source.buffers import computed_buffers, persistent_buffers
 from megatrain.source.source import Source
 from megatrain.source.state_io import read_untrained, saved_optimizer
-from megatrain.store import Store
+from megatrain.store.store import Store
 from megatrain.telemetry.cores import update_threads
 from megatrain.telemetry.log import PASSING, Share, end_passing
 

@@ -7,12 +7,12 @@ import torch
 import transformers
 
 from megatrain.compat import peft
-from megatrain.distributed import Ranks, require_same
 from megatrain.errors import InputError
 from megatrain.loss import Reward, TokenScore, given_loss
 from megatrain.model.adapters import adapted
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer
+from megatrain.parallel.distributed import Ranks, require_same
 from megatrain.placement import Placement
 from megatrain.source.engine_setup import EngineSetup
 from megatrain.source.load_weights import same_state

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megatrain.base.json_yaml import read_json
 from megatrain.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from megatrain.compat import peft
 from megatrain.compat.transformers import MULTIMODAL_CLASSES, scores_rows
 from megatrain.errors import InputError
-from megatrain.json_yaml import read_json
 from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
 from megatrain.model.build import empty_model, load_config, loaded_types, scoring
 from megatrain.model.companions import Companions, companions, set_generation

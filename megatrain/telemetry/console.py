@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from megatrain.units import duration, gib
+from megatrain.base.units import duration, gib
 
 
 def say(console: Console, text: str) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain.base.units import gib
 from megatrain.telemetry.gpu import driver
-from megatrain.units import gib
 
 # nvmlClocksEventReasons (nvml.h); those of an idle GPU and of settings that cost nothing left out.
 _SLOWED_BY = {

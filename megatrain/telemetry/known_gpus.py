@@ -8,8 +8,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from megatrain.base.units import GIB
 from megatrain.errors import InputError
-from megatrain.units import GIB
 
 # What people leave out of a name, and drivers put into it.
 _MAKERS = {"nvidia", "geforce", "rtx", "amd", "instinct", "radeon"}

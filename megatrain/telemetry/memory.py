@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 
+from megatrain.base.units import parse_bytes
 from megatrain.errors import InputError
 from megatrain.telemetry.cgroups import cgroup_files, old_cgroup_files
-from megatrain.units import parse_bytes
 
 HOST_MEMORY = "MEGATRAIN_HOST_MEMORY"
 CHILDREN_SECONDS = 1.0  # between two looks at a process's children: each of them takes 4 ms

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from megatrain.json_yaml import parse_json
+from megatrain.base.json_yaml import parse_json
 
 _LONGEST_LINE = 1 << 20  # a step's places may be many, but not so many
 

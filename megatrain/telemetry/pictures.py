@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain.base.units import GIB, gib
 from megatrain.telemetry.timeline import Span
-from megatrain.units import GIB, gib
 
 LANES = (
     *("compute", "copy in", "gather", "reduce", "copy out"),

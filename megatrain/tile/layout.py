@@ -16,8 +16,8 @@ from math import lcm, prod
 import torch
 from torch import Tensor
 
+from megatrain.base.units import align
 from megatrain.tile.packed import Expand, WeightFormat
-from megatrain.units import align
 
 # Elements. 128 bf16 values are 256 bytes: every parameter starts on a boundary that the widest
 # device loads and the host's cache lines both like.

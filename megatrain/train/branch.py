@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatrain.base.whole_files import link_file, whole_folder
 from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
 from megatrain.checkpoint.manifest import KEEP
 from megatrain.config import Config, overridden
-from megatrain.disk import link_file, whole_folder
 from megatrain.errors import InputError
 from megatrain.run_folder.layout import (
     CHECKPOINTS,

@@ -10,10 +10,10 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from megatrain import __version__
+from megatrain.base.json_yaml import read_json
 from megatrain.compat.peft import CONFIG_FILE
 from megatrain.config import load
 from megatrain.errors import InputError, first_line
-from megatrain.json_yaml import read_json
 from megatrain.run_folder.layout import CONFIG, ENVIRONMENT, METRICS
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.pictures import draw_loss

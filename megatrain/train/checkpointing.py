@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatrain.base.whole_files import flush
 from megatrain.checkpoint import Saving, rotate
 from megatrain.config import CheckpointSection
-from megatrain.disk import flush
 from megatrain.errors import InputError, MegatrainError, RunFailed, StepRefused
 from megatrain.run_folder.layout import CHECKPOINTS, METRICS, checkpoint_folder, checkpoints
 from megatrain.train.resume import RunState

@@ -4,17 +4,17 @@ import logging
 import shutil
 from pathlib import Path
 
+from megatrain.base.units import gib
 from megatrain.config import Config
 from megatrain.device import find_device
-from megatrain.distributed import Ranks, local_rank
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.adapters import adapted
 from megatrain.model.float8 import require_float8
 from megatrain.optim import gradient_plane, parameter_bytes
+from megatrain.parallel.distributed import Ranks, local_rank
 from megatrain.source.engine_setup import DTYPES
 from megatrain.source.source import Source
 from megatrain.train.resume import Start
-from megatrain.units import gib
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatrain.base.units import duration
 from megatrain.config import Config, step_loss
 from megatrain.data import Prompts, Step, plain_rows
 from megatrain.loss import Distillation, JointLoss, Reward, num_labelled, targets_of
@@ -17,7 +18,6 @@ from megatrain.train.samples import Samples
 from megatrain.train.setup import Job
 from megatrain.train.sharing import logprobs, part_of
 from megatrain.train.signals import Signals
-from megatrain.units import duration
 
 _Parts = list[tuple[Step, int]]  # rows that pass at once, and their labelled tokens
 _MOST_NATS = 700  # beyond, a perplexity is no number

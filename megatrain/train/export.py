@@ -8,9 +8,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatrain.base.whole_files import whole_folder
 from megatrain.checkpoint import Checkpoint
 from megatrain.compat.peft import write_config
-from megatrain.disk import whole_folder
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED

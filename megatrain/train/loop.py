@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 
 from megatrain.config import Config
-from megatrain.distributed import Ranks
 from megatrain.errors import InputError, MegatrainError, RunFailed, first_line, told
-from megatrain.launch import joined
+from megatrain.parallel.distributed import Ranks
+from megatrain.parallel.launch import joined
 from megatrain.run_folder.finished import note_finished
 from megatrain.run_folder.layout import METRICS, checkpoints
 from megatrain.telemetry.console import TrainingProgress

@@ -5,11 +5,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatrain.base.json_yaml import read_yaml
 from megatrain.checkpoint import put_right
 from megatrain.config import Config
-from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import InputError
-from megatrain.json_yaml import read_yaml
+from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.run_folder.finished import early_end, finished_steps
 from megatrain.run_folder.layout import (
     CHECKPOINTS,

@@ -5,10 +5,10 @@ import logging
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from megatrain.base.whole_files import whole_folder, write_file
 from megatrain.checkpoint import open_checkpoint
 from megatrain.config import Config
-from megatrain.disk import whole_folder, write_file
-from megatrain.distributed import local_rank
+from megatrain.parallel.distributed import local_rank
 from megatrain.report import write_report
 from megatrain.run_folder.layout import (
     CONFIG,

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megatrain.api import Engine
+from megatrain.base.whole_files import write_file
 from megatrain.config import Config
 from megatrain.data import ReplyDataset
-from megatrain.disk import write_file
-from megatrain.distributed import Ranks
 from megatrain.errors import InputError
 from megatrain.loss import KTO, PairLoss, Reward
+from megatrain.parallel.distributed import Ranks
 from megatrain.run_folder.layout import REFERENCES
 from megatrain.train.resume import Start
 from megatrain.train.sharing import logprobs

@@ -18,15 +18,15 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 
 from megatrain.api import Engine
+from megatrain.base.seeds import derived_seed
 from megatrain.config import Config, step_loss
 from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
-from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import InputError, StepRefused
 from megatrain.generate import Sampling, continued, stop_ids
 from megatrain.loss import IGNORED, PolicyLoss, num_labelled
-from megatrain.seeds import derived_seed
+from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.train.rewards import Rewards, measured
 from megatrain.train.served import Served, compare
 from megatrain.train.sharing import from_first, logprobs

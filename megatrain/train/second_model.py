@@ -12,7 +12,7 @@ from megatrain.api import Engine
 from megatrain.autoplace.auto import can_compile
 from megatrain.config import Config
 from megatrain.data import IDS, LOG_PROBS, MicroBatch, Step, at_first_label, plain_rows
-from megatrain.distributed import Ranks
+from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.references import References, refer_to

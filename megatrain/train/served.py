@@ -10,10 +10,10 @@ from torch import Tensor
 from megatrain.api import Engine
 from megatrain.config import Config, RolloutSection
 from megatrain.data import Step
-from megatrain.distributed import Ranks
 from megatrain.errors import InputError, RunFailed
 from megatrain.generate import Continued, Sampling, Server
 from megatrain.loss import IGNORED, ImportanceSampling
+from megatrain.parallel.distributed import Ranks
 from megatrain.train.sharing import from_first
 
 _MARK = ".rollouts"  # in folders that rollouts write weights to

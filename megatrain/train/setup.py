@@ -23,16 +23,16 @@ from megatrain.data import (
     StreamLoader,
     numbered,
 )
-from megatrain.distributed import ALONE, Ranks
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.model.companions import add_ends, tokenizer_files
 from megatrain.model.document_check import check_documents
 from megatrain.model.trained import Trained
+from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import Placement
 from megatrain.source.engine_setup import choose_trained, open_structure
 from megatrain.source.source import Source, open_source
-from megatrain.store import resting
+from megatrain.store.store import resting
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import check_prompts, open_data, run_ends, run_tokenizer
 from megatrain.train.early import check_device, check_disk, check_disk_to_go_on

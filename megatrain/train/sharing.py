@@ -16,9 +16,9 @@ from megatrain.api import Engine
 from megatrain.checkpoint import files
 from megatrain.config import Config
 from megatrain.data import Step
-from megatrain.distributed import Ranks, require_same
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED
+from megatrain.parallel.distributed import Ranks, require_same
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
-from megatrain.distributed import Ranks
+from megatrain.parallel.distributed import Ranks
 
 _NOTICE = b"\nstopping after this step and saving; once more to stop at once\n"
 _AT_ONCE = b"\nstopped at once\n"

@@ -25,12 +25,12 @@ from megatrain.data import (
     plain_rows,
 )
 from megatrain.data.teacher_file import TeacherFile
-from megatrain.distributed import Ranks
 from megatrain.errors import InputError, MegatrainError
 from megatrain.forecast.workload import usual_micro_batch
 from megatrain.loss import IGNORED
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.weights import resolve_model
+from megatrain.parallel.distributed import Ranks
 from megatrain.train.data import cache_folder
 from megatrain.train.model_config import check_sequence_length, model_config
 from megatrain.train.resolve_model import ResolvedModel

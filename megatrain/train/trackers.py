@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatrain.base.json_yaml import read_json
 from megatrain.config import Config
 from megatrain.errors import InputError, first_line
-from megatrain.json_yaml import read_json
 from megatrain.run_folder.layout import TRACKING
 
 _IDS = "runs.json"  # by tracker, what a resumed run is found by

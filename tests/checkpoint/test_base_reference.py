@@ -14,10 +14,10 @@ from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
 from megatrain.checkpoint.manifest import KEEP
 from megatrain.config import ModelSection
-from megatrain.distributed import Ranks
 from megatrain.generate import Resident
 from megatrain.generate.loading import open_model
 from megatrain.model.trained import Trained
+from megatrain.parallel.distributed import Ranks
 from megatrain.source.base_reference import base_reference
 from megatrain.train.export import export
 from megatrain.train.resolve_model import ResolvedModel

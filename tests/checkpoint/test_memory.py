@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine
+from megatrain.base.units import MIB
 from megatrain.device import CpuDevice
-from megatrain.units import MIB
 from tests.checkpoint.cases import batches, engine_of, tiny_pool
 
 SLACK = 128 * MIB  # a piece for each thread, their stacks, the manifest

@@ -17,7 +17,7 @@ from megatrain.checkpoint import open_checkpoint, verify
 from megatrain.checkpoint.read import read_tiles
 from megatrain.device import CpuDevice
 from megatrain.kernels.states import GROUP, load_moments
-from megatrain.store import Store
+from megatrain.store.store import Store
 from megatrain.tile import TileLayout
 from tests.checkpoint.cases import batches, engine_of, state
 from tests.parity.cases import frozen, llama, masters, noisy, same

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatrain.base.units import GIB
 from megatrain.checkpoint import files
 from megatrain.cli import plan as command
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for, present, present_cpu
 from megatrain.plan import device_rates
 from megatrain.telemetry.gpu import Gpu
-from megatrain.units import GIB
 from tests.cli.cases import tiny_llama
 
 HERE = ["--gpu", "4090", "--host-memory", "64GiB", "--cores", 16]

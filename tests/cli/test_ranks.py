@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from megatrain.checkpoint import verify
 from megatrain.config import load
 from megatrain.data import Step, open_stream
-from megatrain.distributed import ProcessGroups, patience
 from megatrain.errors import DoesNotFit, InputError, RunFailed
-from megatrain.launch import joined
+from megatrain.parallel.distributed import ProcessGroups, patience
+from megatrain.parallel.launch import joined
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train
 from megatrain.train.sharing import enough, part_of
@@ -308,7 +308,7 @@ def test_ranks_that_cannot_meet_say_so_in_a_line(monkeypatch) -> None:
 
 
 def test_devices_are_started_by_torchrun(megatrain, run_file) -> None:
-    with mock.patch("megatrain.launch.launch", return_value=3) as launched:
+    with mock.patch("megatrain.parallel.launch.launch", return_value=3) as launched:
         result = megatrain("train", run_file, *sets(engine__devices=2), "--resume")
     given = ["train", str(run_file), "--set", "engine.devices=2", "--resume"]
     launched.assert_called_once_with(2, given)

@@ -22,7 +22,7 @@ from megatrain.config import Config
 from megatrain.device import TraceDevice
 from megatrain.device.base import Buffers, Work
 from megatrain.device.trace import TraceEvent
-from megatrain.distributed import ALONE
+from megatrain.parallel.distributed import ALONE
 from tests.parity.cases import llama, make_batches, make_engine, masters
 from tests.race import schedule
 from tests.race.schedule import Alike

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine, Placement
+from megatrain.base.units import MIB
 from megatrain.telemetry.gpu import used_bytes
-from megatrain.units import MIB
 from tests.gpu.test_cuda import model, steps, train
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 

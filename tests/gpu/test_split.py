@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from megatrain import AdamW, Engine, Placement
+from megatrain.base.units import GIB, MIB
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
 from megatrain.model.probe import spec
 from megatrain.source.source import open_source
-from megatrain.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ import torch
 
 from megatrain import Adafactor, Engine, Placement
 from megatrain.device import disk
+from megatrain.device.plane_file import BLOCK
 from megatrain.optim import TileRange, UpdateOptions, adafactor
-from megatrain.plane_file import BLOCK
 from tests.checkpoint.cases import state
 from tests.parity.cases import (
     gradients,

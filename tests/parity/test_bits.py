@@ -10,7 +10,7 @@ import torch
 
 from megatrain import Engine, InputError, Placement, RunFailed
 from megatrain.device import CpuDevice
-from megatrain.store import Tile
+from megatrain.store.store import Tile
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.ranks import run_ranks
 from tests.rules import SWEPT

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from megatrain import DoesNotFit, Engine, InputError, Placement, RunFailed
 from megatrain.checkpoint import verify
 from megatrain.device import Buffer, CpuDevice, disk
+from megatrain.device.plane_file import BLOCK, PlaneFile
 from megatrain.engine.step import TrainingParts
-from megatrain.plane_file import BLOCK, PlaneFile
 from tests.checkpoint.cases import ThreadedDevice, state
 from tests.parity.cases import frozen, llama, make_batches, make_engine, same
 from tests.sweeps import swept

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatrain import Placement
 from megatrain.device.base import GATHER, HOSTS, REDUCE
-from megatrain.distributed import ProcessGroups
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.model.probe import spec
+from megatrain.parallel.distributed import ProcessGroups
 from megatrain.source.source import open_source
 from tests.parity.cases import llama, make_engine
 from tests.parity.ranks import run_ranks

@@ -10,9 +10,9 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerF
 
 from megatrain import AdamW, DoesNotFit, Engine, Placement
 from megatrain.engine.stream import Stream
+from megatrain.engine.whole_model import _from_first
 from megatrain.generate import Kept, Sampling, cache_trials, continued, generate
 from megatrain.generate.cache_trials import cache_bytes
-from megatrain.whole import _from_first
 from tests.families.tiny import tiny_model
 from tests.parity.cases import make_batches
 

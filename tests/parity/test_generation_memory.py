@@ -14,6 +14,7 @@ import megatrain.api
 from megatrain import AdamW, DoesNotFit, Engine, Placement
 from megatrain.autoplace import fits
 from megatrain.autoplace.auto import foretold_on_cpu
+from megatrain.base.units import MIB
 from megatrain.checkpoint import open_checkpoint
 from megatrain.compat.torch import pytree
 from megatrain.config import Config
@@ -27,7 +28,6 @@ from megatrain.model.probe import spec
 from megatrain.optim import RULES
 from megatrain.plan.tiles import tile_bytes
 from megatrain.source.engine_setup import Model
-from megatrain.units import MIB
 from tests.families.tiny import tiny_config
 from tests.sweeps import few, swept
 

@@ -13,12 +13,12 @@ import torch
 
 from megatrain import Placement
 from megatrain.autoplace import auto
+from megatrain.base.units import MIB
 from megatrain.device import CpuDevice
 from megatrain.engine import host_memory_guard
 from megatrain.engine.step import TrainingParts
 from megatrain.placement import ActivationPolicy, Planned
 from megatrain.telemetry.memory import process_bytes
-from megatrain.units import MIB
 from tests.families.plain import Step
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.test_memory import CountingDevice

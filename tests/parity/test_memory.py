@@ -14,10 +14,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement
+from megatrain.base.units import MIB
 from megatrain.device import Buffer, CpuDevice
 from megatrain.optim import parameter_bytes
 from megatrain.source import engine_setup
-from megatrain.units import MIB
 from tests.parity.cases import frozen, in_dtype, llama, make_batches, make_engine
 from tests.rules import SWEPT
 from tests.sweeps import few

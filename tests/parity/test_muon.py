@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from megatrain import Engine, InputError, Muon, Placement
 from megatrain.device import CpuDevice, disk
+from megatrain.device.plane_file import BLOCK
 from megatrain.errors import StepRefused
 from megatrain.optim import Part, TileRange, UpdateOptions
 from megatrain.optim.muon import is_matrix
-from megatrain.plane_file import BLOCK
 from megatrain.tile import Entry
 from megatrain.tile.layout import MOST_ELEMENTS
 from tests.checkpoint.cases import ThreadedDevice, state

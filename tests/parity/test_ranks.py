@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from megatrain import Engine, Placement, distributed
 from megatrain.checkpoint import files, open_checkpoint, verify
 from megatrain.device import disk
-from megatrain.distributed import connected
+from megatrain.device.plane_file import BLOCK, PlaneFile
 from megatrain.errors import DoesNotFit, InputError, RunFailed, StepRefused
 from megatrain.forecast.workload import Generation
 from megatrain.generate import Sampling, continued
@@ -35,7 +35,7 @@ from megatrain.loss import (
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
 from megatrain.optim import adafactor
-from megatrain.plane_file import BLOCK, PlaneFile
+from megatrain.parallel.distributed import connected
 from megatrain.train.sharing import part_of as run_part_of
 from tests.families.plain import Step
 from tests.families.tiny import tiny_model

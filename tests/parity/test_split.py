@@ -23,6 +23,7 @@ from transformers import (
 from transformers.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from megatrain import AdamW, Engine, InputError, Placement
+from megatrain.base.units import align
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.layer import Layer
 from megatrain.engine.tile_slice import least_split
@@ -34,7 +35,6 @@ from megatrain.model.rebuilt import emptied
 from megatrain.optim import StreamedOptimizer
 from megatrain.placement import ActivationPolicy
 from megatrain.source.engine_setup import tile_layouts
-from megatrain.units import align
 from tests.families.examine import PASSES
 from tests.families.parity import compare
 from tests.families.plain import Step

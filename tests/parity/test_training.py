@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from megatrain import AdamW, Engine, InputError
 from megatrain.optim import NO_DECAY
-from megatrain.store import Tile
+from megatrain.store.store import Tile
 from megatrain.tile import Entry
 from tests.families.plain import PlainLion, PlainSGD, RoundedAdamW, accumulate
 from tests.parity.cases import (

@@ -16,7 +16,6 @@ from megatrain.checkpoint.release import Release
 from megatrain.checkpoint.snapshot import Snapshot, tile_file
 from megatrain.checkpoint.staging_blocks import StagingBlocks
 from megatrain.device import TraceDevice, disk
-from megatrain.distributed import ALONE, Ranks
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.batch import prepare
@@ -25,10 +24,11 @@ from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
+from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.source.base import packed_weights
 from megatrain.source.engine_setup import tile_layouts
 from megatrain.source.source import open_source
-from megatrain.store import Store
+from megatrain.store.store import Store
 from tests.rules import SWEPT
 
 T = TypeVar("T")

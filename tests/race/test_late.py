@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatrain import Placement
 from megatrain.device import CpuDevice, disk
+from megatrain.device.plane_file import BLOCK
 from megatrain.engine import sink
-from megatrain.plane_file import BLOCK
 from tests.parity.cases import llama, make_batches, make_engine, masters
 from tests.race.late import LateDevice
 

@@ -9,18 +9,20 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatrain"
 
 LEVELS = (
-    {"errors", "huge_pages", "seeds", "shipped", "units"},
-    {"compat", "disk", "json_yaml"},
-    {"loss", "placement", "tile", "telemetry", "kernels", "distributed"},
-    {"machine", "optim", "plane_file", "row_ranks"},
+    {"errors"},
+    {"base"},
+    {"compat"},
+    {"loss", "placement", "tile", "telemetry", "kernels", "parallel"},
+    {"machine", "optim"},
     {"config", "device"},
-    {"store", "model", "data", "run_folder"},
-    {"checkpoint", "disk_staging"},  # they know tiles, files and a disk, no steps
+    {"model", "data", "run_folder"},
+    {"store"},
+    {"checkpoint"},  # it knows tiles, files and a disk, no steps
     {"source"},
     {"engine"},
-    {"forecast", "whole"},  # the forecast runs the engine's own step, on a device that keeps time
+    {"forecast"},  # it runs the engine's own step, on a device that keeps time
     {"autoplace"},
-    {"api", "launch", "plan"},
+    {"api", "plan"},
     {"generate", "report"},
     {"train", "integrations"},
     {"cli"},

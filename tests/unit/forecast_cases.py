@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, MixtralConfig
 
+from megatrain.base.units import GIB
 from megatrain.machine import Machine
 from megatrain.model.capture import Rows
 from megatrain.model.probe import spec
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.source.source import open_source
-from megatrain.units import GIB
 
 # What benchmarks/results/step-*.json were taken on.
 H200 = Machine(

@@ -4,8 +4,8 @@ import json
 from html.parser import HTMLParser
 from pathlib import Path
 
+from megatrain.base.units import GIB
 from megatrain.telemetry.timeline import Span, chrome_trace
-from megatrain.units import GIB
 
 STEP_TOKENS = 1000
 PARAMETERS = 10**9

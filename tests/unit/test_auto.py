@@ -9,16 +9,16 @@ from transformers import PreTrainedModel
 
 from megatrain import AdamW
 from megatrain.autoplace import auto
+from megatrain.base.units import GIB
 from megatrain.device import CpuDevice
-from megatrain.distributed import Ranks
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO, Loss
 from megatrain.model.probe import spec
+from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.source.engine_setup import EngineSetup, Model
 from megatrain.source.source import open_source
-from megatrain.units import GIB
 from tests.race.schedule import Alike
 from tests.unit.forecast_cases import small_machine, tiny_config
 

@@ -12,9 +12,9 @@ from torch.optim import SGD
 from transformers import TrainingArguments, get_scheduler
 
 from megatrain import AdamW, config
+from megatrain.base.json_yaml import parse_yaml
 from megatrain.data import sources
 from megatrain.errors import InputError
-from megatrain.json_yaml import parse_yaml
 from megatrain.optim import RULES
 from megatrain.placement import Placement
 from megatrain.train.schedule import make_schedule

@@ -9,9 +9,9 @@ from data_cases import make_tokenizer, same_batches, write_jsonl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatrain.base.shipped import shipped
 from megatrain.data import StepLoader, open_dataset
 from megatrain.errors import InputError
-from megatrain.shipped import shipped
 from megatrain.train.setup import _loader
 
 ROWS = 23

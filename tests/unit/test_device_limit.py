@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatrain import DoesNotFit
+from megatrain.base.units import GIB, MIB
 from megatrain.device.cuda import CudaDevice
 from megatrain.machine import CONTEXT_BYTES
-from megatrain.units import GIB, MIB
 
 TOTAL = 140 * GIB
 

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from megatrain import kernels
+from megatrain.base.units import GIB, MIB
 from megatrain.cli.doctor import show
 from megatrain.device import CpuDevice
 from megatrain.machine import Machine, cache
@@ -21,7 +22,6 @@ from megatrain.plan.facts import Facts, parse_cores
 from megatrain.telemetry import cgroups
 from megatrain.telemetry import gpu_state as states
 from megatrain.telemetry.gpu_state import GpuState
-from megatrain.units import GIB, MIB
 
 SMALL = Sizes(
     copy_bytes=1 << 16,

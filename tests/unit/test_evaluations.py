@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatrain.config.learning import LossSection
-from megatrain.distributed import ALONE
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED
+from megatrain.parallel.distributed import ALONE
 from megatrain.train.evaluations import Evaluations
 
 Rows = Sequence[dict[str, Tensor]]

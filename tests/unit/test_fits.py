@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
 from megatrain.autoplace import fits
 from megatrain.autoplace.fits import check_fits, smallest
+from megatrain.base.units import GIB, MIB, parse_bytes
 from megatrain.device import Buffer, CpuDevice
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.needs import UNSUMMED, Needs, needs_of
@@ -23,7 +24,6 @@ from megatrain.source.source import open_source
 from megatrain.telemetry import memory
 from megatrain.telemetry.memory import process_bytes
 from megatrain.tile import TileKind
-from megatrain.units import GIB, MIB, parse_bytes
 from tests.parity.cases import llama, make_engine
 from tests.parity.test_memory import MID
 from tests.unit.forecast_cases import H200, experts_config, tiny_config, wide_config

@@ -14,6 +14,7 @@ from transformers import MambaConfig
 
 from benchmarks.predictions import RESULTS, Prediction, predict
 from megatrain import AdamW, Engine, Muon, Placement
+from megatrain.base.units import MIB
 from megatrain.device import CpuDevice
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
 from megatrain.forecast import simulate
@@ -33,7 +34,6 @@ from megatrain.source import engine_setup
 from megatrain.source.engine_setup import Model
 from megatrain.source.source import open_source
 from megatrain.tile import TileKind
-from megatrain.units import MIB
 from tests.parity.cases import Noting
 from tests.rules import SWEPT, with_rules
 from tests.sweeps import few, swept

@@ -9,6 +9,7 @@ from torch import Tensor
 from benchmarks.predictions import model_forecasts
 from megatrain import AdamW, Engine, Placement
 from megatrain.autoplace.search import Search
+from megatrain.base.units import GIB, MIB
 from megatrain.device import Buffer
 from megatrain.forecast import op_counter
 from megatrain.forecast.cache import ForecastCache
@@ -16,7 +17,6 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss, Loss
 from megatrain.machine import machine_for
-from megatrain.units import GIB, MIB
 from tests.parity.cases import Noting
 from tests.sweeps import few
 from tests.unit.forecast_cases import small_machine, wide_config, wide_spec

@@ -29,7 +29,7 @@ from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer, tile_planes
 from megatrain.source.engine_setup import tile_layouts
 from megatrain.source.source import open_source
-from megatrain.store import Tile
+from megatrain.store.store import Tile
 from megatrain.tile import TileLayout
 from tests.parity.test_tiles import TAKEN, model_of
 from tests.sweeps import few

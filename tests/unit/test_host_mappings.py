@@ -2,8 +2,8 @@
 
 import torch
 
+from megatrain.base.units import MIB
 from megatrain.device.host_mappings import host_range
-from megatrain.units import MIB
 from tests.forks import forked
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain.base.units import GIB
 from megatrain.errors import InputError
 from megatrain.machine import Machine, cache, machine_for, present, present_machine
 from megatrain.machine.published import update_gbps
 from megatrain.telemetry.gpu import Gpu
 from megatrain.telemetry.known_gpus import by_driver_name, known_gpus, named_gpu
-from megatrain.units import GIB
 
 KEY = cache.Key("GPU-1234", "580.1", "Some CPU", 16)
 

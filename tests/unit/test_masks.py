@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatrain import DoesNotFit, Placement
+from megatrain.base.units import GIB
 from megatrain.model.masks import check_masks
-from megatrain.units import GIB
 from tests.parity.cases import llama, make_engine
 
 PLAIN = SimpleNamespace(_attn_implementation="sdpa", sliding_window=None)

@@ -25,7 +25,7 @@ from megatrain.optim import (
     parameter_bytes,
 )
 from megatrain.source.engine_setup import DTYPES
-from megatrain.store import Store
+from megatrain.store.store import Store
 from megatrain.tile import TileLayout
 from tests.families.plain import PlainLion, PlainSGD, RoundedAdamW
 from tests.families.tiny import tiny_model

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain import config
+from megatrain.base.units import GIB, parse_bytes
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
@@ -22,7 +23,6 @@ from megatrain.source.engine_setup import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.telemetry.pictures import draw_memory
 from megatrain.telemetry.timeline import Span
-from megatrain.units import GIB, parse_bytes
 from tests.parity.cases import llama, qwen2
 from tests.sweeps import few
 

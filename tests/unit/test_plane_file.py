@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain import kernels, plane_file
+from megatrain import kernels
+from megatrain.device import plane_file
+from megatrain.device.plane_file import BLOCK, PlaneFile
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.kernels import reference
-from megatrain.plane_file import BLOCK, PlaneFile
 
 BLOCKS = 64
 

@@ -10,6 +10,7 @@ from transformers import GPT2Config, PreTrainedConfig
 
 from megatrain.autoplace.auto import choose
 from megatrain.autoplace.spend import Budget, Graphs, MemoryPlan, MemoryPlans
+from megatrain.base.units import GIB
 from megatrain.cli.shapes import qwen2_config
 from megatrain.device.clock import ClockDevice
 from megatrain.engine import sink
@@ -24,7 +25,6 @@ from megatrain.placement import Placement
 from megatrain.plan.planner import make_plan
 from megatrain.source.source import open_source
 from megatrain.tile import TileKind
-from megatrain.units import GIB
 from tests.sweeps import few
 from tests.unit.forecast_cases import (
     experts_config,

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from megatrain.base.units import GIB
 from megatrain.errors import InputError
 from megatrain.report import write_report
 from megatrain.report.charts import COLOURS, Chart, Line, draw
@@ -14,7 +15,6 @@ from megatrain.report.page import own, page
 from megatrain.report.series import PIXELS, collect, reduce
 from megatrain.report.source import read_source
 from megatrain.telemetry.timeline import Span, breakdown, chrome_trace
-from megatrain.units import GIB
 from tests.unit.report_cases import (
     ENVIRONMENT,
     PARAMETERS,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.disk import whole_folder
+from megatrain.base.whole_files import whole_folder
 from megatrain.errors import InputError
 from megatrain.run_folder.layout import make_run_folder, model_folder, new_run_folder, run_to_resume
 from megatrain.run_folder.lock import locked

@@ -15,6 +15,7 @@ from megatrain.autoplace import auto, candidates
 from megatrain.autoplace.search import Search
 from megatrain.autoplace.spend import Budget, Graphs, MemoryPlans
 from megatrain.autoplace.spill import could_fit, fastest, least
+from megatrain.base.units import size
 from megatrain.device import disk
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
@@ -26,7 +27,6 @@ from megatrain.model.probe import spec
 from megatrain.plan import planner
 from megatrain.source.source import open_source
 from megatrain.tile import TileKind
-from megatrain.units import size
 from tests.unit.forecast_cases import (
     H200,
     experts_spec,

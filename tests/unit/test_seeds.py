@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from megatrain.seeds import derived_seed
+from megatrain.base.seeds import derived_seed
 from tests.structure.source_tree import MODULES, nodes
 
 VALUES = {

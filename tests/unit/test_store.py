@@ -9,7 +9,7 @@ from torch import Tensor
 from megatrain import AdamW, InputError
 from megatrain.device import CpuDevice
 from megatrain.placement import Placement
-from megatrain.store import Store
+from megatrain.store.store import Store
 from megatrain.tile import TileLayout
 
 SHAPE = (3, 50)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from megatrain.base.units import GIB, MIB
 from megatrain.errors import InputError
 from megatrain.telemetry import cgroups, memory
 from megatrain.telemetry import environment as environment_module
@@ -24,7 +25,6 @@ from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.log import PASSING, Share, StderrHandler
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from megatrain.telemetry.pictures import draw_loss
-from megatrain.units import GIB, MIB
 
 RECORD = {
     "step": 1,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatrain.units import GIB, MIB, gib, parse_bytes, size
+from megatrain.base.units import GIB, MIB, gib, parse_bytes, size
 
 
 def test_what_is_said_to_be_enough_is_enough() -> None:

@@ -9,6 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatrain import SGD, Adafactor, AdamW, Engine, Lion, Muon, Placement, kernels
 from megatrain.autoplace.spill import fastest
+from megatrain.base.units import GIB
 from megatrain.cli.shapes import qwen2_config
 from megatrain.device.base import COMPUTE, Buffer, Kind, Name
 from megatrain.forecast.cache import ForecastCache
@@ -18,7 +19,6 @@ from megatrain.kernels import factored, reference
 from megatrain.machine import machine_for
 from megatrain.optim import Rule
 from megatrain.source.source import open_source, structure
-from megatrain.units import GIB
 from tests.sweeps import few
 
 H200 = machine_for("NVIDIA H200", 120 * GIB, 16, 139 * GIB)

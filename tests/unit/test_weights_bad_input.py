@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatrain.base.json_yaml import read_json
 from megatrain.errors import InputError
-from megatrain.json_yaml import read_json
 from megatrain.model import weights
 from megatrain.model.safetensors_io import read_header, stored_tensors
 from megatrain.model.weights import read_weights, resolve_model, source_dtype

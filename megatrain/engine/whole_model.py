@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COPY_IN
-from megatrain.distributed import ALONE, Ranks
 from megatrain.engine.layer import Layer
 from megatrain.engine.modules import Head, Prologue
 from megatrain.engine.step import Parts
@@ -29,7 +28,8 @@ from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.capture import stand_in
 from megatrain.model.spec import ModelSpec
-from megatrain.store import Store, Tile
+from megatrain.parallel.distributed import ALONE, Ranks
+from megatrain.store.store import Store, Tile
 from megatrain.tile import Entry
 
 # cuDNN's attention is planned anew for each length, and each new token makes another one.

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from megatrain import kernels
+from megatrain.base.units import align
 from megatrain.device import Buffer, Device, disk
 from megatrain.device.base import COMPUTE, UPDATE, Name
-from megatrain.distributed import Ranks
+from megatrain.device.plane_file import PlaneFile
 from megatrain.errors import InputError
 from megatrain.optim import Plane, PlaneKind, Rule, tile_planes
+from megatrain.parallel.distributed import Ranks
 from megatrain.placement import CPU_PLACEMENT, Placement
-from megatrain.plane_file import PlaneFile
 from megatrain.tile import Entry, TileKind, TileLayout
-from megatrain.units import align
 
 # Planes of different tiles start on pages of their own.
 _PAGE = 4096

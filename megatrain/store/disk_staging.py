@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from megatrain.base.units import align
 from megatrain.device import Buffer, Device, disk
 from megatrain.device.base import DISK_IN, DISK_OUT, DISK_WEIGHTS, UPDATE, Memory, Name
+from megatrain.device.plane_file import BLOCK
 from megatrain.optim import Plane
-from megatrain.plane_file import BLOCK
-from megatrain.store import Span, Tier, Tile
-from megatrain.units import align
+from megatrain.store.store import Span, Tier, Tile
 
 LANES = 4  # pieces read, updated and written at once; another one for a disk that is uneven
 _WHOLE_LANES = 3  # of tiles that are updated as a whole: each takes much more host memory

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from megatrain.distributed import ALONE, ProcessGroups, Ranks
 from megatrain.errors import RunFailed, first_line
+from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks
 
 # Rank 0 may tokenise for long, while the others wait; who has ended is noticed at once.
 _OPENING = timedelta(hours=24)

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from megatrain.base.units import MIB
 from megatrain.errors import InputError, first_line
-from megatrain.units import MIB
 
 # The largest published index (a trillion parameters, expert by expert) is 15 MB; parsed JSON takes
 # some twenty times its text, and a hostile file must not take the memory.

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatrain.distributed import ALONE, ProcessGroups, Ranks, patience, require_same
 from megatrain.errors import InputError
+from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, patience, require_same
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatrain import kernels
+from megatrain.base.units import align, size
 from megatrain.errors import DoesNotFit, InputError, RunFailed, told
-from megatrain.units import align, size
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The planes of all tiles: in host memory, on the device, on a disk."""
