@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from megatrain import Engine, Placement, distributed
+from megatrain import Engine, Placement
 from megatrain.checkpoint import files, open_checkpoint, verify
 from megatrain.device import disk
 from megatrain.device.plane_file import BLOCK, PlaneFile
@@ -35,6 +35,7 @@ from megatrain.loss import (
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
 from megatrain.optim import adafactor
+from megatrain.parallel import distributed
 from megatrain.parallel.distributed import connected
 from megatrain.train.sharing import part_of as run_part_of
 from tests.families.plain import Step
