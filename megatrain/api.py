@@ -35,7 +35,7 @@ from megatrain.model.neftune import add_noise
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
 from megatrain.parallel.distributed import ALONE, Ranks, local_rank, open_ranks
-from megatrain.parallel.row_ranks import open_row_ranks
+from megatrain.parallel.sequence_ranks import open_sequence_ranks
 from megatrain.placement import Placement, Precision, Verify
 from megatrain.source.base import Base
 from megatrain.source.engine_setup import DTYPES, EngineSetup, choose_trained, open_structure
@@ -164,7 +164,7 @@ class Engine(PlacedEngine):
         code |= {"trust_remote_code": trust_remote_code, "scores": isinstance(loss, Reward)}
         source = open_source(model, adapter, base, router_aux_loss_coef, base_model, **code)
         choose_trained(source, trained, optimizer, precision)
-        on, ranks, row_ranks = _open(
+        on, ranks, sequence_ranks = _open(
             device, group, sequence_parallel, device_memory, host_memory, disk_space
         )
         shared = open_structure(source, optimizer, ranks, saveable=saveable)
@@ -177,7 +177,7 @@ class Engine(PlacedEngine):
             disk,
             seed,
             ranks,
-            row_ranks,
+            sequence_ranks,
             verify,
         )
         size = tokens_per_step, sequence_length, micro_batch
@@ -204,7 +204,7 @@ class Engine(PlacedEngine):
         """
         batch = self._prepare(micro_batches, SCORE)
         found = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
-        parts = self._ranks.exchange(torch.stack(found).sum(0).cpu())
+        parts = self._ranks.all_gather_object(torch.stack(found).sum(0).cpu())
         loss, accuracy = torch.stack(parts).sum(0).tolist()
         return loss, accuracy
 
@@ -393,7 +393,7 @@ def _open(
     opened.limit(device_limit, host_limit)
     on = opened, host_limit, told_bytes("disk_space", disk_space)
     ranks = open_ranks(group, opened.torch_device)
-    return on, ranks, open_row_ranks(ranks, opened.torch_device, rows)
+    return on, ranks, open_sequence_ranks(ranks, opened.torch_device, rows)
 
 
 def _check_arguments(

@@ -42,7 +42,7 @@ STEP = (
     *("tests/parity/test_dropout.py", "tests/parity/test_failures.py", "tests/parity/test_muon.py"),
     *("tests/parity/test_gradients.py", "tests/parity/test_host_memory_guard.py"),
     *("tests/parity/test_losses.py", "tests/parity/test_neutrality.py"),
-    *("tests/parity/test_ranks.py", "tests/parity/test_shared_rows.py"),
+    *("tests/parity/test_ranks.py", "tests/parity/test_sequence_parallel.py"),
     *("tests/parity/test_split.py", "tests/parity/test_tiles.py", "tests/parity/test_training.py"),
     *("tests/parity/test_waiting.py", "tests/unit/test_forecast"),
 )
@@ -70,7 +70,11 @@ LOSSES = (
 )
 RUNS = ("tests/cli/", "tests/reliability/")
 RANKS = (
-    *("tests/parity/test_ranks", "tests/parity/test_hosts.py", "tests/parity/test_shared_rows.py"),
+    *(
+        "tests/parity/test_ranks",
+        "tests/parity/test_hosts.py",
+        "tests/parity/test_sequence_parallel.py",
+    ),
     *("tests/cli/test_ranks.py", "tests/cli/test_hosts.py", "tests/cli/test_callback_ranks.py"),
 )
 TRAINERS = (

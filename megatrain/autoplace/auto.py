@@ -77,7 +77,7 @@ def settle(
     if opened.model.rule is not None:
         workload = replace(workload, rule=opened.model.rule)
     if opened.ranks.size > 1:
-        workload = replace(workload, row_ranks=opened.row_ranks.size)
+        workload = replace(workload, sequence_ranks=opened.sequence_ranks.size)
         workload = workload.shared(opened.ranks.shards.size, opened.ranks.hosts)
     settled = (
         Settled(placement, micro_batch)

@@ -349,7 +349,7 @@ class Saver:
             return str(folder)
 
         require_same([{"folder to save to": each} for each in self._ranks.agree(prepare)])
-        ranks = self._ranks.beside
+        ranks = self._ranks.second_group
         self.last = Saving(self._device, folder, contents, jobs, self._spare, ranks)
         try:
             Release(self._device, self.last.snapshot).start(jobs)

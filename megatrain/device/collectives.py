@@ -25,7 +25,7 @@ class Collectives:
     def __init__(self, device: Device, ranks: Ranks) -> None:
         self._device, self.ranks = device, ranks
 
-    def gather(self, parts: Sequence[Buffer], what: str, stream: str = COPY_IN) -> Any:
+    def all_gather(self, parts: Sequence[Buffer], what: str, stream: str = COPY_IN) -> Any:
         """Fill buffers of one equal block a rank, whose own is on its way on `stream`.
 
         Returns:
@@ -36,21 +36,21 @@ class Collectives:
             return device.record(stream)
         device.wait(GATHER, device.record(stream), "shard arrived")
         for part in parts:
-            self._run(GATHER, f"gather {what}", shards.gather, part)
+            self._run(GATHER, f"gather {what}", shards.all_gather, part)
         return device.record(GATHER)
 
     def complete(self, values: Buffer, what: str) -> None:
         """Give COMPUTE, which has its own block of a buffer, those of all ranks."""
         if self.ranks.shards.together:
-            every = self.gather([values], what, COMPUTE)
+            every = self.all_gather([values], what, COMPUTE)
             self._device.wait(COMPUTE, every, "blocks of all ranks")
 
     def clear(self, values: Buffer, stream: str) -> None:
-        """Zeros for what other ranks have of a buffer, which `unite` completes."""
+        """Zeros for what other ranks have of a buffer, which `all_gather_uneven` completes."""
         if self.ranks.shards.together:
             self._device.run(stream, f"clear {values.name}", values.data.zero_, writes=[values])
 
-    def unite(self, values: Buffer, what: str, stream: str) -> Any:
+    def all_gather_uneven(self, values: Buffer, what: str, stream: str) -> Any:
         """Fill a buffer of which each rank brings some elements on `stream`, beside zeros.
 
         Returns:
@@ -60,10 +60,12 @@ class Collectives:
         if not self.ranks.shards.together:
             return device.record(stream)
         device.wait(GATHER, device.record(stream), "shard arrived")
-        self._run(GATHER, f"gather {what}", self.ranks.shards.unite, values, Kind.ALL_REDUCE)
+        self._run(
+            GATHER, f"gather {what}", self.ranks.shards.all_gather_uneven, values, Kind.ALL_REDUCE
+        )
         return device.record(GATHER)
 
-    def scatter_sum(self, sums: Buffer, what: str, *, whole: bool = False) -> None:
+    def reduce_scatter(self, sums: Buffer, what: str, *, whole: bool = False) -> None:
         """Sum a buffer over the ranks; COMPUTE has its own of equal blocks then, or the `whole`."""
         device, shards, replicas = self._device, self.ranks.shards, self.ranks.replicas
         if not (self.ranks.together and len(sums.data)):
@@ -72,25 +74,25 @@ class Collectives:
         if shards.together:
             device.wait(REDUCE, done, "sums ready")
             if whole:
-                self._run(REDUCE, f"sum {what}", shards.sum, sums, Kind.ALL_REDUCE)
+                self._run(REDUCE, f"sum {what}", shards.all_reduce, sums, Kind.ALL_REDUCE)
             else:
-                self._run(REDUCE, f"sum {what}", shards.scatter_sum, sums)
+                self._run(REDUCE, f"sum {what}", shards.reduce_scatter, sums)
                 block = len(sums.data) // shards.size
                 own = sums.piece(shards.rank * block, (shards.rank + 1) * block)
             done = device.record(REDUCE)
         if replicas.together:
             device.wait(HOSTS, done, "sums of this host")
-            self._run(HOSTS, f"sum {what} of all hosts", replicas.sum, own, Kind.ALL_REDUCE)
+            self._run(HOSTS, f"sum {what} of all hosts", replicas.all_reduce, own, Kind.ALL_REDUCE)
             done = device.record(HOSTS)
         device.wait(COMPUTE, done, "sums of all ranks")
 
-    def sum(self, numbers: Buffer, what: str) -> Any:
+    def all_reduce(self, numbers: Buffer, what: str) -> Any:
         """Sum numbers that COMPUTE writes over the ranks; returns the event of its being done."""
         if not self.ranks.together:
             return self._device.record(COMPUTE)
         stream = REDUCE if self.ranks.shards.together else HOSTS  # where tiles are summed first
         self._device.wait(stream, self._device.record(COMPUTE), "numbers ready")
-        self._run(stream, f"sum {what}", self.ranks.sum, numbers)
+        self._run(stream, f"sum {what}", self.ranks.all_reduce, numbers)
         return self._device.record(stream)
 
     def join(self, own: Sequence[Any], shapes: Sequence[Sequence[int]], first: int) -> list[Any]:
@@ -112,7 +114,7 @@ class Collectives:
                 part.copy_(values.flatten())
 
         device.run(COMPUTE, "note own numbers", note, writes=[every])
-        device.wait(COMPUTE, self.sum(every, "numbers of all ranks"), "numbers of all ranks")
+        device.wait(COMPUTE, self.all_reduce(every, "numbers of all ranks"), "numbers of all ranks")
 
         def take() -> list[Any]:
             return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]

@@ -308,8 +308,10 @@ def _end_backward(trunk: Sequence[Prologue | Layer]) -> None:
     """Let the backward end at the first unit that is trained, which keeps all that it reads."""
     frozen = [*takewhile(lambda unit: not unit.trained, trunk)]
     for unit in frozen:
-        unit.pulls = False
-    pulled = trunk[len(frozen) :]
-    if frozen and pulled:
-        later = {ref for unit in pulled[1:] for ref in unit.new_inputs}
-        pulled[0].new_inputs = sorted({ref for unit in pulled for ref in unit.inputs} - later)
+        unit.needs_backward = False
+    differentiable = trunk[len(frozen) :]
+    if frozen and differentiable:
+        later = {ref for unit in differentiable[1:] for ref in unit.new_inputs}
+        differentiable[0].new_inputs = sorted(
+            {ref for unit in differentiable for ref in unit.inputs} - later
+        )

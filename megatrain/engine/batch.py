@@ -14,7 +14,7 @@ from megatrain.loss import IGNORED, JointLoss, Loss, targets_of
 from megatrain.model.capture import Rows
 from megatrain.model.documents import is_packed, starts_anew, told_by_lengths
 from megatrain.model.program import MicroBatch
-from megatrain.model.row_share import WHOLE, Judged, RowShare
+from megatrain.model.sequence_share import WHOLE, Judged, SequenceShare
 from megatrain.parallel.distributed import ALONE, Ranks, require_same
 
 _NO_CACHE = "no keys or values are kept between calls"
@@ -97,7 +97,7 @@ def prepare(
     by_lengths: bool = False,
     ranks: Ranks = ALONE,
     rows_each: int = 1,
-    share: RowShare = WHOLE,
+    share: SequenceShare = WHOLE,
 ) -> Batch:
     """Check CPU micro-batches and move them to `device`.
 

@@ -186,7 +186,7 @@ class Embedding:
             self._arrive(table, batch)
         arrived = table.rows.piece(0, len(batch.unique_U) * table.width)
         stream = COMPUTE if table.tile.rests.weights is Tier.DEVICE else COPY_IN
-        ready = self._collectives.gather([arrived], table.entry.name, stream)
+        ready = self._collectives.all_gather([arrived], table.entry.name, stream)
         self._device.wait(COMPUTE, ready, "rows arrived")
 
     @property
@@ -232,7 +232,7 @@ class Embedding:
             if table.entry.group is None:
                 continue
             sums = table.sums.piece(0, len(batch.unique_U) * table.width)
-            self._collectives.scatter_sum(sums, table.entry.name)
+            self._collectives.reduce_scatter(sums, table.entry.name)
             if table.tile.rests.gradient is Tier.DEVICE:
                 given[table.tile.index] = self._add_there(table, batch)
                 continue

@@ -33,8 +33,8 @@ from megatrain.model.document_check import DocumentCheck
 from megatrain.model.float8 import in_own_type
 from megatrain.model.masks import check_masks
 from megatrain.model.program import ModelProgram
-from megatrain.model.row_share import WHOLE, RowShare
 from megatrain.model.row_trial import RowTrial
+from megatrain.model.sequence_share import WHOLE, SequenceShare
 from megatrain.optim import StreamedOptimizer, is_number
 from megatrain.placement import RECOMPUTE, Placement, Planned
 from megatrain.source.base_reference import base_reference
@@ -146,10 +146,10 @@ class PlacedEngine:
         )
         self._policies = assembly.policies
         self._host = HostMemoryGuard(
-            self._store, self._parts, opened.host_limit, planned, opened.row_ranks
+            self._store, self._parts, opened.host_limit, planned, opened.sequence_ranks
         )
         self._documents = DocumentCheck(self.config, self._program, self._tried, self._check_masks)
-        self._share = RowShare(opened.row_ranks)
+        self._share = SequenceShare(opened.sequence_ranks)
         self._row_trial = RowTrial(self._share, self.config, self._program, self._tried)
 
     @property
@@ -258,7 +258,7 @@ class PlacedEngine:
         """The loss of a step, of cross entropy the mean; changes no state, dropout is off."""
         batch = self._prepare(micro_batches, loss)
         losses = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
-        return sum(self._ranks.exchange(float(torch.stack(losses).sum())))
+        return sum(self._ranks.all_gather_object(float(torch.stack(losses).sum())))
 
     def router_loss(
         self, micro_batches: MicroBatches, router_shares: Sequence[float] | None = None
@@ -267,7 +267,9 @@ class PlacedEngine:
         batch = self._prepare(micro_batches, NO_LABELS)
         batch.router_shares = self._shares(router_shares)
         found = self._forward_only(batch, lambda head, slot, h: head.balanced(batch, h))[0]
-        return sum(self._ranks.exchange(sum(map(float, found)))), float(batch.measured["aux_loss"])
+        return sum(self._ranks.all_gather_object(sum(map(float, found)))), float(
+            batch.measured["aux_loss"]
+        )
 
     def _shares(self, router_shares: Sequence[float] | None) -> Sequence[float] | None:
         if router_shares is not None:
@@ -329,10 +331,12 @@ class PlacedEngine:
         batch = self._checked(micro_batches, loss, WHOLE)
         with self._program.eager(), in_own_type(self._program.float8):
             found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
-        told = self._ranks.exchange([each.cpu() for each in found])[0]  # all decide alike
+        told = self._ranks.all_gather_object([each.cpu() for each in found])[0]  # all decide alike
         return [micro.calls for micro in batch.micro], told
 
-    def _checked(self, micro_batches: MicroBatches, loss: Loss | None, share: RowShare) -> Batch:
+    def _checked(
+        self, micro_batches: MicroBatches, loss: Loss | None, share: SequenceShare
+    ) -> Batch:
         how: dict[str, Any] = {"loss": loss, "label_shift": self.label_shift, "share": share}
         how |= {"takes": self._spec.capture.accepts, "constants": self._spec.constants}
         how |= {"ranks": self._ranks, "rows_each": self._parts.embedding.rows_each}

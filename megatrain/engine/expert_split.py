@@ -149,22 +149,22 @@ class Group(Stage):
         return pairs, (hidden_ND[pairs.tokens_S], index_NK[where] - self.start, share_NK[where])
 
     def vjp(
-        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
+        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
     ) -> State:
-        """Sum the weights' gradients in `room`; add the gradients of what the experts are given."""
+        """Accumulate the gradients of the experts and of their inputs."""
         name = Name(Kind.PART_BACKWARD, f"{self.name} experts backward")
-        pull = partial(self.add_gradients, slot, room)
-        return self.each(name, batch, pull, h, dh, reads=[slot], writes=[room.sums])
+        backward = partial(self.add_gradients, slot, accumulator)
+        return self.each(name, batch, backward, h, dh, reads=[slot], writes=[accumulator.sums])
 
     def add_gradients(
         self,
         slot: Buffer,
-        room: GradAccumulator,
+        accumulator: GradAccumulator,
         micro: MicroBatch,
         values: Activations,
         dh: Activations,
     ) -> Activations:
-        """One micro-batch's gradients of the weights into `room`, of what is given into `dh`."""
+        """One micro-batch's gradients: of the weights into `accumulator`, of inputs into `dh`."""
         hidden, _, shares = self.inputs
         for ref in (hidden, shares):
             dh.setdefault(ref, torch.zeros_like(values[ref]))
@@ -180,5 +180,5 @@ class Group(Stage):
         grads = torch.autograd.grad(made_SD, sources, gradient_SD, allow_unused=True)
         pairs.add(dh[hidden], grads[0])
         dh[shares][pairs.tokens_S, pairs.choices_S] = grads[1]
-        room.add(names, grads[2:])
+        accumulator.add(names, grads[2:])
         return dh

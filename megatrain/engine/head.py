@@ -23,9 +23,9 @@ class HeadMath(Protocol):
         micro: MicroBatch,
         values: Activations,
         count: float,
-        room: GradAccumulator,
+        accumulator: GradAccumulator,
     ) -> tuple[Tensor, Activations]:
-        """A share of the step's loss, and the gradients of `values`; the weights' into `room`.
+        """A share of the step's loss, and gradients of `values`; the weights' are accumulated.
 
         Args:
             weights: as autograd leaves.
@@ -65,14 +65,14 @@ class WholeHead:
         micro: MicroBatch,
         values: Activations,
         count: float,
-        room: GradAccumulator,
+        accumulator: GradAccumulator,
     ) -> tuple[Tensor, Activations]:
         parameters = [weights[name] for name in names]
         inputs = {
             ref: value.detach().requires_grad_(value.is_floating_point())
             for ref, value in values.items()
         }
-        pulled = [ref for ref in inputs if inputs[ref].requires_grad]
+        differentiable = [ref for ref in inputs if inputs[ref].requires_grad]
         with torch.enable_grad():
             logits_of, hidden_ND, targets_N = self._chunks(weights, micro, inputs)
         loss, gradient_ND = self._chunked(
@@ -83,13 +83,13 @@ class WholeHead:
             self._tokens,
             self._summed(micro.loss),
             parameters,
-            lambda gradients: room.add(names, gradients),
+            lambda gradients: accumulator.add(names, gradients),
             _flat(micro.given),
         )
-        sources = [*(inputs[ref] for ref in pulled), *parameters]
+        sources = [*(inputs[ref] for ref in differentiable), *parameters]
         grads = torch.autograd.grad(hidden_ND, sources, gradient_ND, allow_unused=True)
-        room.add(names, grads[len(pulled) :])
-        return loss / count, add({}, pulled, grads)
+        accumulator.add(names, grads[len(differentiable) :])
+        return loss / count, add({}, differentiable, grads)
 
     def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         how = self._tokens, self._summed(micro.loss), _flat(micro.given)

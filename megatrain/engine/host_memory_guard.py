@@ -74,7 +74,7 @@ class HostMemoryGuard:
         if self._offload is None:
             yield True
             return
-        has_room = all(self._alike.exchange(self._has_room(self._offload, num_tokens)))
+        has_room = all(self._alike.all_gather_object(self._has_room(self._offload, num_tokens)))
         yield has_room
         if num_tokens >= self._most_tokens:
             self._most_tokens = num_tokens

@@ -98,7 +98,7 @@ class Layer(StreamedModule):
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The activations after this layer, of every micro-batch."""
-        out, train = [], train and self.pulls
+        out, train = [], train and self.needs_backward
         for index, micro in enumerate(batch.micro):
             self.seed(batch, index)
             leaving = OffloadPlan() if train and self._offloads else None
@@ -140,9 +140,9 @@ class Layer(StreamedModule):
         return "nothing" if self.program.repeats(self.visit, weights, at.micro) else None
 
     def vjp(
-        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
+        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
     ) -> State:
-        """Sum the weights' gradients in `room`; return the gradients of the inputs.
+        """Sum the weights' gradients in `accumulator`; return the gradients of the inputs.
 
         What does not wait from the forward is computed again from `h`.
         """
@@ -151,16 +151,18 @@ class Layer(StreamedModule):
             self.seed(batch, index)
             at = Turn(index, slot, batch.micro[index], values)
             for returned, buffers in self._returned():
-                work = partial(self.backward, at, returned, dh[index], room)
+                work = partial(self.backward, at, returned, dh[index], accumulator)
                 reads = [slot, *buffers]
-                out.append(self.device.run(COMPUTE, self.backward_name, work, reads, [room.sums]))
+                out.append(
+                    self.device.run(COMPUTE, self.backward_name, work, reads, [accumulator.sums])
+                )
         return out
 
     def backward(
-        self, at: Turn, returned: list[Tensor], dh: Activations, room: GradAccumulator
+        self, at: Turn, returned: list[Tensor], dh: Activations, accumulator: GradAccumulator
     ) -> Activations:
         """The gradients of the inputs, of one micro-batch; `returned` has come from the host."""
-        return self._ready(at, returned).pull(self.made, dh, room)
+        return self._ready(at, returned).backward(self.made, dh, accumulator)
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
         """What has come back for the next micro-batch, once; nothing if nothing has left."""

@@ -40,11 +40,11 @@ class StreamedModule:
         tile: where its weights rest.
         prefix: what the tile's parameter names have before the names that the function knows.
         visit: its place among the layers, from 0.
-        pulls: it or a unit before it is trained, so that the backward comes here.
+        needs_backward: it or a unit before it is trained, so that the backward comes here.
     """
 
     visit: int
-    pulls = True
+    needs_backward = True
 
     def __init__(
         self, device: Device, program: ModelProgram, tile: Tile | TileSlice, prefix: str = ""
@@ -131,20 +131,23 @@ class Prologue(StreamedModule):
         return {ref: value.detach() for ref, value in values.items()}
 
     def vjp(
-        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
+        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
     ) -> State:
-        """Gradients of the prologue's weights into `room`, of the rows into `embedding`."""
+        """Gradients of the prologue's weights into `accumulator`, of the rows into `embedding`."""
         if not batch.first:
             self.embedding.prepare_gradients(batch)
-        reads, writes = [slot, *self.embedding.rows], [room.sums, *self.embedding.sums]
-        name, pull = Name(Kind.PROLOGUE, "prologue backward"), partial(self.backward, slot, room)
-        self.each(name, batch, pull, dh, reads=reads, writes=writes)
+        reads, writes = [slot, *self.embedding.rows], [accumulator.sums, *self.embedding.sums]
+        name, backward = (
+            Name(Kind.PROLOGUE, "prologue backward"),
+            partial(self.backward, slot, accumulator),
+        )
+        self.each(name, batch, backward, dh, reads=reads, writes=writes)
         return [{} for _ in batch.micro]
 
     def backward(
-        self, slot: Buffer, room: GradAccumulator, micro: MicroBatch, dh: Activations
+        self, slot: Buffer, accumulator: GradAccumulator, micro: MicroBatch, dh: Activations
     ) -> None:
-        """One micro-batch's gradients of the weights into `room`, of the rows to `embedding`."""
+        """Accumulate one micro-batch's gradients of the weights, and of the embedding's rows."""
         weights, names = self.leaves(slot)
         with torch.enable_grad():
             values = self.program.prologue({**self._all_leaves(slot), **weights}, micro)
@@ -157,7 +160,7 @@ class Prologue(StreamedModule):
             grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
         rows = dict(zip(tables, grads, strict=False))
         self.embedding.add({name: g for name, g in rows.items() if g is not None})
-        room.add(names, grads[len(tables) :])
+        accumulator.add(names, grads[len(tables) :])
 
     def _all_leaves(self, slot: Buffer) -> dict[str, Tensor]:
         return {n: w.detach().requires_grad_() for n, w in self.weights(slot).items()}
@@ -180,7 +183,7 @@ class Head(StreamedModule):
         self.collectives = collectives or Collectives(device, ALONE)
 
     def loss_and_vjp(
-        self, slot: Buffer, batch: Batch, h: State, room: GradAccumulator
+        self, slot: Buffer, batch: Batch, h: State, accumulator: GradAccumulator
     ) -> tuple[list[Tensor], State]:
         """Each micro-batch's share of the step's loss, and the activations' gradients.
 
@@ -195,9 +198,9 @@ class Head(StreamedModule):
             result = self.device.run(
                 COMPUTE,
                 HEAD_NAME,
-                partial(self.gradients, slot, batch.normaliser, room, micro, h[index]),
+                partial(self.gradients, slot, batch.normaliser, accumulator, micro, h[index]),
                 [slot],
-                [room.sums],
+                [accumulator.sums],
             )
             loss, gradients = result if result is not None else (None, {})
             losses.append(loss)
@@ -209,13 +212,13 @@ class Head(StreamedModule):
         self,
         slot: Buffer,
         count: float,
-        room: GradAccumulator,
+        accumulator: GradAccumulator,
         micro: MicroBatch,
         values: Activations,
     ) -> tuple[Tensor, Activations]:
         """One micro-batch's share of the step's loss, and the gradients of its activations."""
         weights, names = self.leaves(slot)
-        return self.computed.gradients_of(weights, names, micro, values, count, room)
+        return self.computed.gradients_of(weights, names, micro, values, count, accumulator)
 
     def balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], list[Activations]]:
         """The loss of the routers of all layers, if the model has one; its slopes, by micro-batch.

@@ -21,7 +21,7 @@ from megatrain.model.program import Activations
 
 @dataclass
 class Graph:
-    """One layer's graph of one micro-batch, ready to be pulled back."""
+    """One layer's graph of one micro-batch, ready for its backward."""
 
     inputs: Activations
     made: dict[Ref, GradientEdge]
@@ -43,19 +43,21 @@ class Graph:
         for value in self.inputs.values():
             value.data = value.data.new_empty(0)
 
-    def pull(self, made: Iterable[Ref], dh: Activations, room: GradAccumulator) -> Activations:
-        """Gradients of the weights into `room`; returns `dh`, the inputs' in place of `made`'s."""
+    def backward(
+        self, made: Iterable[Ref], dh: Activations, accumulator: GradAccumulator
+    ) -> Activations:
+        """Accumulate the weights' gradients; return `dh`, the inputs' in place of `made`'s."""
         of_layer = set(made)
         pairs = [(self.made[ref], dh[ref]) for ref in self.made if ref in dh]
         rest = {ref: gradient for ref, gradient in dh.items() if ref not in of_layer}
         if not pairs:
             return rest
         outputs, gradients = zip(*pairs, strict=True)
-        pulled = [ref for ref, value in self.inputs.items() if value.requires_grad]
-        sources = [*(self.inputs[ref] for ref in pulled), *self.sources]
+        differentiable = [ref for ref, value in self.inputs.items() if value.requires_grad]
+        sources = [*(self.inputs[ref] for ref in differentiable), *self.sources]
         grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
-        room.add(self.names, grads[len(pulled) :])
-        return add(rest, pulled, grads)
+        accumulator.add(self.names, grads[len(differentiable) :])
+        return add(rest, differentiable, grads)
 
 
 def add(total: Activations, refs: list[Ref], gradients: Iterable[Tensor | None]) -> Activations:

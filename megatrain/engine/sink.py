@@ -153,7 +153,7 @@ class Sink:
         """A pass of a step begins: its first, its last, both or neither."""
         self._first, self._last = first, last
 
-    def room(self, tile: Tile | TileSlice) -> GradAccumulator:
+    def accumulator(self, tile: Tile | TileSlice) -> GradAccumulator:
         """fp32 sums for the gradient of a tile or a slice: zeros in the step's first pass."""
         sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
         if not tile.whole.layout.trainable_numel:  # all of it is frozen
@@ -166,15 +166,15 @@ class Sink:
             self._directs.expect(tile)
         return GradAccumulator(tile, sums)
 
-    def put(self, room: GradAccumulator) -> None:
+    def put(self, accumulator: GradAccumulator) -> None:
         """After the last pass, measure a gradient and send it out.
 
         Of a tile in slices, the last one completes it.
         """
-        tile, sums, device = room.tile, room.sums, self._device
+        tile, sums, device = accumulator.tile, accumulator.sums, self._device
         if not self._last or not tile.whole.layout.trainable_numel:
             return
-        self._collectives.scatter_sum(sums, tile.name, whole=isinstance(tile, TileSlice))
+        self._collectives.reduce_scatter(sums, tile.name, whole=isinstance(tile, TileSlice))
 
         def measure() -> None:
             square = torch.linalg.vector_norm(sums.data[tile.trained]) ** 2
@@ -188,19 +188,19 @@ class Sink:
         self._directs.direct(tile, sums)
         if tile.begins or self._host_grad is None:
             self._host_grad = self.claim(tile, COPY_OUT)
-        self._landed(tile, self._host_grad, self.send(room, self._host_grad))
+        self._landed(tile, self._host_grad, self.send(accumulator, self._host_grad))
 
-    def send(self, room: GradAccumulator, host_grad: HostGrad) -> Any:
-        """Put what is in `room` on its way to where the update reads it; when it is there."""
-        tile, numel = room.tile, len(room.sums.data)
+    def send(self, accumulator: GradAccumulator, host_grad: HostGrad) -> Any:
+        """Send a gradient to where the update reads it; returns the event of its arrival."""
+        tile, numel = accumulator.tile, len(accumulator.sums.data)
         if tile.rests.gradient is Tier.DEVICE:
             if tile.index in self._own:
-                self._round(room, tile.trained, host_grad.buffer)
+                self._round(accumulator, tile.trained, host_grad.buffer)
             return self._device.record(COMPUTE)
         for span in tile.spans:
             left = max(0, min(span.numel, numel - span.at))  # the rest is frozen
             for start, stop in self._pieces(left):
-                self._send_piece(room, host_grad, span, start, stop)
+                self._send_piece(accumulator, host_grad, span, start, stop)
         return self._device.record(COPY_OUT)
 
     def recall(self, tile: Tile, host_grad: HostGrad) -> GradAccumulator:
@@ -229,22 +229,22 @@ class Sink:
         return self._lanes[self._turn % len(self._lanes)]
 
     def _send_piece(
-        self, room: GradAccumulator, host_grad: HostGrad, span: Span, start: int, stop: int
+        self, accumulator: GradAccumulator, host_grad: HostGrad, span: Span, start: int, stop: int
     ) -> None:
         device, lane = self._device, self._next_lane()
         device.wait(COMPUTE, lane.left, "outgoing buffer free")
-        self._round(room, slice(span.at + start, span.at + stop), lane.buffer)
+        self._round(accumulator, slice(span.at + start, span.at + stop), lane.buffer)
         device.wait(COPY_OUT, device.record(COMPUTE), "gradient ready")
         to = host_grad.buffer.piece(span.start + start, span.start + stop)
         device.copy(COPY_OUT, to, lane.buffer, stop - start)
         lane.left = device.record(COPY_OUT)
 
-    def _round(self, room: GradAccumulator, part: slice, to: Buffer) -> None:
+    def _round(self, accumulator: GradAccumulator, part: slice, to: Buffer) -> None:
         def work() -> None:
-            to.data[: part.stop - part.start].copy_(room.sums.data[part])
+            to.data[: part.stop - part.start].copy_(accumulator.sums.data[part])
 
-        name = Name(Kind.ROUND, f"round {room.tile.name}")
-        self._device.run(COMPUTE, name, work, [room.sums], [to])
+        name = Name(Kind.ROUND, f"round {accumulator.tile.name}")
+        self._device.run(COMPUTE, name, work, [accumulator.sums], [to])
 
     def _landed(self, tile: Tile | TileSlice, host_grad: HostGrad, event: Any) -> None:
         if tile.index in self._with_rows:

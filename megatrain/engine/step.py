@@ -53,9 +53,9 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
     """Loss, gradients and the start of all updates of one optimizer step."""
     stream, saved, sink, update = parts.stream, parts.saved, parts.sink, parts.update
     groups = batch.passes(parts.passes)
-    pulled = [unit for unit in reversed(parts.trunk) if unit.pulls]  # nothing below is trained
+    trained = [unit for unit in reversed(parts.trunk) if unit.needs_backward]  # not below them
     parts.embedding.fetch(batch)
-    stream.begin([*parts.trunk, parts.head, *pulled] * len(groups))
+    stream.begin([*parts.trunk, parts.head, *trained] * len(groups))
     update.begin()
 
     losses: list[Tensor] = []
@@ -68,17 +68,17 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
         h = forward(parts, group, saved.put, train=True)
 
         for head, weights in stream.visit([parts.head]):
-            room = sink.room(head.tile)
-            loss, dh = head.loss_and_vjp(weights, group, h, room)
+            accumulator = sink.accumulator(head.tile)
+            loss, dh = head.loss_and_vjp(weights, group, h, accumulator)
             losses += loss
             if group is groups[-1]:
                 update.guard(losses)
-            sink.put(room)
+            sink.put(accumulator)
 
-        for unit, weights in stream.visit(pulled):
-            room = sink.room(unit.tile)
-            dh = unit.vjp(weights, group, saved.take(unit), dh, room)
-            sink.put(room)
+        for unit, weights in stream.visit(trained):
+            accumulator = sink.accumulator(unit.tile)
+            dh = unit.vjp(weights, group, saved.take(unit), dh, accumulator)
+            sink.put(accumulator)
 
     parts.embedding.give(batch)
     return update.finish(sink)
@@ -90,7 +90,7 @@ def forward(
     """All micro-batches through prologue and layers; `keep` sees what the backward reads."""
     h: State = [{} for _ in batch.micro]
     for unit, weights in parts.stream.visit(parts.trunk):
-        if unit.pulls:
+        if unit.needs_backward:
             keep(unit, h)
         h = unit.run(weights, batch, h, train=train)
     return h

@@ -193,9 +193,11 @@ class Stream:
     def _gather(self, tile: Tile | TileSlice, whole: Buffer, stream: str) -> Any:
         """What other ranks have, beside what comes on `stream`; the event of all being there."""
         if isinstance(tile, TileSlice):
-            return self._collectives.unite(whole.piece(0, tile.layout.numel), tile.name, stream)
+            return self._collectives.all_gather_uneven(
+                whole.piece(0, tile.layout.numel), tile.name, stream
+            )
         parts = [whole.piece(*part) for part in tile.layout.parts]
-        return self._collectives.gather(parts, tile.name, stream)
+        return self._collectives.all_gather(parts, tile.name, stream)
 
 
 def _slots_of(tile_numel: int, slot_numel: int) -> int:

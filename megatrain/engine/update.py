@@ -108,7 +108,7 @@ class Update:
         self._checks = checks
         self._device, self._optimizer, self._threads = device, optimizer, threads
         self.max_grad_norm, self.disk = max_grad_norm, disk
-        self._collectives, self._sum = collectives, collectives.ranks.shards.sum_of_updates
+        self._collectives, self._sum = collectives, collectives.ranks.shards.all_reduce_updates
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self.expected: tuple[float, float] | None = None  # loss and norm of the same step before
         self._pending: list[tuple[Tile, HostGrad, Any]] = []
@@ -166,7 +166,7 @@ class Update:
             numbers.data[0] = torch.stack(losses).sum()
 
         device.run(COMPUTE, "note loss", note, writes=[numbers])
-        ready = self._collectives.sum(numbers.piece(0, 1), "loss")
+        ready = self._collectives.all_reduce(numbers.piece(0, 1), "loss")
         if self.deferred:
             return
         device.wait(COPY_OUT, ready, "loss ready")
@@ -200,7 +200,7 @@ class Update:
             torch.cat((squares.data, flag.data), out=numbers.data[1:])
 
         device.run(COMPUTE, "note norm", note, [squares, flag], [numbers])
-        ready = self._collectives.sum(numbers.piece(1, len(numbers.data)), "norm")
+        ready = self._collectives.all_reduce(numbers.piece(1, len(numbers.data)), "norm")
         device.wait(COPY_OUT, ready, "report ready")
         device.wait(COPY_OUT, self._checked, "loss checked")
         device.copy(COPY_OUT, self._landed, numbers)
@@ -215,9 +215,9 @@ class Update:
             scale = self._scale(report.grad_norm) if self.waits(tile) else 1.0
             if self.waits(tile) and self.directions.of(tile):
                 self.directions.bring(tile)
-                room = sink.recall(tile, host_grad)
-                self.directions.turn(tile, room.sums, self._settings, scale)
-                landed = sink.send(room, host_grad)
+                accumulator = sink.recall(tile, host_grad)
+                self.directions.turn(tile, accumulator.sums, self._settings, scale)
+                landed = sink.send(accumulator, host_grad)
             self._start(tile, host_grad, landed, scale)
         self._started = []
         return report

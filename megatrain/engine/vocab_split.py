@@ -148,7 +148,7 @@ class VocabSplit:
         return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, *more)
 
     def gradients(self, micro: MicroBatch, values: Activations, count: float) -> Activations:
-        """What `pull` adds to: the gradient of what is projected, fp32; and what it reads.
+        """What `backward` adds to: the gradient of what is projected, fp32; and what it reads.
 
         Args:
             count: what the step's loss is divided by.
@@ -167,7 +167,7 @@ class VocabSplit:
             made[self.chosen] = slopes.chosen
         return made
 
-    def pull(
+    def backward(
         self,
         weights: dict[str, Tensor],
         start: int,
@@ -175,9 +175,9 @@ class VocabSplit:
         values: Activations,
         gradients: Activations,
         names: list[str],
-        room: GradAccumulator,
+        accumulator: GradAccumulator,
     ) -> None:
-        """Add the gradients of the rows from `start` on to `room`, that of the rest to `gradients`.
+        """Accumulate gradients of the rows from `start` on; add the others to `gradients`.
 
         Args:
             values: what is projected, among others.
@@ -201,7 +201,7 @@ class VocabSplit:
             gradient = self._gradient_of(*given, *slopes)
             grads = torch.autograd.grad(logits, sources, gradient, allow_unused=True)
             total_ND[chunk] += grads[0][0]
-            room.add(names, grads[1:])
+            accumulator.add(names, grads[1:])
 
     def _chunks(self, total: int) -> Iterator[slice]:
         return (slice(at, at + self._tokens) for at in range(0, total, self._tokens))
@@ -276,24 +276,24 @@ class VocabShard(_AfterLayers):
         return self._rows.see(self.weights(slot), self._start, micro, values)
 
     def vjp(
-        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, room: GradAccumulator
+        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
     ) -> State:
-        """Gradients of the rows into `room`; that of what is projected is added to."""
-        pull = partial(self.add_gradients, slot, room)
-        self.each(self.name, batch, pull, h, dh, reads=[slot], writes=[room.sums])
+        """Gradients of the rows into `accumulator`; that of what is projected is added to."""
+        backward = partial(self.add_gradients, slot, accumulator)
+        self.each(self.name, batch, backward, h, dh, reads=[slot], writes=[accumulator.sums])
         return dh
 
     def add_gradients(
         self,
         slot: Buffer,
-        room: GradAccumulator,
+        accumulator: GradAccumulator,
         micro: MicroBatch,
         values: Activations,
         gradients: Activations,
     ) -> None:
-        """One micro-batch's gradients of the rows into `room`, of what is projected added up."""
+        """Accumulate one micro-batch's gradients of the rows; add those of what is projected."""
         weights, names = self.leaves(slot)
-        self._rows.pull(weights, self._start, micro, values, gradients, names, room)
+        self._rows.backward(weights, self._start, micro, values, gradients, names, accumulator)
 
 
 class LastRows:
@@ -309,12 +309,12 @@ class LastRows:
         micro: MicroBatch,
         values: Activations,
         count: float,
-        room: GradAccumulator,
+        accumulator: GradAccumulator,
     ) -> tuple[Tensor, Activations]:
         rows = self._rows
         values = rows.see(weights, self._start, micro, values)
         gradients = rows.gradients(micro, values, count)
-        rows.pull(weights, self._start, micro, values, gradients, names, room)
+        rows.backward(weights, self._start, micro, values, gradients, names, accumulator)
         return rows.loss(micro, values) / count, gradients
 
     def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:

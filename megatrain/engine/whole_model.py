@@ -107,7 +107,7 @@ def _from_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None
     """Logits that ranks draw from must be the same to the bit, or they would part."""
     own = output.logits.float()
     logits = own.clone() if ranks.rank == 0 else torch.zeros_like(own)  # 0 * -inf is no number
-    ranks.sum(logits)
+    ranks.all_reduce(logits)
     output.logits = logits.to(output.logits.dtype)
 
 
@@ -209,13 +209,13 @@ class _Tables(TorchFunctionMode):
         ranks = self._ranks
         every = torch.zeros(ranks.size, *ids.shape, dtype=torch.int64, device=self._device)
         every[ranks.rank] = ids
-        ranks.sum(every)
+        ranks.all_reduce(every)
         every = every.to(table.own.device) - table.first
         here = (every >= 0) & (every < len(table.own))
         rows = torch.zeros(*every.shape, table.own.shape[1], device=every.device)
         rows[here] = table.own[every[here]].float()  # a sum with zeros keeps every bit
         rows = rows.to(self._device)
-        ranks.scatter_sum(rows)
+        ranks.reduce_scatter(rows)
         return rows[ranks.rank].to(self._dtype)
 
     def _of(self, value: Any) -> "_Rows | None":

@@ -41,10 +41,10 @@ class CoarseSink(Sink):
             start, stop = stop, min(stop + max(size, min(together, numel - most - stop)), numel)
             yield start, stop
 
-    def _round(self, room: GradAccumulator, part: slice, to: Buffer) -> None:
+    def _round(self, accumulator: GradAccumulator, part: slice, to: Buffer) -> None:
         """A lane counts as large as what it is given."""
         data = torch.empty(part.stop - part.start, dtype=to.data.dtype, device="meta")
-        super()._round(room, part, Buffer(to.name, data))
+        super()._round(accumulator, part, Buffer(to.name, data))
 
 
 class UnrunProgram:

@@ -64,7 +64,7 @@ class _Visit:
     """The cost of a layer, for one micro-batch.
 
     Attributes:
-        produced: bytes of its results; `pulled`: of the gradients of its inputs.
+        produced: bytes of its results; `input_grads`: of the gradients of its inputs.
         gradient_bytes: of its weights, before they are summed; `summed`: the work of that.
     """
 
@@ -72,13 +72,16 @@ class _Visit:
         self,
         work: LayerWork,
         produced: dict[Ref, int],
-        pulled: dict[Ref, int],
+        input_grads: dict[Ref, int],
         gradient_bytes: int,
         summed: Work,
     ) -> None:
-        self.work, self.produced, self.pulled = work, produced, pulled
+        self.work, self.produced, self.input_grads = work, produced, input_grads
         self.gradient_bytes, self.summed = gradient_bytes, summed
-        self.produced_bytes, self.pulled_bytes = sum(produced.values()), sum(pulled.values())
+        self.produced_bytes, self.input_grad_bytes = (
+            sum(produced.values()),
+            sum(input_grads.values()),
+        )
         self._sums: dict[Any, Work] = {}
 
     def sum(self, key: Any, make: Callable[[], Work]) -> Work:
@@ -108,7 +111,7 @@ class Declared:
             Prologue.forward: self._prologue,
             Prologue.backward: self._prologue_backward,
             VocabShard.see: self._see,
-            VocabShard.add_gradients: self._pull,
+            VocabShard.add_gradients: self._rows_backward,
             Head.gradients: self._gradients,
             Head.token_losses: self._token_losses,
             Head.routed_total: self._routed_total,
@@ -166,7 +169,7 @@ class Declared:
             work = self._work(layer, rows)
             produced = {ref: work.outputs[ref.leaf].num_bytes for ref in self._produced(layer)}
             shapes = {ref: self._shape(ref, rows) for ref in layer.grad_inputs}
-            pulled = {r: s.num_bytes for r, s in shapes.items() if s.dtype.is_floating_point}
+            input_grads = {r: s.num_bytes for r, s in shapes.items() if s.dtype.is_floating_point}
             trained = layer.tile.layout.trainable_numel
             # Sums are read and written, in bf16 by a kernel for each parameter.
             count = len(layer.tile.layout.trainable)
@@ -174,7 +177,7 @@ class Declared:
                 touched_bytes=trained * (self._itemsize + 8),
                 kernels=count if self._itemsize < 4 else min(count, 1),
             )
-            visit = _Visit(work, produced, pulled, trained * self._itemsize, summed)
+            visit = _Visit(work, produced, input_grads, trained * self._itemsize, summed)
             self._visits[layer, rows] = visit
         return visit
 
@@ -228,7 +231,7 @@ class Declared:
         return {ref: self._ledger.hold(ACTIVATIONS, n * count) for ref, n in produced.items()}
 
     def _backward(
-        self, layer: Layer, at: Turn, returned: Sequence[Any], dh: Values, room: Any
+        self, layer: Layer, at: Turn, returned: Sequence[Any], dh: Values, accumulator: Any
     ) -> tuple[Work, Values]:
         ledger, count = self._ledger, grouped(at.micro)
         visit = self._visit(layer, len(at.micro.inputs["input_ids"]))
@@ -242,7 +245,7 @@ class Declared:
             if waiting is not None:
                 first = _beside_attention(first)._replace(attention_flops=0)
             if isinstance(layer, After):  # it may lie in a lane from the host
-                layer.results[at.index] = ledger.hold(WORKING_SET, visit.pulled[layer.result])
+                layer.results[at.index] = ledger.hold(WORKING_SET, visit.input_grads[layer.result])
             elif isinstance(layer, Before):
                 layer.after.results.pop(at.index)
             # Each of a group is computed again after the one before it is done.
@@ -257,16 +260,18 @@ class Declared:
         # What is held already counts in the backward's peak.
         ledger.took(max(0, second.peak_bytes - first.kept_bytes))
         ledger.add_bytes(WORKING_SET, visit.gradient_bytes)
-        ledger.took(visit.pulled_bytes)
+        ledger.took(visit.input_grad_bytes)
         if count > 1 and held is not None and held.nbytes:  # all but the last are done
             held = None
             held = ledger.hold(WORKING_SET, first.kept_bytes)
         # Of a group, each one's inputs are gone when the next one's gradients are made.
-        own = [at.values[ref] for ref in visit.pulled if ref in layer.new_inputs]
+        own = [at.values[ref] for ref in visit.input_grads if ref in layer.new_inputs]
         gone = sum(value.nbytes for value in own if isinstance(value, Held))
         gone = gone * (count - 1) // count
         ledger.add_bytes(ACTIVATIONS, -gone)
-        pulled = {ref: ledger.hold(WORKING_SET, n * count) for ref, n in visit.pulled.items()}
+        input_grads = {
+            ref: ledger.hold(WORKING_SET, n * count) for ref, n in visit.input_grads.items()
+        }
         del held
         ledger.add_bytes(ACTIVATIONS, gone)
         ledger.add_bytes(WORKING_SET, -visit.gradient_bytes)
@@ -274,10 +279,10 @@ class Declared:
             (done, second, count),
             lambda: added(done, added(second, visit.summed).times(count)),
         )
-        for ref in pulled.keys() & rest.keys():
-            pulled[ref] = ledger.hold(WORKING_SET, pulled[ref].nbytes)
-            done = added(done, Work(touched_bytes=3 * pulled[ref].nbytes, kernels=1))
-        return done, rest | pulled
+        for ref in input_grads.keys() & rest.keys():
+            input_grads[ref] = ledger.hold(WORKING_SET, input_grads[ref].nbytes)
+            done = added(done, Work(touched_bytes=3 * input_grads[ref].nbytes, kernels=1))
+        return done, rest | input_grads
 
     def _shapes(self, unit: StreamedModule) -> dict[str, Any]:
         entries = unit.tile.layout.unpacked.entries
@@ -307,7 +312,13 @@ class Declared:
         return added(done, moved), {**values, group.result: total}
 
     def _experts_backward(
-        self, group: Group, slot: Any, room: Any, micro: MicroBatch, values: Values, dh: Values
+        self,
+        group: Group,
+        slot: Any,
+        accumulator: Any,
+        micro: MicroBatch,
+        values: Values,
+        dh: Values,
     ) -> tuple[Work, Values]:
         work, read, _ = self._of_experts(group, micro)
         hidden, _, shares = group.inputs
@@ -334,7 +345,7 @@ class Declared:
         return work, self._results(sizes, count)
 
     def _prologue_backward(
-        self, prologue: Prologue, slot: Any, room: Any, micro: MicroBatch, dh: Values
+        self, prologue: Prologue, slot: Any, accumulator: Any, micro: MicroBatch, dh: Values
     ) -> tuple[Work, None]:
         work, values = self._prologue(prologue, slot, micro)
         rows = sum(micro.rows.tables[name].nbytes for name in prologue.embedding.trained)
@@ -348,7 +359,13 @@ class Declared:
         return added(work, more), None
 
     def _gradients(
-        self, head: Head, slot: Any, count: float, room: Any, micro: MicroBatch, values: Values
+        self,
+        head: Head,
+        slot: Any,
+        count: float,
+        accumulator: Any,
+        micro: MicroBatch,
+        values: Values,
     ) -> tuple[Work, tuple[Tensor, Values]]:
         number, rows, ledger = grouped(micro), len(micro.inputs["input_ids"]), self._ledger
         loss = torch.empty((), device="meta")
@@ -362,25 +379,28 @@ class Declared:
                 lse: values[lse],
                 picked: ledger.hold(ACTIVATIONS, values[picked].nbytes),
             }
-            pull, _ = self._pull(head, slot, room, micro, values, made)
-            return added(see, pull), (loss, made)
+            backward, _ = self._rows_backward(head, slot, accumulator, micro, values, made)
+            return added(see, backward), (loss, made)
         done = self._add(
             self._measured.head(self._head, rows, self._head_tokens, micro.loss).times(number)
         )
-        pulled = {
+        input_grads = {
             ref: value.nbytes
             for ref, value in values.items()
             if self._shape(ref, rows).dtype.is_floating_point
         }
         # Of a group, each one's activations are gone when the next one's gradients are made.
-        gone = sum(pulled.values()) * (number - 1) // number
+        gone = sum(input_grads.values()) * (number - 1) // number
         with ledger.more(ACTIVATIONS, -gone):
-            return done, (loss, {ref: ledger.hold(ACTIVATIONS, n) for ref, n in pulled.items()})
+            return done, (
+                loss,
+                {ref: ledger.hold(ACTIVATIONS, n) for ref, n in input_grads.items()},
+            )
 
     def _rows_work(self, unit: StreamedModule, micro: MicroBatch) -> tuple[Work, Work]:
         rows, count = len(micro.inputs["input_ids"]), grouped(micro)
-        see, pull = some_rows(self._measured, self._shapes(unit), rows, self._head_tokens)
-        return see.times(count), pull.times(count)
+        see, backward = some_rows(self._measured, self._shapes(unit), rows, self._head_tokens)
+        return see.times(count), backward.times(count)
 
     def _see(
         self, unit: StreamedModule, slot: Any, micro: MicroBatch, values: Values
@@ -390,11 +410,11 @@ class Declared:
         refs = [Ref(unit.visit, leaf) for leaf in (HIDDEN + 1, HIDDEN + 2)]
         return done, {**values, **self._results(dict.fromkeys(refs, 4 * tokens), 1)}
 
-    def _pull(
+    def _rows_backward(
         self,
         unit: StreamedModule,
         slot: Any,
-        room: Any,
+        accumulator: Any,
         micro: MicroBatch,
         values: Values,
         gradients: Values,

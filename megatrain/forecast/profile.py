@@ -182,7 +182,7 @@ class Profile:
     def head_losses(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
         """The work of the visit that a loss of all tokens together needs first."""
 
-        def visit(head: Head, slot: Buffer, batch: Batch, h: Any, room: Any) -> Any:
+        def visit(head: Head, slot: Buffer, batch: Batch, h: Any, accumulator: Any) -> Any:
             return head.losses(slot, batch, h)
 
         measure = partial(self._head, layout, rows, head_tokens, TWO_VISITS, visit)

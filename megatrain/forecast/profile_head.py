@@ -62,7 +62,7 @@ def projected(measured: Profile, rows: int, head_tokens: int) -> LayerWork:
 def some_rows(
     measured: Profile, shapes: Mapping[str, torch.Size], rows: int, head_tokens: int
 ) -> tuple[Work, Work]:
-    """The work of rows of the table, of these shapes: of `VocabSplit.see`, and of `pull`.
+    """The work of rows of the table, of these shapes: of `VocabSplit.see`, and of `backward`.
 
     Of many chunks a few are run, and one more: each that is left out takes as much as that one.
     """
@@ -82,8 +82,8 @@ def some_rows(
         few = run(left_out)
         if not left_out:
             return few
-        see, pull = map(Work.between, few, run(left_out - 1), (left_out,) * 2, (1, 1))
-        return see, pull
+        see, backward = map(Work.between, few, run(left_out - 1), (left_out,) * 2, (1, 1))
+        return see, backward
 
     return measured.once(("rows", *shapes.values(), rows, head_tokens), measure)
 
@@ -100,7 +100,7 @@ def _both(
     layout = TileLayout("", [(name, shape, 0) for name, shape in shapes.items()])
     sums = Buffer("sums", torch.empty(layout.trainable_numel))
     tile = Tile(0, layout, dict.fromkeys(tile_planes(None, sums.data.dtype), sums))
-    room = GradAccumulator(tile, sums)
+    accumulator = GradAccumulator(tile, sums)
     given = [weights, sums.data, values, micro.inputs, micro.targets]
     with OpCounter() as first:
         first.ignore(given)
@@ -108,6 +108,6 @@ def _both(
     gradients = computed.gradients(micro, values, 1)
     with OpCounter() as second:
         second.ignore([*given, values, gradients])
-        computed.pull(weights, 0, micro, values, gradients, list(weights), room)
+        computed.backward(weights, 0, micro, values, gradients, list(weights), accumulator)
     one, other = (t.work._replace(peak_bytes=t.peak_bytes) for t in (first, second))
     return one, other

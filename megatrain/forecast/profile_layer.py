@@ -30,14 +30,14 @@ def traced(run: Any, given: list[Any]) -> Trace:
         made = run()
         split = len(recorder.ops)
         values, gradients = _ends(made)
-        pulled = torch.autograd.grad(values, _leaves(given), gradients, allow_unused=True)
+        input_grads = torch.autograd.grad(values, _leaves(given), gradients, allow_unused=True)
     ops = Traced(
         recorder.ops,
         recorder.sizes,
         split,
         recorder.numbers((given, gradients)),
         recorder.numbers(list(made.values())),
-        recorder.numbers(pulled),
+        recorder.numbers(input_grads),
         recorder.random,
     )
     return Trace(ops, _shapes(made))

@@ -67,7 +67,7 @@ class Workload:
         disk_space: bytes that planes may take on a disk; None: what is free in `disk`.
         ranks: cards that keep the model together, each with a step of this size.
         hosts: times so many, each of which keeps the whole model.
-        row_ranks: cards that share every row; 1: each has rows of its own.
+        sequence_ranks: cards that share every row; 1: each has rows of its own.
         loss: of steps; forecasts ask whether it is joint, for which the head is visited twice.
         generation: what is made between steps; None: nothing.
         second: what is streamed before each; None: nothing. For plans alone: in a run it is there
@@ -89,7 +89,7 @@ class Workload:
     loss: Loss = CROSS_ENTROPY
     ranks: int = 1
     hosts: int = 1
-    row_ranks: int = 1
+    sequence_ranks: int = 1
     generation: Generation | None = None
     second: Second | None = None
 
@@ -109,7 +109,7 @@ class Workload:
             generation=_generation_of(run),
             clip=training.max_grad_norm is not None,
             precision=engine.precision,
-            row_ranks=engine.sequence_parallel,
+            sequence_ranks=engine.sequence_parallel,
             rule=run.optimizer.rule(),
             placement=placement if isinstance(placement, Placement) else None,
             disk=engine.disk,
@@ -159,14 +159,14 @@ class Workload:
         attention is of the whole row, is not counted.
         """
         every = ranks * hosts
-        rows, length = -(-self.rows * self.row_ranks // every), self.sequence_length
-        length = -(-length // self.row_ranks)
+        rows, length = -(-self.rows * self.sequence_ranks // every), self.sequence_length
+        length = -(-length // self.sequence_ranks)
         most = self.micro_batch and min(self.micro_batch, rows)
         tokens, generation = rows * length, self.generation
         if generation is not None and generation.rows is not None and generation.tokens is None:
             generation = replace(generation, rows=-(-generation.rows // every))
         own: dict[str, Any] = {"tokens_per_step": tokens, "micro_batch": most}
-        own |= {"sequence_length": length, "row_ranks": 1}
+        own |= {"sequence_length": length, "sequence_ranks": 1}
         return replace(self, **own, ranks=ranks, hosts=hosts, generation=generation)
 
     @property

@@ -81,7 +81,7 @@ class AllEnded(StoppingCriteria):
         """True for each row if all rows of all ranks have had a stop."""
         self._ended_R = self._ended_R | torch.isin(input_ids[:, -1], self._stops)
         open_ones = (~self._ended_R).sum(dtype=torch.float32)[None]
-        self._ranks.sum(open_ones)
+        self._ranks.all_reduce(open_ones)
         return (open_ones == 0).expand(len(input_ids))
 
 

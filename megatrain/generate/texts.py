@@ -137,7 +137,7 @@ def continued(
             for row, tokens in zip(mine, new, strict=True):
                 ends = (at for at, token in enumerate(tokens, 1) if token in stops)
                 out[row] = tokens[: next(ends, len(tokens))]
-    every = {row: new for shared in share.exchange(out) for row, new in shared.items()}
+    every = {row: new for shared in share.all_gather_object(out) for row, new in shared.items()}
     return [every[row] for row in range(len(ids))]
 
 
@@ -148,7 +148,7 @@ def _batches(
     every = list(range(len(ids)))
     parts = [every]
     uneven = batch_size > 1 and len({len(row) for row in ids}) > 1
-    if uneven and not all(source.ranks.exchange(heeds_mask(model))):
+    if uneven and not all(source.ranks.all_gather_object(heeds_mask(model))):
         log.info("padding would change what this model says: only prompts of one length share")
         of_length = defaultdict(list)
         for row in every:

@@ -21,9 +21,9 @@ from megatrain.errors import InputError
 from megatrain.model.capture import Call
 from megatrain.model.document_check import TOLERANCE, at_least_two, limits_of
 from megatrain.model.program import ModelProgram
-from megatrain.model.row_share import RowShare
-from megatrain.model.shared_rows import attention_of_ranks, attention_of_shares, rows_of
-from megatrain.parallel.row_ranks import RowRanks
+from megatrain.model.sequence_attention import attention_of_ranks, attention_of_shares, rows_of
+from megatrain.model.sequence_share import SequenceShare
+from megatrain.parallel.sequence_ranks import SequenceRanks
 
 _TOKENS = 8  # of a share that is tried
 Micro = Mapping[str, Tensor]
@@ -34,7 +34,7 @@ class RowTrial:
 
     def __init__(
         self,
-        share: RowShare,
+        share: SequenceShare,
         config: PreTrainedConfig,
         program: ModelProgram,
         losses: Callable[[list[Micro]], tuple[list[Sequence[Call]], list[Tensor]]],
@@ -47,7 +47,7 @@ class RowTrial:
         self._share, self._config, self._program = share, config, program
         self._losses, self._limits = losses, limits_of(config)
         self._equal: set[tuple[int, int]] = set()
-        if not isinstance(share.ranks, RowRanks):
+        if not isinstance(share.ranks, SequenceRanks):
             return
         spec = program.spec
         for reason, applies in {
@@ -68,7 +68,7 @@ class RowTrial:
         Raises:
             InputError: the model does not compute the same with rows cut between the ranks.
         """
-        if not isinstance(self._share.ranks, RowRanks):
+        if not isinstance(self._share.ranks, SequenceRanks):
             return
         size = self._share.ranks.size
         for micro in micro_batches:

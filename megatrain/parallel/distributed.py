@@ -87,32 +87,32 @@ class Ranks:
     def _some(self, rank: int, size: int) -> "Ranks":
         return ALONE if size == 1 else replace(self, rank=rank, size=size, hosts=1)
 
-    def exchange(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """The values of all ranks, in their order; pickled."""
         return [value]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks are here; raises RunFailed that names who is not in time."""
 
     @property
-    def beside(self) -> "Ranks":
+    def second_group(self) -> "Ranks":
         """The same ranks, for a thread that exchanges what it has beside the others'."""
         return self
 
-    def gather(self, whole: Tensor) -> None:
+    def all_gather(self, whole: Tensor) -> None:
         """Fill a tensor of `size` equal blocks, of which each rank has its own in place."""
 
-    def scatter_sum(self, whole: Tensor) -> None:
+    def reduce_scatter(self, whole: Tensor) -> None:
         """Put the sum over all ranks into this rank's block of a tensor; the rest is undefined."""
 
-    def unite(self, whole: Tensor) -> None:
+    def all_gather_uneven(self, whole: Tensor) -> None:
         """Fill a tensor of which each rank has some elements, and zeros in the others' place."""
 
-    def sum(self, values: Tensor) -> None:
+    def all_reduce(self, values: Tensor) -> None:
         """Put the sum over all ranks in the place of a tensor; every rank has the same bits."""
 
-    def sum_of_updates(self, values: Tensor) -> None:
-        """`sum` for updates: on a host thread it has a communicator of its own."""
+    def all_reduce_updates(self, values: Tensor) -> None:
+        """`all_reduce` for updates: on a host thread it has a communicator of its own."""
 
     def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
         """An fp32 CPU tensor, of whose flat elements each rank has a part; alone: all, shaped."""
@@ -131,11 +131,11 @@ class Ranks:
             made = [make()]
         except BaseException as error:
             with suppress(RunFailed):  # where the others are lost, this is why
-                self.exchange(([], _as_seen(error)))
+                self.all_gather_object(([], _as_seen(error)))
                 if isinstance(error, MegatrainError):
                     error.by_all = True
             raise
-        found = self.exchange((made, None))
+        found = self.all_gather_object((made, None))
         for rank, (_, seen) in enumerate(found):
             if seen is not None:
                 failure = seen[0](f"rank {rank}: {seen[1]}")
@@ -159,17 +159,17 @@ class Ranks:
 
         def asked(name: str) -> Tensor:
             with lock:
-                self.exchange(name)
+                self.all_gather_object(name)
                 return read[name]()
 
         def first() -> None:
             try:
                 work({name: partial(asked, name) for name in read})
             finally:
-                self.exchange(None)
+                self.all_gather_object(None)
 
         def follow() -> None:
-            while (name := self.exchange("")[0]) is not None:
+            while (name := self.all_gather_object("")[0]) is not None:
                 read[name]()
 
         self.agree(follow if self.rank else first)
@@ -233,7 +233,7 @@ class ProcessGroups(Ranks):
         return ALONE if self.parts is None else self.parts[1]
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _peer_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -243,48 +243,48 @@ class ProcessGroups(Ranks):
                 "checkpoint"
             ) from error
 
-    def exchange(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
-        with self._told():
+        with self._peer_errors():
             dist.all_gather_object(found, value, group=self.host)
         return found
 
-    def meet(self) -> None:
-        with self._told():
+    def barrier(self) -> None:
+        with self._peer_errors():
             dist.monitored_barrier(self.host, timeout=patience(), wait_all_ranks=True)
 
     @property
-    def beside(self) -> Ranks:
+    def second_group(self) -> Ranks:
         return replace(self, host=self.saves)
 
-    def gather(self, whole: Tensor) -> None:
+    def all_gather(self, whole: Tensor) -> None:
         flat = whole.view(torch.uint8)
-        with self._told():
+        with self._peer_errors():
             all_gather_single(flat, self._own(flat), group=self.incoming)
 
-    def scatter_sum(self, whole: Tensor) -> None:
-        with self._told():
+    def reduce_scatter(self, whole: Tensor) -> None:
+        with self._peer_errors():
             if whole.is_cpu:  # gloo sums all of it in any case
                 dist.all_reduce(whole, group=self.outgoing)
             else:
                 reduce_scatter_single(self._own(whole), whole, group=self.outgoing)
 
-    def unite(self, whole: Tensor) -> None:
-        with self._told():  # as integers: a sum with zeros keeps every bit
+    def all_gather_uneven(self, whole: Tensor) -> None:
+        with self._peer_errors():  # as integers: a sum with zeros keeps every bit
             dist.all_reduce(whole.view(torch.int32), group=self.incoming)
 
-    def sum(self, values: Tensor) -> None:
-        with self._told():
+    def all_reduce(self, values: Tensor) -> None:
+        with self._peer_errors():
             dist.all_reduce(values, group=self.outgoing)
 
-    def sum_of_updates(self, values: Tensor) -> None:
-        with self._told():
+    def all_reduce_updates(self, values: Tensor) -> None:
+        with self._peer_errors():
             dist.all_reduce(values, group=self.updates if values.is_cpu else self.outgoing)
 
     def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
         whole = torch.zeros(prod(shape))
         whole[place] = part.view(-1)
-        with self._told():  # as integers: a sum with zeros keeps every bit
+        with self._peer_errors():  # as integers: a sum with zeros keeps every bit
             dist.all_reduce(whole.view(torch.int32), group=self.host)
         return whole.view(tuple(shape))
 
@@ -340,7 +340,7 @@ def connected(group: ProcessGroup, device: torch.device, hosts: int = 1) -> Rank
     """The ranks of a group, also of a single one, on so many hosts that keep the model each."""
     members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     whole = _opened(members, device)
-    names = whole.exchange(socket.gethostname())
+    names = whole.all_gather_object(socket.gethostname())
     slow = dist.new_group(members, timedelta(hours=24), "gloo", use_local_synchronization=True)
     whole = replace(whole, on_host=names.count(names[rank]), saves=slow, hosts=hosts)  # slow disks
     if hosts == 1:
@@ -351,7 +351,7 @@ def connected(group: ProcessGroup, device: torch.device, hosts: int = 1) -> Rank
     shards, replicas = (
         ALONE if len(part) == 1 else _connect(_opened(part, device), device) for part in parts
     )
-    whole.sum(torch.zeros(1, device=device))
+    whole.all_reduce(torch.zeros(1, device=device))
     return replace(whole, parts=(shards, replicas))
 
 
@@ -374,14 +374,14 @@ def _connect(ranks: ProcessGroups, device: torch.device) -> ProcessGroups:
 def _link_gbps(ranks: Ranks, device: torch.device) -> float:
     """The rate at which a rank receives in a gather, in GB/s; the same on all ranks."""
     values = torch.ones(ranks.size * _GATHERED, device=device)
-    ranks.gather(values)
-    ranks.scatter_sum(values)
-    ranks.sum(values[:1])
+    ranks.all_gather(values)
+    ranks.reduce_scatter(values)
+    ranks.all_reduce(values[:1])
     assert float(values[0]) > 0  # waits for the device
-    ranks.meet()
+    ranks.barrier()
     started = time.perf_counter()
     for _ in range(_GATHERS):
-        ranks.gather(values)
+        ranks.all_gather(values)
     assert float(values[0]) > 0
     received = _GATHERS * values.nbytes * (ranks.size - 1) / ranks.size
-    return min(ranks.exchange(received / (time.perf_counter() - started) / 1e9))
+    return min(ranks.all_gather_object(received / (time.perf_counter() - started) / 1e9))

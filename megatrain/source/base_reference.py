@@ -185,7 +185,7 @@ def base_reference(
         folder: of the checkpoint, which takes the place of what is there.
         ranks: which all call this, and are given the same.
     """
-    references = ranks.exchange(_base_reference(model, origin, entries, folder))
+    references = ranks.all_gather_object(_base_reference(model, origin, entries, folder))
     return references[0] if all(references) else None
 
 

@@ -107,7 +107,7 @@ class EngineSetup:
         disk: folder on the disk that planes may rest on; None: none may.
         seed: of weights that are drawn, and of dropout.
         ranks: who share the model.
-        row_ranks: who share every row as well; alone where each rank has rows of its own.
+        sequence_ranks: who share every row as well; alone where each rank has rows of its own.
         verify: when planes are compared with their checksums.
     """
 
@@ -121,7 +121,7 @@ class EngineSetup:
     disk: str | Path | None
     seed: int
     ranks: Ranks = ALONE
-    row_ranks: Ranks = ALONE
+    sequence_ranks: Ranks = ALONE
     verify: Verify = "save"
 
     @property

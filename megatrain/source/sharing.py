@@ -32,7 +32,7 @@ def check_shared(opened: EngineSetup, placement: Placement) -> None:
     if ranks.size == 1:
         return
     ranks.agree(lambda: _refuse(opened))
-    require_same(ranks.exchange(_described(opened, placement)))
+    require_same(ranks.all_gather_object(_described(opened, placement)))
 
 
 def check_call(
@@ -70,7 +70,7 @@ def check_call(
             "settings of the optimizer": "" if optimizer is None else str(_settings(optimizer)),
         }
 
-    ranks.meet()
+    ranks.barrier()
     require_same(ranks.agree(wanted))
 
 
@@ -99,9 +99,9 @@ def require_alone(ranks: Ranks, what: str) -> None:
         raise InputError(f"{what} is not for several ranks yet; save, and do it with one")
 
 
-def require_whole_rows(row_ranks: Ranks, what: str) -> None:
+def require_whole_rows(sequence_ranks: Ranks, what: str) -> None:
     """Raises InputError if ranks share every row."""
-    if row_ranks.size > 1:
+    if sequence_ranks.size > 1:
         raise InputError(
             f"{what} is not for ranks that share rows yet; make an engine without sequence_parallel"
         )

@@ -133,7 +133,7 @@ class Checkpointing:
     def _settle(self, *, wait: bool) -> None:
         if self._running is None:
             return
-        if not wait and not all(self._job.ranks.exchange(self._running[1].done)):
+        if not wait and not all(self._job.ranks.all_gather_object(self._running[1].done)):
             return
         (step, saving), self._running = self._running, None
         try:

@@ -36,7 +36,7 @@ class Devices(NamedTuple):
     def of(cls, job: Job) -> Self:
         """All ranks call this."""
         first = not local_rank(job.ranks.host)
-        told = job.ranks.exchange((str(job.engine.device.torch_device), first))
+        told = job.ranks.all_gather_object((str(job.engine.device.torch_device), first))
         return cls([name for name, _ in told], sum(first for _, first in told))
 
 

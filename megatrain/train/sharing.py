@@ -29,7 +29,7 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: str) -> None:
         return
     keys = config.model_dump(mode="json").items()
     given = {f"{section}.{key}": str(each) for section, own in keys for key, each in own.items()}
-    require_same(ranks.exchange(given | {"callbacks": callbacks}))
+    require_same(ranks.all_gather_object(given | {"callbacks": callbacks}))
     replies = config.training.batch_size * config.loss.lines
     if config.loss.kind == "prompts" and replies < ranks.size:
         raise InputError(
@@ -46,7 +46,7 @@ def group_of(config: Config, ranks: Ranks) -> Any:
     """
     if ranks.host is None or config.engine.sharding == "full":
         return ranks.host
-    first, *others = ranks.exchange(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)))
+    first, *others = ranks.all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)))
     for rank, each in enumerate(others, 1):
         if each != first:
             raise InputError(
@@ -128,7 +128,7 @@ def check_rows(ranks: Ranks, step: Step) -> None:
     found = 0
     for each in (micro[name] for micro in step for name in sorted(micro)):
         found = zlib.crc32(each.contiguous().numpy().data, found)
-    require_same(ranks.exchange({"checksum of the step's rows": str(found)}))
+    require_same(ranks.all_gather_object({"checksum of the step's rows": str(found)}))
 
 
 def logprobs(
@@ -151,7 +151,7 @@ def by_parts(ranks: Ranks, step: Step, make: Callable[[Step], list[T]]) -> list[
     found = make(own)
     if not any(own[0] is micro for micro in step):
         found = []  # of the row without a label
-    return [each for part in ranks.exchange(found) for each in part]
+    return [each for part in ranks.all_gather_object(found) for each in part]
 
 
 def in_turn(ranks: Ranks, make: Callable[[], T]) -> T:

@@ -71,7 +71,7 @@ class Signals:
             return
         if not self._shared:
             self._shared, self._told = True, self.stop
-        found = ranks.exchange((self._told, self.take_save()))
+        found = ranks.all_gather_object((self._told, self.take_save()))
         self.stop = next((stop for stop, _ in found if stop), None)
         self._save = any(save for _, save in found)
 

@@ -92,7 +92,7 @@ class Teacher:
         loss, rows = self.config.loss, plain_rows(step)
         most = loss.top_k or 1
         labelled = any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows)
-        if any(engine.ranks.exchange(labelled)):  # it is asked by all ranks or none
+        if any(engine.ranks.all_gather_object(labelled)):  # it is asked by all ranks or none
             found = engine.top_logprobs(rows, most, loss.temperature or 1.0)
         else:
             shapes = [(*micro["labels"].shape, most) for micro in rows]
@@ -206,7 +206,7 @@ class _Asking:
         count, told = len(self._data), time.monotonic()
         log.info("asking the teacher of %s rows (%s)", f"{count - done:,}", self._name.strip())
         for first in range(done, count, self._each):
-            self._ranks.exchange(first)
+            self._ranks.all_gather_object(first)
             yield from self._sweep(first)
             if time.monotonic() - told > _SECONDS_BETWEEN_NEWS:
                 told, last = time.monotonic(), min(first + self._each, count)
@@ -214,7 +214,7 @@ class _Asking:
 
     def follow(self) -> None:
         """On other ranks: make each forward pass that the first rank makes."""
-        while (first := self._ranks.exchange(0)[0]) is not None:
+        while (first := self._ranks.all_gather_object(0)[0]) is not None:
             try:
                 self._sweep(first)
             except MegatrainError:  # of all ranks, of which the first one says that it ends
@@ -223,7 +223,7 @@ class _Asking:
 
     def end(self) -> None:
         """Tell the other ranks that no forward pass follows."""
-        self._ranks.exchange(None)
+        self._ranks.all_gather_object(None)
 
     def _sweep(self, first: int) -> list[TeacherAnswers]:
         if self._engine is None:

@@ -201,7 +201,7 @@ def test_a_checkpoint_that_takes_the_place_of_its_base_has_it(tmp_path: Path) ->
 
 def test_ranks_leave_the_base_out_together_or_not_at_all(base: Path, tmp_path: Path) -> None:
     class Another(Ranks):
-        def exchange(self, value: Any) -> list[Any]:
+        def all_gather_object(self, value: Any) -> list[Any]:
             return [value, None]
 
     with make_engine(base, adapter=LORA) as engine:

@@ -93,7 +93,7 @@ def test_rows_that_devices_share_are_planned_in_parts(megatrain, run_file):
     refused(megatrain("plan", run_file, *HERE, *shared), "data.packing")
     shared += ["--set", "data.packing=false"]
     refused(megatrain("plan", run_file, *HERE, *shared), "--gpus 2 --hosts 1")
-    own = Workload(tokens_per_step=4 * 101, sequence_length=101, micro_batch=3, row_ranks=2)
+    own = Workload(tokens_per_step=4 * 101, sequence_length=101, micro_batch=3, sequence_ranks=2)
     each = own.shared(2)
     assert (each.sequence_length, each.rows, each.micro_batch) == (51, 4, 3)
     two = ["--set", "engine.devices=2"]

@@ -29,8 +29,8 @@ SLOW = 1e-3  # GB/s: next to what the link takes, nothing else counts
 
 # Ranks of a host, hosts, and the stream of each of ProcessGroups' collectives.
 LAYOUTS: dict[str, tuple[int, int, dict[str, str]]] = {
-    "two ranks": (2, 1, {"gather": GATHER, "scatter_sum": REDUCE, "sum": REDUCE}),
-    "two hosts": (1, 2, {"sum": HOSTS}),
+    "two ranks": (2, 1, {"all_gather": GATHER, "reduce_scatter": REDUCE, "all_reduce": REDUCE}),
+    "two hosts": (1, 2, {"all_reduce": HOSTS}),
 }
 PLACEMENTS = {
     "streamed": Placement(slots=2),
@@ -91,7 +91,7 @@ def test_two_ranks_keep_and_exchange_what_is_foretold(
 
             return mock.patch.object(ProcessGroups, name, call)
 
-        with noted("gather"), noted("scatter_sum"), noted("sum"):
+        with noted("all_gather"), noted("reduce_scatter"), noted("all_reduce"):
             engine.step(step)
         return engine.memory(), calls
 

@@ -459,7 +459,7 @@ def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path: Path) -> None:
         assert engine.step(good).loss > 0
         mesh, cpu = init_device_mesh("cpu", (2,)), torch.device("cpu")
         with mock.patch.object(distributed, "_GATHERED", 1 << 10):
-            links = connected(group, cpu).exchange(
+            links = connected(group, cpu).all_gather_object(
                 distributed._link_gbps(connected(group, cpu), cpu)
             )
         assert links[0] == links[1] > 0

@@ -198,7 +198,7 @@ class Alike(Ranks):
 
     together = True
 
-    def exchange(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         return [value] * self.size
 
 
@@ -208,7 +208,7 @@ class Told(Alike):
 
     said: dict[int, Any] = field(default_factory=dict)
 
-    def exchange(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         self.said.setdefault(self.rank, value)
         return [self.said.get(rank, value) for rank in range(self.size)]
 

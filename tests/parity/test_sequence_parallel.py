@@ -15,7 +15,7 @@ from megatrain.device import Recording
 from megatrain.engine.host_memory_guard import HostMemoryGuard
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, LabelSmoothing, Loss
-from megatrain.model.shared_rows import repeated
+from megatrain.model.sequence_attention import repeated
 from megatrain.model.trained import Trained
 from tests.families.plain import Step
 from tests.families.tiny import tiny_model

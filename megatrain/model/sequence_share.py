@@ -23,7 +23,7 @@ Judged = tuple[Tensor, list[Tensor]]
 Micro = Mapping[str, Tensor]
 
 
-class RowShare:
+class SequenceShare:
     """A rank's share of every row; that of a rank that is alone is all of it."""
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
@@ -128,10 +128,10 @@ class RowShare:
         """Whole rows `[B, T, ...]` on the CPU, of the shares that all ranks have found."""
         if self._size == 1:
             return [each.cpu() for each in found]
-        every = self.ranks.exchange([each.cpu() for each in found])
+        every = self.ranks.all_gather_object([each.cpu() for each in found])
         rows = (torch.cat(shares, 1) for shares in zip(*every, strict=True))
         pairs = zip(rows, micro_batches, strict=True)
         return [each[:, : micro["input_ids"].shape[1]] for each, micro in pairs]
 
 
-WHOLE = RowShare()
+WHOLE = SequenceShare()

@@ -22,12 +22,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from megatrain.compat.transformers import sdpa_attention_forward
 from megatrain.errors import InputError
 from megatrain.model.documents import OURS
-from megatrain.parallel.row_ranks import RowRanks
+from megatrain.parallel.sequence_ranks import SequenceRanks
 
 _NAME = f"{OURS}shared_rows"
 
 _tried: ContextVar[int | None] = ContextVar("_tried", default=None)
-_ranks: list[RowRanks] = []  # by the number that a compiled graph knows them by
+_ranks: list[SequenceRanks] = []  # by the number that a compiled graph knows them by
 
 
 @torch.library.custom_op("megatrain::exchange", mutates_args=())
@@ -57,7 +57,7 @@ exchange.register_autograd(_exchange_back, setup_context=_note)
 class _OfRanks:
     """Brings the shares of all ranks together for attention."""
 
-    def __init__(self, ranks: RowRanks) -> None:
+    def __init__(self, ranks: SequenceRanks) -> None:
         self.size, self._number = ranks.size, len(_ranks)
         _ranks.append(ranks)
 
@@ -91,7 +91,7 @@ class _OfOneRow:
         return out
 
 
-def attention_of_ranks(ranks: RowRanks) -> str:
+def attention_of_ranks(ranks: SequenceRanks) -> str:
     """The name of the implementation for these ranks, each of which has its share of every row."""
     name = f"{_NAME}_{len(_ranks)}"
     _register(name, _OfRanks(ranks), ranks.size)

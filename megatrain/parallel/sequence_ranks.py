@@ -14,7 +14,7 @@ from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks, patience
 
 
 @dataclass(frozen=True)
-class RowRanks(ProcessGroups):
+class SequenceRanks(ProcessGroups):
     """Ranks with a communicator for what layers exchange, beside those of gathers and sums.
 
     Attributes:
@@ -29,18 +29,18 @@ class RowRanks(ProcessGroups):
         Both are contiguous.
         """
         to, source = (each.view(self.size, -1).view(torch.uint8) for each in (received, given))
-        with self._told():
+        with self._peer_errors():
             dist.all_to_all_single(to, source, group=self.beneath)
 
 
-def open_row_ranks(ranks: Ranks, device: torch.device, number: Any) -> Ranks:
+def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Ranks:
     """These ranks, if `number` of them share every row; alone, if none do. All ranks call this.
 
     Raises:
         InputError: `number` is neither 1 nor that of all ranks, or these are on several hosts, or
             a rank has another number.
     """
-    require_same(ranks.exchange({"sequence_parallel": str(number)}))
+    require_same(ranks.all_gather_object({"sequence_parallel": str(number)}))
     if type(number) is not int or number not in (1, ranks.size):
         raise InputError(
             f"sequence_parallel is {number!r}; it must be 1 (each rank has rows of its own) or the "
@@ -54,7 +54,7 @@ def open_row_ranks(ranks: Ranks, device: torch.device, number: Any) -> Ranks:
             "share rows yet; take the ranks of one host, or 1"
         )
     assert isinstance(ranks, ProcessGroups)
-    return RowRanks(**vars(ranks), beneath=_communicator(ranks.host, device))
+    return SequenceRanks(**vars(ranks), beneath=_communicator(ranks.host, device))
 
 
 @cache  # as of the other communicators: they live as long as torch.distributed
