@@ -16,14 +16,13 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.options import case_of, parse, write
 from megatrain import kernels
-from megatrain.kernels import factored, native, reference
+from megatrain.kernels import native, reference
 from megatrain.kernels.reference import RULES, SUMMED_BYTES
 from megatrain.kernels.states import (
     Checksums,
@@ -32,7 +31,7 @@ from megatrain.kernels.states import (
     UpdateOptions,
     adamw_scalars,
 )
-from megatrain.optim import Adafactor, AdamW, moved_bytes
+from megatrain.optim import AdamW, moved_bytes
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.environment import commit, environment
 
@@ -141,25 +140,6 @@ def rule_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
     return cases
 
 
-def adafactor_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
-    """Adafactor of one matrix of 4096 columns: native, and plain torch."""
-    rule, size = Adafactor(), master.numel() // 4096 * 4096
-    planes = (*split_planes(master), grad_fp32.bfloat16())
-    weights, remainder, grad = (plane[:size].view(-1, 4096) for plane in planes)
-    [_, kept], cases = rule.state_planes, []
-    for name, module in (("native", native), ("reference", factored)):
-        tile = TileRange(weights, remainder, [torch.zeros(size // kept.per)], grad)
-        update = partial(rule.update, tile, vars(rule), UpdateOptions(0, 10, 0.5, threads))
-        run = partial(_with, module, update)
-        cases.append(Case(f"{name}, adafactor", moved_bytes(rule, torch.bfloat16), run))
-    return cases
-
-
-def _with(module: ModuleType, update: Callable[[], object]) -> None:
-    with mock.patch.object(kernels, "of_matrices", lambda plane: module):
-        update()
-
-
 def other_cases(master: Tensor, grad_fp32: Tensor, threads: int) -> list[Case]:
     """The kernels beside the update."""
     planes = split_planes(master)
@@ -229,7 +209,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     master, grad = torch.randn(options.params) * 0.02, torch.randn(options.params)
-    parts = (adamw_cases, states_cases, rule_cases, adafactor_cases, other_cases)
+    parts = (adamw_cases, states_cases, rule_cases, other_cases)
     cases = [case for part in parts for case in part(master, grad, options.threads)]
     results = measure(cases, options.params, options.rounds)
     machine = environment("cpu")

@@ -8,12 +8,11 @@ from megatrain.placement import Placement
 
 if TYPE_CHECKING:
     from megatrain.api import Engine, StepResult
-    from megatrain.optim import SGD, Adafactor, AdamW, Lion, Muon
+    from megatrain.optim import SGD, AdamW, Lion, Muon
     from megatrain.train.start import run
 
 __all__ = [
     "SGD",
-    "Adafactor",
     "AdamW",
     "DoesNotFit",
     "Engine",
@@ -42,10 +41,14 @@ def __getattr__(name: str) -> Any:
         from megatrain import api
 
         return getattr(api, name)
-    if name in ("Adafactor", "AdamW", "Lion", "Muon", "SGD"):
+    if name in ("AdamW", "Lion", "Muon", "SGD"):
         from megatrain import optim
 
         return getattr(optim, name)
+    if name == "Adafactor":
+        from megatrain.optim import NO_ADAFACTOR
+
+        raise ImportError(NO_ADAFACTOR)
     if name == "run":
         from megatrain.train import start
 

@@ -37,7 +37,7 @@ SECONDS: dict[str, float] = json.loads(TABLE.read_text(encoding="utf-8"))
 
 ALL = ("tests/",)
 STEP = (
-    *("tests/families/test_families.py", "tests/race/", "tests/parity/test_adafactor.py"),
+    *("tests/families/test_families.py", "tests/race/"),
     *("tests/parity/test_bf16.py", "tests/parity/test_compiled.py", "tests/parity/test_disk.py"),
     *("tests/parity/test_dropout.py", "tests/parity/test_failures.py", "tests/parity/test_muon.py"),
     *("tests/parity/test_gradients.py", "tests/parity/test_host_memory_guard.py"),
@@ -106,7 +106,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "megatrain/machine": FORECASTS,
     "megatrain/model": MODELS,
     "megatrain/optim": (
-        *("tests/parity/test_adafactor.py", "tests/parity/test_muon.py", "tests/checkpoint/"),
+        *("tests/parity/test_muon.py", "tests/checkpoint/"),
         *("tests/parity/test_training.py", "tests/unit/test_update_launches.py"),
     ),
     "megatrain/parallel": (*RANKS, *STEP),

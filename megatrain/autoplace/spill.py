@@ -90,19 +90,12 @@ def _ways(forecasts: ForecastCache, machine: Machine, workload: Workload) -> lis
 
 
 def _spills(layouts: Sequence[TileLayout], workload: Workload) -> Iterator[Spill]:
-    """What may be on a disk: moments of one tile more each time, then remainders, then weights.
-
-    Of a rule that updates whole parameters no moments, which are next to nothing, and layers alone:
-    the host has room for three of the largest tiles that are there.
-    """
-    whole = workload.rule.needs_whole
+    """What may be on a disk: moments of one tile more each time, then remainders, then weights."""
     layers = sum(each.kind is TileKind.LAYER for each in layouts)
-    taken = (each for each in layouts if each.kind is TileKind.LAYER or not whole)
-    tiles = sum(each.trainable_numel > 0 for each in taken)
-    moved = 0 if whole else tiles
-    moments: list[dict[str, Any]] = [{"disk_moments": count + 1} for count in range(moved)]
-    remainders = [{"disk_moments": moved, "disk_remainder": count + 1} for count in range(tiles)]
-    rest = {"disk_moments": moved, "disk_remainder": tiles}
+    tiles = sum(each.trainable_numel > 0 for each in layouts)
+    moments: list[dict[str, Any]] = [{"disk_moments": count + 1} for count in range(tiles)]
+    remainders = [{"disk_moments": tiles, "disk_remainder": count + 1} for count in range(tiles)]
+    rest = {"disk_moments": tiles, "disk_remainder": tiles}
     weights = [rest | {"disk_weights": count + 1} for count in range(layers)]
     ways = [*moments, *remainders, *weights]
     yield from map(Spill, ways, disk_bytes(layouts, workload, (Placement(**way) for way in ways)))

@@ -21,7 +21,7 @@ States = Annotated[
     typer.Option(help="Keep AdamW's moments in this type; the default is fp32."),
 ]
 OptimizerName = Annotated[
-    Literal["adamw", "lion", "sgd", "muon", "adafactor"],
+    Literal["adamw", "lion", "sgd", "muon"],
     typer.Option(help="Update by this rule, with its default settings."),
 ]
 Master = Annotated[

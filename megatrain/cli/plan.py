@@ -204,11 +204,6 @@ def missing_data(paths: str | list[str]) -> str | None:
 def _notes(named: NamedModel, workload: Workload, *, is_run: bool) -> Iterator[str]:
     if named.quantised is not None and not is_run:
         yield f"{named.quantised}: {_UNQUANTISED}; the plan is for that"
-    if workload.rule.pace < 1:
-        yield (
-            f"updates of {workload.rule.name} on the host have no kernel yet: the plan counts with "
-            f"{workload.rule.pace:g} of the memory's speed, roughly"
-        )
 
 
 def _machine(

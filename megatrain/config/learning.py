@@ -39,17 +39,17 @@ class OptimizerSection(Section):
     ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = None
     ns_precision: Literal["bf16", "fp32"] | None = None
     packed: dict[Pattern, list[Natural]] | list[tuple[Pattern, list[Natural]]] | None = None
-    beta2_decay: Annotated[float, Field(le=0)] | None = None
-    d: Annotated[float, Field(ge=1)] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _resolved(cls, given: Any) -> Any:
         """The rule's own values where none is given."""
-        from megatrain.optim import RULES
+        from megatrain.optim import NO_ADAFACTOR, RULES
 
-        rule = RULES.get(str(given.get("name", "adamw"))) if isinstance(given, dict) else None
-        if rule is None:
+        name = str(given.get("name", "adamw")) if isinstance(given, dict) else ""
+        if name == "adafactor":
+            raise ValueError(NO_ADAFACTOR)
+        if (rule := RULES.get(name)) is None:
             return given  # refused below
         names = (*rule.settings, *rule.choices, *rule.further)
         own = {name: getattr(rule(), name) for name in names}

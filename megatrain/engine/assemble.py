@@ -225,21 +225,20 @@ class Assembly:
         trunk, head = self.units(embedding)
         return Parts(trunk, head, embedding, self.stream())
 
-    def disk_staging(self, *, whole: bool) -> DiskStaging:
-        """The way of planes from a disk to their updates, and back; `whole`: a tile at a time."""
-        return DiskStaging(self.device, self.store.tiles, whole=whole)
+    def disk_staging(self) -> DiskStaging:
+        """The way of planes from a disk to their updates, and back."""
+        return DiskStaging(self.device, self.store.tiles)
 
     def training(self, optimizer: StreamedOptimizer, max_grad_norm: float | None) -> TrainingParts:
         """Parts of a training step."""
         device, placement, tiles = self.device, self.placement, self.store.tiles
-        disk = self.disk_staging(whole=optimizer.rule.needs_whole)
         update = Update(
             device,
             optimizer,
             max_grad_norm,
             self.threads(),
             tiles,
-            disk,
+            self.disk_staging(),
             self.collectives,
             self.checks,
         )

@@ -17,7 +17,7 @@ from megatrain.engine.directions import Directions, give_way
 from megatrain.engine.sink import HostGrad, Sink
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import RunFailed, StepRefused
-from megatrain.optim import Part, Plane, StreamedOptimizer, TileRange, UpdateOptions
+from megatrain.optim import Plane, StreamedOptimizer, TileRange, UpdateOptions
 from megatrain.store.disk_staging import DiskStaging
 from megatrain.store.store import Tier, Tile
 from megatrain.tile.layout import MOST_ELEMENTS
@@ -45,7 +45,6 @@ class _Run:
 
     Attributes:
         directed: what is in the gradient's place is a direction, already clipped.
-        by_all: all ranks update it together, also one that has none of its elements.
     """
 
     group: dict[str, Any]
@@ -53,7 +52,6 @@ class _Run:
     stop: int
     states: Sequence[Plane]
     directed: bool = False
-    by_all: bool = False
 
     def within(self, first: int, last: int) -> "_Run":
         """The part of this run that lies between two elements."""
@@ -108,7 +106,7 @@ class Update:
         self._checks = checks
         self._device, self._optimizer, self._threads = device, optimizer, threads
         self.max_grad_norm, self.disk = max_grad_norm, disk
-        self._collectives, self._sum = collectives, collectives.ranks.shards.all_reduce_updates
+        self._collectives = collectives
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self.expected: tuple[float, float] | None = None  # loss and norm of the same step before
         self._pending: list[tuple[Tile, HostGrad, Any]] = []
@@ -266,7 +264,7 @@ class Update:
         name = Name(Kind.UPDATE, f"update {tile.name}")
         for first, last, part in self.disk.visit(tile):
             pieces = (run.within(first, last) for run in every)
-            runs = [run for run in pieces if run.start < run.stop or run.by_all]
+            runs = [run for run in pieces if run.start < run.stop]
             work = partial(self._apply, part, first, host_grad, runs, tile.version, scale, sums)
             written = [buffer for plane, buffer in part.planes.items() if not plane.on_device]
             self._device.run(stream, name, work, [host_grad.buffer], written)
@@ -287,17 +285,12 @@ class Update:
             for index, start, stop in tile.layout.runs(self._group_of):
                 yield _Run(self._groups[index], start, stop, states)
             return
-        rule, block = self._optimizer.rule, tile.trained.stop - tile.trained.start
-        for entry in (each for each in tile.layout.trainable if each.numel):
+        for entry in tile.layout.trainable:
             kept = [plane for plane in states if plane.has(entry)]
-            stop = entry.offset + entry.numel
-            cut = rule.needs_whole and entry.offset // block != (stop - 1) // block
-            here = [
-                min(max(at, tile.trained.start), tile.trained.stop) for at in (entry.offset, stop)
-            ]
-            part = Part(entry.shape, here[0] - entry.offset, self._sum if cut else None)
-            group = self._groups[self._group_of[entry.name]] | {"part": part}
-            yield _Run(group, here[0], here[1], kept, rule.directed(entry), cut)
+            group = self._groups[self._group_of[entry.name]] | {"shape": entry.shape}
+            directed = self._optimizer.rule.directed(entry)
+            run = _Run(group, entry.offset, entry.offset + entry.numel, kept, directed)
+            yield run.within(tile.trained.start, tile.trained.stop)
 
     def expect(self, tile: Tile | TileSlice) -> None:
         """A tile's gradient is going to be complete on the device."""

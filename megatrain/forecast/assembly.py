@@ -68,15 +68,15 @@ class ForecastAssembly(Assembly):
     def unpack(self) -> Unpack:
         return self.declared.unpack
 
-    def disk_staging(self, *, whole: bool) -> DiskStaging:
-        return CoarseDiskStaging(self.device, self.store.tiles, whole=whole)
+    def disk_staging(self) -> DiskStaging:
+        return CoarseDiskStaging(self.device, self.store.tiles)
 
 
 class CoarseDiskStaging(DiskStaging):
     """Moves as many bytes through as much host memory, a tile in a few pieces."""
 
-    def __init__(self, device: Device, tiles: Sequence[Tile], *, whole: bool = False) -> None:
-        super().__init__(device, tiles, whole=whole)
+    def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
+        super().__init__(device, tiles)
         largest = max(map(own_numel, tiles), default=0)
         self._piece = max(self._piece, align(-(-largest // _DISK_PIECES), self._piece))
 

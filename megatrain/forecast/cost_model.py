@@ -150,8 +150,7 @@ class CostModel:
             return self._on_compute(kind, work, reads, writes)
         if kind is Kind.UPDATE:
             moved = _update_bytes(reads, writes)
-            pace = 1.0 if self._rule is None else self._rule.pace
-            return Cost(moved / (pace * self._rate[UPDATE]), num_bytes=moved)
+            return Cost(moved / self._rate[UPDATE], num_bytes=moved)
         if stream == ROWS:
             moved = 2 * min((b.data.nbytes for b in (*reads, *writes)), default=0)
             return Cost(moved / self._rate[ROWS], num_bytes=moved)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.kernels import factored, reference
+from megatrain.kernels import reference
 from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
 _log = logging.getLogger(__name__)
@@ -62,11 +62,6 @@ def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) 
     """See `reference.checksum`, where the bytes are."""
     on_host = is_native and not bytes_uint8.is_cuda and at % 8 == 0
     (_chosen if on_host else reference).checksum(bytes_uint8, blocks, at, threads=threads)
-
-
-def of_matrices(plane: Tensor) -> ModuleType:
-    """Adafactor's passes over matrices where a plane is: see `factored`."""
-    return _chosen if is_native and not plane.is_cuda else factored
 
 
 split = _chosen.split

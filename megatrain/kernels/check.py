@@ -1,7 +1,5 @@
 """Argument checks shared by the reference and the native kernels: programming errors, by name."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -64,7 +62,12 @@ def update_arguments(rule: str, tile: TileRange, options: UpdateOptions) -> None
         ValueError: they do not.
     """
     size = tile.weights.numel()
-    _masters(tile.weights, tile.remainder, tile.grad)
+    if tile.remainder is None:
+        tensor("weights (without a remainder)", tile.weights, (torch.float32,))
+    else:
+        tensor("weights (with a remainder)", tile.weights, (torch.bfloat16,))
+        tensor("remainder", tile.remainder, REMAINDERS, size)
+    tensor("grad", tile.grad, GRADIENTS, size)
     if rule != "adamw":
         for state in tile.states:
             tensor("a state", state, (torch.float32,), size)
@@ -80,40 +83,6 @@ def update_arguments(rule: str, tile: TileRange, options: UpdateOptions) -> None
             tensor(f"the scale of {name}", scale, (torch.float32,), -(-size // GROUP))
     if options.at % GROUP:
         raise ValueError(f"at is {options.at}, no multiple of {GROUP}")
-
-
-def factored_arguments(
-    weights: Tensor | None,
-    remainder: Tensor | None,
-    grad: Tensor,
-    factors: Sequence[Tensor | None],
-) -> None:
-    """Require planes [count, rows, columns] of Adafactor, and its factors, to agree.
-
-    Raises:
-        ValueError: they do not.
-    """
-    count, rows, columns = grad.shape
-    tensor("grad", grad, GRADIENTS)
-    if weights is not None:
-        _masters(weights, remainder, grad, (torch.int16,))
-    for factor, size in zip(factors, (rows, columns), strict=True):
-        if factor is not None:
-            tensor("a factor", factor, (torch.float32,), count * size)
-
-
-def _masters(
-    weights: Tensor,
-    remainder: Tensor | None,
-    grad: Tensor,
-    remainders: tuple[torch.dtype, ...] = REMAINDERS,
-) -> None:
-    if remainder is None:
-        tensor("weights (without a remainder)", weights, (torch.float32,))
-    else:
-        tensor("weights (with a remainder)", weights, (torch.bfloat16,))
-        tensor("remainder", remainder, remainders, weights.numel())
-    tensor("grad", grad, GRADIENTS, weights.numel())
 
 
 def rows(table: Tensor, row_ids: Tensor, rows_2d: Tensor) -> None:

@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels import check
-from megatrain.kernels.factored import Factors, Sums, empty_sums
 from megatrain.kernels.reference import RULES
 from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
-_ABI = 8
+_ABI = 9
 """The number that megatrain_abi() in csrc/api.cpp must return."""
 
 # As csrc/kernels.h numbers them.
@@ -48,7 +47,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         [*[_P] * 7, c_int, c_int, c_int, _N, *[c_float] * 9, c_uint64, c_uint32, _T, *[_P] * 4],
     ),
     "checksum": (None, [_P, _N, _P, _N, _T]),
-    "factored": (None, [*[_P] * 8, c_int, c_int, *[_N] * 3, *[c_float] * 4, _T]),
     "split": (None, [_P, _P, _P, c_int, _N, _T]),
     "join": (None, [_P, _P, _P, c_int, _N, _T]),
     "gather_rows": (None, [_P, _P, _P, _N, _N, _T]),
@@ -175,52 +173,6 @@ def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) 
     check.blocks(blocks)
     data, size = bytes_uint8.data_ptr(), bytes_uint8.numel()
     _call["checksum"](data, size, blocks.data_ptr(), at, threads)
-
-
-def factored_sums(tile: TileRange, options: UpdateOptions) -> Sums:
-    """See `factored.factored_sums`; the same bits in one pass over memory."""
-    sums = empty_sums(tile.weights)
-    _factored(0, (tile.weights, tile.remainder, tile.grad), sums, None, options)
-    return sums
-
-
-def factored_changes(tile: TileRange, factors: Factors, options: UpdateOptions) -> Tensor:
-    """See `factored.factored_changes`; the same bits in one pass over memory."""
-    sums = torch.empty_like(factors.rows)
-    _factored(1, (None, None, tile.grad), (sums, None, None), factors, options)
-    return sums
-
-
-def factored_move(
-    tile: TileRange, factors: Factors, options: UpdateOptions, *, decay: float, size: Tensor
-) -> None:
-    """See `factored.factored_move`; the same bits in one pass over memory."""
-    planes = (tile.weights, tile.remainder, tile.grad)
-    _factored(2, planes, (None, None, None), factors, options, decay, size.item())
-
-
-def _factored(
-    number: int,
-    planes: tuple[Tensor | None, Tensor | None, Tensor],
-    sums: Sequence[Tensor | None],
-    factors: Factors | None,
-    options: UpdateOptions,
-    decay: float = 1.0,
-    size: float = 0.0,
-) -> None:
-    by, grad = (None, None, 0.0) if factors is None else factors, planes[-1]
-    check.factored_arguments(*planes, by[:2])
-    _call["factored"](
-        *map(_address, (*planes, *sums, *by[:2])),
-        number,
-        grad.dtype == torch.bfloat16,
-        *grad.shape,
-        by[2],
-        decay,
-        size,
-        options.grad_scale,
-        options.threads,
-    )
 
 
 def split(

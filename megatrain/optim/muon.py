@@ -197,7 +197,7 @@ class Muon(Rule):
             update_adamw(tile, group, options)
             return
         lr = float(group["lr"])
-        by = Scalars(-lr * self._share(*group["part"].shape[-2:]), 1 - lr * group["weight_decay"])
+        by = Scalars(-lr * self._share(*group["shape"][-2:]), 1 - lr * group["weight_decay"])
         kernels.update("direction", tile, by, options)
 
     def _share(self, rows: int, columns: int) -> float:

@@ -93,21 +93,6 @@ class Plane:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The part of a parameter that an update is given.
-
-    Attributes:
-        shape: of the parameter.
-        start: the first of its elements that are here.
-        sum: puts the sum over all ranks in the place of fp64 values; None: all of it is here.
-    """
-
-    shape: tuple[int, ...]
-    start: int = 0
-    sum: Callable[[Tensor], None] | None = None
-
-
-@dataclass(frozen=True)
 class Rule(ABC):
     """An optimizer: a frozen dataclass of settings, `lr`, `weight_decay` and `no_decay` among them.
 
@@ -116,11 +101,8 @@ class Rule(ABC):
         settings: names of what the groups of torch's optimizer hold of it.
         choices: further settings, the same for all groups, and the values of each.
         further: more of these, that may be anything.
-        needs_matrices: whether `update` is called for each parameter, which `part` in `group` then
-            says (`Part`), and with those states that it has; else for ranges of several.
-        needs_whole: whether that is for all of a parameter that is here, and of several ranks on
-            all at once, if it is cut between them; never for a range.
-        pace: of its update on the host, as a share of what the memory allows; for forecasts.
+        needs_matrices: whether `update` is called for ranges of one parameter, whose `shape` is
+            then in `group`, with those states that it has; else for ranges of several.
         sums_in_pass: whether `update` on the host also makes `options.sums`.
         launches: of its update on a GPU, for each UPDATE_BLOCK of elements: torch's operations, as
             long as it has no kernel of its own there; for forecasts.
@@ -131,9 +113,7 @@ class Rule(ABC):
     choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     further: ClassVar[tuple[str, ...]] = ()
     needs_matrices: ClassVar[bool] = False
-    needs_whole: ClassVar[bool] = False
     sums_in_pass: ClassVar[bool] = False
-    pace: ClassVar[float] = 1.0
     launches: ClassVar[int] = 0
 
     @property

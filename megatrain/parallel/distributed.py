@@ -111,9 +111,6 @@ class Ranks:
     def all_reduce(self, values: Tensor) -> None:
         """Put the sum over all ranks in the place of a tensor; every rank has the same bits."""
 
-    def all_reduce_updates(self, values: Tensor) -> None:
-        """`all_reduce` for updates: on a host thread it has a communicator of its own."""
-
     def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
         """An fp32 CPU tensor, of whose flat elements each rank has a part; alone: all, shaped."""
         return part
@@ -212,14 +209,13 @@ class ProcessGroups(Ranks):
     """Ranks of an initialised torch.distributed.
 
     Attributes:
-        saves, updates: as `host`, each for a thread beside.
+        saves: as `host`, for a thread beside.
         incoming, outgoing: of the device's gathers and sums, which run at the same time.
         parts: `shards` and `replicas`, of several hosts.
     """
 
     together = True
     saves: ProcessGroup | None = None
-    updates: ProcessGroup | None = None
     incoming: ProcessGroup | None = None
     outgoing: ProcessGroup | None = None
     parts: tuple[Ranks, Ranks] | None = None
@@ -276,10 +272,6 @@ class ProcessGroups(Ranks):
     def all_reduce(self, values: Tensor) -> None:
         with self._peer_errors():
             dist.all_reduce(values, group=self.outgoing)
-
-    def all_reduce_updates(self, values: Tensor) -> None:
-        with self._peer_errors():
-            dist.all_reduce(values, group=self.updates if values.is_cpu else self.outgoing)
 
     def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
         whole = torch.zeros(prod(shape))
@@ -363,7 +355,7 @@ def _opened(members: Sequence[int], device: torch.device) -> ProcessGroups:
 
     host, rank, nccl = made("gloo"), members.index(dist.get_rank()), device.type != "cpu"
     both = {each: made("nccl") if nccl else host for each in ("incoming", "outgoing")}
-    return ProcessGroups(rank, len(members), host=host, updates=made("gloo"), **both)
+    return ProcessGroups(rank, len(members), host=host, **both)
 
 
 def _connect(ranks: ProcessGroups, device: torch.device) -> ProcessGroups:

@@ -18,7 +18,7 @@ from megatrain.model.companions import Companions, read_files, write_companions
 from megatrain.model.documents import chosen_attention
 from megatrain.model.export import write_configs
 from megatrain.model.safetensors_io import Described, Stored, read_header, write_shard
-from megatrain.optim import RULES, Rule
+from megatrain.optim import NO_ADAFACTOR, RULES, Rule
 from megatrain.placement import Placement
 from megatrain.source.base_reference import left_out_names
 from megatrain.source.buffers import Untrained, computed_buffers, persistent_buffers
@@ -167,6 +167,8 @@ def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
         return None
     settings = dict(checkpoint.settings.optimizer)
     name = settings.pop("name", None)
+    if name == "adafactor":
+        raise InputError(f"{checkpoint.folder}: trained with Adafactor. {NO_ADAFACTOR}")
     rule = RULES.get(name) if isinstance(name, str) else None
     known = set() if rule is None else {each.name for each in fields(rule)}
     # Checkpoints of older versions do not have the choices.

@@ -19,7 +19,6 @@ from megatrain.optim import Plane
 from megatrain.store.store import Span, Tier, Tile
 
 LANES = 4  # pieces read, updated and written at once; another one for a disk that is uneven
-_WHOLE_LANES = 3  # of tiles that are updated as a whole: each takes much more host memory
 
 
 @dataclass
@@ -38,8 +37,7 @@ def own_numel(tile: Tile) -> int:
 class DiskStaging:
     """The way of planes from a disk to their updates, and back."""
 
-    def __init__(self, device: Device, tiles: Sequence[Tile], *, whole: bool = False) -> None:
-        """Args: `whole`: updates need all of a parameter, so that tiles go in one piece."""
+    def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
         self._device = device
         self._on_disk = {
             tile.index: [
@@ -48,14 +46,13 @@ class DiskStaging:
             for tile in tiles
         }
         numels = [own_numel(t) for t in tiles if self._on_disk[t.index]]
-        largest = max(numels, default=1)
-        self._piece = largest if whole else min(disk.PIECE, largest)
+        self._piece = min(disk.PIECE, max(numels, default=1))
         widest = max((sum(map(self._bytes, p)) for p in self._on_disk.values()), default=0)
         self._lanes = [
             Lane(
                 device.host(Name(Memory.DISK, f"disk lane {i}"), widest, torch.uint8, pinned=False)
             )
-            for i in range((_WHOLE_LANES if whole else LANES) if numels else 0)
+            for i in range(LANES if numels else 0)
         ]
         self._turn = 0
 

@@ -201,6 +201,9 @@ EDITS = {
     "other groups": (
         lambda c: c["settings"]["groups"][0].update(param_names=[]), "of other parameters",
     ),
+    "Adafactor": (
+        lambda c: c["settings"]["optimizer"].update(name="adafactor"), "trained with Adafactor",
+    ),
     "another optimizer": (lambda c: c["settings"]["optimizer"].update(x=1), "none that is known"),
     "a bad seed": (lambda c: c["settings"].update(seed="0"), "seed: should be a valid"),
     "another class": (lambda c: c["settings"].update(model_class="X"), "of a X, which cannot"),

@@ -124,13 +124,6 @@ def test_the_plan_of_a_run_with_lion_counts_its_planes(megatrain, run_file):
     assert updates[1] == pytest.approx(updates[0] / 26 * 18, rel=0.1)
 
 
-def test_the_plan_of_a_run_with_adafactor_counts_its_pace(megatrain, run_file):
-    told = json.loads(
-        megatrain("plan", run_file, *HERE, "--json", "--set", "optimizer.name=adafactor").stdout
-    )
-    assert any("updates of adafactor" in warning for warning in told["warnings"])
-
-
 def test_the_plan_of_8_bit_states_counts_their_bytes(megatrain, run_file):
     def moments(*options):
         result = megatrain("plan", run_file, *HERE, "--json", *options)

@@ -133,10 +133,6 @@ FAULTS = [
         "gradient.copy_(average)", "Muon's momentum is not Nesterov's", ("parity/test_muon.py",),
     ),
     Fault(
-        "states", "optim", "min(lr, step**-0.5)", "lr",
-        "Adafactor's step does not shrink", ("parity/test_adafactor.py",),
-    ),
-    Fault(
         "states", "kernels", "torch.maximum(codes, (roots > 0).float())", "codes",
         "small second moments vanish in 8 bits", ("unit/test_states.py",),
     ),

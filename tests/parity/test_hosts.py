@@ -29,7 +29,6 @@ REST = (
     "untied, clipped",
     "resident, in passes",
     "muon, experts",
-    "adafactor, llama, streamed",
 )
 
 

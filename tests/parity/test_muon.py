@@ -13,7 +13,7 @@ from megatrain import Engine, InputError, Muon, Placement
 from megatrain.device import CpuDevice, disk
 from megatrain.device.plane_file import BLOCK
 from megatrain.errors import StepRefused
-from megatrain.optim import Part, TileRange, UpdateOptions
+from megatrain.optim import TileRange, UpdateOptions
 from megatrain.optim.muon import is_matrix
 from megatrain.tile import Entry
 from megatrain.tile.layout import MOST_ELEMENTS
@@ -200,7 +200,7 @@ def test_packed_matrices_are_torch_s_taken_apart(
         muon.step()
         rule.average(gradient, momentum, vars(rule), proceed)
         rule.direct(entry, gradient)
-        group = vars(rule) | {"part": Part(shape)}
+        group = vars(rule) | {"shape": shape}
         tile = TileRange(ours.view(-1), None, [], gradient.view(-1))
         rule.update(tile, group, UpdateOptions(step=step))
     together = torch.cat([p.detach() for p in apart], int(dim))

@@ -34,7 +34,6 @@ from megatrain.loss import (
 )
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
-from megatrain.optim import adafactor
 from megatrain.parallel import distributed
 from megatrain.parallel.distributed import connected
 from megatrain.train.sharing import part_of as run_part_of
@@ -46,7 +45,6 @@ from tests.parity.cases import (
     make_batches,
     make_engine,
     masters,
-    model_of,
     qwen2,
     same,
 )
@@ -144,13 +142,6 @@ def muon(group: Any, model: Any, *given: Any, **options: Any) -> dict:
         return train(group, model, *given, **options)
 
 
-def adafactored(group: Any, model: Any, **options: Any) -> dict:
-    """As `train`; small matrices are kept as large ones are, by rows and columns."""
-    pieces = mock.patch.object(disk, "PIECE", BLOCK // 2)
-    with pieces, mock.patch.object(adafactor, "_PER", 4):
-        return train(group, model, rule="adafactor", clip=0.5, **options)
-
-
 CLOSE: dict[str, Callable[[Any], dict]] = {
     "untied, clipped": lambda group: train(group, llama(), clip=0.5),
     "tied, not clipped": lambda group: train(group, llama(tie_word_embeddings=True), clip=None),
@@ -196,13 +187,6 @@ CLOSE: dict[str, Callable[[Any], dict]] = {
         )
         for rule in ("muon", "muon clipped")
         for clip in (None, 0.5)
-    },
-    **{
-        f"adafactor, {family}, {where}": lambda group, how=(family, placement): adafactored(
-            group, model_of(how[0]), placement=how[1]
-        )
-        for family in ("llama", "mixtral")
-        for where, placement in MUON.items()
     },
     "experts and a head in slices": lambda group: train(
         group,
@@ -302,7 +286,6 @@ EXACT: dict[str, Callable[[Any], dict]] = (
 USUAL = (
     *("tied, rows that are not kept, graphs that are", "preferences, in passes", "nf4, adapter"),
     *("bf16, planes on a disk", "experts and a head in slices", "muon clipped, 0.5"),
-    "adafactor, mixtral, resident, in passes",
 )
 REST = (
     *("frozen in part", "resident, in passes", "experts that are balanced"),
@@ -577,11 +560,7 @@ def saved_state(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "rule",
-    [
-        "adamw int8",
-        "muon",
-        "adafactor",
-    ],
+    ["adamw int8", "muon"],
 )
 def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(
     rule: str, tmp_path: Path

@@ -218,7 +218,7 @@ def shared_schedules() -> Iterator[dict]:
     every = itertools.cycle((Alike(1, 3), Alike(1, 4, hosts=2), Alike(1, 3), Alike(1, 2, hosts=2)))
     rest = itertools.cycle(itertools.product((False, True), KEPT_ROWS, STAYING))
     disks, saves = itertools.cycle(DISKS), itertools.cycle(((), (0, 1), ()))
-    rules = itertools.cycle(("adamw", "muon", "adamw int8", "muon clipped", "adafactor"))
+    rules = itertools.cycle(("adamw", "muon", "adamw int8", "muon clipped", "lion"))
     losses, experts = itertools.cycle(LOSSES), itertools.cycle((False, False, True, False))
     places = itertools.product((1, 3), ("device", "host"), (1.0, None), RESIDENT)
     for slots, boundaries, clip, resident in places:

@@ -46,7 +46,6 @@ RULES: list[dict[str, Any]] = [
     {"name": "sgd", "momentum": 0.9, "nesterov": True},
     {"name": "muon", "adamw_lr": 1e-3},
     {"name": "muon", "adamw_lr": 1e-3, "clip": "all"},
-    {"name": "adafactor"},
 ]
 TILES = ("embedding", "layer 0", "layer 1", "head")
 

@@ -110,27 +110,6 @@ void update(int rule, int master, int grad_is_bf16, int64_t size) {
     print("update", rule, master, grad_is_bf16, size);
 }
 
-void factored(int pass, int split, int grad_is_bf16, int64_t rows, int64_t columns) {
-    const auto call = function<void(void*, int16_t*, const void*, float*, float*, float*,
-                                    const float*, const float*, int, int, int64_t, int64_t, int64_t,
-                                    float, float, float, float, int)>("megatrain_factored");
-    const int64_t count = 2, size = count * rows * columns;
-    std::vector<float> whole = numbers(size), grad = numbers(size);
-    std::vector<uint16_t> weights = halves(whole), grad16 = halves(grad);
-    std::vector<int16_t> rest(size);
-    for (int16_t& each : rest) each = int16_t(random32());
-    std::vector<float> by_row = numbers(count * rows, true), by_column = numbers(count * columns);
-    std::vector<float> row_sums(count * rows), master_sums(count * rows);
-    std::vector<float> column_sums(count * ((rows + 63) / 64) * columns);
-    call(split ? (void*)weights.data() : whole.data(), split ? rest.data() : nullptr,
-         grad_is_bf16 ? (void*)grad16.data() : grad.data(), row_sums.data(), column_sums.data(),
-         master_sums.data(), by_row.data(), by_column.data(), pass, grad_is_bf16, count, rows,
-         columns, 1.5f, 0.97f, 3e-3f, 0.37f, 1);
-    add_all(whole), add_all(weights), add_all(rest);
-    add_all(row_sums), add_all(column_sums), add_all(master_sums);
-    print("factored", pass, split, grad_is_bf16, size);
-}
-
 void split_and_join(int remainder_bytes, int64_t size) {
     std::vector<float> master = numbers(size), joined(size);
     std::vector<uint16_t> weights(size);
@@ -157,9 +136,5 @@ int main(int, char** given) {
         for (int remainder_bytes = 1; remainder_bytes < 3; ++remainder_bytes)
             split_and_join(remainder_bytes, size);
     }
-    for (int pass = 0; pass < 3; ++pass)
-        for (int split = 0; split < 2; ++split)
-            for (int bf16 = 0; bf16 < 2; ++bf16)
-                factored(pass, split, bf16, 130, 1089), factored(pass, split, bf16, 1, 7);
     return 0;
 }

@@ -85,8 +85,6 @@ def test_an_optimizer_s_keys_are_its_rule_s(load, name):
         "adamw_lr": 2.0,
         "packed": {"qkv": [4, 2, 2]},
         "clip": "all",
-        "beta2_decay": -0.7,
-        "d": 2.0,
     }
     own = {key: value for key, value in own.items() if key in RULES[name].__dataclass_fields__}
     given = [f"optimizer.{k}={list(v) if k == 'betas' else v}" for k, v in own.items()]
@@ -201,6 +199,7 @@ MISTAKES = [
         ["optimizer.name=lyon"],
         "--set optimizer.name: unknown optimizer 'lyon'; did you mean 'lion'",
     ),
+    (["optimizer.name=adafactor", "optimizer.d=1"], "optimizer: Adafactor has been given up: use"),
     (["optimizer.name=paged_adamw_8bit"], "'paged_adamw_8bit'; take adamw with states: int8"),
     (["optimizer.name=3"], "--set optimizer.name: should be a valid string, got 3"),
     (

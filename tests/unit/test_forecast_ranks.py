@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from megatrain import Adafactor, Muon
+from megatrain import Muon
 from megatrain.autoplace.candidates import Candidates
 from megatrain.autoplace.first_tiles import FirstTiles, disk_bytes
 from megatrain.autoplace.search import Search
@@ -98,16 +98,6 @@ def test_matrices_of_ranks_are_gathered_to_be_directed() -> None:
         for each in (alone, found)
     ]
     assert directing[0] / RANKS < directing[1] < 2.5 * directing[0] / RANKS
-
-
-def test_rows_and_columns_are_shared() -> None:
-    machine, rule = small_machine().shared(RANKS, link_gbps=8.0), Adafactor()
-    alone = told(replace(WHOLE, rule=rule), small_machine())
-    found = told(replace(SHARED, rule=rule), machine)
-    moments = [each.host_bytes["host_moments_bytes"] for each in (alone, found)]
-    assert 0 < moments[1] - moments[0] / RANKS < 0.15 * moments[1]  # the first one has all vectors
-    assert found.bounds["update"] == pytest.approx(alone.bounds["update"], rel=0.05)
-    assert told(replace(SHARED, rule=rule), machine, resident=("layer 1", "head")).seconds > 0
 
 
 def test_what_rests_on_the_device_is_counted_as_the_engine_cuts_it() -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from transformers import LlamaConfig
 
-from megatrain import Adafactor, Placement
+from megatrain import Placement
 from megatrain.autoplace import auto, candidates
 from megatrain.autoplace.search import Search
 from megatrain.autoplace.spend import Budget, Graphs, MemoryPlans
@@ -26,7 +26,6 @@ from megatrain.machine import Machine
 from megatrain.model.probe import spec
 from megatrain.plan import planner
 from megatrain.source.source import open_source
-from megatrain.tile import TileKind
 from tests.unit.forecast_cases import (
     H200,
     experts_spec,
@@ -117,23 +116,6 @@ def test_a_plan_says_where_a_disk_would_do(monkeypatch: pytest.MonkeyPatch) -> N
     assert told(enough.host_memory_bytes)
     assert not told(enough.host_memory_bytes, space=4096)  # a disk is there, and too small
     assert not told(1 << 30)
-
-
-def test_of_a_rule_that_needs_whole_parameters_remainders_go_to_a_disk() -> None:
-    """Of layers alone, through three lanes as large as a layer's."""
-    forecasts, workload = ForecastCache(tiny_spec(8)), replace(WORKLOAD, rule=Adafactor())
-    machine = small_machine(1.1 * least_mib(forecasts), host_gib=1.0)
-    least = Search(forecasts, machine, workload).least()
-    layers = [t for t in forecasts.model(workload).layouts if t.kind is TileKind.LAYER]
-    saved = 2 * sum(t.trainable_numel for t in layers) - 6 * layers[0].trainable_numel
-    host = int((least.host_peak_bytes - saved * 0.9) / 0.95)
-    with pytest.raises(DoesNotFit, match="of host memory"):
-        fastest(forecasts, replace(machine, host_memory_bytes=host), workload)
-    enough = replace(machine, host_memory_bytes=host, disk_space_bytes=1 << 40)
-    found = fastest(forecasts, enough, workload)
-    there = found.placement
-    assert found.host_peak_bytes <= 0.95 * host
-    assert (there.disk_moments, there.disk_remainder, there.disk_weights) == (0, len(layers), 0)
 
 
 def test_beside_weights_on_a_disk_no_head_is_tried_in_slices() -> None:

@@ -130,7 +130,7 @@ constexpr int kPlanes = 7;  // of an update, in the order of its arguments
 extern "C" {
 
 // Raised with every change of the signatures below; native.py refuses another number.
-int megatrain_abi() { return 8; }
+int megatrain_abi() { return 9; }
 
 const char* megatrain_instruction_set() { return chosen->name; }
 
@@ -208,23 +208,6 @@ void megatrain_checksum(const void* bytes, int64_t num_bytes, uint64_t* blocks, 
     parallel_for(num_bytes, kGrainBytes, threads, [&](int64_t begin, int64_t end) {
         PlaneSums(blocks, bytes, at).see(begin, end);
     });
-}
-
-// `pass` is a number of megatrain::Pass; the rest is in the order of FactoredArguments.
-void megatrain_factored(void* weights, int16_t* remainder, const void* grad, float* row_sums,
-                        float* column_sums, float* master_sums, const float* row_factors,
-                        const float* column_factors, int pass, int grad_is_bf16, int64_t count,
-                        int64_t rows, int64_t columns, float most, float decay, float size,
-                        float grad_scale, int threads) {
-    const megatrain::FactoredArguments arguments = {
-        weights, remainder, grad, row_sums, column_sums, master_sums, row_factors, column_factors,
-        rows, columns, most, decay, size, grad_scale,
-    };
-    const auto kernel = chosen->factored[pass][remainder != nullptr][grad_is_bf16];
-    const int64_t blocks = count * ((rows + megatrain::kRows - 1) / megatrain::kRows);
-    const int64_t grain = kGrain / (std::min<int64_t>(rows, megatrain::kRows) * columns) + 1;
-    parallel_for(blocks, grain, threads,
-                 [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
 }
 
 void megatrain_split(const float* master, uint16_t* weights, void* remainder, int remainder_bytes,

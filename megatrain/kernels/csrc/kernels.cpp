@@ -342,20 +342,12 @@ void checksum(const void* bytes, int64_t rows, uint64_t* sums, uint64_t* sums_of
 }
 
 }  // namespace
-}  // namespace megatrain
-
-#include "factored.h"
-
-namespace megatrain {
 
 // By master and gradient.
 #define MEGATRAIN_UPDATE(...)                                                                   \
     {{update<__VA_ARGS__, float, int16_t, float>, update<__VA_ARGS__, float, int16_t, bf16>},   \
      {update<__VA_ARGS__, bf16, int16_t, float>, update<__VA_ARGS__, bf16, int16_t, bf16>},     \
      {update<__VA_ARGS__, bf16, int8_t, float>, update<__VA_ARGS__, bf16, int8_t, bf16>}}
-
-#define MEGATRAIN_PASS(pass)                                                                    \
-    {{pass<float, float>, pass<float, bf16>}, {pass<bf16, float>, pass<bf16, bf16>}}
 
 const Kernels& MEGATRAIN_NAME(MEGATRAIN_ISA)() {
     static constexpr Kernels table = {
@@ -366,10 +358,6 @@ const Kernels& MEGATRAIN_NAME(MEGATRAIN_ISA)() {
          MEGATRAIN_UPDATE(Direction)},
         {split<int8_t>, split<int16_t>},
         {join<int8_t>, join<int16_t>},
-        {MEGATRAIN_PASS(factored_sums),
-         {{factored_changes<float>, factored_changes<bf16>},
-          {factored_changes<float>, factored_changes<bf16>}},
-         MEGATRAIN_PASS(factored_move)},
         checksum,
     };
     return table;

@@ -43,20 +43,6 @@ enum Master { kMasterFp32, kRemainder16, kRemainder8, kNumMasters };
 enum Type { kTypeFp32, kTypeBf16, kNumTypes };
 using Update = void (*)(const UpdateArguments&, int64_t begin, int64_t end);
 
-// Matrices, one after the other, of so many rows and columns; a function uses some of the rest.
-struct FactoredArguments {
-    void* weights;              // bf16 bits with a remainder, fp32 without
-    int16_t* remainder;
-    const void* grad;
-    float *row_sums, *column_sums, *master_sums;
-    const float *row_factors, *column_factors;
-    int64_t rows, columns;
-    float most, decay, size, grad_scale;
-};
-constexpr int kRows = 64;   // of a matrix, at most, are a block
-using Factored = void (*)(const FactoredArguments&, int64_t begin_block, int64_t end_block);
-enum Pass { kSums, kChanges, kMove, kNumPasses };
-
 // Goes on with a checksum, lane by lane, over rows of kLanes 64-bit words: adds each to the sum of
 // its lane, and that to what the lane's sums have been after each row. All is modulo 2^64.
 constexpr int kLanes = 16;
@@ -70,7 +56,6 @@ struct Kernels {
                      int64_t end);
     void (*join[2])(const uint16_t* weights, const void* remainder, float* master, int64_t begin,
                     int64_t end);
-    Factored factored[kNumPasses][2][kNumTypes];  // by pass, whether there is a remainder, gradient
     Checksum checksum;
 };
 
