@@ -345,21 +345,15 @@ def chat(
 
 @app.command()
 def report(
-    run: Annotated[
-        Path, typer.Argument(help="The folder of a run, or a result of `bench step` (JSON).")
-    ],
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     output: Annotated[
         Path | None, typer.Option(help="Write the page to this file; otherwise into the folder.")
-    ] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(help="Show this trace of `bench step --timeline`; a run has its own."),
     ] = None,
 ) -> None:
     """Show a run as one HTML page: curves, throughput, memory, and where a step's time went."""
     from megatrain.report import write_report
 
-    print(write_report(run, output, timeline))
+    print(write_report(run, output))
 
 
 @app.command()

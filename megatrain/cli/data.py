@@ -49,7 +49,7 @@ def show_data(run: Path, overrides: Sequence[str], rows: int, html: Path | None)
 def _write_page(
     path: Path, name: str, summary: Summary, training: PackedDataset, tokenizer: object
 ) -> None:
-    from megatrain.report.data_page import write_data_page
+    from megatrain.report import write_data_page
 
     count = min(_PAGE_ROWS, len(training))
     write_data_page(path, name, summary, [shown(training, r, tokenizer) for r in range(count)])

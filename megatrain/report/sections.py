@@ -1,289 +1,306 @@
 """The parts of a report in the order of the page: figures, charts, where the time went, facts."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import base64
+import io
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
 from megatrain.base.units import GIB, duration, gib
-from megatrain.device.base import DISK_OUT
+from megatrain.device.base import COMPUTE, DISK_OUT
 from megatrain.plan.wear import terabytes_a_day
-from megatrain.report.charts import Chart, Line, draw
-from megatrain.report.markup import compact, seconds, short, table, text
-from megatrain.report.source import Source, at, mapping, real
-from megatrain.telemetry.pictures import word_of
+from megatrain.report.series import Line, Metrics, Values, thinned
+from megatrain.report.source import Run, at, real
+from megatrain.telemetry.pictures import draw_step
 from megatrain.telemetry.timeline import Breakdown
 
-SHOWN_WORK = 16  # rows of the table of work
+SHOWN_WORK = 16  # rows of a table of work
 LARGE_MODEL = 100_000_000  # parameters; in smaller ones the libraries outweigh them
+WIDTH, HEIGHT = 640, 200  # of a chart's drawing
+COLOURS = ("#00697a", "#b23a4b", "#5d8233", "#b06f00", "#6a4fa3", "#30638e")
 LEAST_SHARE = 0.002  # of the step; what is shorter is summed up as "other"
 
 
-def figures(source: Source) -> str:
-    """The numbers that are asked for first."""
-    metrics = source.metrics
-    tflops, host = metrics.median("model_tflops"), source.host_peak_bytes
-    tokens = metrics.total("tokens")
-    found: list[tuple[str, str | None, str]] = [
-        ("Loss", _form(metrics.last("loss")), _trend(source)),
-        ("Tokens", compact(tokens) if tokens else None, f"{metrics.num_steps:,} steps"),
-        ("Time", _span(metrics.total("seconds")), "in steps"),
-        ("Throughput", _form(metrics.median("tokens_per_second")), "tokens/s, median"),
-        ("Model TFLOPS", _form(tflops), _utilisation(tflops, source.peak_tflops)),
-        ("Device memory", _memory(source.device_peak_bytes), "at peak"),
-        ("Host memory", _memory(host), _each(host, source.parameters)),
-        ("Disk", _memory(source.disk_bytes), _written(source)),
+class Curve(NamedTuple):
+    """One line of a chart, in the units of its drawing; `band` is around means of many values."""
+
+    label: str
+    colour: str
+    points: str
+    band: str
+    dots: list[tuple[str, str]]
+
+
+class Chart(NamedTuple):
+    """Lines over one axis.
+
+    Attributes:
+        summary: what the lines say in words; empty where there is no value to show.
+        levels: height in the drawing and value of each horizontal line.
+        places: first and last value of the axis.
+    """
+
+    title: str
+    unit: str
+    summary: str
+    curves: list[Curve]
+    levels: list[tuple[float, str]]
+    places: tuple[str, str]
+
+
+def figures(run: Run) -> list[tuple[str, str, str]]:
+    """The numbers that are asked for first: title, value and note of each."""
+    metrics = run.metrics
+    tokens, seconds = metrics.finite("tokens").sum(), metrics.finite("seconds").sum()
+    tflops, peak = metrics.median("model_tflops"), run.peak_tflops
+    host, device = metrics.largest("host_bytes"), metrics.largest("device_peak_bytes")
+    disk = real(run.environment.get("disk_bytes"))
+    large = host and run.parameters and run.parameters >= LARGE_MODEL
+    values = [
+        ("Loss", _shown(metrics.last("loss")), _trend(metrics)),
+        ("Tokens", _shown(tokens or None), f"{metrics.num_steps:,} steps"),
+        ("Time", duration(seconds) if seconds else None, "in steps"),
+        ("Throughput", _shown(metrics.median("tokens_per_second")), "tokens/s, median"),
+        (
+            "Model TFLOPS",
+            _shown(tflops),
+            f"median; MFU {tflops / peak:.1%} of {peak:,.0f}"
+            if tflops and peak
+            else "median; a token: 4 x the parameters it computes with, and 2 x trained ones",
+        ),
+        ("Device memory", gib(device) if device else None, "at peak"),
+        (
+            "Host memory",
+            gib(host) if host else None,
+            f"at peak, {host / run.parameters:.2f} bytes a parameter" if large else "at peak",
+        ),
+        ("Disk", gib(disk) if disk else None, _written(run, disk or 0)),
     ]
-    tiles = "".join(
-        f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd><dd class='note'>{text(note)}</dd></div>"
-        for name, value, note in found
-        if value is not None
-    )
-    return f'<dl class="figures">{tiles}</dl>' if tiles else ""
+    return [(title, value, note) for title, value, note in values if value is not None]
 
 
-def _form(value: float | None) -> str | None:
-    return None if value is None else short(value)
+def _shown(value: float | None) -> str | None:
+    """Four digits, with a thousands separator where that is readable: `12,345`, `0.0123`."""
+    if value is None:
+        return None
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _span(value: float) -> str | None:
-    return duration(value) if value else None
-
-
-def _memory(value: float | None) -> str | None:
-    return gib(value) if value else None
-
-
-def _written(source: Source) -> str:
-    seconds, found = source.metrics.median("seconds"), source.breakdown
-    written = found.num_bytes.get(DISK_OUT) if found is not None else None
+def _written(run: Run, disk_bytes: float) -> str:
+    seconds = run.metrics.median("seconds")
     if not seconds:
         return "read and written each step"
-    a_day = terabytes_a_day(written or source.disk_bytes or 0, seconds)
-    return f"each step; {a_day:,.1f} TB written a day"
+    written = run.breakdown.num_bytes.get(DISK_OUT) if run.breakdown else None
+    return f"each step; {terabytes_a_day(written or disk_bytes, seconds):,.1f} TB written a day"
 
 
-def _trend(source: Source) -> str:
-    values = source.metrics.columns["loss"]
-    values = values[np.isfinite(values)]
-    start = f"from {short(float(values[0]))}" if len(values) else ""
-    evaluated = [loss for _, loss, _ in source.metrics.evaluations if np.isfinite(loss)]
-    _, accuracy = (source.metrics.accuracies.get("") or [(0.0, np.nan)])[-1]
-    of = "pairs preferred" if _is_of_replies(source) else "tokens right"
-    share = f", {accuracy:.1%} of {of}" if np.isfinite(accuracy) else ""
-    return f"{start}; evaluation {short(evaluated[-1])}{share}" if evaluated else start
+def _trend(metrics: Metrics) -> str:
+    losses = metrics.finite("loss")
+    parts = [f"from {_shown(losses[0])}"] if len(losses) else []
+    for line in metrics.evaluated("loss")[:1]:
+        parts.append(f"evaluation {_shown(line.y[-1])}")
+    for line in metrics.evaluated("accuracy|rewards/accuracies")[:1]:
+        of = "pairs preferred" if _is_of_replies(metrics) else "tokens right"
+        parts[-1:] = [f"{parts[-1]}, {line.y[-1]:.1%} of {of}"]
+    return "; ".join(parts)
 
 
-def _is_of_replies(source: Source) -> bool:
-    return source.metrics.last("rewards/margins") is not None
+def _is_of_replies(metrics: Metrics) -> bool:
+    return metrics.last("rewards/margins") is not None
 
 
-def _utilisation(tflops: float | None, peak: float | None) -> str:
-    if not tflops or not peak:
-        return "median; a token: 4 x the parameters it computes with, and 2 x trained ones"
-    return f"median; MFU {tflops / peak:.1%} of {peak:,.0f}"
-
-
-def _each(host: float | None, parameters: int | None) -> str:
-    if not host or not parameters or parameters < LARGE_MODEL:
-        return "at peak"
-    return f"at peak, {host / parameters:.2f} bytes a parameter"
-
-
-def charts(source: Source) -> str:
+def charts(run: Run) -> list[Chart]:
     """Training, throughput and memory, those of them that were measured."""
-    columns, environment = source.metrics.columns, source.environment
-    steps = columns["step"]
-    passed = np.nancumsum(columns["seconds"])
-    unit, size = ("hours", 3600.0) if passed.size and passed[-1] > 7200 else (
-        ("minutes", 60.0) if passed.size and passed[-1] > 120 else ("seconds", 1.0)
-    )  # fmt: skip
-    time = passed / size
-    evaluations = np.array(source.metrics.evaluations).reshape(-1, 3)
-    total, host = at(environment, "gpu", "memory_bytes"), environment.get("host_limit_bytes")
-    losses = [
-        Line("training", steps, columns["loss"]),
-        Line("evaluation", evaluations[:, 0], evaluations[:, 1], mark=True),
-        *_of_sets(source.metrics.sets),
-    ]
-    peak, margins = source.peak_tflops, np.array(source.metrics.margins).reshape(-1, 2)
-    of_replies = _is_of_replies(source)
+    metrics, columns = run.metrics, run.metrics.columns
+    if not metrics.num_steps:
+        return []
+    steps, passed = columns["step"], np.nancumsum(columns["seconds"])
+    unit, size = next(
+        (name, size)
+        for name, size, least in (("hours", 3600, 7200), ("minutes", 60, 120), ("seconds", 1, -1))
+        if passed[-1] > least
+    )
+    of_replies = _is_of_replies(metrics)
+    memory = at(run.environment, "gpu", "memory_bytes")
+    host = run.environment.get("host_limit_bytes")
+
+    def in_gib(num_bytes: Any) -> float | None:
+        return num_bytes / GIB if real(num_bytes) else None
+
+    def over_steps(title: str, name: str, quantity: str = "", unit: str = "", **more: Any) -> Chart:
+        lines = [Line("training", steps, columns[name])]
+        lines += metrics.evaluated(quantity) if quantity else []
+        return _chart(title, unit, lines, "step", **more)
 
     def over_time(title: str, unit_of: str, name: str, **more: Any) -> Chart:
-        scale = GIB if name.endswith("_bytes") else 1.0
-        return Chart(title, unit_of, unit, [Line(title, time, columns[name] / scale)], True, **more)
+        scale = GIB if name.endswith("_bytes") else 1
+        line = Line("training", passed / size, columns[name] / scale)
+        return _chart(title, unit_of, [line], unit, from_zero=True, **more)
 
-    shown = [
-        Chart("Loss", "" if of_replies else "nats per token", "step", losses),
-        Chart("Gradient norm", "", "step", [Line("norm", steps, columns["grad_norm"])], True),
-        Chart("Learning rate", "", "step", [Line("rate", steps, columns["lr"])], True),
+    routers = over_steps("Loss of routers, not weighed", "aux_loss", from_zero=True)
+    device = over_time("Device memory", "GiB", "device_peak_bytes", limit=in_gib(memory))
+    drawn = [
+        over_steps("Mean reward", "reward", "reward", from_zero=True),
+        over_steps("Loss", "loss", "loss", "" if of_replies else "nats per token"),
+        *([routers] if metrics.largest("aux_loss") else []),
+        over_steps("Margin of rewards", "rewards/margins", "rewards/margins", from_zero=True),
+        over_steps(
+            "Accuracy",
+            "rewards/accuracies",
+            "accuracy|rewards/accuracies",
+            "of pairs" if of_replies else "of tokens",
+            from_zero=True,
+        ),
+        over_steps("Gradient norm", "grad_norm", from_zero=True),
+        over_steps("Learning rate", "lr", from_zero=True),
         over_time("Throughput", "tokens/s", "tokens_per_second"),
-        over_time("Compute", "model TFLOPS", "model_tflops",
-                  roof=("published peak", peak) if peak else None),
-        over_time("Host memory", "GiB", "host_bytes", roof=_roof("usable", host)),
-    ]  # fmt: skip
-    if right := _of_sets(source.metrics.accuracies):
-        lines = [Line("training", steps, columns["rewards/accuracies"]), *right]
-        of = "of pairs" if of_replies else "of tokens"
-        shown.insert(1, Chart("Accuracy", of, "step", lines, True, format=_percent))
-    if of_replies:
-        lines = [
-            Line("training", steps, columns["rewards/margins"]),
-            Line("evaluation", margins[:, 0], margins[:, 1], mark=True),
-        ]
-        shown.insert(1, Chart("Margin of rewards", "", "step", lines, True))
-    if np.isfinite(columns["reward"]).any():
-        held = np.array(source.metrics.rewards).reshape(-1, 2)
-        lines = [
-            Line("training", steps, columns["reward"]),
-            Line("evaluation", held[:, 0], held[:, 1], mark=True),
-        ]
-        shown.insert(0, Chart("Mean reward", "", "step", lines, True))
-    if source.metrics.largest("aux_loss"):
-        lines = [Line("all layers", steps, columns["aux_loss"])]
-        shown.insert(1, Chart("Loss of routers, not weighed", "", "step", lines, True))
-    if source.metrics.largest("device_peak_bytes"):
-        roof = _roof("of the device", total)
-        shown.append(over_time("Device memory", "GiB", "device_peak_bytes", roof=roof))
-    drawn = "".join(draw(chart) for chart in shown)
-    return f'<section><h2>Over the run</h2><div class="charts">{drawn}</div></section>'
-
-
-def _of_sets(points: Mapping[str, Sequence[tuple[float, float]]]) -> list[Line]:
-    """A line of evaluations for each set; that over all has no name."""
-    lines = []
-    for name, each in points.items():
-        x, y = np.array(each).T
-        lines.append(Line(f"evaluation, {name}" if name else "evaluation", x, y, mark=True))
-    return lines
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}"
-
-
-def samples(source: Source) -> str:
-    """What the model made of the run's prompts last."""
-    if not source.metrics.samples:
-        return ""
-    rows = [[text(prompt), text(made)] for prompt, made in source.metrics.samples]
-    shown = table(["prompt", "text"], rows, label="Samples of the last evaluation")
-    return f"<section><h2>Samples after step {source.metrics.sampled:,.0f}</h2>{shown}</section>"
-
-
-def _roof(name: str, num_bytes: Any) -> tuple[str, float] | None:
-    return (name, num_bytes / GIB) if type(num_bytes) is int and num_bytes > 0 else None
-
-
-def breakdown(found: Breakdown | None) -> str:
-    """The step from the view of the device: what it computed, and why it did not."""
-    if found is None or not found.seconds:
-        return ""
-    parts = [(kind, s, word_of(kind)) for (stream, kind), s in found.work.items()
-             if stream == "compute"]  # fmt: skip
-    parts += [(f"idle: {why}", s, "idle") for why, s in found.idle.items()]
-    parts.sort(key=lambda part: -part[1])
-    large = [part for part in parts if part[1] >= LEAST_SHARE * found.seconds]
-    rest = sum(s for _, s, _ in parts) - sum(s for _, s, _ in large)
-    if rest > 0:
-        large.append(("other", rest, "other"))
-    bar = "".join(
-        f'<i class="k-{word}" style="width:{100 * s / found.seconds:.3f}%" '
-        f'title="{text(name)}: {seconds(s)}"></i>'
-        for name, s, word in large
-    )
-    rows = [
-        [f'<i class="key k-{word}"></i>{text(name)}', seconds(s), f"{s / found.seconds:.1%}"]
-        for name, s, word in large
+        over_time("Compute", "model TFLOPS", "model_tflops", limit=run.peak_tflops),
+        over_time("Host memory", "GiB", "host_bytes", limit=in_gib(host)),
+        *([device] if metrics.largest("device_peak_bytes") else []),
     ]
-    head = ["on the compute stream", "seconds", "of the step"]
-    return (
-        f'<section><h2>Where the step went</h2><div class="whole" aria-hidden="true">{bar}</div>'
-        f"{table(head, rows, label='Where the step went', numbers=2)}{_others(found)}</section>"
+    return [chart for chart in drawn if chart.summary]
+
+
+def _chart(
+    title: str,
+    unit: str,
+    lines: list[Line],
+    axis: str,
+    *,
+    from_zero: bool = False,
+    limit: float | None = None,
+) -> Chart:
+    """Scale lines to the drawing.
+
+    Args:
+        from_zero: begin the axis of values at zero.
+        limit: a value that cannot be passed, which gets a line of its own.
+    """
+    shown = [(line, *thinned(line.x, line.y)) for line in lines if np.isfinite(line.y).any()]
+    if not shown:
+        return Chart(title, unit, "", [], [], ("", ""))
+    left, right = min(x[0] for _, x, *_ in shown), max(x[-1] for _, x, *_ in shown)
+    bottom, top = min(low.min() for *_, low, _ in shown), max(high.max() for *_, high in shown)
+    summary = "; ".join(
+        f"{line.label + ': ' if len(shown) > 1 else ''}last "
+        f"{_shown(line.y[np.isfinite(line.y)][-1])}, "
+        f"from {_shown(low.min())} to {_shown(high.max())}"
+        for line, _, _, low, high in shown
     )
+    if limit and limit < 2.5 * top:
+        top, summary = max(top, limit), f"{summary}; at most {_shown(limit)}"
+    bottom = min(0.0, bottom) if from_zero else bottom
+    top = top if top > bottom else bottom + (abs(bottom) or 1)
+
+    def scaled(x: Values, y: Values) -> list[tuple[str, str]]:
+        across = (x - left) / ((right - left) or 1) * (WIDTH - 20) + 10
+        up = HEIGHT - 10 - (y - bottom) / (top - bottom) * (HEIGHT - 30)
+        return [(f"{a:.1f}", f"{b:.1f}") for a, b in zip(across, up, strict=True)]
+
+    curves = []
+    for index, (line, x, mean, low, high) in enumerate(shown):
+        points = scaled(x, mean)
+        band = scaled(np.append(x, x[::-1]), np.append(low, high[::-1])) if low is not mean else []
+        dots = points if line.mark or len(points) == 1 else []
+        colour = COLOURS[index % len(COLOURS)]
+        curves.append(Curve(line.label, colour, _joined(points), _joined(band), dots))
+    values = np.array([bottom, (bottom + top) / 2, top])
+    heights = [float(height) for _, height in scaled(np.full(3, left), values)]
+    levels = [(height, _shown(v) or "") for height, v in zip(heights, values, strict=True)]
+    places = f"{_shown(left)}", f"{_shown(right)} {axis}"
+    return Chart(title, unit, f"{summary} {unit}".strip(), curves, levels, places)
 
 
-def _others(found: Breakdown) -> str:
-    """The streams, of which the busiest binds, and the work that is hidden under `compute`."""
-    streams = sorted(found.busy.items(), key=lambda stream: -stream[1])
-    rows = []
-    for name, busy in streams:
-        moved = 0 if name == "compute" else found.num_bytes.get(name, 0)
-        rate = f"{moved / busy / 1e9:,.1f} GB/s" if moved and busy else ""
-        share = f"{busy / found.seconds:.1%}"
-        amount = f"{moved / 1e9:,.2f} GB" if moved else ""
-        rows.append([text(name), seconds(busy), share, amount, rate])
-    head = ["stream", "busy", "of the step", "moved", "rate"]
-    shown = table(head, rows, label="Streams of the step", numbers=4) if rows else ""
-    work = [(stream, kind, s) for (stream, kind), s in found.work.items() if stream != "compute"]
-    work.sort(key=lambda row: -row[2])
+def _joined(points: list[tuple[str, str]]) -> str:
+    return " ".join(",".join(point) for point in points)
+
+
+def timeline(run: Run) -> str | None:
+    """The picture of the recorded step; None: none is there."""
+    if not run.spans:
+        return None
+    file = io.BytesIO()
+    draw_step(run.spans, file)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def breakdown_tables(parts: Breakdown | None) -> dict[str, list[tuple[str, ...]]]:
+    """Rows on the step: what the device computed and why it did not, the streams, their work."""
+    if parts is None or not parts.seconds:
+        return {}
+
+    def shares(work: Mapping[Any, float]) -> list[tuple[Any, str, str]]:
+        ordered = sorted(work.items(), key=lambda item: -item[1])
+        return [(name, _seconds(s), f"{s / parts.seconds:.1%}") for name, s in ordered]
+
+    computed = {kind: s for (stream, kind), s in parts.work.items() if stream == COMPUTE}
+    computed |= {f"idle: {why}": s for why, s in parts.idle.items()}
+    large = {name: s for name, s in computed.items() if s >= LEAST_SHARE * parts.seconds}
+    if (rest := sum(computed.values()) - sum(large.values())) > 0:
+        large["other"] = rest
+    beside = {key: s for key, s in parts.work.items() if key[0] != COMPUTE}
+    streams = []
+    for name, busy, share in shares(parts.busy):
+        moved = 0 if name == COMPUTE else parts.num_bytes.get(name, 0)
+        rate = f"{moved / parts.busy[name] / 1e9:,.1f} GB/s" if moved else ""
+        streams.append((name, busy, share, f"{moved / 1e9:,.2f} GB" if moved else "", rate))
+    return {
+        "computed": shares(large),
+        "streams": streams,
+        "beside": [(*key, busy, share) for key, busy, share in shares(beside)[:SHOWN_WORK]],
+    }
+
+
+def _seconds(value: float) -> str:
+    """Seconds with a fitting unit: `8.58 s`, `12.3 ms`, `45 µs`."""
+    if value >= 0.9995:
+        return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+
+
+def facts(run: Run) -> list[tuple[str, Any]]:
+    """Model, machine, versions and placement."""
+    environment = run.environment
+    gpu, packages = environment.get("gpu"), environment.get("packages")
+    versions = {"Python": environment.get("python")}
+    versions |= packages if isinstance(packages, dict) else {}
+    limit, cores = real(environment.get("host_limit_bytes")), environment.get("usable_cores")
+    memory, driver = real(at(gpu, "memory_bytes")), at(gpu, "driver")
+    parts = (at(gpu, "name"), memory and gib(memory), driver and f"driver {driver}")
     rows = [
-        [text(stream), text(kind), seconds(s), f"{s / found.seconds:.1%}"]
-        for stream, kind, s in work[:SHOWN_WORK]
-    ]
-    if not rows:
-        return shown
-    head = ["beside it", "work", "seconds", "of the step"]
-    return shown + table(head, rows, label="Work of the other streams", numbers=2)
-
-
-def facts(source: Source) -> str:
-    """Model, machine, versions, placement and configuration."""
-    environment = source.environment
-    rows: list[tuple[str, Any]] = [
-        ("model", _model(source.config)),
-        ("parameters", f"{source.parameters:,}" if source.parameters else None),
-        ("precision", source.precision),
-        ("placement", _listed(source.placement)),
-        ("device", _gpu(mapping(environment.get("gpu"))) or environment.get("device")),
-        ("processor", _processor(environment)),
-        ("host memory", _memory(real(environment.get("host_limit_bytes")))),
-        ("system", _joined(environment.get("system"), environment.get("kernel"))),
+        ("model", _model(run.config)),
+        ("parameters", f"{run.parameters:,}" if run.parameters else None),
+        ("precision", at(run.config, "engine", "precision") or "bf16"),
+        ("placement", _placement(environment.get("placement"))),
+        ("device", ", ".join(str(part) for part in parts if part) or environment.get("device")),
+        ("processor", f"{environment.get('cpu') or ''} ({cores} cores usable)" if cores else None),
+        ("host memory", limit and gib(limit)),
+        ("system", f"{environment.get('system') or ''} {environment.get('kernel') or ''}".strip()),
         ("commit", environment.get("commit")),
-        ("versions", _versions(environment)),
+        ("versions", ", ".join(f"{name} {v}" for name, v in versions.items() if v)),
     ]
-    shown = "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in rows if value)
-    config = ""
-    if source.config:
-        dumped = yaml.safe_dump(dict(source.config), sort_keys=False, allow_unicode=True)
-        config = f"<details><summary>Configuration</summary><pre>{text(dumped)}</pre></details>"
-    return f'<section><h2>The run</h2><dl class="facts">{shown}</dl>{config}</section>'
+    return [(title, value) for title, value in rows if value]
+
+
+def configuration(run: Run) -> str:
+    """The run file."""
+    config = dict(run.config)
+    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else ""
 
 
 def _model(config: Mapping[str, Any]) -> str | None:
-    if "shape" in config:
-        return f"Qwen2.5 shape {config['shape']}, weights drawn at random"
     if path := at(config, "model", "path"):
         return str(path)
     kind = at(config, "model", "config", "model_type")
     return f"{kind}, weights drawn at random" if kind else None
 
 
-def _listed(placement: Mapping[str, Any]) -> str:
+def _placement(placement: Any) -> str:
+    choices = placement.items() if isinstance(placement, dict) else ()
     return ", ".join(
-        f"{name} {', '.join(map(str, value)) or 'none'}" if isinstance(value, list)
-        else f"{name} {value}"
-        for name, value in placement.items()
+        f"{name} {', '.join(map(str, value)) or 'none' if isinstance(value, list) else value}"
+        for name, value in choices
         if value is not None
-    )  # fmt: skip
-
-
-def _gpu(gpu: Mapping[str, Any]) -> str:
-    memory = _memory(real(gpu.get("memory_bytes")))
-    driver = f"driver {gpu['driver']}" if gpu.get("driver") else None
-    return ", ".join(str(part) for part in (gpu.get("name"), memory, driver) if part)
-
-
-def _processor(environment: Mapping[str, Any]) -> str:
-    cores = environment.get("usable_cores")
-    return _joined(environment.get("cpu"), f"({cores} cores usable)" if cores else None)
-
-
-def _versions(environment: Mapping[str, Any]) -> str:
-    known = {"Python": environment.get("python"), **mapping(environment.get("packages"))}
-    return ", ".join(f"{name} {version}" for name, version in known.items() if version)
-
-
-def _joined(*parts: Any) -> str:
-    return " ".join(str(part) for part in parts if part)
+    )

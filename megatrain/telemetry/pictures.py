@@ -1,11 +1,11 @@
-"""Pictures of a run as PNG, SVG or PDF, by the file's name: its loss, its memory, one step's time.
+"""Pictures of a run as PNG, SVG or PDF: its loss, its memory, one step's time.
 
 Each function raises OSError where the file cannot be written, ValueError for another kind of file.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatrain.base.units import GIB, gib
 from megatrain.telemetry.timeline import Span
@@ -35,11 +35,6 @@ MEANINGS = {
 _LEAST_SHOWN = 0.01  # of the longest bar; less is drawn and not named
 
 
-def word_of(name: str) -> str:
-    """The word of COLOURS that a piece of work is coloured by."""
-    return next((word for word in COLOURS if word in name), OTHER)
-
-
 def draw_loss(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw training and evaluation loss over steps.
 
@@ -60,26 +55,28 @@ def draw_loss(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_step(spans: Sequence[Span], path: Path, title: str) -> None:
+def draw_step(spans: Sequence[Span], file: Path | IO[bytes], title: str = "") -> None:
     """Draw a step's work: one lane per stream, time from left to right."""
-    lanes = [lane for lane in LANES if any(span.stream == lane for span in spans)]
+    streams = dict.fromkeys(span.stream for span in spans)
+    lanes = [*filter(streams.__contains__, LANES), *(s for s in streams if s not in LANES)]
     figure = _figure(14, 0.7 * len(lanes) + 1.6)
     axes = figure.subplots()
     for place, lane in enumerate(lanes):
         mine = [span for span in spans if span.stream == lane]
         bars = [(span.start, span.seconds) for span in mine]
-        colours = [COLOURS[word_of(span.name)] for span in mine]
+        words = [next((word for word in COLOURS if word in span.name), OTHER) for span in mine]
+        colours = [COLOURS[word] for word in words]
         axes.broken_barh(
             bars, (place - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=0.2
         )
-    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_yticks(range(len(lanes)), lanes, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     for word, meaning in MEANINGS.items():
         axes.plot([], [], color=COLOURS[word], linewidth=8, label=meaning)
     figure.legend(loc="outside lower center", ncols=len(MEANINGS))
     figure.suptitle(title)
-    figure.savefig(path)
+    figure.savefig(file)
 
 
 def draw_memory(

@@ -1,6 +1,5 @@
 """`megatrain report` on a real run, and on what is none."""
 
-import json
 import shutil
 
 from tests.unit.report_cases import Page
@@ -25,19 +24,6 @@ def test_a_page_appears_in_the_folder_and_leaves_nothing_else(megatrain, trained
     assert {path.name for path in run.iterdir()} == before | {"report.html"}
 
 
-def test_a_measured_step_has_a_page(megatrain, tmp_path):
-    size = ["--sequences", 2, "--sequence-length", 8, "--micro-batch", 1, "--warmup", 1]
-    files = ["--output", tmp_path / "step.json", "--timeline", tmp_path / "trace.json"]
-    toy = ["--shape", "toy", "--layers", 1, "--device", "cpu", "--precision", "fp32"]
-    assert megatrain("bench", "step", *toy, *size, "--steps", 2, *files).exit_code == 0
-    result = megatrain("report", tmp_path / "step.json", "--timeline", tmp_path / "trace.json")
-    assert result.exit_code == 0, result.output
-    page = Page((tmp_path / "step.html").read_text())
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    work = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(page.named("rect")) == len(work) > 10
-
-
 def test_what_is_no_run_is_refused_in_one_line(megatrain, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.json").write_text("hello")
@@ -47,10 +33,3 @@ def test_what_is_no_run_is_refused_in_one_line(megatrain, tmp_path):
         assert len(result.stderr.strip().splitlines()) == 1
         assert name in result.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"empty", "text.json"}
-
-
-def test_a_timeline_that_is_not_there_is_refused(megatrain, trained, tmp_path):
-    page = tmp_path / "page.html"
-    result = megatrain("report", trained[0], "--output", page, "--timeline", "none.json")
-    assert result.exit_code == 2 and "none.json: no such file" in result.stderr
-    assert not page.exists()
