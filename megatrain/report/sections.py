@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,7 +57,7 @@ def figures(run: Run) -> list[tuple[str, str, str]]:
     tflops, peak = metrics.median("model_tflops"), run.peak_tflops
     host, device = metrics.largest("host_bytes"), metrics.largest("device_peak_bytes")
     disk = real(run.environment.get("disk_bytes"))
-    large = host and run.parameters and run.parameters >= LARGE_MODEL
+    parameters = run.parameters or 0
     values = [
         ("Loss", _shown(metrics.last("loss")), _trend(metrics)),
         ("Tokens", _shown(tokens or None), f"{metrics.num_steps:,} steps"),
@@ -74,7 +74,9 @@ def figures(run: Run) -> list[tuple[str, str, str]]:
         (
             "Host memory",
             gib(host) if host else None,
-            f"at peak, {host / run.parameters:.2f} bytes a parameter" if large else "at peak",
+            f"at peak, {host / parameters:.2f} bytes a parameter"
+            if host and parameters >= LARGE_MODEL
+            else "at peak",
         ),
         ("Disk", gib(disk) if disk else None, _written(run, disk or 0)),
     ]
@@ -226,7 +228,7 @@ def timeline(run: Run) -> str | None:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def breakdown_tables(parts: Breakdown | None) -> dict[str, list[tuple[str, ...]]]:
+def breakdown_tables(parts: Breakdown | None) -> dict[str, Sequence[tuple[str, ...]]]:
     """Rows on the step: what the device computed and why it did not, the streams, their work."""
     if parts is None or not parts.seconds:
         return {}

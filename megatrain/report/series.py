@@ -87,10 +87,11 @@ class Metrics:
                 named = re.fullmatch(f"eval_(?:(.+)_)?(?:{quantity})", name)
                 if named and math.isfinite(number(value)):
                     points.setdefault(named[1] or "", []).append((record["step"], number(value)))
-        return [
-            Line(f"evaluation, {name}" if name else "evaluation", *np.array(pairs).T, mark=True)
-            for name, pairs in sorted(points.items())
-        ]
+        lines = []
+        for name, pairs in sorted(points.items()):
+            steps, values = np.array(pairs).T
+            lines.append(Line(f"evaluation, {name}" if name else "evaluation", steps, values, True))
+        return lines
 
 
 def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
