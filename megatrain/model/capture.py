@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from megatrain.compat.torch import memory_of, pytree
 from megatrain.compat.transformers import scores_rows
 from megatrain.errors import InputError
-from megatrain.model.layer_template import containers, lay_aside, put_back
+from megatrain.model.layer_template import containers
 from megatrain.model.user_changes import refuse_lookup
 
 PROLOGUE = -1  # the "visit" that what runs before the first layer counts as
@@ -220,7 +220,6 @@ class Capture:
         kinds = [parameter.kind for parameter in self._signature.values()]
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
         self._stack = stack
-        self._own = {id(layer): lay_aside(layer) for layer in stack}
         for layer in stack:
             self._replace(layer)
         self._ties = _ties(model)
@@ -237,19 +236,17 @@ class Capture:
         layer.forward = recorder
 
     def template(self, layer: nn.Module) -> nn.Module:
-        """A copy of a layer as it was given, with its own forward and hooks."""
+        """A copy of a layer, with the forward of its class."""
         del layer.forward
         try:
-            clone, behaviour = copy.deepcopy((layer, self._own[id(layer)]))
-            put_back(clone, behaviour)
-            return clone
+            return copy.deepcopy(layer)
         finally:
             self._replace(layer)
 
     def restore(self) -> None:
-        """Give the layers their own forwards back."""
+        """Give the layers the forwards of their classes back."""
         for layer in self._stack:
-            put_back(layer, self._own[id(layer)])
+            del layer.forward
 
     @contextmanager
     def with_layers(self) -> Iterator[PreTrainedModel]:
@@ -259,7 +256,6 @@ class Capture:
             yield self.model
         finally:
             for layer in self._stack:
-                lay_aside(layer)
                 self._replace(layer)
 
     def takes(self, name: str) -> bool:
@@ -339,12 +335,11 @@ class Capture:
         return (result[0], result[1]) if has_loss else (None, None)
 
     def _after_trunk(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping) -> Any:
-        own = lay_aside(self.trunk)
         self.trunk.forward = lambda *args, **kwargs: output
         try:
             return self._call(weights, inputs)
         finally:
-            put_back(self.trunk, own)
+            del self.trunk.forward
 
     def _call(self, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
         """The model's own forward; what is tied is told, or each call would look for it anew.

@@ -8,7 +8,7 @@ import enum
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -16,22 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.compat.torch import (
-    BACKWARD_HOOKS,
-    FORWARD_HOOKS,
-    HOOK_MARKS,
-    buffers_of,
-    children_of,
-    parameters_of,
-    version_of,
-)
+from megatrain.compat.torch import buffers_of, children_of, parameters_of, version_of
 from megatrain.compat.transformers import MODULE_MARKS
 
 # transformers numbers its layers for the key-value cache, which training does not use. The number
 # is no part of a kind unless the layer's forward reads it (`probe` tries it without).
 INDEX_ATTRIBUTES = ("layer_idx", "layer_id")
-
-OWN_BEHAVIOUR = (*FORWARD_HOOKS, *HOOK_MARKS)
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), *MODULE_MARKS}
 _VALUES = (int, str, bool, bytes, type(None))
@@ -63,10 +53,15 @@ class Reader:
     """
 
     def __init__(
-        self, root: nn.Module, *, with_index: bool = True, by_identity: bool = False
+        self, root: nn.Module, *, left_out: Collection[str] = (), by_identity: bool = False
     ) -> None:
-        """Args: `by_identity` tells apart an object from an equal one that takes its place."""
-        self._root, self._with_index, self._by_identity = root, with_index, by_identity
+        """Make a reader of a module.
+
+        Args:
+            left_out: names of attributes of modules that are not read.
+            by_identity: tell apart an object from an equal one that takes its place.
+        """
+        self._left_out, self._by_identity = {*_OF_EVERY_MODULE, *left_out}, by_identity
         self._own = {id(p) for p in root.parameters()}
         self._seen: dict[int, tuple[int, Any]] = {}
         self.strays: list[Tensor] = []
@@ -160,21 +155,11 @@ class Reader:
         return isinstance(tensor, nn.Parameter), tuple(tensor.shape), trained
 
     def attributes(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
-        """A module's own plain attributes by name, its hooks, and what its class may keep."""
+        """A module's own plain attributes by name, and what its class may keep."""
         self._met(module)
         for name, value in sorted(vars(module).items()):
-            if name not in _OF_EVERY_MODULE and (self._with_index or name not in INDEX_ATTRIBUTES):
+            if name not in self._left_out:
                 yield name, self.of(value)
-        for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS):
-            if hooks := vars(module).get(name):
-                marks = [vars(module).get(mark, ()) for mark in HOOK_MARKS]
-                yield (
-                    name,
-                    tuple(
-                        (self.of(hook), tuple(number in marked for marked in marks))
-                        for number, hook in hooks.items()
-                    ),
-                )
         for cls in type(module).__mro__:
             if cls.__module__.split(".")[0] not in (*_LIBRARIES, "builtins", "abc", "typing"):
                 own = {n: v for n, v in vars(cls).items() if n[:2] != "__" or n == "__call__"}

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from megatrain.errors import InputError
-from megatrain.model.fingerprint import OWN_BEHAVIOUR
 
 _MULTIPLE = 16  # of both sizes of a weight, for the GPU's float8 products
 _CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that have them
@@ -75,8 +74,9 @@ def in_own_type(converted: list[nn.Module]) -> Iterator[None]:
 
 
 def _takes(module: nn.Module, name: str) -> bool:
-    """True if a module is a plain linear one, with nothing of its own that would be lost."""
+    """True if a module is a plain linear one whose output nothing else reads, as a router's."""
     if type(module) is not nn.Linear or name.rpartition(".")[2] in ROUTERS:
         return False
-    own = any(vars(module).get(name) for name in ("forward", *OWN_BEHAVIOUR))
-    return not own and all(size % _MULTIPLE == 0 for size in module.weight.shape)
+    return "forward" not in vars(module) and all(
+        size % _MULTIPLE == 0 for size in module.weight.shape
+    )

@@ -13,7 +13,7 @@ from megatrain.compat.torch import buffers_of, pytree, recomputing
 from megatrain.errors import RunFailed
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.experts import Experts, find_experts
-from megatrain.model.fingerprint import INDEX_ATTRIBUTES, OWN_BEHAVIOUR
+from megatrain.model.fingerprint import INDEX_ATTRIBUTES
 from megatrain.model.rng_use import draws
 from megatrain.model.routers import taken
 from megatrain.model.token_chunks import tile_parts
@@ -190,22 +190,6 @@ def move_buffers(
                 full = f"{path}.{name}" if path else name
                 dtype = (types or {}).get(full, buffer.dtype)
                 buffers_of(child)[name] = buffer.to(device=device, dtype=dtype)
-
-
-def lay_aside(module: nn.Module) -> dict[str, Any]:
-    """Take a module's own forward and its hooks off it; returns them for `put_back`."""
-    own = {name: module.__dict__[name] for name in OWN_BEHAVIOUR if name in module.__dict__}
-    for name, empty in own.items():
-        module.__dict__[name] = type(empty)()
-    if "forward" in module.__dict__:
-        own["forward"] = module.__dict__.pop("forward")
-    return own
-
-
-def put_back(module: nn.Module, own: Mapping[str, Any]) -> None:
-    """Undo `lay_aside`."""
-    module.__dict__.pop("forward", None)
-    module.__dict__.update(own)
 
 
 class NumberRead(RunFailed):

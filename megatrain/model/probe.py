@@ -29,7 +29,7 @@ from megatrain.model.capture import (
     last_hidden,
     with_hidden,
 )
-from megatrain.model.fingerprint import Reader
+from megatrain.model.fingerprint import INDEX_ATTRIBUTES, Reader
 from megatrain.model.layer_template import LayerTemplate, NumberRead, without_index
 from megatrain.model.own_loss import label_shift
 from megatrain.model.projection import mixes_tokens
@@ -140,7 +140,7 @@ class _Probe:
             seen |= {id(p): f"{path}.{n}" for n, p in layer.named_parameters()}
 
     def _signature(self, layer: nn.Module) -> Any:
-        reader = Reader(layer, with_index=False)
+        reader = Reader(layer, left_out=INDEX_ATTRIBUTES)
         found = reader.of(layer)
         for weight in reader.strays:
             names = {id(p): name for name, p in self.model.named_parameters()}

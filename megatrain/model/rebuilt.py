@@ -6,8 +6,8 @@ them are frozen, and buffers are saved; what else somebody has changed in the ob
 
 import copy
 import json
-import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from megatrain.compat.torch import children_of
 from megatrain.compat.transformers import (
     attention_of,
     experts_of,
@@ -37,15 +36,12 @@ from megatrain.model.build import (
     weightless,
 )
 from megatrain.model.export import saved_config
+from megatrain.model.fingerprint import Reader
 from megatrain.model.unsupported import Unsupported
-from megatrain.model.user_changes import refuse_weights
+from megatrain.model.user_changes import refuse_hooks, refuse_weights
 
-_HOOKS = [
-    name for name in vars(nn.Module()) if name.endswith("_hooks") and "state_dict" not in name
-]
 # What says nothing of the numbers that a forward gives, or is compared by itself.
 _LEFT_OUT = {
-    *vars(nn.Module()),
     "forward",
     "generation_config",
     "gradient_checkpointing",
@@ -53,7 +49,6 @@ _LEFT_OUT = {
     "peft_config",
     "warnings_issued",
     "_gradient_checkpointing_func",
-    "_is_hf_initialized",
     "_require_grads_hook",
     "_require_grads_hooks",
     "_use_kernels",
@@ -124,16 +119,18 @@ def _unlike(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
     The values of weights and of buffers are not compared.
     """
     yield from _parts(model, again)
-    same = _Same()
+    readers = [_Compared(root, left_out=_LEFT_OUT) for root in (model, again)]
     for path, module in model.named_modules(remove_duplicate=False):
-        other = again.get_submodule(path)
-        yield from _hooks(path, module, other)
-        mine, others = _attributes(module), _attributes(other)
+        modules = module, again.get_submodule(path)
+        pairs = zip(readers, modules, strict=True)
+        mine, others = (dict(reader.attributes(part)) for reader, part in pairs)
+        if isinstance(module, PreTrainedModel):  # `resize_token_embeddings` changes it
+            others["vocab_size"] = mine.get("vocab_size")
         for name in sorted(mine.keys() | others.keys()):
-            if not same(mine.get(name, _NOTHING), others.get(name, _NOTHING)):
-                said = _short(mine.get(name, _NOTHING)), _short(others.get(name, _NOTHING))
+            if mine.get(name) != others.get(name):
+                one, other = (_short(vars(part).get(name, _NOTHING)) for part in modules)
                 full = f"{path}.{name}".lstrip(".")
-                yield f"{full} is {said[0]} in the model given, and {said[1]}", _UNDO
+                yield f"{full} is {one} in the model given, and {other}", _UNDO
 
 
 def _parts(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
@@ -170,20 +167,6 @@ def _held(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _hooks(path: str, module: nn.Module, other: nn.Module) -> Iterator[tuple[str, str]]:
-    name = path or "the model"
-    for kind in _HOOKS:
-        modules = (
-            (hook, str(getattr(hook, "__module__", ""))) for hook in getattr(module, kind).values()
-        )
-        # transformers registers some itself, to note hidden states that a caller asks for
-        hooks = [hook for hook, of in modules if not of.startswith("transformers.")]
-        if hooks and not getattr(other, kind):
-            yield f"{name} has hooks, and none", "remove them, or register them elsewhere"
-    if vars(module).get("forward") is not None and "forward" not in vars(other):
-        yield f"{name} has a forward of its own, and the one of its class", _UNDO
-
-
 def _buffers(
     model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]
 ) -> Iterator[tuple[str, str]]:
@@ -197,63 +180,42 @@ def _buffers(
             )
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes besides weights. `resize_token_embeddings` changes `vocab_size`."""
-    left_out = _LEFT_OUT | {"vocab_size"} if isinstance(module, PreTrainedModel) else _LEFT_OUT
-    return {name: value for name, value in vars(module).items() if name not in left_out}
-
-
 _NOTHING = object()
 
 
-class _Same:
-    """Compares attributes of two models; knows objects that refer to each other."""
+@dataclass(frozen=True, eq=False)
+class _Values:
+    """Equal to what holds an equal tensor, or one without values."""
 
-    def __init__(self) -> None:
-        self._seen: dict[tuple[int, int], tuple[Any, Any]] = {}
+    tensor: Tensor
 
-    def __call__(self, a: Any, b: Any) -> bool:
-        if a is b or (id(a), id(b)) in self._seen:
-            return True
-        self._seen[id(a), id(b)] = a, b  # kept alive: another object could have the number
-        if isinstance(a, list | tuple) and isinstance(b, list | tuple):  # JSON knows lists only
-            return len(a) == len(b) and all(map(self, a, b))
-        return type(a) is type(b) and self._values(a, b)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Values) and _equal(self.tensor, other.tensor)
 
-    def _values(self, a: Any, b: Any) -> bool:
-        if isinstance(a, Tensor):
-            return _equal(a, b)
-        if isinstance(a, PreTrainedConfig):
-            return _as_json(a) == _as_json(b)
-        if isinstance(a, dict):
-            return a.keys() == b.keys() and all(self(a[key], b[key]) for key in a)
-        if isinstance(a, types.FunctionType):
-            cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
-            others = [(f.__defaults__, f.__kwdefaults__, f.__dict__) for f in (a, b)]
-            return a.__code__ == b.__code__ and self(*cells) and self(*others)
-        if isinstance(a, types.MethodType):
-            return a.__func__ is b.__func__ and self(a.__self__, b.__self__)
-        if isinstance(a, nn.Module):
-            return self(_attributes(a), _attributes(b)) and self(children_of(a), children_of(b))
-        if isinstance(a, type | types.ModuleType | types.BuiltinFunctionType):
-            return False  # they are no copies of each other
-        if hasattr(a, "__dict__") and type(a).__eq__ is object.__eq__:
-            of_partial = [
-                [getattr(value, name, None) for name in ("func", "args", "keywords")]
-                for value in (a, b)
-            ]
-            return self(vars(a), vars(b)) and self(*of_partial)
-        return bool(a == b)
+
+class _Compared(Reader):
+    """Makes values that are equal for attributes of two models that are made alike."""
+
+    def of(self, value: Any) -> Any:
+        """The value to compare for an attribute."""
+        if isinstance(value, PreTrainedConfig):
+            return _as_json(value)
+        if isinstance(value, list | tuple):  # JSON knows lists only
+            return "list", tuple(map(self.of, value))
+        if type(value) is dict:
+            return {key: self.of(item) for key, item in value.items()}
+        if isinstance(value, Tensor):
+            return _Values(value)
+        return super().of(value)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    if a.is_meta or b.is_meta:
-        return True
+    """True if tensors have the same values, if they have any; types may differ."""
+    if a.is_meta or b.is_meta or a.shape != b.shape:
+        return a.shape == b.shape
     wide = torch.promote_types(a.dtype, b.dtype)
-    x, y = a.detach().cpu().to(wide), b.detach().cpu().to(wide)
-    return bool(((x == y) | ((x != x) & (y != y))).all())
+    one, other = (x.detach().cpu().to(wide) for x in (a, b))
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _as_json(config: PreTrainedConfig) -> Any:
@@ -286,6 +248,7 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
     Raises:
         InputError: only some of its weights are on the meta device, or it has no such attention.
     """
+    refuse_hooks(model)
     parameters = dict(model.named_parameters())
     on_meta = [name for name, parameter in parameters.items() if parameter.is_meta]
     if 0 < len(on_meta) < len(parameters):

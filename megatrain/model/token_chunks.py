@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megatrain.compat.torch import FORWARD_HOOKS, TorchDispatchMode, without_modes
+from megatrain.compat.torch import TorchDispatchMode, without_modes
 from megatrain.model.rng_use import draws
 
 Run = Callable[[dict[str, Tensor], Tensor], Tensor]
@@ -53,10 +53,9 @@ def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple
 
 
 def behaves(part: nn.Module) -> bool:
-    """True if a module or one inside has its own forward (other than tiles) or hooks."""
+    """True if a module or one inside has its own forward, other than tiles."""
     return any(
         not isinstance(vars(child).get("forward"), (ChunkedOverTokens, type(None)))
-        or any(vars(child).get(name) for name in FORWARD_HOOKS)
         for child in part.modules()
     )
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatrain.compat.torch import (
     BACKWARD_HOOKS,
+    FORWARD_HOOKS,
     buffers_of,
     has_global_hooks,
     has_gradient_hooks,
@@ -77,14 +78,10 @@ def refuse_behaviour(model: nn.Module) -> None:
     """
     if has_global_hooks():
         raise Unsupported("a hook of every module is registered with torch; remove it")
+    refuse_hooks(model)
     reader = Reader(model)
     for path, module in model.named_modules():
         where = path or type(model).__name__
-        if any(vars(module).get(name) for name in BACKWARD_HOOKS):
-            raise Unsupported(
-                f"{where} has a backward hook, which would not be run as in plain training; "
-                "remove it"
-            )
         for name, usual in _TABLE_SETTINGS.items() if isinstance(module, nn.Embedding) else ():
             if (value := getattr(module, name, usual)) != usual:
                 raise Unsupported(
@@ -94,9 +91,31 @@ def refuse_behaviour(model: nn.Module) -> None:
             if reader.strays:
                 raise Unsupported(
                     f"{where}.{name} holds a weight {list(reader.strays[0].shape)} that is not a "
-                    "parameter there; register it, or let a forward of its own be a method: "
-                    "types.MethodType(function, module)"
+                    "parameter there; register it"
                 )
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks of modules, and forwards that are not of their classes; ours may be there.
+
+    Raises:
+        Unsupported: names the module.
+    """
+    for path, module in model.named_modules():
+        of_module = (vars(module).get(name) or {} for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS))
+        hooks = [hook for registered in of_module for hook in registered.values()]
+        # transformers notes hidden states by some, and lets embeddings require gradients
+        hooked = not all(_is_of(hook, "transformers") for hook in hooks)
+        if hooked or not _is_of(vars(module).get("forward", refuse_hooks), "megatrain"):
+            raise Unsupported(
+                f"{path or type(model).__name__} has a {'hook' if hooked else 'forward of its own'}"
+                f", which is not supported: remove it, or let a subclass of "
+                f"{type(module).__name__} do what it does"
+            )
+
+
+def _is_of(function: Any, package: str) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(f"{package}.")
 
 
 def refuse_lookup(*args: Any, **kwargs: Any) -> None:

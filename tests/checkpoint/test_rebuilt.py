@@ -3,7 +3,6 @@
 import copy
 import json
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -80,15 +79,6 @@ def other_activation(model: Any) -> None:
     model.model.layers[0].mlp.act_fn = nn.Tanh()
 
 
-def own_method(model: Any) -> None:
-    head = model.lm_head
-    head.forward = MethodType(lambda self, x: nn.functional.linear(x, self.weight) * 2, head)
-
-
-def hooked(model: Any) -> None:
-    model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
-
-
 def own_configuration(model: Any) -> None:
     attention = model.model.layers[1].self_attn
     attention.config = copy.deepcopy(attention.config)
@@ -116,8 +106,6 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "a head with a bias": (with_bias, r"lm_head\.bias is a parameter"),
     "an attribute": (scaled, r"layers\.2\.self_attn\.scaling is 0\.5 in the model given, and 0\."),
     "another activation": (other_activation, r"layers\.0\.mlp\.act_fn is a .*Tanh"),
-    "a method of its own": (own_method, "lm_head has a forward of its own"),
-    "a hook": (hooked, "lm_head has hooks"),
     "a layer's configuration": (own_configuration, r"layers\.1\.self_attn\.config"),
     "a cast": (rounded, r"inv_freq has other values .*make or load it with `dtype=`"),
     "other frequencies": (other_frequencies, "inv_freq has other values"),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrizations
 from transformers import PreTrainedModel
 
 from megatrain.model.probe import find_stacks
@@ -234,36 +234,6 @@ def _own_class(model: PreTrainedModel) -> None:
     extended(stack(model)[1], lambda self, output: first(output, tilted))
 
 
-def _own_method(model: PreTrainedModel) -> None:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return first(type(self).forward(self, *args, **kwargs), tilted)
-
-    method(stack(model)[1], forward)
-
-
-def _own_method_inside(model: PreTrainedModel) -> None:
-    method(leaf(stack(model)[1]), lambda self, x: tilted(type(self).forward(self, x)))
-
-
-def _own_partial(model: PreTrainedModel) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return tilted(type(self).forward(self, x))
-
-    part = leaf(stack(model)[1])
-    part.forward = functools.partial(forward, part)
-
-
-def _around(module: nn.Module, change: Callable[[Any], Any]) -> None:
-    """A forward that calls the one before it, as much code on the web has it."""
-    before = module.forward
-    module.forward = lambda *args, **kwargs: change(before(*args, **kwargs))
-
-
-def _of_another(model: PreTrainedModel) -> None:
-    layers = stack(model)
-    leaf(layers[1]).forward = leaf(layers[0]).forward
-
-
 def _borrowed(model: PreTrainedModel) -> None:
     """A layer that adds what another's part makes."""
     layers = stack(model)
@@ -304,7 +274,7 @@ def _tied_between(model: PreTrainedModel) -> None:
 def _wide(model: PreTrainedModel) -> None:
     part = leaf(stack(model)[1])
     part.double()
-    method(part, lambda self, x: type(self).forward(self, x.double()).float())
+    extended(part, lambda self, output: output.float())
 
 
 def _counting(module: nn.Module, step: Callable[[Any], float]) -> None:
@@ -339,11 +309,12 @@ def _count_buffer(module: nn.Module) -> None:
 def _count_list(module: nn.Module) -> None:
     calls: list[int] = []
 
-    def step(self: Any) -> float:
+    def step() -> float:
         calls.append(1)
         return 1 + 0.1 * len(calls)
 
-    method(module, lambda self, *a: first(type(self).forward(self, *a), lambda h: h * step(self)))
+    module.calls = step
+    _counting(module, lambda self: self.calls())
 
 
 def _skipping(model: PreTrainedModel) -> None:
@@ -352,39 +323,17 @@ def _skipping(model: PreTrainedModel) -> None:
     extended(part, lambda self, output: output * (1 + (random.random() < 0.5)))
 
 
-def _count_hook(module: nn.Module) -> None:
-    calls: list[int] = []
-
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        calls.append(1)
-        return first(output, lambda h: h * (1 + 0.1 * len(calls)))
-
-    module.register_forward_hook(hook)
-
-
-def after(module: nn.Module, factor: float = 1.5) -> None:
-    module.register_forward_hook(lambda m, args, output: first(output, lambda h: tilted(h, factor)))
+def after(module: nn.Module) -> None:
+    module.register_forward_hook(lambda m, args, output: first(output, tilted))
 
 
 def before(module: nn.Module) -> None:
     module.register_forward_pre_hook(lambda m, args: (tilted(args[0]), *args[1:]))
 
 
-def before_by_name(module: nn.Module) -> None:
-    module.register_forward_pre_hook(
-        lambda m, args, kwargs: ((tilted(args[0]), *args[1:]), kwargs), with_kwargs=True
-    )
-
-
 def backward(module: nn.Module) -> None:
     module.register_full_backward_hook(
         lambda m, given, out: tuple(None if g is None else g * 1.5 for g in given)
-    )
-
-
-def before_backward(module: nn.Module) -> None:
-    module.register_full_backward_pre_hook(
-        lambda m, out: tuple(None if g is None else g * 1.5 for g in out)
     )
 
 
@@ -401,14 +350,9 @@ def _accumulated(parameter: nn.Parameter) -> None:
 
 LAYERS: dict[str, Change] = {
     "a class of its own": _own_class,
-    "a forward of its own": _own_method,
-    "a forward of its own inside": _own_method_inside,
-    "a partial as forward": _own_partial,
-    "a forward around its forward": lambda m: _around(
-        stack(m)[1], lambda output: first(output, tilted)
+    "a forward of its own": lambda m: method(
+        leaf(stack(m)[1]), lambda self, x: tilted(type(self).forward(self, x))
     ),
-    "a forward around that of a part": lambda m: _around(leaf(stack(m)[1]), tilted),
-    "the forward of another layer's part": _of_another,
     "another layer's part in a list": _borrowed,
     "a part that is not registered": _unregistered,
     "a view of a weight": _view,
@@ -417,24 +361,16 @@ LAYERS: dict[str, Change] = {
     "a part in fp64": _wide,
     "a configuration of its own": _own_config,
     "a hook after a layer": lambda m: after(stack(m)[1]),
-    "a hook before a layer": lambda m: before(stack(m)[1]),
-    "a hook after every layer": lambda m: [after(layer, 1.2) for layer in stack(m)],
-    "a hook by name": lambda m: before_by_name(stack(m)[1]),
-    "a hook after a part": lambda m: after(leaf(stack(m)[1])),
     "a hook before a part": lambda m: before(leaf(stack(m)[1])),
     "a backward hook": lambda m: backward(stack(m)[1]),
-    "a backward hook of a part": lambda m: backward(leaf(stack(m)[1])),
-    "a hook before the backward": lambda m: before_backward(leaf(stack(m)[1])),
     "a hook of a weight's gradient": lambda m: _gradient(leaf(stack(m)[1]).weight),
     "a hook of a gradient that is there": lambda m: _accumulated(leaf(stack(m)[1]).weight),
     "weight_norm": lambda m: parametrizations.weight_norm(leaf(stack(m)[1])),
-    "weight_norm of old": lambda m: weight_norm(leaf(stack(m)[1])),
     "spectral_norm": lambda m: parametrizations.spectral_norm(leaf(stack(m)[1])),
     "a counter": lambda m: _counting(leaf(stack(m)[1]), _step_attribute),
     "a counter in an object": lambda m: _count_object(leaf(stack(m)[1])),
     "a counter in a buffer": lambda m: _count_buffer(leaf(stack(m)[1])),
     "a counter in a closure": lambda m: _count_list(leaf(stack(m)[1])),
-    "a counter in a hook": lambda m: _count_hook(leaf(stack(m)[1])),
     "Python's random numbers": _skipping,
 }
 
@@ -508,46 +444,22 @@ def _looked_at(model: PreTrainedModel) -> None:
 
 OUTSIDE: dict[str, Change] = {
     "a hook of every module": _every_module,
-    "a hook after the embedding": lambda m: after(m.get_input_embeddings()),
-    "a hook after the norm": lambda m: after(norm(m)),
-    "a hook before the norm": lambda m: before(norm(m)),
     "a hook after the head": lambda m: after(m.get_output_embeddings()),
-    "a hook after the trunk": lambda m: trunk(m).register_forward_hook(
-        lambda module, args, out: first_field(out)
-    ),
     "a hook before the trunk": lambda m: trunk(m).register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "input_ids": kwargs["input_ids"] + 1}),
         with_kwargs=True,
     ),
-    "a hook after the model": lambda m: m.register_forward_hook(
-        lambda module, args, out: type(out)(logits=out.logits * 1.5)
-    ),
-    "a backward hook of the norm": lambda m: backward(norm(m)),
-    "a backward hook of the embedding": lambda m: before_backward(m.get_input_embeddings()),
-    "a backward hook of the head": lambda m: before_backward(m.get_output_embeddings()),
     "a hook of the table's gradient": lambda m: _gradient(m.get_input_embeddings().weight),
-    "a forward of the embedding's own": lambda m: method(
-        m.get_input_embeddings(), lambda self, ids: tilted(type(self).forward(self, ids))
-    ),
-    "a forward of the norm's own": lambda m: method(
-        norm(m), lambda self, x: tilted(type(self).forward(self, x))
-    ),
-    "a forward of the head's own": lambda m: method(
-        m.get_output_embeddings(), lambda self, x: tilted(type(self).forward(self, x))
-    ),
     "a forward of the trunk's own": lambda m: method(
         trunk(m),
         lambda self, *args, **rest: first_field(type(self).forward(self, *args, **rest)),
     ),
-    "a forward around the norm's": lambda m: _around(norm(m), tilted),
-    "a forward around the head's": lambda m: _around(m.get_output_embeddings(), tilted),
     "a counter in the embedding": lambda m: _counting(m.get_input_embeddings(), _step_attribute),
     "a buffer that the embedding counts in": lambda m: _count_buffer(m.get_input_embeddings()),
     "a buffer that the norm counts in": lambda m: _count_buffer(norm(m)),
     "a buffer that the head counts in": lambda m: _count_buffer(m.get_output_embeddings()),
     "an object that the norm counts in": lambda m: _count_object(norm(m)),
     "a closure that the head counts in": lambda m: _count_list(m.get_output_embeddings()),
-    "a hook that counts after the norm": lambda m: _count_hook(norm(m)),
     "a running mean in the norm": _running_mean,
     "a head that mixes tokens": _mixing_head,
     "a head that counts positions": _placed_head,

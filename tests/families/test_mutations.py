@@ -17,9 +17,7 @@ from tests.families.mutations import (
     OUTSIDE,
     STATES,
     Change,
-    after,
     extended,
-    method,
 )
 from tests.families.plain import EPS, LR, Step, Trained, make_steps, plain_training, train_in_place
 from tests.families.tiny import tiny_config, tiny_model
@@ -34,40 +32,34 @@ PLACEMENT = Placement(head_tokens=5, layer_inputs="host")
 
 # What a message must say, of a llama.
 REFUSED = {
-    "a forward around its forward": r"model\.layers\.1\.forward holds a weight",
-    "a forward around that of a part": "q_proj.forward holds a weight",
-    "the forward of another layer's part": "model.layers.1 holds model.layers.0.self_attn.q_proj",
+    "a forward of its own": "q_proj has a forward of its own, which is not supported: remove it",
+    "a hook after a layer": r"model\.layers\.1 has a hook",
+    "a hook before a part": "q_proj has a hook",
+    "a backward hook": r"model\.layers\.1 has a hook",
+    "a hook after the head": "lm_head has a hook, .* let a subclass of Linear do what it does",
+    "a hook before the trunk": "model has a hook",
+    "a forward of the trunk's own": "model has a forward of its own",
     "another layer's part in a list": "model.layers.1 holds model.layers.0.self_attn.q_proj",
     "a part that is not registered": "q_proj.other holds a weight",
     "a view of a weight": "q_proj.weight has the memory of .*q_proj.view",
     "a weight of another layer": "is the same parameter as",
     "a part in fp64": "q_proj.weight is torch.float64",
-    "a backward hook": r"model\.layers\.1 has a backward hook",
-    "a backward hook of a part": "q_proj has a backward hook",
-    "a hook before the backward": "q_proj has a backward hook",
     "a hook of a weight's gradient": "q_proj.weight has a hook of its gradient",
     "a hook of a gradient that is there": "q_proj.weight has a hook of its gradient",
     "spectral_norm": "changes its buffer self_attn.q_proj.parametrizations.weight.0._u",
     "a counter": "changes model.layers.1.self_attn.q_proj.calls",
     "a counter in an object": "changes model.layers.1.self_attn.q_proj.calls",
     "a counter in a buffer": "changes its buffer self_attn.q_proj.calls",
-    "a counter in a closure": "changes model.layers.1.self_attn.q_proj.forward",
-    "a counter in a hook": "changes model.layers.1.self_attn.q_proj._forward_hooks",
+    "a counter in a closure": "changes model.layers.1.self_attn.q_proj.calls",
     "Python's random numbers": "random numbers from Python's",
     "a hook of every module": "a hook of every module",
-    "a backward hook of the norm": r"model\.norm has a backward hook",
-    "a backward hook of the embedding": "embed_tokens has a backward hook",
-    "a backward hook of the head": "lm_head has a backward hook",
     "a hook of the table's gradient": "embed_tokens.weight has a hook of its gradient",
-    "a forward around the norm's": r"model\.norm\.forward holds a weight",
-    "a forward around the head's": "lm_head.forward holds a weight",
     "a counter in the embedding": "changes model.embed_tokens.calls",
     "a buffer that the embedding counts in": "changes model.embed_tokens.calls",
     "a buffer that the norm counts in": "changes model.norm.calls",
     "a buffer that the head counts in": "logits from other tokens",
     "an object that the norm counts in": "changes model.norm.calls",
     "a closure that the head counts in": "logits from other tokens",
-    "a hook that counts after the norm": "changes model.norm._forward_hooks",
     "a running mean in the norm": "changes model.norm.mean",
     "a head that mixes tokens": "logits from other tokens",
     "a head that counts positions": "or from its place",
@@ -87,17 +79,7 @@ QUICK = [
     "an attribute of a function",
     "a number by getattr",
     "a number in the dictionary",
-    "a forward of its own",
-    "a forward of its own inside",
-    "a partial as forward",
     "a weight used twice",
-    "a hook after a layer",
-    "a hook by name",
-    "a hook before a part",
-    "weight_norm of old",
-    "a hook after the norm",
-    "a hook after the trunk",
-    "a forward of the norm's own",
     "a norm that counts positions",
     "weight_norm of the head",
     "gradient checkpointing of old",
@@ -167,8 +149,6 @@ def test_a_change_is_refused_by_name(name: str) -> None:
 
 ON_META = {
     "an attribute": lambda m: setattr(m.model.layers[1].self_attn, "scaling", 2.0),
-    "a hook": lambda m: after(m.model.layers[1]),
-    "a forward": lambda m: method(m.model.norm, lambda self, x: x),
     "a class": lambda m: extended(m.model.layers[1], lambda self, output: output),
     "a head": lambda m: setattr(m, "lm_head", nn.Linear(32, 200, bias=False, device="meta")),
     "another part": lambda m: m.model.add_module("more", nn.Identity()),
@@ -225,7 +205,7 @@ def test_every_change_of_every_family(family: str, name: str) -> None:
     usual = plain_training(tiny_model(family), steps)
     moved = max(abs(a - b) / b for a, b in zip(plain.losses, usual.losses, strict=True))
     # Of a norm's weight it changes next to nothing.
-    if name not in ("weight_norm", "weight_norm of old") or family == "llama":
+    if name != "weight_norm" or family == "llama":
         assert (moved > VISIBLE) == (name not in NEUTRAL), moved
 
 

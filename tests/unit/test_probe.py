@@ -39,10 +39,13 @@ def before_layer(change: Callable[[Tensor], Tensor]) -> LlamaForCausalLM:
 def summed_table() -> LlamaForCausalLM:
     """A tied model whose embedding uses all of its table."""
     model = tiny(tie_word_embeddings=True)
-    model.model.embed_tokens.register_forward_hook(
-        lambda module, args, output: output + module.weight.sum()
-    )
+    model.model.embed_tokens.__class__ = Summed
     return model
+
+
+class Summed(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.weight.sum()
 
 
 class WithTable(nn.Module):
