@@ -4,7 +4,7 @@ They trade memory for time. With eager layers none of them changes a bit of the 
 `chunk_tokens`, `head_tokens` and `max_stream_bytes`, which sum in another order (tests/race).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -122,11 +122,9 @@ class Placement:
         chunk_tokens: what acts on every token alone (the MLP, norms) is run over chunks of so many
             tokens, and computed again chunk by chunk in the backward: for long rows. Attention and
             the rest of a layer then stay eager. None: whole rows.
-        max_stream_bytes: layers and a head whose weights take more (and do not rest on the device)
-            are streamed in slices of at most so many bytes, and so are their gradients: of a
-            layer some experts at a time, and all else in it is computed twice as often, stays
-            eager, and saves nothing for the backward; of the head some rows of its table at a time,
-            whose logits are computed twice. None: whole layers and head.
+        max_stream_bytes: a head whose weights take more (and do not rest on the device) is streamed
+            in slices of at most so many bytes, and so are their gradients: some rows of its table
+            at a time, whose logits are computed twice. Layers cannot take more. None: a whole head.
         compile: compile one forward and one backward per layer kind with torch.compile.
         update_threads: host threads of the optimizer; None: all cores but two.
         save_bytes: host memory at most for parts of tiles whose update is due before a save in the
@@ -229,23 +227,12 @@ class Placement:
     def prefetch_distance(self) -> int:
         return self.slots - 1 if self.prefetch is None else self.prefetch
 
-    def policies(
-        self, num_layers: int, split: Collection[int] = ()
-    ) -> tuple[ActivationPolicy, ...]:
-        """The policies of all layers: what each saves for its backward.
-
-        Args:
-            split: layers that are streamed in slices; they save nothing.
-
-        Raises:
-            InputError: more is to be saved than layers that are not split can save.
-        """
+    def policies(self, num_layers: int) -> tuple[ActivationPolicy, ...]:
+        """The policies of all layers: what each saves for its backward."""
         # Evenly among all: each has a few layers' time to leave.
         leaving = self.offload_activations
         on_host = {v for v in range(num_layers) if v * leaving % num_layers < leaving}
-        others = [v for v in range(num_layers) if v not in on_host and v not in split]
-        if split:
-            self._check_split(num_layers, split, on_host, len(others))
+        others = [v for v in range(num_layers) if v not in on_host]
         on_device = others[max(0, len(others) - self.save_activations) :]
         policy, where = RECOMPUTE, self.save_attention
         if where != "none":
@@ -255,22 +242,6 @@ class Placement:
         whole = on_device[max(0, len(on_device) - self.save_all) :]
         graphs |= dict.fromkeys(whole, ActivationPolicy("all", "device"))
         return tuple(graphs.get(visit, policy) for visit in range(num_layers))
-
-    def _check_split(
-        self, num_layers: int, split: Collection[int], on_host: set[int], others: int
-    ) -> None:
-        refused = {
-            "save_attention": self.save_attention != "none",
-            "offload_activations": not on_host.isdisjoint(split),
-            "save_activations": self.save_activations > others,
-        }
-        name = next((name for name, yes in refused.items() if yes), None)
-        if name is not None:
-            raise InputError(
-                f"placement.{name} is {getattr(self, name)!r}, but placement.max_stream_bytes "
-                f"splits {len(split)} of {num_layers} layers, and a split layer saves nothing for "
-                "the backward; leave it out, or set a larger max_stream_bytes"
-            )
 
     def as_dict(self) -> dict[str, Any]:
         """The placement as plain data, for logs and result files."""

@@ -236,7 +236,7 @@ def reasons(found: Forecast) -> list[str]:
         kept = "attention computed twice" if where == "none" else f"attention kept on the {where}"
         tiles += f", tiles of {placement.chunk_tokens} tokens, {kept}"
     if placement.max_stream_bytes is not None:
-        tiles += f", layers and head in slices of at most {gib(placement.max_stream_bytes)}"
+        tiles += f", the head in slices of at most {gib(placement.max_stream_bytes)}"
     for planes in ("moments", "remainder", "weights"):
         count = getattr(placement, f"disk_{planes}")
         tiles += f", {planes} of {count} tile{'s' * (count > 1)} on the disk" * bool(count)

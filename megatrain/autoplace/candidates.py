@@ -11,7 +11,6 @@ from math import prod
 from typing import Any, Literal
 
 from megatrain.autoplace.first_tiles import FirstTiles, first_tiles
-from megatrain.base.units import GIB
 from megatrain.engine.tile_slice import least_split
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.needs import UNSUMMED
@@ -40,7 +39,6 @@ _CANDIDATES: tuple[dict[str, Any], ...] = (
 )
 MOST_SLOTS: int = _CANDIDATES[0]["slots"]
 
-_SLICE_BYTES = GIB  # what layers that must be split are streamed in, if they can; a head in no more
 
 # From so many tokens a row on, layers may run in tiles, with attention's results kept: it grows
 # with the square of a row, so what computing a tile again costs is soon less than its. A boundary
@@ -87,8 +85,7 @@ class Candidates:
     def families(self, rows: int, *, split: bool = False) -> list[list[Placement]]:
         """Candidates, the fastest first, the most sparing last: whole layers; for long rows, tiles.
 
-        With `split`, the same with the head in slices; or if layers are so large, too, the most
-        sparing one with both. They are for when memory is short.
+        With `split`, the same with the head in slices, for when memory is short.
         """
         slice_bytes = self.slice_bytes if split else None
         if split and slice_bytes is None:
@@ -106,8 +103,6 @@ class Candidates:
         if long:
             lanes = [f.layer_input_lanes // (1 if f.slots == MOST_SLOTS else 2) for f in whole]
             whole = [replace(f, layer_input_lanes=n) for f, n in zip(whole, lanes, strict=True)]
-        if not self.whole(slice_bytes):
-            return [whole[-1:]]
         if not long:
             return [whole]
         tiled = [
@@ -118,17 +113,13 @@ class Candidates:
 
     @cached_property
     def slice_bytes(self) -> int | None:
-        """Bytes of the slices that layers and head can be streamed in.
+        """Bytes of the slices that the head can be streamed in.
 
-        None: none is so large; weights on a disk come as whole tiles.
+        None: it is not so large; weights on a disk come as whole tiles.
         """
         if "disk_weights" in self.spilled:
             return None
-        layouts, itemsize = self._layouts, self.workload.dtype.itemsize
-        head = next(t.numel for t in layouts if t.kind is TileKind.HEAD) * itemsize
-        least = least_split(self.forecasts.spec, layouts, itemsize)
-        slice_bytes = max(least, min(_SLICE_BYTES, self._layer_bytes))
-        return slice_bytes if slice_bytes < max(self._layer_bytes, head) else None
+        return least_split(self.forecasts.spec, self._layouts, self.workload.dtype.itemsize)
 
     @cached_property
     def tiles(self) -> FirstTiles:
@@ -138,16 +129,6 @@ class Candidates:
     @property
     def _layouts(self) -> list[TileLayout]:
         return self.forecasts.model(self.workload).layouts
-
-    @cached_property
-    def _layer_bytes(self) -> int:
-        """Bytes of the largest layer's weights."""
-        layers = [t.numel for t in self._layouts if t.kind is TileKind.LAYER]
-        return max(layers) * self.workload.dtype.itemsize
-
-    def whole(self, max_stream_bytes: int | None) -> bool:
-        """Whether no layer is split."""
-        return max_stream_bytes is None or max_stream_bytes >= self._layer_bytes
 
     def of(self, placement: Placement, rows: int) -> Forecast:
         """The forecast of a candidate."""
@@ -203,7 +184,6 @@ class Candidates:
             table = layout.by_name[self.forecasts.spec.projection.names[0]]
             tokens = self.workload.rows * self.workload.sequence_length
             peaks.append(4 * tokens * prod(table.shape[1:]) + beside_head)
-        if self.whole(most):
-            works = measured.layer(0, rows).computed_twice
-            peaks.append(every + beside + max(work.peak_bytes for work in works))
+        works = measured.layer(0, rows).computed_twice
+        peaks.append(every + beside + max(work.peak_bytes for work in works))
         return max(peaks)

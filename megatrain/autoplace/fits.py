@@ -23,7 +23,6 @@ from megatrain.model.program import ModelProgram
 from megatrain.placement import Placement
 from megatrain.source.engine_setup import Model
 from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes, process_bytes
-from megatrain.tile import TileKind
 
 # Resident memory of a process with a GPU beside planes and buffers, compiling included: 3.6 to
 # 4.2 GB (benchmarks/results/step-*.json).
@@ -85,7 +84,7 @@ def check_fits(
         allowed = memory["device_free_bytes"] + memory["device_bytes"] - mapping
         context = memory["device_context_bytes"] + mapping
         if sum(needs.device.values()) > allowed:
-            split = _least_split(model, dtype)
+            split = least_split(model.spec, model.layouts, dtype.itemsize)
             frugal = replace(smallest(placement), max_stream_bytes=split)
             frugal_bytes = sum((needs_in(frugal).device + more.device).values())
             least = align(frugal_bytes + context, GIB // 10)
@@ -103,14 +102,6 @@ def check_fits(
     if sum(planes.values()) + grows > host_available_bytes(host_memory):
         planes["the process itself"] += process_bytes() + grows
         raise DoesNotFit(_host_refusal(planes, host_memory, has_memory, foretold is not None))
-
-
-def _least_split(model: Model, dtype: torch.dtype) -> int | None:
-    """The least `max_stream_bytes`; None: nothing is larger."""
-    least = least_split(model.spec, model.layouts, dtype.itemsize)
-    split = (TileKind.LAYER, TileKind.HEAD)
-    largest = max(layout.numel for layout in model.layouts if layout.kind in split)
-    return least if least < largest * dtype.itemsize else None
 
 
 def _host_refusal(

@@ -72,11 +72,7 @@ class Search:
 
     def _fastest(self, candidates: list[Forecast]) -> Forecast | None:
         """The fastest forecast of a way to spend what the candidates leave; None: nothing fits."""
-        spending = [
-            self._plans(candidate)
-            for candidate in candidates
-            if self._candidates.whole(candidate.placement.max_stream_bytes)
-        ]
+        spending = [self._plans(candidate) for candidate in candidates]
         fitting = [candidate for candidate in candidates if self._budget.fits(candidate)]
         best = min(fitting, key=lambda candidate: candidate.seconds, default=None)
         many = all(self._many(candidate.micro_batch) for candidate in candidates)
@@ -128,7 +124,7 @@ class Search:
         found = self._found(sizes, split=False)
         # Where memory is short, a head in ranges may leave room for what is worth more.
         short = all(candidate.placement.slots < MOST_SLOTS for candidate in found)
-        if not found or (short and self._candidates.whole(self._candidates.slice_bytes)):
+        if not found or short:
             least = min((candidate.micro_batch for candidate in found), default=0)
             found += self._found([rows for rows in sizes if rows >= least], split=True)
         if not found:
@@ -147,7 +143,7 @@ class Search:
         }
         split = best.placement.max_stream_bytes
         families = self._candidates.families(best.micro_batch, split=split is not None)
-        for family in families if self._candidates.whole(split) else ():
+        for family in families:
             first = next((n for n, each in enumerate(family) if each in there), len(family))
             yield from (family[n] for n in _SPARING if n > first and family[n] not in there)
 

@@ -13,7 +13,6 @@ from megatrain.device.collectives import Collectives
 from megatrain.engine.bit_checks import BitChecks
 from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
 from megatrain.engine.embedding import Embedding
-from megatrain.engine.expert_split import staged
 from megatrain.engine.head import HeadMath, WholeHead
 from megatrain.engine.host_offload import HostOffload
 from megatrain.engine.layer import Layer
@@ -22,16 +21,9 @@ from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.sink import Sink
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.engine.stream import Stream, Unpack
-from megatrain.engine.tile_slice import (
-    ExpertSlices,
-    TileSlice,
-    VocabSlices,
-    expert_slices,
-    vocab_slices,
-)
+from megatrain.engine.tile_slice import TileSlice, VocabSlices, require_streamable, vocab_slices
 from megatrain.engine.update import Update
 from megatrain.engine.vocab_split import VocabSplit, in_shards
-from megatrain.errors import InputError
 from megatrain.loss import Loss, Summed, range_gradient, range_statistics
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import ModelProgram
@@ -65,24 +57,12 @@ class Assembly:
     verify: Verify = "off"
     sinks: ClassVar[type[Sink]] = Sink
 
-    @cached_property
-    def expert_slices(self) -> dict[int, ExpertSlices]:
-        """The slices of each layer that is split, by the layer's number. Raises InputError."""
-        found, most = {}, self.placement.max_stream_bytes
-        for visit, layer in enumerate(self.program.spec.layers):
-            tile = self.layers[visit]
-            if most and tile.rests.streamed and tile.layout.numel * self.dtype.itemsize > most:
-                if tile.layout.is_packed:
-                    raise InputError("placement.max_stream_bytes cuts no layer of a packed base")
-                found[visit] = expert_slices(tile, layer, most, self.dtype.itemsize)
-        return found
-
     def policies(self, *, device: bool = True, host: bool = True) -> list[ActivationPolicy]:
         """What each layer saves for its backward.
 
         Args: `device`, `host`: layers may save tensors there; False: these recompute instead.
         """
-        policies = self.placement.policies(len(self.program.spec.layers), self.expert_slices)
+        policies = self.placement.policies(len(self.program.spec.layers))
         allowed = {"device": device, "host": host}
         return [policy if allowed[policy.where] else RECOMPUTE for policy in policies]
 
@@ -90,23 +70,22 @@ class Assembly:
     def vocab_slices(self) -> VocabSlices | None:
         """The slices of the head, if it is split; as small as layers, they need no more slots."""
         tile, most, size = self.head, self.placement.max_stream_bytes, self.dtype.itemsize
-        if not most or not tile.rests.streamed or tile.layout.numel * size <= most:
+        if not most:
             return None
-        layers = [t.layout.numel * size for t in self._layer_slices if t.rests.streamed]
-        slot = max(layers, default=most)
+        streamed = [t for t in self.layers if t.rests.streamed]
+        for layer in streamed:
+            require_streamable(layer.name, layer.layout.numel * size, most)
+        if not tile.rests.streamed or tile.layout.numel * size <= most:
+            return None
+        slot = max((t.layout.numel * size for t in streamed), default=most)
         return vocab_slices(tile, self.program.spec.projection, most, slot, size)
 
     @property
-    def _layer_slices(self) -> list[Tile | TileSlice]:
-        split = [tile_slice for found in self.expert_slices.values() for tile_slice in found.all]
-        whole = enumerate(self.layers)
-        return [*(tile for visit, tile in whole if visit not in self.expert_slices), *split]
-
-    @property
     def visited(self) -> list[Tile | TileSlice]:
-        """What is computed with as a whole: tiles, and the slices of others."""
-        head = [self.head] if self.vocab_slices is None else self.vocab_slices.all
-        return [self.prologue, *self._layer_slices, *head]
+        """All that is computed with as a whole: tiles, and the slices of a head."""
+        slices = self.vocab_slices
+        head = [self.head] if slices is None else [slices.rest, *slices.rows]
+        return [self.prologue, *self.layers, *head]
 
     def __post_init__(self) -> None:
         self.collectives = Collectives(self.device, self.ranks)
@@ -170,10 +149,7 @@ class Assembly:
             offload = HostOffload(device, "kept", LEAVING, RETURNING)
         trunk: list[Prologue | Layer] = [Prologue(device, program, self.prologue, embedding)]
         for visit, policy in enumerate(policies):
-            if visit in self.expert_slices:
-                trunk += staged(device, program, self.expert_slices[visit], visit)
-            else:
-                trunk.append(self.layer(visit, policy, offload))
+            trunk.append(Layer(device, program, self.layers[visit], visit, policy, offload))
         head = Head(device, program, self.head, self.whole_head(), self.collectives)
         if self.vocab_slices is not None:
             shards, head = in_shards(
@@ -182,10 +158,6 @@ class Assembly:
             trunk += shards
         _end_backward(trunk)
         return trunk, head
-
-    def layer(self, visit: int, policy: ActivationPolicy, offload: HostOffload | None) -> Layer:
-        """A layer that is streamed as a whole."""
-        return Layer(self.device, self.program, self.layers[visit], visit, policy, offload)
 
     def whole_head(self) -> HeadMath:
         """What is computed with a head that is streamed as a whole."""
@@ -242,12 +214,6 @@ class Assembly:
             self.collectives,
             self.checks,
         )
-        if self.expert_slices and update.directions:
-            raise InputError(
-                f"{type(optimizer.rule).__name__} needs the whole gradient of a layer on the "
-                "device, and placement.max_stream_bytes cuts layers into slices; leave it out, or "
-                "choose another optimizer"
-            )
         # What waits, for the norm or for the rows of a tied table, has a host gradient of its own.
         spec = self.program.spec
         tied = any(name in spec.epilogue for name in spec.gathered)

@@ -1,9 +1,9 @@
-"""Slices: what of a tile is streamed together, and has its gradient summed, where a tile is too
+"""Slices: what of a head is streamed together, and has its gradient summed, where the head is too
 large for that as a whole. Its planes stay as they are.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -13,7 +13,7 @@ from megatrain.base.units import align
 from megatrain.device import Buffer
 from megatrain.errors import InputError
 from megatrain.model.projection import Projection
-from megatrain.model.spec import Layer, ModelSpec
+from megatrain.model.spec import ModelSpec
 from megatrain.store.store import Rests, Span, Tile
 from megatrain.tile import TileKind, TileLayout
 from megatrain.tile.layout import ALIGNMENT
@@ -29,8 +29,8 @@ class TileSlice:
 
     Attributes:
         layout: of what is streamed.
-        spans: where what this rank has of it lies in the tile's planes.
-        begins, ends: whether its gradient is the tile's first, or last, of a step.
+        spans: the places in the tile's planes of what this rank has of it.
+        begins, ends: its gradient is the tile's first, or last, of a step.
     """
 
     whole: Tile
@@ -77,32 +77,10 @@ class VocabSlices:
     rows: list[TileSlice]
     bounds: list[int]
 
-    @property
-    def all(self) -> list[TileSlice]:
-        return [self.rest, *self.rows]
 
-
-@dataclass(frozen=True)
-class ExpertSlices:
-    """A layer's slices: its experts in groups, all other parameters, and these once more.
-
-    Attributes:
-        bounds: the first expert of each group, and the end.
-    """
-
-    core: TileSlice
-    groups: list[TileSlice]
-    again: TileSlice
-    bounds: list[int]
-
-    @property
-    def all(self) -> list[TileSlice]:
-        return [self.core, *self.groups, self.again]
-
-
-def slice_tile(tile: Tile, name: str, rows: RowRanges, *, trainable: bool = True) -> TileSlice:
+def slice_tile(tile: Tile, name: str, rows: RowRanges) -> TileSlice:
     """Rows `[start, stop)` of each parameter in `rows`; None: the whole parameter."""
-    layout = _layout(tile.layout, name, rows, trainable=trainable)
+    layout = _layout(tile.layout, name, rows)
     spans: list[Span] = []
     for entry in layout.entries:
         full, place = tile.layout.by_name[entry.name], rows[entry.name]
@@ -116,47 +94,25 @@ def slice_tile(tile: Tile, name: str, rows: RowRanges, *, trainable: bool = True
             spans[-1:] = [Span(last.start, last.at, last.numel + numel)]
         else:
             spans.append(Span(offset, entry.offset, numel))
-    return TileSlice(tile, layout, spans if tile.layout.ranks == 1 else [*_own(tile, spans)])
-
-
-def _own(tile: Tile, spans: Sequence[Span]) -> Iterator[Span]:
-    """What this rank has of ranges of the whole tile."""
+    if tile.layout.ranks == 1:
+        return TileSlice(tile, layout, spans)
+    blocks = []  # of these ranges, what this rank has
     for span, block in itertools.product(spans, tile.spans):
         start, stop = max(span.start, block.at), min(span.stop, block.at + block.numel)
         if start < stop:
-            yield Span(block.start + start - block.at, span.at + start - span.start, stop - start)
+            shift = start - span.start
+            blocks.append(Span(block.start + start - block.at, span.at + shift, stop - start))
+    return TileSlice(tile, layout, blocks)
 
 
-def _layout(tile: TileLayout, name: str, rows: RowRanges, *, trainable: bool = True) -> TileLayout:
+def _layout(tile: TileLayout, name: str, rows: RowRanges) -> TileLayout:
     parameters = []
     for entry in tile.entries:
         if entry.name in rows:
             place, shape = rows[entry.name], entry.shape
             shape = shape if place is None else (place[1] - place[0], *shape[1:])
-            parameters.append((entry.name, torch.Size(shape), entry.group if trainable else None))
+            parameters.append((entry.name, torch.Size(shape), entry.group))
     return TileLayout(name, parameters, tile.kind)
-
-
-def expert_slices(tile: Tile, layer: Layer, max_stream_bytes: int, itemsize: int) -> ExpertSlices:
-    """The slices of a layer of more than `max_stream_bytes`.
-
-    Raises:
-        InputError: a slice would be larger.
-    """
-    _check(_indivisible(tile.layout, layer, itemsize), max_stream_bytes)
-    experts, (own, rest) = layer.kind.experts, _names(tile.layout, layer)
-    assert experts is not None
-    one = _layout(tile.layout, "", dict.fromkeys(own, (0, 1)))
-    num_groups = -(-experts.num // (max_stream_bytes // itemsize // one.numel))
-    bounds = [experts.num * group // num_groups for group in range(num_groups + 1)]
-    groups = [
-        slice_tile(tile, f"{tile.name} experts {a} to {b - 1}", dict.fromkeys(own, (a, b)))
-        for a, b in itertools.pairwise(bounds)
-    ]
-    core = slice_tile(tile, f"{tile.name} without experts", dict.fromkeys(rest))
-    again = slice_tile(tile, f"{tile.name} again", dict.fromkeys(rest), trainable=False)
-    again.begins = core.ends = True  # the backward comes from the end
-    return ExpertSlices(core, groups, again, bounds)
 
 
 def vocab_slices(
@@ -167,7 +123,8 @@ def vocab_slices(
     Raises:
         InputError: a slice would be larger.
     """
-    _check(_parts_of_head(tile.layout, projection, itemsize), max_stream_bytes)
+    for part, num_bytes in _parts_of_head(tile.layout, projection, itemsize):
+        require_streamable(part, num_bytes, max_stream_bytes)
     entries = [tile.layout.by_name[name] for name in projection.names]
     row, padding = sum(prod(e.shape[1:]) for e in entries), ALIGNMENT * len(entries)
     most = max(1, (min(max_stream_bytes, slot_bytes) // itemsize - padding) // row)  # rows
@@ -187,60 +144,33 @@ def vocab_slices(
     return VocabSlices(rest, tile_slices, bounds)
 
 
-def least_split(spec: ModelSpec, layouts: Sequence[TileLayout], itemsize: int) -> int:
-    """The least `max_stream_bytes` for a model; if its largest tile cannot be split, its bytes."""
-    tiles = [layout for layout in layouts if layout.kind is TileKind.LAYER]
-    [head_tile] = (layout for layout in layouts if layout.kind is TileKind.HEAD)
-    head = _parts_of_head(head_tile, spec.projection, itemsize)
-    layers = [
-        part
-        for tile, layer in zip(tiles, spec.layers, strict=True)
-        for part in _indivisible(tile, layer, itemsize)
-    ]
-    return max(num_bytes for _, num_bytes in [*layers, *head])
+def least_split(spec: ModelSpec, layouts: Sequence[TileLayout], itemsize: int) -> int | None:
+    """The least `max_stream_bytes` for a model; None: its head needs no slices, or has none."""
+    layers = [layout.numel * itemsize for layout in layouts if layout.kind is TileKind.LAYER]
+    [head] = (layout for layout in layouts if layout.kind is TileKind.HEAD)
+    parts = _parts_of_head(head, spec.projection, itemsize)
+    least = max([*layers, *(num_bytes for _, num_bytes in parts)])
+    return least if least < head.numel * itemsize else None
 
 
-def _check(parts: list[tuple[str, int]], max_stream_bytes: int) -> None:
-    for what, num_bytes in parts:
-        if num_bytes > max_stream_bytes:
-            raise InputError(
-                f"placement.max_stream_bytes is {max_stream_bytes}, but {what} takes {num_bytes} "
-                "bytes and cannot be split; set it to that or more"
-            )
+def require_streamable(part: str, num_bytes: int, max_stream_bytes: int) -> None:
+    """Raises InputError: what cannot be split is larger than `max_stream_bytes`."""
+    if num_bytes > max_stream_bytes:
+        raise InputError(
+            f"placement.max_stream_bytes is {max_stream_bytes}, but {part} takes {num_bytes} "
+            "bytes and cannot be split; set it to that or more"
+        )
 
 
 def _parts_of_head(
     tile: TileLayout, projection: Projection, itemsize: int
 ) -> list[tuple[str, int]]:
-    """What of the head is streamed as a whole in any case, and its bytes."""
+    """The parts of the head that are streamed as a whole in any case, and their bytes."""
     if projection.obstacle:
         return [(f"the head, {projection.obstacle},", tile.numel * itemsize)]
-    words = "all but the rows of the head", "a row of the head"
-    return _least_slices(tile, projection.names, words, itemsize)
-
-
-def _indivisible(tile: TileLayout, layer: Layer, itemsize: int) -> list[tuple[str, int]]:
-    """What of a layer is streamed as a whole in any case, and its bytes."""
-    if layer.kind.experts is None:
-        what = f"{tile.name}, which has no experts that could be taken some at a time,"
-        return [(what, tile.numel * itemsize)]
-    words = f"all but the experts of {tile.name}", f"an expert of {tile.name}"
-    return _least_slices(tile, _names(tile, layer)[0], words, itemsize)
-
-
-def _least_slices(
-    tile: TileLayout, own: Sequence[str], words: tuple[str, str], itemsize: int
-) -> list[tuple[str, int]]:
-    """Smallest slices, in `words` and bytes: all but the parameters `own`, and one row of these."""
-    rest = _layout(tile, "", dict.fromkeys(e.name for e in tile.entries if e.name not in own))
-    one = _layout(tile, "", dict.fromkeys(own, (0, 1)))
-    sizes = (layout.numel * itemsize for layout in (rest, one))
-    return list(zip(words, sizes, strict=True))
-
-
-def _names(tile: TileLayout, layer: Layer) -> tuple[list[str], list[str]]:
-    """Names of the experts' parameters, and names of the layer's other parameters."""
-    assert layer.kind.experts is not None
-    prefix = f"{layer.name}.{layer.kind.experts.path}."
-    own = [f"{prefix}{name}" for name in layer.kind.experts.shapes]
-    return own, [entry.name for entry in tile.entries if entry.name not in own]
+    names = [entry.name for entry in tile.entries if entry.name not in projection.names]
+    rest, row = dict.fromkeys(names), dict.fromkeys(projection.names, (0, 1))
+    return [
+        ("all but the rows of the head", _layout(tile, "", rest).numel * itemsize),
+        ("a row of the head", _layout(tile, "", row).numel * itemsize),
+    ]

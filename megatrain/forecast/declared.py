@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.engine.expert_split import GIVEN, RESULT, After, Before, Group
 from megatrain.engine.layer import Layer, Turn
 from megatrain.engine.modules import Head, Prologue, StreamedModule
 from megatrain.engine.saved_tensors import OffloadPlan
 from megatrain.engine.vocab_split import HIDDEN, Epilogue, LastRows, VocabShard
 from megatrain.forecast.groups import grouped
-from megatrain.forecast.layer_work import LayerWork, Shape
+from megatrain.forecast.layer_work import LayerWork
 from megatrain.forecast.ledger import (
     ACTIVATIONS,
     KEPT_ATTENTION,
@@ -32,7 +31,6 @@ from megatrain.forecast.ledger import (
 )
 from megatrain.forecast.op_counter import Work, added
 from megatrain.forecast.profile import Profile
-from megatrain.forecast.profile_experts import around_experts, some_experts
 from megatrain.forecast.profile_head import projected, some_rows
 from megatrain.model.capture import Call, Ref
 from megatrain.model.program import MicroBatch
@@ -106,8 +104,6 @@ class Declared:
         self._of: dict[Any, Callable[..., tuple[Work, Any]]] = {
             Layer.forward: self._forward,
             Layer.backward: self._backward,
-            Group.add_results: self._experts,
-            Group.add_gradients: self._experts_backward,
             Prologue.forward: self._prologue,
             Prologue.backward: self._prologue_backward,
             VocabShard.see: self._see,
@@ -143,24 +139,12 @@ class Declared:
         return total
 
     def _work(self, layer: Layer, rows: int) -> LayerWork:
-        if isinstance(layer, Before | After):
-            return around_experts(self._measured, layer.visit, rows)
         if isinstance(layer, Epilogue):
             return projected(self._measured, rows, self._head_tokens)
         return self._measured.layer(layer.visit, rows)
 
     def _produced(self, layer: Layer) -> Sequence[Ref]:
-        if isinstance(layer, Before):
-            return layer.given
-        if isinstance(layer, After):
-            return [*self._measured.spec.outputs[layer.visit], *layer.given]
         return layer.made[:1] if isinstance(layer, Epilogue) else layer.made
-
-    def _shape(self, ref: Ref, rows: int) -> Shape:
-        if ref.leaf >= 0 or ref in self._measured.entering(rows):
-            return self._measured.shape(ref, rows)
-        leaf = GIVEN[0] if ref.leaf == RESULT else ref.leaf
-        return around_experts(self._measured, ref.visit, rows).outputs[leaf]
 
     def _visit(self, layer: Layer, rows: int) -> "_Visit":
         """The cost of a layer, for micro-batches of so many rows."""
@@ -168,7 +152,7 @@ class Declared:
         if visit is None:
             work = self._work(layer, rows)
             produced = {ref: work.outputs[ref.leaf].num_bytes for ref in self._produced(layer)}
-            shapes = {ref: self._shape(ref, rows) for ref in layer.grad_inputs}
+            shapes = {ref: self._measured.shape(ref, rows) for ref in layer.grad_inputs}
             input_grads = {r: s.num_bytes for r, s in shapes.items() if s.dtype.is_floating_point}
             trained = layer.tile.layout.trainable_numel
             # Sums are read and written, in bf16 by a kernel for each parameter.
@@ -244,10 +228,6 @@ class Declared:
             first, second = visit.work.again, visit.work.backward
             if waiting is not None:
                 first = _beside_attention(first)._replace(attention_flops=0)
-            if isinstance(layer, After):  # it may lie in a lane from the host
-                layer.results[at.index] = ledger.hold(WORKING_SET, visit.input_grads[layer.result])
-            elif isinstance(layer, Before):
-                layer.after.results.pop(at.index)
             # Each of a group is computed again after the one before it is done.
             ledger.took(first.peak_bytes)
             done = first.times(count)
@@ -287,53 +267,6 @@ class Declared:
     def _shapes(self, unit: StreamedModule) -> dict[str, Any]:
         entries = unit.tile.layout.unpacked.entries
         return {entry.name.removeprefix(unit.prefix): entry.shape for entry in entries}
-
-    def _of_experts(self, group: Group, micro: MicroBatch) -> tuple[LayerWork, int, int]:
-        """The work of some experts that are chosen equally often, and bytes of what they read."""
-        rows = len(micro.inputs["input_ids"])
-        given = around_experts(self._measured, group.visit, rows).outputs
-        experts = self._measured.spec.layers[group.visit].kind.experts
-        assert experts is not None
-        chosen = prod(given[GIVEN[1]].sizes) * (group.stop - group.start) // experts.num
-        work = some_experts(self._measured, group.visit, chosen, self._shapes(group))
-        return work, chosen * given[GIVEN[0]].sizes[-1] * self._itemsize, given[GIVEN[0]].num_bytes
-
-    def _experts(
-        self, group: Group, slot: Any, micro: MicroBatch, values: Values
-    ) -> tuple[Work, Values]:
-        work, read, num_bytes = self._of_experts(group, micro)
-        moved, total = Work(touched_bytes=6 * read, kernels=4), values.get(group.result)
-        if total is None:
-            total = self._ledger.hold(ACTIVATIONS, num_bytes)
-            moved = added(moved, Work(touched_bytes=num_bytes, kernels=1))
-        self._ledger.took(2 * read)
-        with self._ledger.more(WORKING_SET, read):
-            done = self._add(work.forward)
-        return added(done, moved), {**values, group.result: total}
-
-    def _experts_backward(
-        self,
-        group: Group,
-        slot: Any,
-        accumulator: Any,
-        micro: MicroBatch,
-        values: Values,
-        dh: Values,
-    ) -> tuple[Work, Values]:
-        work, read, _ = self._of_experts(group, micro)
-        hidden, _, shares = group.inputs
-        for ref in (hidden, shares):
-            if ref not in dh:
-                dh[ref] = self._ledger.hold(WORKING_SET, values[ref].nbytes)
-        if group.result not in dh:
-            return _NO_WORK, dh
-        trained = group.tile.layout.trainable_numel
-        with self._ledger.more(WORKING_SET, 2 * read):  # rows that were chosen, and their gradient
-            done = self._add(work.again, work.backward)
-            self._ledger.took(read + trained * self._itemsize)
-        summed = trained * (self._itemsize + 8)
-        kernels = 8 + len(group.tile.layout.trainable)
-        return added(done, Work(touched_bytes=9 * read + summed, kernels=kernels)), dh
 
     def _prologue(self, prologue: Prologue, slot: Any, micro: MicroBatch) -> tuple[Work, Values]:
         rows, count, measured = len(micro.inputs["input_ids"]), grouped(micro), self._measured
@@ -387,7 +320,7 @@ class Declared:
         input_grads = {
             ref: value.nbytes
             for ref, value in values.items()
-            if self._shape(ref, rows).dtype.is_floating_point
+            if self._measured.shape(ref, rows).dtype.is_floating_point
         }
         # Of a group, each one's activations are gone when the next one's gradients are made.
         gone = sum(input_grads.values()) * (number - 1) // number

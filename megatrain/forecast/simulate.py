@@ -10,8 +10,6 @@ from functools import partial
 from math import prod
 from typing import Any, cast
 
-import torch
-
 from megatrain.base.units import MIB
 from megatrain.device.base import COMPUTE, DEVICE_STREAMS, DISK_STREAMS, UPDATE
 from megatrain.device.clock import ClockDevice
@@ -300,7 +298,7 @@ def _run(
         machine, model.rule, model.ranks, model.hosts, ledger, declared, measured.once
     )
     device = ClockDevice(costs)
-    most = _followed(model, placement, measured.dtype, steps)
+    most = _followed(placement, steps)
     batch = measured.batch(rows, micro_batch, most, 1 if joint else placement.passes)
     if (sharing := model.ranks * model.hosts) > 1:
         batch = measured.with_all_rows(batch, rows * sharing, model.ranks)
@@ -325,13 +323,9 @@ def _run(
     return _Run(end - begin, spans, ledger.peak_live, host, planes)
 
 
-def _followed(model: Model, placement: Placement, dtype: torch.dtype, steps: int) -> int | None:
-    """Micro-batches, or groups of them, that are followed; None: all, as split layers need."""
-    most = placement.max_stream_bytes
-    layers = [each.numel for each in model.layouts if each.kind is TileKind.LAYER]
-    if most is not None and max(layers) * dtype.itemsize > most:
-        return None
-    if most is not None:
+def _followed(placement: Placement, steps: int) -> int | None:
+    """Micro-batches, or groups of them, that are followed."""
+    if placement.max_stream_bytes is not None:
         return _FOLLOWED_SPLIT if steps >= STEADY else _FOLLOWED_FOR_MEMORY
     on_host = placement.layer_inputs, placement.save_attention
     leaves = "host" in on_host or placement.offload_activations > 0

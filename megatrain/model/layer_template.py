@@ -12,7 +12,6 @@ from torch.func import functional_call
 from megatrain.compat.torch import buffers_of, pytree, recomputing
 from megatrain.errors import RunFailed
 from megatrain.model.compiled import compile_and_tell
-from megatrain.model.experts import Experts, find_experts
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES
 from megatrain.model.rng_use import draws
 from megatrain.model.routers import taken
@@ -54,11 +53,6 @@ class LayerTemplate:
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
     routes: bool = False  # the last of what a call returns is of its routers (model/routers.py)
     random: bool | None = None  # whether it draws random numbers in training; None: not tried yet
-
-    @functools.cached_property
-    def experts(self) -> Experts | None:
-        """The experts, if there are any that can be taken some at a time."""
-        return find_experts(self.module)
 
     def call(
         self,

@@ -5,7 +5,7 @@ Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,6 @@ from megatrain.model.capture import (
     with_hidden,
 )
 from megatrain.model.documents import BY_LENGTHS, attend, takes_lengths, without_masks
-from megatrain.model.experts import Chosen, ExpertRows, Given, StandIn, in_place
 from megatrain.model.float8 import convert as float8_linears
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
@@ -217,46 +216,6 @@ class ModelProgram:
     def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
         """True if a graph that saves nothing may wait; see `LayerTemplate.repeats`."""
         return self.spec.layers[visit].kind.repeats(lambda: {**self.buffers[visit], **weights()})
-
-    def around_experts(
-        self,
-        visit: int,
-        weights: Weights,
-        batch: MicroBatch,
-        values: Activations,
-        result: Tensor | None,
-    ) -> tuple[Activations, tuple[Tensor, ...]]:
-        """Run `layer` with `result` in place of what the layer's experts make; never compiled.
-
-        Args:
-            result: `[N, D]`; None: nothing is computed after them, and no activation returned.
-
-        Returns:
-            The activations, and what the experts are given.
-        """
-        kind = self.spec.layers[visit].kind
-        assert kind.experts is not None
-        stand_in = StandIn(kind.experts, result)
-        made: Activations = {}
-        here = in_place(kind.module, kind.experts.path, stand_in)
-        with self.eager(), here, suppress(Given):
-            made = self.layer(visit, weights, batch, values)
-        if not stand_in.given:
-            raise RunFailed(
-                f"{self.spec.layers[visit].name} did not call its experts; it cannot be split: "
-                "leave placement.max_stream_bytes out"
-            )
-        return made, stand_in.given
-
-    def chosen(self, visit: int, index_NK: Tensor, start: int, stop: int) -> Chosen:
-        """Which tokens chose the experts of layer `visit` from `start` to before `stop`."""
-        return Chosen.among(index_NK, start, stop)
-
-    def experts(self, visit: int, weights: Weights, rows: ExpertRows) -> Tensor:
-        """Run some experts of layer `visit` on their rows; see `Experts.run`."""
-        experts = self.spec.layers[visit].kind.experts
-        assert experts is not None
-        return experts.run(weights, *rows)
 
     def epilogue(self, weights: Weights, batch: MicroBatch, values: Activations) -> Any:
         """The trunk's output (its hidden states `[B, T, D]` among others)."""

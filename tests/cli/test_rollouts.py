@@ -221,7 +221,7 @@ def test_a_reward_is_learnt(megatrain, rollout_file, tmp_path, loss):
 
 
 @pytest.mark.exhaustive
-def test_replies_are_the_same_where_layers_are_streamed_in_slices(
+def test_replies_are_the_same_where_the_head_is_streamed_in_slices(
     megatrain, rollout_file, tmp_path
 ):
     """Without a cache of keys and values, of prompts of several lengths."""

@@ -1,4 +1,4 @@
-"""On a real GPU: layers streamed some experts at a time, heads in ranges of their table's rows."""
+"""On a real GPU: heads streamed in ranges of their table's rows."""
 
 import gc
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.base.units import GIB, MIB
@@ -19,7 +19,6 @@ from megatrain.source.source import open_source
 
 pytestmark = pytest.mark.gpu
 
-EXPERT = 2 * 3 * 1024 * 2048  # bytes
 VOCAB = 65536
 SIZES: dict[str, Any] = {
     "hidden_size": 1024,
@@ -28,12 +27,9 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 1024,
 }
-# A layer has 16 x 12 MiB of weights.
-WITH_EXPERTS = SIZES | {"vocab_size": 512, "intermediate_size": 2048, "num_local_experts": 16}
 # A layer has 32 MiB of weights, the head 128.
 WITH_HEAD = SIZES | {"vocab_size": VOCAB, "intermediate_size": 4096}
 FRUGAL = Placement(gradient_lanes=1, keep_rows=False)
-EXPERTS = replace(FRUGAL, max_stream_bytes=2 * EXPERT)
 HEAD = replace(FRUGAL, max_stream_bytes=40 * MIB, head_tokens=256)
 # torch's fused attention does not repeat in fp32.
 REPEATS: dict[str, Any] = {"precision": "fp32", "attention": "eager"}
@@ -64,12 +60,6 @@ def train(config: PreTrainedConfig, placement: Placement, **options: Any) -> Tra
         return numbers, masters, engine.memory()["device_used_peak_bytes"]
 
 
-def with_experts(placement: Placement, experts: str = "grouped_mm", **options: Any) -> Trained:
-    config = MixtralConfig(**WITH_EXPERTS)
-    config._experts_implementation = experts
-    return train(config, placement, **options)
-
-
 def with_head(placement: Placement, *, tied: bool = False, **options: Any) -> Trained:
     return train(LlamaConfig(**WITH_HEAD, tie_word_embeddings=tied), placement, **options)
 
@@ -78,32 +68,6 @@ def alike(first: Trained, other: Trained) -> bool:
     """Numbers and masters, bit for bit."""
     masters = all(torch.equal(other[1][name], first[1][name]) for name in first[1])
     return masters and other[0] == first[0]
-
-
-@pytest.mark.parametrize("boundaries", ["device", "host"])
-def test_a_run_repeats_and_is_that_of_whole_layers(boundaries: Any) -> None:
-    whole = with_experts(Placement(slots=2), "eager", **REPEATS)
-    split = replace(EXPERTS, max_stream_bytes=4 * EXPERT, layer_inputs=boundaries)
-    first, other = (with_experts(replace(split, slots=n), "eager", **REPEATS) for n in (1, 3))
-    assert alike(first, other)
-    assert first[0] == pytest.approx(whole[0], rel=1e-4)
-
-
-def test_grouped_in_bf16_within_its_noise() -> None:
-    """With steps so small that rounding does not send tokens to other experts in the next."""
-    whole = with_experts(Placement(slots=2), lr=1e-4)
-    split = with_experts(replace(EXPERTS, slots=2, compile=True), lr=1e-4)
-    assert split[0] == pytest.approx(whole[0], rel=2e-2)
-
-
-def test_a_layer_takes_the_memory_of_a_portion() -> None:
-    """Whole: two slots of 200 MiB, sums of 400 MiB; split: of 24 and 48, and what is computed.
-
-    That is foretold with 160 MiB, to which cuBLAS adds 64.
-    """
-    whole, split = (with_experts(replace(each, slots=2))[2] for each in (FRUGAL, EXPERTS))
-    assert split < whole - 600 * MIB
-    assert split < 350 * MIB
 
 
 @pytest.mark.parametrize("tied", [False, True])

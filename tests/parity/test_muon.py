@@ -266,11 +266,6 @@ def test_a_norm_that_is_too_large_changes_nothing_where_all_is_clipped(
     assert all(torch.equal(one, other) for one, other in zip(moments(engine), kept, strict=True))
 
 
-def test_layers_in_slices_are_refused() -> None:
-    with pytest.raises(InputError, match="Muon needs the whole gradient of a layer"):
-        engine_of(model_of("mixtral"), Muon(), None, placement=Placement(max_stream_bytes=40_000))
-
-
 @swept(together=0, device=[CpuDevice, ThreadedDevice], rule=["muon", "muon clipped"])
 def test_planes_on_a_disk_change_no_bit(
     device: type[CpuDevice], rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -50,7 +50,7 @@ from tests.parity.cases import (
 )
 from tests.parity.ranks import run_ranks
 from tests.parity.test_preferences import replies
-from tests.parity.test_split import EXPERT, SPLIT, WIDE, mixtral, tied, wide, wide_batches
+from tests.parity.test_split import SPLIT, tied, wide, wide_batches
 from tests.sweeps import few
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (2, 9))
@@ -188,12 +188,12 @@ CLOSE: dict[str, Callable[[Any], dict]] = {
         for rule in ("muon", "muon clipped")
         for clip in (None, 0.5)
     },
-    "experts and a head in slices": lambda group: train(
+    "a head in slices": lambda group: train(
         group,
-        mixtral(vocab_size=WIDE),
+        wide(),
         clip=0.5,
         batches=wide_batches(2, SHAPES),
-        placement=Placement(slots=2, max_stream_bytes=3 * EXPERT, layer_inputs="host"),
+        placement=replace(SPLIT, layer_inputs="host"),
     ),
     "a tied head in slices, preferences": lambda group: train(
         group, tied(), DPO(), pairs(DPO()), placement=replace(SPLIT, resident=("layer 1",))
@@ -285,7 +285,7 @@ EXACT: dict[str, Callable[[Any], dict]] = (
 
 USUAL = (
     *("tied, rows that are not kept, graphs that are", "preferences, in passes", "nf4, adapter"),
-    *("bf16, planes on a disk", "experts and a head in slices", "muon clipped, 0.5"),
+    *("bf16, planes on a disk", "a head in slices", "muon clipped, 0.5"),
 )
 REST = (
     *("frozen in part", "resident, in passes", "experts that are balanced"),

@@ -103,12 +103,13 @@ def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path: P
 
 
 @pytest.mark.exhaustive
-def test_ranks_share_replies_also_where_layers_are_streamed_in_slices(tmp_path: Path) -> None:
+def test_ranks_share_replies_also_where_the_head_is_streamed_in_slices(tmp_path: Path) -> None:
     """Without keys and values: every token is a forward of the engine over all before it."""
 
     def work(group: Any) -> list[list[int]]:
-        placement = Placement(slots=2, max_stream_bytes=49152)
-        engine = make_engine(tiny_model("mixtral"), group=group, placement=placement)
+        model = tiny_model("llama", changes={"intermediate_size": 4, "num_key_value_heads": 1})
+        placement = Placement(slots=2, max_stream_bytes=15000)
+        engine = make_engine(model, group=group, placement=placement)
         assert not engine.is_whole
         given: dict[str, Any] = {"stops": {*range(9)}, "pad": 0, "batch_size": 3, "apart": True}
         drawn = Sampling(max_new_tokens=6, **DRAWN)

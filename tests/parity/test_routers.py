@@ -79,7 +79,6 @@ def test_value_and_gradients_are_those_of_transformers(family: str) -> None:
 
 
 PLACEMENTS = {
-    "in slices": Placement(max_stream_bytes=LAYER),
     "boundaries on the host": Placement(layer_inputs="host"),
     "kept graphs, of passes": Placement(passes=3, save_activations=2),
     "graphs on the host": Placement(offload_activations=2),

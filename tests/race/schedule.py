@@ -58,9 +58,7 @@ DISKS: tuple[dict, ...] = (
 # Tiles whose weights stay: every other layer, of which one rests there; all.
 STAYING = (0, 3, 9)
 
-SLICE = 3000  # bytes: a layer of the model with experts has three slices of experts
-
-WIDE = 500  # tokens: with so many the head of the model without experts has four ranges
+WIDE, SLICE = 500, 3000  # tokens of a head that has four ranges of at most so many bytes
 
 
 class Together(JointLoss):
@@ -166,10 +164,10 @@ def schedules() -> Iterator[dict]:
 
 
 def split_schedules() -> Iterator[dict]:
-    """Those of models whose layers, or heads, are streamed in slices."""
+    """Those of models whose head is streamed in slices."""
     rest = itertools.cycle(itertools.product((1, None), (True, False), RESIDENT, ((), (0, 1))))
-    for experts, slots, boundaries, clip, tied in itertools.product(
-        (True, False), (1, 3), ("device", "host"), (1.0, None), (False, True)
+    for slots, boundaries, clip, tied in itertools.product(
+        (1, 3), ("device", "host"), (1.0, None), (False, True)
     ):
         gradient_lanes, keep_rows, resident, saves = next(rest)
         placement = Placement(
@@ -186,7 +184,6 @@ def split_schedules() -> Iterator[dict]:
             "max_grad_norm": clip,
             "tied": tied,
             "saves": saves,
-            "experts": experts,
         }
         yield schedule
         if slots == 3:

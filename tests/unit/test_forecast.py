@@ -130,27 +130,6 @@ def test_what_muon_does_on_the_device_is_counted() -> None:
     assert muon.bounds[COMPUTE] - adamw.bounds[COMPUTE] > least > 0
 
 
-@pytest.mark.exhaustive
-def test_memory_of_layers_in_portions_is_the_engines() -> None:
-    """On the host to the byte; on the device, slots and sums to the byte."""
-    placement = Placement(max_stream_bytes=900_000, layer_inputs="host")
-    workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
-    found = ForecastCache(experts_spec()).of(small_machine(), placement, workload, 4)
-    ids = torch.randint(512, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
-    step = [{"input_ids": part, "labels": part} for part in ids.split(4)]
-    device = Noting()
-    config = experts_config()
-    with Engine(config, optimizer=AdamW(), placement=placement, device=device) as engine:
-        engine.step(step)
-        memory = engine.memory()
-    parts = {name: memory[name] for name in found.host_bytes if name in memory}
-    assert len(parts) >= 6
-    assert parts == {name: found.host_bytes[name] for name in parts}
-    assert found.device_bytes["slots"] == device.taken["slots"] == 2 * 2 * 2 * 256 * 256 * 3
-    lanes = sum(v for name, v in device.taken.items() if name.startswith("leaving gradient"))
-    assert found.device_bytes["gradients and rows"] == device.taken["scratch arena"] + lanes
-
-
 def test_a_layers_flops_are_those_of_its_matrices() -> None:
     measured = Profile(tiny_spec(), torch.bfloat16, TOKENS, compiled=True)
     work = measured.layer(3, 4)

@@ -22,14 +22,13 @@ from megatrain.forecast.workload import Workload
 from megatrain.plan.tiles import tile_bytes
 from megatrain.tile import TileLayout
 from tests.sweeps import few
-from tests.unit.forecast_cases import experts_spec, small_machine, tiny_spec, wide_spec
+from tests.unit.forecast_cases import small_machine, tiny_spec, wide_spec
 
 WORKLOAD = Workload(4 * 32, 32)
 HEAVY = {"chunk_tokens": 16, "layer_inputs": "host", "save_attention": "host"}
 CASES = {
     "resident": (tiny_spec, Placement(slots=3, offload_activations=2), (0, 3, 7)),
     "chunked": (tiny_spec, Placement(**HEAVY, offload_activations=2), ()),
-    "split experts": (experts_spec, Placement(max_stream_bytes=900_000), ()),
     "split head": (wide_spec, Placement(max_stream_bytes=1_700_000), ()),
 }
 

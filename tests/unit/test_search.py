@@ -28,7 +28,6 @@ from megatrain.plan import planner
 from megatrain.source.source import open_source
 from tests.unit.forecast_cases import (
     H200,
-    experts_spec,
     small_machine,
     tiny_config,
     tiny_spec,
@@ -194,24 +193,6 @@ def test_what_does_not_fit_is_refused_with_the_least_that_would() -> None:
         DoesNotFit, match="device memory and 2.[23] GiB of host memory; .* and 10.2 MiB"
     ):
         choose(0.5, host_gib=0.01, forecasts=FEW_LAYERS)
-
-
-@pytest.mark.exhaustive
-def test_layers_are_streamed_in_portions_only_where_nothing_else_fits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(candidates, "_SLICE_BYTES", 1)
-    forecasts = ForecastCache(experts_spec())
-
-    def found(device_mib: float) -> auto.Forecast:
-        machine = small_machine(device_mib)
-        return auto.choose(experts_spec(), machine, WORKLOAD, forecasts=forecasts)
-
-    assert found(40).placement.max_stream_bytes is None
-    split = found(20)
-    rest = 2 * (256 * (256 + 128 + 128 + 256) + 12 * 256 + 2 * 256)  # more than an expert
-    assert split.placement.max_stream_bytes == rest
-    assert split.device_peak_bytes <= 20 << 20
 
 
 @pytest.mark.exhaustive
