@@ -6,10 +6,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatrain.base.units import duration, gib
+from megatrain.base.units import MIB, duration, gib
 from megatrain.plan.doctor import Diagnosis, diagnose
-from megatrain.plan.facts import Facts
-from megatrain.plan.rate_measurement import Measurement
 from megatrain.telemetry.console import say
 
 
@@ -28,59 +26,44 @@ def run_doctor(device: str, folder: Path, as_json: bool) -> None:
 
 def show(diagnosis: Diagnosis, console: Console) -> None:
     """The machine, its rates, and what is wrong with it."""
-    for line in _facts(diagnosis.facts):
+    facts, gpu = diagnosis.facts, diagnosis.facts.gpu
+    lines = [
+        f"host     {facts.cpu}, {facts.cores} cores for this process",
+        f"memory   {gib(facts.allowed_bytes)} of {gib(facts.memory_bytes)}, "
+        f"{gib(facts.free_bytes)} free; huge pages: {facts.huge_pages}",
+        f"kernels  {facts.kernels}",
+        f"runs     {facts.folder}, {gib(facts.disk_free_bytes)} free",
+        "GPU      none"
+        if gpu is None
+        else f"GPU      {gpu.name}, driver {gpu.driver}, PCIe {gpu.pcie_generation} "
+        f"x{gpu.pcie_lanes}, power limit {gpu.power_limit_watts or 0:.0f} W",
+    ]
+    for line in lines:
         say(console, line)
-    console.print(_table(diagnosis.measurements), soft_wrap=not console.is_terminal)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("measured")
+    table.add_column("", justify="right")
+    table.add_column("")
+    for measurement in diagnosis.measurements:
+        if (value := measurement.value) is not None:
+            unit = measurement.unit
+            value, unit = (value / MIB, "MiB") if unit == "B" else (value, unit)
+            table.add_row(
+                measurement.label, f"{value:.3g}" if value < 100 else f"{value:.0f}", unit
+            )
+    console.print(table, soft_wrap=not console.is_terminal)
     for measurement in diagnosis.measurements:
         if measurement.value is None:
-            text = f"{measurement.label}: not measured because {measurement.why_not}"
-            say(console, text)
+            say(console, f"{measurement.label}: not measured because {measurement.why_not}")
     wrong = [finding for finding in diagnosis.findings if finding.wrong]
     notes = [finding for finding in diagnosis.findings if not finding.wrong]
-    for title, found in (("Wrong or slow", wrong), ("To know", notes)):
-        if found:
+    for title, listed in (("Wrong or slow", wrong), ("To know", notes)):
+        if listed:
             console.print(f"\n{title}:")
-        for finding in found:
+        for finding in listed:
             say(console, f"- {finding.what}\n  {finding.remedy}")
     if not wrong:
         console.print("\nNothing is wrong.")
     kept = f"kept in {diagnosis.kept}, which `megatrain plan` and `placement: auto` read"
     not_kept = f"not kept for `megatrain plan`: {diagnosis.not_kept}"
     say(console, f"\n{duration(diagnosis.seconds)}; {kept if diagnosis.kept else not_kept}")
-
-
-def _facts(facts: Facts) -> list[str]:
-    limit = "no limit" if facts.memlock_bytes is None else f"{facts.memlock_bytes >> 10} KiB"
-    gpu = facts.gpu
-    lines = [
-        f"host     {facts.cpu}, {facts.cores} cores for this process",
-        f"memory   {gib(facts.allowed_bytes)} of {gib(facts.memory_bytes)}, "
-        f"{gib(facts.free_bytes)} free; locked memory: {limit}; huge pages: {facts.huge_pages}",
-        f"kernels  {facts.kernels}",
-        f"runs     {facts.folder}, {gib(facts.disk_free_bytes)} free",
-    ]
-    if gpu is None:
-        return [*lines, "GPU      none"]
-    return [
-        *lines,
-        f"GPU      {gpu.name}, driver {gpu.driver}, PCIe {gpu.pcie_generation} x{gpu.pcie_lanes}, "
-        f"power limit {gpu.power_limit_watts or 0:.0f} W",
-    ]
-
-
-def _table(measurements: list[Measurement]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("measured")
-    table.add_column("", justify="right")
-    table.add_column("")
-    for measurement in measurements:
-        if measurement.value is not None:
-            table.add_row(measurement.label, *_shown(measurement))
-    return table
-
-
-def _shown(measurement: Measurement) -> tuple[str, str]:
-    value = measurement.value or 0.0
-    if measurement.unit == "B":
-        return f"{value / 2**20:.0f}", "MiB"
-    return f"{value:.3g}" if value < 100 else f"{value:.0f}", measurement.unit

@@ -19,12 +19,10 @@ from megatrain.forecast.workload import SEQUENCE_LENGTH, Workload
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.machine.published import update_gbps
 from megatrain.placement import CPU_PLACEMENT
-from megatrain.plan.host_rates import torch_threads
 from megatrain.plan.planner import Plan, make_plan
 from megatrain.plan.tiles import by_tier
 from megatrain.telemetry.cores import usable_cores
-from megatrain.telemetry.gpu import Gpu, find_gpu
-from megatrain.telemetry.gpu_state import gpu_state
+from megatrain.telemetry.gpu import Gpu, find_gpu, gpu_state
 from megatrain.telemetry.known_gpus import by_driver_name, named_gpu
 from megatrain.telemetry.log import end_passing, passing
 from megatrain.telemetry.memory import host_limit_bytes
@@ -269,7 +267,7 @@ def _present(where: Where, here: Gpu | None, workload: Workload, warnings: list[
 
 def _cpu(where: Where, workload: Workload, warnings: list[str]) -> Machine:
     """This machine's CPU."""
-    from megatrain.plan.device_rates import measured_cpu
+    from megatrain.plan.rates import measured_cpu
 
     if workload.device_memory is not None:
         raise InputError("device_memory limits a GPU, but the device is cpu; set host_memory")
@@ -297,18 +295,22 @@ def _shared(machine: Machine, device: str, warnings: list[str]) -> Machine:
 
 
 def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: Any) -> Plan:
+    import torch
+
     from megatrain.forecast.op_counter import NotForeseeable
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two wait for each other, long where another process is at work
     try:
-        with torch_threads(1):  # two wait for each other, long where another process is at work
-            passing("reading the model's structure...")
-            return make_plan(named.spec(), machine, workload, **further)
+        passing("reading the model's structure...")
+        return make_plan(named.spec(), machine, workload, **further)
     except NotForeseeable as error:
         raise InputError(
             f"{named.name} cannot be planned: {error}; megatrain train streams all of it, "
             "and fewer tokens in a row may help"
         ) from error
     finally:
+        torch.set_num_threads(threads)
         end_passing()
 
 

@@ -25,7 +25,7 @@ from megatrain.device.host_stream import HostStream
 from megatrain.device.launch_throttle import LaunchThrottle
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.machine import CONTEXT_BYTES, mapping_bytes
-from megatrain.telemetry.gpu_state import held_by_others
+from megatrain.telemetry.gpu import held_by_others
 
 _log = logging.getLogger(__name__)
 

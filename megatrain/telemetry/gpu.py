@@ -1,14 +1,25 @@
-"""The NVIDIA GPUs of this machine as the driver names them, and their published peaks."""
+"""The NVIDIA GPUs of this machine as the driver tells of them; None where it does not tell."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+from megatrain.base.units import gib
 from megatrain.telemetry.known_gpus import by_driver_name
 
 T = TypeVar("T")
+
+# nvmlClocksEventReasons (nvml.h); those of an idle GPU and of settings that cost nothing left out.
+_SLOWED_BY = {
+    0x02: "clocks set by an application",
+    0x08: "the hardware slows down (power or temperature)",
+    0x20: "temperature (software)",
+    0x40: "temperature (hardware)",
+    0x80: "power brake (hardware)",
+}
 
 
 @dataclass(frozen=True)
@@ -18,6 +29,33 @@ class Gpu:
     name: str
     memory_bytes: int
     driver: str
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One moment of a GPU; None where the driver does not tell.
+
+    Attributes:
+        pcie_generation: now; idle links rest at a lower one, so it is read under load.
+        slowed_by: reasons for low clocks that somebody can change.
+        other_processes: process numbers and bytes of those that compute on it besides this one
+            (none are seen from inside most containers).
+        used_bytes: by everybody, the driver's own included.
+        numa_node: of the host memory that it is nearest to.
+    """
+
+    name: str
+    driver: str
+    pcie_generation: int | None
+    pcie_generation_most: int | None
+    pcie_lanes: int | None
+    pcie_lanes_most: int | None
+    power_limit_watts: float | None
+    power_default_watts: float | None
+    slowed_by: tuple[str, ...]
+    other_processes: tuple[tuple[int, int], ...]
+    used_bytes: int | None
+    numa_node: int | None
 
 
 def find_gpu(device: str) -> Gpu | None:
@@ -45,14 +83,75 @@ def used_bytes(device: str) -> int | None:
     return _asked(device, lambda nvml, handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used))
 
 
-def _asked(device: str, question: Callable[[Any, Any], T]) -> T | None:
-    """What NVML answers of the GPU; None without one, or where the driver does not tell."""
-    with driver(device) as found:
-        if found is None:
+def gpu_state(device: str) -> GpuState | None:
+    """The state of the GPU that torch calls `device`; None without one or without NVML."""
+    with driver(device) as nvml_and_handle:
+        if nvml_and_handle is None:
             return None
+        nvml, handle = nvml_and_handle
+
+        def ask(question: str) -> Any:
+            try:
+                return getattr(nvml, question)(handle)
+            except (nvml.NVMLError, AttributeError):  # not on this GPU, or not in this library
+                return None
+
+        def watts(question: str) -> float | None:
+            milliwatts = ask(question)
+            return None if milliwatts is None else milliwatts / 1000
+
+        memory, pci = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetPciInfo")
+        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
+        processes = ask("nvmlDeviceGetComputeRunningProcesses") or ()
+        return GpuState(
+            name=str(ask("nvmlDeviceGetName")),
+            driver=str(nvml.nvmlSystemGetDriverVersion()),
+            pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+            pcie_generation_most=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
+            pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
+            pcie_lanes_most=ask("nvmlDeviceGetMaxPcieLinkWidth"),
+            power_limit_watts=watts("nvmlDeviceGetEnforcedPowerLimit"),
+            power_default_watts=watts("nvmlDeviceGetPowerManagementDefaultLimit"),
+            slowed_by=tuple(name for bit, name in _SLOWED_BY.items() if reasons & bit),
+            other_processes=tuple(
+                (p.pid, p.usedGpuMemory or 0) for p in processes if p.pid != os.getpid()
+            ),
+            used_bytes=None if memory is None else int(memory.used),
+            numa_node=None if pci is None else _numa_node(pci.busId),
+        )
+
+
+def held_by_others(device: str) -> str:
+    """` (other processes hold ...)`, for messages about memory; nothing where none are seen."""
+    state = gpu_state(device)
+    if state is None or not state.other_processes:
+        return ""
+    held = sum(num_bytes for _, num_bytes in state.other_processes)
+    pids = ", ".join(str(pid) for pid, _ in state.other_processes)
+    return f" (other processes hold {gib(held)}: {pids})"
+
+
+def _numa_node(bus_id: str | bytes) -> int | None:
+    """The NUMA node of a PCI device such as `00000000:18:00.0`; None where there is one only."""
+    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
+    domain, _, rest = text.lower().partition(":")
+    path = Path("/sys/bus/pci/devices") / f"{domain[-4:]}:{rest}" / "numa_node"
+    try:
+        node = int(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def _asked(device: str, question: Callable[[Any, Any], T]) -> T | None:
+    """The answer of NVML about the GPU; None without one, or where the driver does not tell."""
+    with driver(device) as nvml_and_handle:
+        if nvml_and_handle is None:
+            return None
+        nvml, handle = nvml_and_handle
         try:
-            return question(*found)
-        except found[0].NVMLError:
+            return question(nvml, handle)
+        except nvml.NVMLError:
             return None
 
 

@@ -4,15 +4,16 @@ import json
 
 import pytest
 
-from megatrain.plan import doctor, rate_measurement
+from megatrain.plan import doctor
+from megatrain.plan.rates import Measurement
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """The host's measurements take their time; what is done with them does not depend on it."""
     found = [
-        rate_measurement.Measurement("update_gparams", "AdamW on the host", 1.25, "Gparam/s"),
-        rate_measurement.Measurement("disk_write_gbps", "disk, write", None, "GB/s", "it is full"),
+        Measurement("update_gparams", "AdamW on the host", 1.25, "Gparam/s"),
+        Measurement("disk_write_gbps", "disk, write", None, "GB/s", "it is full"),
     ]
     monkeypatch.setattr(doctor, "host_measurements", lambda folder: found)
 

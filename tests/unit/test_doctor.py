@@ -15,28 +15,24 @@ from megatrain.base.units import GIB, MIB
 from megatrain.cli.doctor import show
 from megatrain.device import CpuDevice
 from megatrain.machine import Machine, cache
-from megatrain.plan import device_rates, doctor, facts, host_rates, rate_measurement
-from megatrain.plan.device_rates import Sizes, bus_measurements, compute_measurements
-from megatrain.plan.diagnostics import findings
-from megatrain.plan.facts import Facts, parse_cores
-from megatrain.telemetry import cgroups
-from megatrain.telemetry import gpu_state as states
-from megatrain.telemetry.gpu_state import GpuState
+from megatrain.plan import doctor, rates
+from megatrain.plan.diagnostics import Facts, collect, findings
+from megatrain.plan.rates import Measurement, Sizes, bus_measurements, device_measurements
+from megatrain.telemetry import cgroups, gpu
+from megatrain.telemetry.gpu import GpuState
 
 SMALL = Sizes(
     copy_bytes=1 << 16,
-    products=((16, 8, 12, 3), (16, 8, 8, 2), (16, 16, 16, 0)),
-    attention=((2, 8), (1, 16)),
-    fp32_product=(16, 16, 16),
-    fp32_attention=(2, 8),
+    products={"bf16": ((16, 8, 12, 3), (16, 8, 8, 2)), "fp32": ((16, 16, 16, 1),)},
+    attention={"bf16": ((2, 8), (1, 16)), "fp32": ((2, 8),)},
     heads=2,
     head_size=16,
     launches=3,
+    load_width=8,
 )
 GPU = GpuState(
     name="NVIDIA H200",
     driver="580.1",
-    cuda_version=13000,
     pcie_generation=5,
     pcie_generation_most=5,
     pcie_lanes=16,
@@ -55,9 +51,7 @@ HEALTHY = Facts(
     memory_bytes=128 * GIB,
     allowed_bytes=128 * GIB,
     free_bytes=125 * GIB,
-    memlock_bytes=None,
     huge_pages="madvise",
-    shm_free_bytes=8 * GIB,
     folder="/data",
     disk_free_bytes=900 * GIB,
     allowed_nodes=(0,),
@@ -67,29 +61,25 @@ HEALTHY = Facts(
     torch_cuda="13.0",
     gpu=GPU,
 )
-RATES = {"to_device_pinned_gbps": 55.5, "to_device_pageable_gbps": 10.0}
+RATES = {"to_device_pinned_gbps": 55.5}
 
 
-def found(changed: Facts, pinning: bool | None = True, rates=RATES) -> list[str]:
-    return [str(finding) for finding in findings(changed, rates, pinning=pinning)]
+def found(changed: Facts, rates=RATES) -> list[str]:
+    return [str(finding) for finding in findings(changed, rates)]
 
 
 def test_nothing_is_wrong_with_a_healthy_machine():
     assert found(HEALTHY) == []
-    assert found(replace(HEALTHY, gpu=replace(GPU, numa_node=None, cuda_version=None))) == []
+    assert found(replace(HEALTHY, gpu=replace(GPU, numa_node=None))) == []
 
 
 TROUBLES = {
-    "quota": ({"quota_cores": 4.0}, {}, "cgroup allows 4 cores' time"),
-    "cores": ({"cores": 4}, {}, "4 cores for the optimizer"),
+    "quota": ({"quota_cores": 12.5}, {}, "12.5 cores' time for the optimizer's update, 16 cores"),
+    "cores": ({"cores": 4}, {}, "4 cores' time for the optimizer"),
     "cgroup": ({"allowed_bytes": 64 * GIB, "free_bytes": 64 * GIB}, {}, "64.0 GiB of the machine"),
-    "busy": ({"free_bytes": 60 * GIB}, {}, "68.0 GiB of host memory are in use"),
     "pages": ({"huge_pages": "never"}, {}, "huge pages are off"),
     "kernels": ({"native_kernels": False}, {}, "several times slower"),
     "disk": ({"disk_free_bytes": 5 * GIB}, {}, "5.0 GiB are free in /data"),
-    "shm": ({"shm_free_bytes": 8 * MIB}, {}, "/dev/shm has 8 MiB free"),
-    "memlock": ({"memlock_bytes": 8 * MIB}, {}, "8192 KiB; where the driver keeps to it, host "
-                "memory stays unpinned and copies slower (5.5 times)"),
     "compiler": ({"compiles": False}, {}, "no Triton or no C compiler"),
     "numa": ({}, {"numa_node": 1}, "NUMA node 1 and this process may only run on 0"),
     "generation": ({}, {"pcie_generation": 3, "pcie_lanes": 8}, "generation 3 of 5"),
@@ -97,7 +87,6 @@ TROUBLES = {
     "power": ({}, {"power_limit_watts": 400.0}, "400 W, its default 700 W"),
     "hot": ({}, {"slowed_by": ("temperature (hardware)",)}, "clocks are lowered: temperature"),
     "others": ({}, {"other_processes": ((77, 3 * GIB),)}, "(77) hold 3.0 GiB"),
-    "driver": ({}, {"cuda_version": 12040}, "runs CUDA 12, and torch was built with 13.0"),
 }  # fmt: skip
 
 
@@ -105,38 +94,36 @@ TROUBLES = {
 def test_each_trouble_is_found_alone_and_has_a_remedy(name):
     host, gpu, text = TROUBLES[name]
     changed = replace(HEALTHY, **host, gpu=replace(GPU, **gpu))
-    said = findings(changed, RATES, pinning=True)
-    assert sum(text in finding.what for finding in said) == 1, said
-    assert len(said) == (2 if name in ("generation", "quota") else 1), said
-    assert all(finding.remedy for finding in said)
+    diagnostics = findings(changed, RATES)
+    assert sum(text in finding.what for finding in diagnostics) == 1, diagnostics
+    assert len(diagnostics) == (2 if name == "generation" else 1), diagnostics
+    assert all(finding.remedy and finding.wrong for finding in diagnostics)
 
 
 def test_a_slow_bus_no_pinning_and_no_gpu_are_found():
     assert "reach 20.0 GB/s of 64" in found(HEALTHY, rates={"to_device_pinned_gbps": 20.0})[0]
-    assert "cannot be pinned" in found(HEALTHY, pinning=False)[0]
-    assert "without CUDA" in found(replace(HEALTHY, gpu=None, torch_cuda=None), None)[0]
-    assert "the driver shows no GPU" in found(replace(HEALTHY, gpu=None), None)[0]
+    assert "cannot be pinned" in found(HEALTHY, rates={"to_device_pageable_gbps": 10.0})[0]
+    assert "without CUDA" in found(replace(HEALTHY, gpu=None, torch_cuda=None))[0]
+    assert "the driver shows no GPU" in found(replace(HEALTHY, gpu=None))[0]
 
 
 def test_the_facts_of_this_machine():
-    here = facts.collect("cpu", Path("runs") / "not" / "there")
+    here = collect("cpu", Path("runs") / "not" / "there")
     assert here.cores >= 1 and here.free_bytes <= here.allowed_bytes <= here.memory_bytes
     assert Path(here.folder).is_dir() and here.disk_free_bytes > 0
     assert here.gpu is None
 
 
-def test_lists_of_cores_and_limits_of_a_cgroup(tmp_path, monkeypatch):
-    assert parse_cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert parse_cores("\n") == set()
+def test_the_limits_of_a_cgroup(tmp_path, monkeypatch):
     monkeypatch.setattr(cgroups, "_ROOT", tmp_path)
     monkeypatch.setattr(cgroups, "_OWN", tmp_path / "own")
     (tmp_path / "own").write_text("0::/job\n")
     (tmp_path / "job").mkdir()
     for text, cores in (("max 100000", None), ("250000 100000", 2.5), ("", None)):
         (tmp_path / "cpu.max").write_text(text)
-        assert facts._quota() == cores
+        assert collect("cpu", tmp_path).quota_cores == cores
         (tmp_path / "job" / "cpu.max").write_text("100000 100000\n")
-        assert facts._quota() == 1.0
+        assert collect("cpu", tmp_path).quota_cores == 1.0
         (tmp_path / "job" / "cpu.max").unlink()
 
 
@@ -162,7 +149,7 @@ class Library:
                 SimpleNamespace(pid=1, usedGpuMemory=None),
             ],
         }
-        if name == "nvmlSystemGetCudaDriverVersion_v2":
+        if name == "nvmlDeviceGetMaxPcieLinkGeneration":
             raise AttributeError(name)
         return (lambda handle: answers[name]) if name in answers else refuse
 
@@ -170,10 +157,10 @@ class Library:
 def test_a_driver_may_leave_questions_unanswered(monkeypatch):
     from contextlib import nullcontext
 
-    monkeypatch.setattr(states, "driver", lambda device: nullcontext((Library(), None)))
-    state = states.gpu_state("cuda")
+    monkeypatch.setattr(gpu, "driver", lambda device: nullcontext((Library(), None)))
+    state = gpu.gpu_state("cuda")
     assert (state.name, state.driver, state.pcie_lanes_most) == ("NVIDIA H200", "580.1", 16)
-    assert (state.pcie_lanes, state.cuda_version, state.used_bytes) == (None, None, None)
+    assert (state.pcie_lanes, state.pcie_generation_most, state.used_bytes) == (None,) * 3
     assert state.power_limit_watts == 400.0
     assert state.slowed_by == ("temperature (hardware)",)
     assert state.other_processes == ((1, 0),)
@@ -181,42 +168,44 @@ def test_a_driver_may_leave_questions_unanswered(monkeypatch):
 
 
 def test_a_message_about_memory_names_who_else_holds_it(monkeypatch):
-    state = replace(GPU, other_processes=((7, GIB), (9, 2 * GIB)))
-    monkeypatch.setattr(states, "gpu_state", lambda device: state)
-    assert states.held_by_others("cuda:0") == " (other processes hold 3.0 GiB: 7, 9)"
-    monkeypatch.setattr(states, "gpu_state", lambda device: GPU)
-    assert states.held_by_others("cuda:0") == ""
-    monkeypatch.setattr(states, "gpu_state", lambda device: None)
-    assert states.held_by_others("cuda:0") == ""
+    others = replace(GPU, other_processes=((7, GIB), (9, 2 * GIB)))
+    for state, text in ((others, " (other processes hold 3.0 GiB: 7, 9)"), (GPU, ""), (None, "")):
+        monkeypatch.setattr(gpu, "gpu_state", lambda device, state=state: state)
+        assert gpu.held_by_others("cuda:0") == text
 
 
 def test_a_measurement_that_fails_says_why():
     def fail() -> float:
         raise RuntimeError("CUDA error: busy\nmore")
 
-    assert rate_measurement.attempt("a", "b", "s", fail).why_not == "CUDA error: busy"
-    assert rate_measurement.attempt("a", "b", "s", lambda: 2.0).value == 2.0
+    assert rates.attempt("a", "b", "s", fail).why_not == "CUDA error: busy"
+    assert rates.attempt("a", "b", "s", lambda: 2.0).value == 2.0
 
 
-def test_every_rate_can_be_measured(monkeypatch):
-    monkeypatch.setattr(device_rates, "is_pinned", lambda buffer: True)
+def test_every_rate_can_be_measured():
     device = CpuDevice()
-    found = bus_measurements(device, 1 << 16) + compute_measurements(device, SMALL)
-    assert [m for m in found if m.why_not or not m.value or m.value <= 0] == []
-    assert len({m.name for m in found}) == len(found) == 5 + 6 + 4 + 4
+    measured = bus_measurements(device, 1 << 16) + device_measurements(device, SMALL)
+    assert [m for m in measured if m.why_not or not m.value or m.value <= 0] == []
+    assert len({m.name for m in measured}) == len(measured) == 2 + 3 + 3 + 2
+
+
+def test_attention_is_measured_over_the_longest_rows_that_there_is_memory_for():
+    sizes = replace(SMALL, attention={"bf16": ((1 << 20, 1 << 20), (1, 16))})
+    _, forward, _ = rates.compute_measurements(CpuDevice(), sizes, "bf16")
+    assert forward.value and "1 x 16 tokens" in forward.label
 
 
 def test_a_host_without_memory_or_disk_is_still_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_rates, "host_available_bytes", lambda: 1000)
-    found = {m.name: m for m in host_rates.host_measurements(tmp_path / "none")}
+    monkeypatch.setattr(rates, "host_available_bytes", lambda: 1000)
+    found = {m.name: m for m in rates.host_measurements(tmp_path / "none")}
     assert found["update_gparams"].why_not == "too little host memory is free"
     assert "No such file" in found["disk_write_gbps"].why_not
 
 
 def test_the_disk_is_left_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_rates, "_CHUNK", MIB)
-    rates = host_rates.disk_measurements(tmp_path, num_bytes=4 * MIB)
-    assert [m.name for m in rates if m.value and m.value > 0] == [
+    monkeypatch.setattr(rates, "_CHUNK", MIB)
+    measured = rates.disk_measurements(tmp_path, num_bytes=4 * MIB)
+    assert [m.name for m in measured if m.value and m.value > 0] == [
         "disk_write_gbps",
         "disk_read_gbps",
         "disk_both_gbps",
@@ -228,8 +217,8 @@ def test_the_disk_is_left_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(kernels, "move_file", full)
     for _ in range(2):
-        rates = host_rates.disk_measurements(tmp_path, num_bytes=4 * MIB)
-        assert all("No space left" in m.why_not for m in rates)
+        measured = rates.disk_measurements(tmp_path, num_bytes=4 * MIB)
+        assert all("No space left" in m.why_not for m in measured)
         assert list(tmp_path.iterdir()) == []
         monkeypatch.setattr(os, "posix_fallocate", full)
 
@@ -247,7 +236,6 @@ class FakeGpu(CpuDevice):
 def gpu_machine(monkeypatch, tmp_path):
     """A machine whose GPU, measurements of the host and cache are the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setattr(device_rates, "is_pinned", lambda buffer: True)
     device = FakeGpu()
     key = cache.Key("GPU-1", "580.1", "CPU", 16)
     monkeypatch.setattr(cache, "key_of", lambda name: key)
@@ -255,19 +243,10 @@ def gpu_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "collect", lambda name, folder: HEALTHY)
     used = iter(range(1 << 30, 1 << 40, 500 * MIB))
     monkeypatch.setattr(doctor, "gpu_state", lambda name: replace(GPU, used_bytes=next(used)))
-    host = [
-        ("update_gparams", 4.0),
-        ("disk_write_gbps", None),
-        ("disk_read_gbps", 2.5),
-        ("disk_both_gbps", 1.5),
-    ]
-    monkeypatch.setattr(
-        doctor,
-        "host_measurements",
-        lambda folder: [
-            rate_measurement.Measurement(name, name, value, "") for name, value in host
-        ],
-    )
+    host = {"update_gparams": 4.0, "disk_write_gbps": None, "disk_read_gbps": 2.5,
+            "disk_both_gbps": 1.5}  # fmt: skip
+    measured = [Measurement(name, name, value, "") for name, value in host.items()]
+    monkeypatch.setattr(doctor, "host_measurements", lambda folder: list(measured))
     return SimpleNamespace(device=device, key=key, folder=tmp_path)
 
 
@@ -288,17 +267,15 @@ def test_a_diagnosis_is_kept_for_plans(gpu_machine):
     assert json.loads(json.dumps(diagnosis.as_dict()))["facts"]["cpu"] == "Some CPU"
 
 
-def test_a_machine_that_cannot_pin_is_planned_with_pageable_copies(gpu_machine, monkeypatch):
-    monkeypatch.setattr(device_rates, "is_pinned", lambda buffer: False)
-    diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)
-    rates = {m.name: m for m in diagnosis.measurements}
-    assert rates["to_device_pinned_gbps"].why_not == "the driver refuses to pin host memory"
-    assert diagnosis.machines["bf16"].to_device_gbps == rates["to_device_pageable_gbps"].value
+def test_a_machine_that_cannot_pin_is_planned_with_pageable_copies(gpu_machine):
+    diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)  # no memory of a CPU is pinned
+    values = {m.name: m.value for m in diagnosis.measurements}
+    assert diagnosis.machines["bf16"].to_device_gbps == values["to_device_pageable_gbps"]
     assert "cannot be pinned" in diagnosis.findings[0].what
 
 
 def test_what_could_not_be_measured_is_not_kept(gpu_machine, monkeypatch):
-    monkeypatch.setattr(doctor, "compute_measurements", lambda device, sizes: [])
+    monkeypatch.setattr(doctor, "device_measurements", lambda device, sizes: [])
     diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)
     assert diagnosis.machines == {} and diagnosis.kept is None
     assert diagnosis.not_kept.endswith("could not be measured")
@@ -317,23 +294,12 @@ def test_a_gpu_that_cannot_be_opened_is_said(gpu_machine, monkeypatch):
     assert diagnosis.kept is None
 
 
-def test_matrix_rates_are_weighed_by_their_time():
-    rates = {
-        "bf16_product_16x8x12_forward_tflops": 10.0,
-        "bf16_product_16x8x12_backward_tflops": 10.0,
-        "bf16_product_16x8x8_forward_tflops": 5.0,
-        "bf16_product_16x8x8_backward_tflops": 5.0,
-    }
-    mean = doctor._mean_tflops(SMALL.products, "bf16", rates.__getitem__)
-    assert mean == pytest.approx((36 + 16) / (36 / 10 + 16 / 5))
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_what_is_wrong_is_wrapped_at_words_in_a_terminal_alone(terminal):
     finding = SimpleNamespace(what="few cores", remedy="allow this process more", wrong=True)
-    told = SimpleNamespace(facts=HEALTHY, measurements=[], findings=[finding], kept=None,
-                           not_kept="too small", seconds=1.0)  # fmt: skip
+    diagnosis = SimpleNamespace(facts=HEALTHY, measurements=[], findings=[finding], kept=None,
+                                not_kept="too small", seconds=1.0)  # fmt: skip
     out = io.StringIO()
-    show(told, Console(file=out, force_terminal=terminal, width=16, legacy_windows=False))
+    show(diagnosis, Console(file=out, force_terminal=terminal, width=16, legacy_windows=False))
     remedy = "  allow this \nprocess more\n" if terminal else "  allow this process more\n"
     assert remedy in out.getvalue()
