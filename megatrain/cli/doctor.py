@@ -48,9 +48,8 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         if (value := measurement.value) is not None:
             unit = measurement.unit
             value, unit = (value / MIB, "MiB") if unit == "B" else (value, unit)
-            table.add_row(
-                measurement.label, f"{value:.3g}" if value < 100 else f"{value:.0f}", unit
-            )
+            number = f"{value:.3g}" if value < 100 else f"{value:.0f}"
+            table.add_row(measurement.label, number, unit)
     console.print(table, soft_wrap=not console.is_terminal)
     for measurement in diagnosis.measurements:
         if measurement.value is None:

@@ -81,12 +81,12 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         measured.append(_context(device, before, under_load))
     rates = {measurement.name: measurement.value for measurement in measured}
     machines: dict[str, Machine] = {}
-    kept, not_kept = None, "without a GPU there is nothing to keep"
+    kept, not_kept = "", "without a GPU there is nothing to keep"
     if has_gpu and facts.gpu is not None:
         memory = device.memory()["device_total_bytes"]
         try:
             machines = {p: machine_of(facts, rates, p, memory) for p in PRECISIONS}
-            kept, not_kept = str(cache.write(cache.key_of(name), machines)), None
+            kept = str(cache.write(cache.key_of(name), machines))
         except KeyError as missing:
             not_kept = f"{missing.args[0]} could not be measured"
         except OSError as error:
@@ -94,7 +94,9 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     device.close()
     diagnostics = [*unusable, *findings(facts, rates)]
     seconds = time.perf_counter() - started
-    return Diagnosis(facts, measured, machines, diagnostics, seconds, kept, not_kept)
+    return Diagnosis(
+        facts, measured, machines, diagnostics, seconds, kept or None, None if kept else not_kept
+    )
 
 
 def _open(name: str) -> tuple[Device, list[Diagnostic]]:

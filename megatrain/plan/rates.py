@@ -181,13 +181,14 @@ def _attention_tflops(
     rows, tokens = shape
     flop = 2 * rows * sizes.heads * tokens * tokens * sizes.head_size
     size = (rows, sizes.heads, tokens, sizes.head_size)
-    leaves = [_normal(device, dtype, *size).requires_grad_() for _ in range(3)]
-    forward = partial(scaled_dot_product_attention, *leaves, is_causal=True)
+    q, k, v = (_normal(device, dtype, *size).requires_grad_() for _ in range(3))
+    forward = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
     if way == "forward":
         return flop / _compute_seconds(device, forward, grad=True) / 1e12
     with torch.enable_grad():
         out = forward()
-    backward = partial(torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True)
+    grad = torch.randn_like(out)
+    backward = partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True)
     return 2.5 * flop / _compute_seconds(device, backward, grad=True) / 1e12
 
 
