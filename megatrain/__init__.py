@@ -9,7 +9,7 @@ from megatrain.placement import Placement
 if TYPE_CHECKING:
     from megatrain.api import Engine, StepResult
     from megatrain.optim import SGD, AdamW, Lion, Muon
-    from megatrain.train.start import run
+    from megatrain.train.loop import run
 
 __all__ = [
     "SGD",
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
 
         raise ImportError(NO_ADAFACTOR)
     if name == "run":
-        from megatrain.train import start
+        from megatrain.train import loop
 
-        return start.run
+        return loop.run
     raise AttributeError(f"module 'megatrain' has no attribute {name!r}")

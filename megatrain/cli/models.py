@@ -99,7 +99,7 @@ def model_of_run(
     """The model of a run file of this name, and its adapter; `scores`: with a sequence head."""
     from megatrain.data import load_tokenizer
     from megatrain.model.build import scoring
-    from megatrain.train.model_config import model_config
+    from megatrain.train.resolve_model import model_config
 
     trusted = section.trust_remote_code
     if section.path is not None:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.errors import InputError
-from megatrain.run_folder.layout import MODEL
+from megatrain.run_folder.layout import MODEL, load_run
 from megatrain.telemetry.log import end_passing
 from megatrain.train.signals import Signals, Stopped
-from megatrain.train.start import load_run
 
 if TYPE_CHECKING:
     from megatrain.train.loop import Outcome

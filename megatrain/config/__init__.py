@@ -4,9 +4,7 @@
 it from untrusted text and puts it together with the overrides of the command line.
 """
 
-from megatrain.config.learning import TrainingSection
+from megatrain.config.learning import RolloutSection, TrainingSection, step_loss
 from megatrain.config.load import load, overridden, validate
-from megatrain.config.model import ModelSection
-from megatrain.config.rollout import RolloutSection, step_loss
-from megatrain.config.schema import CheckpointSection, Config, DataSection
+from megatrain.config.schema import CheckpointSection, Config, DataSection, ModelSection
 from megatrain.config.section import nearest

@@ -1,7 +1,6 @@
-"""Keys of other trainers, and what does the same here: as docs/coming-from.md has it."""
+"""Keys of other trainers, and ours that do the same, as docs/coming-from.md lists them."""
 
 import re
-from collections.abc import Iterator
 from functools import cache
 
 from megatrain.base.shipped import shipped
@@ -15,7 +14,7 @@ _PLACE = re.compile(
 
 
 def foreign(name: str) -> str | None:
-    """What to write here instead of a key that another trainer has; None: nobody has it."""
+    """The remedy for a key that another trainer has; None: nobody has it."""
     return _answers().get(name)
 
 
@@ -26,29 +25,22 @@ def _answers() -> dict[str, str]:
         document = shipped("docs/coming-from.md").read_text(encoding="utf-8")
     except OSError:  # a copy of the package alone
         return answers
-    for there, here, note in _ROW.findall(document):
-        for name, answer in _of_row(there, here, _plain(note)):
-            answers.setdefault(name, answer)
+    for theirs, ours, note in _ROW.findall(document):
+        groups = [_KEY.findall(part) for part in re.split("(?<=`), (?=`)", theirs)]
+        for keys, answer in zip(groups, _of_row(ours, _plain(note), len(groups)), strict=True):
+            answers = dict.fromkeys(keys, answer) | answers
     return answers
 
 
-def _of_row(there: str, here: str, note: str) -> Iterator[tuple[str, str]]:
-    """Each key of the first column with its answer: its own place, or what stands for all."""
-    groups = [_KEY.findall(part) for part in re.split("(?<=`), (?=`)", there)]
-    places, single = _PLACE.findall(here), _PLACE.match(here)
-    beside = f" ({note})" if note else ""
-    if len(places) == len(groups) and single:
-        told = [f"its name here is {place}{beside}" for place in places]
-    elif len(places) == 1 and single:
-        told = [f"its name here is {_plain(here)}{beside}"] * len(groups)
-    else:
-        words = re.sub(
-            "^nothing", "leave it out", re.sub("^always", "it is always so", _plain(here))
-        )
-        words = f"take {words}" if here.startswith("`") else words
-        told = [f"{words}: {note}" if note else words] * len(groups)
-    for names, answer in zip(groups, told, strict=True):
-        yield from ((name, answer) for name in names)
+def _of_row(ours: str, note: str, count: int) -> list[str]:
+    """An answer for each group of their keys: its own place of ours, or the words for all."""
+    places = _PLACE.findall(ours) if _PLACE.match(ours) else []
+    if len(places) in (1, count):
+        places = places if len(places) == count else [_plain(ours)] * count
+        return [f"its name here is {place}" + (f" ({note})" if note else "") for place in places]
+    words = re.sub("^nothing", "leave it out", re.sub("^always", "it is always so", _plain(ours)))
+    words = f"take {words}" if ours.startswith("`") else words
+    return [f"{words}: {note}" if note else words] * count
 
 
 def _plain(text: str) -> str:

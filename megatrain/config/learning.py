@@ -1,17 +1,78 @@
-"""The sections that say how a model learns: optimizer, loss, schedule, steps."""
+"""The sections that say how a model learns: adapter, optimizer, loss, rollouts, schedule, steps."""
 
-from dataclasses import fields
+import re
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from megatrain.config.section import Fraction, Name, Natural, Pattern, Positive, Section, nearest
+from megatrain.compat import peft
+from megatrain.config.section import (
+    Fraction,
+    Name,
+    Natural,
+    Pattern,
+    Positive,
+    Section,
+    a_pattern,
+    nearest,
+    shown,
+)
 from megatrain.errors import InputError
 
 if TYPE_CHECKING:
-    from megatrain.loss import Loss
+    from megatrain.loss import ImportanceSampling, Loss
     from megatrain.optim import Rule
+
+
+class AdapterSection(Section):
+    """LoRA, rsLoRA or DoRA, by the keys of PEFT's LoraConfig; `method: lora` says that it is used.
+
+    `target_modules`: names of modules, a regular expression, or `all-linear`; null: what PEFT takes
+    for the model's family. `target_parameters`: names of weights, such as those of experts.
+    """
+
+    method: Literal["lora"] | None = None
+    r: Positive = 8
+    lora_alpha: Positive = 8
+    target_modules: list[Name] | Name | None = None
+    target_parameters: list[Name] | None = None
+    exclude_modules: list[Name] | Name | None = None
+    lora_dropout: Fraction = 0.0
+    bias: Literal["none", "all", "lora_only"] = "none"
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    modules_to_save: list[Name] | None = None
+    init_lora_weights: bool | Literal["gaussian"] = True
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[Name] | Name | None = None
+    rank_pattern: dict[Pattern, Positive] = Field(default_factory=dict)
+    alpha_pattern: dict[Pattern, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    fan_in_fan_out: bool = False
+
+    @field_validator("target_modules", "exclude_modules")
+    @classmethod
+    def _names_or_a_pattern(cls, value: Any) -> Any:
+        return a_pattern(value) if isinstance(value, str) else value
+
+    @property
+    def keys(self) -> dict[str, Any] | None:
+        """The keys that `Engine` takes; None: there is no adapter."""
+        return None if self.method is None else self.model_dump(exclude={"method"})
+
+    def problems(self) -> Iterator[str]:
+        if self.method is None:
+            for name, field in type(self).model_fields.items():
+                if getattr(self, name) != field.get_default(call_default_factory=True):
+                    yield f"{name} needs method: lora"
+            return
+        try:
+            peft.lora_config(self.keys or {})
+        except InputError as error:
+            yield str(error).removeprefix("adapter: ")
 
 
 class OptimizerSection(Section):
@@ -42,25 +103,26 @@ class OptimizerSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _resolved(cls, given: Any) -> Any:
-        """The rule's own values where none is given."""
+    def _resolved(cls, values: Any) -> Any:
+        """Take the rule's own value of each key that is left out."""
         from megatrain.optim import NO_ADAFACTOR, RULES
 
-        name = str(given.get("name", "adamw")) if isinstance(given, dict) else ""
+        name = str(values.get("name", "adamw")) if isinstance(values, dict) else ""
         if name == "adafactor":
             raise ValueError(NO_ADAFACTOR)
         if (rule := RULES.get(name)) is None:
-            return given  # refused below
+            return values  # refused below
         names = (*rule.settings, *rule.choices, *rule.further)
-        own = {name: getattr(rule(), name) for name in names}
-        foreign = cls.model_fields.keys() - own.keys() - {"name", "no_decay"}
-        if wrong := sorted(name for name in foreign if given.get(name) is not None):
+        defaults = {name: getattr(rule(), name) for name in names}
+        foreign = cls.model_fields.keys() - defaults.keys() - {"name", "no_decay"}
+        if wrong := sorted(name for name in foreign if values.get(name) is not None):
             raise ValueError(
-                f"{rule.name} has no {' and no '.join(wrong)}; it has {', '.join(own)} (another "
-                f"optimizer than a file's: --set 'optimizer={{name: {rule.name}, lr: ...}}')"
+                f"{rule.name} has no {' and no '.join(wrong)}; it has {', '.join(defaults)} "
+                f"(another optimizer than a file's: --set 'optimizer={{name: {rule.name}, lr: "
+                "...}')"
             )
-        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in own.items()}
-        return plain | {name: value for name, value in given.items() if value is not None}
+        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in defaults.items()}
+        return plain | {name: value for name, value in values.items() if value is not None}
 
     @field_validator("name")
     @classmethod
@@ -76,36 +138,44 @@ class OptimizerSection(Section):
     @property
     def settings(self) -> dict[str, Any]:
         """The rule's settings as the groups of torch's optimizer hold them."""
-        from megatrain.optim import RULES
-
-        values = {name: getattr(self, name) for name in RULES[self.name].settings}
-        return {n: tuple(each) if isinstance(each, list) else each for n, each in values.items()}
+        rule = self.rule()
+        return {name: getattr(rule, name) for name in rule.settings}
 
     def rule(self) -> "Rule":
         """The optimizer as `Engine` takes it."""
         from megatrain.optim import RULES
 
-        given: dict[str, Any] = {} if self.no_decay is None else {"no_decay": self.no_decay}
         rule = RULES[self.name]
-        given |= {name: getattr(self, name) for name in (*rule.choices, *rule.further)}
-        return RULES[self.name](**self.settings, **given)
+        names = (*rule.settings, *rule.choices, *rule.further, "no_decay")
+        values = {name: getattr(self, name) for name in names}
+        if self.no_decay is None:
+            del values["no_decay"]
+        return rule(**values)
 
 
-_KINDS: dict[str, Any] = {
-    "sft": None,
-    "distill": None,
-    "kto": "rated",
-    "grpo": "prompts",
-    "rloo": "prompts",
-}
+# Of each loss: its class, the data that it needs (None: texts or chats), and keys of a run file
+# that the class knows nothing of.
+_LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "sft": ("CrossEntropy", None, {"label_smoothing": 0.0, "z_loss": 0.0}),
+    "distill": (
+        "Distillation", None, {"teacher": None, "teacher_log_probs": "kept", "top_k": 64},
+    ),
+    "dpo": ("DPO", "pairs", {"reference": "kept"}),
+    "simpo": ("SimPO", "pairs", {}),
+    "orpo": ("ORPO", "pairs", {}),
+    "kto": ("KTO", "rated", {"reference": "kept"}),
+    "reward": ("Reward", "pairs", {}),
+    "grpo": ("GRPO", "prompts", {}),
+    "rloo": ("RLOO", "prompts", {}),
+}  # fmt: skip
 
 
 class LossSection(Section):
-    """What is minimised: `sft` is cross entropy, others are of replies (docs/losses.md).
+    """The loss: `sft` is cross entropy, others are of replies (docs/losses.md).
 
     Other keys are the settings that a loss of `megatrain.loss` has; null: as it has them.
-    `reference`: whether log-probabilities of the reference model are computed once and kept, or it
-    is streamed before each step. `teacher`: a model to distil, of which `top_k` tokens of each
+    `reference`: log-probabilities of the reference model are computed once and kept, or it is
+    streamed before each step. `teacher`: a model to distil, of which `top_k` tokens of each
     label are taken, kept or streamed likewise (`teacher_log_probs`).
     """
 
@@ -140,42 +210,39 @@ class LossSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _resolved(cls, given: Any) -> Any:
-        """The loss's own settings where none is given."""
-        own = _settings(given.get("name", "sft")) if isinstance(given, dict) else None
-        if own is None:
-            return given  # refused below
-        for name in sorted(cls.model_fields.keys() - own.keys() - {"name"}):
-            if given.get(name) is not None:
-                name_of = given.get("name", "sft")
-                raise ValueError(f"{name_of} has no {name}; it has {', '.join(own)}")
-        return own | {name: value for name, value in given.items() if value is not None}
+    def _resolved(cls, values: Any) -> Any:
+        """Take the loss's own value of each key that is left out."""
+        name = values.get("name", "sft") if isinstance(values, dict) else None
+        if name not in _LOSSES:
+            return values  # refused below
+        defaults = _loss_fields(name) | _LOSSES[name][2]
+        for key in sorted(cls.model_fields.keys() - defaults.keys() - {"name"}):
+            if values.get(key) is not None:
+                raise ValueError(f"{name} has no {key}; it has {', '.join(defaults)}")
+        return defaults | {key: value for key, value in values.items() if value is not None}
 
     @field_validator("scale_rewards", mode="before")
     @classmethod
-    def _as_trl_once_wrote_it(cls, given: Any) -> Any:
-        if isinstance(given, bool):
-            word = "group" if given else "none"
-            raise ValueError(f"TRL's {str(given).lower()} is {word} here: write {word}")
-        return given
+    def _as_trl_once_wrote_it(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            word = "group" if value else "none"
+            raise ValueError(f"TRL's {str(value).lower()} is {word} here: write {word}")
+        return value
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def problems(self) -> Iterator[str]:
         try:
             self.loss()
         except InputError as error:
-            raise ValueError(str(error)) from error
+            yield str(error)
         if self.name == "distill" and self.teacher is None:
-            raise ValueError("distill needs a teacher: a model's folder, run or hub id")
-        return self
+            yield "distill needs a teacher: a model's folder, run or hub id"
 
     def loss(self) -> "Loss":
         """The loss as a step takes it."""
         from megatrain.loss import CROSS_ENTROPY, LabelSmoothing, ZLoss
 
         if self.name != "sft":
-            kind = _losses()[self.name]
-            return kind(**{name: getattr(self, name) for name in _own(kind)})
+            return _loss_class(self.name)(**{n: getattr(self, n) for n in _loss_fields(self.name)})
         if self.z_loss:
             if self.label_smoothing:
                 raise InputError("sft has z_loss or label_smoothing, not both; leave one out")
@@ -185,7 +252,7 @@ class LossSection(Section):
     @property
     def kind(self) -> Literal["pairs", "margins", "rated", "prompts"] | None:
         """The kind of data that the loss needs; None: texts or chats."""
-        return "margins" if self.margin else _KINDS.get(self.name, "pairs")
+        return "margins" if self.margin else _LOSSES[self.name][1]
 
     @property
     def lines(self) -> int:
@@ -194,7 +261,7 @@ class LossSection(Section):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What evaluations measure."""
+        """The metrics of evaluations."""
         if self.name == "sft":
             return "loss", "perplexity", "accuracy"
         if self.kind == "prompts":
@@ -205,39 +272,111 @@ class LossSection(Section):
         return "loss", *(f"rewards/{kind}" for kind in kinds)
 
 
-# Settings that a loss itself knows nothing of: where what it takes comes from.
-_FROM: dict[str, dict[str, Any]] = {
-    "dpo": {"reference": "kept"},
-    "kto": {"reference": "kept"},
-    "distill": {"teacher": None, "teacher_log_probs": "kept", "top_k": 64},
-}
+def _loss_class(name: str) -> Any:
+    from megatrain import loss
+
+    return getattr(loss, _LOSSES[name][0])
 
 
-def _losses() -> dict[str, Any]:
-    from megatrain.loss import DPO, GRPO, KTO, ORPO, RLOO, Distillation, Reward, SimPO
-
-    of_pairs = {"dpo": DPO, "simpo": SimPO, "orpo": ORPO, "kto": KTO, "reward": Reward}
-    return of_pairs | {"grpo": GRPO, "rloo": RLOO, "distill": Distillation}
-
-
-def _own(loss: Any) -> dict[str, Any]:
-    """The settings of a loss and their values."""
-    from megatrain.loss import PolicyLoss
-
-    elsewhere = {"temperature"} if issubclass(loss, PolicyLoss) else set()  # in `rollout`
-    known = LossSection.model_fields.keys() - elsewhere
-    return {field.name: field.default for field in fields(loss) if field.name in known}
+def _loss_fields(name: str) -> dict[str, Any]:
+    """The fields of a loss's class that are keys of a run file, with their defaults."""
+    known = LossSection.model_fields.keys()
+    elsewhere = () if name == "distill" else ("temperature",)  # in `rollout`
+    return {
+        field.name: field.default
+        for field in fields(_loss_class(name))
+        if field.name in known and field.name not in elsewhere
+    }
 
 
-def _settings(name: Any) -> dict[str, Any] | None:
-    """All settings of a loss and their values; None: there is no such loss."""
-    if name == "sft":
-        return {"label_smoothing": 0.0, "z_loss": 0.0}
-    loss = _losses().get(str(name))
-    return None if loss is None else _own(loss) | _FROM.get(str(name), {})
+def _function(text: str) -> str:
+    if not re.fullmatch(r".+:[A-Za-z_]\w*", text):
+        raise ValueError(
+            f"{shown(text)} names no function: write module:function or file.py:function"
+        )
+    return text
 
 
-# What a run gives to schedules; beside `num_training_steps` they ignore `num_stable_steps`.
+def _address(text: str) -> str:
+    if not re.match(r"https?://", text):
+        raise ValueError(f"should be an address, as http://127.0.0.1:8000, got {shown(text)}")
+    return text
+
+
+class RolloutSection(Section):
+    """How replies to prompts are made, for losses that reward them (docs/rollouts.md).
+
+    `rewards`: functions, each as `module:function` or `file.py:function`; `weights`: of each, null:
+    1. The others say how tokens are drawn; `batch_size`: replies made together, null: all of a
+    step. `server`: address of a vLLM server that makes them; weights go to it through the folder
+    `server_weights`, and each request may take `server_seconds`. `importance_sampling_...`: how
+    grpo corrects for what a server draws otherwise than the engine would, as TRL's
+    `vllm_importance_sampling_...`.
+    """
+
+    rewards: list[Annotated[str, AfterValidator(_function)]] = Field(default_factory=list)
+    weights: list[float] | None = None
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Natural = 0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    batch_size: Positive | None = None
+    server: Annotated[str, AfterValidator(_address)] | None = None
+    server_weights: str | None = None
+    server_seconds: Annotated[float, Field(gt=0)] = 600.0
+    importance_sampling_mode: Literal[
+        "sequence_mask", "sequence_truncate", "token_mask", "token_truncate", "none"
+    ] = "sequence_mask"
+    importance_sampling_clip_max: float | None = 3.0
+    importance_sampling_clip_min: float | None = None
+
+    def problems(self) -> Iterator[str]:
+        if (self.server is None) != (self.server_weights is None):
+            yield (
+                "rollout.server and rollout.server_weights go together: an address, and a folder "
+                "that the server sees under the same path, to which the weights are written"
+            )
+        if self.weights is not None and len(self.weights) != len(self.rewards):
+            yield f"give as many weights as rewards: {len(self.rewards)}, not {len(self.weights)}"
+        if self.weights and not any(self.weights):
+            yield "all weights are 0, so that nothing would be rewarded"
+        try:
+            if self.corrects and self.server is None:
+                yield "rollout.importance_sampling_... is for replies of a rollout.server"
+        except InputError as error:
+            yield f"rollout: {error}"
+
+    def importance_sampling(self) -> "ImportanceSampling | None":
+        """The correction for replies of a server; None: there shall be none."""
+        from megatrain.loss import ImportanceSampling
+
+        if self.importance_sampling_mode == "none":
+            return None
+        return ImportanceSampling(
+            self.importance_sampling_mode,
+            self.importance_sampling_clip_max,
+            self.importance_sampling_clip_min,
+        )
+
+    @property
+    def corrects(self) -> bool:
+        """True if the correction is another one than the default."""
+        from megatrain.loss import ImportanceSampling
+
+        return self.importance_sampling() != ImportanceSampling()
+
+
+def step_loss(loss: LossSection, rollout: RolloutSection) -> "Loss":
+    """The loss as steps of a run take it: of replies as they are drawn."""
+    changes: dict[str, Any] = {}
+    if loss.kind == "prompts":
+        changes["temperature"] = rollout.temperature
+    if loss.name == "grpo" and rollout.server is not None:
+        changes["importance_sampling"] = rollout.importance_sampling()
+    return replace(loss.loss(), **changes)  # type: ignore[type-var]  # a dataclass, as all are
+
+
+# The run gives these to schedules; beside `num_training_steps` they ignore `num_stable_steps`.
 _OF_THE_RUN = (
     "optimizer", "num_warmup_steps", "num_training_steps", "num_stable_steps", "last_epoch",
 )  # fmt: skip
@@ -262,35 +401,33 @@ class ScheduleSection(Section):
             raise ValueError(f"unknown schedule {name!r}{nearest(name, known)}")
         return name
 
-    @model_validator(mode="after")
-    def _one_warmup(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError("give warmup_steps or warmup_ratio, not both")
+            yield "give warmup_steps or warmup_ratio, not both"
         if self.name == "constant" and (self.warmup_steps or self.warmup_ratio):
-            raise ValueError("constant has no warm-up; take constant_with_warmup")
-        return self
+            yield "constant has no warm-up; take constant_with_warmup"
+        for name, value in self.options.items():
+            if name.startswith("num_") and isinstance(value, int | float) and value < 0:
+                yield f"options: {name} is {value}; it must not be negative"
+        if self.model_fields_set:
+            yield from self._of_options()
 
-    @model_validator(mode="after")
-    def _options_of_the_schedule(self) -> Self:
-        """transformers' own errors name arguments of functions that no run file has."""
-        if not self.model_fields_set:
-            return self
+    def _of_options(self) -> Iterator[str]:
+        """Check names of options: errors of transformers name arguments that no run file has."""
         from megatrain.compat.transformers import schedule_arguments
 
         arguments = schedule_arguments(self.name).items()
-        own = {name: each for name, each in arguments if name not in _OF_THE_RUN}
-        has = f"its options are {', '.join(own)}" if own else "it has none"
-        if unknown := [name for name in self.options if name not in own]:
-            raise ValueError(f"{self.name} has no option {' and no '.join(unknown)}; {has}")
-        needed = [name for name, each in own.items() if each.default is each.empty]
+        known = {name: argument for name, argument in arguments if name not in _OF_THE_RUN}
+        has = f"its options are {', '.join(known)}" if known else "it has none"
+        if unknown := [name for name in self.options if name not in known]:
+            yield f"{self.name} has no option {' and no '.join(unknown)}; {has}"
+        needed = [name for name, argument in known.items() if argument.default is argument.empty]
         lacking = [name for name in needed if name not in self.options]
-        if {"min_lr", "min_lr_rate"} <= own.keys() and not {"min_lr", "min_lr_rate"} & {
-            name for name, value in self.options.items() if value is not None
-        }:
+        floors = {"min_lr", "min_lr_rate"}
+        if floors <= known.keys() and all(self.options.get(name) is None for name in floors):
             lacking.append("min_lr (a rate) or min_lr_rate (a share of optimizer.lr)")
         if lacking:
-            raise ValueError(f"{self.name} needs schedule.options: {' and '.join(lacking)}; {has}")
-        return self
+            yield f"{self.name} needs schedule.options: {' and '.join(lacking)}; {has}"
 
     def num_warmup_steps(self, total_steps: int) -> int:
         """Warm-up steps of a run of `total_steps`; a ratio is rounded up, as in transformers."""
@@ -314,14 +451,14 @@ class SamplesSection(Section):
 
     @field_validator("prompts", mode="before")
     @classmethod
-    def _texts_or_talks(cls, given: Any) -> Any:
-        for number, prompt in enumerate(given if isinstance(given, list) else (), 1):
+    def _texts_or_talks(cls, prompts: Any) -> Any:
+        for number, prompt in enumerate(prompts if isinstance(prompts, list) else (), 1):
             if isinstance(prompt, dict):
                 raise ValueError(
                     f"prompt {number} is a single message: put it into a list, as "
                     "[[{role: user, content: ...}]]"
                 )
-        return given
+        return prompts
 
 
 class TrainingSection(Section):
@@ -360,19 +497,13 @@ class TrainingSection(Section):
             return "on_nonfinite: skip"
         return "recheck" if self.recheck else None
 
-    @model_validator(mode="after")
-    def _refusals_need_clipping(self) -> Self:
-        if (name := self.refuses) is not None and self.max_grad_norm is None:
-            raise ValueError(
-                f"{name} needs max_grad_norm: without clipping, weights are updated before the "
-                "norm is known (a very large one clips nothing)"
+    def problems(self) -> Iterator[str]:
+        if self.refuses is not None and self.max_grad_norm is None:
+            yield (
+                f"{self.refuses} needs max_grad_norm: without clipping, weights are updated before "
+                "the norm is known (a very large one clips nothing)"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give either steps or epochs")
+            yield "give either steps or epochs"
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
-            raise ValueError("micro_batch_size is larger than batch_size")
-        return self
+            yield "micro_batch_size is larger than batch_size"

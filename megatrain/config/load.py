@@ -20,6 +20,11 @@ from megatrain.config.schema import Config
 from megatrain.config.section import Section, nearest, shown
 from megatrain.errors import InputError
 
+# The names of rows in `megatrain.data.sources`, but for .json, which a run file may be, too.
+_DATA = re.compile(
+    r".*\.(jsonl|ndjson|jsonlines|csv|tsv|parquet|arrow|txt)(\.(gz|bz2|xz|zst))?", re.IGNORECASE
+)
+
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = False) -> Config:
     """Read a run file and apply `overrides` (`path.to.key=value`, the value in YAML).
@@ -33,23 +38,12 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = Fal
     file = Path(path)
     if (file / "config.yaml").is_file():
         file /= "config.yaml"
-    _refuse_data(file)
-    return overridden(read_yaml(file), str(file), overrides, endless=endless)
-
-
-# The names of rows in `megatrain.data.sources`, but for .json, which a run file may be, too.
-_DATA = re.compile(
-    r".*\.(jsonl|ndjson|jsonlines|csv|tsv|parquet|arrow|txt)(\.(gz|bz2|xz|zst))?", re.IGNORECASE
-)
-
-
-def _refuse_data(file: Path) -> None:
-    """Raises InputError: by its name a file has data, not a run."""
     if _DATA.fullmatch(file.name) and file.is_file():
         raise InputError(
             f"{file}: a file of data, not a run file: give a run file (YAML), and name the data in "
             f"it as data.path, or with --set data.path={file}"
         )
+    return overridden(read_yaml(file), str(file), overrides, endless=endless)
 
 
 def overridden(
@@ -74,18 +68,20 @@ def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = (
     Raises:
         InputError: an unknown key, a wrong type or an impossible value.
     """
-    wanted: dict[str, Any] = {name: {} for name in _REQUIRED}
-    given = {name: value for name, value in tree.items() if value is not None or name not in wanted}
+    keys = {name: value for name, value in tree.items() if value is not None}
+    required: dict[str, Any] = {
+        name: {} for name, field in Config.model_fields.items() if field.is_required()
+    }
     try:
-        return Config.model_validate(wanted | given)
+        return Config.model_validate({**tree, **required, **keys})
     except ValidationError as error:
         details = error.errors(include_url=False)
         # An unknown key is the likeliest cause of the others (a misspelt one is also missing).
         details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
         names = set(overridden)
-        first = {tuple(_keys(detail)): detail for detail in reversed(details)}  # of a union's arms
-        problems = [_describe(each, names) for each in reversed(first.values())]
-        theirs = [d for d in details if d["type"] == "extra_forbidden" and foreign(_keys(d)[-1])]
+        by_key = {tuple(map(str, d["loc"][:2])): d for d in reversed(details)}  # of a union's arms
+        problems = [_describe(detail, names) for detail in reversed(by_key.values())]
+        theirs = [d for d in details if d["type"] == "extra_forbidden" and foreign(_name(d))]
         remedies = [f" (and {len(problems) - _MOST} more)"] if len(problems) > _MOST else []
         if len(theirs) > 2:
             remedies.append(f"; the keys of other trainers: {shipped('docs/coming-from.md')}")
@@ -95,7 +91,6 @@ def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = (
         raise InputError(text if text.startswith("--set") else f"{source}: {text}") from error
 
 
-_REQUIRED = [name for name, field in Config.model_fields.items() if field.is_required()]
 _MOST = 8  # problems in a message
 _SMALLEST = (
     "{model: {path: FOLDER}, data: {path: FILE, sequence_length: 1024}, training: {steps: 100}}; "
@@ -125,62 +120,56 @@ def _apply_override(tree: dict[str, Any], text: str) -> str:
 
 
 def _describe(detail: ErrorDetails, overridden: set[str]) -> str:
-    nested = _nested(detail)
-    path = ".".join(str(item) for item in detail["loc"][: 3 if nested else 2])
-    if detail["type"] == "value_error" and not path:
-        return str(detail["ctx"]["error"])
-    place = f"--set {path}" if path in overridden else path
-    if detail["type"] == "extra_forbidden" and nested:
-        return f"{place}: unknown key{nearest(str(detail['loc'][2]), list(nested.model_fields))}"
-    if detail["type"] == "extra_forbidden":
-        return f"{place}: unknown key{_nearest_key(*_keys(detail))}"
-    if detail["type"] == "missing":
-        return f"{place}: missing"
-    if detail["type"] == "value_error":
-        return f"{place}: {detail['ctx']['error']}"
-    if detail["type"] == "model_type":
-        return f"{place}: should be a mapping{_as_mapping(detail)}, got {shown(detail['input'])}"
-    given = detail["input"]
-    if detail["type"] == "list_type" and isinstance(given, str | int | float):
-        return f"{place}: should be a list, such as [{given}], got {shown(given)}"
-    message = detail["msg"].removeprefix("Input ").replace("valid dictionary", "mapping")
-    return f"{place}: {message}, got {shown(detail['input'])}"
+    sections = _sections(detail)
+    path = ".".join(str(item) for item in detail["loc"][: max(2, len(sections))])
+    kind, value, message = detail["type"], detail["input"], detail["msg"].removeprefix("Input ")
+    if kind == "value_error":
+        message = str(detail["ctx"]["error"])
+        if not path:
+            return message
+    elif kind == "extra_forbidden":
+        message = f"unknown key{_remedy(_name(detail), sections)}"
+    elif kind == "missing":
+        message = "missing"
+    elif kind == "model_type":
+        keys = sections[1].model_fields if len(detail["loc"]) == 1 else ()
+        key = next((name for name in ("path", "name", "method", "folder") if name in keys), None)
+        example = f", such as {path}: {{{key}: {value}}}" if key and isinstance(value, str) else ""
+        message = f"should be a mapping{example}, got {shown(value)}"
+    elif kind == "list_type" and isinstance(value, str | int | float):
+        message = f"should be a list, such as [{value}], got {shown(value)}"
+    else:
+        message = f"{message.replace('valid dictionary', 'mapping')}, got {shown(value)}"
+    return f"{'--set ' * (path in overridden)}{path}: {message}"
 
 
-def _as_mapping(detail: ErrorDetails) -> str:
-    """How a section is written that was given as one word, as `adapter: lora`."""
-    (section, *nested), given = detail["loc"], detail["input"]
-    keys = () if nested else _section(str(section)).model_fields
-    key = next((name for name in ("path", "name", "method", "folder") if name in keys), None)
-    return f", such as {section}: {{{key}: {given}}}" if key and isinstance(given, str) else ""
+def _name(detail: ErrorDetails) -> str:
+    """The key; pydantic adds list indices and arms of unions, which are not in the file."""
+    return str(detail["loc"][min(len(_sections(detail)), len(detail["loc"])) - 1])
 
 
-def _keys(detail: ErrorDetails) -> list[str]:
-    """Section and key; what pydantic adds below (list index, arm of a union) is not in the file."""
-    return [str(item) for item in detail["loc"][:2]]
+def _sections(detail: ErrorDetails) -> list[type[Section]]:
+    """The sections on the way to the place of an error, the whole run first."""
+    sections: list[type[Section]] = [Config]
+    for name in detail["loc"]:
+        field = sections[-1].model_fields.get(str(name))
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+        if not inner:
+            break
+        sections.append(inner[0])
+    return sections
 
 
-def _nested(detail: ErrorDetails) -> type[Section] | None:
-    """The section within a section that an error is in."""
-    section, key, *below = [str(item) for item in detail["loc"]] + [""] * (2 - len(detail["loc"]))
-    if not below or key not in _section(section).model_fields:
-        return None
-    kinds = get_args(_section(section).model_fields[key].annotation)
-    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
-
-
-def _nearest_key(first: str, second: str | None = None) -> str:
-    sections = {name: list(_section(name).model_fields) for name in Config.model_fields}
-    name = second or first
-    elsewhere = [f"{section}.{name}" for section, keys in sections.items() if name in keys]
-    if elsewhere:
-        return f"; its name here is {' or '.join(elsewhere)}"
-    if known := foreign(name):
-        return f"; {known}"
-    return nearest(name, sections[first] if second else list(sections))
-
-
-def _section(name: str) -> type[Section]:
-    annotation = Config.model_fields[name].annotation
-    assert isinstance(annotation, type) and issubclass(annotation, Section)
-    return annotation
+def _remedy(name: str, sections: Sequence[type[Section]]) -> str:
+    """The right name of an unknown key of the last section."""
+    annotations = {section: field.annotation for section, field in Config.model_fields.items()}
+    places = [
+        f"{section}.{name}"
+        for section, kind in annotations.items()
+        if isinstance(kind, type) and issubclass(kind, Section) and name in kind.model_fields
+    ]
+    if places and len(sections) < 3:
+        return f"; its name here is {' or '.join(places)}"
+    answer = foreign(name) if len(sections) < 3 else None
+    return f"; {answer}" if answer else nearest(name, list(sections[-1].model_fields))

@@ -1,28 +1,71 @@
 """The sections of a run file, their defaults and what values are possible."""
 
 import re
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
-from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from megatrain.base.units import parse_bytes
-from megatrain.config.adapter import AdapterSection
 from megatrain.config.learning import (
+    AdapterSection,
     LossSection,
     OptimizerSection,
+    RolloutSection,
     ScheduleSection,
     TrainingSection,
 )
-from megatrain.config.model import ModelSection
-from megatrain.config.rollout import RolloutSection, check_rollout
-from megatrain.config.section import Fraction, Name, Positive, Section, nearest, shown
+from megatrain.config.section import Fraction, Name, Pattern, Positive, Section, nearest, shown
 from megatrain.errors import InputError
 from megatrain.placement import RENAMED, Placement, Precision, Verify
 
 
+class ModelSection(Section):
+    """The model that is trained: a pretrained `path`, or a `config` to be randomly initialised.
+
+    `chat_template`: a Jinja file that takes the place of the tokenizer's own, in the result, too.
+    `eos_token`: the token that ends texts, instead of the tokenizer's own; also in the result. What
+    the chat template ends replies with is known without it.
+    `base`: how frozen linear layers are kept, see docs/adapters.md.
+    `base_model`: where the base of the adapter is now, if it is not where `path`, the adapter's
+    folder or the checkpoint says.
+    `router_aux_loss_coef`: weight of the loss that balances experts; null: as the model says.
+    `freeze`, `train_only`: regular expressions searched for in parameters' names, of what is not
+    trained, and of all that is; null: everything.
+    """
+
+    path: Name | None = None
+    config: dict[str, Any] | None = None
+    tokenizer: Name | None = None
+    chat_template: Name | None = None
+    eos_token: Annotated[str, Field(min_length=1)] | None = None
+    freeze: list[Pattern] = Field(default_factory=list)
+    train_only: Annotated[list[Pattern], Field(min_length=1)] | None = None
+    base: Literal["bf16", "fp8", "nf4"] = "bf16"
+    base_model: Name | None = None
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None
+
+    def problems(self) -> Iterator[str]:
+        if (self.path is None) == (self.config is None):
+            yield "give either path (a hub id or a folder) or config (random start)"
+        if self.config is None:
+            return
+        if not isinstance(self.config.get("model_type"), str):
+            yield "config needs a model_type, such as llama"
+        if self.base_model is not None:
+            yield "base_model needs path: what is drawn has no base"
+        if self.tokenizer is None:
+            yield (
+                "a model with config needs a tokenizer (a hub id or a folder; "
+                "megatrain.data.train_bpe_tokenizer makes one of text files)"
+            )
+
+
 class DataSection(Section):
-    """What it is trained on; `megatrain.data.formats` has the formats.
+    """The data that it is trained on; `megatrain.data.formats` has the formats.
 
     `fields`: our name of a field -> its name in the data; null: passed over on purpose.
     `bad_rows`: end at the first row that cannot be used, or leave such rows out and list them.
@@ -51,30 +94,18 @@ class DataSection(Section):
     hub_split: str = "train"
     cache_dir: Name | None = None
 
-    @model_validator(mode="after")
-    def _one_evaluation_source(self) -> Self:
-        if self.eval_path is not None and self.eval_fraction:
-            raise ValueError("give eval_path or eval_fraction, not both")
-        return self
-
     @field_validator("path", "eval_path")
     @classmethod
-    def _some_path(cls, given: Any) -> Any:
-        for name, paths in given.items() if isinstance(given, dict) else [("", given)]:
-            if paths == []:
-                which = f"the set {name!r} has no path" if name else "there is no path"
-                raise ValueError(f"{which}: name at least one file, folder or glob")
-        return given
-
-    @field_validator("eval_path")
-    @classmethod
-    def _names_of_sets(cls, given: Any) -> Any:
-        for name in given if isinstance(given, dict) else ():
-            if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
-                raise ValueError(f"name a set with letters, digits, _, . or -; got {shown(name)}")
-        if given == {}:
+    def _some_path(cls, paths: Any) -> Any:
+        if paths == {}:
             raise ValueError("names no set")
-        return given
+        for name, of_set in paths.items() if isinstance(paths, dict) else [(None, paths)]:
+            if of_set == []:
+                what = "there is no path" if name is None else f"the set {name!r} has no path"
+                raise ValueError(f"{what}: name at least one file, folder or glob")
+            if name is not None and not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+                raise ValueError(f"name a set with letters, digits, _, . or -; got {shown(name)}")
+        return paths
 
     @property
     def eval_sets(self) -> dict[str, str | list[str]]:
@@ -83,43 +114,29 @@ class DataSection(Section):
             return dict(self.eval_path or {})
         return {"": self.eval_path}
 
-    @model_validator(mode="after")
-    def _whole_sources(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        if self.eval_path is not None and self.eval_fraction:
+            yield "give eval_path or eval_fraction, not both"
         if self.streaming and self.weights is not None:
-            raise ValueError("streaming takes sources as they come: leave weights out")
+            yield "streaming takes sources as they come: leave weights out"
         if self.streaming and self.eval_fraction:
-            raise ValueError("give eval_path instead of eval_fraction: a stream has no known end")
+            yield "give eval_path instead of eval_fraction: a stream has no known end"
+        if self.repeat and self.eval_fraction:
+            yield "give eval_path instead of eval_fraction: repeated rows would be held out, too"
+        if self.repeat and self.weights is None:
+            yield "repeat needs weights: only sources with weights are repeated"
         usual = type(self).model_fields["shuffle_buffer"].default
         if not self.streaming and self.shuffle_buffer != usual:
-            raise ValueError("shuffle_buffer needs streaming: other data are shuffled as a whole")
-        return self
-
-    @model_validator(mode="after")
-    def _one_field_of_texts(self) -> Self:
-        if (
-            self.text_field != "text"
-            and self.fields.get("text", self.text_field) != self.text_field
-        ):
-            raise ValueError("text_field and fields name two fields of texts: keep one")
-        return self
-
-    @model_validator(mode="after")
-    def _weights_of_paths(self) -> Self:
+            yield "shuffle_buffer needs streaming: other data are shuffled as a whole"
+        if self.text_field not in ("text", self.fields.get("text", self.text_field)):
+            yield "text_field and fields name two fields of texts: keep one"
         number = len(self.path) if isinstance(self.path, list) else 1
         if self.weights is not None and len(self.weights) != number:
-            raise ValueError(f"give as many weights as paths: {number}, not {len(self.weights)}")
-        if self.repeat and self.weights is None:
-            raise ValueError("repeat needs weights: only sources with weights are repeated")
-        if self.repeat and self.eval_fraction:
-            raise ValueError(
-                "give eval_path instead of eval_fraction: with repeat, what is held out would be "
-                "trained on, too"
-            )
-        return self
+            yield f"give as many weights as paths: {number}, not {len(self.weights)}"
 
 
 class EngineSection(Section):
-    """Where and how the step is computed.
+    """The device, and how the step is computed on it.
 
     `disk`: a folder on a fast disk, where planes may rest while the run goes on, in a file without
     a name; `disk_space` at most, null: what is free. `devices`: as many processes, each with a
@@ -171,25 +188,19 @@ class EngineSection(Section):
         if not isinstance(value, dict):
             return value
         # A run file has lists only.
-        value = {n: tuple(each) if isinstance(each, list) else each for n, each in value.items()}
+        value = {n: tuple(v) if isinstance(v, list) else v for n, v in value.items()}
         _check_placement(value)
         return value
 
-    @model_validator(mode="after")
-    def _device_of_each_process(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.devices > 1 and ":" in self.device:
-            raise ValueError(f"{self.devices} devices cannot all be {self.device}; take cuda")
-        return self
-
-    @model_validator(mode="after")
-    def _disk_of_planes(self) -> Self:
+            yield f"{self.devices} devices cannot all be {self.device}; take cuda"
         if self.disk is None and self.disk_space is not None:
-            raise ValueError("disk_space needs disk: a folder on the disk")
-        there = self.placement if isinstance(self.placement, dict) else {}
+            yield "disk_space needs disk: a folder on the disk"
+        choices = self.placement if isinstance(self.placement, dict) else {}
         for name in ("disk_moments", "disk_remainder", "disk_weights"):
-            if self.disk is None and there.get(name):
-                raise ValueError(f"placement.{name} needs disk: a folder on the disk")
-        return self
+            if self.disk is None and choices.get(name):
+                yield f"placement.{name} needs disk: a folder on the disk"
 
     def placement_value(self) -> Literal["auto"] | Placement:
         """The placement as `Engine` takes it."""
@@ -216,16 +227,14 @@ class CheckpointSection(Section):
     mode: Literal["min", "max"] | None = None
     load_best: bool = False
 
-    @model_validator(mode="after")
-    def _best_is_named(self) -> Self:
+    def problems(self) -> Iterator[str]:
         for name in ("mode", "load_best"):
             if getattr(self, name) and self.best is None:
-                raise ValueError(f"{name} needs best: the metric, such as eval_loss")
-        return self
+                yield f"{name} needs best: the metric, such as eval_loss"
 
 
 class OutputSection(Section):
-    """Where the run is written: `folder`, or a new `runs/<name>-<time>` when it is null.
+    """The run's folder: `folder`, or a new `runs/<name>-<time>` when it is null.
 
     One early step is recorded for `timeline.json`, with `timeline_every` also each N-th one. A
     recorded step's times by stream and reasons to wait are in `metrics.jsonl`.
@@ -258,12 +267,10 @@ class TrackingSection(Section):
         """Their names, each once."""
         return list(dict.fromkeys(self.to if isinstance(self.to, list) else [self.to]))
 
-    @model_validator(mode="after")
-    def _options_of_trackers(self) -> Self:
+    def problems(self) -> Iterator[str]:
         for name in self.options:
             if name not in self.trackers:
-                raise ValueError(f"options are given for {name}, which is not in tracking.to")
-        return self
+                yield f"options are given for {name}, which is not in tracking.to"
 
 
 class Config(Section):
@@ -284,80 +291,77 @@ class Config(Section):
 
     @property
     def eval_metrics(self) -> list[str]:
-        """What evaluations measure, over all sets and of each named one; empty without any."""
-        data = self.data
-        sets = ["", *(f"{name}_" for name in data.eval_sets if name)]
-        there = data.eval_path is not None or data.eval_fraction
-        kinds = self.loss.metrics if there else ()
-        return [f"eval_{each}{kind}" for each in sets for kind in kinds]
+        """The metrics of evaluations, over all sets and of each named one; empty without any."""
+        sets = ["", *(f"{name}_" for name in self.data.eval_sets if name)]
+        evaluates = self.data.eval_path is not None or self.data.eval_fraction
+        kinds = self.loss.metrics if evaluates else ()
+        return [f"eval_{name}{kind}" for name in sets for kind in kinds]
 
-    @model_validator(mode="after")
-    def _sections_together(self) -> Self:
-        """What no section can know alone; all problems are said at once."""
-        problems = []
-        for check in (
-            self._data_of_a_loss,
-            self._rows_that_ranks_share,
-            self._base_of_an_adapter,
-            self._length_of_a_stream,
-            self._products_of_a_precision,
-            self._refusals_wait_for_the_norm,
-            self._watched_metrics,
-        ):
-            try:
-                check()
-            except ValueError as error:
-                problems.append(str(error))
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
+    def problems(self) -> Iterator[str]:
+        """All that no section can know alone."""
+        yield from self._of_the_loss()
+        yield from self._of_rollouts()
+        yield from self._of_shared_rows()
+        precision, training = self.engine.precision, self.training
+        if self.adapter.method is not None and self.model.path is None:
+            yield "adapter needs model.path: a base that can be loaded again"
+        if self.adapter.method is not None and precision == "fp8":
+            yield "adapter: engine.precision fp8 is not supported with it; take bf16"
+        if self.data.streaming and training.steps is None:
+            yield "data.streaming needs training.steps: an epoch's length is not known"
+        if self.model.base != "bf16" and precision != "bf16":
+            yield f"model.base {self.model.base} needs engine.precision bf16, not {precision}"
+        if self.optimizer.ns_precision == "fp32" and precision != "fp32":
+            yield "optimizer.ns_precision fp32 needs engine.precision fp32; take bf16"
+        if training.refuses is not None and not self.updates_wait_for_the_norm:
+            yield (
+                f"training.{training.refuses} needs updates that wait for the norm, and those of "
+                f"layers do not with {self.optimizer.name}; leave it out, or set optimizer.clip: "
+                "all"
+            )
+        yield from self._of_watched_metrics()
 
-    def _data_of_a_loss(self) -> None:
-        check_rollout(self.rollout, self.loss, self.data.sequence_length)
-        data, scores = self.data, self.loss.name == "reward"
-        for key, given in {
-            "data.kind": data.kind != "auto" and self.loss.kind != "prompts",
+    def _of_the_loss(self) -> Iterator[str]:
+        data, name, kind = self.data, self.loss.name, self.loss.kind
+        refused = {
+            "data.kind": data.kind != "auto" and kind != "prompts",
             "data.weights": data.weights,
             "data.streaming": data.streaming,
             "data.text_field": data.text_field != "text",
-            "training.samples": scores and self.training.samples,
-            "training.neftune_alpha": self.loss.kind == "prompts" and self.training.neftune_alpha,
-        }.items():
-            if given and self.loss.kind is not None:
-                raise ValueError(f"loss.name {self.loss.name} cannot have {key}; leave it out")
+            "training.samples": name == "reward" and self.training.samples,
+            "training.neftune_alpha": kind == "prompts" and self.training.neftune_alpha,
+        }
+        for key in (key for key, is_set in refused.items() if is_set and kind is not None):
+            yield f"loss.name {name} cannot have {key}; leave it out"
         if data.streaming and self.loss.teacher_log_probs == "kept":
-            raise ValueError("data.streaming keeps nothing: set loss.teacher_log_probs: streamed")
+            yield "data.streaming keeps nothing: set loss.teacher_log_probs: streamed"
 
-    def _rows_that_ranks_share(self) -> None:
-        for key, given in {
+    def _of_rollouts(self) -> Iterator[str]:
+        loss, rollout, length = self.loss, self.rollout, self.data.sequence_length
+        if loss.kind != "prompts":
+            if rollout != RolloutSection():
+                yield f"rollout is for loss.name grpo or rloo, and this is {loss.name}"
+            return
+        if loss.name != "grpo" and rollout.importance_sampling() and rollout.corrects:
+            yield f"rollout.importance_sampling_... is for loss.name grpo, and this is {loss.name}"
+        if not rollout.rewards:
+            yield f"loss.name {loss.name} needs rollout.rewards: functions, as [rewards.py:reward]"
+        if (most := loss.max_completion_length or 0) >= length:
+            yield (
+                f"data.sequence_length ({length}) is of a prompt and its reply together: it must "
+                f"be above loss.max_completion_length ({most})"
+            )
+
+    def _of_shared_rows(self) -> Iterator[str]:
+        refused = {
             "data.packing (set it to false)": self.data.packing,
             "training.samples": self.training.samples,
             "training.neftune_alpha": self.training.neftune_alpha,
             f"loss.name {self.loss.name}": self.loss.kind or self.loss.name == "distill",
-        }.items():
-            if self.engine.sequence_parallel > 1 and given:
-                raise ValueError(f"engine.sequence_parallel cannot have {key} yet")
-
-    def _base_of_an_adapter(self) -> None:
-        if self.adapter.method is None:
-            return
-        if self.model.path is None:
-            raise ValueError("adapter needs model.path: a base that can be loaded again")
-        if self.engine.precision == "fp8":
-            raise ValueError("adapter: engine.precision fp8 is not supported with it; take bf16")
-
-    def _length_of_a_stream(self) -> None:
-        if self.data.streaming and self.training.steps is None:
-            raise ValueError("data.streaming needs training.steps: an epoch's length is not known")
-
-    def _products_of_a_precision(self) -> None:
-        if self.model.base != "bf16" and self.engine.precision != "bf16":
-            raise ValueError(
-                f"model.base {self.model.base} needs engine.precision bf16, not "
-                f"{self.engine.precision}; set one of them to bf16"
-            )
-        if self.optimizer.ns_precision == "fp32" and self.engine.precision != "fp32":
-            raise ValueError("optimizer.ns_precision fp32 needs engine.precision fp32; take bf16")
+        }
+        for key in (key for key, is_set in refused.items() if is_set):
+            if self.engine.sequence_parallel > 1:
+                yield f"engine.sequence_parallel cannot have {key} yet"
 
     @property
     def updates_wait_for_the_norm(self) -> bool:
@@ -365,16 +369,9 @@ class Config(Section):
         directs = self.optimizer.rule().directing and self.optimizer.clip != "all"
         return self.training.max_grad_norm is not None and not directs
 
-    def _refusals_wait_for_the_norm(self) -> None:
-        name = self.training.refuses
-        if name is not None and not self.updates_wait_for_the_norm:
-            raise ValueError(
-                f"training.{name} needs updates that wait for the norm, and those of layers do not "
-                f"with {self.optimizer.name}; leave it out, or set optimizer.clip: all"
-            )
-
-    def _watched_metrics(self) -> None:
+    def _of_watched_metrics(self) -> Iterator[str]:
         metrics, every = self.eval_metrics, self.training.eval_every
+        needed = "data.eval_path or data.eval_fraction"
         wanted = {"checkpoint.best": self.checkpoint.best}
         if self.training.early_stopping is not None:
             wanted["training.early_stopping"] = self.watched
@@ -382,16 +379,13 @@ class Config(Section):
             wanted["training.samples"] = f"eval_{self.loss.metrics[0]}"
         for key, metric in wanted.items():
             if metric is not None and not (metrics and every):
-                raise ValueError(
-                    f"{key} needs evaluations: set training.eval_every, and data.eval_path or "
-                    "data.eval_fraction"
-                )
-            if metric is not None and metric not in metrics:
-                raise ValueError(f"{key}: there is no {metric!r}{nearest(metric, metrics)}")
+                yield f"{key} needs evaluations: set training.eval_every, and {needed}"
+            elif metric is not None and metric not in metrics:
+                yield f"{key}: there is no {metric!r}{nearest(metric, metrics)}"
         if every is not None and not metrics:
-            raise ValueError(
-                f"training.eval_every is {every}, but there is nothing to evaluate: set "
-                "data.eval_path or data.eval_fraction, or leave eval_every out"
+            yield (
+                f"training.eval_every is {every}, but there is nothing to evaluate: set {needed}, "
+                "or leave eval_every out"
             )
 
     @property
@@ -401,7 +395,7 @@ class Config(Section):
 
     @property
     def larger_is_better(self) -> bool:
-        """Whether large values of that metric are good."""
+        """True if large values of that metric are good."""
         mode = self.checkpoint.mode
         large = ("accuracy", "accuracies", "margins", "chosen", "reward")
         return self.watched.endswith(large) if mode is None else mode == "max"

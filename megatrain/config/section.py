@@ -1,17 +1,18 @@
-"""What all sections of a run file share: strictness, kinds of values, words for messages."""
+"""The base of all sections of a run file: strict values, checks, and words for messages."""
 
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Natural = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 def _a_name(text: str) -> str:
@@ -33,9 +34,6 @@ def _a_name(text: str) -> str:
             "on the command line with --set"
         )
     return text
-
-
-_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 Name = Annotated[str, AfterValidator(_a_name)]
@@ -62,24 +60,34 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_not_given(cls, given: Any) -> Any:
-        """Null of a section, or of a key that is 0, false or empty by default, is as if left out.
+    def _null_is_not_given(cls, values: Any) -> Any:
+        """Leave out null of a section, or of a key that is 0, false or empty by default.
 
         Of other keys null is no value, unless they say so: which would be meant?
         """
-        if not isinstance(given, dict):
-            return given
-        return {n: v for n, v in given.items() if v is not None or not cls._is_nothing(n)}
+        if not isinstance(values, dict):
+            return values
+        return {n: v for n, v in values.items() if v is not None or not cls._is_nothing(n)}
 
     @classmethod
     def _is_nothing(cls, name: Any) -> bool:
-        """Whether a key has a section, or else a default that asks for nothing."""
+        """True if a key has a section, or else a default that asks for nothing."""
         field = cls.model_fields.get(name)
         if field is None:
             return False
         kind, default = field.annotation, field.get_default(call_default_factory=True)
         of_section = isinstance(kind, type) and issubclass(kind, Section)
         return of_section or (default is not None and not field.is_required() and not default)
+
+    def problems(self) -> Iterator[str]:
+        """A message for each reason why the values do not go together."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _without_problems(self) -> Self:
+        if messages := list(self.problems()):
+            raise ValueError("; ".join(messages))
+        return self
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

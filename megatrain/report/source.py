@@ -8,8 +8,16 @@ from typing import Any
 from megatrain.base.json_yaml import parse_json, read_yaml
 from megatrain.errors import InputError
 from megatrain.report.series import Metrics, collect
-from megatrain.run_folder.finished import early_end, model_state, model_steps
-from megatrain.run_folder.layout import CONFIG, ENVIRONMENT, METRICS, MODEL, TIMELINE
+from megatrain.run_folder.layout import (
+    CONFIG,
+    ENVIRONMENT,
+    METRICS,
+    MODEL,
+    TIMELINE,
+    early_end,
+    model_state,
+    model_steps,
+)
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, read_trace
 

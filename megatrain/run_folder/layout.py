@@ -1,12 +1,22 @@
-"""The layout of a run's folder, and which folder a run has."""
+"""A run's folder: its name and layout, its lock, and the note that the run has ended."""
 
+import errno
+import fcntl
+import json
+import logging
 import os
 import re
-from contextlib import suppress
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
-from megatrain.base.whole_files import partial_name
+from megatrain import config as run_files
+from megatrain.base.json_yaml import parse_json
+from megatrain.base.whole_files import partial_name, write_file
+from megatrain.config import Config
 from megatrain.errors import InputError
 
 MODEL = "model"
@@ -21,10 +31,31 @@ TIMELINE = "timeline.json"
 LOCK = ".lock"
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_NOTE_BYTES = 1 << 16
+
+log = logging.getLogger(__name__)
+
+
+def load_run(run: Path, overrides: Sequence[str], *, resume: bool) -> Config:
+    """The configuration of a run file, or with `resume` of a run's folder.
+
+    Raises:
+        InputError: there is none, or it cannot be used.
+    """
+    if not run.is_dir():
+        return run_files.load(run, overrides)
+    if not resume:
+        raise InputError(f"{run}: a folder; give its run file, or --resume to go on with it")
+    if not (run / CONFIG).is_file():
+        raise InputError(f"{run}: no run there (no {CONFIG}); give the folder of a run")
+    loaded = run_files.load(run / CONFIG, overrides)
+    output = loaded.output.model_copy(update={"folder": str(run)})
+    return loaded.model_copy(update={"output": output})
 
 
 def new_run_folder(folder: str | None, name: str) -> Path:
-    """Where a run will be written, not created yet: `folder`, or a new one under `runs/`.
+    """The folder of a new run, not created yet: `folder`, or a new one under `runs/`.
 
     Raises:
         InputError: there is something already, which is never overwritten, or no writable folder.
@@ -36,9 +67,9 @@ def new_run_folder(folder: str | None, name: str) -> Path:
     if (path / MODEL).exists():
         raise InputError(f"output.folder: {path} holds a finished run; choose another folder")
     require_empty(path, "output.folder: ")
-    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise InputError(f"output.folder: {there} cannot be written into; choose another folder")
+    parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"output.folder: {parent} cannot be written into; choose another folder")
     return path
 
 
@@ -87,7 +118,7 @@ def _runs_of(name: str) -> list[Path]:
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
-    """Where a run keeps its state after `step` steps."""
+    """The folder of a run's state after `step` steps."""
     return run / CHECKPOINTS / f"step-{step:08d}"
 
 
@@ -115,8 +146,8 @@ def require_empty(path: Path, what: str = "") -> None:
 
     What a run leaves that was killed before it had its configuration there does not count.
     """
-    own = (LOCK, partial_name(CONFIG))
-    if path.exists() and (not path.is_dir() or any(p.name not in own for p in path.iterdir())):
+    ours = (LOCK, partial_name(CONFIG))
+    if path.exists() and (not path.is_dir() or any(p.name not in ours for p in path.iterdir())):
         raise InputError(f"{what}{path} is not empty; choose another folder")
 
 
@@ -127,5 +158,104 @@ def model_folder(path: str) -> str:
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether a folder has a model's configuration, or that of an adapter alone."""
+    """True if a folder has a model's configuration, or that of an adapter alone."""
     return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of an existing run folder.
+
+    The kernel gives it back when the process ends, however it ends, so nothing is ever stale. The
+    file stays: to delete it would let a third process lock another file of the same name.
+
+    Raises:
+        InputError: another process holds it.
+    """
+    path = folder / LOCK
+    require_plain(path)
+    with path.open("a+", encoding="utf-8", errors="replace") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = " ".join(file.read(200).split()) or "another process"
+            raise InputError(
+                f"{folder}: {holder} is writing there; wait until it ends or choose another folder"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning("%s: no locks there (%s); start no second run in it", folder, error)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def note_finished(
+    run: Path, config: Config, steps: int, *, best: Any = None, early: str | None = None
+) -> None:
+    """Note the length of the run that `model/` is of.
+
+    Args:
+        best: the state that `model/` is of, where the best one was asked for.
+        early: why the run has ended before its last step.
+    """
+    optional = {"best": best, "early": early}
+    note = _length(config) | {"done": steps}
+    note |= {name: value for name, value in optional.items() if value is not None}
+    write_file(run / FINISHED, json.dumps(note) + "\n")
+
+
+def finished_steps(run: Path, config: Config) -> int | None:
+    """The steps of a run that is as long as it is to be; None: it goes on.
+
+    The model alone says nothing: a run that was made longer still has that of the shorter one, and
+    one that is to have its best state may have its last.
+    """
+    note = _note(run)
+    done, best, _ = (note.pop(name, None) for name in ("done", "best", "early"))
+    wanted = config.watched if config.checkpoint.load_best else None
+    names = best if isinstance(best, dict) else ()
+    metric = next((name for name in names if name != "step"), None)
+    return done if note == _length(config) and metric == wanted else None
+
+
+def early_end(run: Path) -> str | None:
+    """The reason why the run of `model/` ended before its last step; None: it did not."""
+    reason = _note(run).get("early")
+    return reason if isinstance(reason, str) else None
+
+
+def model_steps(run: Path) -> int | None:
+    """The number of steps after which `model/` was written; None: there is none, or unknown."""
+    return _note(run).get("done")
+
+
+def model_state(run: Path) -> int | None:
+    """The step of the state that `model/` holds, the best or the last; None: nobody knows."""
+    note = _note(run)
+    best = note.get("best")
+    step = best.get("step") if isinstance(best, dict) else None
+    return step if type(step) is int else note.get("done")
+
+
+def _note(run: Path) -> dict[str, Any]:
+    """The note of a run; empty without one, or without a number of steps `done`."""
+    path = run / FINISHED
+    if not (run / MODEL).is_dir() or not path.is_file():
+        return {}
+    try:
+        with path.open("rb") as file:
+            note = parse_json(file.read(_NOTE_BYTES))
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) and type(note.get("done")) is int else {}
+
+
+def _length(config: Config) -> dict[str, Any]:
+    length: dict[str, Any] = {"steps": config.training.steps, "epochs": config.training.epochs}
+    if (rule := config.training.early_stopping) is not None:
+        length["early_stopping"] = rule.model_dump()
+    return length

@@ -21,8 +21,8 @@ from megatrain.run_folder.layout import (
     checkpoints,
     new_run_folder,
 )
+from megatrain.train.evaluations import Watch
 from megatrain.train.resume import RunState, check_config, cut_metrics
-from megatrain.train.watch import Watch
 
 # What the checkpoint's own tokenizer has already.
 _WITH_WEIGHTS = ("tokenizer", "chat_template", "eos_token")

@@ -32,17 +32,17 @@ class Checkpointing:
         settings: CheckpointSection,
         saved: int,
         best: Callable[[], int | None] = lambda: None,
-        told: Callable[[int], None] = lambda step: None,
+        call: Callable[[int], None] = lambda step: None,
     ) -> None:
         """Prepare for what comes.
 
         Args:
             saved: the step of the newest whole checkpoint, 0 if there is none.
             best: the step of the best state that has a checkpoint, which stays.
-            told: is called with the step of a checkpoint when it is whole.
+            call: is called with the step of a checkpoint when it is whole.
         """
         self._job, self._run, self._settings = job, run, settings
-        self._best, self._told = best, told
+        self._best, self._call = best, call
         self.saved = saved
         self._running: tuple[int, Saving] | None = None
         self._wanted_from: int | None = None  # a checkpoint is due from this step on
@@ -101,12 +101,11 @@ class Checkpointing:
     def _rescue(self, state: RunState) -> None:
         try:
             self.now(state)
+            if state.step:
+                log.info("the state after step %d is saved; --resume goes on there", state.step)
         except Exception as error:
             older = f"; --resume goes on after step {self.saved}" if self.saved else ""
             log.warning("the state before the failure is not saved: %s%s", error, older)
-        else:
-            if state.step:
-                log.info("the state after step %d is saved; --resume goes on there", state.step)
 
     def _begin(self, state: RunState) -> None:
         self._wanted_from = None
@@ -120,7 +119,7 @@ class Checkpointing:
             flush(self._run / METRICS)
         return self._job.engine.save(
             checkpoint_folder(self._run, state.step),
-            extra=state.as_dict(),
+            extra=dict(vars(state)),
             attach=self._job.write_tokenizer,
             keep=self._stays_from is not None or self._is_marked(state.step),
             wait=False,
@@ -146,20 +145,15 @@ class Checkpointing:
         self._is_whole(step)
 
     def _is_whole(self, step: int) -> None:
-        self.saved = step
-        self._rotate()
-        self._told(step)
-
-    def _rotate(self) -> None:
-        if self._job.ranks.rank or len(checkpoints(self._run)) <= self._settings.keep:
-            return
-        try:
-            newest, best = checkpoint_folder(self._run, self.saved), self._best()
-            spared = [] if best is None else [checkpoint_folder(self._run, best)]
-            keep = self._settings.keep
-            rotate(self._run / CHECKPOINTS, keep, newest=newest, spared=spared)
-        except OSError as error:
-            log.warning("an old checkpoint cannot be deleted: %s", error)
+        self.saved, keep = step, self._settings.keep
+        if not self._job.ranks.rank and len(checkpoints(self._run)) > keep:
+            try:
+                newest, best = checkpoint_folder(self._run, step), self._best()
+                spared = [] if best is None else [checkpoint_folder(self._run, best)]
+                rotate(self._run / CHECKPOINTS, keep, newest=newest, spared=spared)
+            except OSError as error:
+                log.warning("an old checkpoint cannot be deleted: %s", error)
+        self._call(step)
 
     def _failed(self, step: int, error: Exception) -> None:
         again = self._wanted_from = step + _RETRY_AFTER

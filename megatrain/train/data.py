@@ -25,8 +25,7 @@ from megatrain.data.prompts import end_of_turn, ends_last, prompt_ids, unmet_ope
 from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
 from megatrain.model.build import load_config
-from megatrain.train.model_config import check_sequence_length, model_config
-from megatrain.train.resolve_model import ResolvedModel
+from megatrain.train.resolve_model import ResolvedModel, check_sequence_length, model_config
 
 SECONDS_BETWEEN_NEWS = 5.0
 

@@ -1,4 +1,4 @@
-"""What a run would only end with after hours, if it were not looked at before data is read."""
+"""Checks of the device and the disk, before data is read: else a run would fail after hours."""
 
 import logging
 import shutil
@@ -43,47 +43,44 @@ def check_device(config: Config, ranks: Ranks) -> None:
         )
 
 
-def check_disk(config: Config, source: Source, total_steps: int | None) -> None:
+def check_disk(config: Config, model: Source | Start | None, total_steps: int | None) -> None:
     """See whether the disk has room for the checkpoints that there will be at once, and the model.
 
     Args:
-        source: the model, without weights; what requires gradients is trained.
+        model: without weights; what requires gradients is trained. Of a run that goes on its
+            start: there must be room for one more checkpoint.
         total_steps: None: not known yet, so that only one checkpoint is counted.
 
     Raises:
         DoesNotFit: it has not.
     """
-    path = Path(config.output.folder or "runs").expanduser().absolute()
-    number = _checkpoints_at_once(config, total_steps)
-    checkpoint, model = _bytes_of(config, source)
-    several = f"{number} checkpoint{'s' * (number > 1)} of {gib(checkpoint)} and the model take"
-    remedies = ["set output.folder to a folder on another disk"]
-    if number > 2:
-        remedies.append("lower checkpoint.keep (or raise keep_every)")
-    elif number:
-        remedies.append("save less often (checkpoint.every: null, checkpoint.at_end: false)")
-    takes = several if number else "the model takes"
-    _require_room(path, number * checkpoint + model, takes, remedies)
-
-
-def check_disk_to_go_on(config: Config, start: Start) -> None:
-    """See whether the disk has room for one more checkpoint of a run. Raises DoesNotFit."""
-    if config.checkpoint.at_end or config.checkpoint.every is not None:
-        files = (path for path in start.checkpoint.rglob("*") if path.is_file())
-        needed = sum(path.stat().st_size for path in files)
-        _require_room(start.checkpoint.parent, needed, "the next checkpoint takes", [])
-
-
-def _require_room(path: Path, needed: int, takes: str, remedies: list[str]) -> None:
-    place = next(parent for parent in (path, *path.parents) if parent.exists())
-    room = shutil.disk_usage(place)
-    if needed <= room.free or room.total == 0:  # /proc and its like say nothing
-        return
-    remedies = [f"free {gib(needed - room.free)}", *remedies]
-    raise DoesNotFit(
-        f"{path}: the disk has {gib(room.free)} left, and {takes} {gib(needed)}; "
-        + ", or ".join(remedies)
-    )
+    if isinstance(model, Start):
+        folder, remedies = model.checkpoint.parent, []
+        if not config.checkpoint.at_end and config.checkpoint.every is None:
+            return
+        files = (path for path in model.checkpoint.rglob("*") if path.is_file())
+        needed, takes = sum(path.stat().st_size for path in files), "the next checkpoint takes"
+    else:
+        assert model is not None
+        folder = Path(config.output.folder or "runs").expanduser().absolute()
+        number = _checkpoints_at_once(config, total_steps)
+        checkpoint, exported = _bytes_of(config, model)
+        needed, takes = number * checkpoint + exported, "the model takes"
+        remedies = ["set output.folder to a folder on another disk"]
+        if number:
+            of_each = f"{number} checkpoint{'s' * (number > 1)} of {gib(checkpoint)}"
+            takes = f"{of_each} and the model take"
+        if number > 2:
+            remedies.append("lower checkpoint.keep (or raise keep_every)")
+        elif number:
+            remedies.append("save less often (checkpoint.every: null, checkpoint.at_end: false)")
+    room = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
+    if needed > room.free and room.total > 0:  # /proc and its like say nothing
+        remedies = [f"free {gib(needed - room.free)}", *remedies]
+        raise DoesNotFit(
+            f"{folder}: the disk has {gib(room.free)} left, and {takes} {gib(needed)}; "
+            + ", or ".join(remedies)
+        )
 
 
 def _checkpoints_at_once(config: Config, total_steps: int | None) -> int:
@@ -103,9 +100,9 @@ def _bytes_of(config: Config, source: Source) -> tuple[int, int]:
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters) - trained
     rule, dtype = config.optimizer.rule(), DTYPES[config.engine.precision]
-    each = parameter_bytes(rule, dtype) - gradient_plane(dtype).bytes_per_parameter
+    per_trained = parameter_bytes(rule, dtype) - gradient_plane(dtype).bytes_per_parameter
     if adapted(source.model) is not None:  # the base is neither in checkpoints nor in the model
-        return int(trained * each), 4 * trained
+        return int(trained * per_trained), 4 * trained
     packed = source.base != "bf16"
-    saved = trained * each + (0 if packed else 2 * frozen)
+    saved = trained * per_trained + (0 if packed else 2 * frozen)
     return int(saved), (trained + frozen) * source.dtype.itemsize

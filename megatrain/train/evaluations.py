@@ -1,26 +1,31 @@
-"""Evaluations of a run: when they are due, what they measure, what they say."""
+"""Evaluations of a run: when they are due, their metrics, the best state, and the early end."""
 
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from megatrain.base.units import duration
 from megatrain.config import Config, step_loss
 from megatrain.data import Prompts, Step, plain_rows
+from megatrain.errors import MegatrainError, in_one_line
+from megatrain.generate import Sampling, generate
 from megatrain.loss import Distillation, JointLoss, Reward, num_labelled, targets_of
 from megatrain.telemetry.console import described_rewards
 from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
 from megatrain.train.rollouts import Rollouts
-from megatrain.train.samples import Samples
 from megatrain.train.setup import Job
 from megatrain.train.sharing import logprobs, part_of
 from megatrain.train.signals import Signals
 
 _Parts = list[tuple[Step, int]]  # rows that pass at once, and their labelled tokens
 _MOST_NATS = 700  # beyond, a perplexity is no number
+_SHOWN = 160  # characters of a sample in a line
+
+log = logging.getLogger(__name__)
 
 
 class Evaluations:
@@ -37,18 +42,16 @@ class Evaluations:
         logged: Sequence[Mapping[str, Any]],
         signals: Signals,
     ) -> None:
-        self._engine, self._metrics, self._signals = job.engine, metrics, signals
+        self._job, self._engine, self._metrics, self._signals = job, job.engine, metrics, signals
         self._loss = step_loss(config.loss, config.rollout)
-        self._total, self._ranks = job.total_steps, job.ranks
         # As many rows at once as a step has: more would take memory that no plan counts.
         at_once = max(1, config.training.batch_size // job.loader.rows_per_micro_batch)
-        self._rollouts = job.rollouts
         self._sets: dict[str, Any] = {
             name: rows if isinstance(rows, Prompts) else _parts(rows, at_once)
             for name, rows in job.evaluation.items()
         }
         self._every = config.training.eval_every
-        self._samples = Samples(config, job)
+        self._samples = config.training.samples
         self._done = {record["step"] for record in logged if is_evaluation(record)}
         self._trained: list[float] = []  # losses of the steps since the last one
         for record in logged:
@@ -69,13 +72,14 @@ class Evaluations:
         if not (due and self._sets) or step in self._done:
             return None
         started = time.perf_counter()
-        found = self._scores(final=final)
-        if found is None:
+        scores = self._scores(final=final)
+        if scores is None:
             return None
         seconds = time.perf_counter() - started
-        record: dict[str, Any] = {"step": step, **found, "eval_seconds": round(seconds, 4)}
-        say(f"step {step}/{self._total}  {self._described(found)}  {duration(seconds)}")
-        record |= self._samples.take(say)
+        record: dict[str, Any] = {"step": step, **scores, "eval_seconds": round(seconds, 4)}
+        text = self._described(scores)
+        say(f"step {step}/{self._job.total_steps}  {text}  {duration(seconds)}")
+        record |= self._sampled(say)
         self._metrics.write(**record)
         self._done.add(step)
         self.trained(record)
@@ -83,97 +87,154 @@ class Evaluations:
 
     def _scores(self, *, final: bool) -> dict[str, float] | None:
         """Metrics over all sets, and of each named one; None: given up."""
-        if self._rollouts is not None:
-            return self._of_prompts(self._rollouts, final=final)
-        if isinstance(self._loss, JointLoss):
-            return self._of_replies(self._loss, final=final)
-        if isinstance(self._loss, Distillation):
-            return self._of_a_teacher(self._loss, final=final)
-        found: dict[str, tuple[float, float, int]] = {}  # summed loss, right labels, labels
-        ranks = self._engine.batch_ranks
+        if self._job.rollouts is not None:
+            return self._of_prompts(self._job.rollouts, final=final)
+        results: dict[str, list[Any]] = {}
         for name, parts in self._sets.items():
-            losses, right = [], []
+            results[name] = []
             for part, count in parts:
                 if self._signals.stop and not final:
                     return None
-                loss, accuracy = self._engine.score(part_of(part, ranks))
-                losses.append(loss * count)
-                right.append(accuracy * count)
-            found[name] = sum(losses), sum(right), sum(count for _, count in parts)
-        sums = [sum(each) for each in zip(*found.values(), strict=True)]
-        metrics = _metrics("", *sums)
-        for name, each in found.items():
-            metrics |= _metrics(f"{name}_", *each) if name else {}
+                results[name] += self._measured(part, count)
+        every = [result for of_set in results.values() for result in of_set]
+        metrics = self._of(every, [part for parts in self._sets.values() for part in parts], "")
+        for name in filter(None, results):
+            metrics |= self._of(results[name], self._sets[name], f"{name}_")
         return metrics
 
-    def _of_a_teacher(self, loss: Distillation, *, final: bool) -> dict[str, float] | None:
-        """The loss that is trained, over all sets and of each named one."""
-        found: dict[str, tuple[float, int]] = {}  # summed loss, labels
-        for name, parts in self._sets.items():
-            found[name] = 0.0, 0
-            for part, count in parts:
-                if self._signals.stop and not final:
-                    return None
-                share = self._engine.evaluate(part_of(part, self._ranks), loss) * count
-                found[name] = found[name][0] + share, found[name][1] + count
-        losses, counts = zip(*found.values(), strict=True)
-        named = {f"eval_{name}_loss": each / of for name, (each, of) in found.items() if name}
-        return {"eval_loss": sum(losses) / sum(counts)} | named
+    def _measured(self, part: Step, count: int) -> list[Any]:
+        """Summed loss and right labels of a part, or of a joint loss what it needs of each row."""
+        if isinstance(self._loss, JointLoss):
+            scores = isinstance(self._loss, Reward)
+            return logprobs(self._engine, plain_rows(part), self._job.ranks, scores=scores)
+        rows = part_of(part, self._engine.batch_ranks)
+        if isinstance(self._loss, Distillation):
+            return [(self._engine.evaluate(rows, self._loss) * count, 0.0)]
+        loss, accuracy = self._engine.score(rows)
+        return [(loss * count, accuracy * count)]
 
-    def _of_replies(self, loss: JointLoss, *, final: bool) -> dict[str, float] | None:
-        """The measures of a joint loss, each over a whole evaluation set; None: a signal came."""
-        every: tuple[list[Tensor], Step] = [], []
-        metrics: dict[str, float] = {}
-        for name, parts in self._sets.items():
-            found: list[Tensor] = []
-            rows = [micro for part, _ in parts for micro in part]
-            for part, _ in parts:
-                if self._signals.stop and not final:
-                    return None
-                scores = isinstance(loss, Reward)
-                found += logprobs(self._engine, plain_rows(part), self._ranks, scores=scores)
-            every = every[0] + found, every[1] + rows
-            if name:
-                metrics |= {f"eval_{name}_{key}": v for key, v in loss.told(found, rows).items()}
-        return {f"eval_{key}": v for key, v in loss.told(*every).items()} | metrics
+    def _of(self, results: list[Any], parts: _Parts, prefix: str) -> dict[str, float]:
+        if isinstance(self._loss, JointLoss):
+            values = self._loss.told(results, [micro for part, _ in parts for micro in part])
+        else:
+            losses, right = (sum(column) for column in zip(*results, strict=True))
+            count = sum(count for _, count in parts)
+            values = {"loss": losses / count}
+            if not isinstance(self._loss, Distillation):
+                mean = values["loss"]
+                values["perplexity"] = math.exp(mean) if mean < _MOST_NATS else math.inf
+                values["accuracy"] = right / count
+        return {f"eval_{prefix}{name}": value for name, value in values.items()}
 
     def _of_prompts(self, rollouts: Rollouts, *, final: bool) -> dict[str, float] | None:
         """Rewards of one reply to each prompt, over all sets and of each."""
-        made: dict[str, Any] = {}
+        replies: dict[str, Any] = {}
         for name, prompts in self._sets.items():
-            made[name] = rollouts.tried(prompts, lambda: bool(self._signals.stop) and not final)
-            if made[name] is None:
+            replies[name] = rollouts.tried(prompts, lambda: bool(self._signals.stop) and not final)
+            if replies[name] is None:
                 return None
-        return {f"eval_{key}": value for key, value in rollouts.rewarded(made).items()}
+        return {f"eval_{key}": value for key, value in rollouts.rewarded(replies).items()}
 
-    def _described(self, found: Mapping[str, float]) -> str:
-        if "eval_loss" not in found:
-            return "evaluation " + "  ".join(described_rewards(found, "eval_"))
+    def _described(self, scores: Mapping[str, float]) -> str:
+        if "eval_loss" not in scores:
+            return "evaluation " + "  ".join(described_rewards(scores, "eval_"))
         beside = ""
         if self._trained:
             beside = f" (training {sum(self._trained) / len(self._trained):.4f})"
-        parts = [f"evaluation loss {found['eval_loss']:.4f}{beside}"]
-        if "eval_accuracy" in found:
-            parts.append(f"accuracy {found['eval_accuracy']:.1%}")
-            parts.append(f"perplexity {found['eval_perplexity']:.4g}")
-        parts += described_rewards(found, "eval_")
+        parts = [f"evaluation loss {scores['eval_loss']:.4f}{beside}"]
+        if "eval_accuracy" in scores:
+            parts.append(f"accuracy {scores['eval_accuracy']:.1%}")
+            parts.append(f"perplexity {scores['eval_perplexity']:.4g}")
+        parts += described_rewards(scores, "eval_")
         named = [name for name in self._sets if name]
-        parts += [f"{name} {found[f'eval_{name}_loss']:.4f}" for name in named]
+        parts += [f"{name} {scores[f'eval_{name}_loss']:.4f}" for name in named]
         return "  ".join(parts)
 
+    def _sampled(self, say: Callable[[str], None]) -> dict[str, Any]:
+        """The likeliest continuation of each prompt of `training.samples`, as the log has it.
 
-def _metrics(prefix: str, loss: float, right: float, count: int) -> dict[str, float]:
-    mean = loss / count
-    perplexity = math.exp(mean) if mean < _MOST_NATS else math.inf
-    values = {"loss": mean, "perplexity": perplexity, "accuracy": right / count}
-    return {f"eval_{prefix}{name}": value for name, value in values.items()}
+        A failure to generate costs a warning, not the run; but where one of several ranks alone
+        fails, while the others wait for it, all end.
+        """
+        if self._samples is None:
+            return {}
+        prompts = self._samples.prompts
+        sampling = Sampling(max_new_tokens=self._samples.max_new_tokens, temperature=0)
+        try:
+            with torch.random.fork_rng():
+                texts = generate(self._engine, self._job.tokenizer, prompts, sampling)
+        except MegatrainError as error:
+            if self._job.ranks.size > 1 and error.__cause__ is not None:
+                raise
+            log.warning("no samples from here on: %s", error)
+            self._samples = None
+            return {}
+        asked = [p if isinstance(p, str) else str(p[-1].get("content")) for p in prompts]
+        for prompt, text in zip(asked, texts, strict=True):
+            say(f"  {in_one_line(prompt, _SHOWN)} -> {in_one_line(text, _SHOWN)}")
+        return {"samples": [{"prompt": a, "text": t} for a, t in zip(asked, texts, strict=True)]}
 
 
 def _parts(rows: Step, at_once: int) -> _Parts:
     parts = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
-    counted = [(part, _labelled(part)) for part in parts]
-    return [each for each in counted if each[1]] or counted[:1]  # which is refused
+    counts = [sum(num_labelled(targets_of(micro["labels"])) for micro in part) for part in parts]
+    labelled = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
+    return labelled or [(part, 0) for part in parts[:1]]  # which is refused
 
 
-def _labelled(step: Step) -> int:
-    return sum(num_labelled(targets_of(micro["labels"])) for micro in step)
+class Watch:
+    """The best state of a run, and whether to go on, by one metric of its evaluations.
+
+    All that it knows follows from the run's log, so that a resumed run knows as much as one that
+    was never interrupted.
+    """
+
+    def __init__(self, config: Config, logged: Iterable[Mapping[str, Any]]) -> None:
+        """Args: `logged`: the run's log so far."""
+        self.metric = config.watched
+        self._sign = -1.0 if config.larger_is_better else 1.0
+        self._rule = config.training.early_stopping
+        self._values: dict[int, float] = {}  # of each evaluated step; small ones are good
+        self._reference, self._waited = math.inf, 0
+        for record in logged:
+            self.see(record)
+
+    def see(self, record: Mapping[str, Any]) -> bool:
+        """Take a line of the log in; True if it is an evaluation better than all before."""
+        if self.metric not in record:
+            return False
+        value = record[self.metric]
+        known = isinstance(value, int | float) and math.isfinite(value)
+        signed = self._sign * value if known else math.inf
+        if signed < self._reference - (self._rule.min_delta if self._rule else 0.0):
+            self._reference, self._waited = signed, 0
+        else:
+            self._waited += 1
+        is_best = signed < min(self._values.values(), default=math.inf)
+        if known:
+            self._values[record["step"]] = signed
+        return is_best
+
+    def value(self, step: int) -> float | None:
+        """The metric after a step, if it is known."""
+        return self._sign * self._values[step] if step in self._values else None
+
+    @property
+    def ranked(self) -> list[int]:
+        """The evaluated steps, the best first; the earlier one of two alike."""
+        return sorted(self._values, key=lambda step: (self._values[step], step))
+
+    def best_of(self, steps: Collection[int]) -> int | None:
+        """The best of these steps; None: none of them was evaluated."""
+        return next((step for step in self.ranked if step in steps), None)
+
+    @property
+    def stop(self) -> str | None:
+        """The reason to end the run here; None: there is none."""
+        if self._rule is None or self._waited < self._rule.patience:
+            return None
+        times = f"{self._waited} evaluation{'s' if self._waited > 1 else ''}"
+        if self._reference == math.inf:
+            return f"{self.metric} was no number in {times}"
+        best = self._sign * self._reference
+        return f"{self.metric} was not better than {best:.4g} in {times}"

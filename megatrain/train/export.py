@@ -14,8 +14,7 @@ from megatrain.compat.peft import write_config
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
-from megatrain.run_folder.finished import model_state
-from megatrain.run_folder.layout import MODEL, holds_model, require_empty
+from megatrain.run_folder.layout import MODEL, holds_model, model_state, require_empty
 from megatrain.source.base_reference import no_adapter, with_base
 from megatrain.source.source import adapter_folder, folder_adapter
 from megatrain.source.write_model import write_merged, write_saved

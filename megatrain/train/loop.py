@@ -1,5 +1,6 @@
 """The training loop: steps, evaluations, checkpoints, and what they leave in the run's folder."""
 
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,26 +11,34 @@ from typing import Any
 
 from rich.console import Console
 
+from megatrain import config as run_files
+from megatrain.base.whole_files import whole_folder, write_file
+from megatrain.checkpoint import open_checkpoint
 from megatrain.config import Config
 from megatrain.errors import InputError, MegatrainError, RunFailed, first_line, told
-from megatrain.parallel.distributed import Ranks
+from megatrain.parallel.distributed import Ranks, local_rank
 from megatrain.parallel.launch import joined
-from megatrain.run_folder.finished import note_finished
-from megatrain.run_folder.layout import METRICS, checkpoints
+from megatrain.report import write_report
+from megatrain.run_folder.layout import (
+    CONFIG,
+    ENVIRONMENT,
+    METRICS,
+    MODEL,
+    checkpoint_folder,
+    checkpoints,
+    early_end,
+    load_run,
+    note_finished,
+)
+from megatrain.source.write_model import write_saved
 from megatrain.telemetry.console import TrainingProgress
-from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
+from megatrain.telemetry.environment import environment
+from megatrain.telemetry.metrics import MetricsWriter, is_evaluation, read_metrics
+from megatrain.telemetry.pictures import draw_loss
 from megatrain.train.callbacks import Callbacks, names_of
 from megatrain.train.checkpointing import Checkpointing
-from megatrain.train.evaluations import Evaluations
-from megatrain.train.opening import Finished, open_run
-from megatrain.train.outputs import (
-    Devices,
-    describe_run,
-    draw_curve,
-    show_run,
-    write_model,
-    write_saved_model,
-)
+from megatrain.train.evaluations import Evaluations, Watch
+from megatrain.train.opening import open_run
 from megatrain.train.resume import RunState, cut_metrics
 from megatrain.train.schedule import schedule_state
 from megatrain.train.setup import Job
@@ -37,19 +46,18 @@ from megatrain.train.sharing import check_shared, from_first
 from megatrain.train.signals import Signals
 from megatrain.train.steps import Steps
 from megatrain.train.timeline import RunTimeline
-from megatrain.train.trackers import Trackers
-from megatrain.train.watch import Watch
+from megatrain.train.trackers import Trackers, check_trackers
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run ended with.
+    """The end of a run.
 
     `stopped`: the signal that ended it early, with the run saved. `parameters` and `memory`: of the
     engine; nothing if the run was finished before. `early`: why it ended before its last step.
-    `best`: of which state the model is, where that is not the last.
+    `best`: the state that the model is of, where that is not the last.
     """
 
     folder: Path
@@ -59,6 +67,34 @@ class Outcome:
     stopped: str | None = None
     early: str | None = None
     best: str | None = None
+
+
+def run(
+    what: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    callbacks: Sequence[Any] = (),
+    resume: bool = False,
+) -> Outcome:
+    """Train as `megatrain train` does.
+
+    Args:
+        what: a run file, its content, or (with `resume`) the folder of a run.
+        overrides: `path.to.key=value`.
+        callbacks: transformers' TrainerCallbacks; their `model` is the engine. What
+            those keep that are an `ExportableState` is saved; the others begin anew on resume.
+        resume: go on with the run where there is one.
+
+    Raises:
+        InputError, DoesNotFit, RunFailed: as `megatrain.train.loop.train`.
+    """
+    if not isinstance(what, Mapping):
+        config, name = load_run(Path(what), overrides, resume=resume), Path(what).stem
+    elif overrides:
+        raise InputError("overrides are for run files; change the mapping")
+    else:
+        config, name = run_files.validate(what, "the run"), "run"
+    return train(config, name, resume=resume, callbacks=callbacks)
 
 
 def train(
@@ -85,19 +121,19 @@ def train(
             it is saved.
         Stopped: a signal came before the first step; nothing was written.
     """
-    with ExitStack() as held:
-        signals = signals or held.enter_context(Signals())
-        ranks = held.enter_context(joined())
+    with ExitStack() as stack:
+        signals = signals or stack.enter_context(Signals())
+        ranks = stack.enter_context(joined())
         check_shared(config, ranks, callbacks=names_of(callbacks))
         config = _as_started(config, ranks)
         if ranks.rank:  # what a run says is said once
             logging.getLogger("megatrain").setLevel(logging.ERROR)
             config = config.model_copy(update={"tracking": type(config.tracking)()})
         with signals.interruptible():
-            opened = open_run(config, name, held, resume=resume, ranks=ranks)
-        if isinstance(opened, Finished):
-            return Outcome(opened.folder, opened.steps, early=opened.early)
-        folder, job = opened
+            check_trackers(config)
+            folder, job = open_run(config, name, stack, resume=resume, ranks=ranks)
+        if isinstance(job, int):
+            return Outcome(folder, job, early=early_end(folder))
         try:
             return _run(job, config, folder, signals, callbacks)
         except OSError as error:
@@ -121,6 +157,32 @@ def _as_started(config: Config, ranks: Ranks) -> Config:
     return config.model_copy(update={"engine": engine})
 
 
+def _run(
+    job: Job, config: Config, folder: Path, signals: Signals, callbacks: Sequence[Any]
+) -> Outcome:
+    first = job.resumed.step if job.resumed else 0
+    log.info("%s %s", f"going on after step {first} in" if first else "writing to", folder)
+    called = Callbacks(callbacks, job, config, folder)
+    with closing(Trackers(config, folder, first)) as trackers:
+        run, best = _Run(job, config, folder, signals, trackers, called), None
+        try:
+            run.take_steps()
+            done = run.steps.done == job.total_steps or run.early is not None
+            if stopped := None if done else signals.stop:
+                run.checkpoints.now(run.state)
+            else:
+                best = run.finish()
+            called.end()
+        finally:  # pictures can be drawn at any time; whoever stops a run may have none to spare
+            if job.ranks.rank == 0:
+                draw(folder)
+                run.timeline.draw()
+    engine, early = job.engine, run.early if run.steps.done < job.total_steps else None
+    return Outcome(
+        folder, run.steps.done, engine.num_parameters, engine.memory(), stopped, early, best
+    )
+
+
 class _Run:
     """The parts of a run, and what is done after each of its steps."""
 
@@ -136,8 +198,11 @@ class _Run:
         self._job, self._config, self._folder = job, config, folder
         self.signals, self.callbacks = signals, callbacks
         first = job.resumed.step if job.resumed else 0
-        devices = Devices.of(job)
-        logged = from_first(job.ranks, lambda: _begin_log(folder, config, job, devices, first))
+        devices = job.ranks.all_gather_object(
+            (str(job.engine.device.torch_device), not local_rank(job.ranks.host))
+        )
+        from_first(job.ranks, lambda: describe_run(folder, config, job, devices))
+        self._logged = from_first(job.ranks, lambda: cut_metrics(folder / METRICS, first))
         path = Path(os.devnull) if job.ranks.rank else folder / METRICS
         metrics = MetricsWriter(path, also=[trackers.log])
         every, left = config.output.timeline_every, job.total_steps - first
@@ -148,19 +213,18 @@ class _Run:
         self.checkpoints = Checkpointing(
             job, folder, config.checkpoint, first, self.best_kept, callbacks.saved
         )
-        self.evaluations = Evaluations(job, config, metrics, logged, signals)
-        self._logged = logged
+        self.evaluations = Evaluations(job, config, metrics, self._logged, signals)
 
     @property
     def state(self) -> RunState:
-        """What a checkpoint keeps of the run beside the engine's state."""
+        """The state that a checkpoint keeps beside the engine's."""
         job, steps = self._job, self.steps
         schedule = schedule_state(job.schedule, job.total_steps, steps.done)
         return replace(steps.state, callbacks=self.callbacks.state_dict(), schedule=schedule)
 
     @property
     def early(self) -> str | None:
-        """Why the run ends before its last step; None: it does not."""
+        """The reason why the run ends before its last step; None: it does not."""
         return self.watch.stop or ("a callback asked for it" if self.callbacks.stop else None)
 
     @property
@@ -226,7 +290,7 @@ class _Run:
             self.checkpoints.after(self.state, asked=asked, last=self.early is not None)
 
     def _heed(self, record: Mapping[str, Any]) -> bool:
-        """Take an evaluation in; whether it is of the best state so far."""
+        """Take an evaluation in; True if it is of the best state so far."""
         self.callbacks.evaluated(record)
         is_best, step = self.watch.see(record), record["step"]
         if is_best:
@@ -234,60 +298,72 @@ class _Run:
         return is_best
 
     def finish(self) -> str | None:
-        """Write the model, and of which state it is; returns that where it is not the last."""
+        """Write the model; returns the state that it is of where that is not the last."""
         steps, config, best = self.steps.done, self._config, None
         with self.checkpoints.rescue(lambda: self.state):
             self.checkpoints.finish()
             kept = from_first(self._job.ranks, self.best_kept)
-            wanted = kept if config.checkpoint.load_best else steps
-            if wanted is None:
-                log.warning("no evaluated state has a checkpoint: the model is that of the last")
-            elif config.checkpoint.load_best:
-                best_of_all, value = self.watch.ranked[0], self.watch.value
-                if value(best_of_all) != value(wanted):
+            step = kept if config.checkpoint.load_best else None
+            if step is not None:
+                value, best_of_all = self.watch.value, self.watch.ranked[0]
+                best = {"step": step, config.watched: value(step)}
+                if value(best_of_all) != value(step):
                     log.warning("the state of step %d was better, but is not kept", best_of_all)
-            if wanted in (None, steps):
-                write_model(self._job, self._folder)
-            elif self._job.ranks.rank == 0:
-                write_saved_model(self._job, self._folder, wanted)
-            if wanted is not None and config.checkpoint.load_best:
-                best = {"step": wanted, config.watched: self.watch.value(wanted)}
+            elif config.checkpoint.load_best:
+                log.warning("no evaluated state has a checkpoint: the model is that of the last")
+            write_model(self._job, self._folder, None if step == steps else step)
             if self._job.ranks.rank == 0:
                 note_finished(self._folder, config, steps, best=best, early=self.early)
-        if best is None or wanted == steps:
+        if best is None or step == steps:
             return None
-        return f"step {wanted}, the best ({config.watched} {best[config.watched]:.4g}),"
+        return f"step {step}, the best ({config.watched} {best[config.watched]:.4g}),"
 
 
-def _begin_log(
-    folder: Path, config: Config, job: Job, devices: Devices, first: int
-) -> list[Mapping[str, Any]]:
-    describe_run(folder, config, job, devices)
-    return cut_metrics(folder / METRICS, first)
+def describe_run(
+    folder: Path, config: Config, job: Job, devices: Sequence[tuple[str, bool]]
+) -> None:
+    """Write the resolved configuration, which makes the folder a run's, and where it is done.
+
+    Args: `devices`: the name of each rank's device, and True for the first rank of a host.
+    """
+    write_file(folder / CONFIG, config.as_yaml())
+    record = environment(devices[0][0]) | {
+        "devices": [name for name, _ in devices],
+        "ranks": len(devices),
+        "hosts": sum(first for _, first in devices),
+        "parameters": job.engine.num_parameters,
+        "trained_parameters": job.engine.num_trained,
+        "computing": job.engine.computing,
+        "placement": job.engine.placement.as_dict(),
+        "disk_bytes": job.engine.memory()["disk_bytes"],
+        "data": job.kind,
+    }
+    write_file(folder / ENVIRONMENT, json.dumps(record, indent=2) + "\n")
+    if job.references is not None:
+        job.references.write(folder)
 
 
-def _run(
-    job: Job, config: Config, folder: Path, signals: Signals, callbacks: Sequence[Any]
-) -> Outcome:
-    first = job.resumed.step if job.resumed else 0
-    log.info("%s %s", f"going on after step {first} in" if first else "writing to", folder)
-    told = Callbacks(callbacks, job, config, folder)
-    with closing(Trackers(config, folder, first)) as trackers:
-        run, best = _Run(job, config, folder, signals, trackers, told), None
-        try:
-            run.take_steps()
-            done = run.steps.done == job.total_steps or run.early is not None
-            if stopped := None if done else signals.stop:
-                run.checkpoints.now(run.state)
-            else:
-                best = run.finish()
-            told.end()
-        finally:  # pictures can be drawn at any time; whoever stops a run may have none to spare
-            if job.ranks.rank == 0:
-                draw_curve(folder)
-                run.timeline.draw()
-                show_run(folder)
-    engine, early = job.engine, run.early if run.steps.done < job.total_steps else None
-    return Outcome(
-        folder, run.steps.done, engine.num_parameters, engine.memory(), stopped, early, best
-    )
+def write_model(job: Job, run: Path, step: int | None) -> None:
+    """Write the model and its tokenizer, whole or not at all; an earlier one is replaced.
+
+    Args: `step`: the model is that of the checkpoint of this step; None: as it is now.
+    """
+    if job.ranks.rank:
+        if step is None:
+            job.engine.save_pretrained(run / MODEL)  # which rank 0 writes
+        return
+    with whole_folder(run / MODEL, replace=True) as partial:
+        if step is None:
+            job.engine.save_pretrained(partial)
+        else:
+            write_saved(open_checkpoint(checkpoint_folder(run, step)), partial)
+        job.write_tokenizer(partial)
+
+
+def draw(run: Path) -> None:
+    """Draw the loss over the steps, and write the run as one page; the run goes before both."""
+    try:
+        draw_loss(list(read_metrics(run / METRICS)), run / "loss.png")
+        write_report(run)
+    except Exception as error:  # `megatrain report` can write them at any time
+        log.warning("no loss.png or report.html: %s", error)

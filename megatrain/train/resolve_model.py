@@ -6,16 +6,16 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
-from megatrain.config import Config, ModelSection
-from megatrain.errors import InputError
+from megatrain.config import Config, ModelSection, nearest
+from megatrain.errors import InputError, in_one_line
+from megatrain.model.build import load_config
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.weights import resolve_model
-from megatrain.run_folder.finished import model_steps
 from megatrain.run_folder.layout import (
     CHECKPOINTS,
     CONFIG,
@@ -23,11 +23,16 @@ from megatrain.run_folder.layout import (
     checkpoint_folder,
     checkpoints,
     model_folder,
+    model_steps,
 )
 from megatrain.source.source import adapter_folder, folder_adapter
-from megatrain.train.model_config import model_config
 
 log = logging.getLogger(__name__)
+_COUNTS = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "vocab_size",
+)  # fmt: skip
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HEAD_BYTES, _PAGE_BYTES, _PAGES = 1 << 20, 4096, 64  # that a file is known by
 
 
@@ -50,19 +55,19 @@ def trained_model(run: str) -> Checkpoint | str:
     _name_what_is_newer(path)
     folder = model_folder(run)
     if folder == run and not (path / "config.json").is_file():
-        for each in sorted(path.glob(f"*/{CONFIG}")):
-            raise InputError(f"{run}: a folder of runs; name one of them, such as {each.parent}")
+        for config in sorted(path.glob(f"*/{CONFIG}")):
+            raise InputError(f"{run}: a folder of runs; name one of them, such as {config.parent}")
     return folder
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """What `model` of a run file stands for, be it a run, a checkpoint, a folder or a hub id.
+    """The model that `model` of a run file names: a run, a checkpoint, a folder or a hub id.
 
     Attributes:
         section: with the folder of the configuration and the tokenizer as its path. Of an adapter's
             folder that is its base's, and a tokenizer that lies beside the adapter is named.
-        source: what an engine takes; None: the model is written out.
+        source: an engine takes it; None: the model is written out.
         base_model: where the base of its adapter is now, as an engine takes it; None: as it says.
     """
 
@@ -75,15 +80,15 @@ class ResolvedModel:
         """Resolve a section. Raises InputError: a checkpoint cannot be used."""
         if section.path is None:
             return cls(section, None)
-        found, moved = trained_model(section.path), moved_base(section.base_model)
-        own = None if isinstance(found, Checkpoint) else adapter_folder(found)
-        if own is not None:
-            there = folder_adapter(own, moved)[1]
-            base = cls.of(section.model_copy(update={"path": there, "base_model": None}))
-            beside = section.tokenizer or (str(own) if any(tokenizer_files(own)) else None)
-            return cls(base.section.model_copy(update={"tokenizer": beside}), found, moved)
-        folder = str(found.model_folder) if isinstance(found, Checkpoint) else found
-        return cls(section.model_copy(update={"path": folder}), found, moved)
+        source, moved = trained_model(section.path), moved_base(section.base_model)
+        adapter = None if isinstance(source, Checkpoint) else adapter_folder(source)
+        if adapter is not None:
+            place = folder_adapter(adapter, moved)[1]
+            base = cls.of(section.model_copy(update={"path": place, "base_model": None}))
+            beside = section.tokenizer or (str(adapter) if any(tokenizer_files(adapter)) else None)
+            return cls(base.section.model_copy(update={"tokenizer": beside}), source, moved)
+        folder = str(source.model_folder) if isinstance(source, Checkpoint) else source
+        return cls(section.model_copy(update={"path": folder}), source, moved)
 
     @classmethod
     def of_run(cls, config: Config) -> Self:
@@ -91,12 +96,12 @@ class ResolvedModel:
         return cls.of(begun_from(config))
 
     def taken(self, tokenizer: PreTrainedTokenizerBase) -> Checkpoint | PreTrainedConfig | str:
-        """What an engine takes. Raises InputError: the model that is written out is none."""
+        """The source as an engine takes it. Raises InputError: what is written out is no model."""
         return model_config(self.section, tokenizer) if self.source is None else self.source
 
     @cached_property
     def key(self) -> str:
-        """What tells the model's files from others: names, sizes, times and some of their bytes.
+        """A hash of the model's files: of their names, sizes, times and some of their bytes.
 
         Of a file the first MiB counts, with the names and places of its tensors, and 64 pages that
         are spread over the rest: not all bytes, for they would take as long to read as the model.
@@ -129,19 +134,65 @@ def begun_from(config: Config) -> ModelSection:
 
 
 def moved_base(named: str | None) -> str | None:
-    """What an engine takes as `base_model` of a run, checkpoint, folder or hub id; None: nothing.
+    """The `base_model` for an engine of a run, checkpoint, folder or hub id; None: as it says.
 
     Raises:
         InputError: an adapter is there, or a checkpoint that cannot be used.
     """
     if named is None:
         return None
-    found = trained_model(named)
-    if isinstance(found, Checkpoint):
-        return str(found.folder)
-    if adapter_folder(found) is not None:
+    source = trained_model(named)
+    if isinstance(source, Checkpoint):
+        return str(source.folder)
+    if adapter_folder(source) is not None:
         raise InputError(f"base_model: {named} has an adapter; name the folder of its base")
-    return found
+    return source
+
+
+def model_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The configuration of `model.path`, or the one written out in `model.config`.
+
+    Raises:
+        InputError: it cannot be read, or has unknown fields or impossible values.
+    """
+    if section.config is not None:
+        return _written_out(dict(section.config), tokenizer)
+    assert section.path is not None
+    folder = resolve_model(section.path)
+    return load_config(folder, trust_remote_code=section.trust_remote_code)
+
+
+def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> None:
+    """Raises InputError when rows are longer than the positions the model has."""
+    text = config.get_text_config(decoder=True)
+    allowed = getattr(text, "max_position_embeddings", None)
+    if isinstance(allowed, int) and sequence_length > allowed:
+        raise InputError(
+            f"data.sequence_length: {sequence_length} is longer than the model allows "
+            f"({allowed}, its max_position_embeddings)"
+        )
+
+
+def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """Vocabulary size and special tokens are the tokenizer's unless `fields` says otherwise."""
+    model_type = fields.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        hint = nearest(model_type, [str(name) for name in CONFIG_MAPPING])
+        raise InputError(f"model.config.model_type: unknown type {model_type!r}{hint}")
+    config_class = CONFIG_MAPPING[model_type]
+    known = sorted({*config_class().to_dict(), *config_class.attribute_map})
+    for name, value in fields.items():
+        if name not in known:
+            raise InputError(f"model.config.{name}: unknown field{nearest(name, known)}")
+        if name in _COUNTS and not (type(value) is int and value > 0):
+            raise InputError(f"model.config.{name}: should be a positive integer, got {value!r}")
+    derived = {name: getattr(tokenizer, name) for name in _SPECIAL}
+    derived["vocab_size"] = len(tokenizer)
+    try:
+        return config_class(**(derived | fields))
+    except Exception as error:  # each configuration class has its own checks and error types
+        reason = in_one_line(error)
+        raise InputError(f"model.config: not a {model_type} configuration: {reason}") from error
 
 
 def _known_by(path: Path) -> tuple[int, int, str]:
@@ -162,17 +213,13 @@ def _known_by(path: Path) -> tuple[int, int, str]:
 
 def _newest_checkpoint(parent: Path) -> Checkpoint | None:
     for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
-        if not folder.name.startswith("."):
-            _name_damage(folder)
+        try:
+            if not folder.name.startswith("."):
+                open_checkpoint(folder)
+        except InputError as error:
+            log.warning("not used: %s", error)
     newest = newest_whole(parent)
     return None if newest is None else open_checkpoint(newest)
-
-
-def _name_damage(checkpoint: Path) -> None:
-    try:
-        open_checkpoint(checkpoint)
-    except InputError as error:
-        log.warning("not used: %s", error)
 
 
 def _name_what_is_newer(run: Path) -> None:

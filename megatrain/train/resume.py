@@ -1,13 +1,13 @@
-"""Where a run goes on: which folder, which configuration may differ, what its log keeps."""
+"""Resuming: from which checkpoint, with which other settings, and with what of the log."""
 
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from megatrain.checkpoint import open_checkpoint, verify
+from megatrain.checkpoint import open_checkpoint
 from megatrain.config import Config
 from megatrain.config.section import shown
 from megatrain.errors import InputError
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint keeps beside the engine's state; all of it is JSON.
+    """The state of a run that a checkpoint keeps beside the engine's; all of it is JSON.
 
     Attributes:
         step: steps taken, skipped ones included.
@@ -60,13 +60,9 @@ class RunState:
     schedule: Mapping[str, Any] = field(default_factory=dict)
 
     def differs(self, config: Config, section: str, *keys: str) -> bool:
-        """Whether a section, or any of these keys of it, is another one in `config`."""
+        """True if a section, or any of these keys of it, is another one in `config`."""
         changed = _differences(self.config, config)
         return any(of == section and (not keys or key in keys) for of, key, *_ in changed)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, as JSON keeps them."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
     def of(cls, kept: Mapping[str, Any], where: Path) -> "RunState":
@@ -75,20 +71,25 @@ class RunState:
         Raises:
             InputError: it has none, or one that no run has written.
         """
-        older: dict[str, Any] = {"callbacks": {}, "rollouts": {}, "schedule": {}}
-        fields = {name: kept.get(name, older.get(name)) for name in cls.__dataclass_fields__}
-        step, parts = fields.pop("step"), fields.values()
+        states = {f.name: kept.get(f.name, {} if callable(f.default_factory) else None)
+                  for f in fields(cls)}  # fmt: skip
+        step, parts = states.pop("step"), states.values()
         if type(step) is not int or step < 0 or not all(isinstance(p, dict) for p in parts):
             raise InputError(f"{where}: not a checkpoint of a training run; choose another")
-        return cls(step=step, **fields)
+        return cls(step=step, **states)
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run goes on."""
+    """A checkpoint that a run goes on from."""
 
     checkpoint: Path
     state: RunState
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run."""
+        return self.checkpoint.absolute().parent.parent
 
 
 class Damaged(InputError):
@@ -104,12 +105,11 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
     for section, key, was, now in _differences(before, config):
         name = f"{section}.{key}"
         if section not in _FREE_SECTIONS and key not in FREE_KEYS.get(section, ()):
-            moved = name == "model.path" and "; of an adapter whose base has moved give " + (
-                "model.base_model=PLACE"
-            )
+            moved = "; of an adapter whose base has moved give model.base_model=PLACE"
             raise InputError(
                 f"{name}: {shown(now)} now, but {where} was made with {shown(was)}, and this "
-                f"cannot change on resume; set it back, or start a new run{moved or ''}"
+                f"cannot change on resume; set it back, or start a new run"
+                f"{moved if name == 'model.path' else ''}"
             )
 
 
@@ -138,10 +138,21 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
         InputError: it cannot be read or written.
     """
     require_plain(path)
+    kept: list[Mapping[str, Any]] = []
+    read = end = 0
     try:
         with path.open("a+b") as file:
             file.seek(0)
-            kept, end = _until(file, step)
+            for line, record in lines(file):
+                read += len(line)
+                number = None if record is None else record.get("step")
+                if isinstance(number, int) and number > step:
+                    break
+                if not line.endswith(b"\n"):
+                    continue  # the last one was cut short
+                if record is not None and isinstance(number, int):
+                    kept.append(record)
+                end = read
             file.truncate(end)
             os.fsync(file.fileno())
     except OSError as error:
@@ -149,24 +160,8 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
     return kept
 
 
-def _until(file: IO[bytes], step: int) -> tuple[list[Mapping[str, Any]], int]:
-    kept: list[Mapping[str, Any]] = []
-    read, end = 0, 0
-    for line, record in lines(file):
-        read += len(line)
-        if not line.endswith(b"\n"):
-            continue  # the last one was cut short
-        number = None if record is None else record.get("step")
-        if record is not None and isinstance(number, int):
-            if number > step:
-                break
-            kept.append(record)
-        end = read
-    return kept, end
-
-
 def find_starts(run: Path, config: Config) -> Iterator[Start]:
-    """Where the run can go on, newest first; what is seen to be damaged is named and left out.
+    """Checkpoints that the run can go on from, newest first; damaged ones are named and left out.
 
     Raises:
         InputError: a checkpoint cannot be used with this configuration.
@@ -184,12 +179,3 @@ def find_starts(run: Path, config: Config) -> Iterator[Start]:
             continue
         check_config(config, state.config, folder)
         yield Start(folder, state)
-
-
-def is_whole(checkpoint: Path) -> bool:
-    """Whether every byte of a checkpoint is what was saved."""
-    try:
-        verify(checkpoint)
-    except InputError:
-        return False
-    return True

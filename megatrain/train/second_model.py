@@ -1,25 +1,60 @@
-"""A second model that is streamed beside the one that is trained: a reference, or a teacher."""
+"""A frozen second model beside the one that is trained: a reference of replies, or a teacher.
 
+Its answers are computed once and kept, or it is streamed with each step. The reference is the model
+as the run begins; with a new adapter that is the base.
+"""
+
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.api import Engine
 from megatrain.autoplace.auto import can_compile
-from megatrain.config import Config
-from megatrain.data import IDS, LOG_PROBS, MicroBatch, Step, at_first_label, plain_rows
+from megatrain.base.whole_files import write_file
+from megatrain.checkpoint import Checkpoint
+from megatrain.config import Config, ModelSection
+from megatrain.data import (
+    IDS,
+    LOG_PROBS,
+    MicroBatch,
+    PackedDataset,
+    ReplyDataset,
+    Step,
+    TeacherAnswers,
+    at_first_label,
+    load_tokenizer,
+    open_teacher_file,
+    plain_rows,
+)
+from megatrain.data.teacher_file import TeacherFile
+from megatrain.errors import InputError, MegatrainError
+from megatrain.forecast.workload import usual_micro_batch
+from megatrain.loss import IGNORED, KTO, PairLoss, Reward
+from megatrain.model.companions import tokenizer_files
+from megatrain.model.weights import resolve_model
 from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
+from megatrain.run_folder.layout import REFERENCES
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.references import References, refer_to
-from megatrain.train.resolve_model import ResolvedModel
+from megatrain.train.data import cache_folder
+from megatrain.train.resolve_model import ResolvedModel, check_sequence_length, model_config
 from megatrain.train.resume import Start
-from megatrain.train.teacher import Teacher, ask, frozen_engine
+from megatrain.train.sharing import by_parts, logprobs
 
+_FORMAT = 2  # of kept answers: raise it when the same teacher would be asked otherwise
+_NOT_KEPT = -1e9  # in place of a log-probability
+_SECONDS_BETWEEN_NEWS = 30.0
 log = logging.getLogger(__name__)
 
 
@@ -38,57 +73,30 @@ class SecondModel:
             name: in metrics, of the seconds that it takes.
             answers: the tensors for each micro-batch of a step.
         """
+        self.close = engine.close
         self._engine, self._name, self._answers = engine, name, answers
 
     def beside(self, step: Step) -> tuple[Step, dict[str, float]]:
         """`with_answers`, and the metric of the seconds that it took."""
         started = time.perf_counter()
-        made = self.with_answers(step)
-        return made, {f"{self._name}_seconds": round(time.perf_counter() - started, 6)}
+        answered = self.with_answers(step)
+        return answered, {f"{self._name}_seconds": round(time.perf_counter() - started, 6)}
 
     def with_answers(self, step: Step) -> Step:
         """The micro-batches, each with the tensors that this model gives it."""
         answers = self._answers(self._engine, step)
         return [micro | more for micro, more in zip(step, answers, strict=True)]
 
-    def close(self) -> None:
-        """Give the model's memory back."""
-        self._engine.close()
-
-
-def begun_model(
-    config: Config, begun: ResolvedModel, tokenizer: PreTrainedTokenizerBase, group: Any = None
-) -> Engine:
-    """The model as the run begins, in an engine that trains nothing; `group`: as `Engine`'s."""
-    log.info("the reference model rests in host memory beside the one that is trained")
-    return frozen_engine(
-        config,
-        begun.taken(tokenizer),
-        placement=Placement(compile=_compiled(config)),
-        seed=config.training.seed,
-        base=config.model.base,
-        base_model=begun.base_model,
-        group=group,
-    )
-
-
-def _compiled(config: Config) -> bool:
-    """Whether the layers of the model that is trained are, whose kinds the reference has."""
-    given = config.engine.placement
-    if given != "auto":
-        return bool(given.get("compile", False))
-    return config.engine.device != "cpu" and find_gpu("cuda") is not None and can_compile()
-
 
 def second_model(
     config: Config,
     begun: Callable[[], ResolvedModel],
     tokenizer: PreTrainedTokenizerBase,
-    teacher: Teacher | None,
+    teacher: "Teacher | None",
     sets: dict[str, Any],
     start: Start | None,
     ranks: Ranks,
-) -> tuple[SecondModel | None, References | None]:
+) -> "tuple[SecondModel | None, References | None]":
     """The model that is streamed beside each step of a run, and its record; None: there is none.
 
     The reference of replies that the model makes itself is known, too; their rollouts open it.
@@ -99,32 +107,366 @@ def second_model(
         InputError: it cannot be used, or is another one than the run began with.
         DoesNotFit: more memory is needed than there is.
     """
-    of_replies = config.loss.kind == "prompts" and bool(config.loss.beta)
-    if teacher is None and config.loss.reference != "streamed" and not of_replies:
-        return None, None
-    if teacher is None:
-        known = refer_to(begun().key, start)
-        if of_replies:
+    if teacher is not None:
+        known = _same_model(teacher.key, start)
+        if config.loss.teacher_log_probs == "kept":
+            keep_answers(teacher, sets, ranks)
             return None, known
-        engine = begun_model(config, begun(), tokenizer, ranks.host)
-        return SecondModel(engine, "reference", _reference), known
-    known = refer_to(teacher.key, start)
-    if config.loss.teacher_log_probs == "kept":
-        ask(teacher, sets, ranks)
-        return None, known
-    log.info("the teacher rests in host memory beside the model that is trained")
-    engine = teacher.engine(placement=Placement(), group=ranks.host)
-    return SecondModel(engine, "teacher", partial(_teacher_tensors, teacher)), known
+        log.info("the teacher rests in host memory beside the model that is trained")
+        engine = teacher.engine(placement=Placement(), group=ranks.host)
+        return SecondModel(engine, "teacher", teacher.tensors), known
+    if config.loss.kind == "prompts" and config.loss.beta:
+        return None, _same_model(begun().key, start)
+    if config.loss.reference != "streamed":
+        return None, None
+    known = _same_model(begun().key, start)
+    engine = begun_model(config, begun(), tokenizer, ranks.host)
+    return SecondModel(engine, "reference", _reference_tensors), known
 
 
-def _teacher_tensors(teacher: Teacher, engine: Engine, step: Step) -> list[MicroBatch]:
-    found = teacher.answers(engine, step)
-    return [{IDS: ids, LOG_PROBS: log_probs} for _, ids, log_probs in found]
-
-
-def _reference(engine: Engine, step: Step) -> list[MicroBatch]:
-    sums = [each.double().sum(1).float() for each in engine.logprobs(plain_rows(step))]
+def _reference_tensors(engine: Engine, step: Step) -> list[MicroBatch]:
+    sums = [values.double().sum(1).float() for values in engine.logprobs(plain_rows(step))]
     return [
-        {"reference_logp": at_first_label(each, micro["labels"])}
-        for each, micro in zip(sums, step, strict=True)
+        {"reference_logp": at_first_label(values, micro["labels"])}
+        for values, micro in zip(sums, step, strict=True)
     ]
+
+
+def begun_model(
+    config: Config, begun: ResolvedModel, tokenizer: PreTrainedTokenizerBase, group: Any = None
+) -> Engine:
+    """The model as the run begins, in an engine that trains nothing; `group`: as `Engine`'s."""
+    log.info("the reference model rests in host memory beside the one that is trained")
+    placement = config.engine.placement
+    if isinstance(placement, dict):  # its layers are of the kinds that the trained model has
+        compiled = bool(placement.get("compile", False))
+    else:
+        on_gpu = config.engine.device != "cpu" and find_gpu("cuda") is not None
+        compiled = on_gpu and can_compile()
+    return _frozen_engine(
+        config,
+        begun.taken(tokenizer),
+        placement=Placement(compile=compiled),
+        seed=config.training.seed,
+        base=config.model.base,
+        base_model=begun.base_model,
+        group=group,
+    )
+
+
+def _frozen_engine(config: Config, source: Any, **options: Any) -> Engine:
+    """A model in an engine that trains nothing, on the run's device and within its limits."""
+    return Engine(
+        source,
+        precision=config.engine.precision,
+        max_grad_norm=None,
+        device=None if config.engine.device == "auto" else config.engine.device,
+        device_memory=config.engine.device_memory,
+        host_memory=config.engine.host_memory,
+        trust_remote_code=config.model.trust_remote_code,
+        attn_implementation=config.model.attn_implementation,
+        **options,
+    )
+
+
+@dataclass(frozen=True)
+class References:
+    """The record of a run's second model, and log-probabilities of a reference that are kept.
+
+    Attributes:
+        sums: for each data set the log-probability of each line `[rows, lines]`.
+        keys: tell a data set's tokens, template and settings, and the model, from others.
+    """
+
+    sums: dict[str, Tensor]
+    keys: dict[str, str]
+
+    def write(self, run: Path) -> None:
+        """Write the record to a run's folder, whole or not at all."""
+        kept = {"keys": self.keys, "sums": {name: t.tolist() for name, t in self.sums.items()}}
+        write_file(run / REFERENCES, json.dumps(kept | {"crc32": _crc32(kept)}))
+
+    @classmethod
+    def read(cls, run: Path) -> "References":
+        """Read the record of a run; a file without a checksum (earlier versions) has no sums.
+
+        Raises:
+            InputError: it is missing or damaged.
+        """
+        path = run / REFERENCES
+        try:
+            kept = json.loads(path.read_text())
+            if "crc32" not in kept:
+                kept["sums"] = {}
+            elif kept.pop("crc32") != _crc32(kept):
+                raise ValueError("it is not as it was written")
+            sums = {name: torch.tensor(values) for name, values in kept["sums"].items()}
+            return cls(sums, dict(kept["keys"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{path}: what the run keeps of its reference cannot be read ({error}); put the "
+                "file back, or begin a run from these weights with megatrain branch --fresh"
+            ) from error
+
+
+def _crc32(kept: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(kept).encode())
+
+
+def _same_model(key: str, start: Start | None) -> References:
+    """The record of a second model that is known by `key`.
+
+    Raises:
+        InputError: a run goes on, and its second model was another one.
+    """
+    if start is not None and References.read(start.run).keys != {"model": key}:
+        raise InputError(
+            f"{start.run / REFERENCES}: the reference or teacher is not the one that the run began "
+            "with (its files have other sizes, times or bytes); put it back, or begin anew: "
+            "megatrain branch --fresh"
+        )
+    return References({}, {"model": key})
+
+
+def prepare_replies(
+    config: Config,
+    engine: Engine,
+    data: dict[str, Any],
+    rows: int,
+    start: Start | None,
+    ranks: Ranks,
+    begun: Callable[[], Engine],
+) -> References | None:
+    """Give data sets of replies their loss and, if they are kept, the reference's answers.
+
+    Args: `begun`: opens the model as the run began, for a run whose sums have no checksum.
+
+    Raises:
+        InputError: a run goes on, and what it has kept is of other data or another model.
+    """
+    loss = config.loss.loss()
+    sets = {name: rows for name, rows in data.items() if isinstance(rows, ReplyDataset)}
+    for replies in sets.values():
+        assert isinstance(loss, PairLoss | KTO)  # such data are opened for these alone
+        pad = engine.config.get_text_config(decoder=True).pad_token_id
+        replies.train_with(loss, pad=pad if isinstance(loss, Reward) else -1)
+    if not sets or config.loss.reference != "kept":
+        return None
+    keys = {name: _key(config, replies) for name, replies in sets.items()}
+
+    def computed(model: Engine) -> References:
+        at_once = max(1, config.training.batch_size // rows)
+        sums = {n: _sums(model, replies, rows, at_once, ranks) for n, replies in sets.items()}
+        return References(sums, keys)
+
+    if start is None:
+        known = computed(engine)
+    else:
+        known, path = References.read(start.run), start.run / REFERENCES
+        for name, key in keys.items():
+            kept = known.keys.get(name)
+            if kept is None or _placeless(kept) != _placeless(key):
+                raise InputError(
+                    f"{path}: the reference's log-probabilities are not of this data ({name}) and "
+                    "model; set them back, or begin anew: megatrain branch --fresh"
+                )
+        if not known.sums:
+            log.info("%s has no checksum, so it counts as absent", path)
+            with begun() as model:
+                known = computed(model)
+    for name, replies in sets.items():
+        replies.compare_with(known.sums[name])
+    return known
+
+
+def _key(config: Config, data: ReplyDataset) -> str:
+    model, adapter = config.model.model_dump(mode="json"), config.adapter.model_dump(mode="json")
+    of_model = {name: model[name] for name in ("path", "config")} | {"adapter": adapter}
+    return json.dumps([data.fingerprint, data.lines, len(data), of_model], sort_keys=True)
+
+
+def _placeless(key: str) -> list[Any]:
+    """A key without the place of the model, which may move; checkpoints tell if it changes."""
+    *data, of_model = json.loads(key)
+    return [data, {name: value for name, value in of_model.items() if name != "path"}]
+
+
+def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int, ranks: Ranks) -> Tensor:
+    log.info("computing the reference's log-probabilities of %s rows", f"{len(data):,}")
+    starts = range(0, len(data), rows)
+    every = [range(start, min(start + rows, len(data))) for start in starts]
+    sums: list[Tensor] = []
+    for first in range(0, len(every), at_once):
+        step = [data.plain(part) for part in every[first : first + at_once]]
+        sums += [values.double().sum(1) for values in logprobs(engine, step, ranks)]
+    return torch.cat(sums).view(len(data), -1).float()
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model whose likeliest tokens the trained model learns.
+
+    Attributes:
+        source: an engine takes it.
+        key: tells its weights from others.
+        vocab_size: of the model that learns: it has no other tokens.
+    """
+
+    config: Config
+    source: Checkpoint | str
+    key: str
+    vocab_size: int
+
+    def engine(self, **placed: Any) -> Engine:
+        """The teacher in an engine that trains nothing. Raises InputError, DoesNotFit."""
+        engine = _frozen_engine(self.config, self.source, **placed)
+        if engine.label_shift != 1:
+            engine.close()
+            raise InputError("loss.teacher: it predicts tokens in their own place; take another")
+        return engine
+
+    def answers(self, engine: Engine, step: Step) -> Iterator[TeacherAnswers]:
+        """For each micro-batch: labels, and ids and log-probabilities of likeliest tokens."""
+        loss, rows = self.config.loss, plain_rows(step)
+        most = loss.top_k or 1
+        labelled = any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows)
+        if any(engine.ranks.all_gather_object(labelled)):  # it is asked by all ranks or none
+            answers = engine.top_logprobs(rows, most, loss.temperature or 1.0)
+        else:
+            shapes = [(*micro["labels"].shape, most) for micro in rows]
+            answers = [(torch.zeros(s, dtype=torch.int64), torch.zeros(s)) for s in shapes]
+        for micro, (ids, log_probs) in zip(rows, answers, strict=True):
+            strange = ids >= self.vocab_size  # rows of its table that stand for no token
+            kept = log_probs.masked_fill(strange, _NOT_KEPT)
+            yield micro["labels"], ids.masked_fill(strange, 0), kept
+
+    def tensors(self, engine: Engine, step: Step) -> list[MicroBatch]:
+        """The answers as tensors of micro-batches."""
+        answers = self.answers(engine, step)
+        return [{IDS: ids, LOG_PROBS: log_probs} for _, ids, log_probs in answers]
+
+    def key_of(self, data: PackedDataset) -> str:
+        """A hash of all that the answers depend on: data, weights, and how they are asked for."""
+        loss, precision = self.config.loss, self.config.engine.precision
+        asked = [loss.top_k, loss.temperature, precision, self.vocab_size]
+        parts = [_FORMAT, self.key, data.fingerprint, len(data), asked]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
+
+
+def find_teacher(
+    config: Config, tokenizer: PreTrainedTokenizerBase, text_config: PreTrainedConfig
+) -> Teacher | None:
+    """The teacher of a run file, if it names one; its weights are not read yet.
+
+    Raises:
+        InputError: there is no such model, or it cannot teach this one.
+    """
+    name, trusted = config.loss.teacher, config.model.trust_remote_code
+    if name is None:
+        return None
+    try:
+        resolved = ResolvedModel.of(ModelSection(path=name, trust_remote_code=trusted))
+        theirs = model_config(resolved.section, tokenizer)
+        check_sequence_length(theirs, config.data.sequence_length)
+        assert resolved.section.path is not None and resolved.source is not None
+        folder = resolve_model(resolved.section.path)
+        has_tokenizer = any(tokenizer_files(folder))
+        if has_tokenizer:
+            vocab = load_tokenizer(str(folder), trust_remote_code=trusted).get_vocab()
+    except InputError as error:
+        raise InputError(f"loss.teacher: {error}") from error
+    sizes = theirs.get_text_config(decoder=True).vocab_size, text_config.vocab_size
+    if vocab != tokenizer.get_vocab() if has_tokenizer else sizes[0] != sizes[1]:
+        raise InputError(
+            f"loss.teacher: {name} has another vocabulary than the model that is trained, so their "
+            "tokens cannot be compared; take a teacher with the same tokenizer"
+        )
+    if (top_k := config.loss.top_k or 0) > min(sizes):
+        raise InputError(
+            f"loss.top_k is {top_k}, and the vocabulary has {min(sizes)} tokens; take fewer"
+        )
+    if not has_tokenizer:
+        log.warning(
+            "loss.teacher: %s has no tokenizer's files: its tokens are taken for those of the "
+            "model that is trained, for there are as many",
+            name,
+        )
+    return Teacher(config, resolved.source, resolved.key, text_config.vocab_size)
+
+
+def keep_answers(teacher: Teacher, sets: dict[str, PackedDataset], ranks: Ranks) -> None:
+    """Give data sets the teacher's answers for each of their labels, computed once.
+
+    Several `ranks` compute them together, and the first one writes them to the folder of all.
+
+    Raises:
+        InputError: it cannot be asked, or the answers cannot be kept.
+        DoesNotFit: more memory is needed than there is.
+    """
+    top_k = teacher.config.loss.top_k or 1
+    for name, data in sets.items():
+        folder = cache_folder(teacher.config) / f"teacher-{teacher.key_of(data)}"
+        with _Asking(teacher, name, data, ranks) as asking:
+            lead = partial(asking.lead, folder, top_k)
+            ranks.agree(asking.follow if ranks.rank else lead)
+        data.learn_from(TeacherFile(folder, top_k))
+
+
+class _Asking:
+    """Forward passes of a teacher over a data set; all ranks make them, the first one leads."""
+
+    def __init__(self, teacher: Teacher, name: str, data: PackedDataset, ranks: Ranks) -> None:
+        training, length = teacher.config.training, teacher.config.data.sequence_length
+        self._teacher, self._name, self._data, self._ranks = teacher, name, data, ranks
+        usual = training.micro_batch_size or usual_micro_batch(length)
+        self._rows = min(usual, -(-training.batch_size // ranks.size))
+        self._each = max(self._rows, training.batch_size // self._rows * self._rows)  # of a sweep
+        self._engine: Engine | None = None  # until it is needed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def lead(self, folder: Path, top_k: int) -> None:
+        """On the first rank: write the answers to a folder, unless it has them."""
+        try:
+            open_teacher_file(folder, len(self._data), top_k, self._answers)
+        finally:
+            self._ranks.all_gather_object(None)  # no forward pass follows
+
+    def _answers(self, done: int) -> Iterator[TeacherAnswers]:
+        """The teacher's answers for the rows from `done` on."""
+        count, news = len(self._data), time.monotonic()
+        log.info("asking the teacher of %s rows (%s)", f"{count - done:,}", self._name.strip())
+        for first in range(done, count, self._each):
+            self._ranks.all_gather_object(first)
+            yield from self._sweep(first)
+            if time.monotonic() - news > _SECONDS_BETWEEN_NEWS:
+                news, last = time.monotonic(), min(first + self._each, count)
+                log.info("the teacher has answered for %s of %s rows", f"{last:,}", f"{count:,}")
+
+    def follow(self) -> None:
+        """On other ranks: make each forward pass that the first rank makes."""
+        while (first := self._ranks.all_gather_object(0)[0]) is not None:
+            try:
+                self._sweep(first)
+            except MegatrainError:  # of all ranks, of which the first one says that it ends
+                self._ranks.all_gather_object(None)
+                raise
+
+    def _sweep(self, first: int) -> list[TeacherAnswers]:
+        training, length = self._teacher.config.training, self._teacher.config.data.sequence_length
+        if self._engine is None:
+            self._engine = self._teacher.engine(
+                tokens_per_step=training.batch_size * length,
+                sequence_length=length,
+                micro_batch=self._rows,
+                group=self._ranks.host,
+            )
+        last, engine = min(first + self._each, len(self._data)), self._engine
+        starts = range(first, last, self._rows)
+        step = [self._data.batch(range(at, min(at + self._rows, last))) for at in starts]
+        return by_parts(self._ranks, step, lambda part: list(self._teacher.answers(engine, part)))

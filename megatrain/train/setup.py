@@ -1,7 +1,6 @@
 """Everything a run needs, built from its configuration, cheapest checks first."""
 
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -12,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.api import Engine
-from megatrain.checkpoint import MODEL
-from megatrain.config import Config, ModelSection
+from megatrain.checkpoint import MODEL, verify
+from megatrain.config import Config
 from megatrain.data import (
     PackedDataset,
     Prompts,
@@ -35,17 +34,26 @@ from megatrain.source.source import Source, open_source
 from megatrain.store.store import resting
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import check_prompts, open_data, run_ends, run_tokenizer
-from megatrain.train.early import check_device, check_disk, check_disk_to_go_on
-from megatrain.train.model_config import check_sequence_length, model_config
-from megatrain.train.references import References, refer
-from megatrain.train.resolve_model import ResolvedModel, moved_base
-from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start, is_whole
+from megatrain.train.early import check_device, check_disk
+from megatrain.train.resolve_model import (
+    ResolvedModel,
+    check_sequence_length,
+    model_config,
+    moved_base,
+)
+from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start
 from megatrain.train.rewards import Rewards
 from megatrain.train.rollouts import Rollouts
 from megatrain.train.schedule import check_schedule, make_schedule
-from megatrain.train.second_model import SecondModel, begun_model, second_model
+from megatrain.train.second_model import (
+    References,
+    SecondModel,
+    begun_model,
+    find_teacher,
+    prepare_replies,
+    second_model,
+)
 from megatrain.train.sharing import by_parts, group_of, in_turn
-from megatrain.train.teacher import find_teacher
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +63,14 @@ class Job:
     """A run ready to start; whoever holds it closes it.
 
     Attributes:
-        own_tokenizer: whether the tokenizer is another than that in the model's folder.
+        own_tokenizer: True if the tokenizer is another than that in the model's folder.
         ends: tokens that end what is taught, which the model may not know yet.
-        kind: whether texts or chats are trained.
+        kind: texts, chats, or the kind of replies that are trained.
         evaluation: micro-batches of each evaluation set, or its prompts.
-        references: what the reference model says of the data, where the loss asks for it.
-        rollouts: what makes the rows of steps, where the data are prompts.
+        references: the record of a second model, where the loss asks for one.
+        rollouts: makes the rows of steps, where the data are prompts.
         second: a model that is streamed with each step beside the one that is trained.
-        held: gives back the loader's thread and the memory of all engines.
+        stack: gives back the loader's thread and the memory of all engines.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -79,7 +87,7 @@ class Job:
     ranks: Ranks = ALONE
     rollouts: Rollouts | None = None
     second: SecondModel | None = None
-    held: ExitStack = field(default_factory=ExitStack)
+    stack: ExitStack = field(default_factory=ExitStack)
 
     def write_tokenizer(self, folder: Path) -> None:
         """See to it that a folder with the engine's model has the run's tokenizer, and no other.
@@ -88,16 +96,16 @@ class Job:
         what it has learnt ends.
         """
         add_ends(folder, self.ends)
-        there = list(tokenizer_files(folder))
-        if there and not self.own_tokenizer:
+        files = list(tokenizer_files(folder))
+        if files and not self.own_tokenizer:
             return
-        for path in there:
+        for path in files:
             path.unlink()
         self.tokenizer.save_pretrained(folder)
 
     def close(self) -> None:
         """Stop the loader's thread and give all memory back."""
-        self.held.close()
+        self.stack.close()
 
 
 def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) -> Job:
@@ -111,23 +119,24 @@ def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) ->
         Damaged: the checkpoint cannot.
         DoesNotFit: more memory is needed than there is.
     """
-    with ExitStack() as held:
-        job = _prepared(config, start, ranks, held)
-        job.held = held.pop_all()
+    with ExitStack() as stack:
+        job = _prepared(config, start, ranks, stack)
+        job.stack = stack.pop_all()
     return job
 
 
-def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack) -> Job:
-    """As `prepare`; `held` closes what has been opened."""
+def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStack) -> Job:
     ranks.agree(lambda: check_device(config, ranks))
     ranks.agree(lambda: Workload.of_run(config).disk_bytes)  # a folder, on each host
     if config.training.steps is not None:
         check_schedule(config, config.training.steps)
     rewards = Rewards(config.rollout)
-    begun = cache(
-        partial(ResolvedModel.of_run, config)
-    )  # of a run that goes on its reference alone
-    section = begun().section if start is None else _saved_model(config, start)
+    begun = cache(partial(ResolvedModel.of_run, config))  # a run that goes on may not need it
+    if start is None:
+        section = begun().section
+    else:  # it does not need the model's source any more
+        saved = {"path": str(start.checkpoint / MODEL), "config": None}
+        section = config.model.model_copy(update=saved)
     tokenizer = run_tokenizer(section)
     hf_config = model_config(section, tokenizer)
     check_sequence_length(hf_config, config.data.sequence_length)
@@ -135,39 +144,44 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
     check_prompts(config, tokenizer, text_config)
     teacher = find_teacher(config, tokenizer, text_config)
     source = _structure(config, begun(), hf_config) if start is None else None
-    if source is not None:
-        ranks.agree(lambda: check_disk(config, source, config.training.steps))
-    elif start is not None:
-        ranks.agree(lambda: check_disk_to_go_on(config, start))
+    ranks.agree(lambda: check_disk(config, source or start, config.training.steps))
     training, evaluation = in_turn(
         ranks, lambda: open_data(config, tokenizer, text_config.vocab_size)
     )
     loader = _loader(config, training)
-    held.callback(loader.close)
+    stack.callback(loader.close)
     total_steps = config.training.steps or steps_of(config.training.epochs or 0, config, loader)
     if config.training.steps is None:  # known now, and still before weights are read
         check_schedule(config, total_steps)
-        if source is not None:
-            ranks.agree(lambda: check_disk(config, source, total_steps))
+        ranks.agree(lambda: check_disk(config, source or start, total_steps))
     done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
     sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
     second, known = second_model(config, begun, tokenizer, teacher, sets, start, ranks)
     if second is not None:
-        held.callback(second.close)
-    engine = _engine(config, source, start, ranks, held)
+        stack.callback(second.close)
+    engine = _engine(config, source, start, ranks, stack)
     most = -(-config.training.batch_size // engine.batch_ranks.size)
     rows = loader.rows_per_micro_batch = min(most, _rows_per_micro_batch(config, engine, start))
-    references = refer(
-        config, engine, sets, rows, start, ranks,
-        lambda: begun_model(config, begun(), tokenizer, ranks.host),
-    ) or known  # fmt: skip
+
+    def begun_engine() -> Engine:
+        return begun_model(config, begun(), tokenizer, ranks.host)
+
+    references = prepare_replies(config, engine, sets, rows, start, ranks, begun_engine) or known
     log.info(
         "model: %s parameters on %s, placement: %s",
         f"{engine.num_parameters:,}",
         engine.device.torch_device,
         engine.placement,
     )
-    schedule = _schedule(config, engine, total_steps, done, start)
+    rollouts = None
+    if config.loss.kind == "prompts":
+        reference = stack.enter_context(begun_engine()) if config.loss.beta else None
+        rollouts = Rollouts(
+            config, rewards, engine, tokenizer, loader, reference, total_steps, ranks
+        )
+        if start is not None:
+            rollouts.load_state_dict(start.state.rollouts)
+            rollouts.step = start.state.step
     return Job(
         tokenizer=tokenizer,
         own_tokenizer=config.model.chat_template is not None
@@ -179,13 +193,11 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, held: ExitStack
         kind=training.kind,
         evaluation=_batches(evaluation, rows, second, ranks),
         references=references,
-        schedule=schedule,
+        schedule=_schedule(config, engine, total_steps, done, start),
         total_steps=total_steps,
         resumed=start.state if start else None,
         ranks=ranks,
-        rollouts=_rollouts(
-            config, begun, rewards, tokenizer, engine, loader, total_steps, start, ranks, held
-        ),
+        rollouts=rollouts,
         second=second,
     )
 
@@ -194,51 +206,30 @@ def _schedule(
     config: Config, engine: Engine, total_steps: int, done: int, start: Start | None
 ) -> LRScheduler:
     """The schedule; of a run that goes on with what callbacks have changed of it and of rates."""
-    optimizer, saved = engine.optimizer, None
-    if start is not None and not start.state.differs(config, "optimizer", "lr"):
-        saved = start.state.schedule
-    made = make_schedule(config, optimizer, total_steps, done, saved)
+    optimizer, state = engine.optimizer, start.state if start else None
+    keeps = state is not None and not state.differs(config, "optimizer", "lr")
+    saved = state.schedule if state is not None and keeps else None
+    schedule = make_schedule(config, optimizer, total_steps, done, saved)
     if optimizer is None:
-        return made
+        return schedule
     rates, optimizer.restored_rates = optimizer.restored_rates, None
-    if saved and rates and start is not None:
-        state = start.state
-        if not state.differs(config, "schedule") and not state.differs(
-            config, "training", "steps", "epochs"
-        ):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate  # of the next step
-    return made
+    if (
+        saved
+        and rates
+        and state is not None
+        and not (
+            state.differs(config, "schedule")
+            or state.differs(config, "training", "steps", "epochs")
+        )
+    ):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # of the next step
+    return schedule
 
 
 def steps_of(epochs: float, config: Config, loader: StepLoader) -> int:
-    """As of the loader, in steps of the run: several may learn from the same replies."""
+    """Steps of the run in so many epochs: several may learn from the same replies."""
     return (config.loss.num_iterations or 1) * loader.steps_of(epochs)
-
-
-def _rollouts(
-    config: Config,
-    begun: Callable[[], ResolvedModel],
-    rewards: Rewards,
-    tokenizer: PreTrainedTokenizerBase,
-    engine: Engine,
-    loader: StepLoader,
-    total_steps: int,
-    start: Start | None,
-    ranks: Ranks,
-    held: ExitStack,
-) -> Rollouts | None:
-    """What makes replies; the reference is the model as the run began, in an engine of its own."""
-    if config.loss.kind != "prompts":
-        return None
-    reference = None
-    if config.loss.beta:
-        reference = held.enter_context(begun_model(config, begun(), tokenizer, ranks.host))
-    made = Rollouts(config, rewards, engine, tokenizer, loader, reference, total_steps, ranks)
-    if start is not None:
-        made.load_state_dict(start.state.rollouts)
-        made.step = start.state.step
-    return made
 
 
 def _batches(
@@ -247,18 +238,17 @@ def _batches(
     second: SecondModel | None,
     ranks: Ranks,
 ) -> dict[str, Step | Prompts]:
-    made = {
-        name: each if isinstance(each, Prompts) else list(each.batches(rows))
-        for name, each in evaluation.items()
+    sets: dict[str, Any] = {
+        name: data if isinstance(data, Prompts) else list(data.batches(rows))
+        for name, data in evaluation.items()
     }
-    numbered([micro for each in made.values() if isinstance(each, list) for micro in each])
-    if second is None:
-        return made
-    for each in made.values():
-        if isinstance(each, list):
-            parts = [each[at : at + ranks.size] for at in range(0, len(each), ranks.size)]
-            each[:] = [micro for p in parts for micro in by_parts(ranks, p, second.with_answers)]
-    return made
+    steps: list[Step] = [batches for batches in sets.values() if isinstance(batches, list)]
+    numbered([micro for step in steps for micro in step])
+    for step in steps if second is not None else ():
+        assert second is not None
+        parts = [step[at : at + ranks.size] for at in range(0, len(step), ranks.size)]
+        step[:] = [m for part in parts for m in by_parts(ranks, part, second.with_answers)]
+    return sets
 
 
 def _loader(config: Config, training: PackedDataset | RowStream | Prompts) -> StepLoader:
@@ -291,14 +281,8 @@ def _loader(config: Config, training: PackedDataset | RowStream | Prompts) -> St
     return StepLoader(training, **how, workers=2)
 
 
-def _saved_model(config: Config, start: Start) -> ModelSection:
-    """`model` of a run that goes on: it does not need the model's source any more."""
-    there = {"path": str(start.checkpoint / MODEL), "config": None}
-    return config.model.model_copy(update=there)
-
-
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
-    """As configured; as the run that is resumed had it; as the engine has chosen; as is usual."""
+    """Rows as configured, as the resumed run had them, as the engine has chosen, or the usual."""
     lines = config.loss.lines
     fitting = max(1, usual_micro_batch(config.data.sequence_length) // lines)
     before = None if start is None else start.state.data.get("rows_per_micro_batch")
@@ -353,19 +337,30 @@ def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) 
 
 
 def _engine(
-    config: Config,
-    source: Source | None,
-    start: Start | None,
-    ranks: Ranks,
-    held: ExitStack,
+    config: Config, source: Source | None, start: Start | None, ranks: Ranks, stack: ExitStack
 ) -> Engine:
-    group = group_of(config, ranks)
+    options: dict[str, Any] = dict(
+        group=group_of(config, ranks),
+        max_grad_norm=config.training.max_grad_norm,
+        device=None if config.engine.device == "auto" else config.engine.device,
+        trust_remote_code=config.model.trust_remote_code,
+        attn_implementation=config.model.attn_implementation,
+        sequence_parallel=config.engine.sequence_parallel,
+        verify=config.engine.verify,
+    )
     try:
         if start is not None:
-            engine = _saved_engine(config, start, group, held)
+            engine = _saved_engine(config, start, options, stack)
         else:
             assert source is not None
-            engine = held.enter_context(_new_engine(config, source, group))
+            engine = Engine(
+                source,
+                **Workload.of_run(config).for_engine,
+                seed=config.training.seed,
+                trained=Trained(config.model.freeze, config.model.train_only),
+                **options,
+            )
+            stack.enter_context(engine)
     except DoesNotFit as error:
         if config.engine.device != "cpu" and find_gpu("cuda") is None:
             raise  # plans are for a GPU, or where the CPU was asked for
@@ -377,18 +372,9 @@ def _engine(
     return engine
 
 
-def _new_engine(config: Config, source: Source, group: Any) -> Engine:
-    return Engine(
-        source,
-        **Workload.of_run(config).for_engine,
-        seed=config.training.seed,
-        trained=Trained(config.model.freeze, config.model.train_only),
-        group=group,
-        **_settings(config),
-    )
-
-
-def _saved_engine(config: Config, start: Start, group: Any, held: ExitStack) -> Engine:
+def _saved_engine(
+    config: Config, start: Start, options: dict[str, Any], stack: ExitStack
+) -> Engine:
     """The engine of a checkpoint; weights are not read from the model's source again."""
     placement = config.engine.placement_value()
     before = start.state.config.get("engine")
@@ -401,44 +387,34 @@ def _saved_engine(config: Config, start: Start, group: Any, held: ExitStack) -> 
             master=config.optimizer.master,
             base_model=moved_base(config.model.base_model),
             **Workload.of_run(config).limits,
-            group=group,
-            **_settings(config),
+            **options,
         )
     except InputError as error:
-        if is_whole(start.checkpoint):
-            raise
-        raise Damaged(str(error)) from error
-    held.enter_context(engine)
+        try:
+            verify(start.checkpoint)
+        except InputError:
+            raise Damaged(str(error)) from error
+        raise
+    stack.enter_context(engine)
     assert engine.optimizer is not None
-    settings, saved = config.optimizer.settings, engine.optimizer.rule.name
-    if config.optimizer.name != saved:
-        raise InputError(f"optimizer.name: {start.checkpoint} was made with {saved}; set it back")
-    changed = partial(start.state.differs, config, "optimizer")
-    chosen = {n: each for n, each in settings.items() if n in FREE_KEYS["optimizer"] and changed(n)}
-    rule = config.optimizer.rule()
-    for choice in rule.choices:  # a key that an older version did not know is not in its run file
-        if (was := getattr(engine.optimizer.rule, choice)) != getattr(rule, choice):
+    optimizer, saved = engine.optimizer, engine.optimizer.rule
+    settings, rule = config.optimizer.settings, config.optimizer.rule()
+    for name in ("name", *rule.choices):  # a key that an older version did not know is in no file
+        if (was := getattr(saved, name, None)) != getattr(rule, name):
             raise InputError(
-                f"optimizer.{choice}: {start.checkpoint} was made with {was}; set it back"
+                f"optimizer.{name}: {start.checkpoint} was made with {was}; set it back"
             )
-    engine.optimizer.defaults |= settings  # of which schedules take their floor: min_lr, lr_end
-    for each in engine.optimizer.param_groups:  # the rest stays as callbacks may have set it
-        each |= chosen
-        if "lr" in chosen:
+    changed = {
+        name: value
+        for name, value in settings.items()
+        if name in FREE_KEYS["optimizer"] and start.state.differs(config, "optimizer", name)
+    }
+    optimizer.defaults |= settings  # of which schedules take their floor: min_lr, lr_end
+    for group in optimizer.param_groups:  # the rest stays as callbacks may have set it
+        group |= changed
+        if "lr" in changed:
             # torch's schedules start from `initial_lr`, which is saved with the group.
-            each["lr"] = each["initial_lr"] = rule.rate(
-                each["param_names"][0], each["params"][0].shape
+            group["lr"] = group["initial_lr"] = rule.rate(
+                group["param_names"][0], group["params"][0].shape
             )
     return engine
-
-
-def _settings(config: Config) -> dict[str, Any]:
-    """What an engine is made with, be it new or saved."""
-    return dict(
-        max_grad_norm=config.training.max_grad_norm,
-        device=None if config.engine.device == "auto" else config.engine.device,
-        trust_remote_code=config.model.trust_remote_code,
-        attn_implementation=config.model.attn_implementation,
-        sequence_parallel=config.engine.sequence_parallel,
-        verify=config.engine.verify,
-    )

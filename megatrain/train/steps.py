@@ -76,8 +76,8 @@ class Steps:
             outcome |= result.measures | made
             if job.rollouts is not None:
                 outcome["train_seconds"] = round(result.seconds, 6)
-            if (found := self._timeline.found) is not None:
-                outcome |= {"busy": found.busy, "idle": found.idle}
+            if (times := self._timeline.breakdown) is not None:
+                outcome |= {"busy": times.busy, "idle": times.idle}
         if step < job.total_steps:  # a schedule need not be defined beyond its end
             job.schedule.step()
         self.done = step

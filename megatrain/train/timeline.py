@@ -27,7 +27,7 @@ class RunTimeline:
     An early one, and every so many after it. The newest is in `timeline.json`.
 
     Attributes:
-        found: where the time of the step just done went; None: it was not recorded.
+        breakdown: of the time of the step just done; None: it was not recorded.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RunTimeline:
         """
         self._recorder = StepRecorder(recording)
         self._folder, self._every = folder, every
-        self.found: Breakdown | None = None
+        self.breakdown: Breakdown | None = None
         self._early = min(RECORDED_STEP, steps)
         self._done = 0
         self._begun = False
@@ -48,7 +48,7 @@ class RunTimeline:
 
     def step(self, number: int, step: Callable[[], Result]) -> Result:
         """Do step `number` of the run, and write `timeline.json` if it was to be recorded."""
-        turn, self.found = self._done + 1, None
+        turn, self.breakdown = self._done + 1, None
         kept = self._due(turn, number) and (self._begun or turn == 1)
         if not self._begun and (kept or self._due(turn + 1, number + 1)):
             self._recorder.begin()
@@ -68,21 +68,18 @@ class RunTimeline:
         if kept:
             self._spans = self._recorder.end()
             self._begun = False
-            self._write(number)
-            self.found = breakdown(self._spans, COMPUTE)
+            trace = chrome_trace(self._spans) | {"otherData": {"step": number}}
+            try:
+                (self._folder / TIMELINE).write_text(json.dumps(trace), encoding="utf-8")
+            except OSError as error:  # a full disk costs the timeline, never the run
+                log.warning("no timeline: %s", error)
+            self.breakdown = breakdown(self._spans, COMPUTE)
         return result
 
     def _due(self, turn: int, number: int) -> bool:
         if turn <= self._early or self._every is None:
             return turn == self._early
         return number % self._every == 0
-
-    def _write(self, number: int) -> None:
-        trace = chrome_trace(self._spans) | {"otherData": {"step": number}}
-        try:
-            (self._folder / TIMELINE).write_text(json.dumps(trace), encoding="utf-8")
-        except OSError as error:  # a full disk costs the timeline, never the run
-            log.warning("no timeline: %s", error)
 
     def draw(self) -> None:
         """Draw the recorded step, if there was one; takes about a second, so after the run."""

@@ -79,8 +79,7 @@ def leave_out(replace: Callable[[Any, str, Any], None]) -> None:
     from megatrain.checkpoint import files
     from megatrain.train import loop, timeline
 
-    pictures = ((loop, "draw_curve"), (loop, "show_run"), (timeline.RunTimeline, "draw"))
-    parts = (*pictures, (auto, "foretold_on_cpu"))
+    parts = ((loop, "draw"), (timeline.RunTimeline, "draw"), (auto, "foretold_on_cpu"))
     for owner, name in parts:
         getattr(owner, name)  # what was renamed would be done again, unnoticed
         replace(owner, name, lambda *args: None)

@@ -12,7 +12,7 @@ import megatrain as package
 from megatrain import config
 from megatrain.errors import InputError
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train.watch import Watch
+from megatrain.train.evaluations import Watch
 from tests.cli.cases import sets, write_rows
 from tests.reliability.cases import checkpoint_steps
 

@@ -8,7 +8,7 @@ import yaml
 from megatrain import Engine
 from megatrain.config import load
 from megatrain.errors import InputError
-from megatrain.train import references, setup
+from megatrain.train import second_model, setup
 from tests.cli.cases import SENTENCES
 
 
@@ -41,9 +41,9 @@ DPO, GRPO = {"name": "dpo"}, {"name": "grpo", "beta": 0.1, "num_generations": 2}
 @pytest.mark.parametrize(
     ("loss", "row", "broken", "number"),
     [
-        (DPO, PAIRS, (references, "logprobs"), 1),
+        (DPO, PAIRS, (second_model, "logprobs"), 1),
         (DPO | {"reference": "streamed"}, PAIRS, (setup, "_batches"), 2),
-        (DPO | {"reference": "streamed"}, PAIRS, (setup, "_new_engine"), 1),
+        (DPO | {"reference": "streamed"}, PAIRS, (setup, "Engine"), 1),
         (GRPO, {"prompt": "the cat"}, (setup, "Rollouts"), 2),
     ],
     ids=["pass of the reference", "batches", "engine", "rollouts"],

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.model.companions import tokenizer_files
 from megatrain.train.resolve_model import _known_by
-from megatrain.train.teacher import _Asking
+from megatrain.train.second_model import _Asking
 from tests.cli.cases import sets, tiny_llama
 from tests.cli.test_preferences import pair, preference_file, rated, read  # noqa: F401
 from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
@@ -322,7 +322,7 @@ def test_all_ranks_refuse_a_teacher_that_one_cannot_have(distilling, tmp_path, h
             run_of(file, never, "engine.host_memory=1MiB")(group)
         if how == "kept":
             with (
-                mock.patch("megatrain.train.teacher.open_teacher_file", full),
+                mock.patch("megatrain.train.second_model.open_teacher_file", full),
                 pytest.raises(InputError, match="the disk is full"),
             ):
                 run_of(file, never)(group)

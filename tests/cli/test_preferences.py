@@ -17,7 +17,7 @@ from megatrain.config.learning import LossSection
 from megatrain.config.load import validate
 from megatrain.forecast.workload import Workload
 from megatrain.loss import DPO, KTO, ORPO, Reward, SimPO, ZLoss
-from megatrain.train.references import References
+from megatrain.train.second_model import References
 from tests.cli.cases import SENTENCES, sets
 from tests.cli.test_ranks import run_of
 from tests.parity.cases import llama, make_batches, make_engine

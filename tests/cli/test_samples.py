@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from megatrain import config
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train import samples
+from megatrain.train import evaluations
 from tests.cli.cases import sets
 from tests.cli.test_mistakes import assert_refused
 
@@ -37,7 +37,7 @@ def test_samples_that_do_not_fit_cost_one_warning(megatrain, run_file, monkeypat
     def generate(*arguments):
         raise DoesNotFit("no room for keys and values")
 
-    monkeypatch.setattr(samples, "generate", generate)
+    monkeypatch.setattr(evaluations, "generate", generate)
     assert megatrain("train", run_file, *sets(**SAMPLES)).exit_code == 0
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert told == ["no samples from here on: no room for keys and values"]

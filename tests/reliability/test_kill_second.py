@@ -47,7 +47,7 @@ Path.write_text = torn
 # Kills in the n-th sweep of the reference.
 SWEEP = """
 import os, signal
-import megatrain.train.references as kept
+import megatrain.train.second_model as kept
 asked, seen = kept.logprobs, []
 def counted(*given, **more):
     seen.append(1)
@@ -60,7 +60,7 @@ kept.logprobs = counted
 # Kills in the middle of the file of what it has said, or once that is there.
 WRITTEN = """
 import os, signal
-import megatrain.train.references as kept
+import megatrain.train.second_model as kept
 write = kept.write_file
 def killed(path, text):
     if {whole}:

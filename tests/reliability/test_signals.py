@@ -269,7 +269,7 @@ def test_the_run_is_saved_before_pictures_are_drawn(run, tmp_path, start, go):
         held("step", go)
         + """
 import megatrain.train.loop as loop
-loop.draw_curve = lambda run: print("drawing", flush=True) or time.sleep(60)
+loop.draw = lambda run: print("drawing", flush=True) or time.sleep(60)
 """
     )
     process = start(before)

@@ -9,7 +9,7 @@ import torch
 
 from megatrain.data import open_teacher_file
 from megatrain.errors import InputError, RunFailed
-from megatrain.train.references import References
+from megatrain.train.second_model import References
 
 ROWS, TOP_K = 6, 3
 

@@ -11,8 +11,13 @@ import pytest
 
 from megatrain.base.whole_files import whole_folder
 from megatrain.errors import InputError
-from megatrain.run_folder.layout import make_run_folder, model_folder, new_run_folder, run_to_resume
-from megatrain.run_folder.lock import locked
+from megatrain.run_folder.layout import (
+    locked,
+    make_run_folder,
+    model_folder,
+    new_run_folder,
+    run_to_resume,
+)
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.resume import cut_metrics
 from megatrain.train.signals import Signals, Stopped

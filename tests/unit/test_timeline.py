@@ -170,8 +170,8 @@ def test_a_run_keeps_the_timelines_of_every_so_many_steps(tmp_path: Path) -> Non
                     timeline.step(number, _refuse)
             else:
                 timeline.step(number, lambda: engine.step(BATCH))
-            if timeline.found is not None:
-                told[number] = timeline.found
+            if timeline.breakdown is not None:
+                told[number] = timeline.breakdown
             if number == 9:
                 assert (
                     json.loads((tmp_path / "timeline.json").read_text())["otherData"]["step"] == 8
