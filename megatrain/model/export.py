@@ -73,7 +73,6 @@ def write_weights(
         RunFailed: not enough disk space, or the disk cannot be written; nothing is left behind.
         ValueError: `tensors` lacks a name, or has one that the model does not know.
     """
-    folder = _folder(folder)
     saved, usual = _saved_names(model, tensors), loaded_types(model, dtype)
     metas: dict[str, Tensor] = {}  # shape and file dtype of all that is written
     for name, first in saved.items():
@@ -98,13 +97,10 @@ def write_weights(
     # Wide elements first, which keeps every tensor of a shard aligned.
     pieces.sort(key=lambda piece: -piece[0][0].dtype.itemsize)
     described = [each for outputs, _ in pieces for each in outputs]
-    with _exported(folder) as new:
-        _check_space(folder, sum(each.num_bytes for each in described))
+    with _exported(folder, described, beside or {}) as new:
         write_configs(new, model, dtype)
         values = (value for _, make in pieces for value in make())
         _write_shards(new, described, values, max_shard_bytes)
-        _keep_other_files(folder, new)
-        _add(new, beside or {})
 
 
 def write_adapter(
@@ -123,33 +119,46 @@ def write_adapter(
         InputError: `folder` is a file.
         RunFailed: not enough disk space, or the disk cannot be written; nothing is left behind.
     """
-    folder, whole = _folder(folder), adapted(model)
+    whole = adapted(model)
     assert whole is not None
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     names = peft.file_names(model, whole.active)
-    described = [Described(name, dtype, shapes[own]) for name, own in names.items()]
-    with _exported(folder) as new:
-        _check_space(folder, sum(each.num_bytes for each in described))
-        values = (tensors[own]().to(dtype) for own in names.values())
+    described = [Described(name, dtype, shapes[of_model]) for name, of_model in names.items()]
+    beside = {n: data for n, data in (beside or {}).items() if not REPLACED.fullmatch(n)}
+    with _exported(folder, described, beside) as new:
+        values = (tensors[of_model]().to(dtype) for of_model in names.values())
         write_shard(new / peft.WEIGHTS_FILE, described, values)
         peft.write_config(whole.configs[whole.active], new)
-        _keep_other_files(folder, new)
-        _add(new, {n: d for n, d in (beside or {}).items() if not REPLACED.fullmatch(n)})
-
-
-def _folder(folder: Path) -> Path:
-    folder = Path(folder).resolve()
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: is a file; give a folder to export to")
-    return folder
 
 
 @contextmanager
-def _exported(folder: Path) -> Iterator[Path]:
-    """A folder that replaces `folder` when the body has succeeded."""
+def _exported(folder: Path, described: list[Described], beside: Companions) -> Iterator[Path]:
+    """A folder that replaces `folder` when the body has succeeded, its other files beside."""
+    folder = Path(folder).resolve()
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is a file; give a folder to export to")
+    num_bytes = sum(entry.num_bytes for entry in described)
     try:
         with whole_folder(folder, replace=True) as new:
+            if (free := shutil.disk_usage(new).free) < num_bytes:
+                raise RunFailed(
+                    f"{folder}: the model takes {gib(num_bytes)} and the disk has {gib(free)} left;"
+                    " nothing was written, make room or choose another folder"
+                )
             yield new
+            if folder.exists():
+                shutil.copytree(
+                    folder,
+                    new,
+                    symlinks=True,
+                    ignore=lambda directory, names: [
+                        n for n in names if Path(directory) == folder and REPLACED.fullmatch(n)
+                    ],
+                    copy_function=link_file,
+                    dirs_exist_ok=True,
+                )
+            replacing = (n for n in beside if REPLACED.fullmatch(n) or not (new / n).exists())
+            write_companions(new, {name: beside[name] for name in replacing})
     except OSError as error:
         raise RunFailed(
             f"{folder}: cannot export the model: {error.strerror or error}; nothing was written, "
@@ -234,35 +243,3 @@ def _split(described: list[Described], max_shard_bytes: int) -> list[list[Descri
         shards[-1].append(each)
         size += each.num_bytes
     return shards
-
-
-def _check_space(folder: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(folder.parent).free
-    if free < num_bytes:
-        raise RunFailed(
-            f"{folder}: the model takes {gib(num_bytes)} and the disk has {gib(free)} left; "
-            "nothing was written, make room or choose another folder"
-        )
-
-
-def _keep_other_files(folder: Path, new: Path) -> None:
-    if not folder.exists():
-        return
-
-    def replaced(directory: str, names: Sequence[str]) -> list[str]:
-        at_top = Path(directory) == folder
-        return [name for name in names if at_top and REPLACED.fullmatch(name)]
-
-    shutil.copytree(
-        folder,
-        new,
-        symlinks=True,
-        ignore=replaced,
-        copy_function=link_file,
-        dirs_exist_ok=True,
-    )
-
-
-def _add(new: Path, beside: Companions) -> None:
-    missing = {n: d for n, d in beside.items() if REPLACED.fullmatch(n) or not (new / n).exists()}
-    write_companions(new, missing)

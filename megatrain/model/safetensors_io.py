@@ -8,7 +8,7 @@ Format: eight bytes of header length, a JSON header, the data without holes
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatrain.base import huge_pages
@@ -27,7 +28,7 @@ from megatrain.base.json_yaml import (
     read_json,
 )
 from megatrain.base.units import MIB, align
-from megatrain.errors import InputError
+from megatrain.errors import InputError, first_line
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -120,23 +121,30 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                 "transformers (from_pretrained, then save_pretrained) where you trust them"
             )
         raise InputError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}{hint}")
-    file_of = _read_index(folder / INDEX_FILE)
-    found: dict[str, Stored] = {}
-    for file_name in dict.fromkeys(file_of.values()):
-        for stored in read_header(_shard(folder, file_name)):
-            if stored.name in found:
-                raise InputError(
-                    f"{stored.file}: {stored.name!r} is also in {found[stored.name].file.name}; "
-                    "each tensor may be stored once"
-                )
-            found[stored.name] = stored
-    for name, file_name in file_of.items():
-        if name not in found or found[name].file.name != PurePosixPath(file_name).name:
+    file_of = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
+        raise InputError(f"{folder / INDEX_FILE}: no weight_map; {DAMAGED}")
+    paths = {name: _shard(folder, file_name) for name, file_name in file_of.items()}
+    stored: dict[str, Stored] = {}
+    for tensor in (each for path in dict.fromkeys(paths.values()) for each in read_header(path)):
+        if tensor.name in stored:
             raise InputError(
-                f"{folder / file_name}: no tensor {name!r}, which {INDEX_FILE} places there; "
-                "index and shards are of different versions, download the model again"
+                f"{tensor.file}: {tensor.name!r} is also in {stored[tensor.name].file.name}; "
+                "each tensor may be stored once"
             )
-    return found
+        stored[tensor.name] = tensor
+    for name, path in paths.items():
+        if name not in stored or stored[name].file != path:
+            raise InputError(
+                f"{path}: no tensor {name!r}, which {INDEX_FILE} places there; index and shards "
+                "are of different versions, download the model again"
+            )
+    return stored
+
+
+def has_weights(folder: Path) -> bool:
+    """True if a folder holds a model's safetensors weights."""
+    return (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
 
 
 def has_pickle_weights(folder: Path) -> bool:
@@ -144,7 +152,9 @@ def has_pickle_weights(folder: Path) -> bool:
     return any(True for pattern in ("*.bin", "*.pt", "*.pth") for _ in folder.glob(pattern))
 
 
-def _shard(folder: Path, file_name: str) -> Path:
+def _shard(folder: Path, file_name: Any) -> Path:
+    if not isinstance(file_name, str) or not 0 < len(file_name) <= MAX_NAME_LENGTH:
+        raise InputError(f"{folder / INDEX_FILE}: a shard is no file name; {DAMAGED}")
     relative = PurePosixPath(file_name)
     if relative.is_absolute() or ".." in relative.parts or not file_name.isprintable():
         raise InputError(f"{folder / INDEX_FILE}: shard {file_name!r} lies outside the folder")
@@ -157,17 +167,6 @@ def _shard(folder: Path, file_name: str) -> Path:
     )
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    content = read_json(path)
-    file_of = content.get("weight_map")
-    if not isinstance(file_of, dict) or not file_of:
-        raise InputError(f"{path}: no weight_map; {DAMAGED}")
-    for name, file_name in file_of.items():
-        if not isinstance(file_name, str) or not 0 < len(file_name) <= MAX_NAME_LENGTH:
-            raise InputError(f"{path}: the shard of {name!r} is not a file name; {DAMAGED}")
-    return file_of
-
-
 def read_header(path: Path) -> list[Stored]:
     """The tensors of one shard in the order of their bytes.
 
@@ -176,65 +175,35 @@ def read_header(path: Path) -> list[Stored]:
     """
     try:
         with path.open("rb") as file:
-            file_bytes = path.stat().st_size
             header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > min(file_bytes - 8, MAX_JSON_BYTES):
+            if header_bytes > MAX_JSON_BYTES:
                 raise InputError(
-                    f"{path}: its first 8 bytes ask for a header of {header_bytes} bytes in a file "
-                    f"of {file_bytes}; it is truncated or not a safetensors file"
+                    f"{path}: its first 8 bytes ask for a header of {header_bytes} bytes; it is "
+                    "truncated or not a safetensors file"
                 )
-            text = file.read(header_bytes)
+            entries = parse_object(file.read(header_bytes), path)
+        with safe_open(path, "np"):  # which checks that the tensors make up the file
+            entries.pop("__metadata__", None)
     except OSError as error:
-        raise InputError(f"{path}: cannot read it: {error.strerror}") from error
-    entries = parse_object(text, path)
-    entries.pop("__metadata__", None)
-    data_start = 8 + header_bytes
-    tensors = [_entry(path, name, entry, data_start) for name, entry in entries.items()]
-    tensors.sort(key=lambda stored: (stored.start, stored.num_bytes))
-    _check_coverage(path, tensors, data_start, file_bytes)
-    return tensors
-
-
-def _entry(path: Path, name: str, entry: Any, data_start: int) -> Stored:
-    try:
-        dtype_name, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        numbers = [*shape[: MAX_DIMENSIONS + 1], first, last]
-    except (TypeError, KeyError, ValueError, IndexError) as error:
+        raise InputError(f"{path}: cannot read it: {first_line(error)}") from error
+    except SafetensorError as error:
         raise InputError(
-            f"{path}: {name!r} lacks a dtype, shape or data_offsets; {DAMAGED}"
+            f"{path}: damaged or truncated ({first_line(error)}); fetch the file again"
         ) from error
-    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise InputError(f"{path}: {name!r} has an impossible shape or offset; {DAMAGED}")
-    if len(shape) > MAX_DIMENSIONS:
-        raise InputError(f"{path}: {name!r} has {len(shape)} dimensions; {DAMAGED}")
-    dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
-    if dtype is None:
-        raise InputError(
-            f"{path}: {name!r} is stored as {str(dtype_name)[:40]}; only plain float weights can "
-            "be trained, use the unquantised model"
-        )
-    if last - first != prod(shape) * dtype.itemsize:
-        raise InputError(
-            f"{path}: {name!r} of shape {shape} and dtype {dtype_name} cannot have "
-            f"{last - first} bytes; {DAMAGED}"
-        )
-    return Stored(name, path, dtype, tuple(shape), data_start + first, last - first)
+    tensors = [_entry(path, name, entry, 8 + header_bytes) for name, entry in entries.items()]
+    return sorted(tensors, key=lambda stored: (stored.start, stored.num_bytes))
 
 
-def _check_coverage(path: Path, tensors: list[Stored], start: int, file_bytes: int) -> None:
-    """The tensors must lie end to end from the header to the end of the file."""
-    for stored in tensors:
-        if stored.start + stored.num_bytes > file_bytes:
-            raise InputError(
-                f"{path}: truncated, {stored.name!r} ends at byte "
-                f"{stored.start + stored.num_bytes} of {file_bytes}; fetch the file again"
-            )
-        if stored.start != start:
-            problem = "overlaps the tensor before it" if stored.start < start else "follows a hole"
-            raise InputError(f"{path}: {stored.name!r} {problem}; {DAMAGED}")
-        start += stored.num_bytes
-    if start != file_bytes:
-        raise InputError(f"{path}: {file_bytes - start} bytes belong to no tensor; {DAMAGED}")
+def _entry(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> Stored:
+    dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in DTYPES:
+        raise InputError(
+            f"{path}: {name!r} is stored as {dtype}; only plain float weights can be trained, use "
+            "the unquantised model"
+        )
+    if len(shape) > MAX_DIMENSIONS or max(shape, default=0) >= 2**63:
+        raise InputError(f"{path}: {name!r} has an impossible shape; {DAMAGED}")
+    return Stored(name, path, DTYPES[dtype], tuple(shape), data_start + first, last - first)
 
 
 @dataclass(frozen=True)

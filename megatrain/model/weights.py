@@ -32,10 +32,9 @@ from megatrain.errors import InputError, first_line
 from megatrain.model.conversion import LoadPlan, Recipe, plan_load
 from megatrain.model.quantised import Quantised, gathered
 from megatrain.model.safetensors_io import (
-    INDEX_FILE,
-    SINGLE_FILE,
     Stored,
     has_pickle_weights,
+    has_weights,
     stored_tensors,
 )
 from megatrain.tile.packed import WeightFormat
@@ -51,6 +50,15 @@ COMPARED_BYTES = 16 * MIB
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 HUB_FILES += ["*.bpe", "*.spm", "*.vocab", "LICENSE", "LICENSE.md", "NOTICE", "USE_POLICY.md"]
 HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
+_REFUSALS: dict[type[Exception], str] = {
+    HFValidationError: "no such folder, and not a hub id (owner/name)",
+    GatedRepoError: "its owner restricts access; accept the terms on its hub page, then log in "
+    "with `hf auth login`",
+    RepositoryNotFoundError: "no such folder and no such model on the hub; check the spelling, and "
+    "log in with `hf auth login` if it is private",
+    LocalEntryNotFoundError: "no such folder, not in the local cache, and the hub cannot be "
+    "reached; check the network or HF_HUB_OFFLINE, or give a local folder",
+}
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -70,8 +78,7 @@ def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
         raise InputError(f"{path_or_id}: not a folder; give the model's folder or its hub id")
     if not (folder / "config.json").is_file():
         raise InputError(f"{path_or_id}: no config.json there, so it is not a model's folder")
-    has_weights = (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
-    if not has_weights and has_pickle_weights(folder):
+    if not has_weights(folder) and has_pickle_weights(folder):
         stored_tensors(folder)  # says why not and what to do
     return folder
 
@@ -83,25 +90,10 @@ def _download(model_id: str, revision: str | None) -> Path:
                 model_id, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_EXTRAS
             )
         )
-    except HFValidationError as error:
-        raise InputError(f"{model_id}: no such folder, and not a hub id (owner/name)") from error
-    except GatedRepoError as error:
-        raise InputError(
-            f"{model_id}: its owner restricts access; accept the terms on its hub page, then log "
-            "in with `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise InputError(
-            f"{model_id}: no such folder and no such model on the hub; check the spelling, and "
-            "log in with `hf auth login` if it is private"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise InputError(
-            f"{model_id}: no such folder, not in the local cache, and the hub cannot be reached; "
-            "check the network or HF_HUB_OFFLINE, or give a local folder"
-        ) from error
-    except Exception as error:  # those of the HTTP library, which differs between versions
-        raise InputError(f"{model_id}: cannot download it: {first_line(error)}") from error
+    except Exception as error:  # those of the HTTP library differ between versions
+        reasons = (text for kind, text in _REFUSALS.items() if isinstance(error, kind))
+        reason = next(reasons, f"cannot download it: {first_line(error)}")
+        raise InputError(f"{model_id}: {reason}") from error
 
 
 def source_dtype(folder: Path) -> torch.dtype:
@@ -121,13 +113,13 @@ def source_dtype(folder: Path) -> torch.dtype:
             if dtype not in FLOATS:
                 raise InputError(f"{folder / 'config.json'}: dtype {name!r} is no float to train")
             return dtype
-    if not (folder / SINGLE_FILE).is_file() and not (folder / INDEX_FILE).is_file():
+    if not has_weights(folder):
         return torch.float32
     num_bytes = dict.fromkeys(FLOATS, 0)
     for stored in stored_tensors(folder).values():
         if stored.dtype in num_bytes:
             num_bytes[stored.dtype] += stored.num_bytes
-    return max(num_bytes, key=lambda dtype: num_bytes[dtype])
+    return max(FLOATS, key=num_bytes.__getitem__)
 
 
 def read_weights(

@@ -120,9 +120,9 @@ def test_a_truncated_shard(tmp_path: Path) -> None:
     shard = tmp_path / content["weight_map"][UP]
     os.truncate(shard, shard.stat().st_size - 100)
     message = refusal(tmp_path, model)
-    assert f"{shard.name}: truncated, '" in message and "fetch the file again" in message
+    assert f"{shard.name}: damaged or truncated" in message and "fetch the file" in message
     os.truncate(shard, 5)
-    assert f"{shard.name}: its first 8 bytes" in refusal(tmp_path, model)
+    assert f"{shard.name}: its JSON cannot be read" in refusal(tmp_path, model)
 
 
 def test_a_shard_that_shrinks_during_the_load(tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_an_index_that_leaves_the_folder(escape: str, tmp_path: Path) -> None:
         (b"\xff\xfe", "its JSON cannot be read"),
         (b"[1]", "its JSON is not an object"),
         (b"{}", "no weight_map"),
-        (b'{"weight_map": {"a": 3}}', "the shard of 'a' is not a file name"),
-        (b'{"weight_map": {"a": ""}}', "the shard of 'a' is not a file name"),
+        (b'{"weight_map": {"a": 3}}', "a shard is no file name"),
+        (b'{"weight_map": {"a": ""}}', "a shard is no file name"),
         (b'{"weight_map": {"a": "x", "a": "y"}}', "key 'a' is there twice"),
         (b'{"a":' * 100_000, "nested too deeply"),
         (b'{"weight_map": ' + b"9" * 5000 + b"}", "its JSON cannot be read"),
@@ -199,28 +199,23 @@ def test_a_json_that_is_no_file(tmp_path: Path) -> None:
     ("header", "data", "length", "said"),
     [
         (b"", b"", None, r"its JSON cannot be read"),
-        (b"", b"", 2**63, r"ask for a header of 9223372036854775808 bytes in a file of 8"),
+        (b"", b"", 2**63, r"ask for a header of 9223372036854775808 bytes"),
         (b"{}", b"", 2**32, r"ask for a header of 4294967296 bytes"),
         (b"[]", b"", None, r"its JSON is not an object"),
         (b'{"a":' * 10_000, b"", None, r"nested too deeply"),
         (b'{"a":{},"a":{}}', b"", None, r"key 'a' is there twice"),
-        ({"a": 1}, b"", None, r"'a' lacks a dtype, shape or data_offsets"),
-        ({"a": {"dtype": "F32", "shape": [1]}}, b"", None, r"'a' lacks"),
-        ({"a": entry(0, 4) | {"data_offsets": [0]}}, b"1234", None, r"'a' lacks"),
-        ({"a": entry(0, 4) | {"shape": None}}, b"1234", None, r"'a' lacks"),
-        ({"a": entry(0, 4) | {"shape": "1"}}, b"1234", None, r"'a' has an impossible shape"),
-        ({"a": entry(0, 4) | {"shape": [True]}}, b"1234", None, r"'a' has an impossible shape"),
-        ({"a": entry(0, 4) | {"shape": [-1, -1]}}, b"1234", None, r"'a' has an impossible shape"),
-        ({"a": entry(0, 4) | {"shape": [1] * 99}}, b"1234", None, r"'a' has 99 dimensions"),
-        ({"a": entry(-4, 0, [1])}, b"1234", None, r"'a' has an impossible shape or offset"),
-        ({"a": entry(0, 4, [2])}, b"1234", None, r"'a' of shape \[2\] and dtype F32 cannot have 4"),
-        ({"a": entry(4, 0, [1])}, b"1234", None, r"'a' of shape .* cannot have -4 bytes"),
-        ({"a": entry(0, 2**62, [2**60])}, b"1234", None, r"truncated, 'a' ends at byte"),
-        ({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12), None, r"'b' overlaps the tensor before"),
-        ({"a": entry(0, 4), "b": entry(8, 12)}, bytes(12), None, r"'b' follows a hole"),
-        ({"a": entry(0, 4)}, bytes(8), None, r"4 bytes belong to no tensor"),
-        ({"a": entry(0, 4, dtype="F4")}, b"1234", None, r"'a' is stored as F4; only plain float"),
-        ({"a": entry(0, 4) | {"dtype": ["F32"]}}, b"1234", None, r"'a' is stored as \['F32'\]"),
+        ({"a": 1}, b"", None, "damaged or truncated .*; fetch the file again"),
+        ({"a": {"dtype": "F32", "shape": [1]}}, b"", None, "damaged or truncated"),
+        ({"a": entry(0, 4) | {"shape": [-1, -1]}}, b"1234", None, "damaged or truncated"),
+        ({"a": entry(0, 4) | {"shape": [1] * 99}}, b"1234", None, "'a' has an impossible shape"),
+        ({"a": entry(0, 0, [0, 2**63])}, b"", None, "'a' has an impossible shape"),
+        ({"a": entry(0, 4, [2])}, b"1234", None, "damaged or truncated"),
+        ({"a": entry(4, 0, [1])}, b"1234", None, "damaged or truncated"),
+        ({"a": entry(0, 2**62, [2**60])}, b"1234", None, "damaged or truncated"),
+        ({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12), None, "damaged or truncated"),
+        ({"a": entry(0, 4), "b": entry(8, 12)}, bytes(12), None, "damaged or truncated"),
+        ({"a": entry(0, 4)}, bytes(8), None, "damaged or truncated"),
+        ({"a": entry(0, 1, [1], "F8_E5M2")}, b"1", None, "'a' is stored as F8_E5M2; only plain"),
     ],
 )
 def test_a_hostile_header(
