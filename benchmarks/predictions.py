@@ -20,8 +20,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
 from megatrain.optim import RULES, AdamW, Rule
 from megatrain.placement import Placement, renamed
-from megatrain.source.base import Base
-from megatrain.source.source import open_source, structure
+from megatrain.source.source import Base, open_source, structure
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB = 2**30

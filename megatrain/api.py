@@ -37,10 +37,9 @@ from megatrain.optim import Rule, is_number
 from megatrain.parallel.distributed import ALONE, Ranks, local_rank, open_ranks
 from megatrain.parallel.sequence_ranks import open_sequence_ranks
 from megatrain.placement import Placement, Precision, Verify
-from megatrain.source.base import Base
 from megatrain.source.engine_setup import DTYPES, EngineSetup, choose_trained, open_structure
 from megatrain.source.sharing import NO_LABELS, check_call, require_alone, require_whole_rows
-from megatrain.source.source import Opens, Resumed, open_source
+from megatrain.source.source import Base, Opens, open_source
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 
 __all__ = ["Engine", "StepResult", "UpdatedTile"]
@@ -360,16 +359,19 @@ class Engine(PlacedEngine):
         settings = checkpoint.settings
         opened = device if isinstance(device, Device) else open_device(device, local_rank(group))
         engine = cls(
-            Resumed(checkpoint),
-            base_model=base_model,
+            open_source(
+                checkpoint,
+                base_model=base_model,
+                resumes=True,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=attn_implementation,
+            ),
             optimizer=saved_optimizer(checkpoint, states=states, master=master),
             max_grad_norm=settings.max_grad_norm if max_grad_norm == "saved" else max_grad_norm,
             precision=check_precision(checkpoint, precision),
             placement=resumed_placement(checkpoint, placement, opened.kind),
             device=opened,
             seed=settings.seed,
-            trust_remote_code=trust_remote_code,
-            attn_implementation=attn_implementation,
             device_memory=device_memory,
             host_memory=host_memory,
             disk=disk,

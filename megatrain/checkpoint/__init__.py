@@ -1,6 +1,5 @@
 """Checkpoints: a run's exact state on disk, written while training goes on."""
 
-from megatrain.checkpoint.convert import read_converted
 from megatrain.checkpoint.files import put_right
 from megatrain.checkpoint.folders import (
     is_checkpoint,
@@ -13,18 +12,7 @@ from megatrain.checkpoint.folders import (
     verify,
     whole_checkpoints,
 )
-from megatrain.checkpoint.manifest import (
-    BUFFERS,
-    CARRIED,
-    COMPUTED,
-    MODEL,
-    BaseReference,
-    Checkpoint,
-    Settings,
-    as_json,
-)
-from megatrain.checkpoint.masters import masters
-from megatrain.checkpoint.read import read_tiles
+from megatrain.checkpoint.manifest import BaseReference, Checkpoint, Settings, as_json
+from megatrain.checkpoint.read import masters, read_converted, read_tiles
 from megatrain.checkpoint.saver import Contents, Saver, Saving
-from megatrain.checkpoint.snapshot import saved_numel
-from megatrain.checkpoint.staging_blocks import spare_bytes_of, useful_bytes
+from megatrain.checkpoint.snapshot import saved_numel, spare_bytes_of, useful_bytes

@@ -56,9 +56,9 @@ class NewFile:
     that take them eight times faster than dirty pages, and these would take memory.
     """
 
-    def __init__(self, path: Path, *, there: bool = False) -> None:
-        """Args: `there`: it has been made, and other processes write other bytes of it."""
-        new = 0 if there else os.O_CREAT | os.O_EXCL
+    def __init__(self, path: Path, *, exists: bool = False) -> None:
+        """Args: `exists`: it has been made, and other processes write other bytes of it."""
+        new = 0 if exists else os.O_CREAT | os.O_EXCL
         self._handle = os.open(path, os.O_WRONLY | new, 0o666)
         self._direct = open_direct(path, os.O_WRONLY)
         # Whole pages, as direct access demands.
@@ -218,18 +218,12 @@ def regular_size(folder: Path, name: str) -> int:
     Raises:
         InputError: it is missing, a link, lies behind a link, or is something else than a file.
     """
-    path = folder
+    path = folder / name
     try:
-        *inner, last = name.split("/")
-        for part in inner:
-            path = path / part
-            if not stat.S_ISDIR(os.lstat(path).st_mode):
-                raise InputError(f"{path}: not a folder; links are not followed")
-        path = path / last
         status = os.lstat(path)
     except OSError as error:
-        raise InputError(f"{folder / name}: missing ({error.strerror})") from error
-    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"{path}: missing ({error.strerror})") from error
+    if not stat.S_ISREG(status.st_mode) or path.resolve() != folder.resolve() / name:
         raise InputError(f"{path}: not a regular file; links are not followed")
     return status.st_size
 

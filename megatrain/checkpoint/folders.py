@@ -4,9 +4,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import dropwhile, islice
 from pathlib import Path
-from typing import Any
 
-from megatrain.base.json_yaml import read_json
 from megatrain.checkpoint import files
 from megatrain.checkpoint.manifest import (
     BUFFERS,
@@ -129,38 +127,12 @@ def rotate(
 
 @contextmanager
 def offering_another(folder: Path) -> Iterator[None]:
-    """Add to an InputError where a whole checkpoint is, of the same run or the same model."""
+    """Add to an InputError where the newest whole checkpoint is: in the folder, or beside it."""
     try:
         yield
     except InputError as error:
-        own = [*whole_checkpoints(folder), *whole_checkpoints(folder / "checkpoints")]
+        inside = [*whole_checkpoints(folder), *whole_checkpoints(folder / "checkpoints")]
         beside = [each for each in whole_checkpoints(folder.parent) if each != folder]
-        if folder.parent.name == "checkpoints":  # of a run
-            own += beside
-        alike = next(
-            (
-                other
-                for other in beside
-                if any(read(other) == read(folder) is not None for read in (_config, _shapes))
-            ),
-            None,
-        )
-        hint = "no whole checkpoint of the same model is beside it"
-        if own:
-            hint = f"take {own[0]}"
-        elif alike is not None:
-            hint = f"beside it is a whole one of the same model: {alike}"
+        others = inside or beside
+        hint = f"the newest whole one there is {others[0]}" if others else "no whole one is there"
         raise InputError(f"{error}; {hint}") from error
-
-
-def _config(folder: Path) -> Any:
-    with suppress(InputError):
-        return read_json(folder / MODEL / "config.json")
-    return None
-
-
-def _shapes(folder: Path) -> Any:
-    with suppress(InputError, LookupError, TypeError):
-        tiles = read_json(folder / MANIFEST)["tiles"]
-        return {each["name"]: each["shape"] for tile in tiles for each in tile["parameters"]}
-    return None

@@ -2,26 +2,22 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Interval, Predicate
+from annotated_types import Interval, Len, Predicate
 
 from megatrain.base.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
-from megatrain.base.units import MIB
 from megatrain.checkpoint.files import ALGORITHMS, MAX_PIECE_BYTES, OldFile, regular_size
-from megatrain.errors import InputError
+from megatrain.errors import InputError, in_one_line
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.safetensors_io import DTYPES, MAX_DIMENSIONS
 from megatrain.placement import Precision
 from megatrain.tile import Entry
 from megatrain.tile.packed import PACKINGS
 
-FORMAT, VERSION = "megatrain checkpoint", 1
 MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP = (
     "manifest.json", "extra.json", "buffers.safetensors", "computed_buffers.safetensors",
     "carried.safetensors", "model", "tiles", "keep",
@@ -35,6 +31,12 @@ class _Strict:
     """pydantic takes nothing for a value but the value, and no field that it does not know."""
 
     __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
+
+
+def lies_inside(name: str) -> bool:
+    """True if a file of this name lies in a checkpoint, on every system."""
+    parts = name.split("/")
+    return name.isprintable() and "\\" not in name and not {"", ".", ".."} & {*parts}
 
 
 @dataclass(frozen=True)
@@ -67,21 +69,15 @@ class Parameter(_Strict):
     The planes of the optimizer's state hold those with a group; a frozen one has none.
     """
 
-    name: str
-    shape: tuple[Count, ...]
+    name: Annotated[str, Len(0, MAX_NAME_LENGTH)]
+    shape: Annotated[tuple[Count, ...], Len(0, MAX_DIMENSIONS)]
     offset: Count
     group: Count | None
-    packed: str | None = None
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
+    packed: Annotated[str, Predicate(PACKINGS.__contains__)] | None = None
 
     @property
     def entry(self) -> Entry:
-        """The parameter as an entry of a tile. Raises ValueError: its packing is unknown."""
-        if self.packed is not None and self.packed not in PACKINGS:
-            raise ValueError(f"parameter {self.name[:80]!r} is packed as {self.packed[:80]!r}")
+        """The parameter as an entry of a tile."""
         packed = None if self.packed is None else PACKINGS[self.packed]
         return Entry(self.name, self.shape, self.offset, self.group, packed=packed)
 
@@ -158,19 +154,24 @@ class Settings(_Strict):
 class Manifest(_Strict):
     """The whole of `manifest.json`. `algorithm` made all checksums, `checksum` this file's own."""
 
-    format: str
-    version: int
-    algorithm: str
+    format: Literal["megatrain checkpoint"] = field(default="megatrain checkpoint", kw_only=True)
+    version: Literal[1] = field(default=1, kw_only=True)
+    algorithm: Annotated[str, Predicate(ALGORITHMS.__contains__)]
     settings: Settings
-    files: dict[str, FileRecord]
+    files: dict[Annotated[str, Predicate(lies_inside)], FileRecord]
     tiles: tuple[TileRecord, ...]
     checksum: str = ""
 
     def as_text(self) -> str:
         """The file's text, signed with its checksum."""
-        content = asdict(self)
-        del content["checksum"]
-        return json.dumps({**content, "checksum": _own_checksum(content)}, indent=1) + "\n"
+        return json.dumps(signed(asdict(self)), indent=1) + "\n"
+
+
+def signed(content: dict[str, Any]) -> dict[str, Any]:
+    """A manifest's content with its own checksum, which comes last."""
+    content = {key: value for key, value in content.items() if key != "checksum"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return content | {"checksum": ALGORITHMS[content["algorithm"]](text.encode())}
 
 
 def as_json(extra: dict[str, Any]) -> str:
@@ -190,11 +191,6 @@ def as_json(extra: dict[str, Any]) -> str:
     return text
 
 
-def _own_checksum(content: dict[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return ALGORITHMS[content["algorithm"]](text.encode())
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose manifest holds together, with the files that it names.
@@ -205,7 +201,7 @@ class Checkpoint:
 
     folder: Path
     manifest: Manifest
-    extra: dict[str, Any]
+    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def settings(self) -> Settings:
@@ -251,12 +247,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         InputError: it names the file, and what is wrong with it.
     """
-    path = folder / MANIFEST
     if not folder.is_dir():
         raise InputError(f"{folder}: no checkpoint there")
-    if regular_size(folder, MANIFEST) > MAX_JSON_BYTES:
-        raise InputError(f"{path}: larger than {MAX_JSON_BYTES // MIB} MiB, that cannot be right")
-    manifest = _believed(read_json(path), path)
+    regular_size(folder, MANIFEST)
+    manifest = _believed(read_json(folder / MANIFEST), folder / MANIFEST)
     for name, record in manifest.files.items():
         actual = regular_size(folder, name)
         if actual != record.num_bytes:
@@ -270,47 +264,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
                 f"{path}: was not saved with the checkpoint, whose tokenizer it would change; take "
                 "it away"
             )
-    checkpoint = Checkpoint(folder, manifest, {})
+    checkpoint = Checkpoint(folder, manifest)
     for name in manifest.files.keys() - {tile.file for tile in manifest.tiles}:
         checkpoint.check_file(name)
     extra = read_json(folder / EXTRA) if EXTRA in manifest.files else {}
-    return Checkpoint(folder, manifest, extra)
-
-
-def _believed(content: dict[str, Any], path: Path) -> Manifest:
-    if content.get("format") != FORMAT:
-        raise InputError(f"{path}: it is not the manifest of a checkpoint")
-    if content.get("version") != VERSION:
-        raise InputError(
-            f"{path}: format version {str(content.get('version'))[:40]} is unknown here (this is "
-            f"{VERSION}); use the version of megatrain that wrote it, or a newer one"
-        )
-    algorithm = content.get("algorithm")
-    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
-        raise InputError(
-            f"{path}: checksums are made with {str(algorithm)[:40]}, which is not to be had here; "
-            "install xxhash"
-        )
-    try:
-        unsigned = {key: value for key, value in content.items() if key != "checksum"}
-        if content.get("checksum") != _own_checksum(unsigned):
-            raise ValueError("its text was changed after it was saved (its own checksum differs)")
-        manifest = _decoded(content)
-        for name, record in manifest.files.items():
-            check_name(name)
-            if sum(size for size, _ in record.pieces) != record.num_bytes:
-                raise ValueError(f"{name!r}: its pieces do not make up its size")
-        names = [parameter.name for tile in manifest.tiles for parameter in tile.parameters]
-        if len(set(names)) != len(names):
-            raise ValueError("a parameter is in two places")
-        if len({tile.file for tile in manifest.tiles}) != len(manifest.tiles):
-            raise ValueError("two tiles have one file")
-        for tile in manifest.tiles:
-            _check_tile(manifest, tile)
-        _check_versions(manifest)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: {str(error)[:400]}; the checkpoint is damaged") from error
-    return manifest
+    return replace(checkpoint, extra=extra)
 
 
 @cache
@@ -320,48 +278,50 @@ def _adapter() -> Any:
     return TypeAdapter(Manifest)
 
 
-def _decoded(content: dict[str, Any]) -> Manifest:
+def _believed(content: dict[str, Any], path: Path) -> Manifest:
     from pydantic import ValidationError
 
     try:  # as JSON, in which tuples and dataclasses are lists and objects
         manifest: Manifest = _adapter().validate_json(json.dumps(content))
+        if manifest.checksum != signed(content)["checksum"]:
+            raise ValueError("its text was changed after it was saved (its own checksum differs)")
+        for contradiction in _contradictions(manifest):
+            raise ValueError(contradiction)
         return manifest
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Input ")
-        raise ValueError(f"{where[:200]}: {what}") from error
+        where = ".".join(map(str, first["loc"]))[:200]
+        problem = f"{where}: {first['msg'].removeprefix('Input ')}"
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+    raise InputError(f"{path}: {in_one_line(problem, 400)}; damaged, or of another version")
 
 
-def check_name(name: str) -> None:
-    """Raises ValueError unless a file of this name lies in a checkpoint, on every system."""
-    parts = name.split("/")
-    if not name.isprintable() or "\\" in name or any(p in ("", ".", "..") for p in parts):
-        raise ValueError(f"the name {name[:80]!r} leaves the folder")
-
-
-def _check_tile(manifest: Manifest, tile: TileRecord) -> None:
-    if tile.file not in manifest.files:
-        raise ValueError(f"tile {tile.name[:80]!r} has no file")
-    weights = tile.planes.get("weights")
-    if weights is None:
-        raise ValueError(f"tile {tile.name[:80]!r} has no weights")
-    for each in tile.parameters:
-        if len(each.shape) > MAX_DIMENSIONS or len(each.name) > MAX_NAME_LENGTH:
-            raise ValueError(f"parameter {each.name[:80]!r} has an impossible shape or name")
-        if each.offset + each.entry.stored > weights.numel:
-            raise ValueError(f"parameter {each.name[:80]!r} does not fit its tile")
-        if each.group is not None and each.group >= len(manifest.settings.groups):
-            raise ValueError(f"parameter {each.name[:80]!r} is of optimizer group {each.group}")
-    in_order = sorted(tile.parameters, key=lambda each: (each.offset, each.numel))
-    for one, other in pairwise(in_order):
-        if one.offset + one.entry.stored > other.offset:
-            raise ValueError(f"parameters {one.name[:80]!r} and {other.name[:80]!r} overlap")
-
-
-def _check_versions(manifest: Manifest) -> None:
-    """All tiles have had the same updates, no more than there were steps."""
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    """Yield what the manifest says in one place and denies in another."""
+    for name, record in manifest.files.items():
+        if sum(size for size, _ in record.pieces) != record.num_bytes:
+            yield f"{name!r}: its pieces do not make up its size"
+    names = [parameter.name for tile in manifest.tiles for parameter in tile.parameters]
+    if len(set(names)) != len(names):
+        yield "a parameter is in two places"
+    if len({tile.file for tile in manifest.tiles}) != len(manifest.tiles):
+        yield "two tiles have one file"
+    for tile in manifest.tiles:
+        if tile.file not in manifest.files or "weights" not in tile.planes:
+            yield f"tile {tile.name[:80]!r} has no file, or no weights in it"
+            return
+        end = 0
+        for each in sorted(tile.parameters, key=lambda each: (each.offset, each.entry.stored)):
+            if each.offset < end:
+                yield f"parameter {each.name[:80]!r} overlaps another one"
+            end = each.offset + each.entry.stored
+            if end > tile.planes["weights"].numel:
+                yield f"parameter {each.name[:80]!r} does not fit its tile"
+            if each.group is not None and each.group >= len(manifest.settings.groups):
+                yield f"parameter {each.name[:80]!r} is of optimizer group {each.group}"
     trained = [t for t in manifest.tiles if any(p.group is not None for p in t.parameters)]
     if len({tile.version for tile in trained}) > 1:
-        raise ValueError("its tiles are of different versions")
+        yield "its tiles are of different versions"
     if any(tile.version > manifest.settings.steps for tile in manifest.tiles):
-        raise ValueError("a tile has had more updates than there were steps")
+        yield "a tile has had more updates than there were steps"

@@ -1,20 +1,33 @@
-"""Tiles back from a checkpoint, straight into their planes, by many threads at once."""
+"""Tiles, or the weights alone, back from a checkpoint: every byte that is taken is checked."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from megatrain.checkpoint.manifest import Checkpoint, TileRecord
-from megatrain.checkpoint.snapshot import file_name, planes_of
+from megatrain import kernels
+from megatrain.checkpoint.folders import offering_another
+from megatrain.checkpoint.manifest import Checkpoint, Parameter, TileRecord
+from megatrain.checkpoint.snapshot import planes_of
 from megatrain.device import Buffer
 from megatrain.errors import InputError
+from megatrain.kernels.reference import join_block, split_block
 from megatrain.model.safetensors_io import DTYPE_NAMES, DTYPES, Stored, read_header
-from megatrain.optim import Plane
+from megatrain.optim import Plane, PlaneKind, Rule
 from megatrain.store.store import Tile
 from megatrain.tile import Entry
+from megatrain.tile.layout import ALIGNMENT, MOST_ELEMENTS
+
+_log = logging.getLogger(__name__)
+
+_READERS = 4  # threads that check weights
+# Elements converted at a time: what is made meanwhile stays small.
+_PIECE = ALIGNMENT << 15
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,19 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
         InputError: a file is damaged, or the checkpoint is one of other parameters or planes.
     """
     _check(checkpoint, tiles)
-    _run(_pieces(checkpoint, tiles), threads)
+    _read(checkpoint, tiles, threads, partly=any(tile.layout.ranks > 1 for tile in tiles))
+
+
+def _read(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int, *, partly: bool) -> None:
+    """Fill tiles; `partly`: pieces that have nothing of them are read, and checked, elsewhere."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="read-checkpoint") as pool:
+        running = [pool.submit(read) for read in _pieces(checkpoint, tiles, partly=partly)]
+        try:
+            for future in running:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     records = checkpoint.manifest.tiles
     of_tile = {record.name: record.version for record in records}
     of_parameter = {each.name: record.version for record in records for each in record.parameters}
@@ -46,40 +71,13 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
         tile.version = of_tile.get(tile.name, 0) if first is None else of_parameter.get(first, 0)
 
 
-def read_planes(
-    checkpoint: Checkpoint, tile: Tile, wanted: Collection[Plane], threads: int
-) -> None:
-    """Fill some planes of one tile from a checkpoint that `read_tiles` has read for all tiles.
-
-    Raises:
-        InputError: a file is damaged, or does not have them.
-    """
-    _check(checkpoint, [tile], wanted)
-    _run(_pieces(checkpoint, [tile], wanted), threads)
-
-
-def _run(reads: Iterable[Callable[[], None]], threads: int) -> None:
-    with ThreadPoolExecutor(threads, thread_name_prefix="read-checkpoint") as pool:
-        running = [pool.submit(read) for read in reads]
-        try:
-            for future in running:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _check(
-    checkpoint: Checkpoint, tiles: Sequence[Tile], only: Collection[Plane] | None = None
-) -> None:
+def _check(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> None:
     """Raises InputError: the checkpoint has other parameters than `tiles`, or other planes."""
-    for mismatch in _mismatches(checkpoint, tiles, only):
+    for mismatch in _mismatches(checkpoint, tiles):
         raise InputError(f"{checkpoint.folder}: {mismatch}; it is of another model or precision")
 
 
-def _mismatches(
-    checkpoint: Checkpoint, tiles: Sequence[Tile], only: Collection[Plane] | None
-) -> Iterator[str]:
+def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:
     left_out, tile_records = checkpoint.settings.left_out is not None, checkpoint.manifest.tiles
     saved = {each.name: (record, each) for record in tile_records for each in record.parameters}
     for tile, entry in [(t, entry) for t in tiles for entry in t.layout.entries]:
@@ -94,32 +92,27 @@ def _mismatches(
             yield f"{entry.name!r} is kept as {parameter.packed or 'its values'} there"
         end = parameter.offset + parameter.entry.stored
         for name, wanted in planes_of(tile).items():
-            if not wanted.has(entry) or (only is not None and wanted not in only):
+            if not wanted.has(entry):
                 continue
             plane, dtype = record.planes.get(name), DTYPE_NAMES[wanted.dtype]
             if plane is None or plane.numel < wanted.place(parameter.offset, end).stop:
                 yield f"it has no {name} of {entry.name!r}"
             elif plane.dtype != dtype:
                 yield f"{name} of {entry.name!r} is {plane.dtype}, not {dtype}"
-    if saved and only is None:
+    if saved:
         yield f"its parameter {min(saved)!r} is unknown to the model"
 
 
 def _pieces(
-    checkpoint: Checkpoint, tiles: Sequence[Tile], only: Collection[Plane] | None = None
+    checkpoint: Checkpoint, tiles: Sequence[Tile], *, partly: bool
 ) -> Iterator[Callable[[], None]]:
     """A function for each piece of the checkpoint's files, which reads it into `tiles`."""
     places = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
-    others_read = only is not None or any(tile.layout.ranks > 1 for tile in tiles)
     for record in checkpoint.manifest.tiles:
-        stored = tile_planes(checkpoint, record)
-        if only is not None:
-            names = {file_name(plane) for plane in only}
-            stored = {name: plane for name, plane in stored.items() if name in names}
-        ranges = list(_ranges(record, stored, places))
+        ranges = list(_ranges(record, tile_planes(checkpoint, record), places))
         for offset, num_bytes, checksum in checkpoint.manifest.files[record.file].spans():
             inside = [r for r in ranges if r.start < offset + num_bytes and offset < r.stop]
-            if inside or not others_read:  # all else another rank or call reads, and checks
+            if inside or not partly:
                 span = (offset, num_bytes, checksum)
                 yield partial(_read_piece, checkpoint, record.file, span, inside)
 
@@ -135,8 +128,8 @@ def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]
     with checkpoint.open(record.file) as file:
         file.read(memoryview(bytearray(first)), 0, checksum)
     stored = {each.name: each for each in read_header(path)}
-    said = {n: (DTYPES[plane.dtype], (plane.numel,)) for n, plane in record.planes.items()}
-    if {n: (each.dtype, each.shape) for n, each in stored.items()} != said:
+    planes = {n: (DTYPES[plane.dtype], (plane.numel,)) for n, plane in record.planes.items()}
+    if {n: (each.dtype, each.shape) for n, each in stored.items()} != planes:
         raise InputError(f"{path}: its planes are not those that the manifest gives tile "
                          f"{record.name!r}; the checkpoint is damaged")  # fmt: skip
     return stored
@@ -160,15 +153,15 @@ def _ranges(
                 continue
         size = plane.dtype.itemsize
         for parameter in (p for p in record.parameters if p.name in places):
-            there, entry = places[parameter.name]
-            kind = planes_of(there).get(name)
+            target_tile, entry = places[parameter.name]
+            kind = planes_of(target_tile).get(name)
             if kind is None or not kind.has(entry):
                 continue
-            here, own = there.place(entry)
+            here, own = target_tile.place(entry)
             at = kind.place(parameter.offset + own.start, parameter.offset + own.stop)
             to = kind.place(here.start, here.stop)
             start = plane.start + at.start * size
-            target = there.planes[kind].piece(to.start, to.stop).as_bytes()
+            target = target_tile.planes[kind].piece(to.start, to.stop).as_bytes()
             if len(target.data):
                 yield _Range(start, start + len(target.data), target)
 
@@ -191,3 +184,125 @@ def _read_piece(
         with part.target.writing(slice(start - part.start, stop - part.start)) as place:
             place.copy_(data[start - offset : stop - offset])
     return None
+
+
+def read_converted(
+    checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int, saved: Rule, rule: Rule
+) -> None:
+    """`read_tiles` where `saved` is the checkpoint's rule and `rule` that of `tiles`.
+
+    What is converted of one tile at a time is in host memory besides.
+
+    Raises:
+        InputError: as `read_tiles`; or `rule` can make nothing of what `saved` has kept.
+    """
+    both = [("name", saved.name, rule.name)]
+    if saved.name == rule.name:
+        both = [(name, getattr(saved, name), getattr(rule, name)) for name in rule.choices]
+    _log.warning(
+        "%s: the optimizer's state is converted (%s), so the run does not go on exactly as it "
+        "would have",
+        checkpoint.folder,
+        ", ".join(f"{name} {before} to {after}" for name, before, after in both if before != after),
+    )
+    same_states = saved.state_planes == rule.state_planes
+
+    def is_same(plane: Plane) -> bool:
+        if plane.kind is PlaneKind.REMAINDER:
+            return plane.dtype == saved.remainder
+        return plane.kind is not PlaneKind.STATE or same_states
+
+    alike = [
+        replace(tile, planes={p: b for p, b in tile.planes.items() if is_same(p)}) for tile in tiles
+    ]
+    _check(checkpoint, alike)
+    for tile, part in zip(tiles, alike, strict=True):
+        states = () if same_states else saved.state_planes
+        others = [p for p in tile.planes if p.kind is PlaneKind.REMAINDER and not is_same(p)]
+        remainders = [replace(plane, dtype=saved.remainder) for plane in others]
+        old = {
+            plane: Buffer(plane.name, torch.zeros(plane.numel(tile.layout), dtype=plane.dtype))
+            for plane in (*states, *remainders)
+        }
+        as_saved = replace(part, planes={**part.planes, **old})
+        _read(checkpoint, [as_saved], threads, partly=True)
+        tile.version = as_saved.version
+        for plane in remainders:
+            _convert_masters(tile, old.pop(plane).data)
+        if not same_states:
+            _convert_states(tile, saved, rule, old)
+
+
+def _convert_masters(tile: Tile, old: Tensor) -> None:
+    """Masters of a tile, whose weights are read already, from another remainder."""
+    assert tile.remainder is not None
+    for start in range(0, len(old), _PIECE):
+        part = slice(start, start + _PIECE)
+        with tile.remainder.writing(part) as remainder:
+            high = tile.weights.values(part).to(remainder.device)
+            master = torch.empty_like(high, dtype=torch.float32)
+            join_block(high, old[part].to(high.device), master)
+            split_block(master, high, remainder)
+            with tile.weights.writing(part) as weights:
+                weights.copy_(high)
+
+
+def _convert_states(tile: Tile, saved: Rule, rule: Rule, old: Mapping[Plane, Buffer]) -> None:
+    for start in range(0, tile.layout.trainable_numel, _PIECE):
+        stop = min(start + _PIECE, tile.layout.trainable_numel)
+        with ExitStack() as writing:
+            new = [
+                writing.enter_context(b.writing(plane.place(start, stop)))
+                for plane, b in tile.states.items()
+            ]
+            rule.take_over(
+                saved,
+                [b.data[plane.place(start, stop)].to(new[0].device) for plane, b in old.items()],
+                new,
+                at=tile.index * MOST_ELEMENTS + start,
+                step=tile.version,
+            )
+
+
+def masters(checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
+    """For each parameter, by name, a function that reads its exact fp32 master, on the CPU.
+
+    The bytes of all of them are checked here; the optimizer's state is not looked at.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    values: dict[str, Callable[[], Tensor]] = {}
+    with (
+        offering_another(checkpoint.folder),
+        ThreadPoolExecutor(_READERS, thread_name_prefix="check-checkpoint") as pool,
+    ):
+        checks = []
+        for tile in checkpoint.manifest.tiles:
+            planes = tile_planes(checkpoint, tile)
+            for plane in (planes[name] for name in ("weights", "remainder") if name in planes):
+                stop = plane.start + plane.num_bytes
+                checks.append(pool.submit(checkpoint.check_file, tile.file, plane.start, stop))
+            for parameter in tile.parameters:
+                values[parameter.name] = partial(_master, planes, parameter)
+        for each in checks:
+            each.result()
+    return values
+
+
+def _master(planes: dict[str, Stored], parameter: Parameter) -> Tensor:
+    weights, packed = _values(planes["weights"], parameter), parameter.entry.packed
+    if packed is not None:
+        return packed.unpacked(weights, parameter.shape)
+    rest = planes.get("remainder")
+    if rest is None or parameter.offset >= rest.shape[0]:  # it came in bf16, and is frozen
+        return weights.float().view(parameter.shape)
+    master = torch.empty(weights.numel(), dtype=torch.float32)
+    kernels.join(weights, _values(rest, parameter), master, threads=1)
+    return master.view(parameter.shape)
+
+
+def _values(plane: Stored, parameter: Parameter) -> Tensor:
+    size = plane.dtype.itemsize
+    data = plane.read_bytes(parameter.offset * size, parameter.entry.stored * size)
+    return data.view(plane.dtype)

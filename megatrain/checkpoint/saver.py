@@ -9,36 +9,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from megatrain.base.units import gib
 from megatrain.checkpoint import files
 from megatrain.checkpoint.manifest import (
     EXTRA,
-    FORMAT,
     KEEP,
     MANIFEST,
     MODEL,
     TILES,
-    VERSION,
     FileRecord,
     Manifest,
     Settings,
-    check_name,
+    lies_inside,
 )
-from megatrain.checkpoint.release import Release
-from megatrain.checkpoint.snapshot import Snapshot, TileFile, tile_file, tile_record
-from megatrain.checkpoint.staging_blocks import AT_ONCE, StagingBlocks
+from megatrain.checkpoint.snapshot import AT_ONCE, Snapshot, StagingBlocks, TileFile, tile_file
 from megatrain.device import Device
 from megatrain.device.base import SAVE
 from megatrain.device.host_stream import start_thread
-from megatrain.errors import MegatrainError, RunFailed
+from megatrain.errors import MegatrainError, RunFailed, told
 from megatrain.parallel.distributed import ALONE, Ranks, require_same
 from megatrain.store.store import Tile
 
 _log = logging.getLogger(__name__)
 
-WRITERS = AT_ONCE  # each writes a tile's file: one file takes no two writes at once
 _HEALTH_SECONDS = 0.5  # between two looks at the device's host threads while writers write
 
 
@@ -79,7 +73,7 @@ class Saving:
         contents: Contents,
         jobs: list[TileFile],
         spare: StagingBlocks,
-        ranks: Ranks = ALONE,
+        ranks: Ranks,
     ) -> None:
         """Begin; of several `ranks`, each writes its pieces, and the first one all else."""
         self._ranks = ranks
@@ -137,24 +131,23 @@ class Saving:
         self.snapshot.abandon([piece for job in self._jobs for piece in job.pieces])
 
     def _run(self) -> None:
-        partial = files.hidden(self.folder, files.PARTIAL)
         try:
-            self._write(partial)
+            self._write(files.hidden(self.folder, files.PARTIAL))
         except BaseException as error:
             self._fail(error)
         self.seconds = time.perf_counter() - self._started
 
     def _fail(self, error: BaseException) -> None:
         self.abandon()
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+        reason = told(error) if isinstance(error, OSError) else repr(error)
         if isinstance(error, MegatrainError):
             reason = str(error)
+        left = "nothing of it is left"
         try:
             if self._ranks.rank == 0:
                 files.remove_partial(self.folder)
-            left = "nothing of it is left"
         except OSError as other:
-            left = f"what it has written could not be removed ({other.strerror or other})"
+            left = f"what it has written could not be removed ({told(other)})"
         if self._named:
             left = "it is there and whole, but may be gone after a power failure"
         self.error = RunFailed(
@@ -184,7 +177,7 @@ class Saving:
         for folder in (partial / TILES, partial / MODEL):
             files.make_folder(folder)
         for job in self._jobs if self._ranks.size > 1 else ():
-            with files.NewFile(partial / job.name):
+            with files.NewFile(partial / job.record.file):
                 pass
 
     def _fill(self, partial: Path) -> tuple[dict[str, files.Sums], dict[str, FileRecord]]:
@@ -200,11 +193,12 @@ class Saving:
         """Write the manifest of what all ranks have written, and give the folder its name."""
         records = dict(written[0][1])
         for job in self._jobs:
-            pieces = files.joined_sums(job.tile.name, [sums[job.name] for sums, _ in written])
-            records[job.name] = FileRecord(job.num_bytes, pieces)
-        tiles = tuple(sorted(map(tile_record, self._jobs), key=lambda tile: tile.file))
+            name = job.record.file
+            pieces = files.joined_sums(job.tile.name, [sums[name] for sums, _ in written])
+            records[name] = FileRecord(job.num_bytes, pieces)
+        tiles = tuple(sorted((job.record for job in self._jobs), key=lambda tile: tile.file))
         settings = self._contents.settings
-        manifest = Manifest(FORMAT, VERSION, files.ALGORITHM, settings, records, tiles)
+        manifest = Manifest(files.ALGORITHM, settings, records, tiles)
         for folder in [path for path in partial.rglob("*") if path.is_dir()]:
             files.sync_folder(folder)
         files.write_text(partial / MANIFEST, manifest.as_text())
@@ -219,36 +213,33 @@ class Saving:
     def _writers(self, partial: Path) -> Iterator[dict[str, files.Sums]]:
         """Write all tiles while the body runs; the records are there when the block has ended.
 
-        No pool: an interpreter that has come to its end gives no work to pools any more.
+        Each thread writes a tile's file: one file takes no two writes at once. No pool: an
+        interpreter that has come to its end gives no work to pools any more.
         """
         records: dict[str, files.Sums] = {}
         failures: list[BaseException] = []
-        waiting: SimpleQueue[TileFile] = SimpleQueue()
+        waiting = iter(self._jobs)
 
         def write() -> None:
             try:
-                while not failures:
-                    job = waiting.get_nowait()
-                    records[job.name] = self._write_tile(partial, job)
-            except Empty:
-                pass
+                for job in waiting:
+                    records[job.record.file] = self._write_tile(partial, job)
+                    if failures:
+                        return
             except BaseException as error:
                 failures.append(error)
                 self.abandon()
 
-        for job in self._jobs:
-            waiting.put(job)
         threads: list[threading.Thread] = []
         try:
-            for _ in range(WRITERS):
+            for _ in range(AT_ONCE):
                 threads.append(start_thread("megatrain save", write))
             yield records
-            left = threads
-            while left:
-                left[0].join(_HEALTH_SECONDS)
-                left = [thread for thread in left if thread.is_alive()]
-                # An update that has failed was none, and a dead save thread offers no more.
-                self._device.synchronize(None, "save going on")
+            for thread in threads:
+                while thread.is_alive():  # a dead save thread of the device offers no more
+                    self._device.synchronize(None, "save going on")
+                    thread.join(_HEALTH_SECONDS)
+            self._device.synchronize(None, "save going on")  # an update that has failed was none
         except BaseException:
             self.abandon()
             raise
@@ -262,8 +253,8 @@ class Saving:
         summed, pieces = files.ALGORITHMS[files.ALGORITHM], list[tuple[int, int, str]]()
         first = self._ranks.replicas.rank == 0  # what the other hosts have is compared
         with ExitStack() as held:
-            path, there = partial / job.name, self._ranks.size > 1
-            file = held.enter_context(files.NewFile(path, there=there)) if first else None
+            path, exists = partial / job.record.file, self._ranks.size > 1
+            file = held.enter_context(files.NewFile(path, exists=exists)) if first else None
             if self._ranks.rank == 0 and file is not None:
                 pieces.append((0, len(job.header), summed(job.header)))
                 file.write(job.header, 0)
@@ -284,16 +275,17 @@ class Saving:
         if contents.attach is not None:
             contents.attach(partial / MODEL)
         files.write_text(partial / EXTRA, contents.extra)
-        paths = (path for path in partial.rglob("*") if path.is_symlink() or not path.is_dir())
-        names = [path.relative_to(partial).as_posix() for path in paths]
-        names = [name for name in names if not name.startswith(f"{TILES}/")]
-        for name in names:
-            files.regular_size(partial, name)  # a link would not be read back
-            check_name(name)
-        records = {name: files.settle(partial / name) for name in names}
+        records = {}
+        for path in partial.rglob("*"):
+            name = path.relative_to(partial).as_posix()
+            if (path.is_symlink() or not path.is_dir()) and not name.startswith(f"{TILES}/"):
+                files.regular_size(partial, name)  # a link would not be read back
+                if not lies_inside(name):
+                    raise RunFailed(f"{name!r} is no name that every system takes")
+                records[name] = FileRecord(*files.settle(path))
         if contents.keep:
             files.write_text(partial / KEEP, "")
-        return {name: FileRecord(*record) for name, record in records.items()}
+        return records
 
 
 class Saver:
@@ -335,7 +327,6 @@ class Saver:
             background: whether updates are going to be started before it is written.
 
         Raises:
-            RunFailed: a step that was broken off has left tiles of different versions.
             DoesNotFit: no host memory through which tiles could leave the device.
         """
         self.close()
@@ -344,7 +335,6 @@ class Saver:
         leaving = any(job.leaving for job in jobs)
 
         def prepare() -> str:
-            self._check_versions()
             self._spare.prepare(pieces, leaving=leaving, background=background)
             return str(folder)
 
@@ -352,7 +342,7 @@ class Saver:
         ranks = self._ranks.second_group
         self.last = Saving(self._device, folder, contents, jobs, self._spare, ranks)
         try:
-            Release(self._device, self.last.snapshot).start(jobs)
+            self.last.snapshot.start(self._device, jobs)
         except BaseException:
             self.last.abandon()
             with suppress(RunFailed):  # nothing of it is left when the caller hears of it
@@ -366,26 +356,13 @@ class Saver:
             self.last.join()
             self.last.tell()
 
-    def _check_versions(self) -> None:
-        trained = [tile for tile in self._tiles if tile.layout.trainable_numel]
-        if len({tile.version for tile in trained}) > 1:
-            raise RunFailed(
-                "a step was broken off when some tiles had been updated and others had not, so "
-                "there is nothing to be saved; go back to the last checkpoint and set max_grad_norm"
-            )
-
     def _jobs(self, *, trained: bool) -> list[TileFile]:
         """The tiles' files in the order of writing: those overwritten first come first."""
-        order = sorted(self._tiles, key=lambda tile: -tile.index if self._reverse else tile.index)
-        kept = [tile for tile in order if tile.layout.trainable_numel or not trained]
-        jobs = [
-            tile_file(
-                tile,
-                f"{TILES}/{tile.index:04d}-{tile.name.replace(' ', '-')}.safetensors",
-                trained=trained,
-            )
-            for tile in kept
-        ]
+        jobs = []
+        for tile in sorted(self._tiles, key=lambda tile: tile.index, reverse=self._reverse):
+            if tile.layout.trainable_numel or not trained:
+                name = f"{TILES}/{tile.index:04d}-{tile.name.replace(' ', '-')}.safetensors"
+                jobs.append(tile_file(tile, name, trained=trained))
         return sorted(jobs, key=lambda job: not job.leaving)
 
 

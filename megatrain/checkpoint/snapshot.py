@@ -1,31 +1,45 @@
-"""Which bytes of a save are still to be written, and where they are meanwhile.
+"""The bytes of a save that are still to be written, and where they are meanwhile.
 
-A piece waits, is ready (its bytes are those of the step that is saved), is being written or moved,
-and in the end is written. Before its tile is updated, a piece that is not written is copied into
-spare memory; when that is full, the update waits for the writers. What leaves the device goes there
-at once.
+Nobody waits for a save but who would overwrite its tiles. A piece waits, is ready (its bytes are
+those of the step that is saved), is being written or moved, and in the end is written. What rests
+on the host is ready when its tile's newest update is done; before the next one, a piece that is
+not written is copied into spare memory, and when that is full, the update waits for the writers.
+What rests on the device or a disk leaves for spare memory at once, and the next update waits until
+it has left.
 """
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatrain import kernels
 from megatrain.base.units import align
 from megatrain.checkpoint import files, manifest
-from megatrain.checkpoint.staging_blocks import StagingBlocks
-from megatrain.device import Buffer
+from megatrain.device import Buffer, Device
+from megatrain.device.base import COMPUTE, SAVE
+from megatrain.device.disk import DiskBuffer
+from megatrain.device.plane_file import BLOCK
+from megatrain.errors import DoesNotFit
 from megatrain.model.safetensors_io import DTYPE_NAMES, Described, header_bytes
 from megatrain.optim import Plane
-from megatrain.store.store import Tier, Tile
+from megatrain.store.store import Reader, Tier, Tile
 from megatrain.telemetry.cores import update_threads
-from megatrain.tile import Entry, TileLayout
+from megatrain.telemetry.memory import host_available_bytes
+from megatrain.tile import TileLayout
+
+_log = logging.getLogger(__name__)
 
 _PAGE = 4096  # pieces fill whole pages of the page cache
+AT_ONCE = 4  # files that are written, and leave the device, at a time
+TO_LEAVE = 2 * AT_ONCE  # blocks: a file is written from one while it gets the next
 
 
 class Stage(Enum):
@@ -68,21 +82,17 @@ class TileFile:
     """A tile's file: header, then each plane, cut into pieces; of several ranks, those of this one.
 
     Attributes:
+        record: the tile's part of the manifest.
         num_bytes: of the whole file.
-        planes: their lengths in the file.
-        entries: the parameters in it.
         released: pieces that are written from host memory, where they rest.
         leaving: all others, which are copied there first.
     """
 
     tile: Tile
-    name: str
-    version: int
+    record: manifest.TileRecord
     num_bytes: int
     header: bytes
     pieces: list[Piece]
-    planes: dict[str, manifest.Plane]
-    entries: Sequence[Entry]
 
     def __post_init__(self) -> None:
         self.released = [piece for piece in self.pieces if piece.tier is Tier.HOST]
@@ -125,8 +135,12 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
                 pieces.append(Piece(buffer, part, offset, tier))
         end += each.num_bytes
     records = {n: manifest.Plane(DTYPE_NAMES[p.dtype], lengths[n]) for n, p in planes.items()}
-    entries = layout.trainable if trained else layout.entries
-    return TileFile(tile, name, tile.version, end, header, pieces, records, entries)
+    parameters = tuple(
+        manifest.Parameter(e.name, e.shape, e.offset, e.group, e.packed.name if e.packed else None)
+        for e in (layout.trainable if trained else layout.entries)
+    )
+    record = manifest.TileRecord(tile.name, name, tile.version, records, parameters)
+    return TileFile(tile, record, end, header, pieces)
 
 
 def saved_numel(plane: Plane, layout: TileLayout, stop: int) -> int:
@@ -134,13 +148,88 @@ def saved_numel(plane: Plane, layout: TileLayout, stop: int) -> int:
     return min(plane.numel(layout), plane.place(0, stop).stop)
 
 
-def tile_record(job: TileFile) -> manifest.TileRecord:
-    """The tile's part of the manifest."""
-    parameters = tuple(
-        manifest.Parameter(e.name, e.shape, e.offset, e.group, e.packed.name if e.packed else None)
-        for e in job.entries
-    )
-    return manifest.TileRecord(job.tile.name, job.name, job.version, job.planes, parameters)
+class StagingBlocks:
+    """Host memory for what saves have not written when it changes, or leaves the device.
+
+    Blocks of a piece each, taken when they are first needed and kept from save to save. Some are
+    only for what leaves the device: its writers could wait for ever if all blocks were held by
+    what is written after it.
+
+    Attributes:
+        num_bytes: taken.
+        free: blocks for whoever needs one.
+        free_to_leave: those only for what leaves the device.
+    """
+
+    def __init__(self, device: Device, most_bytes: int | None, host_limit: int | None) -> None:
+        """Args:
+        most_bytes: None: half of what is free when the first background save begins.
+        host_limit: bytes that the process may have; None: what the machine allows.
+        """
+        self._device, self._most_bytes, self._host_limit = device, most_bytes, host_limit
+        self._blocks: list[Tensor] = []
+        self._to_leave: set[int] = set()
+        self._complete = False
+        self.num_bytes = 0
+        self.free: list[int] = []
+        self.free_to_leave: list[int] = []
+
+    def prepare(self, planes: Sequence[int], *, leaving: bool, background: bool) -> None:
+        """Take the memory for a save of planes of so many bytes, as much as there is.
+
+        Args:
+            leaving: some of them leave the device.
+            background: updates are going to be started before all is written.
+
+        Raises:
+            DoesNotFit: there is not even enough to leave the device through.
+        """
+        if leaving and not self._to_leave:
+            self._to_leave.update(range(len(self._blocks), len(self._blocks) + TO_LEAVE))
+            self._add(TO_LEAVE, pinned=True)
+        if background and not self._complete:
+            self._complete = True
+            most = self._most_bytes
+            if most is None:
+                most = spare_bytes_of(host_available_bytes(self._host_limit))
+            blocks = min(most, useful_bytes(planes)) // files.PIECE_BYTES
+            while blocks > 0:
+                try:
+                    self._add(blocks, pinned=leaving)
+                    break
+                except DoesNotFit as error:
+                    blocks //= 2
+                    _log.warning("saves will hold up updates more than need be: %s", error)
+
+    def _add(self, blocks: int, *, pinned: bool) -> None:
+        size = blocks * files.PIECE_BYTES
+        buffer = self._device.host("spare room of saves", size, torch.uint8, pinned=pinned)
+        self.num_bytes += size
+        self._blocks += buffer.data.split(files.PIECE_BYTES)
+        for number in range(len(self._blocks) - blocks, len(self._blocks)):
+            self.give(number)
+
+    def give(self, block: int) -> None:
+        """A block that nobody needs any more."""
+        (self.free_to_leave if block in self._to_leave else self.free).append(block)
+
+    def __getitem__(self, block: int) -> Tensor:
+        return self._blocks[block]
+
+
+def useful_bytes(planes: Sequence[int]) -> int:
+    """Bytes of blocks with which a save of these planes need not wait for its writers.
+
+    Each piece takes a block. Small planes are written so soon that not each needs one.
+    """
+    size = files.PIECE_BYTES
+    pieces = sum(-(-plane // size) for plane in planes)
+    return min(pieces, 2 * -(-sum(planes) // size)) * size
+
+
+def spare_bytes_of(free_bytes: int) -> int:
+    """Host memory that saves may take of the free memory, where nobody says how much."""
+    return free_bytes // 2  # steps may grow, and so may the process
 
 
 class Abandoned(Exception):
@@ -160,7 +249,54 @@ class Snapshot:
         self.moved_bytes = 0
         self.waited = 0
 
-    def room_for(self, piece: Piece) -> Tensor | None:
+    def start(self, device: Device, tile_files: Sequence[TileFile]) -> None:
+        """Put all on its stream; the state that is saved is that of the updates started so far."""
+        for file in tile_files:
+            file.tile.readers = ()
+            if file.released:
+                self._release_tile(device, file)
+        leaving = [file for file in tile_files if file.leaving]
+        if any(piece.tier is Tier.DEVICE for file in leaving for piece in file.leaving):
+            device.wait(SAVE, device.record(COMPUTE), "resident version to save")
+        for first in range(0, len(leaving), AT_ONCE):
+            self._let_leave(device, leaving[first : first + AT_ONCE])
+
+    def _release_tile(self, device: Device, file: TileFile) -> None:
+        tile = file.tile
+        device.wait(SAVE, tile.updated, "version to save")
+        # The writers' reads count as this stream's: they begin here, and `set aside` ends them.
+        work = partial(self.release, file.released)
+        planes = list(dict.fromkeys(piece.plane for piece in file.released))
+        device.run(SAVE, f"release {tile.name}", work, planes)
+        set_aside = partial(self.set_aside, file.released)
+        tile.readers += (Reader(device.record(SAVE), "tile released", set_aside),)
+
+    def _let_leave(self, device: Device, group: Sequence[TileFile]) -> None:
+        """Pieces of several files in turn, so that as many writers have something to do."""
+        for file in group:
+            device.wait(SAVE, file.tile.written, "version to save from the disk")
+        for row in zip_longest(*(file.leaving for file in group)):
+            for piece in filter(None, row):
+                work = partial(self._leave, device, piece)
+                device.run(SAVE, f"{piece.plane.name} leaves", work, [piece.plane])
+        left = device.record(SAVE)
+        for file in group:
+            file.tile.readers += (Reader(left, "what left is saved"),)
+
+    def _leave(self, device: Device, piece: Piece) -> None:
+        room = self._room_for(piece)
+        if room is None:
+            return
+        kept = room[: piece.num_bytes]
+        if isinstance(piece.source, DiskBuffer) and piece.source.at % BLOCK == 0:
+            piece.source.read(room)
+        elif isinstance(piece.source, DiskBuffer):  # a rank's block of what is frozen
+            kept.copy_(piece.source.values())
+        else:
+            device.fetch(kept, piece.source.data)
+        self.release([piece], kept)
+
+    def _room_for(self, piece: Piece) -> Tensor | None:
         """Whole pages for a piece that leaves, when there are some; None: nobody wants it."""
         with self._changed:
             while not self._abandoned:

@@ -22,8 +22,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, present_machine
 from megatrain.optim import RULES
 from megatrain.placement import Placement, Precision
-from megatrain.source.base import Base
-from megatrain.source.source import Alike
+from megatrain.source.source import Alike, Base
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.flops import model_tflops
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from megatrain.config import ModelSection
     from megatrain.model.spec import ModelSpec
-    from megatrain.source.base import Base
+    from megatrain.source.source import Base
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from megatrain.telemetry.pictures import draw_memory
 
 if TYPE_CHECKING:
     from megatrain.config import Config
-    from megatrain.source.base import Base
+    from megatrain.source.source import Base
 
 DEVICE = "cuda"
 _PICTURES = (".png", ".svg", ".pdf")

@@ -41,8 +41,7 @@ from megatrain.source.base_reference import base_reference
 from megatrain.source.engine_setup import EngineSetup
 from megatrain.source.load_weights import load_weights
 from megatrain.source.sharing import NO_LABELS, check_call, check_shared, require_alone
-from megatrain.source.state_io import describe_optimizer, documents, settings_of
-from megatrain.source.write_model import write_model
+from megatrain.source.write_model import settings_of, write_documents, write_model
 from megatrain.store.store import Store
 from megatrain.telemetry.timeline import Span
 
@@ -368,7 +367,7 @@ class PlacedEngine:
             yield entry.name, tile.whole_master(entry, self._ranks)
 
     def save_pretrained(
-        self, folder: str | Path, *, dtype: torch.dtype | None = None, merged: bool = False
+        self, folder: str | Path, *, dtype: torch.dtype | str | None = None, merged: bool = False
     ) -> None:
         """Write a Hugging Face folder in `dtype` (None: that of the model's source).
 
@@ -385,16 +384,13 @@ class PlacedEngine:
         """
         source = self._opened.source
         self._require_whole()
-        source.untrained.check_export(dtype)
-        source.check_base(merged=merged)
+        dtype = source.untrained.export_dtype(dtype)
         if not merged:
             self._opened.require_held()
         self.flush()
-        told: dict[str, Any] = {"dtype": dtype, "source_dtype": source.dtype, "merged": merged}
-        told |= {"base": source.base, "beside": source.companions}
 
         def write(masters: Values) -> None:
-            write_model(Path(folder), source.model, masters, source.untrained, **told)
+            write_model(Path(folder), source, masters, dtype=dtype, merged=merged)
 
         ranks, entries = self._ranks, self._store.entries()
         masters = {e.name: partial(t.whole_master, e, ranks) for t, e in entries}
@@ -438,13 +434,7 @@ class PlacedEngine:
             )
         source = self._opened.source
         settings = self._described(folder)
-        written = documents(
-            source.model,
-            source.dtype,
-            source.untrained,
-            source.companions,
-            has_base=settings.left_out is None,
-        )
+        written = partial(write_documents, source=source, carries=settings.left_out is None)
         contents = Contents(settings, as_json(extra or {}), written, attach, keep)
         background = self.optimizer is not None and not wait
         self._ranks.agree(lambda: self._checks.compare_all(wait=False))
@@ -462,17 +452,14 @@ class PlacedEngine:
         optimizer, opened, source = self.optimizer, self._opened, self._opened.source
         entries = (entry for _, entry in self._store.entries())
         return settings_of(
-            source.model,
-            source.dtype,
-            source.untrained,
+            source,
+            opened.model.rule,
             steps=self._steps,
             seed=opened.seed,
-            base=source.base,
             precision=opened.precision,
             max_grad_norm=opened.max_grad_norm,
             device=self.device.kind,
             placement=self.placement.as_dict(),
-            optimizer=describe_optimizer(opened.model.rule),
             groups=() if optimizer is None else tuple(optimizer.saved_groups()),
             num_steps=0 if optimizer is None else optimizer.num_steps,
             left_out=base_reference(source.model, source.origin, entries, folder, self._ranks),

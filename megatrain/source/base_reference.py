@@ -3,7 +3,6 @@
 A base whose values are others is refused: training would go on, on another model.
 """
 
-import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from megatrain.checkpoint import (
     open_checkpoint,
 )
 from megatrain.checkpoint.files import ALGORITHM, ALGORITHMS
-from megatrain.checkpoint.manifest import CARRIED, TILES
+from megatrain.checkpoint.manifest import CARRIED
 from megatrain.errors import InputError
 from megatrain.model.adapters import Values, adapted, plain
 from megatrain.model.safetensors_io import Stored, read_header
@@ -42,70 +41,39 @@ from megatrain.tile.packed import PACKINGS
 Write = Callable[[str, Tensor], None]
 
 _NAME_IT = (
-    "name its new place: --base-model PLACE (of train and branch: --set model.base_model=PLACE; in "
-    "Python: base_model)"
+    "put the base back as it was, or name its new place: --base-model PLACE (of train and branch: "
+    "--set model.base_model=PLACE; in Python: base_model)"
 )
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", f"{TILES}/*")  # of a folder, a checkpoint
-
-_log = logging.getLogger(__name__)
 
 
-class Fingerprint:
-    """A hash of tensors (dtype, shape, every byte) that come in any order, from any thread."""
+@dataclass
+class Origin:
+    """The place that a model's weights were read from, and checksums of what was read.
 
-    def __init__(self, algorithm: str = ALGORITHM) -> None:
-        self._algorithm = algorithm
-        self._sums: dict[str, str] = {}
+    Attributes:
+        path: a folder, a checkpoint or a hub id.
+        revision: of a hub id.
+    """
+
+    path: str
+    revision: str | None = None
+    algorithm: str = ALGORITHM
+    _sums: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, values: Tensor) -> None:
-        """Note a tensor that came."""
+        """Note a tensor (dtype, shape, every byte); in any order, from any thread."""
         flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         shape = "x".join(map(str, values.shape))
-        self._sums[name] = f"{values.dtype} {shape} {ALGORITHMS[self._algorithm](flat.data)}"
+        self._sums[name] = f"{values.dtype} {shape} {ALGORITHMS[self.algorithm](flat.data)}"
 
     def lacking(self, names: Iterable[str]) -> set[str]:
         """The names of which no tensor came."""
         return {*names} - self._sums.keys()
 
-    def of(self, names: Iterable[str]) -> str:
-        """The fingerprint of the named tensors together, behind the name of its algorithm."""
+    def fingerprint(self, names: Iterable[str]) -> str:
+        """One checksum of the named tensors together, behind the name of its algorithm."""
         lines = "\n".join(f"{name} {self._sums.get(name)}" for name in sorted(names))
-        return f"{self._algorithm}:{ALGORITHMS[self._algorithm](lines.encode())}"
-
-
-@dataclass
-class Origin:
-    """The place that a model's weights were read from, and a hash of them.
-
-    Attributes:
-        path: a folder, a checkpoint or a hub id.
-        revision: of a hub id.
-        fingerprint: of all that is not trained.
-    """
-
-    path: str
-    revision: str | None = None
-    fingerprint: Fingerprint = field(default_factory=Fingerprint)
-
-    def __post_init__(self) -> None:
-        self._files = self._stamps()
-
-    def is_as_read(self) -> bool:
-        """True if its files have the sizes and times that they had when this was made."""
-        return self._stamps() == self._files
-
-    def _stamps(self) -> set[tuple[str, int, int]] | None:
-        """Name, size and time of each file of weights; None: one is gone, or cannot be seen.
-
-        Of a hub id there are none: the cache names files by what is in them.
-        """
-        if self.revision is not None:
-            return set()
-        try:
-            files = [path for pattern in _WEIGHTS for path in Path(self.path).glob(pattern)]
-            return {(str(p), s.st_size, s.st_mtime_ns) for p in files for s in [p.stat()]}
-        except OSError:
-            return None
+        return f"{self.algorithm}:{ALGORITHMS[self.algorithm](lines.encode())}"
 
 
 def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
@@ -117,14 +85,6 @@ def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
     if left := settings.left_out:
         return Origin(left.path, left.revision) if resumes or not left.packed else None
     return Origin(str(checkpoint.folder.absolute())) if settings.adapter is None else None
-
-
-def say_if_changed(origin: Origin | None, then: str) -> bool:
-    """True if the base of an adapter has changed since it was read; warns of it, and of `then`."""
-    if origin is None or origin.is_as_read():
-        return False
-    _log.warning("%s: the base has been changed or moved since it was read; %s", origin.path, then)
-    return True
 
 
 def place_of(base: str | Path) -> tuple[str, str | None]:
@@ -185,29 +145,27 @@ def base_reference(
         folder: of the checkpoint, which takes the place of what is there.
         ranks: which all call this, and are given the same.
     """
-    references = ranks.all_gather_object(_base_reference(model, origin, entries, folder))
+    adapters, frozen = adapted(model), [entry for entry in entries if entry.group is None]
+    reference = None
+    if origin and adapters and all(entry.name in adapters.held for entry in frozen):
+        packed = {entry.name: entry.packed.name for entry in frozen if entry.packed}
+        checksum = origin.fingerprint(entry.name for entry in frozen)
+        if origin.revision is not None or _stays(Path(origin.path), folder):
+            reference = BaseReference(origin.path, origin.revision, checksum, packed)
+    references = ranks.all_gather_object(reference)
     return references[0] if all(references) else None
 
 
-def _base_reference(
-    model: PreTrainedModel, origin: Origin | None, entries: Iterable[Entry], folder: Path
-) -> BaseReference | None:
-    adapters, frozen = adapted(model), [entry for entry in entries if entry.group is None]
-    if adapters is None or origin is None or any(e.name not in adapters.held for e in frozen):
-        return None
-    base = Path(origin.path)
-    if say_if_changed(origin, "so this checkpoint has all of the model"):
-        return None
-    if origin.revision is None and base.resolve() == folder.resolve():
-        return None  # it is about to be replaced
+def _stays(base: Path, folder: Path) -> bool:
+    """True if a base is there, and is not about to be replaced by `folder`, or removed."""
+    if not base.exists() or base.resolve() == folder.resolve():
+        return False
     if is_checkpoint(base):
         try:
             mark(base)
         except OSError:  # who may not write there cannot see to it that it stays
-            return None
-    packed = {entry.name: entry.packed.name for entry in frozen if entry.packed}
-    fingerprint = origin.fingerprint.of(entry.name for entry in frozen)
-    return BaseReference(origin.path, origin.revision, fingerprint, packed)
+            return False
+    return True
 
 
 def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, str]:
@@ -236,18 +194,17 @@ def read_left_out(
     Raises:
         InputError: the base is not there, or is another one.
     """
-    names, left = left_out_names(checkpoint, model), checkpoint.settings.left_out
-    found = adapted(model)
-    if left is None or found is None:
+    left = checkpoint.settings.left_out
+    if left is None:
         return set()
-    seen = Fingerprint(left.fingerprint.partition(":")[0])
+    names, base = left_out_names(checkpoint, model), _open(checkpoint, left)
+    seen = Origin(left.path, left.revision, left.fingerprint.partition(":")[0])
 
     def hand_out(name: str, values: Tensor) -> None:
         if name in names:
             seen.add(names[name], values)
             write(names[name], values if as_came else _kept(left, model, names[name], values))
 
-    base = _open(checkpoint, left)
     if isinstance(base, Checkpoint):
         whole = masters(base)
         with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-base") as pool:
@@ -255,35 +212,18 @@ def read_left_out(
     else:
         kept = {name for name, mine in names.items() if mine in left.packed}
         try:
-            read_weights(base, found.base, hand_out, threads=update_threads(), packed=kept)
+            read_weights(base, plain(model), hand_out, threads=update_threads(), packed=kept)
         except InputError as error:
             raise InputError(
                 f"{left.path}: is not the base that {checkpoint.folder} was trained on ({error}); "
-                f"put the base back as it was, or {_NAME_IT}"
+                f"{_NAME_IT}"
             ) from error
-    if seen.of(names.values()) != left.fingerprint:
+    if seen.fingerprint(names.values()) != left.fingerprint:
         raise InputError(
-            f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; put "
-            f"the base back as it was, or {_NAME_IT}"
+            f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; "
+            f"{_NAME_IT}"
         )
     return seen.lacking(names.values())
-
-
-def carried(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, Stored]:
-    """The tensors of a model's source that its class has no place for; see `carried_tensors`.
-
-    Raises:
-        InputError: the base, which a checkpoint of an adapter leaves out, is not there.
-    """
-    left, path = checkpoint.settings.left_out, checkpoint.folder / CARRIED
-    if left is None:
-        whole = read_header(path) if CARRIED in checkpoint.manifest.files else []
-        opened = path.open("rb", buffering=0) if whole else None
-        return {each.name: replace(each, opened=opened) for each in whole}
-    base = _open(checkpoint, left)
-    if isinstance(base, Checkpoint):
-        return carried(base, plain(model))
-    return carried_tensors(base, plain(model))
 
 
 def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
@@ -292,21 +232,45 @@ def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
     Raises:
         InputError: a file is damaged, or the base is not there, or is another one.
     """
-    names, left = left_out_names(checkpoint, model), checkpoint.settings.left_out
-    found, own = adapted(model), masters(checkpoint)
-    if left is None or found is None:
+    own, left = masters(checkpoint), checkpoint.settings.left_out
+    if left is None:
         return own
     read_left_out(checkpoint, model, lambda name, values: None, as_came=True)
     base = _open(checkpoint, left)
-    if isinstance(base, Checkpoint):
-        whole, already = masters(base), set[str]()
-    else:
-        whole, already = lazy_weights(base, found.base), {*stored_packings(base, found.base)}
+    whole = stored_values(base, plain(model))
+    unpacked = set[str]() if isinstance(base, Checkpoint) else stored_packings(base, plain(model))
 
     def read(name: str, mine: str) -> Tensor:
-        return whole[name]() if name in already else _kept(left, model, mine, whole[name]())
+        return whole[name]() if name in unpacked else _kept(left, model, mine, whole[name]())
 
+    names = left_out_names(checkpoint, model)
     return {**own, **{mine: partial(read, name, mine) for name, mine in names.items()}}
+
+
+def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:
+    """A function for each parameter of a plain model that reads it from where it is stored.
+
+    Raises:
+        InputError: a file is damaged, or of another model.
+    """
+    return masters(place) if isinstance(place, Checkpoint) else lazy_weights(place, model)
+
+
+def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Stored]:
+    """The tensors of a model's source that its class has no place for; see `carried_tensors`.
+
+    Raises:
+        InputError: the base, which a checkpoint of an adapter leaves out, is not there.
+    """
+    if isinstance(place, Path):
+        return carried_tensors(place, plain(model))
+    if left := place.settings.left_out:
+        return carried(_open(place, left), plain(model))
+    if CARRIED not in place.manifest.files:
+        return {}
+    opened = (place.folder / CARRIED).open("rb", buffering=0)
+    stored = read_header(place.folder / CARRIED)
+    return {each.name: replace(each, opened=opened) for each in stored}
 
 
 def _kept(left: BaseReference, model: PreTrainedModel, name: str, came: Tensor) -> Tensor:
@@ -322,7 +286,7 @@ def _open(checkpoint: Checkpoint, left: BaseReference) -> Checkpoint | Path:
     path = Path(left.path)
     try:
         if path.is_absolute() and not path.exists():
-            raise InputError(f"{path} is not there; put it back, or {_NAME_IT}")
+            raise InputError(f"{path} is not there; {_NAME_IT}")
         if is_checkpoint(path):
             return open_checkpoint(path)
         return resolve_model(left.path, left.revision)

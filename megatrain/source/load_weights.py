@@ -4,29 +4,31 @@ import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from megatrain.checkpoint import Checkpoint, masters, offering_another, read_converted, read_tiles
 from megatrain.compat import peft
 from megatrain.compat.transformers import scores_rows
 from megatrain.errors import InputError
-from megatrain.model.adapters import Values, adapted, draw_adapters, plain
+from megatrain.model.adapters import adapted, draw_adapters, plain
 from megatrain.model.build import loaded_types
 from megatrain.model.init import initialise
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
-from megatrain.model.weights import carried_tensors, lazy_weights, read_weights
+from megatrain.model.weights import read_weights
 from megatrain.optim import Rule
 from megatrain.parallel.distributed import Ranks
-from megatrain.source.base_reference import carried, read_left_out
-from megatrain.source.buffers import computed_buffers, persistent_buffers
+from megatrain.source.base_reference import carried, read_left_out, stored_values
 from megatrain.source.source import Source
-from megatrain.source.state_io import read_untrained, saved_optimizer
+from megatrain.source.state_io import (
+    computed_buffers,
+    persistent_buffers,
+    read_untrained,
+    saved_optimizer,
+)
 from megatrain.store.store import Store
 from megatrain.telemetry.cores import update_threads
 from megatrain.telemetry.log import PASSING, Share, end_passing
@@ -47,70 +49,77 @@ def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks
     """
     share = Share(_log, "weights", sum(entry.numel for _, entry in store.entries()))
     ranks.agree(lambda: _load(source, spec, store, seed, share))
-    drawn = source.saved is None and source.folder is None and source.copied is None
+    drawn = source.stored is None and source.copied is None
     new = adapted(source.model) is not None and (source.grows or drawn)
-    if new and not source.adapter_folder:
-        write = _writer(store, source, share, threads=1)
+    if new and not source.adapter_folder:  # what they begin with may depend on the rest
+        write = _writer(store, source, share)
         read = {e.name: partial(t.whole_master, e, ranks) for t, e in store.entries()}
         ranks.agree(lambda: draw_adapters(source.model, read, write, seed))
     end_passing()
 
 
 def _load(source: Source, spec: ModelSpec, store: Store, seed: int, share: Share) -> None:
-    """All but adapters that are drawn: what they begin with may depend on the rest."""
+    """All but adapters that are drawn."""
     dtype = store.tiles[0].weights.data.dtype
     refuse_rounding(loaded_types(source.model, dtype), spec.computed, dtype)
-    write = _writer(store, source, share, threads=1)  # one of many readers at a time
-    whole = adapted(source.model)
-    base = None if whole is None else set(whole.held)
-
-    def draw(only: Any = None) -> None:
-        threads = update_threads()
-        write = _writer(store, source, share, threads=threads, read=False)
-        frozen = {entry.name: entry for _, entry in store.entries() if entry.group is None}
-
-        def as_source(name: str, values: Tensor) -> Tensor:
-            if name not in frozen:
-                return values
-            values, packed = values.to(source.dtype), frozen[name].packed
-            return values if packed is None else packed.pack(values)
-
-        named, alike = base if only is None else only, source.alike
-        initialise(spec, seed, write, named, threads=threads, kept=as_source, alike=alike)
-
+    adapters, write = adapted(source.model), _writer(store, source, share)
+    drawn: Collection[str] | None = ()
     if source.saved is not None:
-        if unused := _read_saved(source, source.saved, store, write):
-            draw(unused)
+        drawn = _read_saved(source, source.saved, store, write)
     elif source.folder is not None:
-        model = plain(source.model)
         own = {name: mine for mine, name in source.names.items()}
         packed = {own.get(name, name) for name in spec.packed}
-        threads = update_threads()
+        model, threads = plain(source.model), update_threads()
         missing = read_weights(source.folder, model, write, threads=threads, packed=packed)
-        source.untrained.carried = carried_tensors(source.folder, model)
         if missing:
             _check_head(source, missing)
-            if whole is None or not {*missing} <= whole.replaced:
+            if adapters is None or not {*missing} <= adapters.replaced:
                 source.origin = None  # of what is drawn
-            draw({source.names.get(name, name) for name in missing})
-    elif source.copied is None:
-        draw()
-    else:
+        drawn = {source.names.get(name, name) for name in missing}
+    elif source.copied is not None:
         for name, parameter in source.copied.named_parameters():
             write(name, parameter.detach().cpu())
         for name, buffer in persistent_buffers(source.copied).items():
             if not buffer.is_meta:
                 write(name, buffer.detach().cpu().clone())
+    else:
+        drawn = None if adapters is None else set(adapters.held)
+    if drawn is None or drawn:
+        _draw(source, spec, store, seed, share, drawn)
+    if source.stored is not None:
+        source.untrained.carried = carried(source.stored, source.model)
     read_adapter(source, write)
     source.untrained.computed = computed_buffers(source.model)
 
 
+def _draw(
+    source: Source,
+    spec: ModelSpec,
+    store: Store,
+    seed: int,
+    share: Share,
+    names: Collection[str] | None,
+) -> None:
+    """Draw weights of these names; None: all."""
+    threads = update_threads()
+    write = _writer(store, source, share, threads=threads, read=False)
+    frozen = {entry.name: entry for _, entry in store.entries() if entry.group is None}
+
+    def as_source(name: str, values: Tensor) -> Tensor:
+        if name not in frozen:
+            return values
+        values, packed = values.to(source.dtype), frozen[name].packed
+        return values if packed is None else packed.pack(values)
+
+    initialise(spec, seed, write, names, threads=threads, kept=as_source, alike=source.alike)
+
+
 def _check_head(source: Source, missing: Collection[str]) -> None:
     """Raises InputError: an adapter of texts is to score rows, with a head that nobody trains."""
-    found = adapted(source.model)
-    if source.adapter_folder is None or found is None or not scores_rows(found.base):
+    adapters = adapted(source.model)
+    if source.adapter_folder is None or adapters is None or not scores_rows(adapters.base):
         return
-    if not {*missing} <= found.replaced:
+    if not {*missing} <= adapters.replaced:
         raise InputError(
             f"{source.adapter_folder}: has no sequence head, and nor has its base; merge it first "
             f"(megatrain export {source.adapter_folder} OUT --merged), and begin with OUT"
@@ -135,7 +144,6 @@ def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -
         untrained = read_untrained(saved, source.model)
     unused = read_left_out(saved, source.model, write, as_came=source.resumes)
     untrained.rounded = source.untrained.rounded
-    untrained.carried = carried(saved, source.model)
     source.untrained = untrained
     return unused
 
@@ -146,9 +154,14 @@ def same_state(one: Rule, other: Rule) -> bool:
 
 
 def _writer(
-    store: Store, source: Source, share: Share, *, threads: int, read: bool = True
+    store: Store, source: Source, share: Share, *, threads: int = 1, read: bool = True
 ) -> Write:
-    """Puts values into their places; `read`: from the base, which is known by them again."""
+    """Puts values into their places.
+
+    Args:
+        threads: of each call.
+        read: from the base, which is known by them again.
+    """
     places = {entry.name: (tile, entry) for tile, entry in store.entries()}
     origin = source.origin if read and adapted(source.model) is not None else None
     buffers, untrained = dict(source.model.named_buffers()), source.untrained
@@ -170,7 +183,7 @@ def _writer(
             came = values.dtype if values.is_floating_point() else source.dtype
             untrained.dtypes[name] = came
             if origin is not None:
-                origin.fingerprint.add(name, values)
+                origin.add(name, values)
             narrow = tile.remainder_of(entry) is None and tile.weights.data.dtype == torch.bfloat16
             untrained.rounded |= narrow and not entry.packed and came != torch.bfloat16
         tile.write_master(entry, values, threads)
@@ -187,38 +200,27 @@ def read_adapter(source: Source, write: Write) -> None:
     Raises:
         InputError: the adapter is another model's, or was trained on other values of its base.
     """
-    found = adapted(source.model)
-    if source.adapter_folder is None or found is None:
+    adapters = adapted(source.model)
+    if source.adapter_folder is None or adapters is None:
         return
-    path = source.adapter_folder / peft.WEIGHTS_FILE
-    names = peft.file_names(source.model, found.active)
+    path, prefix = source.adapter_folder / peft.WEIGHTS_FILE, peft.FILE_PREFIX
+    names = peft.file_names(source.model, adapters.active)
     shapes = {name: tuple(p.shape) for name, p in source.model.named_parameters()}
     stored = {tensor.name: tensor for tensor in read_header(path)}
-    wanted = {file_name: shapes[name] for file_name, name in names.items()}
-    prefix = peft.FILE_PREFIX
     of_base = {name: name.removeprefix(prefix) for name in stored if ".base_layer." in name}
     if of_base:
-        base = _base_values(source, found.base)
-        for name in [name for name, inner in of_base.items() if inner in found.held]:
-            saved, current = stored.pop(name).read(), base[found.held[of_base[name]]]()
-            if not torch.equal(saved.float(), current.float()):
+        assert source.stored is not None
+        base, values = adapters.base, stored_values(source.stored, adapters.base)
+        first = {id(parameter): name for name, parameter in base.named_parameters()}
+        for name in [name for name, inner in of_base.items() if inner in adapters.held]:
+            tied = first[id(base.get_parameter(adapters.held[of_base[name]]))]
+            if not torch.equal(stored.pop(name).read().float(), values[tied]().float()):
                 raise InputError(
                     f"{path}: {name} is not the base's own weight, and an adapter's base is not "
                     "changed; merge it with PEFT (merge_and_unload), and begin with that model"
                 )
+    wanted = {file_name: shapes[name] for file_name, name in names.items()}
     if {name: tensor.shape for name, tensor in stored.items()} != wanted:
         raise InputError(f"{path}: its tensors are not those that {peft.CONFIG_FILE} makes")
     for file_name, name in names.items():
         write(name, stored[file_name].read())
-
-
-def _base_values(source: Source, base: PreTrainedModel) -> Values:
-    """Functions that give the base's parameters, by each of their names."""
-    if source.saved is not None:
-        values = masters(source.saved)
-    else:
-        assert source.folder is not None
-        values = lazy_weights(source.folder, base)
-    first = {id(p): name for name, p in base.named_parameters()}
-    every = base.named_parameters(remove_duplicate=False)
-    return {name: values[first[id(p)]] for name, p in every if first[id(p)] in values}

@@ -1,12 +1,13 @@
-"""A model's structure, and its weights from where they are to their place."""
+"""A model's structure, and where its weights come from."""
 
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.base.json_yaml import read_json
@@ -17,35 +18,44 @@ from megatrain.errors import InputError
 from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
 from megatrain.model.build import empty_model, load_config, loaded_types, scoring
 from megatrain.model.companions import Companions, companions, set_generation
+from megatrain.model.float8 import ROUTERS
 from megatrain.model.probe import spec
 from megatrain.model.quantised import quantised_base
 from megatrain.model.rebuilt import emptied
 from megatrain.model.routers import ask_for
 from megatrain.model.spec import ModelSpec
 from megatrain.model.weights import resolve_model, source_dtype, stored_packings, stored_types
-from megatrain.source.base import Base, packed_weights
 from megatrain.source.base_reference import (
     Origin,
     left_out_names,
     no_adapter,
     origin_of,
     place_of,
-    say_if_changed,
     with_base,
 )
-from megatrain.source.buffers import Untrained, persistent_buffers
-from megatrain.source.state_io import open_model, saved_companions, saved_dtype
-from megatrain.tile.packed import PACKINGS, WeightFormat
+from megatrain.source.state_io import (
+    Untrained,
+    open_model,
+    persistent_buffers,
+    saved_companions,
+    saved_dtype,
+)
+from megatrain.tile.packed import BASES, PACKINGS, WeightFormat
+
+Base = Literal["bf16", "fp8", "nf4"]
+"""How frozen linear layers are kept (`base` of an engine or a run file)."""
 
 
 @dataclass
 class Source:
-    """A model's structure, and where its weights come from: one of the last three, or drawn.
+    """A model's structure, and where its weights come from.
+
+    They are in a `folder`, a `saved` checkpoint or a `given` model, or are drawn.
 
     Attributes:
         dtype: of the weights, in which exports are written.
         resumes: the optimizer's state is that of `saved`, too.
-        untrained: see there; `fill` puts in what comes from the source.
+        untrained: see there; `load_weights` puts in what comes from the source.
         companions: files of the folder or checkpoint that exports and checkpoints have as well.
         origin: where the base of adapters was read; None: checkpoints have all of it.
         lost: what neither a checkpoint nor an export would have of the model; None: nothing.
@@ -73,6 +83,11 @@ class Source:
     structures: dict[bool, ModelSpec] = field(default_factory=dict)
 
     @property
+    def stored(self) -> Path | Checkpoint | None:
+        """The files that have the weights; None: a model in memory has them, or they are drawn."""
+        return self.saved or self.folder
+
+    @property
     def copied(self) -> PreTrainedModel | None:
         """The given model, if it has weights; None: they are read, or drawn."""
         real = self.given is not None and not next(self.given.parameters()).is_meta
@@ -81,24 +96,8 @@ class Source:
     @property
     def names(self) -> Mapping[str, str]:
         """The model's names of what the source calls otherwise."""
-        found = adapted(self.model)
-        return found.names if self.grows and found is not None else {}
-
-    def check_base(self, *, merged: bool) -> None:
-        """Warn of a base that is not as it was read, where an adapter alone is written."""
-        if adapted(self.model) is not None and not merged:
-            say_if_changed(
-                self.origin,
-                "the adapter belongs to the weights that were read: write it merged, or put them "
-                "back",
-            )
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """A checkpoint whose optimizer state is taken, too, so that training goes on from it."""
-
-    checkpoint: Checkpoint
+        adapters = adapted(self.model)
+        return adapters.names if self.grows and adapters is not None else {}
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,7 @@ class Alike:
     config: PreTrainedConfig
 
 
-Opens: TypeAlias = (
-    PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | Resumed | Source | str | Path
-)
+Opens: TypeAlias = PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | Source | str | Path
 """All kinds of values that an engine opens."""
 
 
@@ -121,8 +118,9 @@ def open_source(
     router_aux_loss_coef: float | None = None,
     base_model: str | Path | None = None,
     *,
+    resumes: bool = False,
     scores: bool = False,
-    **how: Any,
+    **code: Any,
 ) -> Source:
     """Open a model like `open_plain`, or one that has, or is given, an adapter.
 
@@ -133,6 +131,7 @@ def open_source(
         base: how frozen linear layers are kept.
         router_aux_loss_coef: of the routers' loss; None: as the model's configuration says.
         base_model: where the base of the model's adapter is, if not where that says.
+        resumes: of a checkpoint the optimizer's state is taken, too, so that training goes on.
         scores: as for `open_plain`; an adapter that has a sequence head asks for it itself.
 
     Raises:
@@ -140,27 +139,30 @@ def open_source(
     """
     if isinstance(model, Source):
         return model
+    model = _resolved(model)
     if peft.is_peft_model(model):
         if base_model is not None:
             raise InputError("a PeftModel has its base in it; leave base_model out")
         inner, configs, active = peft.unwrapped(model)
-        source = open_plain(inner, **how)
+        source = open_plain(inner, **code)
         noted(source.model, configs, active)
     elif (folder := adapter_folder(model)) is not None:
         config, base_path = folder_adapter(folder, base_model)
-        source = open_plain(base_path, **how | {"scores": scores or peft.of_scores(config)})
+        source = open_plain(base_path, scores=scores or peft.of_scores(config), **code)
         if adapted(source.model) is not None:
             raise _not_merged(folder, base_path)
         source = _grown(source, config)
         source.adapter_folder = folder
         source.companions = {**source.companions, **companions(folder)}
     else:
-        source = open_plain(_with_base(model, base_model), scores=scores, **how)
+        if isinstance(model, Checkpoint):
+            model = with_base(model, base_model)
+        elif base_model is not None:
+            raise no_adapter(model if isinstance(model, str | Path) else "the model")
+        source = open_plain(model, resumes=resumes, scores=scores, **code)
     if router_aux_loss_coef is not None:
         ask_for(source.model, router_aux_loss_coef)
-    if source.saved is not None and source.resumes:
-        source.base = source.saved.settings.base
-    elif source.base == "bf16":
+    if source.base == "bf16" and not source.resumes:
         source.base = base
     elif base not in ("bf16", source.base):
         raise InputError(f"base is {base!r}, but the model comes in {source.base}; leave base out")
@@ -178,10 +180,10 @@ def _asked_for(adapter: Any, model: Any, *, scores: bool) -> Any:
     """The configuration of an adapter to come, which names the model as its base."""
     config = peft.lora_config(adapter) if isinstance(adapter, Mapping) else copy.copy(adapter)
     peft.check(config)
-    if isinstance(model, str | Path | Checkpoint):
-        model = model.folder if isinstance(model, Checkpoint) else model
-        there = Path(model).expanduser()
-        config.base_model_name_or_path = str(there.absolute() if there.exists() else model)
+    model = model.folder if isinstance(model, Checkpoint) else model
+    if isinstance(model, str | Path):
+        folder = Path(model).expanduser()
+        config.base_model_name_or_path = str(folder.absolute() if folder.exists() else model)
     return peft.scoring(config) if scores else config
 
 
@@ -191,22 +193,9 @@ def adapter_folder(model: Any) -> Path | None:
     return folder if folder is not None and (folder / peft.CONFIG_FILE).is_file() else None
 
 
-def _with_base(model: Any, base_model: str | Path | None) -> Any:
-    """A model as `open_plain` takes it, of a checkpoint with its base's place."""
-    if base_model is None:
-        return model
-    model = _resolved(model)
-    if isinstance(model, Resumed):
-        return Resumed(with_base(model.checkpoint, base_model))
-    if isinstance(model, Checkpoint):
-        return with_base(model, base_model)
-    raise no_adapter(model if isinstance(model, str | Path) else "the model")
-
-
 def _resolved(model: Any) -> Any:
     """The checkpoint in a folder that is one; anything else as it is."""
-    is_path = isinstance(model, str | Path)
-    folder = Path(model).expanduser() if is_path else None
+    folder = Path(model).expanduser() if isinstance(model, str | Path) else None
     return open_checkpoint(folder) if folder and is_checkpoint(folder) else model
 
 
@@ -258,67 +247,70 @@ def _grown(source: Source, config: Any) -> Source:
 
 
 def open_plain(
-    model: PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | Resumed | str | Path,
+    model: PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | str | Path,
     *,
+    resumes: bool = False,
     scores: bool = False,
-    trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
+    **code: Any,
 ) -> Source:
     """Structure of a model given as a module, a configuration, a checkpoint, a folder or a hub id.
 
     Args:
         scores: of a folder, hub id or configuration the model that gives a score of each row.
+        code: trust_remote_code and attn_implementation, as `empty_model` takes them.
 
     Raises:
         InputError: it cannot be read or is not a causal language model.
     """
-    resumes, alike = isinstance(model, Resumed), isinstance(model, Alike)
-    model = _resolved(model.config if isinstance(model, Alike) else model)
-    if isinstance(model, Checkpoint | Resumed):
-        saved = model.checkpoint if isinstance(model, Resumed) else model
-        empty = open_model(
-            saved, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
-        )
-        beside = saved_companions(saved)
-        set_generation(empty, beside)
-        source = Source(empty, saved_dtype(saved), saved=saved, resumes=resumes, companions=beside)
-        source.origin = origin_of(saved, resumes=resumes)
-        return source
-    if isinstance(model, PreTrainedModel):
-        empty = emptied(model, attn_implementation=attn_implementation)
-        dtype = next(model.parameters()).dtype
-        return Source(empty, dtype, given=model, untrained=_drawn_buffers(empty, dtype))
-    folder, beside, origin, quantised = None, dict[str, bytes](), None, None
-    if isinstance(model, PreTrainedConfig):
-        config, dtype = model, getattr(model, "dtype", None) or torch.float32
+    model = _resolved(model)
+    if isinstance(model, Checkpoint):
+        empty, beside = open_model(model, **code), saved_companions(model)
+        source = Source(empty, saved_dtype(model), saved=model, resumes=resumes)
+        source.origin = origin_of(model, resumes=resumes)
+        source.base = model.settings.base if resumes else "bf16"
+    elif isinstance(model, PreTrainedModel):
+        empty = emptied(model, attn_implementation=code.get("attn_implementation"))
+        source, beside = Source(empty, next(model.parameters()).dtype, given=model), {}
+    elif isinstance(model, PreTrainedConfig | Alike):
+        config, beside = model.config if isinstance(model, Alike) else model, {}
+        empty = empty_model(scoring(config) if scores else config, **code)
+        dtype = getattr(config, "dtype", None) or torch.float32
+        source = Source(empty, dtype, alike=isinstance(model, Alike))
     elif isinstance(model, str | Path):
-        folder = resolve_model(model)
-        config = load_config(folder, trust_remote_code=trust_remote_code)
-        quantised = quantised_base(read_json(folder / "config.json"), folder)
-        vars(config).pop("quantization_config", None)  # exports are whole
-        dtype, beside = source_dtype(folder), companions(folder)
-        local = Path(model).expanduser().exists()
-        origin = Origin(str(folder.absolute())) if local else Origin(str(model), folder.name)
+        source = _open_folder(model, scores=scores, **code)
+        assert source.folder is not None
+        beside = companions(source.folder)
     else:
         raise InputError(
             f"the model is a {type(model).__name__}; give a transformers model or configuration, "
             "a folder, or a hub id"
         )
+    set_generation(source.model, beside)
+    source.companions = beside
+    if source.saved is None:  # most are replaced when weights are read
+        buffers = persistent_buffers(source.model)
+        types = loaded_types(source.model, source.dtype) if buffers else {}
+        copies = {n: b.to(types.get(n, b.dtype), copy=True) for n, b in buffers.items()}
+        source.untrained.buffers = copies
+    return source
+
+
+def _open_folder(model: str | Path, *, scores: bool, **code: Any) -> Source:
+    folder = resolve_model(model)
+    config = load_config(folder, trust_remote_code=code.get("trust_remote_code", False))
+    quantised = quantised_base(read_json(folder / "config.json"), folder)
+    vars(config).pop("quantization_config", None)  # exports are whole
     config = scoring(config) if scores else config
-    empty = empty_model(
-        config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
-    )
-    if folder is not None and type(empty.config) is not type(config):
+    empty = empty_model(config, **code)
+    if type(empty.config) is not type(config):
         raise InputError(
             f"{folder}: its configuration is of a {config.model_type}, and {type(empty).__name__} "
             "is a part of that alone: an export would lose the rest; let architectures in "
             f"config.json name {MULTIMODAL_CLASSES.get(config.model_type, 'the whole model')}"
         )
-    set_generation(empty, beside)
-    untrained = _drawn_buffers(empty, dtype)
-    source = Source(empty, dtype, folder, untrained=untrained, companions=beside, alike=alike)
-    source.origin, source.base = origin, quantised or "bf16"
-    return source
+    local = Path(model).expanduser().exists()
+    origin = Origin(str(folder.absolute())) if local else Origin(str(model), folder.name)
+    return Source(empty, source_dtype(folder), folder, origin=origin, base=quantised or "bf16")
 
 
 def structure(source: Source, *, trained: bool = True) -> ModelSpec:
@@ -327,16 +319,47 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
     Raises:
         InputError: it cannot be streamed.
     """
-    if trained in source.structures:
-        return source.structures[trained]
-    found = spec(source.model, trained=trained)
-    frozen = [name for name, p in source.model.named_parameters() if not p.requires_grad]
-    if still := [*frozen, *found.unused, *found.fixed]:
-        types = _types(source)
-        found.wide = {n for n in still if types.get(n, source.dtype) != torch.bfloat16}
-    found.packed = _packings(source, found, trained=trained)
-    source.structures[trained] = found
-    return found
+    if trained not in source.structures:
+        probed = spec(source.model, trained=trained)
+        frozen = [name for name, p in source.model.named_parameters() if not p.requires_grad]
+        if still := [*frozen, *probed.unused, *probed.fixed]:
+            types = _types(source)
+            probed.wide = {n for n in still if types.get(n, source.dtype) != torch.bfloat16}
+        probed.packed = _packings(source, probed, trained=trained)
+        source.structures[trained] = probed
+    return source.structures[trained]
+
+
+def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict[str, WeightFormat]:
+    """How the matrices of the layers' linear modules are kept that are not trained, by name.
+
+    Routers and what is no nn.Linear are kept as they are, as are embeddings and heads.
+
+    Args:
+        frozen: nothing is trained, whatever requires gradients.
+
+    Raises:
+        InputError: there is no such matrix, or no such base.
+    """
+    if base == "bf16":
+        return {}
+    if base not in BASES:
+        raise InputError(f"base is {base!r}; it must be bf16, {' or '.join(BASES)}")
+    packing, adapters = BASES[base], adapted(spec.capture.model)
+    names = [
+        f"{layer.name}.{path}.weight"
+        for layer in spec.layers
+        for path, module in layer.module.named_modules()
+        if type(module) is nn.Linear
+        and ROUTERS.isdisjoint(path.split("."))
+        and packing.takes(module.weight.shape)
+        and (frozen or not module.weight.requires_grad)
+    ]
+    if left := {n: packing for n in names if adapters is None or n in adapters.held}:
+        return left
+    raise InputError(
+        f"base is {base!r}, but no linear module of the layers is frozen; give an adapter"
+    )
 
 
 def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, WeightFormat]:
@@ -348,14 +371,15 @@ def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, We
         kept = {each.name: each.packed for each in own if each.packed}
         kept |= {} if left is None else left.packed
         return {name: PACKINGS[how] for name, how in kept.items()}
-    if source.folder is None or not (there := stored_packings(source.folder, plain(source.model))):
+    folder, names = source.folder, source.names
+    stored = {} if folder is None else stored_packings(folder, plain(source.model))
+    if not stored:
         return packed_weights(spec, source.base, frozen=not trained)
-    parameters, names = dict(source.model.named_parameters()), source.names
-    packed = {names.get(name, name): how for name, how in there.items()}
-    if taught := [n for n in packed if trained and parameters[n].requires_grad]:
+    packed, parameters = {names.get(n, n): how for n, how in stored.items()}, source.model
+    if taught := [n for n in packed if trained and parameters.get_parameter(n).requires_grad]:
         raise InputError(
-            f"{source.folder}: the weights of {taught[0]!r} are quantised, and such are not "
-            "trained; give an adapter, or take the unquantised model"
+            f"{folder}: the weights of {taught[0]!r} are quantised, and such are not trained; give "
+            "an adapter, or take the unquantised model"
         )
     layers = (f"{v.name}.{n}" for v in spec.layers for n, _ in v.module.named_parameters())
     return {name: packed[name] for name in layers if name in packed}
@@ -363,27 +387,14 @@ def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, We
 
 def _types(source: Source) -> dict[str, torch.dtype]:
     """The dtype that each parameter comes in; that of the source where it is drawn."""
-    names = source.names
-    if source.saved is not None:
-        others = source.saved.settings.frozen_dtypes
-        away = left_out_names(source.saved, source.model).values()
-        return {name: saved_dtype(source.saved, others.get(name)) for name in away} | {
-            names.get(each.name, each.name): saved_dtype(source.saved, others.get(each.name))
-            if each.group is None
-            else torch.float32  # a master
-            for tile in source.saved.manifest.tiles
-            for each in tile.parameters
-        }
-    if source.folder is not None:
-        stored = stored_types(source.folder, plain(source.model))
-        return {names.get(name, name): dtype for name, dtype in stored.items()}
-    if source.copied is None:
-        return {}
-    return {names.get(n, n): p.dtype for n, p in source.copied.named_parameters()}
-
-
-def _drawn_buffers(model: PreTrainedModel, dtype: torch.dtype) -> Untrained:
-    """Buffers as the class makes them in `dtype`; most are replaced when weights are read."""
-    buffers = persistent_buffers(model)
-    types = loaded_types(model, dtype) if buffers else {}
-    return Untrained({n: b.to(types.get(n, b.dtype), copy=True) for n, b in buffers.items()})
+    if (saved := source.saved) is not None:
+        others, model = saved.settings.frozen_dtypes, source.model
+        tiles = [each for tile in saved.manifest.tiles for each in tile.parameters]
+        kept = [*left_out_names(saved, model).values(), *(p.name for p in tiles if p.group is None)]
+        types = {p.name: torch.float32 for p in tiles}  # of masters
+        types |= {name: saved_dtype(saved, others.get(name)) for name in kept}
+    elif source.folder is not None:
+        types = stored_types(source.folder, plain(source.model))
+    else:
+        types = {n: p.dtype for n, p in source.copied.named_parameters()} if source.copied else {}
+    return {source.names.get(name, name): dtype for name, dtype in types.items()}

@@ -1,77 +1,86 @@
-"""Writes and reads what a checkpoint holds of an engine besides its tiles."""
+"""Reads what a checkpoint holds of an engine besides its tiles."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatrain.checkpoint import BUFFERS, CARRIED, COMPUTED, MODEL, Checkpoint, Settings
-from megatrain.compat.transformers import attention_of, experts_of, set_attention, set_experts
+from megatrain.checkpoint import Checkpoint
+from megatrain.checkpoint.manifest import BUFFERS, COMPUTED, MODEL
+from megatrain.compat.transformers import set_attention, set_experts
 from megatrain.errors import InputError
-from megatrain.model.adapters import adapted, restored
+from megatrain.model.adapters import restored
 from megatrain.model.build import configs, empty_model, load_config
-from megatrain.model.companions import Companions, read_files, write_companions
-from megatrain.model.documents import chosen_attention
-from megatrain.model.export import write_configs
-from megatrain.model.safetensors_io import Described, Stored, read_header, write_shard
+from megatrain.model.companions import read_files
+from megatrain.model.safetensors_io import Stored, read_header
 from megatrain.optim import NO_ADAFACTOR, RULES, Rule
 from megatrain.placement import Placement
 from megatrain.source.base_reference import left_out_names
-from megatrain.source.buffers import Untrained, computed_buffers, persistent_buffers
+
+_EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SOURCE_DTYPES = _EXPORTED | {"float64": torch.float64}
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+@dataclass
+class Untrained:
+    """The parts of a model's source that no step changes: exports give them back bit for bit.
 
-
-SOURCE_DTYPES = {
-    _name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-}
-
-
-def describe_optimizer(rule: Rule | None) -> dict[str, Any] | None:
-    """A rule's name and settings as plain JSON values."""
-    if rule is None:
-        return None
-    return {"name": rule.name} | {
-        each.name: list(value) if isinstance(value := getattr(rule, each.name), tuple) else value
-        for each in fields(rule)
-    }
-
-
-def documents(
-    model: PreTrainedModel,
-    dtype: torch.dtype,
-    untrained: Untrained,
-    beside: Companions,
-    *,
-    has_base: bool,
-) -> Callable[[Path], None]:
-    """Writes the model's configuration and companions and its buffers into a checkpoint.
-
-    Args:
-        has_base: the checkpoint leaves no base out, which would hold what is carried.
+    Attributes:
+        buffers: persistent buffers by name, on the CPU; the model computes with copies that have
+            the dtypes of the run's precision.
+        computed: buffers that no file of weights has, which the class computes when it is made.
+        dtypes: of frozen parameters, by name, as they came; values rest in the tiles.
+        carried: tensors of the source's files that the model's class has no place for.
+        rounded: the tiles hold fewer bits of some of these than came.
     """
 
-    def write(folder: Path) -> None:
-        write_configs(folder / MODEL, model, dtype)
-        write_companions(folder / MODEL, beside)
-        _write(folder / BUFFERS, untrained.buffers, Tensor.detach)
-        _write(folder / COMPUTED, untrained.computed, Tensor.detach)
-        _write(folder / CARRIED, untrained.carried if has_base else {}, Stored.values)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    computed: dict[str, Tensor] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    carried: Mapping[str, Stored] = field(default_factory=dict)
+    rounded: bool = False
 
-    return write
+    @property
+    def values(self) -> dict[str, Callable[[], Tensor]]:
+        """A function for each buffer that returns it, which is what exports take."""
+        return {name: partial(Tensor.detach, buffer) for name, buffer in self.buffers.items()}
+
+    def as_came(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+        """Dtypes of what an export in `dtype` writes as it came; None: no dtype was asked for."""
+        parameters = self.dtypes if dtype is None else {}
+        return parameters | {name: buffer.dtype for name, buffer in self.buffers.items()}
+
+    def export_dtype(self, dtype: torch.dtype | str | None) -> torch.dtype | None:
+        """The dtype of an export, which may be given by its name.
+
+        Raises:
+            InputError: none has this one, or it has more bits than there are.
+        """
+        chosen = _EXPORTED.get(dtype) if isinstance(dtype, str) else dtype
+        if chosen not in _EXPORTED.values() and dtype is not None:
+            raise InputError(f"dtype is {dtype!r}; it must be float32, bfloat16, float16 or None")
+        if self.rounded and chosen != torch.bfloat16:
+            raise InputError(
+                "an engine without an optimizer in bf16 has rounded its weights; export with "
+                "dtype=torch.bfloat16, or open the model with precision='fp32'"
+            )
+        return chosen
 
 
-def _write(path: Path, tensors: Mapping[str, Any], value: Callable[[Any], Tensor]) -> None:
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    if names:
-        described = [Described(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in names]
-        write_shard(path, described, (value(tensors[name]) for name in names))
+def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The buffers that belong to the model's weights, by name."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The buffers that do not belong to the weights, on the CPU, by name."""
+    saved = persistent_buffers(model)
+    return {n: b.cpu().contiguous() for n, b in model.named_buffers() if n not in saved}
 
 
 def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
@@ -80,38 +89,41 @@ def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
     Raises:
         InputError: they are those of another model.
     """
-    path = checkpoint.folder / BUFFERS
-    header = read_header(path) if BUFFERS in checkpoint.manifest.files else []
-    stored = {tensor.name: tensor for tensor in header}
-    buffers = persistent_buffers(model)
+    stored, buffers = _stored(checkpoint, BUFFERS), persistent_buffers(model)
     if {n: (each.dtype.is_floating_point, each.shape) for n, each in stored.items()} != {
         n: (each.is_floating_point(), tuple(each.shape)) for n, each in buffers.items()
     }:
-        raise InputError(f"{path}: its buffers are not those of a {type(model).__name__}")
+        raise InputError(
+            f"{checkpoint.folder / BUFFERS}: its buffers are not those of a {type(model).__name__}"
+        )
     values = {name: tensor.read() for name, tensor in stored.items()}
     for name, buffer in buffers.items():
         buffer.copy_(values[name])
+    # Another version of transformers, or a model that was made in bf16, computes others.
+    computed = computed_buffers(model)
+    for name, tensor in _stored(checkpoint, COMPUTED).items():
+        if name not in computed or tensor.shape != tuple(computed[name].shape):
+            raise InputError(
+                f"{checkpoint.folder / COMPUTED}: {name!r} is no buffer of a {type(model).__name__}"
+            )
+        model.get_buffer(name).copy_(tensor.read())
     frozen = [p.name for t in checkpoint.manifest.tiles for p in t.parameters if p.group is None]
     others = checkpoint.settings.frozen_dtypes
     dtypes = {
         name: saved_dtype(checkpoint, others.get(name))
         for name in (*frozen, *left_out_names(checkpoint, model).values())
     }
-    # Buffers that a class computes: another version of transformers, or a model that was made in
-    # bf16, has others. Checkpoints of older versions have none.
-    path, computed = checkpoint.folder / COMPUTED, computed_buffers(model)
-    for tensor in read_header(path) if COMPUTED in checkpoint.manifest.files else ():
-        if tensor.name not in computed or tensor.shape != tuple(computed[tensor.name].shape):
-            raise InputError(f"{path}: {tensor.name!r} is no buffer of a {type(model).__name__}")
-        model.get_buffer(tensor.name).copy_(tensor.read())
     return Untrained(values, dtypes=dtypes)
 
 
+def _stored(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
+    """The tensors of a file of a checkpoint, which may not have it."""
+    header = read_header(checkpoint.folder / name) if name in checkpoint.manifest.files else []
+    return {tensor.name: tensor for tensor in header}
+
+
 def open_model(
-    checkpoint: Checkpoint,
-    *,
-    trust_remote_code: bool = False,
-    attn_implementation: str | None = None,
+    checkpoint: Checkpoint, *, trust_remote_code: bool = False, **code: Any
 ) -> PreTrainedModel:
     """The checkpoint's model without its weights, frozen where it was.
 
@@ -124,9 +136,7 @@ def open_model(
     for path, part in configs(config):
         set_attention(part, settings.attn_implementation.get(path))
         set_experts(part, settings.experts_implementation.get(path))
-    model = empty_model(
-        config, trust_remote_code=trust_remote_code, attn_implementation=attn_implementation
-    )
+    model = empty_model(config, trust_remote_code=trust_remote_code, **code)
     if type(model).__name__ != settings.model_class:
         raise InputError(
             f"{folder / 'config.json'}: transformers makes a {type(model).__name__} of it, and the "
@@ -166,19 +176,18 @@ def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
     if checkpoint.settings.optimizer is None:
         return None
     settings = dict(checkpoint.settings.optimizer)
-    name = settings.pop("name", None)
+    name = str(settings.pop("name", None))
     if name == "adafactor":
         raise InputError(f"{checkpoint.folder}: trained with Adafactor. {NO_ADAFACTOR}")
-    rule = RULES.get(name) if isinstance(name, str) else None
+    rule = RULES.get(name)
     known = set() if rule is None else {each.name for each in fields(rule)}
-    # Checkpoints of older versions do not have the choices.
-    if rule is None or not known - rule.choices.keys() <= settings.keys() <= known:
+    if rule is None or settings.keys() != known:
         raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
+    wanted = {choice: value for choice, value in wanted.items() if value is not None}
     for choice, value in wanted.items():
-        if value is not None and choice not in rule.choices:
+        if choice not in rule.choices:
             raise InputError(f"{choice} is {value!r}, but {name} has no such choice; leave it out")
-        settings |= {} if value is None else {choice: value}
-    return rule(**settings)
+    return rule(**settings | wanted)
 
 
 def resumed_placement(
@@ -194,13 +203,13 @@ def resumed_placement(
     saved = checkpoint.settings.placement
     if checkpoint.settings.device != device:
         return "auto"
-    unknown = saved.keys() - set(Placement.names())
-    if unknown or not isinstance(saved.get("resident"), list):
+    try:
+        return Placement(**saved | {"resident": tuple(saved["resident"])})
+    except (LookupError, TypeError) as error:
         raise InputError(
-            f"{checkpoint.folder}: its placement is of another version "
-            f"({', '.join(sorted(unknown)) or 'resident'}); give one: placement='auto'"
-        )
-    return Placement(**saved | {"resident": tuple(saved["resident"])})
+            f"{checkpoint.folder}: its placement is of another version ({error}); give one: "
+            "placement='auto'"
+        ) from error
 
 
 def check_precision(checkpoint: Checkpoint, wanted: str | None) -> Any:
@@ -212,25 +221,3 @@ def check_precision(checkpoint: Checkpoint, wanted: str | None) -> Any:
             "cannot change on the way; leave it out, or export the model and start from it"
         )
     return saved
-
-
-def settings_of(
-    model: PreTrainedModel, dtype: torch.dtype, untrained: Untrained, **rest: Any
-) -> Settings:
-    """All that a checkpoint says of an engine; `dtype` is that of the model's source."""
-    attention = {path: chosen_attention(attention_of(part)) for path, part in configs(model.config)}
-    experts = {path: experts_of(part) for path, part in configs(model.config)}
-    if untrained.rounded:
-        dtype = torch.bfloat16  # an export of the checkpoint claims no bits that are not there
-        untrained = Untrained()
-    others = {name: each for name, each in untrained.dtypes.items() if each != dtype}
-    return Settings(
-        dtype=_name(dtype),
-        frozen_dtypes={name: _name(each) for name, each in others.items()},
-        model_class=type(model).__name__,
-        attn_implementation={path: name for path, name in attention.items() if name},
-        experts_implementation={path: name for path, name in experts.items() if name},
-        frozen=tuple(n for n, p in model.named_parameters() if not p.requires_grad),
-        adapter=None if (found := adapted(model)) is None else found.as_json(),
-        **rest,
-    )

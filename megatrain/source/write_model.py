@@ -1,78 +1,129 @@
-"""A model as a folder: of Hugging Face's layout, or its adapter alone in PEFT's."""
+"""Writes a model as a folder, and what a checkpoint has of it besides its tiles.
+
+A folder has Hugging Face's layout, or, of an adapter alone, PEFT's.
+"""
 
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from megatrain.checkpoint import Checkpoint, masters
+from megatrain.checkpoint import Checkpoint, Settings, masters
+from megatrain.checkpoint.manifest import BUFFERS, CARRIED, COMPUTED, MODEL
 from megatrain.compat import peft
+from megatrain.compat.transformers import attention_of, experts_of
 from megatrain.errors import InputError
 from megatrain.model.adapters import Values, adapted, merged_into_base, plain, require_held
-from megatrain.model.companions import Companions
-from megatrain.model.export import write_adapter, write_weights
-from megatrain.model.weights import carried_tensors, lazy_weights, stored_types
-from megatrain.source.base import Base
-from megatrain.source.base_reference import carried, whole_masters
-from megatrain.source.buffers import Untrained
+from megatrain.model.build import configs
+from megatrain.model.companions import write_companions
+from megatrain.model.documents import chosen_attention
+from megatrain.model.export import write_adapter, write_configs, write_weights
+from megatrain.model.safetensors_io import Described, Stored, write_shard
+from megatrain.model.weights import stored_types
+from megatrain.optim import Rule
+from megatrain.source.base_reference import carried, stored_values, whole_masters
 from megatrain.source.load_weights import read_adapter
-from megatrain.source.source import open_source
-from megatrain.source.state_io import open_model, read_untrained, saved_companions, saved_dtype
+from megatrain.source.source import Source, open_source
+from megatrain.source.state_io import Untrained, read_untrained
 
 _log = logging.getLogger(__name__)
 
 
+def write_documents(folder: Path, source: Source, *, carries: bool) -> None:
+    """Write the model's configuration and companions and its buffers into a checkpoint.
+
+    Args:
+        carries: also what is carried; False where a base holds it that the checkpoint leaves out.
+    """
+    write_configs(folder / MODEL, source.model, source.dtype)
+    write_companions(folder / MODEL, source.companions)
+    _write(folder / BUFFERS, source.untrained.buffers, Tensor.detach)
+    _write(folder / COMPUTED, source.untrained.computed, Tensor.detach)
+    _write(folder / CARRIED, source.untrained.carried if carries else {}, Stored.values)
+
+
+def _write(path: Path, tensors: Mapping[str, Any], value: Callable[[Any], Tensor]) -> None:
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    if names:
+        described = [Described(n, tensors[n].dtype, tuple(tensors[n].shape)) for n in names]
+        write_shard(path, described, (value(tensors[name]) for name in names))
+
+
+def settings_of(source: Source, rule: Rule | None, **rest: Any) -> Settings:
+    """All that a checkpoint says of an engine; `rule` is its optimizer's."""
+    model, dtype, types = source.model, source.dtype, source.untrained.dtypes
+    if source.untrained.rounded:  # an export of the checkpoint claims no bits that are not there
+        dtype, types = torch.bfloat16, {}
+    attention = {path: chosen_attention(attention_of(part)) for path, part in configs(model.config)}
+    experts = {path: experts_of(part) for path, part in configs(model.config)}
+    adapters, optimizer = adapted(model), None
+    if rule is not None:
+        choices = {each.name: getattr(rule, each.name) for each in fields(rule)}
+        plain_values = {n: list(v) if isinstance(v, tuple) else v for n, v in choices.items()}
+        optimizer = {"name": rule.name} | plain_values
+    return Settings(
+        dtype=str(dtype).removeprefix("torch."),
+        frozen_dtypes={n: str(t).removeprefix("torch.") for n, t in types.items() if t != dtype},
+        model_class=type(model).__name__,
+        attn_implementation={path: name for path, name in attention.items() if name},
+        experts_implementation={path: name for path, name in experts.items() if name},
+        frozen=tuple(n for n, p in model.named_parameters() if not p.requires_grad),
+        adapter=None if adapters is None else adapters.as_json(),
+        base=source.base,
+        optimizer=optimizer,
+        **rest,
+    )
+
+
 def write_model(
     folder: Path,
-    model: PreTrainedModel,
+    source: Source,
     masters: Values,
-    untrained: Untrained,
     *,
     dtype: torch.dtype | None,
-    source_dtype: torch.dtype,
-    beside: Companions,
     merged: bool = False,
-    base: Base = "bf16",
 ) -> None:
     """Write the model; of one with an adapter that alone, in float32, or with `merged` the whole.
 
     Args:
-        model: tells configuration, names and shapes.
         masters: functions that give each parameter's exact values, by name.
-        dtype: of all floating tensors; None: `source_dtype`, and what is not trained as it came.
-        base: how its frozen linear layers are kept; a warning says so.
+        dtype: of all floating tensors; None: the source's, and what is not trained as it came.
 
     Raises:
         InputError: `merged` of a model without an adapter, or of one that cannot be merged; the
             folder is the base of the adapter.
         RunFailed: it cannot be written; nothing is left behind.
     """
-    found = adapted(model)
-    if found is None and merged:
+    model, untrained, beside = source.model, source.untrained, source.companions
+    adapters = adapted(model)
+    if adapters is None and merged:
         raise InputError("the model has no adapter that could be merged; leave merged out")
-    if found is not None and peft.is_base(folder, found.configs[found.active]):
+    if adapters is not None and peft.is_base(folder, adapters.configs[adapters.active]):
         raise InputError(
             f"{folder}: is the base of the adapter, which would be lost; give another folder"
         )
-    if found is not None and not merged:
+    if adapters is not None and not merged:
         write_adapter(folder, model, masters, dtype=dtype or torch.float32, beside=beside)
         return
-    if base != "bf16":
-        _log.warning("frozen linear layers are written as their %s values, not as they came", base)
+    if source.base != "bf16":
+        kept = source.base
+        _log.warning("frozen linear layers are written as their %s values, not as they came", kept)
     values, as_came = {**masters, **untrained.values}, untrained.as_came(dtype)
-    if found is not None:
-        whole, held = merged_into_base(model, values), found.held
+    if adapters is not None:
+        whole, held = merged_into_base(model, values), adapters.held
         unchanged = {n for n in held if n in values and whole[held[n]] is values[n]}
         as_came = {held[n]: each for n, each in as_came.items() if n in unchanged}
-        model, values = found.base, whole
+        model, values = adapters.base, whole
     write_weights(
         folder,
         model,
         values,
-        dtype=dtype or source_dtype,
+        dtype=dtype or source.dtype,
         as_came=as_came,
         beside=beside,
         carried=untrained.carried,
@@ -91,24 +142,14 @@ def write_saved(
     Raises:
         InputError: as `write_model`; or the adapter's folder could not hold all that was trained.
     """
-    model = open_model(checkpoint)
+    source = open_source(checkpoint, resumes=True)
     if not merged:
-        require_held(model)
-    values = whole_masters(checkpoint, model) if merged else masters(checkpoint)
-    untrained = read_untrained(checkpoint, model)
-    if merged or adapted(model) is None:
-        untrained.carried = carried(checkpoint, model)
-    write_model(
-        folder,
-        model,
-        values,
-        untrained,
-        dtype=dtype,
-        source_dtype=saved_dtype(checkpoint),
-        beside=saved_companions(checkpoint),
-        merged=merged,
-        base=checkpoint.settings.base,
-    )
+        require_held(source.model)
+    values = whole_masters(checkpoint, source.model) if merged else masters(checkpoint)
+    source.untrained = read_untrained(checkpoint, source.model)
+    if merged or adapted(source.model) is None:
+        source.untrained.carried = carried(checkpoint, source.model)
+    write_model(folder, source, values, dtype=dtype, merged=merged)
 
 
 def write_merged(
@@ -124,32 +165,22 @@ def write_merged(
         InputError: the adapter or its base cannot be read, or cannot be merged.
     """
     source = open_source(adapter, base_model=base_model)
-    base, own, untrained = plain(source.model), dict[str, Tensor](), Untrained()
-    if source.saved is not None:
-        whole, untrained = masters(source.saved), read_untrained(source.saved, base)
-        untrained.carried = carried(source.saved, base)
+    stored, base, names = source.stored, plain(source.model), source.names
+    assert stored is not None
+    values = {names.get(name, name): read for name, read in stored_values(stored, base).items()}
+    if isinstance(stored, Checkpoint):
+        source.untrained = read_untrained(stored, base)
     else:
-        assert source.folder is not None
-        whole = lazy_weights(source.folder, base)
-        untrained.dtypes = stored_types(source.folder, base)
-        untrained.carried = carried_tensors(source.folder, base)
+        source.untrained = Untrained(dtypes=stored_types(stored, base))
+    types = source.untrained.dtypes
+    source.untrained.dtypes = {names.get(name, name): each for name, each in types.items()}
+    source.untrained.carried = carried(stored, base)
+    own: dict[str, Tensor] = {}
     read_adapter(source, own.__setitem__)
-    names = source.names
-    values = {names.get(name, name): read for name, read in whole.items()}
     values |= {name: partial(Tensor.detach, value) for name, value in own.items()}
-    found = adapted(source.model)
-    unused = set() if found is None else {found.names[name] for name in found.replaced}
-    needed = (name for name, _ in source.model.named_parameters() if name not in unused)
-    if missing := [name for name in needed if name not in values]:
-        raise InputError(f"{adapter}: its base has no {missing[0]!r}; complete the base")
-    untrained.dtypes = {names.get(n, n): each for n, each in untrained.dtypes.items()}
-    write_model(
-        folder,
-        source.model,
-        values,
-        untrained,
-        dtype=dtype,
-        source_dtype=source.dtype,
-        beside=source.companions,
-        merged=True,
-    )
+    adapters = adapted(source.model)
+    unused = set() if adapters is None else {adapters.names[name] for name in adapters.replaced}
+    for name, _ in source.model.named_parameters():
+        if name not in values and name not in unused:
+            raise InputError(f"{adapter}: its base has no {name!r}; complete the base")
+    write_model(folder, source, values, dtype=dtype, merged=True)

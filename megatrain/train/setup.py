@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.api import Engine
-from megatrain.checkpoint import MODEL, verify
+from megatrain.checkpoint import verify
+from megatrain.checkpoint.manifest import MODEL
 from megatrain.config import Config
 from megatrain.data import (
     PackedDataset,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatrain import Engine, Placement
 from megatrain.checkpoint import files
-from megatrain.checkpoint.manifest import _own_checksum
+from megatrain.checkpoint.manifest import signed
 from megatrain.device import Buffer, CpuDevice
 from megatrain.device.base import HOST_STREAMS
 from megatrain.device.host_stream import HostStream
@@ -120,7 +120,5 @@ def change(folder: Path, edit: Any) -> None:
     """Edit the manifest as somebody would who knows how it is signed."""
     path = folder / "manifest.json"
     content = json.loads(path.read_text())
-    del content["checksum"]
     edit(content)
-    content["checksum"] = _own_checksum(content)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(signed(content)))

@@ -12,7 +12,7 @@ import pytest
 
 from megatrain import Engine, InputError, Placement, RunFailed, kernels
 from megatrain.checkpoint import files, newest_whole, verify, whole_checkpoints
-from megatrain.checkpoint.staging_blocks import TO_LEAVE
+from megatrain.checkpoint.snapshot import TO_LEAVE
 from megatrain.device import CpuDevice
 from tests.checkpoint.cases import (
     SlowWrites,
@@ -195,7 +195,7 @@ def test_spare_memory_is_bounded_declared_and_taken_once(tmp_path) -> None:
 
 def test_saves_take_half_of_what_is_free(tmp_path, monkeypatch) -> None:
     """Where nobody says how much."""
-    free = "megatrain.checkpoint.staging_blocks.host_available_bytes"
+    free = "megatrain.checkpoint.snapshot.host_available_bytes"
     monkeypatch.setattr(free, lambda limit: 12 * 4096 + 1)
     with engine_of(placement=Placement(slots=1)) as engine:
         engine.save(tmp_path / "saved", wait=False)
@@ -296,7 +296,7 @@ def test_an_attachment_that_could_not_be_read_back_fails_the_save(name, tmp_path
 
     engine = engine_of()
     engine.save(tmp_path / "saved")
-    with pytest.raises(RunFailed, match="links are not followed|leaves the folder"):
+    with pytest.raises(RunFailed, match="links are not followed|no name that every"):
         engine.save(tmp_path / "saved", attach=attach)
     verify(tmp_path / "saved")
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
@@ -326,15 +326,6 @@ def test_a_dead_save_thread_fails_the_save(tmp_path, monkeypatch) -> None:
     saving = engine.save(tmp_path / "saved", wait=False)
     with pytest.raises(RunFailed, match="save thread failed"):
         saving.wait()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_step_broken_off_midway_is_not_saved(tmp_path) -> None:
-    engine = engine_of(clip=None)
-    engine.step(batches(1)[0])
-    engine._store.tiles[3].version += 1
-    with pytest.raises(RunFailed, match="broken off"):
-        engine.save(tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 
 

@@ -22,7 +22,7 @@ from megatrain.source.base_reference import base_reference
 from megatrain.train.export import export
 from megatrain.train.resolve_model import ResolvedModel
 from tests.parity.cases import in_dtype, llama, make_batches, make_engine, masters, qwen2, same
-from tests.sweeps import few, swept
+from tests.sweeps import few
 
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
 STEPS = make_batches(2)
@@ -91,42 +91,12 @@ def test_a_base_that_has_changed_or_gone_is_refused(base: Path, tmp_path: Path) 
         Engine.load(saved, device="cpu")
 
 
-@swept(together=0, packed=["bf16", "nf4"], change=["overwritten", "moved"])
-def test_a_base_that_changes_while_it_is_trained_on_is_said(
-    change: str, packed: Any, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file, saved = base / "model.safetensors", tmp_path / "saved"
-    with make_engine(base, adapter=LORA, precision="bf16", base=packed) as engine:
-        caplog.clear()  # on some CPUs bf16 is told to be slow
-        engine.step(STEPS[0])
-        engine.save(saved)
-        engine.save_pretrained(tmp_path / "adapter")
-        assert not caplog.records
-        if change == "moved":
-            base.rename(tmp_path / "there")
-        else:
-            values = load_file(file)
-            values["model.layers.1.mlp.up_proj.weight"][3, 5] *= 1.01
-            save_file(values, file, metadata={"format": "pt"})
-        engine.save(saved)
-        engine.save_pretrained(tmp_path / "adapter")
-        engine.save_pretrained(tmp_path / "merged", merged=True)
-        said = [r.getMessage() for r in caplog.records if "changed or moved" in r.getMessage()]
-        assert [line.partition(":")[0] for line in said] == [str(base)] * 2
-        assert "has all of the model" in said[0] and "write it merged" in said[1]
-        loss, wanted = engine.step(STEPS[1]).loss, masters(engine)
-    assert open_checkpoint(saved).settings.left_out is None
-    with Engine.load(saved, device="cpu") as engine:  # nothing is lost
-        assert engine.step(STEPS[1]).loss == loss
-        assert same(masters(engine), wanted)
-
-
 @pytest.mark.parametrize("packed", few(["nf4", "bf16"]))
 def test_a_base_that_has_moved_is_named(packed: Any, base: Path, tmp_path: Path) -> None:
     saved, there = tmp_path / "saved", tmp_path / "there"
     loss, wanted = trained(base, saved, base=packed)
     base.rename(there)
-    with pytest.raises(InputError, match="base is not there; put it back, or name .*base_model"):
+    with pytest.raises(InputError, match="base is not there; put the base back .*base_model"):
         Engine.load(saved, device="cpu")
     with Engine.load(saved, device="cpu", base_model=there) as engine:
         engine.save(tmp_path / "again")

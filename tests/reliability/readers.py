@@ -27,7 +27,7 @@ from transformers import AutoConfig
 
 from megatrain.api import Engine
 from megatrain.checkpoint import open_checkpoint
-from megatrain.checkpoint.manifest import _own_checksum
+from megatrain.checkpoint.manifest import signed
 from megatrain.config import load
 from megatrain.config.load import validate
 from megatrain.data import load_tokenizer, open_dataset, train_bpe_tokenizer
@@ -146,10 +146,8 @@ def _manifest(folder: Path) -> Reader:
 def _signed(data: bytes) -> bytes:
     """Its checksum made right, so that what it says is looked at."""
     try:
-        content = json.loads(data)
-        del content["checksum"]
-        return json.dumps(content | {"checksum": _own_checksum(content)}).encode()
-    except (ValueError, KeyError, TypeError):
+        return json.dumps(signed(json.loads(data))).encode()
+    except (ValueError, KeyError, TypeError, AttributeError):
         return data
 
 
