@@ -1,6 +1,7 @@
 """A plan as people read it."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -10,7 +11,6 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.plan.planner import Plan, SeveralGpus
 from megatrain.plan.remedies import Remedy
 from megatrain.plan.tiles import PLANES, by_tier
-from megatrain.plan.wear import DiskUse
 from megatrain.telemetry.console import say
 
 _WIDTH = 140
@@ -135,15 +135,19 @@ def _memory(plan: Plan) -> list[str]:
     return lines if plan.disk is None else [*lines, *_disk(plan.disk)]
 
 
-def _disk(disk: DiskUse) -> list[str]:
-    days, endurance = disk.days_to_wear, disk.endurance_terabytes
-    read, written = gib(disk.read), gib(disk.written)
-    worn = "--disk-tbw N says when a drive of N terabytes written is worn"
+def _disk(disk: Mapping[str, Any]) -> list[str]:
+    days, worn = (
+        disk["days_to_wear"],
+        "--disk-tbw N says when a drive of N terabytes written is worn",
+    )
+    read, written = gib(disk["read_bytes_a_step"]), gib(disk["written_bytes_a_step"])
     if days is not None:
-        worn = f"a drive of {endurance:,.0f} TBW is worn after {_long(86400 * days)}"
+        worn = (
+            f"a drive of {disk['endurance_terabytes']:,.0f} TBW is worn after {_long(86400 * days)}"
+        )
     return [
-        f"disk     {gib(disk.num_bytes)} of planes; a step reads {read} and writes {written}",
-        f"         {disk.terabytes_a_day:,.1f} TB written a day at this speed; {worn}",
+        f"disk     {gib(disk['num_bytes'])} of planes; a step reads {read} and writes {written}",
+        f"         {disk['written_terabytes_a_day']:,.1f} TB written a day at this speed; {worn}",
     ]
 
 

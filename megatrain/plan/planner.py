@@ -5,28 +5,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatrain.autoplace.spill import could_fit, fastest, least
-from megatrain.base.units import gib, size
 from megatrain.checkpoint import spare_bytes_of, useful_bytes
 from megatrain.device.base import HOSTS
-from megatrain.errors import DoesNotFit
-from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
 from megatrain.model.spec import ModelSpec
-from megatrain.placement import Placement
 from megatrain.plan.remedies import (
-    Plans,
+    Planner,
     Remedy,
     Shortage,
     compute_bound_tokens,
-    fitting,
     remedies,
     shortage,
 )
-from megatrain.plan.tiles import TileBytes, by_tier, tile_bytes
-from megatrain.plan.wear import DiskUse, disk_use
+from megatrain.plan.tiles import TileBytes, by_tier, disk_use, tile_bytes
 from megatrain.telemetry.log import PASSING
 
 _log = logging.getLogger(__name__)
@@ -63,7 +56,7 @@ class SeveralGpus:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a workload takes on a machine.
+    """The needs of a workload on a machine.
 
     Attributes:
         machine: its memory is what the process may take.
@@ -71,7 +64,7 @@ class Plan:
         shortage: None: it fits.
         compute_bound_tokens: tokens a step from which on the GPU's arithmetic binds.
         total_tokens: of the whole run, where they are known.
-        disk: what the step does to the disk that planes rest on; None: none rest on one.
+        disk: `disk_use` of the step; None: nothing rests on one.
     """
 
     workload: Workload
@@ -83,7 +76,7 @@ class Plan:
     compute_bound_tokens: int
     total_tokens: int | None
     several: SeveralGpus | None
-    disk: DiskUse | None = None
+    disk: dict[str, Any] | None = None
     warnings: Sequence[str] = field(default_factory=list)
 
     @property
@@ -95,23 +88,20 @@ class Plan:
         """Seconds of the whole run, evaluations and saving not counted; None: unknown."""
         if self.total_tokens is None:
             return None
-        rate = self.forecast.tokens_per_second if self.several is None else (
-            self.several.tokens_per_second
-        )  # fmt: skip
-        return self.total_tokens / rate
+        return self.total_tokens / (self.several or self.forecast).tokens_per_second
 
     @property
     def save_bytes(self) -> int:
         """Host memory that saves take besides while training goes on, from the first one on."""
-        given = self.forecast.placement.save_bytes
-        if given is None:
+        most = self.forecast.placement.save_bytes
+        if most is None:
             free = self.machine.host_memory_bytes - self.forecast.host_peak_bytes
-            given = spare_bytes_of(max(0, free))
+            most = spare_bytes_of(max(0, free))
         saved = [plane for tile in self.tiles for plane in tile.count * tile.saved]
-        return min(given, useful_bytes(saved))
+        return min(most, useful_bytes(saved))
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data, for `--json`."""
+        """Plain data, for `--json`."""
         short = self.shortage
         return {
             "fits": self.fits,
@@ -130,61 +120,9 @@ class Plan:
             "several_gpus": None if self.several is None else vars(self.several),
             "warnings": list(self.warnings),
             "save_bytes": self.save_bytes,
-            "disk": None if self.disk is None else self.disk.as_dict(),
+            "disk": self.disk,
             "forecast": self.forecast.as_dict(),
         }
-
-
-class Planner:
-    """Forecasts of one model, chosen or as placed; no step is followed twice."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self._forecasts = ForecastCache(spec)
-
-    def once(self, machine: Machine, workload: Workload, *, thorough: bool = True) -> Forecast:
-        if workload.placement is None:
-            return fastest(self._forecasts, machine, workload.computed, thorough=thorough)
-        found = self._placed(machine, workload, workload.placement)
-        check_budgets(found, machine)
-        return found
-
-    def least(self, machine: Machine, workload: Workload) -> Forecast:
-        if workload.placement is None:
-            return least(self._forecasts, machine, workload.computed)
-        found = self._placed(machine, workload, workload.placement)
-        enough = replace(
-            machine,
-            device_memory_bytes=max(found.device_peak_bytes, machine.device_memory_bytes),
-            host_memory_bytes=max(found.host_peak_bytes, machine.host_memory_bytes),
-        )
-        return replace(found, machine=enough)
-
-    def could_fit(self, machine: Machine, workload: Workload) -> bool:
-        if workload.placement is None:
-            return could_fit(self._forecasts, machine, workload.computed)
-        try:
-            self.once(machine, workload)
-        except DoesNotFit:
-            return False
-        return True
-
-    def _placed(self, machine: Machine, workload: Workload, placement: Placement) -> Forecast:
-        rows = workload.usual_micro_batch
-        return self._forecasts.of(machine, placement, workload.computed, rows)
-
-
-def check_budgets(found: Forecast, machine: Machine) -> None:
-    """Raises DoesNotFit with what is needed and what there is."""
-    lacking = [
-        f"{size(needed)} of {place} memory, {gib(there)} {'is' if there < 2**31 else 'are'} allowed"
-        for place, needed, there in (
-            ("device", found.device_peak_bytes, machine.device_memory_bytes),
-            ("host", found.host_peak_bytes, machine.host_memory_bytes),
-        )
-        if needed > there
-    ]
-    if lacking:
-        raise DoesNotFit(f"it needs {' and '.join(lacking)}")
 
 
 def make_plan(
@@ -206,34 +144,37 @@ def make_plan(
         disk_terabytes: may be written to the drive that planes rest on (its TBW).
     """
     plans = Planner(spec)
+    warnings = list(warnings)
     _log.log(PASSING, "looking for the fastest way that fits...")
-    told, short = fitting(plans, machine, workload), None
-    if told is None:
+    forecast, short = plans.fitting(machine, workload), None
+    if forecast is None:
         _log.log(PASSING, "it does not fit; looking for the least memory with which it would...")
         short = shortage(plans, machine, workload)
-        told = short.forecast
-    tiles = tile_bytes(spec, told.placement, workload)
-    disk = disk_use(tiles, told.seconds, disk_terabytes, told.placement.passes)
+        forecast = short.forecast
+    tiles = tile_bytes(spec, forecast.placement, workload)
+    disk = disk_use(tiles, forecast.seconds, disk_terabytes, forecast.placement.passes)
     if disk is not None and machine.disk_read_gbps is None:
-        warnings = [*warnings, _NO_DISK_RATES]
-    if short is not None and short.host_bytes and _fits_on_a_disk(plans, machine, workload):
-        warnings = [*warnings, _A_DISK_WOULD_DO]
-    several, wanted = None, gpus * hosts
-    if wanted > 1:
+        warnings.append(_NO_DISK_RATES)
+    if short is not None and short.host_bytes and not machine.disk_space_bytes:
+        on_disk = replace(machine, disk_space_bytes=1 << 60)
+        if workload.placement is None and plans.could_fit(on_disk, workload):
+            warnings.append(_A_DISK_WOULD_DO)
+    several = None
+    if gpus * hosts > 1:
         several = several_gpus(plans, machine, workload, gpus, hosts, network_gbps)
-    if wanted > 1 and several is None:
-        warnings = [*warnings, f"split among {wanted} GPUs the step does not fit on one of them"]
+        if several is None:
+            warnings.append(f"split among {gpus * hosts} GPUs the step does not fit on one of them")
     if short is not None:
         _log.log(PASSING, "it does not fit; looking for what would...")
     return Plan(
         workload=workload,
         machine=machine,
-        forecast=told,
+        forecast=forecast,
         shortage=short,
         remedies=[] if short is None else remedies(plans, machine, workload, short),
         tiles=tiles,
         compute_bound_tokens=compute_bound_tokens(
-            told.bounds, told.tokens_per_step, told.sequence_length
+            forecast.bounds, forecast.tokens_per_step, forecast.sequence_length
         ),
         total_tokens=total_tokens,
         several=several,
@@ -242,15 +183,8 @@ def make_plan(
     )
 
 
-def _fits_on_a_disk(plans: Plans, machine: Machine, workload: Workload) -> bool:
-    """Whether what does not fit likely would with a disk, if none is there."""
-    there = replace(machine, disk_space_bytes=1 << 60)
-    free = workload.placement is None and not machine.disk_space_bytes
-    return free and plans.could_fit(there, workload)
-
-
 def several_gpus(
-    plans: Plans,
+    plans: Planner,
     machine: Machine,
     workload: Workload,
     gpus: int,
@@ -262,17 +196,18 @@ def several_gpus(
     Where the link between them is not known it counts as half of a GPU's bus. The network of a host
     is shared by its GPUs; where it is not known it has `NETWORK_GBPS`. None: it does not fit.
     """
-    links = machine.link_gbps, (network_gbps or NETWORK_GBPS) / gpus
-    told = fitting(plans, machine.shared(gpus, *links), workload.shared(gpus, hosts))
-    if told is None:
+    network = (network_gbps or NETWORK_GBPS) / gpus
+    share = machine.shared(gpus, machine.link_gbps, network)
+    forecast = plans.fitting(share, workload.shared(gpus, hosts))
+    if forecast is None:
         return None
     return SeveralGpus(
-        gpus,
-        hosts,
-        told.seconds,
-        told.binds,
-        workload.tokens_per_step / told.seconds,
-        told.device_peak_bytes,
-        told.host_peak_bytes * gpus,
-        told.bounds[HOSTS],
+        gpus=gpus,
+        hosts=hosts,
+        seconds=forecast.seconds,
+        binds=forecast.binds,
+        tokens_per_second=workload.tokens_per_step / forecast.seconds,
+        device_bytes=forecast.device_peak_bytes,
+        host_bytes=forecast.host_peak_bytes * gpus,
+        network_seconds=forecast.bounds[HOSTS],
     )

@@ -1,4 +1,4 @@
-"""Where a model's bytes rest: by tile, plane and tier."""
+"""The bytes of a model by tile, plane and tier, and what a step does to a disk that has some."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from megatrain.source.engine_setup import Model
 from megatrain.store.store import Tier, resting
 from megatrain.tile import TileKind
 
+TERABYTE = 10**12  # as drives are sold
 PLANES = tuple(kind.value for kind in PlaneKind)
 
 
@@ -48,19 +49,19 @@ class TileBytes:
         return self.count * sum(self.planes.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        own = {"saved", "written"}
-        told = {name: value for name, value in vars(self).items() if name not in own}
-        return {**told, "total_bytes": self.total_bytes}
+        """Plain data, for `--json`."""
+        hidden = ("saved", "written")
+        values = {name: value for name, value in vars(self).items() if name not in hidden}
+        return {**values, "total_bytes": self.total_bytes}
 
 
 def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> list[TileBytes]:
     """All tiles of a training run, equal layers together."""
     layouts = Model.trained(spec, workload.rule).layouts
     kept, gradient = tile_planes(workload.rule, workload.dtype), gradient_plane(workload.dtype)
-    found = adapted(spec.capture.model)
+    adapter = adapted(spec.capture.model)
     frozen = [entry.name for layout in layouts for entry in layout.entries if entry.group is None]
-    base_left_out = found is not None and all(name in found.held for name in frozen)
+    base_left_out = adapter is not None and all(name in adapter.held for name in frozen)
     groups: dict[tuple, list[int]] = {}
     for index, (layout, rests) in enumerate(zip(layouts, resting(placement, layouts), strict=True)):
         planes = dict.fromkeys(PLANES, 0)
@@ -68,15 +69,17 @@ def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> lis
             planes[plane.kind.value] += plane.num_bytes(layout)
         stop = layout.trainable_numel if base_left_out else layout.numel
         saved = tuple(saved_numel(plane, layout, stop) * plane.dtype.itemsize for plane in kept)
-        held = workload.clip and not workload.rule.directs(layout)
-        if held or rests.gradient is Tier.DEVICE:
+        waits = workload.clip and not workload.rule.directs(layout)
+        if waits or rests.gradient is Tier.DEVICE:
             planes[gradient.kind.value] = gradient.num_bytes(layout)
-        own = "" if layout.kind is TileKind.LAYER else layout.name
+        name = "" if layout.kind is TileKind.LAYER else layout.name
         updated = (p for p in kept if layout.trainable_numel and rests.tier(p) is Tier.DISK)
         places = ((p, p.place(0, layout.trainable_numel).stop) for p in updated)
         written = sum(stop * p.dtype.itemsize for p, stop in places)
         if layout.numel:
-            groups.setdefault((own, rests, tuple(planes.items()), saved, written), []).append(index)
+            groups.setdefault((name, rests, tuple(planes.items()), saved, written), []).append(
+                index
+            )
     return [
         TileBytes(
             name=_together([layouts[i].name for i in same], same[-1] - same[0] + 1),
@@ -101,9 +104,40 @@ def _together(names: Sequence[str], reach: int) -> str:
 
 def by_tier(tiles: Sequence[TileBytes]) -> dict[str, dict[str, int]]:
     """Bytes of each plane on the device, the host and the disk."""
-    told = {tier: dict.fromkeys(PLANES, 0) for tier in ("device", "host", "disk")}
+    tiers = {tier: dict.fromkeys(PLANES, 0) for tier in ("device", "host", "disk")}
     for tile in tiles:
         for plane, num_bytes in tile.planes.items():
             tier = "disk" if plane in tile.disk else tile.tier
-            told[tier][plane] += tile.count * num_bytes
-    return told
+            tiers[tier][plane] += tile.count * num_bytes
+    return tiers
+
+
+def terabytes_a_day(num_bytes: float, seconds: float) -> float:
+    """Terabytes written in a day of steps that write `num_bytes` in `seconds`."""
+    return num_bytes / TERABYTE * 86400 / seconds
+
+
+def disk_use(
+    tiles: Sequence[TileBytes], seconds: float, endurance_terabytes: float | None, passes: int = 1
+) -> dict[str, Any] | None:
+    """The use of the disk by a step of `seconds`, as `--json` has it; None: nothing rests on one.
+
+    Each update reads and writes what is trained, sweeps read the weights.
+
+    Args:
+        endurance_terabytes: that may be written to the drive (its TBW); None: not known.
+    """
+    num_bytes = sum(tile.count * tile.planes[plane] for tile in tiles for plane in tile.disk)
+    written = sum(tile.count * tile.written for tile in tiles)
+    weights = sum(tile.count * tile.planes["weights"] for tile in tiles if "weights" in tile.disk)
+    if not num_bytes:
+        return None
+    a_day = terabytes_a_day(written, seconds)
+    return {
+        "num_bytes": num_bytes,
+        "read_bytes_a_step": written + 2 * passes * weights,
+        "written_bytes_a_step": written,
+        "written_terabytes_a_day": a_day,
+        "endurance_terabytes": endurance_terabytes,
+        "days_to_wear": endurance_terabytes / a_day if endurance_terabytes and written else None,
+    }

@@ -10,7 +10,7 @@ import yaml
 
 from megatrain.base.units import GIB, duration, gib
 from megatrain.device.base import COMPUTE, DISK_OUT
-from megatrain.plan.wear import terabytes_a_day
+from megatrain.plan.tiles import terabytes_a_day
 from megatrain.report.series import Line, Metrics, Values, thinned
 from megatrain.report.source import Run, at, real
 from megatrain.telemetry.pictures import draw_step

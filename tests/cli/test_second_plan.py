@@ -12,7 +12,7 @@ from megatrain.cli.shapes import qwen2_config
 from megatrain.config import load
 from megatrain.forecast.workload import Generation, Second, Workload
 from megatrain.loss import DPO
-from megatrain.plan.planner import Planner
+from megatrain.plan.remedies import Planner
 from megatrain.source.source import open_source, structure
 from megatrain.train.second_model import SecondModel
 from tests.cli.cases import sets

@@ -28,8 +28,7 @@ from megatrain.model.init import most_drawn_at_once
 from megatrain.model.probe import spec
 from megatrain.optim import Rule
 from megatrain.optim.muon import is_matrix
-from megatrain.plan.tiles import tile_bytes
-from megatrain.plan.wear import disk_use
+from megatrain.plan.tiles import disk_use, tile_bytes
 from megatrain.source import engine_setup
 from megatrain.source.engine_setup import Model
 from megatrain.source.source import open_source
@@ -313,11 +312,11 @@ def test_a_disk_that_binds_is_read_and_written_all_the_time() -> None:
     disk = disk_use(tiles, found.seconds, None)
     assert disk is not None and [tile.disk for tile in tiles] == [("moments",)] * 3
     assert found.binds in ("disk in", "disk out")
-    alone = disk.num_bytes / 0.02e9 + disk.num_bytes / 0.03e9
+    alone = disk["num_bytes"] / 0.02e9 + disk["num_bytes"] / 0.03e9
     assert found.bounds["disk in"] == pytest.approx(alone, rel=0.01)
     assert alone < found.seconds < 1.25 * alone  # eight pieces
     both = forecasts().of(replace(slow, disk_both_gbps=0.005), placement, workload, 4)
-    assert both.bounds["disk in"] == pytest.approx(disk.num_bytes / 0.005e9, rel=0.01)
+    assert both.bounds["disk in"] == pytest.approx(disk["num_bytes"] / 0.005e9, rel=0.01)
     assert told(Placement()).bounds["disk in"] == 0
 
 
@@ -329,8 +328,8 @@ def test_weights_on_a_disk_are_read_in_both_sweeps_of_each_pass() -> None:
     tiles = tile_bytes(tiny_spec(), placement, workload)
     disk = disk_use(tiles, found.seconds, None, passes=2)
     layers = sum(t.count * t.planes["weights"] for t in tiles if t.disk)
-    assert disk is not None and disk.num_bytes == disk.written == layers > 0
-    assert disk.read == 5 * layers  # four sweeps, and the update
+    assert disk is not None and disk["num_bytes"] == disk["written_bytes_a_step"] == layers > 0
+    assert disk["read_bytes_a_step"] == 5 * layers  # four sweeps, and the update
     assert plain.host_bytes["host_weights_bytes"] - found.host_bytes["host_weights_bytes"] >= layers
     busy = found.bounds["disk weights"]  # a third of the disk where updates use it as well
     assert 4 * layers / 0.02e9 < busy < 4 * layers / 0.008e9 and found.seconds > busy
