@@ -3,81 +3,28 @@
 Exit codes: 0 done, 2 bad configuration or input, 3 does not fit, 4 run failed.
 """
 
-import errno
+import gc
 import logging
-import os
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 
 from megatrain import __version__
 from megatrain.base import seeds
 from megatrain.cli.bench import bench
-from megatrain.cli.options import DeviceMemory, DeviceName, HostMemory
-from megatrain.cli.planning import doctor, plan
-from megatrain.cli.usage import UsageError, as_input_error
-from megatrain.errors import InputError, MegatrainError, RunFailed, in_one_line, told
-from megatrain.telemetry.log import PASSING, StderrHandler, end_passing, passing, wrapped
-
-_PATH_ERRORS = (
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
-    errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP,
-)  # fmt: skip
-
-
-class ReportingGroup(TyperGroup):
-    """Turns errors into one line on stderr and the documented exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command; `--debug` adds the traceback to the line."""
-        with _reported(ctx):
-            return super().invoke(ctx)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read what comes before the command."""
-        with _reported(ctx):
-            return super().parse_args(ctx, args)
-
-
-@contextmanager
-def _reported(ctx: Any) -> Iterator[None]:
-    try:
-        try:
-            yield
-        finally:
-            end_passing()
-    except (MegatrainError, OSError, UsageError) as error:
-        known = _known(error)
-        if known is None:
-            raise
-        if ctx.params.get("debug"):
-            traceback.print_exc()
-        with suppress(OSError):  # the exit code says it, too
-            who = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
-            print(wrapped(f"megatrain: error: {who}{in_one_line(known)}"), file=sys.stderr)
-        raise typer.Exit(known.exit_code) from error
-    except KeyboardInterrupt as error:
-        print("megatrain: interrupted", file=sys.stderr)
-        raise typer.Exit(130) from error  # 128 + SIGINT, the shells' convention
-
-
-def _known(error: Exception) -> MegatrainError | None:
-    """As one of our errors: a path that cannot be used is bad input. None: it is no error."""
-    if isinstance(error, UsageError):
-        return as_input_error(error)
-    if not isinstance(error, OSError):
-        assert isinstance(error, MegatrainError)
-        return error
-    if error.errno in _PATH_ERRORS:
-        return InputError(f"{told(error)}; check the path and who may use it")
-    return RunFailed(told(error))
-
+from megatrain.cli.options import (
+    ComputeDtype,
+    DeviceMemory,
+    DeviceName,
+    FrozenBase,
+    HostMemory,
+    LoraRank,
+    Master,
+    States,
+)
+from megatrain.cli.reporting import ReportingGroup
+from megatrain.telemetry.log import PASSING, StderrHandler, passing
 
 app = typer.Typer(
     cls=ReportingGroup,
@@ -88,9 +35,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench, name="bench")
-app.command()(doctor)
-app.command()(plan)
-
 
 Overrides = Annotated[
     list[str] | None,
@@ -104,8 +48,7 @@ BaseModel = Annotated[
     str | None,
     typer.Option(metavar="PLACE", help="Say where the base of the adapter is, if it has moved."),
 ]
-Precision = Literal["bf16", "fp32"]
-Dtype = Literal["float32", "bfloat16", "float16"]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -214,11 +157,119 @@ def data(
 
 
 @app.command()
+def doctor(
+    device: DeviceName = "auto",
+    folder: Annotated[
+        Path, typer.Option(help="Measure the disk of this folder, where runs are written.")
+    ] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine and say what is wrong or slow.
+
+    What was measured is kept for `plan` and for `placement: auto`. Warnings leave the exit code 0.
+    """
+    from megatrain.cli.doctor import run_doctor
+
+    run_doctor(device, folder, as_json)
+
+
+@app.command()
+def plan(
+    context: typer.Context,
+    run: Annotated[
+        Path | None, typer.Argument(help="A run file (YAML). Give it, or --model.")
+    ] = None,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for this model: a shape (7B), a folder, a config.json or a hub id."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Plan for this GPU, as 4090 or H200; the default is the one here."),
+    ] = None,
+    device_memory: DeviceMemory = None,
+    host_memory: HostMemory = None,
+    cores: Annotated[
+        int | None, typer.Option(min=1, help="Count with so many cores of the CPU.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Take so many tokens a step; the default is 98304.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="Take so many tokens a row; the default is 1024.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Take so many rows at once; otherwise chosen.")
+    ] = None,
+    total_tokens: Annotated[
+        float | None,
+        typer.Option(min=1, max=1e18, help="Count with so many tokens of the whole run, as 1e9."),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Plan for so many GPUs on each host; the default is 1."),
+    ] = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, max=1024, help="Plan for so many hosts, with --gpus each.")
+    ] = 1,
+    network: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1e5,
+            help="Count with so many GB/s between hosts, each way; the default is 12.5.",
+        ),
+    ] = None,
+    clip: Annotated[
+        bool | None,
+        typer.Option(
+            "--clip/--no-clip", help="Clip by the exact norm of all gradients; on by default."
+        ),
+    ] = None,
+    precision: ComputeDtype = None,
+    states: States = None,
+    master: Master = None,
+    lora_r: LoraRank = 0,
+    base: FrozenBase = "bf16",
+    disk_space: Annotated[
+        str | None, typer.Option(help="Let planes take so much of a disk, as 200GiB.")
+    ] = None,
+    disk_tbw: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            max=1e9,
+            help="Count with so many terabytes that the drive may be written, as 600.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(help="Draw where the bytes rest into this .png, .svg or .pdf file."),
+    ] = None,
+) -> None:
+    """Say whether a run fits, what it will take and how long, before anything is allocated.
+
+    Nothing but a model's config.json is downloaded. Exit code 3: it does not fit.
+    """
+    passing("loading torch and transformers...")
+    gc.disable()  # it takes a fifth of the time to import torch and transformers, and frees nothing
+    from megatrain.cli.plan import run_plan
+
+    gc.freeze()  # nor are they looked through when the interpreter ends, for half a second
+    run_plan(context.params | {"tokens_per_step": tokens})
+
+
+@app.command()
 def export(
     run: Annotated[str, typer.Argument(help="The folder of a run, of a checkpoint or of a model.")],
     out: Annotated[Path, typer.Argument(help="The folder to write. It must be new or empty.")],
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Write tensors in this dtype; otherwise as they are.")
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Write tensors in this dtype; otherwise as they are."),
     ] = None,
     merged: Annotated[
         bool,
@@ -233,7 +284,7 @@ def export(
     from megatrain.train.export import export as export_model
 
     export_model(run, out, dtype, merged=merged, base_model=base_model)
-    print(f"{out}")
+    print(out)
 
 
 ModelArgument = Annotated[
@@ -268,7 +319,7 @@ RepetitionPenalty = Annotated[
 Seed = Annotated[
     int, typer.Option(min=0, max=seeds.LARGEST, help="Draw with this seed of random numbers.")
 ]
-PrecisionOption = Annotated[Precision, typer.Option(help="Compute in this dtype.")]
+Precision = Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute in this dtype.")]
 
 
 @app.command()
@@ -298,7 +349,7 @@ def generate(
     repetition_penalty: RepetitionPenalty = None,
     seed: Seed = 0,
     device: DeviceName = "auto",
-    precision: PrecisionOption = "bf16",
+    precision: Precision = "bf16",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     base_model: BaseModel = None,
@@ -328,7 +379,7 @@ def chat(
     repetition_penalty: RepetitionPenalty = None,
     seed: Seed = 0,
     device: DeviceName = "auto",
-    precision: PrecisionOption = "bf16",
+    precision: Precision = "bf16",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
     base_model: BaseModel = None,

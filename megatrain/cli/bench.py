@@ -34,16 +34,10 @@ def _known_shape(name: str) -> str:
     return name
 
 
-Disk = Annotated[str | None, typer.Option(help="Let planes rest in this folder on a disk.")]
-Documents = Annotated[
-    int | None, typer.Option(min=1, help="Pack each row of so many documents, of random lengths.")
-]
-
-
-TimelineFile = Annotated[
-    Path | None,
-    typer.Option(help="Write one step's Perfetto trace to this file, and its picture beside."),
-]
+def _rows(text: str) -> str:
+    if text != "auto" and not (text.isdecimal() and int(text)):
+        raise typer.BadParameter(f"write a number of rows, or auto; got {text!r}")
+    return text
 
 
 @bench.callback()
@@ -53,6 +47,7 @@ def cases() -> None:
 
 @bench.command()
 def step(
+    context: typer.Context,
     shape: Annotated[
         str,
         typer.Option(
@@ -62,15 +57,18 @@ def step(
     sequences: Annotated[int, typer.Option(min=1, help="Take so many rows a step.")] = 96,
     sequence_length: Annotated[int, typer.Option(min=2, help="Take so many tokens a row.")] = 1024,
     micro_batch: Annotated[
-        str, typer.Option(help="Take so many rows at once; auto chooses with the placement.")
+        str,
+        typer.Option(
+            callback=_rows, help="Take so many rows at once; auto chooses with the placement."
+        ),
     ] = "16",
     max_grad_norm: Annotated[
         float, typer.Option(min=0.0, help="Clip by this global norm; 0 does not clip.")
     ] = 1.0,
-    precision: ComputeDtype = None,
+    precision: ComputeDtype = "bf16",
     optimizer: OptimizerName = "adamw",
-    states: States = None,
-    master: Master = None,
+    states: States = "fp32",
+    master: Master = 32,
     device: DeviceName = "auto",
     lora_r: LoraRank = 0,
     base: FrozenBase = "bf16",
@@ -83,9 +81,14 @@ def step(
     ] = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
-    disk: Disk = None,
+    disk: Annotated[
+        str | None, typer.Option(help="Let planes rest in this folder on a disk.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Take only so many layers.")] = None,
-    documents: Documents = None,
+    documents: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pack each row of so many documents, of random lengths."),
+    ] = None,
     warmup: Annotated[
         int, typer.Option(min=0, help="Take so many steps before the measured ones.")
     ] = 4,
@@ -94,41 +97,30 @@ def step(
         int, typer.Option(min=0, max=2**32, help="Draw tokens and weights with this seed.")
     ] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
-    timeline: TimelineFile = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Write one step's Perfetto trace to this file, and its picture beside."),
+    ] = None,
 ) -> None:
     """Time whole training steps on random tokens: model TFLOPS, memory, spread."""
     from megatrain.cli.bench_step import StepCase, measure_step
 
     case = StepCase(
-        shape=shape,
-        layers=layers,
-        sequences=sequences,
-        sequence_length=sequence_length,
-        micro_batch=_parse_rows(micro_batch),
-        max_grad_norm=max_grad_norm or None,
-        precision=precision or "bf16",
-        optimizer=optimizer,
-        states=states or "fp32",
-        master=master or 32,
-        lora_r=lora_r,
-        base=base,
-        device=device,
-        placement=parse_placement(placement or []),
-        device_memory=device_memory,
-        host_memory=host_memory,
-        disk=disk,
-        warmup=warmup,
-        steps=steps,
-        seed=seed,
-        documents=documents,
+        **{k: v for k, v in context.params.items() if k not in ("output", "timeline")}
+        | {
+            "micro_batch": None if micro_batch == "auto" else int(micro_batch),
+            "max_grad_norm": max_grad_norm or None,
+            "placement": parse_placement(placement or []),
+        }
     )
-    _report(measure_step(case, timeline), output)
-
-
-def _report(result: dict[str, Any], output: Path | None) -> None:
-    """Print what a reader looks for first, and write all of it."""
+    result = measure_step(case, timeline)
     print(*result["breakdown"]["lines"][:SHOWN_LINES], _summary(result), sep="\n")
-    _warn_of_compilations(result["recompilations_after_warmup"])
+    if count := result["recompilations_after_warmup"]:
+        print(
+            f"megatrain: warning: {count} compilations after the warm-up are part of the measured "
+            "steps; give more --warmup, or see why with TORCH_LOGS=recompiles",
+            file=sys.stderr,
+        )
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -146,23 +138,6 @@ def _summary(result: dict[str, Any]) -> str:
         f"host {gib(result['host_peak_bytes'])} "
         f"({result['host_bytes_per_parameter']:.2f} bytes a parameter)"
     )
-
-
-def _warn_of_compilations(count: int) -> None:
-    if count:
-        print(
-            f"megatrain: warning: {count} compilations after the warm-up are part of the measured "
-            "steps; give more --warmup, or see why with TORCH_LOGS=recompiles",
-            file=sys.stderr,
-        )
-
-
-def _parse_rows(text: str) -> int | None:
-    if text == "auto":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise InputError(f"--micro-batch {text}: write a number of rows, or auto")
-    return int(text)
 
 
 def parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What `megatrain bench step` measures: whole training steps of one engine on random tokens."""
+"""The measurement of `megatrain bench step`: whole training steps on random tokens."""
 
 import json
 import statistics
@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from megatrain.api import Engine
-from megatrain.cli.disk_rule import disk_rule
 from megatrain.cli.models import lora_adapter
 from megatrain.cli.shapes import qwen2_config
 from megatrain.cli.workload import changed
 from megatrain.compat.torch import num_compilations
 from megatrain.forecast.workload import Workload
-from megatrain.machine import Machine, present_machine
+from megatrain.machine import present_machine
 from megatrain.optim import RULES
 from megatrain.placement import Placement, Precision
 from megatrain.source.source import Alike, Base
@@ -29,14 +28,14 @@ from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.telemetry.pictures import draw_step
 from megatrain.telemetry.recorder import StepRecorder
-from megatrain.telemetry.timeline import Span, breakdown, chrome_trace
+from megatrain.telemetry.timeline import breakdown, chrome_trace
 
 ROWS = 16  # of a micro-batch, where nobody chooses
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """What one measurement of the training step did."""
+    """The options of one measurement."""
 
     shape: str
     layers: int | None
@@ -63,15 +62,19 @@ class StepCase:
     @property
     def workload(self) -> Workload:
         """The workload that the engine is made for."""
-        placement = None if self.placement is None else Placement(**self.placement)
-        size = (self.sequences * self.sequence_length, self.sequence_length, self.micro_batch)
-        names = ("precision", "states", "master", "device_memory", "host_memory", "disk")
+        workload = Workload(
+            self.sequences * self.sequence_length,
+            self.sequence_length,
+            self.micro_batch,
+            self.max_grad_norm is not None,
+            rule=RULES[self.optimizer](),
+            placement=None if self.placement is None else Placement(**self.placement),
+        )
+        names = ("precision", "device_memory", "host_memory", "disk")
         options = {name: getattr(self, name) for name in names}
-        for name, usual in (("states", "fp32"), ("master", 32)):
-            if options[name] == usual:  # other rules have no such choice
-                del options[name]
-        clip, rule = self.max_grad_norm is not None, RULES[self.optimizer]()
-        return changed(Workload(*size, clip, rule=rule, placement=placement), options)
+        options["states"] = None if self.states == "fp32" else self.states
+        options["master"] = None if self.master == 32 else self.master
+        return changed(workload, options)
 
 
 def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]:
@@ -81,26 +84,24 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
     the second one's trace goes (Trace Event Format).
     """
     started = time.perf_counter()
-    engine = build_engine(case)
-    try:
+    with build_engine(case) as engine:
         case = replace(case, micro_batch=case.micro_batch or engine.micro_batch or ROWS)
         build_seconds = time.perf_counter() - started
         result = measure_on(engine, case)
-        spans = _recorded_step(engine, case)
+        micro_batches = random_step(case, engine.config.vocab_size, case.seed)
+        recorder = StepRecorder(engine.recording)
+        recorder.begin()  # the updates of a step run under the forward of the next
+        engine.step(micro_batches)
+        recorder.next()
+        engine.step(micro_batches)
+        spans = recorder.end()
         if timeline is not None:
             timeline.parent.mkdir(parents=True, exist_ok=True)
             timeline.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
             title = f"One step: {case.shape}, {case.sequences} x {case.sequence_length} tokens"
             draw_step(spans, timeline.with_suffix(".png"), title)
-        memory = memory_of(engine)  # after all steps
-        machine, clip = _machine(engine, case), case.max_grad_norm is not None
-        if (rule := disk_rule(spans, machine, clip=clip)) is not None:
-            print(rule)
-            result["disk_rule"] = asdict(rule)
-        seconds = {"build_seconds": build_seconds}
-        return result | seconds | {"breakdown": breakdown(spans, "compute").as_dict()} | memory
-    finally:
-        engine.close()
+        steps = {"build_seconds": build_seconds, "breakdown": breakdown(spans, "compute").as_dict()}
+        return result | steps | memory_of(engine)
 
 
 def build_engine(case: StepCase, group: Any = None) -> Engine:
@@ -118,29 +119,34 @@ def build_engine(case: StepCase, group: Any = None) -> Engine:
 
 
 def random_step(case: StepCase, vocab_size: int, seed: int) -> list[dict[str, Tensor]]:
-    """The micro-batches of one step of random tokens."""
+    """The micro-batches of one step of random tokens, in documents of random lengths."""
     generator = torch.Generator().manual_seed(seed)
     shape = (case.sequences, case.sequence_length)
     ids_BT = torch.randint(vocab_size, shape, generator=generator)
     step = {"input_ids": ids_BT, "labels": ids_BT}
     if case.documents is not None:
-        step["position_ids"] = _positions(shape, case.documents, generator)
+        at_T = torch.arange(case.sequence_length).expand(shape)
+        begins_BT = torch.rand(shape, generator=generator).argsort(dim=1) < case.documents
+        begins_BT[:, 0] = True
+        step["position_ids"] = at_T - torch.where(begins_BT, at_T, 0).cummax(dim=1).values
     parts = {name: tensor.split(case.micro_batch or ROWS) for name, tensor in step.items()}
     return [dict(zip(parts, tensors, strict=True)) for tensors in zip(*parts.values(), strict=True)]
 
 
-def _positions(shape: tuple[int, int], documents: int, generator: torch.Generator) -> Tensor:
-    """Positions `[B, T]` in rows of so many documents each, of random lengths."""
-    at_T = torch.arange(shape[1]).expand(shape)
-    begins_BT = torch.rand(shape, generator=generator).argsort(dim=1) < documents
-    begins_BT[:, 0] = True
-    return at_T - torch.where(begins_BT, at_T, 0).cummax(dim=1).values
-
-
 def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
     """Time the warm-up and the steps of `case` on an engine that is there."""
-    times, losses, compilations = _timed_steps(engine, case)
-    tokens = case.sequences * case.sequence_length
+    times: list[float] = []
+    losses = []
+    before = warm = num_compilations()
+    for index in range(case.warmup + case.steps):
+        if index == case.warmup:
+            warm = num_compilations()
+        micro_batches = random_step(case, engine.config.vocab_size, case.seed + index)
+        started = time.perf_counter()
+        losses.append(float(engine.step(micro_batches).loss))
+        times.append(time.perf_counter() - started)
+    tokens, device = case.sequences * case.sequence_length, str(engine.device.torch_device)
+    gpu, machine = find_gpu(device), present_machine(device, precision=case.precision)
     return {
         "benchmark": "step",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -154,17 +160,19 @@ def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
         "step_seconds": times,
         "losses": losses,
         **statistics_of(times[case.warmup :], tokens, *engine.computing),
-        **_utilisation(engine, case),
-        "compilations": sum(compilations),
-        "recompilations_after_warmup": compilations[1],
-        "machine": _rates(engine, case),
-        "environment": environment(str(engine.device.torch_device)),
+        "bf16_peak_tflops": bf16_peak_tflops(gpu.name)
+        if gpu and case.precision == "bf16"
+        else None,
+        "compilations": num_compilations() - before,
+        "recompilations_after_warmup": num_compilations() - warm,
+        "machine": machine and machine.as_dict(),  # for python -m benchmarks.predictions
+        "environment": environment(device),
         **memory_of(engine),
     }
 
 
 def memory_of(engine: Engine) -> dict[str, Any]:
-    """What a result says of memory, at its peak since the process began."""
+    """The memory at its peak since the process began."""
     peak = peak_process_bytes()
     return {
         "memory": engine.memory(),
@@ -173,53 +181,10 @@ def memory_of(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _timed_steps(
-    engine: Engine, case: StepCase
-) -> tuple[list[float], list[float], tuple[int, int]]:
-    """Seconds and loss of every step, those of the warm-up first; compilations in it and after."""
-    times, losses = [], []
-    before = warm = num_compilations()
-    for index in range(case.warmup + case.steps):
-        if index == case.warmup:
-            warm = num_compilations()
-        micro_batches = random_step(case, engine.config.vocab_size, case.seed + index)
-        started = time.perf_counter()
-        losses.append(float(engine.step(micro_batches).loss))
-        times.append(time.perf_counter() - started)
-    return times, losses, (warm - before, num_compilations() - warm)
-
-
-def _recorded_step(engine: Engine, case: StepCase) -> list[Span]:
-    """The spans of one more step, with the updates of the step before it under its forward."""
-    micro_batches = random_step(case, engine.config.vocab_size, case.seed)
-    recorder = StepRecorder(engine.recording)
-    recorder.begin()
-    engine.step(micro_batches)
-    recorder.next()
-    engine.step(micro_batches)
-    return recorder.end()
-
-
-def _utilisation(engine: Engine, case: StepCase) -> dict[str, Any]:
-    gpu = find_gpu(str(engine.device.torch_device))
-    known = gpu is not None and case.precision == "bf16"
-    return {"bf16_peak_tflops": bf16_peak_tflops(gpu.name) if gpu and known else None}
-
-
-def _machine(engine: Engine, case: StepCase) -> Machine | None:
-    return present_machine(str(engine.device.torch_device), precision=case.precision)
-
-
-def _rates(engine: Engine, case: StepCase) -> dict[str, Any] | None:
-    """What forecasts know of the machine (python -m benchmarks.predictions)."""
-    machine = _machine(engine, case)
-    return None if machine is None else machine.as_dict()
-
-
 def statistics_of(
     times: Sequence[float], tokens: int, parameters: int, trained: int
 ) -> dict[str, Any]:
-    """What a result says of its measured steps."""
+    """Spread and rates of measured steps."""
     median = statistics.median(times)
     return {
         "count": len(times),

@@ -4,25 +4,26 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatrain.base.units import GIB, gib
 from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_config
 from megatrain.cli.plan_table import missing, show
-from megatrain.cli.second_plan import check_kept_teacher, streamed_with
 from megatrain.cli.workload import changed
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.forecast.workload import SEQUENCE_LENGTH, Workload
+from megatrain.forecast.second_model import second_needs
+from megatrain.forecast.simulate import CPU_PROCESS_BYTES, PROCESS_BYTES
+from megatrain.forecast.workload import SEQUENCE_LENGTH, Second, Workload
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.machine.published import update_gbps
 from megatrain.placement import CPU_PLACEMENT
 from megatrain.plan.planner import Plan, make_plan
 from megatrain.plan.tiles import by_tier
 from megatrain.telemetry.cores import usable_cores
-from megatrain.telemetry.gpu import Gpu, find_gpu, gpu_state
+from megatrain.telemetry.gpu import find_gpu, gpu_state
 from megatrain.telemetry.known_gpus import by_driver_name, named_gpu
 from megatrain.telemetry.log import end_passing, passing
 from megatrain.telemetry.memory import host_limit_bytes
@@ -30,93 +31,72 @@ from megatrain.telemetry.pictures import draw_memory
 
 if TYPE_CHECKING:
     from megatrain.config import Config
-    from megatrain.source.source import Base
 
-DEVICE = "cuda"
 _PICTURES = (".png", ".svg", ".pdf")
 # What the driver keeps for itself, and a desktop's windows.
 _USUAL_BYTES = GIB
 _UNQUANTISED = "take the unquantised model"
+_OF_WORKLOAD = (
+    *("tokens_per_step", "sequence_length", "micro_batch", "clip", "precision", "states"),
+    *("master", "device_memory", "host_memory", "disk_space"),
+)
+
+Options = Mapping[str, Any]
 
 
-class Asked(NamedTuple):
-    """The model asked about; None: a run file names it.
-
-    Attributes:
-        lora_r, base: of its adapter, 0: none, and how the model is kept under it.
-    """
-
-    model: str | None
-    lora_r: int = 0
-    base: "Base" = "bf16"
-
-
-class Where(NamedTuple):
-    """The machine that a plan is for; without `gpu` and `cores` they are this machine's.
-
-    Attributes:
-        device: of the run file; None: there is none.
-    """
-
-    gpu: str | None
-    cores: int | None
-    device: str | None = None
-
-    @property
-    def here(self) -> str:
-        """The GPU of this machine that the plan is about."""
-        return self.device if self.device and self.device.startswith(DEVICE) else DEVICE
-
-
-def run_plan(
-    run: Path | None,
-    overrides: Sequence[str],
-    asked: Asked,
-    options: Mapping[str, Any],
-    where: Where,
-    *,
-    total_tokens: int | None,
-    gpus: int | None,
-    as_json: bool,
-    picture: Path | None,
-    **further: Any,
-) -> None:
+def run_plan(options: Options) -> None:
     """Plan, print, draw.
 
     Args:
-        options: those of the workload, as `changed` takes them.
-        gpus: None: `engine.devices` of the run.
-        further: as `make_plan` takes it.
+        options: those of the command, by their names; `tokens` as `tokens_per_step`.
 
     Raises:
         InputError: options, model or run file cannot be used; also, after the plan has been
             printed, when the run file's data are missing.
         DoesNotFit: after the plan and its remedies have been printed.
     """
+    picture: Path | None = options["picture"]
     if picture is not None and picture.suffix.lower() not in _PICTURES:
         raise InputError(
             f"--picture {picture}: give it a name that ends in {' or '.join(_PICTURES)}"
         )
-    named, loaded = _opened(run, overrides, asked, options["sequence_length"])
-    workload = Workload() if loaded is None else Workload.of_run(loaded)
-    if loaded is not None:
-        where = where._replace(device=loaded.engine.device)
-        total_tokens = total_tokens or _all_tokens(loaded, workload)
-        gpus = gpus or loaded.engine.devices
-        _check_ranks(loaded, gpus, further["hosts"])
-        workload = replace(workload, second=streamed_with(named, loaded))
-    workload = changed(workload, options)
+    named, run = _opened(options)
+    workload = Workload() if run is None else Workload.of_run(run)
+    total_tokens, gpus = options["total_tokens"], options["gpus"] or 1
+    if run is not None:
+        gpus = options["gpus"] or run.engine.devices
+        if total_tokens is None and run.training.steps is not None:
+            total_tokens = run.training.steps * workload.tokens_per_step
+        _check_ranks(run, gpus, options["hosts"])
+        workload = replace(workload, second=_streamed_with(named, run))
+    workload = changed(workload, {name: options[name] for name in _OF_WORKLOAD})
     workload.check()
     named.check_length(workload.sequence_length)
-    warnings = [*_notes(named, workload, is_run=loaded is not None)]
-    machine = _machine(where, workload, options, warnings)
-    if loaded is not None and (said := check_kept_teacher(loaded, machine, workload)) is not None:
-        warnings.append(said)
+    warnings: list[str] = []
+    if named.quantised is not None and run is None:
+        warnings.append(f"{named.quantised}: {_UNQUANTISED}; the plan is for that")
+    device = None if run is None else run.engine.device
+    machine = _machine(options, device, workload, warnings)
+    if run is not None and run.loss.teacher_log_probs == "kept":
+        warnings.append(_kept_teacher(run, machine, workload))
     if machine.unified:
         workload = replace(workload, placement=workload.placement or CPU_PLACEMENT)
-    further |= {"total_tokens": total_tokens, "gpus": gpus or 1, "warnings": warnings}
-    plan = _plan(named, machine, workload, **further)
-    if as_json:
+    passing("reading the model's structure...")
+    try:
+        plan = _plan(
+            named,
+            machine,
+            workload,
+            total_tokens=total_tokens and int(total_tokens),
+            gpus=gpus,
+            hosts=options["hosts"],
+            network_gbps=options["network"],
+            disk_terabytes=options["disk_tbw"],
+            warnings=warnings,
+        )
+    finally:
+        end_passing()
+    if options["as_json"]:
         print(json.dumps({"model": named.name, **plan.as_dict()}, indent=2))
     else:
         show(plan, named.name)
@@ -124,42 +104,40 @@ def run_plan(
         _draw(plan, named.name, picture)
     if plan.shortage is not None:
         raise DoesNotFit(f"{named.name} does not fit: {missing(plan)}")
-    if loaded is not None and (lacking := _lacking(named, loaded)) is not None:
-        raise InputError(f"{lacking} (it would fit; the plan is above)")
+    if run is not None and named.quantised is not None:
+        problem: str | None = f"model.path: {named.quantised}; {_UNQUANTISED}"
+    else:
+        problem = None if run is None else missing_data(run.data.path)
+    if problem is not None:
+        raise InputError(f"{problem} (it would fit; the plan is above)")
 
 
-def _opened(
-    run: Path | None, overrides: Sequence[str], asked: Asked, length: int | None
-) -> "tuple[NamedModel, Config | None]":
+def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
     """The model, and the run file that names it."""
-    model, rank, base = asked
-    if model is not None and run is None:
-        config = named_config(model, max_positions=length or SEQUENCE_LENGTH)
-        return _adapted(NamedModel(model, config), rank, base), None
-    if run is None or model is not None:
+    run, model, rank, base = (options[name] for name in ("run", "model", "lora_r", "base"))
+    if (run is None) == (model is None):
         raise InputError("give either a run file or --model")
+    if run is None:
+        length = options["sequence_length"] or SEQUENCE_LENGTH
+        named = NamedModel(model, named_config(model, max_positions=length))
+        if not rank and base != "bf16":
+            raise InputError(f"--base {base} is of frozen layers; add --lora-r 16")
+        if rank:
+            name = f"{model} with LoRA of rank {rank}"
+            name += "" if base == "bf16" else f", base in {base}"
+            named = replace(named, name=name, adapter=lora_adapter(rank), frozen=base)
+        return named, None
     if rank or base != "bf16":
         raise InputError(
             f"--lora-r and --base are for --model; add --set adapter.r={rank or 16} --set "
             f"adapter.target_modules=all-linear --set model.base={base}"
         )
-    from megatrain import config as run_files
+    from megatrain.config import load
     from megatrain.train.resolve_model import begun_from
 
-    loaded = run_files.load(run, overrides)
-    scores = loaded.loss.name == "reward"
-    section = begun_from(loaded)
-    return model_of_run(run.name, section, loaded.adapter.keys, scores=scores), loaded
-
-
-def _adapted(named: NamedModel, rank: int, base: "Base") -> NamedModel:
-    if not rank and base != "bf16":
-        raise InputError(f"--base {base} is of frozen layers; add --lora-r 16")
-    if not rank:
-        return named
-    kept = "" if base == "bf16" else f", base in {base}"
-    called = f"{named.name} with LoRA of rank {rank}{kept}"
-    return replace(named, name=called, adapter=lora_adapter(rank), frozen=base)
+    config = load(run, options["overrides"] or [])
+    scores = config.loss.name == "reward"
+    return model_of_run(run.name, begun_from(config), config.adapter.keys, scores=scores), config
 
 
 def _check_ranks(run: "Config", gpus: int, hosts: int) -> None:
@@ -176,117 +154,136 @@ def _check_ranks(run: "Config", gpus: int, hosts: int) -> None:
         )
 
 
-def _all_tokens(run: "Config", workload: Workload) -> int | None:
-    steps = run.training.steps
-    return None if steps is None else steps * workload.tokens_per_step
+def _streamed_with(named: NamedModel, run: "Config") -> Second | None:
+    """The model that is streamed before each step: the reference or the teacher; None: none is."""
+    if run.loss.reference == "streamed":
+        return Second("reference model", named.spec())
+    if run.loss.teacher_log_probs == "streamed":
+        return Second("teacher", _teacher(run).spec())
+    return None
 
 
-def _lacking(named: NamedModel, run: "Config") -> str | None:
-    """What the run could not begin without; its shapes can be planned all the same."""
-    if named.quantised is not None:
-        return f"model.path: {named.quantised}; {_UNQUANTISED}"
-    return missing_data(run.data.path)
+def _teacher(run: "Config") -> NamedModel:
+    from megatrain.config import ModelSection
+
+    section = ModelSection(path=run.loss.teacher, trust_remote_code=run.model.trust_remote_code)
+    return model_of_run("the teacher", section)
+
+
+def _kept_teacher(run: "Config", machine: Machine, workload: Workload) -> str:
+    """A sentence on the memory of a teacher that is asked before the model is there.
+
+    Raises:
+        DoesNotFit: it alone is too large for the machine.
+    """
+    needs = second_needs(_teacher(run).spec(), workload.dtype, workload.tokens_per_step)
+    host = sum(needs.host.values()) + (CPU_PROCESS_BYTES if machine.unified else PROCESS_BYTES)
+    device = sum(needs.device.values())
+    host += device if machine.unified else 0
+    sentence = f"the teacher takes {gib(host)} of host memory before training, and is gone then"
+    if host > machine.host_memory_bytes:
+        raise DoesNotFit(f"{sentence}; {gib(machine.host_memory_bytes)} are allowed")
+    if not machine.unified and device > machine.device_memory_bytes:
+        raise DoesNotFit(
+            f"the teacher takes {gib(device)} of device memory at least, and "
+            f"{gib(machine.device_memory_bytes)} are allowed"
+        )
+    return sentence
 
 
 def missing_data(paths: str | list[str]) -> str | None:
     """The first path that is certainly not there; data sets of the hub are not looked up."""
     for path in [paths] if isinstance(paths, str) else paths:
         expanded = os.path.expanduser(path)
-        there = os.path.exists(expanded) or any(glob.iglob(expanded, recursive=True))
+        exists = os.path.exists(expanded) or any(glob.iglob(expanded, recursive=True))
         hub = re.fullmatch(r"[A-Za-z0-9][\w-]*(/[\w-]+)?", path) is not None
-        if not there and not hub:
+        if not exists and not hub:
             return f"data.path: {path} is not there"
     return None
 
 
-def _notes(named: NamedModel, workload: Workload, *, is_run: bool) -> Iterator[str]:
-    if named.quantised is not None and not is_run:
-        yield f"{named.quantised}: {_UNQUANTISED}; the plan is for that"
-
-
 def _machine(
-    where: Where, workload: Workload, options: Mapping[str, Any], warnings: list[str]
+    options: Options, device: str | None, workload: Workload, warnings: list[str]
 ) -> Machine:
     """The machine asked about, with the workload's limits: this one, or this host with another GPU.
 
     An option's limit may be more than there is, a run file's may not.
+
+    Args:
+        device: of the run file; None: there is none.
     """
-    gpu, here = where.gpu and named_gpu(where.gpu), find_gpu(where.here)
-    space = workload.disk_bytes
+    gpu = options["gpu"] and named_gpu(options["gpu"])
+    cores, space = options["cores"], workload.disk_bytes
+    cuda = device if device and device.startswith("cuda") else "cuda"
+    here = find_gpu(cuda)
     if gpu and (here is None or by_driver_name(here.name) != gpu):
-        return replace(_elsewhere(where, gpu.name, workload, warnings), disk_space_bytes=space)
-    if not gpu and where.device == "cpu":
-        there = _cpu(where, workload, warnings)
+        host = workload.host_memory
+        if host is None:
+            host = host_limit_bytes()
+            warnings.append(f"--host-memory is not given: this machine's {gib(host)} are taken")
+        if cores is None:
+            cores = usable_cores()
+            warnings.append(f"--cores is not given: this machine's {cores} are taken")
+        machine = machine_for(
+            gpu.name, host, cores, workload.device_memory, precision=workload.precision
+        )
+        return replace(machine, disk_space_bytes=space)
+    if not gpu and device == "cpu":
+        machine = _cpu(cores, workload)
+        warnings.append("the times are rough: rates of this CPU were measured for seconds only")
     else:
-        there = _present(where, here, workload, warnings)
+        present = present_machine(cuda, precision=workload.precision)
+        if present is None and here is not None:
+            raise InputError(
+                f"this machine's GPU ({here.name}) is neither measured nor listed; run `megatrain "
+                "doctor`, or name the most similar with --gpu and --device-memory"
+            )
+        if present is None:
+            raise InputError(
+                "there is no GPU here to plan for; name one with --gpu, such as --gpu 4090"
+                + (", or plan for the CPU with --set engine.device=cpu" if device else "")
+            )
+        machine = present
+        if workload.device_memory is None:
+            machine = _without_others(machine, cuda, warnings)
     limits = {}
     for name in ("host_memory", "device_memory"):
-        limit, most = getattr(workload, name), getattr(there, f"{name}_bytes")
+        limit, most = getattr(workload, name), getattr(machine, f"{name}_bytes")
         limits[name] = most if limit is None else limit if options[name] else min(limit, most)
-    there = replace(there, disk_space_bytes=space)
-    return _changed(there, limits["host_memory"], limits["device_memory"], where.cores)
-
-
-def _changed(machine: Machine, host: int, device: int, cores: int | None) -> Machine:
-    changes: dict[str, Any] = {"host_memory_bytes": host, "device_memory_bytes": device}
-    if cores is not None and cores != machine.cores:
-        share = update_gbps(cores) / update_gbps(machine.cores)
-        name = f"{machine.name.partition(',')[0]}, {cores} cores"
-        changes |= {"name": name, "cores": cores, "update_gbps": machine.update_gbps * share}
-    return replace(machine, **changes)
-
-
-def _elsewhere(where: Where, gpu: str, workload: Workload, warnings: list[str]) -> Machine:
-    """This host with another GPU."""
-    host, cores = workload.host_memory, where.cores
-    if host is None:
-        host = host_limit_bytes()
-        warnings.append(f"--host-memory is not given: this machine's {gib(host)} are taken")
-    if cores is None:
-        cores = usable_cores()
-        warnings.append(f"--cores is not given: this machine's {cores} are taken")
-    return machine_for(gpu, host, cores, workload.device_memory, precision=workload.precision)
-
-
-def _present(where: Where, here: Gpu | None, workload: Workload, warnings: list[str]) -> Machine:
-    """This machine, with what other processes leave of its GPU."""
-    machine = present_machine(where.here, precision=workload.precision)
-    if machine is not None:
-        shared = workload.device_memory is None
-        return _shared(machine, where.here, warnings) if shared else machine
-    if here is not None:
-        raise InputError(
-            f"this machine's GPU ({here.name}) is neither measured nor listed; run `megatrain "
-            "doctor`, or name the most similar with --gpu and --device-memory"
-        )
-    raise InputError(
-        "there is no GPU here to plan for; name one with --gpu, such as --gpu 4090"
-        + (", or plan for the CPU with --set engine.device=cpu" if where.device else "")
+    machine = replace(
+        machine,
+        disk_space_bytes=space,
+        host_memory_bytes=limits["host_memory"],
+        device_memory_bytes=limits["device_memory"],
     )
+    if cores is None or cores == machine.cores:
+        return machine
+    share = update_gbps(cores) / update_gbps(machine.cores)
+    name = f"{machine.name.partition(',')[0]}, {cores} cores"
+    return replace(machine, name=name, cores=cores, update_gbps=machine.update_gbps * share)
 
 
-def _cpu(where: Where, workload: Workload, warnings: list[str]) -> Machine:
+def _cpu(cores: int | None, workload: Workload) -> Machine:
     """This machine's CPU."""
     from megatrain.plan.rates import measured_cpu
 
     if workload.device_memory is not None:
         raise InputError("device_memory limits a GPU, but the device is cpu; set host_memory")
-    if where.cores not in (None, cores := usable_cores()):
+    if cores not in (None, usable_cores()):
         raise InputError(
-            f"--cores {where.cores}: the device is cpu, and this machine's {cores} are measured; "
-            "leave it out, or run this under taskset"
+            f"--cores {cores}: the device is cpu, and this machine's {usable_cores()} are "
+            "measured; leave it out, or run this under taskset"
         )
-    warnings.append("the times are rough: rates of this CPU were measured for seconds only")
     return measured_cpu(workload.precision)
 
 
-def _shared(machine: Machine, device: str, warnings: list[str]) -> Machine:
-    """What other processes hold of the present GPU cannot be planned with."""
+def _without_others(machine: Machine, device: str, warnings: list[str]) -> Machine:
+    """The machine with what other processes leave of its GPU."""
     state = gpu_state(device)
-    used = 0 if state is None or state.used_bytes is None else state.used_bytes
-    if used <= _USUAL_BYTES:
+    if state is None or (state.used_bytes or 0) <= _USUAL_BYTES:
         return machine
-    pids = ", ".join(str(pid) for pid, _ in (state.other_processes if state else ()))
+    used = state.used_bytes or 0
+    pids = ", ".join(str(pid) for pid, _ in state.other_processes)
     warnings.append(
         f"other processes{f' ({pids})' if pids else ''} hold {gib(used)} of the GPU's memory; the "
         "plan leaves it to them (--device-memory plans with another amount)"
@@ -302,7 +299,6 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two wait for each other, long where another process is at work
     try:
-        passing("reading the model's structure...")
         return make_plan(named.spec(), machine, workload, **further)
     except NotForeseeable as error:
         raise InputError(
@@ -311,20 +307,19 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
         ) from error
     finally:
         torch.set_num_threads(threads)
-        end_passing()
 
 
 def _draw(plan: Plan, name: str, picture: Path) -> None:
-    told, machine = plan.forecast, plan.machine
-    title = f"{name} on {machine.name}: {told.tokens_per_step:,} tokens a step"
+    forecast, machine = plan.forecast, plan.machine
     planes = by_tier(plan.tiles)["disk"]
     places = {
-        "device memory": (told.device_bytes, machine.device_memory_bytes),
-        "host memory": (told.host_parts, machine.host_memory_bytes),
+        "device memory": (forecast.device_bytes, machine.device_memory_bytes),
+        "host memory": (forecast.host_parts, machine.host_memory_bytes),
         "disk": ({name: size for name, size in planes.items() if size}, None),
     }
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
+        title = f"{name} on {machine.name}: {forecast.tokens_per_step:,} tokens a step"
         draw_memory(places, picture, title)
     except OSError as error:
         raise InputError(f"--picture {picture}: cannot be written: {error.strerror}") from error

@@ -12,7 +12,7 @@ from megatrain.checkpoint import files
 from megatrain.cli import plan as command
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for, present, present_cpu
-from megatrain.plan import device_rates
+from megatrain.plan import rates
 from megatrain.telemetry.gpu import Gpu
 from tests.cli.cases import tiny_llama
 
@@ -307,12 +307,15 @@ def test_what_other_processes_hold_is_left_to_them(megatrain, model_file, monkey
     assert json.loads(limited.stdout)["device_memory_bytes"] == 10 * GIB
 
 
-def test_other_cores_change_the_update_of_a_measured_machine():
+def test_other_cores_change_the_update_of_a_measured_machine(megatrain, model_file, monkeypatch):
     machine = machine_for("H200", 64 * GIB, 16)
-    changed = command._changed(machine, 1, 2, 8)
-    assert (changed.host_memory_bytes, changed.device_memory_bytes, changed.cores) == (1, 2, 8)
-    assert changed.update_gbps == pytest.approx(machine.update_gbps * 86 / 120)
-    assert changed.name == "H200, 8 cores"
+    monkeypatch.setattr(command, "find_gpu", lambda device: None)
+    monkeypatch.setattr(command, "present_machine", lambda *_, **__: machine)
+    sizes = ["--tokens", 64, "--sequence-length", 32, "--json"]
+    result = megatrain("plan", "--model", model_file, *sizes, "--cores", 8)
+    told = json.loads(result.stdout)["forecast"]["machine"]
+    assert told["update_gbps"] == pytest.approx(machine.update_gbps * 86 / 120)
+    assert (told["name"], told["cores"]) == ("H200, 8 cores", 8)
 
 
 def test_a_placement_of_the_run_file_is_planned(megatrain, run_file):
@@ -336,7 +339,7 @@ def test_a_run_on_the_cpu_is_planned_in_host_memory(megatrain, run_file):
 
 
 def test_a_run_files_limit_adds_nothing_to_this_machine(megatrain, run_file, monkeypatch):
-    monkeypatch.setattr(device_rates, "measured_cpu", lambda precision: present_cpu())
+    monkeypatch.setattr(rates, "measured_cpu", lambda precision: present_cpu())
     ask = ["plan", run_file, "--set", "engine.host_memory=900TiB", "--json"]
     told = json.loads(megatrain(*ask).stdout)
     assert told["host_memory_bytes"] == present_cpu().host_memory_bytes
@@ -399,7 +402,7 @@ def test_quantised_weights_are_told(megatrain, run_file, model_file):
 
 
 def test_a_run_on_the_cpu_is_held_to_its_host_memory(megatrain, run_file, monkeypatch, all_of_it):
-    monkeypatch.setattr(device_rates, "measured_cpu", lambda precision: present_cpu())
+    monkeypatch.setattr(rates, "measured_cpu", lambda precision: present_cpu())
     changes = ("--set", "engine.host_memory=560MiB", "--set", "data.sequence_length=64")
     assert megatrain("plan", run_file, *changes).exit_code == 0
     rows = ("training.batch_size=128", "training.micro_batch_size=128")

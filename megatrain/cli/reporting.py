@@ -1,0 +1,86 @@
+"""Errors of a command as one line on stderr, with the documented exit code."""
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+
+import typer
+from typer.core import TyperGroup
+
+from megatrain.errors import InputError, MegatrainError, RunFailed, in_one_line, told
+from megatrain.telemetry.log import end_passing, wrapped
+
+_PATH_ERRORS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
+    *(errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP),
+)
+# The base of all of typer's errors of usage, which it does not export itself.
+_UsageError = cast(type[Exception], typer.BadParameter.__base__)
+
+
+class ReportingGroup(TyperGroup):
+    """Turns errors into one line on stderr and the documented exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command; `--debug` adds the traceback to the line."""
+        with _reported(ctx):
+            return super().invoke(ctx)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read what comes before the command."""
+        with _reported(ctx):
+            return super().parse_args(ctx, args)
+
+
+@contextmanager
+def _reported(ctx: Any) -> Iterator[None]:
+    try:
+        try:
+            yield
+        finally:
+            end_passing()
+    except (MegatrainError, OSError, _UsageError) as error:
+        known = _known(error)
+        if known is None:
+            raise
+        if ctx.params.get("debug"):
+            traceback.print_exc()
+        with suppress(OSError):  # the exit code says it, too
+            who = f"rank {os.environ['RANK']}: " if "TORCHELASTIC_RUN_ID" in os.environ else ""
+            print(wrapped(f"megatrain: error: {who}{in_one_line(known)}"), file=sys.stderr)
+        raise typer.Exit(known.exit_code) from error
+    except KeyboardInterrupt as error:
+        print("megatrain: interrupted", file=sys.stderr)
+        raise typer.Exit(130) from error  # 128 + SIGINT, the shells' convention
+
+
+def _known(error: Exception) -> MegatrainError | None:
+    """The error as one of ours: a path that cannot be used is bad input. None: it is no error."""
+    if isinstance(error, MegatrainError):
+        return error
+    if not isinstance(error, OSError):
+        return _of_usage(error)
+    if error.errno in _PATH_ERRORS:
+        return InputError(f"{told(error)}; check the path and who may use it")
+    return RunFailed(told(error))
+
+
+def _of_usage(error: Any) -> InputError | None:
+    """A wrong command line; None: it is the help that a command without arguments shows."""
+    context, parameter, message = error.ctx, getattr(error, "param", None), error.message
+    if context is not None and message == context.get_help():
+        return None
+    text = error.format_message()
+    text = text[:1].lower() + text[1:]
+    if parameter is not None and message:  # a value; what is missing has no message
+        problem = message.removeprefix("Input ").removeprefix("Value error, ")
+        details: list[Any] = getattr(error.__cause__, "errors", list)()
+        value = str(details[0]["input"]) if details else ""
+        problem += "" if value in problem else f", got {value!r}"
+        text = f"{max(parameter.opts, key=len)}: {problem}"
+    command = "megatrain" if context is None else context.command_path
+    return InputError(f"{in_one_line(text).rstrip('.')}; see `{command} --help`")
