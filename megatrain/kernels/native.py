@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatrain.kernels import check
 from megatrain.kernels.reference import RULES
-from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
+from megatrain.kernels.states import GROUP, Scalars, TileRange, UpdateOptions
 
 _ABI = 9
 """The number that megatrain_abi() in csrc/api.cpp must return."""
@@ -128,7 +128,8 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
     """See `reference.update`; the same bits in one pass over memory, `options.sums` included.
 
     Raises:
-        ValueError: a tensor has the wrong dtype, size or layout, or is not on the CPU.
+        ValueError: a tensor has the wrong dtype, size or layout, or is not on the CPU; or sums do
+            not begin at a multiple of two groups.
     """
     check.update_arguments(rule, tile, options)
     weights, remainder, states, grad = tile
@@ -138,6 +139,8 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         read, written, first = (_padded(each, len(planes)) for each in options.sums)
         for each in (*read, *written):
             check.blocks(each)
+        if options.sums.first[0] % (2 * GROUP * weights.element_size()):
+            raise ValueError(f"sums begin at byte {options.sums.first[0]} of the weights")
         sums = [
             *((c_void_p * len(planes))(*map(_address, blocks)) for blocks in (read, written)),
             (c_int64 * len(planes))(*(byte or 0 for byte in first)),

@@ -10,7 +10,10 @@
 
 using megatrain::UpdateArguments;
 using megatrain::Kernels;
+using megatrain::kPlanes;
+using megatrain::Lanes;
 using megatrain::parallel_for;
+using megatrain::PlaneSums;
 
 namespace {
 
@@ -58,71 +61,23 @@ const Kernels* chosen = find_kernels(nullptr);
 // Bytes of a plane with a checksum of their own, two numbers: see Checksum.
 constexpr int64_t kBlockBytes = 1 << 18;
 
-// Checksums of one plane's blocks, to which threads add what they see.
-class PlaneSums {
-public:
-    // `at`: where in the plane that the blocks are of the first of `bytes` is.
-    PlaneSums() = default;
-    PlaneSums(uint64_t* blocks, const void* bytes, int64_t at)
-        : blocks_(blocks), bytes_(static_cast<const char*>(bytes)), at_(at) {}
-    ~PlaneSums() { put(); }
+// Bytes from a plane's byte `at` to the end of its block.
+int64_t bytes_left(int64_t at) { return kBlockBytes - at % kBlockBytes; }
 
-    // Goes on, or begins elsewhere.
-    void see(int64_t begin, int64_t end) {
-        if (blocks_ == nullptr) return;
-        while (begin < end) {
-            if (begin != seen_ || begin >= until_) {
-                put();
-                first_ = begin;
-                until_ = begin + kBlockBytes - (at_ + begin) % kBlockBytes;
-            }
-            const int64_t stop = std::min(end, until_);
-            const int64_t rows = (stop - begin) / kRow;
-            chosen->checksum(bytes_ + begin, rows, sums_, sums_of_sums_);
-            begin = seen_ = begin + rows * kRow;
-            if (begin == stop) continue;
-            put();
-            for (; begin < stop; begin += 8) {
-                uint64_t word = 0;
-                std::memcpy(&word, bytes_ + begin, size_t(std::min<int64_t>(8, stop - begin)));
-                add(begin, word, 0);
-            }
-            begin = stop;
-        }
+// Adds the checksum of so many bytes, the first of which is a plane's byte `at`, to that of their
+// block.
+void put(const Lanes& lanes, int64_t num_bytes, uint64_t* blocks, int64_t at) {
+    const uint64_t rows = uint64_t((num_bytes + megatrain::kRow - 1) / megatrain::kRow);
+    uint64_t sum = 0, numbered = 0;
+    for (uint64_t lane = 0; lane < megatrain::kLanes; ++lane) {
+        sum += lanes.sums[lane];
+        numbered += megatrain::kLanes * (rows * lanes.sums[lane] - lanes.sums_of_sums[lane]);
+        numbered += lane * lanes.sums[lane];
     }
-
-private:
-    static constexpr int64_t kRow = 8 * megatrain::kLanes;
-
-    void put() {
-        const uint64_t rows = uint64_t((seen_ - first_) / kRow);
-        uint64_t sum = 0, numbered = 0;
-        for (uint64_t lane = 0; lane < megatrain::kLanes && rows > 0; ++lane) {
-            sum += sums_[lane];
-            numbered += megatrain::kLanes * (rows * sums_[lane] - sums_of_sums_[lane]);
-            numbered += lane * sums_[lane];
-            sums_[lane] = sums_of_sums_[lane] = 0;
-        }
-        if (rows > 0) add(first_, sum, numbered);
-        first_ = seen_ = -1;
-    }
-    // Adds words whose first one is at a byte, and their sum weighted by their numbers from there.
-    void add(int64_t byte, uint64_t sum, uint64_t weighted) {
-        const uint64_t at = uint64_t(at_ + byte);
-        uint64_t* block = blocks_ + at / kBlockBytes * 2;
-        __atomic_fetch_add(block, sum, __ATOMIC_RELAXED);
-        __atomic_fetch_add(block + 1, at % kBlockBytes / 8 * sum + weighted, __ATOMIC_RELAXED);
-    }
-
-    uint64_t* blocks_ = nullptr;
-    const char* bytes_ = nullptr;
-    int64_t at_ = 0, first_ = -1, seen_ = -1, until_ = -1;
-    uint64_t sums_[megatrain::kLanes] = {}, sums_of_sums_[megatrain::kLanes] = {};
-};
-
-// Elements that are summed, updated and summed again while they are in the cache.
-constexpr int64_t kSummed = 512;
-constexpr int kPlanes = 7;  // of an update, in the order of its arguments
+    numbered += uint64_t(at % kBlockBytes / 8) * sum;
+    __atomic_fetch_add(blocks + at / kBlockBytes * 2, sum, __ATOMIC_RELAXED);
+    __atomic_fetch_add(blocks + at / kBlockBytes * 2 + 1, numbered, __ATOMIC_RELAXED);
+}
 
 }  // namespace
 
@@ -162,43 +117,47 @@ void megatrain_update(void* weights, void* remainder, void* exp_avg, void* exp_a
     };
     const auto kernel = chosen->update[rule][master][grad_is_bf16];
     if (read == nullptr)
-        return parallel_for(size, kGrain, threads,
-                            [&](int64_t begin, int64_t end) { kernel(arguments, begin, end); });
+        return parallel_for(size, kGrain, threads, [&](int64_t begin, int64_t end) {
+            kernel(arguments, begin, end, nullptr);
+        });
     const void* planes[kPlanes] = {weights, remainder, exp_avg, exp_avg_sq,
                                    exp_avg_scale, exp_avg_sq_scale, grad};
     constexpr int64_t kG = megatrain::kGroup, per[kPlanes] = {1, 1, 1, 1, kG, kG, 1};
+    uint64_t* const* const blocks[2] = {read, written};
+    // Elements that lie in one block of each plane.
+    const auto update_part = [&](int64_t begin, int64_t end) {
+        PlaneSums sums = {};
+        const auto for_sums = [&](int when, auto&& work) {
+            for (int i = 0; i < kPlanes; ++i) {
+                if (blocks[when][i] == nullptr) continue;
+                const int64_t at = begin / per[i] * item[i];
+                work(i, at, (end + per[i] - 1) / per[i] * item[i] - at, sums.lanes[when][i]);
+            }
+        };
+        const auto see_scales = [&](int i, int64_t at, int64_t size, Lanes& lanes) {
+            sums.before = true;
+            if (per[i] > 1)
+                chosen->checksum(static_cast<const char*>(planes[i]) + at, size, lanes);
+        };
+        for_sums(0, see_scales);
+        kernel(arguments, begin, end, &sums);
+        for_sums(1, see_scales);
+        for (int when = 0; when < 2; ++when)
+            for_sums(when, [&](int i, int64_t at, int64_t size, Lanes& lanes) {
+                put(lanes, size, blocks[when][i], first[i] + at);
+            });
+    };
     parallel_for(size, kGrain, threads, [&](int64_t begin, int64_t end) {
-        PlaneSums sums[2][kPlanes];
-        for (int i = 0; i < kPlanes; ++i) {
-            sums[0][i] = PlaneSums(read[i], planes[i], first[i]);
-            sums[1][i] = PlaneSums(written[i], planes[i], first[i]);
+        while (begin < end) {
+            int64_t stop = end;
+            for (int i = 0; i < kPlanes; ++i) {
+                if (planes[i] == nullptr) continue;
+                const int64_t at = first[i] + begin / per[i] * item[i];
+                stop = std::min(stop, begin + bytes_left(at) / item[i] * per[i]);
+            }
+            update_part(begin, stop);
+            begin = stop;
         }
-        const auto see = [&](int which, bool scales, int64_t start, int64_t stop) {
-            for (int i = 0; i < kPlanes; ++i)
-                if ((per[i] > 1) == scales)
-                    sums[which][i].see(start / per[i] * item[i],
-                                       (stop + per[i] - 1) / per[i] * item[i]);
-        };
-        const auto fetch = [&](int i, int64_t start, int64_t stop) {
-            if (planes[i] == nullptr) return;
-            const char* from = static_cast<const char*>(planes[i]);
-            for (int64_t at = start * item[i]; at < stop * item[i]; at += 64)
-                __builtin_prefetch(from + at, 0, 3);
-        };
-        see(0, true, begin, end);
-        for (int64_t start = begin; start < end; start += kSummed) {
-            const int64_t stop = std::min(start + kSummed, end);
-            const int64_t next = std::min(stop + kSummed, end);
-            fetch(0, stop, next);
-            fetch(1, stop, next);
-            see(0, false, start, stop);
-            fetch(2, stop, next);
-            fetch(6, stop, next);
-            kernel(arguments, start, stop);
-            fetch(3, stop, next);
-            see(1, false, start, stop);
-        }
-        see(1, true, begin, end);
     });
 }
 
@@ -206,7 +165,13 @@ void megatrain_update(void* weights, void* remainder, void* exp_avg, void* exp_a
 void megatrain_checksum(const void* bytes, int64_t num_bytes, uint64_t* blocks, int64_t at,
                         int threads) {
     parallel_for(num_bytes, kGrainBytes, threads, [&](int64_t begin, int64_t end) {
-        PlaneSums(blocks, bytes, at).see(begin, end);
+        while (begin < end) {
+            const int64_t some = std::min(bytes_left(at + begin), end - begin);
+            Lanes lanes = {};
+            chosen->checksum(static_cast<const char*>(bytes) + begin, some, lanes);
+            put(lanes, some, blocks, at + begin);
+            begin += some;
+        }
     });
 }
 

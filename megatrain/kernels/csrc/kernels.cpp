@@ -118,6 +118,7 @@ constexpr int kBlock = 1024;
 // AdamW's other states. As of InPlace, `load` gives those of up to kBlock elements from `i` on as
 // fp32, and `store` takes them; `m` and `v` point to room for them.
 struct AdamwBf16 : Adamw<true> {
+    static constexpr int kStateBytes = 2;
     static void load(const UpdateArguments& a, int64_t i, int n, float*& m, float*& v) {
         const bf16* first = static_cast<bf16*>(a.exp_avg) + i;
         const bf16* second = static_cast<bf16*>(a.exp_avg_sq) + i;
@@ -140,6 +141,7 @@ struct AdamwBf16 : Adamw<true> {
 };
 
 struct AdamwInt8 : Adamw<true> {
+    static constexpr int kStateBytes = 1;
     static void load(const UpdateArguments& a, int64_t i, int n, float*& m, float*& v) {
         for (int group = 0; group < n; group += kGroup) {
             const int8_t* first = static_cast<int8_t*>(a.exp_avg) + i + group;
@@ -208,6 +210,58 @@ private:
     }
 };
 
+#if defined(__AVX512F__)
+constexpr int kVector = 8;
+#elif defined(__AVX2__)
+constexpr int kVector = 4;
+#else
+constexpr int kVector = 2;
+#endif
+typedef uint64_t Words __attribute__((vector_size(8 * kVector)));
+constexpr int kVectors = kLanes / kVector;  // of a row
+
+inline Words words_at(const void* from, int64_t i) {
+    Words words;
+    std::memcpy(&words, static_cast<const char*>(from) + i * int64_t(sizeof words), sizeof words);
+    return words;
+}
+
+void checksum(const void* bytes, int64_t num_bytes, Lanes& lanes) {
+    const char* from = static_cast<const char*>(bytes);
+    Words sum[kVectors], total[kVectors];
+    std::memcpy(sum, lanes.sums, kRow);
+    std::memcpy(total, lanes.sums_of_sums, kRow);
+    int64_t at = 0;
+    for (; at + kRow <= num_bytes; at += kRow)
+        for (int k = 0; k < kVectors; ++k) total[k] += sum[k] += words_at(from + at, k);
+    if (at < num_bytes) {
+        char last[kRow] = {};
+        std::memcpy(last, from + at, size_t(num_bytes - at));
+        for (int k = 0; k < kVectors; ++k) total[k] += sum[k] += words_at(last, k);
+    }
+    std::memcpy(lanes.sums, sum, kRow);
+    std::memcpy(lanes.sums_of_sums, total, kRow);
+}
+
+// Sums the planes of an update that are not scales, of n elements, while they are in the cache.
+template <typename Rule, typename Weight, typename Remainder>
+inline void see(const UpdateArguments& a, int64_t i, int n, Lanes* lanes) {
+    const auto plane = [&](int number, const void* values, int64_t item) {
+        if (values != nullptr)
+            checksum(static_cast<const char*>(values) + i * item, n * item, lanes[number]);
+    };
+    plane(0, a.weights, sizeof(Weight));
+    plane(1, a.remainder, sizeof(Remainder));
+    plane(2, a.exp_avg, Rule::kStateBytes);
+    plane(3, a.exp_avg_sq, Rule::kStateBytes);
+}
+template <typename Rule, typename Weight, typename Remainder, typename Grad>
+inline void see_before(const UpdateArguments& a, int64_t i, int n, PlaneSums* sums) {
+    if (sums == nullptr || !sums->before) return;
+    see<Rule, Weight, Remainder>(a, i, n, sums->lanes[0]);
+    checksum(static_cast<const Grad*>(a.grad) + i, n * int(sizeof(Grad)), sums->lanes[0][6]);
+}
+
 }  // namespace
 }  // namespace megatrain
 
@@ -275,25 +329,47 @@ inline __attribute__((always_inline)) void update_block(const UpdateArguments& a
 // Updates whole groups from `begin` on, where there is a way of their own; returns where they end.
 template <typename Rule, typename Weight, typename Remainder, typename Grad>
 struct Groups {
-    static int64_t update(const UpdateArguments&, int64_t begin, int64_t) { return begin; }
+    static int64_t update(const UpdateArguments&, int64_t begin, int64_t, PlaneSums*) {
+        return begin;
+    }
 };
 #if defined(__AVX512VBMI__)
 template <typename Remainder>
 struct Groups<AdamwInt8, bf16, Remainder, bf16> {
-    static int64_t update(const UpdateArguments& a, int64_t begin, int64_t end) {
-        return a.weight1 < 0.5f ? update_groups<true, Remainder>(a, begin, end)
-                                : update_groups<false, Remainder>(a, begin, end);
+    static int64_t update(const UpdateArguments& a, int64_t begin, int64_t end, PlaneSums* sums) {
+        return a.weight1 < 0.5f ? update_groups<true, Remainder>(a, begin, end, sums)
+                                : update_groups<false, Remainder>(a, begin, end, sums);
     }
 };
 #endif
 
+// Asks the cache for n values of a plane from `i` on.
+inline void fetch(const void* plane, int64_t i, int n, int64_t item) {
+    const char* from = static_cast<const char*>(plane) + i * item;
+    for (int64_t at = 0; at < n * item; at += 64) __builtin_prefetch(from + at, 0, 3);
+}
+
 template <typename Rule, typename Weight, typename Remainder, typename Grad>
-void update(const UpdateArguments& arguments, int64_t begin, int64_t end) {
+void update(const UpdateArguments& arguments, int64_t begin, int64_t end, PlaneSums* sums) {
     const UpdateArguments a = arguments;
-    int64_t i = Groups<Rule, Weight, Remainder, Grad>::update(a, begin, end);
-    for (; i + kBlock <= end; i += kBlock)
-        update_block<Rule, Weight, Remainder, Grad>(a, i, kBlock);
-    if (i < end) update_block<Rule, Weight, Remainder, Grad>(a, i, int(end - i));
+    int64_t i = Groups<Rule, Weight, Remainder, Grad>::update(a, begin, end, sums);
+    for (int n; i < end; i += n) {
+        n = end - i < kBlock ? int(end - i) : kBlock;
+        see_before<Rule, Weight, Remainder, Grad>(a, i, n, sums);
+        if (sums != nullptr) {
+            fetch(a.weights, i + n, n, sizeof(Weight));
+            fetch(a.remainder, i + n, n, sizeof(Remainder));
+            fetch(a.grad, i + n, n, sizeof(Grad));
+        }
+        if (n == kBlock)
+            update_block<Rule, Weight, Remainder, Grad>(a, i, kBlock);
+        else
+            update_block<Rule, Weight, Remainder, Grad>(a, i, n);
+        if (sums == nullptr) continue;
+        fetch(a.exp_avg, i + n, n, Rule::kStateBytes);
+        fetch(a.exp_avg_sq, i + n, n, Rule::kStateBytes);
+        see<Rule, Weight, Remainder>(a, i, n, sums->lanes[1]);
+    }
 }
 
 template <typename Remainder>
@@ -308,37 +384,6 @@ void join(const uint16_t* __restrict weights, const void* remainder, float* __re
           int64_t begin, int64_t end) {
     const Remainder* __restrict rest = static_cast<const Remainder*>(remainder);
     for (int64_t i = begin; i < end; ++i) master[i] = join_one(weights[i], rest[i]);
-}
-
-#if defined(__AVX512F__)
-constexpr int kVector = 8;
-#elif defined(__AVX2__)
-constexpr int kVector = 4;
-#else
-constexpr int kVector = 2;
-#endif
-typedef uint64_t Words __attribute__((vector_size(8 * kVector)));
-
-inline Words words_at(const void* from, int64_t i) {
-    Words words;
-    std::memcpy(&words, static_cast<const char*>(from) + 8 * i, sizeof words);
-    return words;
-}
-
-// Two vectors at a time, neither of which waits for the other.
-void checksum(const void* bytes, int64_t rows, uint64_t* sums, uint64_t* sums_of_sums) {
-    for (int lane = 0, next = kVector; lane < kLanes; lane += 2 * kVector, next += 2 * kVector) {
-        Words sum = words_at(sums, lane), other_sum = words_at(sums, next);
-        Words total = words_at(sums_of_sums, lane), other_total = words_at(sums_of_sums, next);
-        for (int64_t at = 0; at < rows * kLanes; at += kLanes) {
-            total += sum += words_at(bytes, at + lane);
-            other_total += other_sum += words_at(bytes, at + next);
-        }
-        std::memcpy(sums + lane, &sum, sizeof sum);
-        std::memcpy(sums + next, &other_sum, sizeof sum);
-        std::memcpy(sums_of_sums + lane, &total, sizeof total);
-        std::memcpy(sums_of_sums + next, &other_total, sizeof total);
-    }
 }
 
 }  // namespace

@@ -41,12 +41,25 @@ enum Rule {
 };
 enum Master { kMasterFp32, kRemainder16, kRemainder8, kNumMasters };
 enum Type { kTypeFp32, kTypeBf16, kNumTypes };
-using Update = void (*)(const UpdateArguments&, int64_t begin, int64_t end);
 
-// Goes on with a checksum, lane by lane, over rows of kLanes 64-bit words: adds each to the sum of
-// its lane, and that to what the lane's sums have been after each row. All is modulo 2^64.
-constexpr int kLanes = 16;
-using Checksum = void (*)(const void* bytes, int64_t rows, uint64_t* sums, uint64_t* sums_of_sums);
+// A checksum that goes on over a plane, lane by lane, in rows of kLanes 64-bit words: the sum of
+// each lane, and what these sums have been after each row. All is modulo 2^64.
+constexpr int kLanes = 8, kRow = 8 * kLanes;
+struct Lanes {
+    alignas(kRow) uint64_t sums[kLanes], sums_of_sums[kLanes];
+};
+
+// Of the planes of an update before and after it, in the order of UpdateArguments; scales are not
+// summed here.
+constexpr int kPlanes = 7;
+struct PlaneSums {
+    bool before;  // else only after it
+    Lanes lanes[2][kPlanes];
+};
+// `sums` may be null; else `begin` is that of a row of each plane.
+using Update = void (*)(const UpdateArguments&, int64_t begin, int64_t end, PlaneSums* sums);
+// Of bytes from the beginning of a row on; what is missing of the last row is zero.
+using Checksum = void (*)(const void* bytes, int64_t num_bytes, Lanes& lanes);
 
 struct Kernels {
     const char* name;

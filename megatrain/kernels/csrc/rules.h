@@ -38,6 +38,7 @@ struct Adamw {
 // Rules whose states are fp32, changed where they are: the first so many of the two.
 template <int kStates>
 struct InPlace {
+    static constexpr int kStateBytes = 4;
     static void load(const UpdateArguments& a, int64_t i, int, float*& m, float*& v) {
         if (kStates > 0) m = static_cast<float*>(a.exp_avg) + i;
         if (kStates > 1) v = static_cast<float*>(a.exp_avg_sq) + i;
