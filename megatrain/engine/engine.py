@@ -29,9 +29,8 @@ from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, TOKEN_SCORE, JointLoss, Loss, as_numbers
 from megatrain.model.adapters import Values
 from megatrain.model.capture import Call
-from megatrain.model.document_check import DocumentCheck
+from megatrain.model.document_check import DocumentCheck, check_masks
 from megatrain.model.float8 import in_own_type
-from megatrain.model.masks import check_masks
 from megatrain.model.program import ModelProgram
 from megatrain.model.row_trial import RowTrial
 from megatrain.model.sequence_share import WHOLE, SequenceShare

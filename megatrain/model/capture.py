@@ -23,7 +23,7 @@ from megatrain.compat.torch import memory_of, pytree
 from megatrain.compat.transformers import scores_rows
 from megatrain.errors import InputError
 from megatrain.model.layer_template import containers
-from megatrain.model.user_changes import refuse_lookup
+from megatrain.model.unsupported import refuse_lookup
 
 PROLOGUE = -1  # the "visit" that what runs before the first layer counts as
 

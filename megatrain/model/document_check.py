@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from megatrain.base.units import gib
+from megatrain.compat.transformers import attention_of
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import IGNORED
 from megatrain.model.capture import Rows
@@ -39,6 +41,7 @@ MOST_NOISE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # A document whose losses change less than this with its own beginning says nothing about others.
 LEAST_CONTEXT = 1e-3
 
+_WITH_MASKS = ("sdpa", "eager", BY_LENGTHS)  # the others read lengths
 _COMPARED = 4096  # tokens of a row that is tried with masks, too
 _SHORT = 5  # tokens of the short documents that are tried; less are no context
 _MIXED = (
@@ -76,31 +79,27 @@ class DocumentCheck:
             InputError: the model's documents see each other.
             DoesNotFit: they need masks, for which there is no memory.
         """
-        said = self._untried(micro_batches, ranks)
-        untried = [micro for each, _ in said for micro in each]
+        untried = self._untried(micro_batches, ranks)
         new = {self._kind(micro): micro for micro in reversed(untried)}
         if self._program.may_attend_by_lengths and not all(map(self._lengths_do, new.values())):
             self._program.may_attend_by_lengths = False
             self._apart.clear()  # that was told by lengths
-            said = self._untried(micro_batches, ranks)
+            untried = self._untried(micro_batches, ranks)
         ranks.agree(lambda: self._check_masks(micro_batches))
-        at_once = max(count for _, count in said)
-        for micro in (micro for each, _ in said for micro in each):
+        at_once = max(ranks.agree(lambda: len(micro_batches)))
+        for micro in untried:
             kind = self._kind(micro)
             if kind not in self._apart and self._keeps_apart(micro, at_once):
                 self._apart.add(kind)
 
-    def _untried(
-        self, micro_batches: Sequence[Micro], ranks: Ranks
-    ) -> list[tuple[list[Micro], int]]:
-        """For each rank its packed micro-batches of new kinds, and how many it has in all."""
+    def _untried(self, micro_batches: Sequence[Micro], ranks: Ranks) -> list[Micro]:
+        """The packed micro-batches of new kinds of all ranks."""
 
-        def own() -> tuple[list[Micro], int]:
+        def of_rank() -> list[Micro]:
             packed = [micro for micro in micro_batches if is_packed(micro)]
-            new = [m for m in packed if self._kind(m) not in self._apart and comparisons(m)]
-            return new, len(micro_batches)
+            return [m for m in packed if self._kind(m) not in self._apart and comparisons(m)]
 
-        return ranks.agree(own)
+        return [micro for micros in ranks.agree(of_rank) for micro in micros]
 
     def _kind(self, micro: Micro) -> tuple[bool, int]:
         rows, tokens = micro["position_ids"].shape
@@ -115,7 +114,7 @@ class DocumentCheck:
         [*_, last] = comparisons(micro)
         row = {name: value[:1, :_COMPARED] for name, value in last.micro_batches[0].items()}
         try:
-            _, [told] = self._tried([row])
+            _, [by_lengths] = self._tried([row])
         except DoesNotFit:
             raise
         except Exception as error:  # of the model's own code, which need not take them
@@ -124,9 +123,7 @@ class DocumentCheck:
             return False
         self._program.attend(BY_MASKS)
         _, [masked] = self._tried([row])
-        spread = masked[masked != 0].std(correction=0)
-        change = (told - masked).square().mean().sqrt() / spread
-        equal = bool(change <= MOST_NOISE[self._dtype])
+        equal = change_of(masked, by_lengths) <= MOST_NOISE[self._dtype]
         self._program.attend(BY_LENGTHS if equal else BY_MASKS)
         return equal
 
@@ -134,14 +131,14 @@ class DocumentCheck:
         """False if what is before a token hardly changes its loss: then nothing has been tried."""
         for seed in range(2):  # experts that are chosen otherwise by a rounding come once
             tried = comparisons(micro, seed)
-            rows = [row for each in tried for row in each.micro_batches]
+            rows = [row for comparison in tried for row in comparison.micro_batches]
             groups = [rows[at : at + at_once] for at in range(0, len(rows), at_once)]
-            losses = [each.cpu() for group in groups for each in self._tried(group)[1]]
-            if not all(bool(each.isfinite().all()) for each in losses):
+            losses = [loss.cpu() for group in groups for loss in self._tried(group)[1]]
+            if not all(bool(loss.isfinite().all()) for loss in losses):
                 return False  # the step itself tells
             pairs = zip(tried, losses[::2], losses[1::2], strict=True)
-            found = [each.differences(*pair) for each, *pair in pairs]
-            noise, seen, context = (max(values) for values in zip(*found, strict=True))
+            changes = [comparison.differences(*pair) for comparison, *pair in pairs]
+            noise, seen, context = (max(values) for values in zip(*changes, strict=True))
             if noise <= MOST_NOISE[self._dtype] and seen <= TOLERANCE + NOISES * noise:
                 return context > LEAST_CONTEXT or micro["position_ids"].shape[1] < _SHORT
         raise InputError(_MIXED.format(self._model_type))
@@ -169,9 +166,9 @@ def check_documents(spec: ModelSpec) -> None:
     with torch.enable_grad():
         program.prologue(weights, micro)
     leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
-    masks = [each for each in leaves if each.ndim > 2 and each.shape[-2:] == (size, size)]
+    masks = [leaf for leaf in leaves if leaf.ndim > 2 and leaf.shape[-2:] == (size, size)]
     across = [mask[..., first:, :first] for mask in masks]
-    if any(bool((each if each.dtype == torch.bool else each > -1).any()) for each in across):
+    if any(bool((part if part.dtype == torch.bool else part > -1).any()) for part in across):
         raise InputError(_MIXED.format(spec.capture.model.config.model_type))
 
 
@@ -199,12 +196,12 @@ class Comparison:
         index_BT = torch.randint(num, shape, generator=generator)
         other_BT = (index_BT + torch.randint(1, num, shape, generator=generator)) % num
         positions_BT = torch.cat([torch.arange(n) for n in self.lengths]).expand(shape).contiguous()
-        made: list[Micro] = []
+        rows: list[Micro] = []
         for chosen_BT in (index_BT, torch.where(self.changed_T, other_BT, index_BT)):
             ids_BT = self.pool[chosen_BT]
             labels_BT = ids_BT.masked_fill(positions_BT == 0, IGNORED)  # nothing predicts these
-            made.append({"input_ids": ids_BT, "labels": labels_BT, "position_ids": positions_BT})
-        return made
+            rows.append({"input_ids": ids_BT, "labels": labels_BT, "position_ids": positions_BT})
+        return rows
 
     def differences(self, one_BT: Tensor, other_BT: Tensor) -> tuple[float, float, float]:
         """How much losses change, by their spread: the root mean square of a document.
@@ -212,8 +209,7 @@ class Comparison:
         That of the most changed document before the changed tokens, of the most changed one after
         them, and of what follows them in their own document.
         """
-        spread = one_BT[one_BT != 0].std(correction=0) if one_BT.count_nonzero() > 1 else 0.0
-        change_BT = (one_BT - other_BT) / (float(spread) or 1.0)
+        change_BT = (one_BT - other_BT) / spread_of(one_BT)
         first = int(self.changed_T.int().argmax())
         before, after, same = 0.0, 0.0, 0.0
         begin = 0
@@ -234,12 +230,12 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
     """Documents as they come, and short ones between long ones, in rows of the same length."""
     rows, tokens = micro["position_ids"].shape
     pool = at_least_two(torch.unique(micro["input_ids"]))
-    made = []
+    tried: list[Comparison] = []
 
     def add(lengths: list[int], changed: list[int]) -> None:
         """Change the first `changed[n]` tokens of document n."""
         parts = [torch.arange(n) < m for n, m in zip(lengths, changed, strict=True)]
-        made.append(Comparison(lengths, torch.cat(parts), pool, min(rows, 2), seed))
+        tried.append(Comparison(lengths, torch.cat(parts), pool, min(rows, 2), seed))
 
     def every_second(lengths: list[int]) -> None:
         first = 1 if len(lengths) > 2 else 0
@@ -254,7 +250,7 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
         add([half, tokens - half], [0, (tokens - half) // 2])
     if 0 < 4 * short < tokens // 2:
         every_second([short, tokens // 2, short + 1, short, tokens - tokens // 2 - 3 * short - 1])
-    return made
+    return tried
 
 
 def _lengths(micro: Micro) -> list[int]:
@@ -272,6 +268,17 @@ def at_least_two(pool: Tensor) -> Tensor:
     return pool if len(pool) > 1 else torch.cat([pool, pool - 1 if int(pool) else pool + 1])
 
 
+def spread_of(losses: Tensor) -> float:
+    """The standard deviation of losses, but for those that are 0: of tokens without a label."""
+    counted = losses[losses != 0]
+    return (float(counted.std(correction=0)) if len(counted) > 1 else 0.0) or 1.0
+
+
+def change_of(losses: Tensor, others: Tensor) -> float:
+    """The root mean square of how losses change, by their spread."""
+    return float((losses - others).square().mean().sqrt()) / spread_of(losses)
+
+
 def limits_of(config: PreTrainedConfig) -> list[int]:
     """Lengths of rows at which what a model does may change: its whole numbers, powers of two."""
     powers = (1 << exponent for exponent in range(1, 31))
@@ -285,3 +292,44 @@ def _whole_numbers(value: Any) -> Iterator[int]:
     elif isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _whole_numbers(inner)
+
+
+def check_masks(
+    micro_batches: Sequence[Mapping[str, Tensor]], config: Any, itemsize: int, free_bytes: int
+) -> None:
+    """Refuse rows whose mask `[B, 1, T, T]` is larger than the device.
+
+    A row of one document without padding needs none: causal attention is told as such, and its
+    memory grows with T.
+
+    Args:
+        config: of the text model.
+        itemsize: bytes of a number in the compute dtype; torch turns a mask of bools into numbers.
+
+    Raises:
+        DoesNotFit: with what the mask is for.
+    """
+    if attention_of(config) not in _WITH_MASKS:
+        return
+    for index, micro in enumerate(micro_batches):
+        rows, tokens = micro["input_ids"].shape
+        needed = rows * tokens**2 * (1 + itemsize)
+        reason = _reason(micro, config) if needed > free_bytes else None
+        if reason is not None:
+            raise DoesNotFit(
+                f"micro-batch {index} has rows of {tokens} tokens with {reason}: the attention "
+                f"mask takes {gib(needed)}, and {gib(free_bytes)} are free; use shorter rows, or "
+                "long rows of one document without padding"
+            )
+
+
+def _reason(micro: Mapping[str, Tensor], config: Any) -> str | None:
+    """Why transformers makes a mask for these rows (masking_utils, `_ignore_causal_mask_sdpa`)."""
+    if "attention_mask" in micro and not bool(micro["attention_mask"].all()):
+        return "padding"
+    if is_packed(micro):
+        return None if attention_of(config) == BY_LENGTHS else "several documents"
+    window = getattr(config, "sliding_window", None)
+    if isinstance(window, int) and micro["input_ids"].shape[1] >= window:
+        return f"a sliding window of {window}"
+    return None

@@ -13,9 +13,8 @@ from megatrain.compat.torch import buffers_of, pytree, recomputing
 from megatrain.errors import RunFailed
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES
-from megatrain.model.rng_use import draws
 from megatrain.model.routers import taken
-from megatrain.model.token_chunks import tile_parts
+from megatrain.model.token_chunks import draws, tile_parts
 from megatrain.placement import Saves
 
 # What a call is for; each is compiled for itself.

@@ -73,32 +73,38 @@ def _tried(spec: ModelSpec, name: str) -> int:
             f"{name} has a loss_function of its own, which is not computed here; take it away, or "
             "train on it elsewhere"
         )
+    noted: list[tuple[Tensor, Tensor, Tensor]] = []
+    before = vars(model).copy()
+
+    def noting(logits: Tensor, labels: Tensor, *rest: Any, **more: Any) -> Tensor:
+        noted.append((logits, labels, function(logits, labels, *rest, **more)))
+        return noted[-1][-1]
+
+    model.loss_function = noting
     try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices=[]),
-            _vocabulary(spec),
-            _noting(model, function) as noted,
-        ):
-            own, logits_BTV = _own(spec, labels_BT)
-            loss = None if own is None else float(own)
+        loss, logits_BTV = _loss_of_model(spec, labels_BT)
+        value = None if loss is None else float(loss)
     except Exception as error:  # whatever a model's own code makes of these labels
         raise Unsupported(
             f"the loss in {name}'s forward cannot be computed of labels [rows, tokens] alone "
             f"({in_one_line(error, 200)}), and another one is not trained; give a model whose "
             "forward can"
         ) from error
-    if loss is None:
+    finally:
+        vars(model).clear()
+        vars(model).update(before)
+    if value is None:
         return 1
     if not _is_known(model.forward) and not any(
-        each[0] is logits_BTV and each[1] is labels_BT and each[2] is own for each in noted
+        logits is logits_BTV and labels is labels_BT and result is loss
+        for logits, labels, result in noted
     ):
         raise Unsupported(
             f"{name}'s forward is not transformers' own, and its loss not what its loss_function "
             "makes of the labels and the logits that it returns; give a model whose loss is"
         )
     for shift in (1, 0):
-        if _same(loss, _cross_entropy(logits_BTV, labels_BT, shift)):
+        if _same(value, _cross_entropy(logits_BTV, labels_BT, shift)):
             return shift
     raise Unsupported(
         f"the loss in {name}'s forward is not the mean cross entropy of its labels, and what it "
@@ -112,26 +118,6 @@ def _is_known(function: Callable[..., Any]) -> bool:
     return of.partition(".")[0] in ("transformers", "transformers_modules")
 
 
-@contextmanager
-def _noting(
-    model: PreTrainedModel, function: Callable[..., Tensor]
-) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
-    """Within this context the model's loss function notes its logits, labels and losses."""
-    noted: list[tuple[Tensor, Tensor, Tensor]] = []
-    before = vars(model).copy()
-
-    def loss(logits: Tensor, labels: Tensor, *rest: Any, **more: Any) -> Tensor:
-        noted.append((logits, labels, function(logits, labels, *rest, **more)))
-        return noted[-1][-1]
-
-    model.loss_function = loss
-    try:
-        yield noted
-    finally:
-        vars(model).clear()
-        vars(model).update(before)
-
-
 def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> None:
     """Raises Unsupported: what the model adds for its routers is something else, or not known."""
     if not spec.routed:
@@ -141,15 +127,14 @@ def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> No
         )
     labels_BT, mask_BT = _labels(spec.capture.model), torch.ones(_SHAPE, dtype=torch.long)
     mask_BT[1, -2:] = 0
-    sums = next(each.kind.example[-1] for each in spec.layers if each.kind.routes)
     generator = torch.Generator().manual_seed(1)
-    shape = len(spec.routed), labels_BT.numel(), sums.shape[1] // 2
+    shape = len(spec.routed), labels_BT.numel(), spec.routed_shape[1] // 2
     routed = (3 * torch.randn(shape, generator=generator)).unbind()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _vocabulary(spec):
-        own, logits_BTV = _own(spec, labels_BT, routed, attention_mask=mask_BT)
-    balance, _ = loss.balance([loss.sums(each, mask_BT.flatten().float()) for each in routed])
-    wanted = _cross_entropy(logits_BTV, labels_BT, shift) + loss.weight * float(balance)
-    if own is None or not _same(float(own), wanted):
+    total, logits_BTV = _loss_of_model(spec, labels_BT, routed, attention_mask=mask_BT)
+    sums = [loss.sums(logits, mask_BT.flatten().float()) for logits in routed]
+    wanted = _cross_entropy(logits_BTV, labels_BT, shift)
+    wanted += loss.weight * float(loss.balance(sums)[0])
+    if total is None or not _same(float(total), wanted):
         raise Unsupported(
             f"output_router_logits is on in the model's configuration, and the loss that {name} "
             "adds for its routers is not the usual one; set it to false"
@@ -167,7 +152,7 @@ def _labels(model: PreTrainedModel) -> Tensor:
     return labels_BT
 
 
-def _own(
+def _loss_of_model(
     spec: ModelSpec, labels_BT: Tensor, routed: tuple[Tensor, ...] = (), **more: Tensor
 ) -> tuple[Tensor | None, Tensor]:
     """Loss of the model's own forward, None if it has none, and logits, of random hidden states.
@@ -190,7 +175,12 @@ def _own(
     output = with_hidden(spec.trunk, hidden)
     if routed:
         output["router_logits"], inputs["output_router_logits"] = routed, True
-    with _FewRows(weights):
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        _vocabulary(spec),
+        _FewRows(weights),
+    ):
         loss, logits = capture.own_loss(weights, output, inputs, labels_BT)
         return loss, capture.head(weights, output, inputs) if logits is None else logits
 

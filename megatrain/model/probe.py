@@ -7,6 +7,7 @@ forward computes from what is read off the autograd graph.
 
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from transformers import Cache, PreTrainedModel
 
 from megatrain.compat.torch import pytree
 from megatrain.errors import first_line
-from megatrain.model.autograd_deps import reach, tag
 from megatrain.model.capture import (
     PROLOGUE,
     Capture,
@@ -36,8 +36,13 @@ from megatrain.model.projection import mixes_tokens
 from megatrain.model.routers import RouterLoss, router_loss, tap
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.state import OtherRandomness, example, refuse_state, settle
-from megatrain.model.unsupported import Unsupported, Watch, draws_for_layers, refuse_settings
-from megatrain.model.user_changes import refuse_behaviour
+from megatrain.model.unsupported import (
+    Unsupported,
+    Watch,
+    draws_for_layers,
+    refuse_behaviour,
+    refuse_settings,
+)
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
 _MORE_STATES = "its head computes logits from more than the last hidden states"
@@ -391,3 +396,51 @@ def _probe_rows(
         name: torch.zeros(len(unique), weights[name].shape[1], requires_grad=True) for name in names
     }
     return Rows(ids, torch.searchsorted(unique, ids), tables, unique)
+
+
+class _Tag(torch.autograd.Function):
+    """Marks an activation in the autograd graph with its origin."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ref: Ref) -> Tensor:
+        ctx.ref = ref
+        return value.detach().clone().requires_grad_()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> Any:
+        return gradient[0], None
+
+
+def tag(value: Tensor, ref: Ref) -> Tensor:
+    """A copy of `value` by which `reach` knows what was computed from it."""
+    anchor = torch.zeros((), dtype=value.dtype, requires_grad=True)
+    with torch.enable_grad():
+        return _Tag.apply(value + anchor, ref)
+
+
+@dataclass
+class AutogradDeps:
+    """The tagged activations, and leaves (by id), that tensors depend on."""
+
+    refs: set[Ref] = field(default_factory=set)
+    leaves: set[int] = field(default_factory=set)
+
+
+def reach(tensors: Iterable[Tensor]) -> AutogradDeps:
+    """Walk the autograd graph of `tensors` back to tagged activations and leaves."""
+    tensors = list(tensors)
+    found, seen = AutogradDeps(), set()
+    queue: list[Any] = [t.grad_fn for t in tensors]
+    found.leaves.update(id(t) for t in tensors if t.requires_grad and t.grad_fn is None)
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "ref"):
+            found.refs.add(node.ref)
+        elif hasattr(node, "variable"):
+            found.leaves.add(id(node.variable))
+        else:
+            queue.extend(parent for parent, _ in node.next_functions)
+    return found

@@ -37,8 +37,7 @@ from megatrain.model.build import (
 )
 from megatrain.model.export import saved_config
 from megatrain.model.fingerprint import Reader
-from megatrain.model.unsupported import Unsupported
-from megatrain.model.user_changes import refuse_hooks, refuse_weights
+from megatrain.model.unsupported import Unsupported, refuse_hooks, refuse_weights
 
 # What says nothing of the numbers that a forward gives, or is compared by itself.
 _LEFT_OUT = {

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from megatrain.compat.transformers import unpacked
 from megatrain.errors import InputError
 from megatrain.model.capture import Call
-from megatrain.model.document_check import TOLERANCE, at_least_two, limits_of
+from megatrain.model.document_check import TOLERANCE, at_least_two, change_of, limits_of
 from megatrain.model.program import ModelProgram
 from megatrain.model.sequence_attention import attention_of_ranks, attention_of_shares, rows_of
 from megatrain.model.sequence_share import SequenceShare
@@ -74,7 +74,7 @@ class RowTrial:
         for micro in micro_batches:
             tokens = micro["input_ids"].shape[1]
             lengths = tokens, self._share.tokens(tokens) * size
-            low, high = (bisect_left(self._limits, each) for each in lengths)
+            low, high = (bisect_left(self._limits, length) for length in lengths)
             if (low, high) not in self._equal:
                 self._try(tokens, torch.unique(micro["input_ids"]))
                 self._equal.add((low, high))
@@ -89,14 +89,13 @@ class RowTrial:
             self._program.attend(self._of_ranks)
         plain, placed, whole, shares, *_ = losses
         # The last token of a share predicts nothing there, but in the row the next share's first.
-        apart = (whole.view(shares.shape)[:, :-1], shares[:, :-1])
+        of_row, of_shares = whole.view(shares.shape)[:, :-1], shares[:, :-1]
+        why_cut = "are cut: layers mix tokens other than by attention, or attend otherwise"
         for one, other, why in (
             (plain, placed, "are given as 0, 1, 2, ...: it counts them in another way"),
-            (*apart, "are cut: layers mix tokens other than by attention, or attend otherwise"),
+            (of_row, of_shares, why_cut),
         ):
-            spread = float(one.std(correction=0)) or 1.0
-            change = float((one - other).square().mean().sqrt()) / spread
-            if not change <= TOLERANCE:
+            if not (change := change_of(one, other)) <= TOLERANCE:
                 what = "positions" if one is plain else "rows"
                 reason = f"its losses change by {change:.1e} of their spread if {what} {why}"
                 raise InputError(self._refused(reason))
@@ -110,13 +109,13 @@ class RowTrial:
     def _rows(self, tokens: int, pool: Tensor) -> list[Micro]:
         """A row without positions, with them, with those of shares; its shares; each alone."""
         pool = at_least_two(pool)  # of a single token attention tells nothing
-        size, each = self._share.ranks.size, max(2, self._share.tokens(tokens))
-        short = min(_TOKENS, each)
+        size, of_rank = self._share.ranks.size, max(2, self._share.tokens(tokens))
+        short = min(_TOKENS, of_rank)
         generator = torch.Generator().manual_seed(0)
         ids_NS, labels_NS = (
             pool[torch.randint(len(pool), (size, short), generator=generator)] for _ in range(2)
         )
-        ends = torch.arange(1, size + 1)[:, None] * each
+        ends = torch.arange(1, size + 1)[:, None] * of_rank
         places_NS = ends - short + torch.arange(short)
         shares = {"input_ids": ids_NS, "labels": labels_NS, "position_ids": places_NS}
         rows = [{name: value[n : n + 1] for name, value in shares.items()} for n in range(size)]

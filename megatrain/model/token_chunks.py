@@ -9,7 +9,8 @@ Legend: B rows, T tokens of a row, N = B x T, D width in, E width out, C tokens 
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.compat.torch import TorchDispatchMode, without_modes
-from megatrain.model.rng_use import draws
 
 Run = Callable[[dict[str, Tensor], Tensor], Tensor]
 Compiler = Callable[[Callable[..., Any], str], Callable[..., Any]]
@@ -231,3 +231,26 @@ def _same_when_short(run: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) 
     some = (slice(1, 2), slice(_OFFSET, _OFFSET + _SHORT))
     near = _OTHER_KERNELS.get(x.dtype, 1e-4) * float(whole.abs().max())
     return bool(((run(x[some]) - whole[some]).abs() <= near).all())
+
+
+def draws(function: Callable[[], Any], tensors: Mapping[str, Tensor]) -> bool:
+    """True if a call draws torch's random numbers; their state is put back.
+
+    Args:
+        tensors: some that it computes with, for their device.
+    """
+    generators = [(torch.get_rng_state, torch.set_rng_state)]
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+    if device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(device)
+        get, put = module.get_rng_state, module.set_rng_state
+        generators.append((partial(get, device), partial(put, device=device)))
+    before = [get() for get, _ in generators]
+    try:
+        with torch.no_grad():
+            function()
+        after = [get() for get, _ in generators]
+    finally:
+        for (_, put), state in zip(generators, before, strict=True):
+            put(state)
+    return not all(map(torch.equal, before, after))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatrain import DoesNotFit, Placement
 from megatrain.base.units import GIB
-from megatrain.model.masks import check_masks
+from megatrain.model.document_check import check_masks
 from tests.parity.cases import llama, make_engine
 
 PLAIN = SimpleNamespace(_attn_implementation="sdpa", sliding_window=None)

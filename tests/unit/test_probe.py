@@ -111,6 +111,7 @@ REFUSALS = {
     ),
     "changes model.layers.1.previous as it runs": lambda: with_layer(Remembering, previous=None),
     "output_router_logits": lambda: tiny(output_router_logits=True),
+    "attn_implementation is flex_attention": lambda: tiny(attn_implementation="flex_attention"),
     "layerdrop is 0.5": lambda: tiny(layerdrop=0.5),
     "rescale_every is 2": lambda: tiny_model("rwkv", changes={"rescale_every": 2}),
 }
