@@ -75,8 +75,12 @@ class Reader:
             return kind, repr(value)  # zeros have signs
         if isinstance(value, _ATOMS):
             return Is(value)
+        if isinstance(value, nn.Parameter):
+            self.strays.append(value)
+        if isinstance(value, Tensor) and self._by_identity:
+            return Is(value), None if value.is_inference() else version_of(value)
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            return value_of(value)
         if self._met(value):
             return self._again(value)
         return kind, self._inside(value)
@@ -101,7 +105,10 @@ class Reader:
             return tuple(map(self.of, (value.func, value.args, value.keywords, vars(value))))
         if not _is_transparent(type(value)):
             return Is(value)
-        return self._items(value), self._named(_attributes_of(value))
+        slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
+        names = [n for names in slots for n in ((names,) if isinstance(names, str) else names)]
+        attributes = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        return self._items(value), self._named(attributes | getattr(value, "__dict__", {}))
 
     def _items(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -128,31 +135,19 @@ class Reader:
             self._named({k: v for k, v in vars(function).items() if k != "__wrapped__"}),
         )
 
-    def _tensor(self, tensor: Tensor) -> Any:
-        if isinstance(tensor, nn.Parameter):
-            self.strays.append(tensor)
-        if self._by_identity:
-            return Is(tensor), None if tensor.is_inference() else version_of(tensor)
-        return value_of(tensor)
-
     def _module(self, module: nn.Module) -> tuple:
         for parameter in parameters_of(module).values():
             if parameter is not None and id(parameter) not in self._own:
                 self.strays.append(parameter)
-        weights = [
-            (name, None if tensor is None else self._weight(tensor))
-            for held in (parameters_of(module), buffers_of(module))
-            for name, tensor in held.items()
-        ]
+        # Weights and buffers are given to a template: what counts is which are the same.
+        weights: list[Any] = []
+        for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
+            if tensor is None or self._met(tensor):
+                weights.append((name, None if tensor is None else self._again(tensor)))
+            else:
+                weights.append((name, type(tensor), tuple(tensor.shape), tensor.requires_grad))
         children = tuple((name, self.of(child)) for name, child in children_of(module).items())
         return tuple(self.attributes(module)), tuple(weights), children
-
-    def _weight(self, tensor: Tensor) -> Any:
-        """Weights and buffers are given to a template: what counts is which are the same."""
-        if self._met(tensor):
-            return self._again(tensor)
-        trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        return isinstance(tensor, nn.Parameter), tuple(tensor.shape), trained
 
     def attributes(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
         """A module's own plain attributes by name, and what its class may keep."""
@@ -162,22 +157,23 @@ class Reader:
                 yield name, self.of(value)
         for cls in type(module).__mro__:
             if cls.__module__.split(".")[0] not in (*_LIBRARIES, "builtins", "abc", "typing"):
-                own = {n: v for n, v in vars(cls).items() if n[:2] != "__" or n == "__call__"}
-                held = {
-                    n: v for n, v in own.items() if _may_be_state(v) or isinstance(v, FunctionType)
+                kept = {
+                    name: value
+                    for name, value in vars(cls).items()
+                    if (name[:2] != "__" or name == "__call__")
+                    and (_may_be_state(value) or isinstance(value, FunctionType))
                 }
-                yield cls.__qualname__, self._named(held)
+                yield cls.__qualname__, self._named(kept)
 
 
 def value_of(tensor: Tensor) -> Any:
     """A tensor by type, shape and values; a large one by its identity."""
-    facts = tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad
-    if tensor.is_meta:
-        return facts
-    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.numel() > _SMALL:
+    plain = type(tensor) is Tensor and tensor.layout == torch.strided
+    if not tensor.is_meta and not (plain and tensor.numel() <= _SMALL):
         return Is(tensor)
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return *facts, bytes(flat.view(torch.uint8).tolist())
+    flat = tensor.detach().contiguous().view(-1)
+    data = b"" if tensor.is_meta else bytes(flat.cpu().view(torch.uint8).tolist())
+    return tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad, data
 
 
 def _is_transparent(cls: type) -> bool:
@@ -187,13 +183,6 @@ def _is_transparent(cls: type) -> bool:
 
 
 _HEAP_TYPE = 1 << 9  # of a class made by Python code (Py_TPFLAGS_HEAPTYPE)
-
-
-def _attributes_of(value: Any) -> dict[str, Any]:
-    slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
-    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
-    held = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return {**held, **getattr(value, "__dict__", {})}
 
 
 def _may_be_state(value: Any) -> bool:

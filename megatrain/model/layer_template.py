@@ -20,13 +20,13 @@ from megatrain.placement import Saves
 # What a call is for; each is compiled for itself.
 PURPOSES = ("forward", "recompute", "repeat", "keep", "keep_all")
 FORWARD, RECOMPUTE, REPEAT, KEEP, KEEP_ALL = PURPOSES
-_NEWS = {
-    FORWARD: "forward without a backward",
-    RECOMPUTE: "backward",
-    REPEAT: "forward and backward",
-    KEEP: "kept graph",
-    KEEP_ALL: "graph kept whole",
-}
+_NEWS = (
+    "forward without a backward",
+    "backward",
+    "forward and backward",
+    "kept graph",
+    "graph kept whole",
+)
 
 # Share of a layer's activations that a compiled graph may hold; the rest is computed again. Half is
 # about the outputs of the matrix products and of attention.
@@ -90,9 +90,10 @@ class LayerTemplate:
 
     def compile(self, name: str) -> None:
         """Compile the call, apart for each purpose (torch.compile, at the first call)."""
-        self.compiled = {p: compile_and_tell(_apply, f"{name} ({_NEWS[p]})", p) for p in PURPOSES}
-        for purpose, share in _SHARES.items():
-            self.compiled[purpose] = _within_budget(self.compiled[purpose], share)
+        for purpose, news in zip(PURPOSES, _NEWS, strict=True):
+            function = compile_and_tell(_apply, f"{name} ({news})", purpose)
+            share = _SHARES.get(purpose)
+            self.compiled[purpose] = function if share is None else _in_budget(function, share)
 
     def tile(self, tokens: int, name: str, *, compiled: bool) -> None:
         """Run what acts on every token alone over tiles of `tokens`; compile no more than that."""
@@ -157,7 +158,7 @@ def containers(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping]:
     return mappings
 
 
-def _within_budget(function: Callable[..., Any], share: float) -> Callable[..., Any]:
+def _in_budget(function: Callable[..., Any], share: float) -> Callable[..., Any]:
     # Read by torch's partitioner when the function is compiled, at the first call of a shape. Made
     # once: each one is a class of its own, which a call would leave to the garbage collector.
     budget = recomputing(share)

@@ -43,15 +43,10 @@ def _(blocks: Tensor, ranks: int) -> Tensor:
     return torch.empty_like(blocks)
 
 
-def _note(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    ctx.ranks = inputs[1]
-
-
-def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return exchange(gradient.contiguous(), ctx.ranks), None
-
-
-exchange.register_autograd(_exchange_back, setup_context=_note)
+exchange.register_autograd(
+    lambda ctx, gradient: (exchange(gradient.contiguous(), ctx.ranks), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "ranks", inputs[1]),
+)
 
 
 class _OfRanks:

@@ -46,7 +46,8 @@ def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple
         (name, part)
         for name, part in module.named_modules()
         if name
-        and (names is None or _has(part, name, names))
+        and (names is None or any(n.startswith(f"{name}.") for n in names))
+        and (names is None or {f"{name}.{n}" for n, _ in part.named_parameters()} <= set(names))
         and not _is_one_operation(part)
         and not behaves(part)
     ]
@@ -58,13 +59,6 @@ def behaves(part: nn.Module) -> bool:
         not isinstance(vars(child).get("forward"), (ChunkedOverTokens, type(None)))
         for child in part.modules()
     )
-
-
-def _has(part: nn.Module, name: str, names: Collection[str]) -> bool:
-    if not any(each.startswith(f"{name}.") for each in names):
-        return False  # at once: a large model has thousands of modules
-    own = [f"{name}.{inner}" for inner, _ in part.named_parameters()]
-    return bool(own) and all(inner in names for inner in own)
 
 
 def _is_one_operation(part: nn.Module) -> bool:
@@ -105,7 +99,7 @@ class ChunkedOverTokens:
         return self._over_tiles(bound, x) if self._taken[key] else self._whole(x)
 
     def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
-        return acts_on_tokens_alone(lambda y: _apply(self._alone, bound, y), x)
+        return acts_on_tokens_alone(partial(_apply, self._alone, bound), x)
 
     def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
         return _Tiles.apply(self._call, self._tokens, list(bound), x, *bound.values())
@@ -138,10 +132,10 @@ class _Tiles(torch.autograd.Function):
         out_NE: Tensor | None = None
         with without_modes(), torch.no_grad():
             for rows in _tiles(len(x_ND), tokens):
-                made_CE = run(bound, x_ND[rows][None].detach())[0]
+                out_CE = run(bound, x_ND[rows][None].detach())[0]
                 if out_NE is None:
-                    out_NE = made_CE.new_empty(len(x_ND), made_CE.shape[-1])
-                out_NE[rows] = made_CE
+                    out_NE = out_CE.new_empty(len(x_ND), out_CE.shape[-1])
+                out_NE[rows] = out_CE
         assert out_NE is not None
         return out_NE.view(*x_BTD.shape[:-1], -1)
 
@@ -150,17 +144,13 @@ class _Tiles(torch.autograd.Function):
         x_BTD, *values = ctx.saved_tensors
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         gradient_NE = gradient_BTE.reshape(-1, gradient_BTE.shape[-1])
-        needed = [
-            value for value, need in zip(values, ctx.needs_input_grad[4:], strict=True) if need
-        ]
+        pairs = list(zip(values, ctx.needs_input_grad[4:], strict=True))
         # Summed in fp32, so that a weight's gradient is rounded once, as without tiles.
-        sums = [torch.zeros_like(value, dtype=torch.float32) for value in needed]
+        sums = [torch.zeros_like(x, dtype=torch.float32) if need else None for x, need in pairs]
         dx_ND = torch.empty_like(x_ND)
         for rows in _tiles(len(x_ND), ctx.tokens):
             x_CD = x_ND[rows][None].detach().requires_grad_()
-            leaves = [value.detach() for value in values]
-            for leaf, need in zip(leaves, ctx.needs_input_grad[4:], strict=True):
-                leaf.requires_grad_(need)
+            leaves = [value.detach().requires_grad_(need) for value, need in pairs]
             with torch.enable_grad():
                 out_CE = ctx.run(dict(zip(ctx.names, leaves, strict=True)), x_CD)
             wanted = [x_CD, *(leaf for leaf in leaves if leaf.requires_grad)]
@@ -168,11 +158,13 @@ class _Tiles(torch.autograd.Function):
                 out_CE, wanted, gradient_NE[rows][None], allow_unused=True, materialize_grads=True
             )
             dx_ND[rows] = dx_CD[0]
-            for total, grad in zip(sums, grads, strict=True):
+            for total, grad in zip((s for s in sums if s is not None), grads, strict=True):
                 total.add_(grad)
-        rounded = iter([s.to(value.dtype) for s, value in zip(sums, needed, strict=True)])
-        dvalues = [next(rounded) if need else None for need in ctx.needs_input_grad[4:]]
-        return None, None, None, dx_ND.view_as(x_BTD), *dvalues
+        rounded = [
+            None if total is None else total.to(value.dtype)
+            for total, value in zip(sums, values, strict=True)
+        ]
+        return None, None, None, dx_ND.view_as(x_BTD), *rounded
 
 
 def _tiles(total: int, tokens: int) -> Iterator[slice]:
@@ -186,9 +178,9 @@ class _Whole(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for made in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(made, Tensor) and not made.is_floating_point():
-                self.only_floats = False
+        results = result if isinstance(result, (tuple, list)) else [result]
+        if any(isinstance(x, Tensor) and not x.is_floating_point() for x in results):
+            self.only_floats = False
         return result
 
 
@@ -208,8 +200,12 @@ def acts_on_tokens_alone(run: Callable[[Tensor], Any], like_BTD: Tensor) -> bool
         fits = isinstance(whole, Tensor) and whole.ndim == 3 and whole.shape[:2] == _TRIAL_SHAPE
         if not fits or not seen.only_floats or draws(lambda: run(x), {"x": x}):
             return False
+        # Few tokens from the middle of a row: their place does not count either.
+        some = (slice(1, 2), slice(_OFFSET, _OFFSET + _SHORT))
+        near = _OTHER_KERNELS.get(x.dtype, 1e-4) * float(whole.abs().max())
         with torch.no_grad():
-            return _independent(run, x, whole) and _same_when_short(run, x, whole)
+            short = run(x[some])
+            return _independent(run, x, whole) and bool(((short - whole[some]).abs() <= near).all())
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False
 
@@ -219,18 +215,9 @@ def _independent(run: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) -> b
         other = x.clone()
         other[row, token] = -2 * other[row, token] + 1
         differs = (run(other) != whole).any(-1)
-        there = bool(differs[row, token])
-        differs[row, token] = False
-        if not there or bool(differs.any()):
+        if not differs[row, token] or int(differs.sum()) != 1:
             return False
     return True
-
-
-def _same_when_short(run: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) -> bool:
-    """Few tokens from the middle of a row: their place does not count either."""
-    some = (slice(1, 2), slice(_OFFSET, _OFFSET + _SHORT))
-    near = _OTHER_KERNELS.get(x.dtype, 1e-4) * float(whole.abs().max())
-    return bool(((run(x[some]) - whole[some]).abs() <= near).all())
 
 
 def draws(function: Callable[[], Any], tensors: Mapping[str, Tensor]) -> bool:
