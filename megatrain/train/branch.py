@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatrain.base.whole_files import link_file, whole_folder
-from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
+from megatrain.checkpoint import is_checkpoint, newest_whole, open_checkpoint
 from megatrain.checkpoint.manifest import KEEP
 from megatrain.config import Config, overridden
 from megatrain.errors import InputError
@@ -24,7 +24,7 @@ from megatrain.run_folder.layout import (
 from megatrain.train.evaluations import Watch
 from megatrain.train.resume import RunState, check_config, cut_metrics
 
-# What the checkpoint's own tokenizer has already.
+# Keys that say what the checkpoint's own tokenizer has already.
 _WITH_WEIGHTS = ("tokenizer", "chat_template", "eos_token")
 
 
@@ -48,7 +48,13 @@ def branched(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> 
     Raises:
         InputError: there is no whole checkpoint, `new` is taken, or a setting cannot change.
     """
-    checkpoint = _checkpoint(run)
+    newest = run if is_checkpoint(run) else newest_whole(run / CHECKPOINTS)
+    if newest is None:
+        raise InputError(
+            f"{run}: no run with a whole checkpoint; name a run, or set model.path of a new run "
+            "file to the model"
+        )
+    checkpoint = open_checkpoint(newest)
     state = RunState.of(checkpoint.extra, checkpoint.folder)
     kept = [f"model.{name}=null" for name in _WITH_WEIGHTS] if fresh else []
     fixed = [f"output.folder={json.dumps(str(new))}"]
@@ -87,18 +93,6 @@ def branched(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> 
         if not (new / ENVIRONMENT).exists():
             shutil.rmtree(new)
         raise
-
-
-def _checkpoint(run: Path) -> Checkpoint:
-    if is_checkpoint(run):
-        return open_checkpoint(run)
-    newest = newest_whole(run / CHECKPOINTS)
-    if newest is None:
-        raise InputError(
-            f"{run}: no run with a whole checkpoint; name a run, or set model.path of a new run "
-            "file to the model"
-        )
-    return open_checkpoint(newest)
 
 
 def _take(checkpoint: Path, to: Path) -> None:

@@ -1,17 +1,20 @@
-"""Hugging Face's `TrainerCallback` in a run: told what happens, and heeded where it asks."""
+"""Hugging Face's `TrainerCallback` in a run: called at its events, and heeded where it asks."""
 
 import json
 import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from megatrain.compat.transformers import exports_state
 from megatrain.config import Config
 from megatrain.data import StreamLoader
 from megatrain.errors import InputError, first_line
+from megatrain.parallel.distributed import local_rank
 from megatrain.run_folder.layout import checkpoint_folder
 from megatrain.telemetry.metrics import is_evaluation
 from megatrain.train.setup import Job, steps_of
@@ -29,7 +32,11 @@ _OF_THE_RUN = (
 )  # fmt: skip
 _OF_THE_TOKENIZER = ("chat_template", "eos_token", "bos_token", "pad_token", "unk_token")
 _ABSENT = object()
-_TRACKERS = {"WandbCallback": "wandb", "TrackioCallback": "trackio"}
+_TRACKERS = {
+    "WandbCallback": "set tracking.to: wandb in the run file",
+    "TrackioCallback": "set tracking.to: trackio in the run file",
+    "SwanLabCallback": "leave it out",
+}
 
 
 class Callbacks:
@@ -39,86 +46,76 @@ class Callbacks:
     Each of several ranks calls its own; what one asks for is done by all.
     """
 
-    def __init__(self, given: Sequence[Any], job: Job, config: Config, folder: Path) -> None:
-        """Make what callbacks are given; without any nothing is imported.
+    def __init__(self, callbacks: Sequence[Any], job: Job, config: Config, folder: Path) -> None:
+        """Prepare callbacks, or classes of them.
 
         Raises:
             InputError: one is no `TrainerCallback`, or has an event that never comes.
         """
-        self._all: list[Any] = []
-        self._ranks = job.ranks
-        self._epoch_begins, self._epoch_ends = True, False
-        before = job.resumed.callbacks.get("names") if job.resumed else None
-        if before not in (None, names_of(given)):
-            log.warning("resume: callbacks were %s, and are %s now", before, names_of(given))
-        if not given:
-            return
-        from transformers import TrainerControl, TrainerState
-
-        self._all = _checked(given)
+        names, resumed = names_of(callbacks), job.resumed
+        before = resumed.callbacks.get("names") if resumed else None
+        if before not in (None, names):
+            log.warning("resume: callbacks were %s, and are %s now", before, names)
+        self._all = _checked(callbacks)
+        self._arguments = _arguments(config, folder, job) if self._all else None
         self._job, self._folder, self._log_every = job, folder, config.output.log_every
         self._saves_best = config.checkpoint.best is not None
-        self._arguments = _arguments(config, folder, job)
+        total, rows = job.total_steps, config.training.batch_size
+        of_a_stream = isinstance(job.loader, StreamLoader)  # nobody knows how long it is
         self._state = TrainerState(
             epoch=0,
-            max_steps=job.total_steps,
-            num_train_epochs=_epochs(config, job),
-            global_step=job.resumed.step if job.resumed else 0,
+            max_steps=total,
+            num_train_epochs=1 if of_a_stream else -(-total // steps_of(1, config, job.loader)),
+            global_step=resumed.step if resumed else 0,
             logging_steps=self._log_every,
-            eval_steps=self._arguments.eval_steps,
-            save_steps=self._arguments.save_steps,
-            train_batch_size=self._arguments.per_device_train_batch_size,
-            is_local_process_zero=self._arguments.local_process_index == 0,
+            eval_steps=config.training.eval_every or total,
+            save_steps=config.checkpoint.every or total,
+            train_batch_size=-(-rows // job.ranks.size),
+            is_local_process_zero=not local_rank(job.ranks.host),
             is_world_process_zero=job.ranks.rank == 0,
         )
         self._control = TrainerControl()
+        self._epoch_begins, self._epoch_ends = True, False
         self._epochs_done = int(job.loader.epoch)
-        self._evaluated = -1  # the step of the last evaluation that they were told of
-        if job.resumed is not None:
-            longer = job.resumed.differs(config, "training", "steps", "epochs")
-            self._load(job.resumed.callbacks, longer=longer)
+        self._evaluated = -1  # the step of the last evaluation that they know of
+        if resumed is not None:
+            longer = resumed.differs(config, "training", "steps", "epochs")
+            self._load(resumed.callbacks, longer=longer)
         self._losses: list[float] = []
         self.call("on_init_end")
 
     def state_dict(self) -> dict[str, Any]:
-        """What those that are an `ExportableState` of transformers want to find again, as JSON."""
+        """Requests, and the states of those that are transformers' `ExportableState`, as JSON."""
         if not self._all:
             return {}
-        told = {"names": names_of(self._all), "asked": self._asked()}
+        state = {"names": names_of(self._all), "asked": self._asked()}
         exported: defaultdict[str, list[Any]] = defaultdict(list)
         try:
-            for each in self._exporting():
-                exported[type(each).__name__].append(each.state()["attributes"])
-            made: dict[str, Any] = json.loads(
-                json.dumps({"evaluated": self._evaluated, "of": exported}, allow_nan=False)
-            )
+            for callback in filter(exports_state, self._all):
+                exported[type(callback).__name__].append(callback.state()["attributes"])
+            more = {"evaluated": self._evaluated, "of": exported}
+            return state | json.loads(json.dumps(more, allow_nan=False))
         except Exception as error:  # theirs; the run goes before
             log.warning("callbacks will begin anew on resume: %s", first_line(error))
-            return told
-        return told | made
+            return state
 
     def _asked(self) -> list[bool]:
         return [bool(getattr(self._control, flag)) for flag in _ASKED]
 
     def _load(self, saved: Mapping[str, Any], *, longer: bool) -> None:
         """Args: `longer`: the run was given another length, so that no end asked for counts."""
+        if not self._all:
+            return
         for flag, asked in zip(_ASKED, saved.get("asked", ()), strict=False):
             setattr(self._control, flag, asked and not (longer and flag == "should_training_stop"))
         self._evaluated = saved.get("evaluated", self._state.global_step)
-        there = {name: iter(states) for name, states in saved.get("of", {}).items()}
-        for each in self._exporting():
-            for name, value in next(there.get(type(each).__name__, iter(())), {}).items():
-                setattr(each, name, value)
-
-    def _exporting(self) -> list[Any]:
-        from megatrain.compat.transformers import exports_state
-
-        return [each for each in self._all if exports_state(each)]
+        states = {name: iter(of_class) for name, of_class in saved.get("of", {}).items()}
+        for callback in filter(exports_state, self._all):
+            for name, value in next(states.get(type(callback).__name__, iter(())), {}).items():
+                setattr(callback, name, value)
 
     def begin(self, logged: Sequence[Mapping[str, Any]]) -> None:
         """The first step comes next; the lines that the log has of earlier ones."""
-        if not self._all:
-            return
         for record in logged:
             self._state.epoch = record.get("epoch", self._state.epoch)
             evaluated = is_evaluation(record)
@@ -128,7 +125,7 @@ class Callbacks:
         self.call("on_train_begin")
 
     def epoch(self, *, more: bool) -> bool:
-        """Whether an epoch, or the last step, is over; `more` steps begin the next epoch."""
+        """True if an epoch, or the last step, is over; `more` steps begin the next epoch."""
         ends = bool(self._all) and (self._epoch_ends or not more)
         if ends:
             self.call("on_epoch_end")
@@ -137,8 +134,6 @@ class Callbacks:
 
     def end(self) -> None:
         """Tell callbacks that the run is over; all that it writes is there."""
-        if not self._all:
-            return
         seconds, steps = time.perf_counter() - self._started, len(self._losses)
         logs = {"train_runtime": seconds, "train_steps_per_second": steps / seconds}
         self._log(logs | ({"train_loss": sum(self._losses) / steps} if steps else {}))
@@ -146,13 +141,11 @@ class Callbacks:
 
     @property
     def stop(self) -> bool:
-        """Whether a callback has asked for the end of the run."""
-        return bool(self._all) and self._control.should_training_stop
+        """True if a callback has asked for the end of the run."""
+        return self._control.should_training_stop
 
     def take(self, flag: str) -> bool:
-        """Whether one has asked, by this flag of TrainerControl, since the last call."""
-        if not self._all:
-            return False
+        """True if one has asked, by this flag of TrainerControl, since the last call."""
         asked = getattr(self._control, flag)
         setattr(self._control, flag, False)
         return asked
@@ -168,15 +161,15 @@ class Callbacks:
         """An event that needs nothing more than what all are given; all ranks' come together."""
         if not self._all:
             return
-        asked = self._ranks.agree(lambda: self._called(event, **more))
+        asked = self._job.ranks.agree(lambda: self._called(event, **more))
         for flag, *flags in zip(_ASKED, *asked, strict=True):
             setattr(self._control, flag, any(flags))
 
     def _called(self, event: str, **more: Any) -> list[bool]:
-        """What callbacks of this rank ask for after an event."""
-        for each in self._all:
+        """Call callbacks of this rank; returns their requests."""
+        for callback in self._all:
             before = self._read_once()
-            changed = getattr(each, event)(
+            changed = getattr(callback, event)(
                 self._arguments,
                 self._state,
                 self._control,
@@ -191,15 +184,15 @@ class Callbacks:
             self._control = self._control if changed is None else changed
             now = self._read_once()
             if others := [name for name in now if now[name] != before.get(name, _ABSENT)]:
+                name = f"{type(callback).__name__}.{event}"
                 raise InputError(
-                    f"callbacks: {type(each).__name__}.{event} has changed {', '.join(others)}, "
-                    "which the run does not read again; set it in the run file, or ask by "
-                    "`control`"
+                    f"callbacks: {name} has changed {', '.join(others)}, which the run does not "
+                    "read again; set it in the run file, or ask by `control`"
                 )
         return self._asked()
 
     def _read_once(self) -> dict[str, Any]:
-        """What callbacks are given and the run has read already, or never reads."""
+        """All that callbacks get and the run has read already, or never reads."""
         tokenizer, schedule = self._job.tokenizer, self._job.schedule
         read = {f"args.{name}": value for name, value in vars(self._arguments).items()}
         read |= {f"state.{name}": getattr(self._state, name) for name in _OF_THE_RUN}
@@ -210,8 +203,6 @@ class Callbacks:
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Tell callbacks that a step is done, with its record in the log."""
-        if not self._all:
-            return
         self._state.global_step, self._state.epoch = record["step"], record["epoch"]
         epochs = int(self._job.loader.epoch)  # that of the record is rounded
         self._epoch_ends, self._epochs_done = epochs > self._epochs_done, epochs
@@ -225,7 +216,7 @@ class Callbacks:
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """An evaluation is done; its line of the log. One that they know of is passed over."""
-        if not self._all or record["step"] <= self._evaluated:
+        if record["step"] <= self._evaluated:
             return
         self._evaluated = record["step"]
         metrics = _metrics(record)
@@ -234,16 +225,12 @@ class Callbacks:
 
     def found_best(self, step: int, value: float | None) -> None:
         """The best state so far; after `evaluated`, as in Trainer."""
-        if not self._all:
-            return
         self._state.best_metric, self._state.best_global_step = value, step
         if self._saves_best:
             self._state.best_model_checkpoint = str(checkpoint_folder(self._folder, step))
 
     def saved(self, step: int) -> None:
         """The checkpoint of `step` is whole; later ones may have been taken meanwhile."""
-        if not self._all:
-            return
         now, self._state.global_step = self._state.global_step, step
         self.call("on_save")
         self._state.global_step = now
@@ -252,69 +239,55 @@ class Callbacks:
         return "loss" in record and record["step"] % self._log_every == 0
 
     def _note(self, logs: Mapping[str, Any], step: int) -> dict[str, Any]:
-        told = {**logs, "epoch": self._state.epoch}
-        self._state.log_history.append({**told, "step": step})
-        return told
+        logs = {**logs, "epoch": self._state.epoch}
+        self._state.log_history.append({**logs, "step": step})
+        return logs
 
     def _log(self, logs: Mapping[str, Any]) -> None:
         self.call("on_log", logs=self._note(logs, self._state.global_step))
 
 
-def names_of(given: Any) -> str:
+def names_of(callbacks: Any) -> str:
     """The names of callbacks, be they usable or not."""
-    if not isinstance(given, list | tuple):
-        return repr(given)
-    return str([(each if isinstance(each, type) else type(each)).__name__ for each in given])
+    if not isinstance(callbacks, list | tuple):
+        return repr(callbacks)
+    return str([(c if isinstance(c, type) else type(c)).__name__ for c in callbacks])
 
 
-def _checked(given: Any) -> list[Any]:
-    from transformers import TrainerCallback
-
-    if not isinstance(given, list | tuple):
-        raise InputError(f"callbacks: {given!r} is no list of transformers.TrainerCallback")
-    made = [each() if isinstance(each, type) else each for each in given]
-    for each in made:
-        kind = type(each)
-        if not isinstance(each, TrainerCallback):
-            raise InputError(f"callbacks: {each!r} is no transformers.TrainerCallback")
+def _checked(callbacks: Any) -> list[Any]:
+    if not isinstance(callbacks, list | tuple):
+        raise InputError(f"callbacks: {callbacks!r} is no list of transformers.TrainerCallback")
+    instances = [c() if isinstance(c, type) else c for c in callbacks]
+    for callback in instances:
+        kind, name = type(callback), type(callback).__name__
+        if not isinstance(callback, TrainerCallback):
+            raise InputError(f"callbacks: {callback!r} is no transformers.TrainerCallback")
         for event in _NEVER:
             if getattr(kind, event, None) is not getattr(TrainerCallback, event, None):
                 raise InputError(
-                    f"callbacks: {kind.__name__}.{event} would never be called: a step goes "
-                    "through its micro-batches layer by layer, and updates a layer as it can; "
-                    "take on_step_end"
+                    f"callbacks: {name}.{event} would never be called: a step goes through its "
+                    "micro-batches layer by layer, and updates a layer as it can; take on_step_end"
                 )
-        if kind.__name__ in _TRACKERS or kind.__name__ == "SwanLabCallback":
-            tracker = _TRACKERS.get(kind.__name__)
-            remedy = f"set tracking.to: {tracker} in the run file" if tracker else "leave it out"
-            raise InputError(f"callbacks: {kind.__name__} asks for a transformers model; {remedy}")
-    return made
+        if name in _TRACKERS:
+            raise InputError(f"callbacks: {name} asks for a transformers model; {_TRACKERS[name]}")
+    return instances
 
 
 def _losses(record: Mapping[str, Any]) -> dict[str, Any]:
     names = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
-    return {there: record[here] for here, there in names.items() if here in record}
+    return {theirs: record[ours] for ours, theirs in names.items() if ours in record}
 
 
 def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in record.items() if name.startswith("eval_")}
-    return {**found, "eval_runtime": found.get("eval_seconds")}
-
-
-def _epochs(config: Config, job: Job) -> int:
-    """Epochs that are begun; 1 of a stream, of which nobody knows."""
-    if isinstance(job.loader, StreamLoader):
-        return 1
-    return math.ceil(job.total_steps / steps_of(1, config, job.loader))
+    metrics = {name: value for name, value in record.items() if name.startswith("eval_")}
+    return {**metrics, "eval_runtime": metrics.get("eval_seconds")}
 
 
 def _arguments(config: Config, folder: Path, job: Job) -> Any:
-    """What callbacks read of a run, under the names that they know."""
-    from transformers import TrainingArguments
-
+    """The run's settings under the names that callbacks know."""
     total_steps = job.total_steps
     settings, every = config.optimizer.settings, config.checkpoint.every
-    made = TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         run_name=config.tracking.run_name or folder.name,
         max_steps=total_steps,
@@ -337,6 +310,6 @@ def _arguments(config: Config, folder: Path, job: Job) -> Any:
         report_to="none",
         use_cpu=True,  # it is not asked where to compute
     )
-    made.load_best_model_at_end = config.checkpoint.load_best
-    made.bf16 = config.engine.precision == "bf16"
-    return made
+    arguments.load_best_model_at_end = config.checkpoint.load_best
+    arguments.bf16 = config.engine.precision == "bf16"
+    return arguments

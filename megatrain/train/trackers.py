@@ -5,9 +5,9 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,79 +16,17 @@ from megatrain.config import Config
 from megatrain.errors import InputError, first_line
 from megatrain.run_folder.layout import TRACKING
 
-_IDS = "runs.json"  # by tracker, what a resumed run is found by
+_CLASSES = {
+    "tensorboard": "TensorBoardTracker",
+    "trackio": "TrackioTracker",
+    "wandb": "WandBTracker",
+    "mlflow": "MLflowTracker",
+}
+_IDS = "runs.json"  # by tracker, its name of a run, under which a resumed one goes on
+_ID_OF = {"wandb": attrgetter("id"), "mlflow": attrgetter("info.run_id")}
 _SHOWN_AS = {"lr": "learning_rate"}
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What a tracker is told of a run.
-
-    Attributes:
-        folder: where its files go.
-        first: the step that the run goes on after.
-        id: what the tracker called the run before; None: it begins.
-    """
-
-    project: str
-    name: str
-    folder: Path
-    first: int
-    online: bool
-    id: str | None
-
-
-def _tensorboard(run: _Run) -> dict[str, Any]:
-    # What an earlier process has logged of the steps to come is not shown.
-    purge = {"purge_step": run.first + 1} if run.first else {}
-    return {"run_name": "tensorboard", "logging_dir": str(run.folder), **purge}
-
-
-def _trackio(run: _Run) -> dict[str, Any]:
-    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
-        if name in os.environ and not run.online:
-            raise InputError(f"{name} sends metrics away; unset it, or set tracking.online: true")
-    resume = "allow" if run.first else "never"
-    return {"run_name": run.project, "name": run.name, "resume": resume}
-
-
-def _wandb(run: _Run) -> dict[str, Any]:
-    mode = {} if run.online else {"mode": "offline"}
-    named = {"name": run.name, "id": run.id, "resume": "allow"}
-    return {"run_name": run.project, "dir": str(run.folder), **named, **mode}
-
-
-def _mlflow(run: _Run) -> dict[str, Any]:
-    import mlflow
-
-    if not run.online:
-        mlflow.set_tracking_uri(f"sqlite:///{(run.folder / 'mlflow.db').absolute()}")
-    artifacts = None if run.online else str((run.folder / "mlflow").absolute())
-    return {
-        "experiment_name": run.project,
-        "run_name": run.name,
-        "run_id": run.id,
-        "logging_dir": artifacts,
-    }
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """One tracker: its class in accelerate, its arguments there, and what it calls a run."""
-
-    cls: str
-    arguments: Callable[[_Run], dict[str, Any]]
-    id_of: Callable[[Any], str | None] = lambda started: None
-
-
-_KINDS = {
-    "tensorboard": _Kind("TensorBoardTracker", _tensorboard),
-    "trackio": _Kind("TrackioTracker", _trackio),
-    "wandb": _Kind("WandBTracker", _wandb, lambda started: started.id),
-    "mlflow": _Kind("MLflowTracker", _mlflow, lambda started: started.info.run_id),
-}
 
 
 def check_trackers(config: Config) -> None:
@@ -113,27 +51,30 @@ class Trackers:
             InputError: one cannot start.
         """
         self._running: dict[str, Any] = {}
-        settings, folder = config.tracking, run / TRACKING
-        if not settings.trackers:
+        folder = run / TRACKING
+        if not config.tracking.trackers:
             return
+        from accelerate import PartialState, tracking
+
+        PartialState()  # accelerate's logging asks for it
         is_new = not folder.exists()
         folder.mkdir(exist_ok=True)
         ids = read_json(folder / _IDS) if (folder / _IDS).is_file() else {}
-        for name in settings.trackers:
-            title = settings.run_name or run.resolve().name
-            known = ids.get(name) if first else None
-            of = _Run(settings.project, title, folder, first, settings.online, known)
+        for name in config.tracking.trackers:
             try:
-                self._running[name] = _started(name, of, settings.options.get(name, {}))
-                ids[name] = _KINDS[name].id_of(self._running[name].tracker)
+                options = _options(name, config, run, first, ids.get(name) if first else None)
+                tracker = getattr(tracking, _CLASSES[name])(**options)
+                tracker.start()
+                self._running[name] = tracker
+                ids[name] = _ID_OF[name](tracker.tracker) if name in _ID_OF else None
                 if not first:
-                    self._running[name].store_init_configuration(_flat(config))
+                    tracker.store_init_configuration(_flat(config))
             except Exception as error:  # whatever the library raises
                 self.close()
                 if is_new:
                     shutil.rmtree(folder, ignore_errors=True)
-                told = f"tracking.to: {name} does not start: {first_line(error)}"
-                raise InputError(told) from error
+                message = f"tracking.to: {name} does not start: {first_line(error)}"
+                raise InputError(message) from error
         (folder / _IDS).write_text(json.dumps(ids) + "\n", encoding="utf-8")
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -160,14 +101,33 @@ class Trackers:
             log.warning("%s: %s; it gets no more, the run goes on", name, first_line(error))
 
 
-def _started(name: str, run: _Run, options: Mapping[str, Any]) -> Any:
-    from accelerate import PartialState, tracking
+def _options(name: str, config: Config, run: Path, first: int, known: Any) -> dict[str, Any]:
+    """Arguments of accelerate's class; `known`: the tracker's name of a run that goes on."""
+    settings, folder = config.tracking, run / TRACKING
+    title = settings.run_name or run.resolve().name
+    options: dict[str, Any] = {"run_name": settings.project, "name": title}
+    if name == "tensorboard":
+        options = {"run_name": "tensorboard", "logging_dir": str(folder)}
+        if first:  # what an earlier process has logged of the steps to come is not shown
+            options["purge_step"] = first + 1
+    elif name == "trackio":
+        for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+            if variable in os.environ and not settings.online:
+                raise InputError(
+                    f"{variable} sends metrics away; unset it, or set tracking.online: true"
+                )
+        options["resume"] = "allow" if first else "never"
+    elif name == "wandb":
+        options |= {"dir": str(folder), "id": known, "resume": "allow"}
+        options |= {} if settings.online else {"mode": "offline"}
+    else:
+        import mlflow
 
-    PartialState()  # accelerate's logging asks for it
-    kind = _KINDS[name]
-    tracker = getattr(tracking, kind.cls)(**kind.arguments(run) | dict(options))
-    tracker.start()
-    return tracker
+        options = {"experiment_name": settings.project, "run_name": title, "run_id": known}
+        if not settings.online:
+            mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').absolute()}")
+            options["logging_dir"] = str((folder / "mlflow").absolute())
+    return options | settings.options.get(name, {})  # type: ignore[call-overload]
 
 
 def _name(key: str) -> str:
