@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import importlib
 import importlib.util
 import inspect
 import logging
@@ -36,35 +35,41 @@ class Rewards:
         Raises:
             InputError: a module cannot be imported, or has no such function.
         """
-        modules = {where: _module(where) for where in dict.fromkeys(map(_where, settings.rewards))}
-        self._functions = [_function(each, modules[_where(each)]) for each in settings.rewards]
-        self.names = [name.rpartition(":")[2] for name in settings.rewards]
+        paths = {written: written.rpartition(":")[0] for written in settings.rewards}
+        modules = {path: _module(path) for path in dict.fromkeys(paths.values())}
+        self.names = [written.rpartition(":")[2] for written in settings.rewards]
         if len(set(self.names)) < len(self.names):
             raise InputError("rollout.rewards: two functions have one name; rename one")
+        self._functions: list[Callable[..., Any]] = []
+        for name, path in zip(self.names, paths.values(), strict=True):
+            self._functions.append(function := getattr(modules[path], name, None))
+            if not callable(function):
+                raise InputError(f"rollout.rewards: {path} has no function {name!r}")
         self._weights = settings.weights or [1.0] * len(self.names)
 
-    def of(self, prompts: Sequence[Any], replies: Sequence[Any], /, **given: Any) -> Tensor:
-        """What each function says of each reply `[R, F]`, fp64; NaN for None.
+    def of(self, prompts: Sequence[Any], replies: Sequence[Any], /, **columns: Any) -> Tensor:
+        """The reward of each function for each reply `[R, F]`, fp64; NaN for None.
 
         Args:
-            given: further arguments of the functions; each function gets copies of all.
+            columns: further arguments of the functions; each function gets copies of all.
 
         Raises:
             RunFailed: a function fails, or returns something else than a number for each reply.
         """
-        columns = []
+        rewards = []
         for name, function in zip(self.names, self._functions, strict=True):
             try:
-                own = copy.deepcopy({"prompts": prompts, "completions": replies, **given})
-                made = function(**own)
-                if inspect.isawaitable(made):
-                    made = _waited_for(made)
+                values = function(
+                    **copy.deepcopy({"prompts": prompts, "completions": replies, **columns})
+                )
+                if inspect.isawaitable(values):
+                    values = _waited_for(values)
             except (Exception, SystemExit) as error:  # whatever a user's function does
                 log.error("the reward function %s failed", name, exc_info=error)
                 kind = type(error).__name__
                 raise RunFailed(f"reward {name} failed: {kind}: {first_line(error)}") from None
-            columns.append(_column(name, made, len(replies)))
-        return torch.stack(columns, 1)
+            rewards.append(_column(name, values, len(replies)))
+        return torch.stack(rewards, 1)
 
     def together(self, each_RF: Tensor) -> Tensor:
         """The weighted sum `[R]`; NaN of a reply that no function has rewarded."""
@@ -72,37 +77,33 @@ class Rewards:
         return summed.masked_fill(each_RF.isnan().all(1), math.nan)
 
 
-def _waited_for(made: Any) -> Any:
-    """What an `async` function returns; a thread of its own, for notebooks have a loop running."""
+def _waited_for(values: Any) -> Any:
+    """The result of an `async` function; in a thread, for notebooks have a loop running."""
 
     async def awaited() -> Any:
-        return await made
+        return await values
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, awaited()).result()
 
 
-def _column(name: str, made: Any, count: int) -> Tensor:
-    if isinstance(made, Tensor):
-        made = made.tolist()
+def _column(name: str, returned: Any, count: int) -> Tensor:
+    if isinstance(returned, Tensor):
+        returned = returned.tolist()
     try:
-        if isinstance(made, str | bytes):
+        if isinstance(returned, str | bytes):
             raise TypeError
-        values = [math.nan if each is None else float(each) for each in made]
+        values = [math.nan if value is None else float(value) for value in returned]
     except (TypeError, ValueError):
         raise RunFailed(
-            f"reward {name} returned {made!r:.60}; it must return a list of numbers or None, one "
-            "for each completion"
+            f"reward {name} returned {returned!r:.60}; it must return a list of numbers or None, "
+            "one for each completion"
         ) from None
     if len(values) != count:
         raise RunFailed(f"reward {name} returned {len(values)} numbers for {count} completions")
-    if infinite := [each for each in values if math.isinf(each)]:
+    if infinite := [value for value in values if math.isinf(value)]:
         raise RunFailed(f"reward {name} returned {infinite[0]}; rewards must be finite")
     return torch.tensor(values, dtype=torch.float64)
-
-
-def _where(written: str) -> str:
-    return written.rpartition(":")[0]
 
 
 def _module(where: str) -> ModuleType:
@@ -115,14 +116,6 @@ def _module(where: str) -> ModuleType:
             f"rollout.rewards: {where} cannot be imported: {kind}: {first_line(error)}; name a "
             "module of this Python, or a file such as rewards.py:reward"
         ) from error
-
-
-def _function(written: str, module: ModuleType) -> Callable[..., Any]:
-    where, _, name = written.rpartition(":")
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise InputError(f"rollout.rewards: {where} has no function {name!r}")
-    return found
 
 
 def _file(path: Path) -> ModuleType:
@@ -141,9 +134,9 @@ def measured(each_RF: Tensor, together_R: Tensor, names: Sequence[str]) -> dict[
     """Means and standard deviations over replies, by TRL's names; nothing of no numbers."""
     columns = {f"rewards/{name}": each_RF[:, at] for at, name in enumerate(names)}
     named = {f"{name}/mean": (f"{name}/std", values) for name, values in columns.items()}
-    found: dict[str, float] = {}
+    measures: dict[str, float] = {}
     for mean, (std, values) in (named | {"reward": ("reward_std", together_R)}).items():
-        there = values[~values.isnan()]
-        found |= {mean: float(there.mean())} if len(there) else {}
-        found |= {std: float(there.std())} if len(there) > 1 else {}
-    return found
+        numbers = values[~values.isnan()]
+        measures |= {mean: float(numbers.mean())} if len(numbers) else {}
+        measures |= {std: float(numbers.std())} if len(numbers) > 1 else {}
+    return measures

@@ -8,8 +8,8 @@ in checkpoints between them.
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,21 +19,20 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerState
 
 from megatrain.api import Engine
 from megatrain.base.seeds import derived_seed
-from megatrain.config import Config, step_loss
+from megatrain.config import Config, RolloutSection, step_loss
 from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
-from megatrain.errors import InputError, StepRefused
-from megatrain.generate import Sampling, continued, stop_ids
-from megatrain.loss import IGNORED, PolicyLoss, num_labelled
+from megatrain.errors import InputError, RunFailed, StepRefused
+from megatrain.generate import Continued, Sampling, Server, continued, stop_ids
+from megatrain.loss import IGNORED, ImportanceSampling, PolicyLoss, num_labelled
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.train.rewards import Rewards, measured
-from megatrain.train.served import Served, compare
 from megatrain.train.sharing import from_first, logprobs
 
 log = logging.getLogger(__name__)
 
-# Names that lines of the log have already: what functions log under one would be taken for it.
+# Names that lines of the log have already; functions may log nothing under them.
 _TAKEN = re.compile(
     r"(eval_|rewards/|completions/|clip_ratio/|sampling/).*|((generate|reward|logprobs|train)_)?seconds|"
     r"step|epoch|loss|aux_loss|grad_norm|lr|kl|cispo_clip_ratio|reward|reward_std|tokens|"
@@ -41,10 +40,12 @@ _TAKEN = re.compile(
     r"idle|skipped|failed|rows|samples"
 )
 _SEED = 0x726F6C6C  # apart from the seeds of steps
+_MARK = ".rollouts"  # in folders that rollouts write weights to
+_FAR = 0.5  # nats; bf16 is some hundredths off
 
 
 class Reply(NamedTuple):
-    """What the model has made of a prompt; `ended`: by itself."""
+    """A reply of the model to a prompt; `ended`: by itself."""
 
     row: PromptRow
     ids: list[int]
@@ -84,34 +85,34 @@ class Rollouts:
         length = config.data.sequence_length
         self._layout = Layout("chat", length, False, "error", self._pad)
         self._at_once = config.rollout.batch_size or config.training.batch_size * loss.lines
-        self._made: Step = []
+        self._step: Step = []
         self._left = self._rollouts = self._in_vain = 0
         self.step = 0
         self._server = None if config.rollout.server is None else Served(config, engine, ranks)
 
     def take(self, step: int) -> tuple[Step, dict[str, Any]]:
-        """Micro-batches of a step, and what the log says of replies that were made for it.
+        """Micro-batches of a step, and values for the log of replies that were made for it.
 
         Raises:
             RunFailed: a reward function has failed.
             StepRefused: no function has rewarded any of its replies.
             DoesNotFit: no memory for keys and values.
         """
-        told: dict[str, Any] = {}
+        logged: dict[str, Any] = {}
         self.step = step
         if self._left == 0:
             step_rows: Any = next(self._loader)
-            self._made, told = self._roll([row for micro in step_rows for row in micro], step)
+            self._step, logged = self._roll([row for micro in step_rows for row in micro], step)
             self._left = self._loss.num_iterations
         self._left -= 1
-        return self._made, told
+        return self._step, logged
 
     def state_dict(self) -> dict[str, Any]:
-        """What steps to come will learn from again, as JSON keeps it; nothing between rollouts."""
+        """The rows that steps to come will learn from again, as JSON; none between rollouts."""
         if self._left == 0:
             return {}
-        made = [{name: each.tolist() for name, each in micro.items()} for micro in self._made]
-        return {"left": self._left, "step": made, "temperature": self._loss.temperature}
+        rows = [{name: t.tolist() for name, t in micro.items()} for micro in self._step]
+        return {"left": self._left, "step": rows, "temperature": self._loss.temperature}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.
@@ -121,118 +122,118 @@ class Rollouts:
         """
         try:
             self._left = int(state.get("left", 0))
-            taken_at = float(state.get("temperature", 1))  # always 1 where it is not said
-            self._made = [
+            temperature = float(state.get("temperature", 1))  # always 1 where it is not said
+            self._step = [
                 {
-                    name: torch.tensor(each, dtype=torch.int64 if name in PLAIN else torch.float32)
-                    for name, each in micro.items()
+                    name: torch.tensor(rows, dtype=torch.int64 if name in PLAIN else torch.float32)
+                    for name, rows in micro.items()
                 }
                 for micro in state.get("step", [])
             ]
         except (ValueError, TypeError, AttributeError) as error:
             raise InputError(f"the saved replies are damaged: {error}") from error
-        if self._left and any({*micro} - {*PLAIN} != {*self._loss.inputs} for micro in self._made):
+        changed = "loss.name, loss.beta or rollout.importance_sampling_mode"
+        if temperature != self._loss.temperature:
+            changed = f"rollout.temperature ({temperature:g}, and now {self._loss.temperature:g})"
+        elif all({*micro} - {*PLAIN} == {*self._loss.inputs} for micro in self._step):
+            return
+        if self._left:
             raise InputError(
-                f"{self._left} more steps learn from replies made for another loss.name, loss.beta "
-                "or rollout.importance_sampling_mode; set them back, or begin anew: megatrain "
-                "branch --fresh"
-            )
-        if self._left and taken_at != (now := self._loss.temperature):
-            raise InputError(
-                f"{self._left} more steps learn from replies whose log-probabilities are at "
-                f"rollout.temperature {taken_at:g}, and it is {now:g} now; set it back, or begin "
-                "anew: megatrain branch --fresh"
+                f"{self._left} more steps learn from replies made for another {changed}; set it "
+                "back, or begin anew: megatrain branch --fresh"
             )
 
     def _roll(self, rows: Sequence[PromptRow], step: int) -> tuple[Step, dict[str, Any]]:
-        seconds: dict[str, float] = {}
-        with _timed(seconds, "generate"):
-            number = int(self._loader.state_dict()["steps"])
-            replies = self._replies(rows, self._loss.lines, number)
-        told: dict[str, Any] = {}
-        with _timed(seconds, "reward"):
-            each_RF = self._rewarded(replies, step, told)
-            rewards = self._rewards.together(each_RF)
-            _require_some(rewards)
-        with _timed(seconds, "logprobs"):
-            made, divergence, order = self._with_logprobs(replies)
-            if self._server is not None:
-                drawn_at = [replies[number].log_probs for number in order]
-                by = getattr(self._loss, "importance_sampling", None)
-                told |= compare(self._settings, made, drawn_at, by)
+        logged: dict[str, Any] = {}
+        times = [time.perf_counter()]
+        number = int(self._loader.state_dict()["steps"])
+        replies = self._replies(rows, self._loss.lines, number)
+        times.append(time.perf_counter())
+        each_RF = self._rewarded(replies, step, logged)
+        rewards = self._rewards.together(each_RF)
+        if rewards.isnan().all():
+            raise StepRefused(
+                f"no function of rollout.rewards has rewarded any of the {len(rewards)} replies: "
+                "each returned None or NaN for all of them; correct the functions, or leave such "
+                "steps out with training.on_nonfinite: skip",
+                intact=True,
+            )
+        times.append(time.perf_counter())
+        micros, divergence, order = self._with_logprobs(replies)
+        if self._server is not None:
+            drawn_at = [replies[number].log_probs for number in order]
+            by = getattr(self._loss, "importance_sampling", None)
+            logged |= compare(self._settings, micros, drawn_at, by)
+        times.append(time.perf_counter())
+        for at, name in enumerate(("generate", "reward", "logprobs")):
+            logged[f"{name}_seconds"] = round(times[at + 1] - times[at], 6)
         advantages = self._loss.advantages(rewards, divergence)
         numbers = iter(order)
-        for micro in made:
-            own = torch.tensor([next(numbers) for _ in micro["labels"]])
+        for micro in micros:
             shape = micro["labels"].shape
-            micro["example"] = own[:, None].expand(shape).float().contiguous()
-            micro["advantage"] = advantages[own][:, None].expand(shape).contiguous()
-        told |= measured(each_RF, rewards, self._rewards.names) | _described(replies)
-        learnt = sum(num_labelled(micro["labels"]) for micro in made)
+            replies_R = torch.tensor([next(numbers) for _ in micro["labels"]])
+            micro["example"] = replies_R[:, None].expand(shape).float().contiguous()
+            micro["advantage"] = advantages[replies_R][:, None].expand(shape).contiguous()
+        logged |= measured(each_RF, rewards, self._rewards.names) | _described(replies)
+        learnt = sum(num_labelled(micro["labels"]) for micro in micros)
         self._rollouts += 1
         if not learnt or not advantages.any():
-            self._say_what_teaches_nothing(step, masked=not learnt)
+            self._warn_of_nothing_learnt(step, masked=not learnt)
         if learnt and self._reference is not None and "reference_logp" not in self._loss.inputs:
-            told["kl"] = float(divergence.sum()) / learnt  # GRPO measures its own with each step
+            logged["kl"] = float(divergence.sum()) / learnt  # GRPO measures its own in each step
         groups = rewards.view(-1, self._loss.lines)
-        told["frac_reward_zero_std"] = float((groups == groups[:, :1]).all(1).double().mean())
-        return made, told | {f"{name}_seconds": round(each, 6) for name, each in seconds.items()}
+        logged["frac_reward_zero_std"] = float((groups == groups[:, :1]).all(1).double().mean())
+        return micros, logged
 
-    def _say_what_teaches_nothing(self, step: int, *, masked: bool) -> None:
+    def _warn_of_nothing_learnt(self, step: int, *, masked: bool) -> None:
         self._in_vain += 1
-        times = f"{self._in_vain} of {self._rollouts} rollouts so far"
-        if masked:
-            log.warning(
-                "step %d: no reply has ended, and loss.mask_truncated_completions leaves such out: "
-                "nothing is learnt (%s); raise loss.max_completion_length",
-                step,
-                times,
-            )
-            return
         against = "reference_logp" in self._loss.inputs
-        log.warning(
-            "step %d: all replies to each prompt are rewarded alike: %s (%s); give rewards that "
-            "tell replies apart, prompts that are neither too easy nor too hard, or more "
-            "loss.num_generations",
-            step,
-            "only loss.beta's divergence is learnt" if against else "nothing is learnt",
-            times,
+        learnt = "only loss.beta's divergence is learnt" if against else "nothing is learnt"
+        reason = f"all replies to each prompt are rewarded alike: {learnt}"
+        remedy = (
+            "give rewards that tell replies apart, prompts that are neither too easy nor too hard, "
+            "or more loss.num_generations"
         )
+        if masked:
+            reason = (
+                "no reply has ended, and loss.mask_truncated_completions leaves such out: nothing "
+                "is learnt"
+            )
+            remedy = "raise loss.max_completion_length"
+        times = f"{self._in_vain} of {self._rollouts} rollouts so far"
+        log.warning("step %d: %s (%s); %s", step, reason, times, remedy)
 
     def tried(self, prompts: Prompts, stop: Callable[[], bool]) -> list[Reply] | None:
         """One reply to each prompt, with the same random numbers each time; None: given up."""
         size = self._at_once
-        made: list[Reply] = []
+        replies: list[Reply] = []
         for first in range(0, len(prompts), size):
             if stop():
                 return None
             rows = range(first, min(first + size, len(prompts)))
-            made += self._replies(prompts.batch(rows), 1, -1 - first)
-        return made
+            replies += self._replies(prompts.batch(rows), 1, -1 - first)
+        return replies
 
     def rewarded(self, sets: Mapping[str, Sequence[Reply]]) -> dict[str, float]:
-        """What the log says of replies that nothing is learnt from: of all, and of each named set.
+        """Values for the log of replies that nothing is learnt from: of all, and of each named set.
 
         Functions are called once, with the replies of all sets; what they log is of all.
         """
-        told: dict[str, Any] = {}
+        logged: dict[str, Any] = {}
         every = [reply for replies in sets.values() for reply in replies]
-        each_RF = self._rewarded(every, self.step + 1, told)
-        told |= self._told(every, each_RF)
+        each_RF = self._rewarded(every, self.step + 1, logged)
         parts = each_RF.split([len(replies) for replies in sets.values()])
-        for (name, replies), part_RF in zip(sets.items(), parts, strict=True):
-            own = self._told(replies, part_RF) if name else {}
-            told |= {f"{name}_{key}": value for key, value in own.items()}
-        return told
-
-    def _told(self, replies: Sequence[Reply], each_RF: Tensor) -> dict[str, float]:
-        found = measured(each_RF, self._rewards.together(each_RF), self._rewards.names)
-        if "reward" not in found:
-            log.warning(
-                "no reward function has rewarded any of %d replies: this evaluation has no reward",
-                len(replies),
-            )
-        return found | _described(replies)
+        named = [(f"{n}_", sets[n], part) for n, part in zip(sets, parts, strict=True) if n]
+        for prefix, replies, part_RF in [("", every, each_RF), *named]:
+            values = measured(part_RF, self._rewards.together(part_RF), self._rewards.names)
+            if "reward" not in values:
+                log.warning(
+                    "no reward function has rewarded any of %d replies: this evaluation has no "
+                    "reward", len(replies),
+                )  # fmt: skip
+            values |= _described(replies)
+            logged |= {f"{prefix}{name}": value for name, value in values.items()}
+        return logged
 
     def _replies(self, rows: Sequence[PromptRow], count: int, number: int) -> list[Reply]:
         """`count` replies to each, drawn with the seed of this number."""
@@ -247,10 +248,10 @@ class Rollouts:
         )
         stops = stop_ids(self._engine, self._tokenizer, chat=chat)
         if self._server is not None:
-            said = self._server.replies([row.ids for row in rows], count, sampling, stops)
-            return [Reply(rows[at // count], *each) for at, each in enumerate(said)]
+            served = self._server.replies([row.ids for row in rows], count, sampling, stops)
+            return [Reply(rows[at // count], *reply) for at, reply in enumerate(served)]
         every = [row for row in rows for _ in range(count)]
-        made = continued(
+        replies = continued(
             self._engine,
             [row.ids for row in every],
             sampling,
@@ -260,31 +261,30 @@ class Rollouts:
             batch_size=self._at_once,
             apart=True,
         )
-        return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(every, made, strict=True)]
+        return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(every, replies, strict=True)]
 
-    def _rewarded(self, replies: Sequence[Reply], step: int, told: dict[str, Any]) -> Tensor:
+    def _rewarded(self, replies: Sequence[Reply], step: int, logged: dict[str, Any]) -> Tensor:
         texts = self._tokenizer.batch_decode([r.ids for r in replies], skip_special_tokens=True)
-        said = [
+        completions = [
             text if isinstance(r.row.prompt, str) else [{"role": "assistant", "content": text}]
             for r, text in zip(replies, texts, strict=True)
         ]
         names = dict.fromkeys(name for reply in replies for name in reply.row.beside)
-        beside = {name: [r.row.beside.get(name) for r in replies] for name in names}
 
         def rewarded() -> tuple[Tensor, dict[str, Any]]:
-            logged: dict[str, Any] = {}
-            found = self._rewards.of(
+            values: dict[str, Any] = {}
+            rewards = self._rewards.of(
                 [reply.row.prompt for reply in replies],
-                said,
+                completions,
                 completion_ids=[reply.ids for reply in replies],
                 trainer_state=TrainerState(global_step=step - 1, max_steps=self._total),
-                log_metric=lambda name, value: _log_metric(logged, name, value),
-                **beside,
+                log_metric=lambda name, value: _log_metric(values, name, value),
+                **{name: [r.row.beside.get(name) for r in replies] for name in names},
             )
-            return found, logged
+            return rewards, values
 
-        each_RF, logged = from_first(self._ranks, rewarded)  # functions may do more than reward
-        told |= logged
+        each_RF, values = from_first(self._ranks, rewarded)  # functions may do more than reward
+        logged |= values
         return each_RF
 
     def _with_logprobs(self, replies: Sequence[Reply]) -> tuple[Step, Tensor, list[int]]:
@@ -293,34 +293,22 @@ class Rollouts:
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
         size = self._loader.rows_per_micro_batch * self._loss.lines
         parts = [order[at : at + size] for at in range(0, len(order), size)]
-        made = [self._layout.batch([[rows[row]] for row in part]) for part in parts]
-        plain = [dict(micro) for micro in made]
+        micros = [self._layout.batch([[rows[row]] for row in part]) for part in parts]
+        plain = [dict(micro) for micro in micros]
         divergence = torch.zeros(len(rows), dtype=torch.float64)
-        if all((micro["labels"] == IGNORED).all() for micro in made):
-            old = reference = [torch.zeros(micro["labels"].shape) for micro in made]
+        if all((micro["labels"] == IGNORED).all() for micro in micros):
+            old = reference = [torch.zeros(micro["labels"].shape) for micro in micros]
         else:
-            at: dict[str, Any] = {"temperature": self._loss.temperature}
-            old = logprobs(self._engine, plain, self._ranks, **at)
-            reference = old
+            temperature = self._loss.temperature
+            old = reference = logprobs(self._engine, plain, self._ranks, temperature=temperature)
             if self._reference is not None:
-                reference = logprobs(self._reference, plain, self._ranks, **at)
-        for micro, own, theirs, part in zip(made, old, reference, parts, strict=True):
-            divergence[part] = (own.double() - theirs.double()).sum(1)
-            micro["old_logp"] = own
+                reference = logprobs(self._reference, plain, self._ranks, temperature=temperature)
+        for micro, ours, theirs, part in zip(micros, old, reference, parts, strict=True):
+            divergence[part] = (ours.double() - theirs.double()).sum(1)
+            micro["old_logp"] = ours
             if "reference_logp" in self._loss.inputs:
                 micro["reference_logp"] = theirs
-        return made, divergence, order
-
-
-def _require_some(rewards_R: Tensor) -> None:
-    """Raises StepRefused: there are none, so that nothing could be learnt."""
-    if rewards_R.isnan().all():
-        raise StepRefused(
-            f"no function of rollout.rewards has rewarded any of the {len(rewards_R)} replies: "
-            "each returned None or NaN for all of them; correct the functions, or leave such "
-            "steps out with training.on_nonfinite: skip",
-            intact=True,
-        )
+        return micros, divergence, order
 
 
 def _row(reply: Reply, *, mask: bool) -> tuple[Any, Any]:
@@ -330,10 +318,10 @@ def _row(reply: Reply, *, mask: bool) -> tuple[Any, Any]:
     return ids, np.where(learnt & (reply.ended or not mask), ids, IGNORED)
 
 
-def _log_metric(told: dict[str, Any], name: str, value: Any) -> None:
+def _log_metric(logged: dict[str, Any], name: str, value: Any) -> None:
     if _TAKEN.fullmatch(name):
         raise ValueError(f"log_metric: {name!r} is a name of the log's own; take another")
-    told[name] = float(value)
+    logged[name] = float(value)
 
 
 def _described(replies: Sequence[Reply]) -> dict[str, float]:
@@ -346,8 +334,124 @@ def _described(replies: Sequence[Reply]) -> dict[str, float]:
     }
 
 
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    seconds[name] = time.perf_counter() - started
+class Served:
+    """Replies of a server that has the engine's weights whenever it replies.
+
+    Of several ranks the first one speaks with it.
+    """
+
+    def __init__(self, config: Config, engine: Engine, ranks: Ranks) -> None:
+        """Bring the server the weights as they are.
+
+        Raises:
+            InputError: it cannot be used.
+        """
+        self._settings, self._engine, self._brought = config.rollout, engine, -1
+        self._ranks = ranks
+        self._export: dict[str, Any] = {"merged": config.adapter.method is not None}
+        if config.engine.precision != "fp32":
+            self._export["dtype"] = torch.bfloat16
+
+        def opened() -> None:
+            assert config.rollout.server is not None
+            self._server = Server(
+                config.rollout.server,
+                vocab_size=engine.vocab_size,
+                length=config.data.sequence_length,
+                seconds=config.rollout.server_seconds,
+            )
+
+        try:
+            from_first(ranks, opened)
+            self._bring_weights()
+        except RunFailed as error:
+            raise InputError(str(error)) from None
+
+    def _bring_weights(self) -> None:
+        """Give the server the weights of this step, unless it has them."""
+        if self._brought == self._engine.steps:
+            return
+        assert self._settings.server_weights is not None
+        folder = Path(self._settings.server_weights).expanduser()
+        from_first(self._ranks, lambda: _claim(folder))
+        self._engine.save_pretrained(folder, **self._export)
+        from_first(self._ranks, lambda: self._server.load(folder))
+        self._brought = self._engine.steps
+
+    def replies(
+        self, ids: Sequence[Sequence[int]], count: int, sampling: Sampling, stops: Collection[int]
+    ) -> list[Continued]:
+        """`count` replies to each prompt, beside one another, by the weights of this step."""
+        self._bring_weights()
+        return from_first(self._ranks, lambda: self._server.continued(ids, count, sampling, stops))
+
+
+def _claim(folder: Path) -> None:
+    """Make it a folder of rollouts. Raises InputError: it has other files."""
+    mark = folder / _MARK
+    if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
+        raise InputError(
+            f"rollout.server_weights: {folder} has files that no rollouts wrote, and they "
+            "would be lost; give an empty or a new folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()  # first, and the export keeps it: whoever is killed finds a folder of its own
+
+
+def compare(
+    settings: RolloutSection,
+    step: Step,
+    drawn_at: Sequence[Sequence[float]],
+    by: ImportanceSampling | None,
+) -> dict[str, float]:
+    """Put into micro-batches how each label counts; returns lines of the log, by TRL's names.
+
+    Args:
+        step: micro-batches with `old_logp`, of one reply in each row.
+        drawn_at: log-probabilities of each reply's tokens as the server says, row after row.
+        by: what corrects for them; None: nothing does, and nothing is put in.
+
+    Raises:
+        RunFailed: the engine's are so far from them that the server has other weights.
+    """
+    rows = [row for m in step for row in zip(m["labels"], m["old_logp"], strict=True)]
+    pairs: list[tuple[Tensor, Tensor]] = []  # of each reply's labels, the engine's and theirs
+    for (labels, ours), drawn in zip(rows, drawn_at, strict=True):
+        used = labels != IGNORED
+        theirs = torch.tensor(drawn if used.any() else [], dtype=torch.float32)
+        pairs.append((ours[used], theirs))
+    logged = _differences(settings, pairs)
+    if by is None:
+        return logged
+    ratios = [by.ratios(ours, theirs).float() for ours, theirs in pairs]
+    remaining = iter(ratios)
+    for micro in step:
+        micro["importance_sampling_ratio"] = torch.zeros_like(micro["old_logp"])
+        for row, labels in zip(micro["importance_sampling_ratio"], micro["labels"], strict=True):
+            row[labels != IGNORED] = next(remaining)
+    if by.of_replies:  # one ratio of each: 1 where a reply has nothing to learn
+        ratios = [ratio[:1] if len(ratio) else torch.ones(1) for ratio in ratios]
+    if len(every := torch.cat(ratios)):
+        name = "sampling/importance_sampling_ratio"
+        logged |= {f"{name}/min": float(every.min()), f"{name}/mean": float(every.mean())}
+        logged[f"{name}/max"] = float(every.max())
+    return logged
+
+
+def _differences(
+    settings: RolloutSection, pairs: Sequence[tuple[Tensor, Tensor]]
+) -> dict[str, float]:
+    distances = torch.cat([(ours - theirs).abs() for ours, theirs in pairs]).double()
+    distances = distances[~distances.isnan()]
+    if not len(distances):
+        return {}
+    mean = float(distances.mean())
+    cut = settings.top_p < 1 or settings.top_k or settings.repetition_penalty != 1
+    if not cut and not mean <= _FAR:
+        raise RunFailed(
+            f"rollout.server {settings.server}: log-probabilities of its tokens are {mean:.3g} "
+            "from the engine's in the mean: it serves other weights, or was started without "
+            "--logprobs-mode processed_logprobs"
+        )
+    name = "sampling/sampling_logp_difference"
+    return {f"{name}/mean": mean, f"{name}/max": float(distances.max())}

@@ -1,4 +1,4 @@
-"""What each of several ranks does of a run; all else is rank 0's."""
+"""The parts of a run that several ranks share; all else is rank 0's."""
 
 import os
 import secrets
@@ -27,9 +27,9 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: str) -> None:
     """Raises InputError: a rank has another run file or other callbacks, or too few replies."""
     if ranks.size == 1:
         return
-    keys = config.model_dump(mode="json").items()
-    given = {f"{section}.{key}": str(each) for section, own in keys for key, each in own.items()}
-    require_same(ranks.all_gather_object(given | {"callbacks": callbacks}))
+    sections = config.model_dump(mode="json").items()
+    shared = {f"{name}.{key}": str(value) for name, keys in sections for key, value in keys.items()}
+    require_same(ranks.all_gather_object(shared | {"callbacks": callbacks}))
     replies = config.training.batch_size * config.loss.lines
     if config.loss.kind == "prompts" and replies < ranks.size:
         raise InputError(
@@ -39,7 +39,7 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: str) -> None:
 
 
 def group_of(config: Config, ranks: Ranks) -> Any:
-    """What the engine of a run is given as its group: a mesh where there are several hosts.
+    """The group of a run's engine: a mesh where there are several hosts.
 
     Raises:
         InputError: torchrun has started more ranks on one host than on another.
@@ -47,10 +47,10 @@ def group_of(config: Config, ranks: Ranks) -> Any:
     if ranks.host is None or config.engine.sharding == "full":
         return ranks.host
     first, *others = ranks.all_gather_object(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size)))
-    for rank, each in enumerate(others, 1):
-        if each != first:
+    for rank, size in enumerate(others, 1):
+        if size != first:
             raise InputError(
-                f"rank {rank} is one of {each} on its host, and rank 0 one of {first}: start as "
+                f"rank {rank} is one of {size} on its host, and rank 0 one of {first}: start as "
                 "many on every host (--nproc-per-node), or set engine.sharding to full"
             )
     if ranks.size in (first, 1):
@@ -80,7 +80,7 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
     if ranks.size == 1:
         return step
     ends = list(accumulate(micro["input_ids"].numel() for micro in step))
-    own, at = [], -1
+    part, at = [], -1
     for number, (micro, end) in enumerate(zip(step, ends, strict=True)):
         middle = end - micro["input_ids"].numel() / 2
         fair = int(middle * ranks.size / ends[-1])
@@ -88,9 +88,9 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
             fair = max(min(fair, at + 1), number + ranks.size - len(step))
         at = fair
         if at == ranks.rank:
-            own.append(micro)
-    if own:
-        return own
+            part.append(micro)
+    if part:
+        return part
     row = {name: value[:1] for name, value in step[0].items()}
     row["labels"] = torch.full_like(row["labels"], IGNORED)
     if counted:
@@ -101,67 +101,65 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
 
 def enough(step: Step, ranks: Ranks) -> Step:
     """The step's rows in at least one micro-batch for each rank, as far as there are rows."""
-    made = list(step)
-    while len(made) < ranks.size:
-        rows = [len(micro["input_ids"]) for micro in made]
+    micros = list(step)
+    while len(micros) < ranks.size:
+        rows = [len(micro["input_ids"]) for micro in micros]
         if (most := max(rows)) == 1:
             break
         at, first = rows.index(most), most - most // 2
-        cut = [
-            {n: v[part] for n, v in made[at].items()} for part in (slice(first), slice(first, None))
-        ]
-        made[at : at + 1] = cut
-    return made
+        halves = slice(first), slice(first, None)
+        micros[at : at + 1] = [{n: v[half] for n, v in micros[at].items()} for half in halves]
+    return micros
 
 
 def by_all(ranks: Ranks, make: Callable[[], T]) -> T:
-    """What this rank makes; raises MegatrainError: it, or another rank, cannot."""
-    made: list[T] = []
-    ranks.agree(lambda: made.append(make()))
-    return made[0]
+    """Make something on each rank; raises MegatrainError: it, or another rank, cannot."""
+    results: list[T] = []
+    ranks.agree(lambda: results.append(make()))
+    return results[0]
 
 
 def check_rows(ranks: Ranks, step: Step) -> None:
     """Raises InputError: a rank has read, or made, other rows than rank 0."""
     if ranks.size == 1:
         return
-    found = 0
-    for each in (micro[name] for micro in step for name in sorted(micro)):
-        found = zlib.crc32(each.contiguous().numpy().data, found)
-    require_same(ranks.all_gather_object({"checksum of the step's rows": str(found)}))
+    checksum = 0
+    for tensor in (micro[name] for micro in step for name in sorted(micro)):
+        checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
+    require_same(ranks.all_gather_object({"checksum of the step's rows": str(checksum)}))
 
 
 def logprobs(
     engine: Engine, step: Step, ranks: Ranks, *, scores: bool = False, temperature: float = 1.0
 ) -> list[Tensor]:
-    """As `Engine.logprobs`, of all micro-batches and on all ranks, which share the work.
+    """`Engine.logprobs` of all micro-batches, on all ranks, which share the work.
 
-    Args: `scores`: as `Engine.rewards`.
+    Args: `scores`: `Engine.rewards` instead.
     """
 
-    def made(own: Step) -> list[Tensor]:
-        return engine.rewards(own) if scores else engine.logprobs(own, temperature=temperature)
+    def of(part: Step) -> list[Tensor]:
+        return engine.rewards(part) if scores else engine.logprobs(part, temperature=temperature)
 
-    return by_parts(ranks, step, made)
+    return by_parts(ranks, step, of)
 
 
 def by_parts(ranks: Ranks, step: Step, make: Callable[[Step], list[T]]) -> list[T]:
-    """What is made of each micro-batch, on all ranks, each of which makes a part of it."""
-    own = part_of(step, ranks)
-    found = make(own)
-    if not any(own[0] is micro for micro in step):
-        found = []  # of the row without a label
-    return [each for part in ranks.all_gather_object(found) for each in part]
+    """Make something of each micro-batch; all ranks get all results, and each makes a part."""
+    part = part_of(step, ranks)
+    results = make(part)
+    if not any(part[0] is micro for micro in step):
+        results = []  # of the row without a label
+    return [result for of_rank in ranks.all_gather_object(results) for result in of_rank]
 
 
 def in_turn(ranks: Ranks, make: Callable[[], T]) -> T:
     """Let rank 0 make something, and then the others, who find what it has left on the disk."""
-    made: list[T] = []
-    ranks.agree(lambda: None if ranks.rank else made.append(make()))
-    ranks.agree(lambda: made.append(make()) if ranks.rank else None)
-    return made[0]
+    results: list[T] = []
+    ranks.agree(lambda: None if ranks.rank else results.append(make()))
+    ranks.agree(lambda: results.append(make()) if ranks.rank else None)
+    return results[0]
 
 
 def from_first(ranks: Ranks, make: Callable[[], T]) -> T:
-    """What rank 0 makes, on all ranks."""
+    """Make something on rank 0, and give it to all ranks."""
     return ranks.agree(lambda: None if ranks.rank else make())[0]  # type: ignore[return-value]

@@ -256,7 +256,7 @@ NOT_CORRECTED = {
     "no server": (
         {"server": None, "server_weights": None, "importance_sampling_clip_max": 2.0},
         "grpo",
-        "corrects for replies of a server; leave it out, or give rollout.server",
+        "rollout.importance_sampling_... is for replies of a rollout.server",
     ),
     "rloo": ({"importance_sampling_mode": "token_mask"}, "rloo", "is for loss.name grpo"),
     "bounds": ({"importance_sampling_clip_min": 4.0}, "grpo", "clip_max is 3.0 and its clip_min"),

@@ -391,7 +391,7 @@ def test_replies_drawn_at_another_temperature_are_not_learnt_from(megatrain, rol
     result = megatrain("train", file, "--resume", *hot, *sets(training__steps=2))
     assert result.exit_code == 2, result.output
     said = " ".join(result.stderr.split())
-    assert "are at rollout.temperature 0.8, and it is 1.2 now; set it back" in said
+    assert "for another rollout.temperature (0.8, and now 1.2); set it back" in said
     assert megatrain("train", file, "--resume", *sets(training__steps=2)).exit_code == 0
     result = megatrain("train", file, "--resume", *hot, *sets(training__steps=3))
     assert result.exit_code == 0, result.output  # none are left: new ones are drawn

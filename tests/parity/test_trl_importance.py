@@ -9,7 +9,7 @@ import torch
 from megatrain import Placement
 from megatrain.config import RolloutSection
 from megatrain.loss import GRPO, ImportanceSampling
-from megatrain.train.served import compare
+from megatrain.train.rollouts import compare
 from tests.parity.cases import gradients, llama, make_engine, relative_error
 from tests.parity.test_policy import PLACEMENTS
 from tests.parity.test_trl_policy import LENGTH, REPLIES, placed, rows_of, tokenizer, trainer_of
