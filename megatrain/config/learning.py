@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 class AdapterSection(Section):
-    """LoRA, rsLoRA or DoRA, by the keys of PEFT's LoraConfig; `method: lora` says that it is used.
-
-    `target_modules`: names of modules, a regular expression, or `all-linear`; null: what PEFT takes
-    for the model's family. `target_parameters`: names of weights, such as those of experts.
-    """
+    """LoRA, rsLoRA or DoRA, by the keys of PEFT's LoraConfig (docs/adapters.md)."""
 
     method: Literal["lora"] | None = None
     r: Positive = 8
@@ -76,12 +72,7 @@ class AdapterSection(Section):
 
 
 class OptimizerSection(Section):
-    """A rule of `megatrain.optim` and its settings; null: as the rule has it, or it has none.
-
-    `no_decay`: patterns of names that do not decay, besides LayerNorms; null: norms and biases.
-    `states`: what AdamW's moments are: fp32 (14 bytes a parameter in all), bf16 (10), int8 (8.1).
-    `master`: bits of AdamW's master with bf16 layers: 32, exact fp32, or 24, a byte less.
-    """
+    """A rule of `megatrain.optim` and its settings (docs/optimizers.md); null: the rule's own."""
 
     name: str = "adamw"
     lr: Annotated[float, Field(gt=0)] | None = None
@@ -171,12 +162,10 @@ _LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 class LossSection(Section):
-    """The loss: `sft` is cross entropy, others are of replies (docs/losses.md).
+    """The loss and the settings that it has in `megatrain.loss` (docs/losses.md).
 
-    Other keys are the settings that a loss of `megatrain.loss` has; null: as it has them.
-    `reference`: log-probabilities of the reference model are computed once and kept, or it is
-    streamed before each step. `teacher`: a model to distil, of which `top_k` tokens of each
-    label are taken, kept or streamed likewise (`teacher_log_probs`).
+    `reference`, `teacher_log_probs`: a second model's answers are kept, or it is streamed in each
+    step. `teacher`: a model to distil, of which `top_k` tokens of each label are taken.
     """
 
     name: Literal["sft", "distill", "dpo", "simpo", "orpo", "kto", "reward", "grpo", "rloo"] = "sft"
@@ -304,14 +293,10 @@ def _address(text: str) -> str:
 
 
 class RolloutSection(Section):
-    """How replies to prompts are made, for losses that reward them (docs/rollouts.md).
+    """How replies to prompts are made and rewarded (docs/rollouts.md).
 
-    `rewards`: functions, each as `module:function` or `file.py:function`; `weights`: of each, null:
-    1. The others say how tokens are drawn; `batch_size`: replies made together, null: all of a
-    step. `server`: address of a vLLM server that makes them; weights go to it through the folder
-    `server_weights`, and each request may take `server_seconds`. `importance_sampling_...`: how
-    grpo corrects for what a server draws otherwise than the engine would, as TRL's
-    `vllm_importance_sampling_...`.
+    `rewards`: functions, each as `module:function` or `file.py:function`. `server`: address of a
+    vLLM server; weights go to it through the folder `server_weights`.
     """
 
     rewards: list[Annotated[str, AfterValidator(_function)]] = Field(default_factory=list)
@@ -462,15 +447,9 @@ class SamplesSection(Section):
 
 
 class TrainingSection(Section):
-    """How long and in what portions. `batch_size` and `micro_batch_size` count rows.
+    """How long and in what portions (docs/training.md, docs/reliability.md).
 
-    `on_nonfinite`: what to do when loss or gradient norm is not finite, before any weight is
-    changed: end the run, or leave the step out and go on; `max_skips` steps in a row end it, too.
-    `early_stopping`: by the metric in `checkpoint.best`, eval_loss if none is there.
-    `neftune_alpha`: of the noise on token embeddings in steps.
-    `spike`: gradient norms above this many times the median of the last steps are treated alike.
-    `recheck`: a step whose loss or norm is not finite, or whose norm is ten times that median, is
-    computed once more before it is believed; null: where updates wait for the norm.
+    `batch_size` and `micro_batch_size` count rows; `recheck`: null: if updates wait for the norm.
     """
 
     steps: Positive | None = None

@@ -32,8 +32,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = Fal
     The file of a run's folder is its `config.yaml`. An `endless` one need not say how long to
     train, for those who only look at its data.
 
-    Raises:
-        InputError: the file cannot be read or is not a valid run file.
+    Raises InputError: the file cannot be read or is not a valid run file.
     """
     file = Path(path)
     if (file / "config.yaml").is_file():
@@ -51,8 +50,7 @@ def overridden(
 ) -> Config:
     """`tree` with `overrides` as a Config; `source` serves the message only.
 
-    Raises:
-        InputError: it is not a valid run file.
+    Raises InputError: it is not a valid run file.
     """
     changed = copy.deepcopy(dict(tree))
     names = [_apply_override(changed, text) for text in overrides]
@@ -65,8 +63,7 @@ def overridden(
 def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = ()) -> Config:
     """`tree` as a Config; `source` and the `overridden` keys serve the message only.
 
-    Raises:
-        InputError: an unknown key, a wrong type or an impossible value.
+    Raises InputError: an unknown key, a wrong type or an impossible value.
     """
     keys = {name: value for name, value in tree.items() if value is not None}
     required: dict[str, Any] = {

@@ -24,15 +24,9 @@ from megatrain.placement import RENAMED, Placement, Precision, Verify
 class ModelSection(Section):
     """The model that is trained: a pretrained `path`, or a `config` to be randomly initialised.
 
-    `chat_template`: a Jinja file that takes the place of the tokenizer's own, in the result, too.
-    `eos_token`: the token that ends texts, instead of the tokenizer's own; also in the result. What
-    the chat template ends replies with is known without it.
-    `base`: how frozen linear layers are kept, see docs/adapters.md.
-    `base_model`: where the base of the adapter is now, if it is not where `path`, the adapter's
-    folder or the checkpoint says.
-    `router_aux_loss_coef`: weight of the loss that balances experts; null: as the model says.
-    `freeze`, `train_only`: regular expressions searched for in parameters' names, of what is not
-    trained, and of all that is; null: everything.
+    `chat_template`: a Jinja file; it and `eos_token` take the place of the tokenizer's own, in the
+    result, too. `base`: how frozen linear layers are kept, `base_model`: where the base of an
+    adapter is now (docs/adapters.md). `freeze`, `train_only`: regular expressions.
     """
 
     path: Name | None = None
@@ -65,15 +59,10 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """The data that it is trained on; `megatrain.data.formats` has the formats.
+    """The data that it is trained on (docs/data.md).
 
     `fields`: our name of a field -> its name in the data; null: passed over on purpose.
-    `bad_rows`: end at the first row that cannot be used, or leave such rows out and list them.
-    `weights`: shares of the tokens, one for each path. So that they hold, larger sources are taken
-    in part, or with `repeat` smaller ones more than once.
-    `streaming`: make tokens as they are needed and keep none, for sources that do not fit the disk;
-    `shuffle_buffer` tokens of them are shuffled together.
-    `eval_path`: also several sets, by names that their metrics have.
+    `weights`: shares of the tokens, one for each path. `eval_path`: one set, or several by name.
     """
 
     kind: Literal["auto", "text", "chat"] = "auto"
@@ -136,15 +125,11 @@ class DataSection(Section):
 
 
 class EngineSection(Section):
-    """The device, and how the step is computed on it.
+    """The device, and how the step is computed on it (docs/planning.md, docs/distributed.md).
 
-    `disk`: a folder on a fast disk, where planes may rest while the run goes on, in a file without
-    a name; `disk_space` at most, null: what is free. `devices`: as many processes, each with a
-    device of its own, train the model together, unless torchrun has started others. `sharding`, on
-    several hosts: `hybrid`: each host keeps the whole model, `full`: all of them keep it once.
-    `sequence_parallel`: all devices share every row, each with a part of its tokens, if this is
-    their number; 1: each has rows of its own. `verify`: when weights, states and gradients are
-    compared with their checksums: in each `step`, in each `save`, or never.
+    `disk`: a folder for planes that rest on a disk, `disk_space` bytes at most. `sharding`, on
+    several hosts: each keeps the whole model (`hybrid`), or all of them keep it once (`full`).
+    `sequence_parallel`: the number of devices that share every row.
     """
 
     precision: Precision = "bf16"
@@ -208,15 +193,10 @@ class EngineSection(Section):
 
 
 class CheckpointSection(Section):
-    """When the run's whole state is saved below its folder, for `--resume`.
+    """When the run's whole state is saved below its folder, for `--resume` (docs/reliability.md).
 
-    A run that is stopped by a signal is always saved, and SIGUSR1 saves at once.
-
-    `every`: steps between two saves; null: none. `at_end`: after the last step, so that the run
-    can be made longer. `keep`: the newest ones that stay; those at multiples of `keep_every` steps
-    stay for ever. `best`: an evaluation's metric, whose best state is saved and stays, too; `mode`
-    says whether small or large is good, null: large of accuracies. `load_best`: `model/` is that
-    of the best state, not of the last.
+    `best`: an evaluation's metric, whose best state is saved and stays; `load_best`: `model/` is of
+    that state, not of the last.
     """
 
     every: Positive | None = 500
@@ -236,8 +216,7 @@ class CheckpointSection(Section):
 class OutputSection(Section):
     """The run's folder: `folder`, or a new `runs/<name>-<time>` when it is null.
 
-    One early step is recorded for `timeline.json`, with `timeline_every` also each N-th one. A
-    recorded step's times by stream and reasons to wait are in `metrics.jsonl`.
+    One early step is recorded for `timeline.json`, with `timeline_every` also each N-th one.
     """
 
     folder: Name | None = None
@@ -249,11 +228,9 @@ Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 
 
 class TrackingSection(Section):
-    """Trackers that get what `metrics.jsonl` gets, under the names `train/...` and `eval/...`.
+    """Trackers that get what `metrics.jsonl` gets (docs/training.md).
 
-    `run_name`: null: that of the run's folder. Nothing leaves the machine unless `online` is true:
-    then each library's own settings say where to. `options`: further arguments of a library's own
-    start, by tracker.
+    Nothing leaves the machine unless `online` is true. `options`: of a library's own start.
     """
 
     to: Tracker | list[Tracker] = Field(default_factory=list)

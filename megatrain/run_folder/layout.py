@@ -40,8 +40,7 @@ log = logging.getLogger(__name__)
 def load_run(run: Path, overrides: Sequence[str], *, resume: bool) -> Config:
     """The configuration of a run file, or with `resume` of a run's folder.
 
-    Raises:
-        InputError: there is none, or it cannot be used.
+    Raises InputError: there is none, or it cannot be used.
     """
     if not run.is_dir():
         return run_files.load(run, overrides)
@@ -88,8 +87,7 @@ def _free_name(name: str) -> Path:
 def make_run_folder(folder: str | None, name: str) -> Path:
     """Make the folder of `new_run_folder`; a new one is no other run's.
 
-    Raises:
-        InputError: as `new_run_folder` does.
+    Raises InputError: as `new_run_folder` does.
     """
     while True:
         path = new_run_folder(folder, name)
@@ -169,8 +167,7 @@ def locked(folder: Path) -> Iterator[None]:
     The kernel gives it back when the process ends, however it ends, so nothing is ever stale. The
     file stays: to delete it would let a third process lock another file of the same name.
 
-    Raises:
-        InputError: another process holds it.
+    Raises InputError: another process holds it.
     """
     path = folder / LOCK
     require_plain(path)

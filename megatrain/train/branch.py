@@ -45,8 +45,7 @@ def branched(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> 
         fresh: take the weights alone. The run begins at its first step, nothing is prepared, and
             everything but the model may change.
 
-    Raises:
-        InputError: there is no whole checkpoint, `new` is taken, or a setting cannot change.
+    Raises InputError: there is no whole checkpoint, `new` is taken, or a setting cannot change.
     """
     newest = run if is_checkpoint(run) else newest_whole(run / CHECKPOINTS)
     if newest is None:

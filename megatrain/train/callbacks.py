@@ -49,8 +49,7 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Any], job: Job, config: Config, folder: Path) -> None:
         """Prepare callbacks, or classes of them.
 
-        Raises:
-            InputError: one is no `TrainerCallback`, or has an event that never comes.
+        Raises InputError: one is no `TrainerCallback`, or has an event that never comes.
         """
         names, resumed = names_of(callbacks), job.resumed
         before = resumed.callbacks.get("names") if resumed else None

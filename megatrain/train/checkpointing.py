@@ -70,11 +70,7 @@ class Checkpointing:
             self._begin(state)
 
     def now(self, state: RunState) -> None:
-        """Have this state on disk when the call returns.
-
-        Raises:
-            RunFailed: it cannot be written.
-        """
+        """Have this state on disk when the call returns. Raises RunFailed: it cannot be written."""
         self._settle(wait=True)
         if self.saved == state.step:
             return

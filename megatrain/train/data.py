@@ -39,53 +39,69 @@ def open_data(
 
     A single evaluation set's name is empty.
 
-    Raises:
-        InputError: the data cannot be used.
+    Raises InputError: the data cannot be used.
     """
-    data, given = config.data, (config, tokenizer, vocab_size)
-    opened = _open_prompts if config.loss.kind == "prompts" else _open
-    sets: dict[str, Any] = {name: opened(path, *given) for name, path in data.eval_sets.items()}
+    data = config.data
+    reading = _reading(config, tokenizer, vocab_size)
+
+    def opened(path: Any, **mixing: Any) -> PackedDataset | Prompts:
+        if config.loss.kind == "prompts":
+            longest = data.sequence_length - (config.loss.max_completion_length or 0)
+            drop, chat = data.overlong == "drop", data.kind == "chat"
+            return open_prompts(path, longest=longest, drop=drop, chat=chat, **reading)
+        return open_dataset(
+            path,
+            kind=config.loss.kind or data.kind,
+            cache_dir=cache_folder(config),
+            progress=_tokenising_progress(),
+            **_packing(config),
+            **reading,
+            **mixing,
+        )
+
+    sets: dict[str, Any] = {name: opened(path) for name, path in data.eval_sets.items()}
     training: Any
-    if config.loss.kind == "prompts":
-        training = _open_prompts(data.path, *given)
-    elif data.streaming:
-        training = open_stream(data.path, block_tokens=data.shuffle_buffer, **_reading(*given))
+    if data.streaming:
+        training = open_stream(
+            data.path,
+            kind=data.kind,
+            block_tokens=data.shuffle_buffer,
+            **_packing(config),
+            **reading,
+        )
+    elif config.loss.kind == "prompts":
+        training = opened(data.path)
     else:
-        training = _open(data.path, *given, weights=data.weights, repeat=data.repeat)
+        training = opened(data.path, weights=data.weights, repeat=data.repeat)
     if training.kind == "chat" and tokenizer.chat_template and (asked := unmet_opening(tokenizer)):
         log.info(
             f"the chat template asks for replies with {asked!r:.80}, but begins those without "
             "reasoning otherwise: give them some, or name another model.chat_template"
         )
     if not sets and data.eval_fraction:
-        assert isinstance(training, PackedDataset | Prompts)
         training, sets[""] = training.hold_out(data.eval_fraction)
     for name, held_out in sets.items():
-        if isinstance(training, PackedDataset) and (told := also_trained(held_out, training)):
-            log.info(f"{name or 'evaluation'}: {told}")
+        if isinstance(training, PackedDataset) and (news := also_trained(held_out, training)):
+            log.info(f"{name or 'evaluation'}: {news}")
     return training, sets
 
 
 def run_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     """The tokenizer of a run, with the run's chat template and end token.
 
-    Raises:
-        InputError: there is none, the template cannot be read, or the token is unknown.
+    Raises InputError: there is none, the template cannot be read, or the token is unknown.
     """
     trusted = model.trust_remote_code
     tokenizer = load_tokenizer(model.tokenizer or str(model.path), trust_remote_code=trusted)
     if model.chat_template is not None:
         tokenizer.chat_template = read_template(Path(model.chat_template).expanduser())
     if model.eos_token is not None:
-        _set_end(tokenizer, model.eos_token)
+        if model.eos_token not in tokenizer.get_vocab():
+            known = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+            near = nearest(model.eos_token, known)
+            raise InputError(f"model.eos_token: no token {model.eos_token!r}{near}")
+        tokenizer.eos_token = model.eos_token
     return tokenizer
-
-
-def _set_end(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
-    if token not in tokenizer.get_vocab():
-        known = [str(each) for each in tokenizer.added_tokens_decoder.values()]
-        raise InputError(f"model.eos_token: no token {token!r}{nearest(token, known)}")
-    tokenizer.eos_token = token
 
 
 def check_prompts(
@@ -103,25 +119,6 @@ def check_prompts(
                 f"{where}: {length} tokens and max_new_tokens of {samples.max_new_tokens} are more "
                 f"than the model's context of {limit}; lower max_new_tokens, or shorten the prompt"
             )
-
-
-def _open_prompts(
-    path: str | list[str], config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
-) -> Prompts:
-    data, most = config.data, config.loss.max_completion_length or 0
-    return open_prompts(
-        path,
-        tokenizer=tokenizer,
-        longest=data.sequence_length - most,
-        fields=data.fields,
-        bad_rows=data.bad_rows,
-        drop=data.overlong == "drop",
-        chat=data.kind == "chat",
-        vocab_size=vocab_size,
-        hub_config=data.hub_config,
-        hub_split=data.hub_split,
-        seed=config.training.seed,
-    )
 
 
 def run_ends(
@@ -149,8 +146,7 @@ def data_alone(
 ) -> tuple[PreTrainedTokenizerBase, PackedDataset | RowStream, dict[str, PackedDataset]]:
     """Tokenizer, training and evaluation rows of a run, without the model's weights.
 
-    Raises:
-        InputError: the tokenizer, the model's configuration or the data cannot be used.
+    Raises InputError: the tokenizer, the model's configuration or the data cannot be used.
     """
     model = ResolvedModel.of_run(config).section
     trusted = model.trust_remote_code
@@ -161,45 +157,31 @@ def data_alone(
         hf_config = load_config(Path(model.path).expanduser(), trust_remote_code=trusted)
     check_sequence_length(hf_config, config.data.sequence_length)
     vocab_size = hf_config.get_text_config(decoder=True).vocab_size
-    evaluation: Any
+    evaluation: Any  # as training
     training, evaluation = open_data(config, tokenizer, vocab_size)
     if isinstance(training, Prompts):
         raise InputError(f"loss.name {config.loss.name}: prompts have no tokens to learn to show")
     return tokenizer, training, evaluation
 
 
-def _open(
-    path: str | list[str],
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    **mixing: Any,
-) -> PackedDataset:
-    return open_dataset(
-        path,
-        cache_dir=cache_folder(config),
-        progress=_tokenising_progress(),
-        **_reading(config, tokenizer, vocab_size),
-        **mixing,
-    )
-
-
 def _reading(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> dict[str, Any]:
-    """What data is read with, be it kept or not."""
+    """Arguments of all that reads data."""
     data = config.data
     return dict(
-        kind=config.loss.kind or data.kind,
         tokenizer=tokenizer,
-        sequence_length=data.sequence_length,
-        packing=data.packing,
         fields=({} if data.text_field == "text" else {"text": data.text_field}) | data.fields,
         bad_rows=data.bad_rows,
         seed=config.training.seed,
         vocab_size=vocab_size,
-        overlong=data.overlong,
         hub_config=data.hub_config,
         hub_split=data.hub_split,
     )
+
+
+def _packing(config: Config) -> dict[str, Any]:
+    """Arguments of what makes rows of tokens."""
+    data = config.data
+    return dict(sequence_length=data.sequence_length, packing=data.packing, overlong=data.overlong)
 
 
 def _tokenising_progress() -> Callable[[int, int], None]:

@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 def check_device(config: Config, ranks: Ranks) -> None:
     """Look for the device of this rank, and say where a run that may choose takes the CPU.
 
-    Raises:
-        InputError: there is no such device, or it cannot do what the run asks of it.
+    Raises InputError: there is no such device, or it cannot do what the run asks of it.
     """
     name, shared = config.engine.device, config.engine.sequence_parallel
     device = find_device(name, local_rank(ranks.host))
@@ -51,8 +50,7 @@ def check_disk(config: Config, model: Source | Start | None, total_steps: int | 
             start: there must be room for one more checkpoint.
         total_steps: None: not known yet, so that only one checkpoint is counted.
 
-    Raises:
-        DoesNotFit: it has not.
+    Raises DoesNotFit: it has not.
     """
     if isinstance(model, Start):
         folder, remedies = model.checkpoint.parent, []

@@ -85,8 +85,7 @@ def run(
             those keep that are an `ExportableState` is saved; the others begin anew on resume.
         resume: go on with the run where there is one.
 
-    Raises:
-        InputError, DoesNotFit, RunFailed: as `megatrain.train.loop.train`.
+    Raises InputError, DoesNotFit, RunFailed: as `megatrain.train.loop.train`.
     """
     if not isinstance(what, Mapping):
         config, name = load_run(Path(what), overrides, resume=resume), Path(what).stem
@@ -143,8 +142,7 @@ def train(
 def _as_started(config: Config, ranks: Ranks) -> Config:
     """The configuration with the devices of this host that take part, as torchrun has started them.
 
-    Raises:
-        InputError: more are wanted than this process.
+    Raises InputError: more are wanted than this process.
     """
     if ranks.size == 1 and config.engine.devices > 1:
         raise InputError(

@@ -42,8 +42,7 @@ def trained_model(run: str) -> Checkpoint | str:
     Anything else (a model folder, a hub id) is returned as it is. Damaged checkpoints, and states
     newer than the finished model, are named in the log.
 
-    Raises:
-        InputError: a checkpoint that cannot be used.
+    Raises InputError: a checkpoint that cannot be used.
     """
     path = Path(run).expanduser()
     if is_checkpoint(path):
@@ -106,8 +105,7 @@ class ResolvedModel:
         Of a file the first MiB counts, with the names and places of its tensors, and 64 pages that
         are spread over the rest: not all bytes, for they would take as long to read as the model.
 
-        Raises:
-            InputError: there is no such model, or a file cannot be read.
+        Raises InputError: there is no such model, or a file cannot be read.
         """
         if self.section.path is None:
             return "drawn"
@@ -136,8 +134,7 @@ def begun_from(config: Config) -> ModelSection:
 def moved_base(named: str | None) -> str | None:
     """The `base_model` for an engine of a run, checkpoint, folder or hub id; None: as it says.
 
-    Raises:
-        InputError: an adapter is there, or a checkpoint that cannot be used.
+    Raises InputError: an adapter is there, or a checkpoint that cannot be used.
     """
     if named is None:
         return None
@@ -152,8 +149,7 @@ def moved_base(named: str | None) -> str | None:
 def model_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """The configuration of `model.path`, or the one written out in `model.config`.
 
-    Raises:
-        InputError: it cannot be read, or has unknown fields or impossible values.
+    Raises InputError: it cannot be read, or has unknown fields or impossible values.
     """
     if section.config is not None:
         return _written_out(dict(section.config), tokenizer)

@@ -44,7 +44,7 @@ class RunState:
     Attributes:
         step: steps taken, skipped ones included.
         data: the loader's position.
-        refusals: what the rule for refused steps remembers (train/bad_steps.py).
+        refusals: what the rule for refused steps remembers (train/steps.py).
         config: the run file, resolved.
         callbacks: what callbacks export of their state (train/callbacks.py).
         rollouts: replies that steps to come will learn from again (train/rollouts.py).
@@ -68,8 +68,7 @@ class RunState:
     def of(cls, kept: Mapping[str, Any], where: Path) -> "RunState":
         """The state in a checkpoint of a run.
 
-        Raises:
-            InputError: it has none, or one that no run has written.
+        Raises InputError: it has none, or one that no run has written.
         """
         states = {f.name: kept.get(f.name, {} if callable(f.default_factory) else None)
                   for f in fields(cls)}  # fmt: skip
@@ -99,8 +98,7 @@ class Damaged(InputError):
 def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None:
     """Raises InputError if a key differs that decides what is learnt.
 
-    Args:
-        before: the configuration, resolved, that `where` was made with.
+    Args: `before`: the configuration, resolved, that `where` was made with.
     """
     for section, key, was, now in _differences(before, config):
         name = f"{section}.{key}"
@@ -134,8 +132,7 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
 
     One `truncate`: it needs no room on the disk, and a kill leaves the old or the new file.
 
-    Raises:
-        InputError: it cannot be read or written.
+    Raises InputError: it cannot be read or written.
     """
     require_plain(path)
     kept: list[Mapping[str, Any]] = []
@@ -163,8 +160,7 @@ def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
 def find_starts(run: Path, config: Config) -> Iterator[Start]:
     """Checkpoints that the run can go on from, newest first; damaged ones are named and left out.
 
-    Raises:
-        InputError: a checkpoint cannot be used with this configuration.
+    Raises InputError: a checkpoint cannot be used with this configuration.
     """
     for step in reversed(checkpoints(run)):
         folder = checkpoint_folder(run, step)

@@ -32,8 +32,7 @@ class Rewards:
     def __init__(self, settings: RolloutSection) -> None:
         """Import the functions.
 
-        Raises:
-            InputError: a module cannot be imported, or has no such function.
+        Raises InputError: a module cannot be imported, or has no such function.
         """
         paths = {written: written.rpartition(":")[0] for written in settings.rewards}
         modules = {path: _module(path) for path in dict.fromkeys(paths.values())}
@@ -53,8 +52,7 @@ class Rewards:
         Args:
             columns: further arguments of the functions; each function gets copies of all.
 
-        Raises:
-            RunFailed: a function fails, or returns something else than a number for each reply.
+        Raises RunFailed: a function fails, or returns something else than a number for each reply.
         """
         rewards = []
         for name, function in zip(self.names, self._functions, strict=True):

@@ -117,8 +117,7 @@ class Rollouts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.
 
-        Raises:
-            InputError: it is damaged, or of another loss or temperature.
+        Raises InputError: it is damaged, or of another loss or temperature.
         """
         try:
             self._left = int(state.get("left", 0))
@@ -341,11 +340,7 @@ class Served:
     """
 
     def __init__(self, config: Config, engine: Engine, ranks: Ranks) -> None:
-        """Bring the server the weights as they are.
-
-        Raises:
-            InputError: it cannot be used.
-        """
+        """Bring the server the weights as they are. Raises InputError: it cannot be used."""
         self._settings, self._engine, self._brought = config.rollout, engine, -1
         self._ranks = ranks
         self._export: dict[str, Any] = {"merged": config.adapter.method is not None}
@@ -411,8 +406,7 @@ def compare(
         drawn_at: log-probabilities of each reply's tokens as the server says, row after row.
         by: what corrects for them; None: nothing does, and nothing is put in.
 
-    Raises:
-        RunFailed: the engine's are so far from them that the server has other weights.
+    Raises RunFailed: the engine's are so far from them that the server has other weights.
     """
     rows = [row for m in step for row in zip(m["labels"], m["old_logp"], strict=True)]
     pairs: list[tuple[Tensor, Tensor]] = []  # of each reply's labels, the engine's and theirs

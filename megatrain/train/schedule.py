@@ -1,7 +1,6 @@
 """The learning rate of each step of a run: what transformers' schedules make of it."""
 
 import logging
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -29,14 +28,13 @@ def make_schedule(
     """The schedule after `done` steps: the learning rate is a function of the step alone.
 
     Args:
-        saved: what `schedule_state` was at that step; None: as the configuration says.
+        saved: `schedule_state` at that step; None: as the configuration says.
 
-    Raises:
-        InputError: `schedule.options` are not those of this schedule.
+    Raises InputError: `schedule.options` are not those of this schedule.
     """
     schedule = config.schedule
     try:
-        made = get_scheduler(
+        scheduler = get_scheduler(
             schedule.name,
             optimizer,
             num_warmup_steps=schedule.num_warmup_steps(total_steps),
@@ -45,19 +43,19 @@ def make_schedule(
         )
         further = saved["further"] if saved else 0
         if saved:
-            made.base_lrs = list(saved["base_lrs"])
+            scheduler.base_lrs = list(saved["base_lrs"])
         if 0 < done < total_steps or further:
-            made.last_epoch = done + further - 1
+            scheduler.last_epoch = done + further - 1
             with warnings.catch_warnings():  # torch misses the optimizer's steps, taken long ago
                 warnings.simplefilter("ignore", UserWarning)
-                made.step()
+                scheduler.step()
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise InputError(f"schedule: {schedule.name} cannot be set up: {error}") from error
-    return made
+    return scheduler
 
 
 def schedule_state(schedule: LRScheduler, total_steps: int, done: int) -> dict[str, Any]:
-    """What callbacks may have changed of a schedule: its rates, and how far it is beyond `done`."""
+    """The parts of a schedule that callbacks may change: its rates, and steps beyond `done`."""
     usual = min(done, total_steps - 1)  # it is not asked what follows the last step
     return {"base_lrs": list(schedule.base_lrs), "further": schedule.last_epoch - usual}
 
@@ -65,8 +63,7 @@ def schedule_state(schedule: LRScheduler, total_steps: int, done: int) -> dict[s
 def check_schedule(config: Config, total_steps: int) -> None:
     """Warn of a warm-up that is longer than the run, and of a rate of 0 throughout.
 
-    Raises:
-        InputError: the schedule cannot be set up, or some step would have no learning rate.
+    Raises InputError: the schedule cannot be set up, or some step would have no learning rate.
     """
     warmup, rates = config.schedule.num_warmup_steps(total_steps), set[float]()
     for done in sorted({0, 1, warmup + 1, total_steps // 2, total_steps - 1}):
@@ -75,16 +72,12 @@ def check_schedule(config: Config, total_steps: int) -> None:
             stand_in = SGD([torch.zeros(1)], lr=lr)
             (rate,) = make_schedule(config, stand_in, total_steps, done).get_last_lr()
             rates.add(float(rate))
-            if not 0 <= rate < math.inf:
+            if not 0 <= rate <= lr * _ROUNDED:
+                above = f", above optimizer.lr {lr:g}" if rate > lr else ""
                 raise InputError(
                     f"schedule: {config.schedule.name} makes the learning rate of step {done + 1} "
-                    f"{rate}; correct schedule.options"
-                )
-            if rate > lr * _ROUNDED:
-                raise InputError(
-                    f"schedule: {config.schedule.name} makes the learning rate of step {done + 1} "
-                    f"{rate:g}, above optimizer.lr {lr:g}; correct schedule.options (min_lr is a "
-                    "rate, min_lr_rate a share of optimizer.lr)"
+                    f"{rate:g}{above}; correct schedule.options (min_lr is a rate, min_lr_rate a "
+                    "share of optimizer.lr)"
                 )
     if rates == {0.0}:
         log.warning(

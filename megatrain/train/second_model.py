@@ -190,8 +190,7 @@ class References:
     def read(cls, run: Path) -> "References":
         """Read the record of a run; a file without a checksum (earlier versions) has no sums.
 
-        Raises:
-            InputError: it is missing or damaged.
+        Raises InputError: it is missing or damaged.
         """
         path = run / REFERENCES
         try:
@@ -216,8 +215,7 @@ def _crc32(kept: dict[str, Any]) -> int:
 def _same_model(key: str, start: Start | None) -> References:
     """The record of a second model that is known by `key`.
 
-    Raises:
-        InputError: a run goes on, and its second model was another one.
+    Raises InputError: a run goes on, and its second model was another one.
     """
     if start is not None and References.read(start.run).keys != {"model": key}:
         raise InputError(
@@ -241,8 +239,7 @@ def prepare_replies(
 
     Args: `begun`: opens the model as the run began, for a run whose sums have no checksum.
 
-    Raises:
-        InputError: a run goes on, and what it has kept is of other data or another model.
+    Raises InputError: a run goes on, and what it has kept is of other data or another model.
     """
     loss = config.loss.loss()
     sets = {name: rows for name, rows in data.items() if isinstance(rows, ReplyDataset)}
@@ -358,8 +355,7 @@ def find_teacher(
 ) -> Teacher | None:
     """The teacher of a run file, if it names one; its weights are not read yet.
 
-    Raises:
-        InputError: there is no such model, or it cannot teach this one.
+    Raises InputError: there is no such model, or it cannot teach this one.
     """
     name, trusted = config.loss.teacher, config.model.trust_remote_code
     if name is None:

@@ -41,8 +41,7 @@ def check_shared(config: Config, ranks: Ranks, *, callbacks: str) -> None:
 def group_of(config: Config, ranks: Ranks) -> Any:
     """The group of a run's engine: a mesh where there are several hosts.
 
-    Raises:
-        InputError: torchrun has started more ranks on one host than on another.
+    Raises InputError: torchrun has started more ranks on one host than on another.
     """
     if ranks.host is None or config.engine.sharding == "full":
         return ranks.host

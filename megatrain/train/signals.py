@@ -38,7 +38,7 @@ class Signals:
     def __init__(self) -> None:
         self.stop: str | None = None
         self._shared = False
-        self._told: str | None = None  # this process, of several ranks
+        self._heard: str | None = None  # this process, of several ranks
         self._stopped = 0.0  # when
         self._save = False
         self._interruptible = False
@@ -57,7 +57,7 @@ class Signals:
             signal.signal(number, handler)
 
     def take_save(self) -> bool:
-        """Whether somebody has asked for a checkpoint since the last call."""
+        """True if somebody has asked for a checkpoint since the last call."""
         if signal.SIGUSR1 in self._previous:
             # LLVM, which compiles GPU kernels, takes this signal for itself when it first runs; the
             # other ones, which it takes as well, it passes on.
@@ -70,34 +70,31 @@ class Signals:
         if ranks.size == 1:
             return
         if not self._shared:
-            self._shared, self._told = True, self.stop
-        found = ranks.all_gather_object((self._told, self.take_save()))
-        self.stop = next((stop for stop, _ in found if stop), None)
-        self._save = any(save for _, save in found)
+            self._shared, self._heard = True, self.stop
+        heard = ranks.all_gather_object((self._heard, self.take_save()))
+        self.stop = next((stop for stop, _ in heard if stop), None)
+        self._save = any(save for _, save in heard)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Where nothing has been learnt yet, the first signal ends the block.
+        """Let the first signal end the block, in which nothing is learnt yet.
 
-        Raises:
-            Stopped: in the block, wherever it is.
+        Raises Stopped: in the block, wherever it is.
         """
         self._interruptible = True
         try:
-            self._check()
-            yield
-            self._check()  # what it raised may have been swallowed on its way
+            if not self.stop:
+                yield
+            if self.stop:  # what it raised in the block may have been swallowed on its way
+                raise Stopped(self.stop)
         finally:
             self._interruptible = False
 
-    def _check(self) -> None:
-        if self.stop:
-            raise Stopped(self.stop)
-
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if before := self._told if self._shared else self.stop:
-            if name == before and self._is_echo(number):
+        if before := self._heard if self._shared else self.stop:
+            echoed = number == signal.SIGHUP or time.monotonic() - self._stopped < _ECHO_SECONDS
+            if name == before and echoed:  # kernel and shell both tell of a hangup
                 return
             if self._shared and number == signal.SIGTERM:  # torchrun tells everybody once more
                 return
@@ -105,16 +102,12 @@ class Signals:
             os._exit(128 + number)
         self._stopped = time.monotonic()
         if self._shared:
-            self._told = name
+            self._heard = name
         else:
             self.stop = name
         if self._interruptible:
             raise Stopped(name)
         _write(_NOTICE)
-
-    def _is_echo(self, number: int) -> bool:
-        """Whether the same signal again is no news: kernel and shell both tell of a hangup."""
-        return number == signal.SIGHUP or time.monotonic() - self._stopped < _ECHO_SECONDS
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self._save = True

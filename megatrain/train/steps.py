@@ -1,24 +1,35 @@
 """One step of a run: its rows, its measurements, and what is done when it goes wrong."""
 
 import logging
+import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-from megatrain.api import Engine
-from megatrain.config import Config, step_loss
+from megatrain.config import Config, TrainingSection, step_loss
 from megatrain.data import Step
-from megatrain.errors import DoesNotFit, MegatrainError, RunFailed, StepRefused
+from megatrain.errors import (
+    DoesNotFit,
+    InputError,
+    MegatrainError,
+    RunFailed,
+    StepRefused,
+    in_one_line,
+)
 from megatrain.telemetry.flops import model_tflops
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import process_bytes
 from megatrain.telemetry.metrics import MetricsWriter
-from megatrain.train.bad_steps import BadSteps
 from megatrain.train.resume import RunState
 from megatrain.train.setup import Job
 from megatrain.train.sharing import by_all, check_rows, enough, part_of
 from megatrain.train.timeline import RunTimeline
+
+_REMEMBERED = 100  # gradient norms that the median is taken of
+_ENOUGH = 20  # the first norms of a run say little about the next ones
+_JUMP = 10.0  # times the median: such a norm is computed once more
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +39,16 @@ class Steps:
 
     Attributes:
         done: steps taken so far, skipped ones included.
-        state: what a checkpoint keeps of the run after those, beside the engine's state.
+        state: of the run after those, for a checkpoint, beside the engine's state.
     """
 
     def __init__(
         self, job: Job, config: Config, metrics: MetricsWriter, timeline: RunTimeline
     ) -> None:
         self._job, self._metrics, self._timeline = job, metrics, timeline
-        self._meter = Meter(job.engine, config.engine.precision)
+        gpu = find_gpu(str(job.engine.device.torch_device))
+        counts = gpu is not None and config.engine.precision == "bf16"
+        self._peak_tflops = bf16_peak_tflops(gpu.name) if gpu and counts else None
         self._refusals = BadSteps(config.training)
         self._loss = step_loss(config.loss, config.rollout)
         self._recheck = config.training.recheck is not False and config.updates_wait_for_the_norm
@@ -58,10 +71,9 @@ class Steps:
         assert job.engine.optimizer is not None
         lr = job.engine.optimizer.param_groups[-1]["lr"]  # of matrices, where Muon has two rates
         started = time.perf_counter()
-        made: Mapping[str, Any] = {}
         try:
-            own, tokens, made = self._rows(step)
-            result = self._measured(step, own)
+            rows, tokens, logged = self._rows(step)
+            result = self._measured(step, rows)
         except StepRefused as error:
             outcome = self._left_out(step, error)
         except DoesNotFit as error:
@@ -71,9 +83,8 @@ class Steps:
         else:
             self._refusals.passed(result.grad_norm)
             seconds = time.perf_counter() - started
-            measured = self._meter.measure(tokens, seconds)
-            outcome = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **measured}
-            outcome |= result.measures | made
+            outcome = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
+            outcome |= self._rates(tokens, seconds) | result.measures | logged
             if job.rollouts is not None:
                 outcome["train_seconds"] = round(result.seconds, 6)
             if (times := self._timeline.breakdown) is not None:
@@ -90,8 +101,12 @@ class Steps:
         """Take the step; where loss or norm jump, only if they do so twice."""
 
         def take(limit: float, expected: tuple[float, float] | None = None) -> Any:
-            work = partial(self._job.engine.step, micro_batches, self._loss)
-            return self._timeline.step(step, lambda: work(norm_limit=limit, expected=expected))
+            def work() -> Any:
+                return self._job.engine.step(
+                    micro_batches, self._loss, norm_limit=limit, expected=expected
+                )
+
+            return self._timeline.step(step, work)
 
         if not self._recheck:
             return take(self._refusals.norm_limit)
@@ -107,20 +122,21 @@ class Steps:
             return take(self._refusals.norm_limit, error.measured)
 
     def _rows(self, step: int) -> tuple[Step, int, Mapping[str, Any]]:
-        """Micro-batches of this rank, tokens of all, and what the log has of their making."""
-        job, made = self._job, {}  # type: ignore[var-annotated]
+        """Micro-batches of this rank, tokens of all, and values for the log of their making."""
+        job = self._job
+        logged: Mapping[str, Any] = {}
         try:
             if job.rollouts is not None:
-                rows, made = job.rollouts.take(step)
+                step_rows, logged = job.rollouts.take(step)
             else:
-                rows = by_all(job.ranks, lambda: next(job.loader))
-            check_rows(job.ranks, rows)
-            each, counted = job.engine.batch_ranks, job.engine.balances_experts
-            tokens, rows = _tokens(rows), enough(rows, each)
-            own = part_of(rows, each, counted=counted)
+                step_rows = by_all(job.ranks, lambda: next(job.loader))
+            check_rows(job.ranks, step_rows)
+            ranks, counted = job.engine.batch_ranks, job.engine.balances_experts
+            tokens = sum(micro["input_ids"].numel() for micro in step_rows)
+            rows = part_of(enough(step_rows, ranks), ranks, counted=counted)
             if job.second is not None:
-                own, made = job.second.beside(own)
-            return own, tokens, made
+                rows, logged = job.second.beside(rows)
+            return rows, tokens, logged
         except (RunFailed, DoesNotFit):  # of replies that were to be made
             raise
         except Exception as error:
@@ -140,10 +156,10 @@ class Steps:
             log.error("step %d failed", step, exc_info=error.__cause__)
         rows = self._places()
         self._metrics.write(step=step, failed=str(error), rows=rows)
-        return RunFailed(f"step {step}: {error}; its rows: {_short(rows)}")
+        return RunFailed(f"step {step}: {error}; its rows: {in_one_line(rows, 300)}")
 
     def _places(self) -> str:
-        """Where the rows of the running step come from."""
+        """The places that the rows of the running step come from."""
         return self._job.loader.describe().partition(": ")[2]
 
     def _state(self) -> RunState:
@@ -152,36 +168,71 @@ class Steps:
         refusals = self._refusals.state_dict()
         return RunState(self.done, position, refusals, self._settled, rollouts=rollouts)
 
-
-def _tokens(step: Step) -> int:
-    return sum(micro["input_ids"].numel() for micro in step)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
-class Meter:
-    """Rates and memory of a step.
-
-    Tokens are positions computed, padding included.
-    """
-
-    def __init__(self, engine: Engine, precision: str) -> None:
-        self._engine = engine
-        gpu = find_gpu(str(engine.device.torch_device))
-        counts = gpu is not None and precision == "bf16"
-        self._peak_tflops = bf16_peak_tflops(gpu.name) if gpu and counts else None
-
-    def measure(self, tokens: int, seconds: float) -> dict[str, Any]:
-        """What `metrics.jsonl` says of a step besides its loss."""
-        tflops = model_tflops(*self._engine.computing, tokens, seconds)
+    def _rates(self, tokens: int, seconds: float) -> dict[str, Any]:
+        """Rates and memory of a step; tokens are positions computed, padding included."""
+        tflops = model_tflops(*self._job.engine.computing, tokens, seconds)
         return {
             "tokens": tokens,
             "seconds": round(seconds, 6),
             "tokens_per_second": round(tokens / seconds, 3),
             "model_tflops": round(tflops, 6),
             "mfu": round(tflops / self._peak_tflops, 4) if self._peak_tflops else None,
-            "device_peak_bytes": self._engine.memory()["device_peak_bytes"],
+            "device_peak_bytes": self._job.engine.memory()["device_peak_bytes"],
             "host_bytes": process_bytes(),
         }
+
+
+class BadSteps:
+    """The rule for steps that the engine refuses: they end the run, or are left out."""
+
+    def __init__(self, settings: TrainingSection) -> None:
+        self._settings = settings
+        self._norms: deque[float] = deque(maxlen=_REMEMBERED)
+        self._skipped = 0  # in a row
+
+    @property
+    def norm_limit(self) -> float:
+        """The next step is refused if its gradient norm is above this."""
+        return math.inf if self._settings.spike is None else self._above(self._settings.spike)
+
+    @property
+    def believed(self) -> float:
+        """A gradient norm above this is computed once more before it is believed."""
+        return min(self.norm_limit, self._above(_JUMP))
+
+    def _above(self, times: float) -> float:
+        return times * statistics.median(self._norms) if len(self._norms) >= _ENOUGH else math.inf
+
+    def passed(self, grad_norm: float) -> None:
+        """A step was good."""
+        self._norms.append(grad_norm)
+        self._skipped = 0
+
+    def skip(self, error: StepRefused) -> None:
+        """Leave out a step that has changed nothing.
+
+        Raises:
+            StepRefused: the settings say to stop.
+            RunFailed: too many in a row, so that nothing is being learnt any more.
+        """
+        if self._settings.on_nonfinite == "stop" or not error.intact:
+            raise error
+        self._skipped += 1
+        if self._skipped > self._settings.max_skips:
+            raise RunFailed(
+                f"{self._skipped} bad steps in a row (training.max_skips is "
+                f"{self._settings.max_skips}), the last one: {error}"
+            ) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory, as JSON can keep it."""
+        return {"norms": list(self._norms), "skipped": self._skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises InputError if the state is malformed."""
+        norms, skipped = state.get("norms"), state.get("skipped")
+        numbers = isinstance(norms, list) and all(isinstance(norm, float) for norm in norms)
+        if not numbers or type(skipped) is not int:
+            raise InputError("the saved memory of bad steps is damaged; choose another checkpoint")
+        self._norms = deque(norms or (), maxlen=_REMEMBERED)
+        self._skipped = skipped

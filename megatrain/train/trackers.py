@@ -47,8 +47,7 @@ class Trackers:
     def __init__(self, config: Config, run: Path, first: int) -> None:
         """Start them; `first`: the step that the run goes on after.
 
-        Raises:
-            InputError: one cannot start.
+        Raises InputError: one cannot start.
         """
         self._running: dict[str, Any] = {}
         folder = run / TRACKING

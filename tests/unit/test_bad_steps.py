@@ -6,7 +6,7 @@ import pytest
 
 from megatrain.config import TrainingSection
 from megatrain.errors import RunFailed, StepRefused
-from megatrain.train.bad_steps import BadSteps
+from megatrain.train.steps import BadSteps
 
 
 def test_a_resumed_run_counts_on() -> None:
