@@ -158,9 +158,9 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
     code = card.text.partition("```python\n")[2].partition("```")[0]
     scope: dict = {}
     exec(code.replace("PATH OR ID OF THIS FOLDER", str(tmp_path / "out")), scope)
-    inputs = tokenizer(scope["said"], return_tensors="pt", add_special_tokens=False)
+    inputs = tokenizer(scope["text"], return_tensors="pt", add_special_tokens=False)
     expected = model(**inputs).logits.item()
-    found = scope["score"](scope["said"], add_special_tokens=False)
+    found = scope["score"](scope["text"], add_special_tokens=False)
     assert found[0]["score"] == pytest.approx(expected, abs=1e-4)
     result = megatrain("plan", file, "--gpu", "4090")
     assert result.exit_code == 0, result.output
@@ -194,11 +194,11 @@ def test_a_reward_model_may_be_an_adapter(megatrain, preference_file, tmp_path):
     code = card.partition("```python\n")[2].partition("```")[0]
     scope: dict = {}
     exec(code.replace("PATH OR ID OF THIS FOLDER", str(tmp_path / "out")), scope)
-    found = scope["score"](scope["said"], add_special_tokens=False)[0]["score"]
+    found = scope["score"](scope["text"], add_special_tokens=False)[0]["score"]
     export = megatrain("export", tmp_path / "run", tmp_path / "merged", "--merged")
     assert export.exit_code == 0, export.output
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
-    inputs = scope["score"].tokenizer(scope["said"], return_tensors="pt", add_special_tokens=False)
+    inputs = scope["score"].tokenizer(scope["text"], return_tensors="pt", add_special_tokens=False)
     assert merged(**inputs).logits.item() == pytest.approx(found, abs=1e-4)
 
     again = sets(model__path=str(tmp_path / "out"), output__folder="again", training__steps=1)

@@ -198,7 +198,9 @@ def test_a_rank_with_other_rows_or_no_room_is_heard_by_all(run_file, tmp_path) -
         told: list[str] = []
         with (
             mock.patch("megatrain.generate.texts.check_cache", full),
-            mock.patch("megatrain.train.samples.log.warning", lambda *each: told.append(str(each))),
+            mock.patch(
+                "megatrain.train.evaluations.log.warning", lambda *each: told.append(str(each))
+            ),
         ):
             assert run_of(run_file, "full", STREAMED[-1])(group) == "None"
         return told

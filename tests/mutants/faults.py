@@ -145,7 +145,7 @@ FAULTS = [
         "with another batch size a run goes on at other rows", ("unit/test_data_loader.py",),
     ),
     Fault(
-        "resume", "train", "made.last_epoch = done", "made.last_epoch = done - 1",
+        "resume", "train", "scheduler.last_epoch = done", "scheduler.last_epoch = done - 1",
         "a resumed schedule is a step behind", ("reliability/test_resume.py", "cli/test_train.py"),
     ),
     Fault(
@@ -153,7 +153,7 @@ FAULTS = [
         "a resumed run has forgotten its bad steps", ("unit/test_bad_steps.py",),
     ),
     Fault(
-        "resume", "train", "if number > step:", "if number >= step:",
+        "resume", "train", "and number > step:", "and number >= step:",
         "the log of the last step is cut off", ("reliability/test_resume.py",),
     ),
     Fault(
@@ -233,7 +233,7 @@ FAULTS = [
         ("checkpoint/test_export.py",),
     ),
     Fault(
-        "exports", "train", "in sorted(self._values)]", "in sorted(self._values)[::-1]]",
+        "exports", "train", "(self._values[step], step))", "(-self._values[step], step))",
         "the worst state is exported as the best", ("cli/test_best.py",),
     ),
     Fault(

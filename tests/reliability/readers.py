@@ -39,8 +39,8 @@ from megatrain.errors import MegatrainError
 from megatrain.model.build import empty_model, load_config
 from megatrain.model.safetensors_io import stored_tensors
 from megatrain.optim import AdamW
-from megatrain.train.bad_steps import BadSteps
 from megatrain.train.resume import RunState, check_config, cut_metrics
+from megatrain.train.steps import BadSteps
 from tests.cli.cases import SENTENCES, tiny_llama, write_run_file
 from tests.reliability.mutations import changed, spoilt
 
