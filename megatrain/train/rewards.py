@@ -41,9 +41,10 @@ class Rewards:
             raise InputError("rollout.rewards: two functions have one name; rename one")
         self._functions: list[Callable[..., Any]] = []
         for name, path in zip(self.names, paths.values(), strict=True):
-            self._functions.append(function := getattr(modules[path], name, None))
+            function = getattr(modules[path], name, None)
             if not callable(function):
                 raise InputError(f"rollout.rewards: {path} has no function {name!r}")
+            self._functions.append(function)
         self._weights = settings.weights or [1.0] * len(self.names)
 
     def of(self, prompts: Sequence[Any], replies: Sequence[Any], /, **columns: Any) -> Tensor:
