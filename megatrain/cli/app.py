@@ -246,10 +246,6 @@ def plan(
         ),
     ] = None,
     as_json: AsJson = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Draw where the bytes rest into this .png, .svg or .pdf file."),
-    ] = None,
 ) -> None:
     """Say whether a run fits, what it will take and how long, before anything is allocated.
 

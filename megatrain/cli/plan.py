@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.units import GIB, gib
@@ -21,18 +20,15 @@ from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.machine.published import update_gbps
 from megatrain.placement import CPU_PLACEMENT
 from megatrain.plan.planner import Plan, make_plan
-from megatrain.plan.tiles import by_tier
 from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.gpu import find_gpu, gpu_state
 from megatrain.telemetry.known_gpus import by_driver_name, named_gpu
 from megatrain.telemetry.log import end_passing, passing
 from megatrain.telemetry.memory import host_limit_bytes
-from megatrain.telemetry.pictures import draw_memory
 
 if TYPE_CHECKING:
     from megatrain.config import Config
 
-_PICTURES = (".png", ".svg", ".pdf")
 # What the driver keeps for itself, and a desktop's windows.
 _USUAL_BYTES = GIB
 _UNQUANTISED = "take the unquantised model"
@@ -45,7 +41,7 @@ Options = Mapping[str, Any]
 
 
 def run_plan(options: Options) -> None:
-    """Plan, print, draw.
+    """Plan and print.
 
     Args:
         options: those of the command, by their names; `tokens` as `tokens_per_step`.
@@ -55,11 +51,6 @@ def run_plan(options: Options) -> None:
             printed, when the run file's data are missing.
         DoesNotFit: after the plan and its remedies have been printed.
     """
-    picture: Path | None = options["picture"]
-    if picture is not None and picture.suffix.lower() not in _PICTURES:
-        raise InputError(
-            f"--picture {picture}: give it a name that ends in {' or '.join(_PICTURES)}"
-        )
     named, run = _opened(options)
     workload = Workload() if run is None else Workload.of_run(run)
     total_tokens, gpus = options["total_tokens"], options["gpus"] or 1
@@ -100,9 +91,7 @@ def run_plan(options: Options) -> None:
         print(json.dumps({"model": named.name, **plan.as_dict()}, indent=2))
     else:
         show(plan, named.name)
-    if picture is not None:
-        _draw(plan, named.name, picture)
-    if plan.shortage is not None:
+    if not plan.fits:
         raise DoesNotFit(f"{named.name} does not fit: {missing(plan)}")
     if run is not None and named.quantised is not None:
         problem: str | None = f"model.path: {named.quantised}; {_UNQUANTISED}"
@@ -307,19 +296,3 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
         ) from error
     finally:
         torch.set_num_threads(threads)
-
-
-def _draw(plan: Plan, name: str, picture: Path) -> None:
-    forecast, machine = plan.forecast, plan.machine
-    planes = by_tier(plan.tiles)["disk"]
-    places = {
-        "device memory": (forecast.device_bytes, machine.device_memory_bytes),
-        "host memory": (forecast.host_parts, machine.host_memory_bytes),
-        "disk": ({name: size for name, size in planes.items() if size}, None),
-    }
-    try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        title = f"{name} on {machine.name}: {forecast.tokens_per_step:,} tokens a step"
-        draw_memory(places, picture, title)
-    except OSError as error:
-        raise InputError(f"--picture {picture}: cannot be written: {error.strerror}") from error

@@ -1,6 +1,5 @@
 """The machine's limits and state as the system tells them, and what is wrong or slow in them."""
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from megatrain.telemetry.known_gpus import pcie_gbps
 from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_NODES = Path("/sys/devices/system/node")
 # Below, updates are bound by the cores rather than by the memory that they share.
 _FEW_CORES = 8
 _LITTLE_DISK_BYTES = 100 * GIB
@@ -36,7 +34,6 @@ class Facts:
         quota_cores: processor time that the cgroup allows, in cores.
         allowed_bytes: of host memory, by cgroup and MEGATRAIN_HOST_MEMORY.
         huge_pages: `always`, `madvise` or `never`.
-        allowed_nodes: NUMA nodes of the cores that this process may run on.
         kernels: the host kernels in use, for people.
         torch_cuda: the CUDA version that torch was built with; None: a CPU build.
     """
@@ -50,7 +47,6 @@ class Facts:
     huge_pages: str | None
     folder: str
     disk_free_bytes: int
-    allowed_nodes: tuple[int, ...]
     kernels: str
     native_kernels: bool
     compiles: bool
@@ -71,7 +67,6 @@ def collect(device: str, folder: Path) -> Facts:
         huge_pages=_huge_pages(),
         folder=str(place),
         disk_free_bytes=shutil.disk_usage(place).free,
-        allowed_nodes=_allowed_nodes(),
         kernels=kernels.implementation,
         native_kernels=kernels.is_native,
         compiles=can_compile(),
@@ -100,16 +95,6 @@ def _huge_pages() -> str | None:
         return _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0] or None
     except OSError:
         return None
-
-
-def _allowed_nodes() -> tuple[int, ...]:
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    nodes = [
-        int(node.name.removeprefix("node"))
-        for node in _NODES.glob("node[0-9]*")
-        if any((node / f"cpu{core}").exists() for core in allowed)
-    ]
-    return tuple(sorted(nodes))
 
 
 @dataclass(frozen=True)
@@ -180,12 +165,6 @@ def _of_gpu(
         yield (
             "no Triton or no C compiler, so layers stay eager and no tile rests on the GPU",
             "install gcc and triton",
-        )
-    if facts.allowed_nodes and gpu.numa_node not in (None, *facts.allowed_nodes):
-        yield (
-            f"the GPU is at NUMA node {gpu.numa_node} and this process may only run on "
-            f"{', '.join(map(str, facts.allowed_nodes))}",
-            f"numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node} megatrain ...",
         )
     yield from _of_bus(gpu, rates)
     limit, default = gpu.power_limit_watts, gpu.power_default_watts

@@ -11,14 +11,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
 from megatrain.model.spec import ModelSpec
-from megatrain.plan.remedies import (
-    Planner,
-    Remedy,
-    Shortage,
-    compute_bound_tokens,
-    remedies,
-    shortage,
-)
+from megatrain.plan.remedies import Planner, Remedy, compute_bound_tokens, remedies
 from megatrain.plan.tiles import TileBytes, by_tier, disk_use, tile_bytes
 from megatrain.telemetry.log import PASSING
 
@@ -35,60 +28,51 @@ _A_DISK_WOULD_DO = (
 
 
 @dataclass(frozen=True)
-class SeveralGpus:
-    """The same step split among GPUs of one host, or of several (`several_gpus`).
-
-    Attributes:
-        gpus: of each host.
-        device_bytes: of one GPU at the step's peak; `host_bytes`: of all processes of one host.
-        network_seconds: of the step, in which gradients are summed between hosts.
-    """
-
-    gpus: int
-    hosts: int
-    seconds: float
-    binds: str
-    tokens_per_second: float
-    device_bytes: int
-    host_bytes: int
-    network_seconds: float
-
-
-@dataclass(frozen=True)
 class Plan:
     """The needs of a workload on a machine.
 
     Attributes:
         machine: its memory is what the process may take.
         forecast: as asked; with just the memory that would do when it does not fit.
-        shortage: None: it fits.
         compute_bound_tokens: tokens a step from which on the GPU's arithmetic binds.
         total_tokens: of the whole run, where they are known.
+        several: `several_gpus` of the step; None: it is not split, or does not fit then.
         disk: `disk_use` of the step; None: nothing rests on one.
     """
 
     workload: Workload
     machine: Machine
     forecast: Forecast
-    shortage: Shortage | None
+    fits: bool
     remedies: Sequence[Remedy]
     tiles: Sequence[TileBytes]
     compute_bound_tokens: int
     total_tokens: int | None
-    several: SeveralGpus | None
+    several: dict[str, Any] | None
     disk: dict[str, Any] | None = None
     warnings: Sequence[str] = field(default_factory=list)
 
     @property
-    def fits(self) -> bool:
-        return self.shortage is None
+    def missing_device_bytes(self) -> int:
+        lacking = self.forecast.machine.device_memory_bytes - self.machine.device_memory_bytes
+        return 0 if self.fits else lacking
+
+    @property
+    def missing_host_bytes(self) -> int:
+        lacking = self.forecast.machine.host_memory_bytes - self.machine.host_memory_bytes
+        return 0 if self.fits else lacking
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate of the run, by all GPUs."""
+        return (
+            self.several["tokens_per_second"] if self.several else self.forecast.tokens_per_second
+        )
 
     @property
     def run_seconds(self) -> float | None:
         """Seconds of the whole run, evaluations and saving not counted; None: unknown."""
-        if self.total_tokens is None:
-            return None
-        return self.total_tokens / (self.several or self.forecast).tokens_per_second
+        return self.total_tokens and self.total_tokens / self.tokens_per_second
 
     @property
     def save_bytes(self) -> int:
@@ -102,11 +86,10 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for `--json`."""
-        short = self.shortage
         return {
             "fits": self.fits,
-            "missing_device_bytes": 0 if short is None else short.device_bytes,
-            "missing_host_bytes": 0 if short is None else short.host_bytes,
+            "missing_device_bytes": self.missing_device_bytes,
+            "missing_host_bytes": self.missing_host_bytes,
             "remedies": [remedy.as_dict() for remedy in self.remedies],
             "device_memory_bytes": self.machine.device_memory_bytes,
             "host_memory_bytes": self.machine.host_memory_bytes,
@@ -117,7 +100,7 @@ class Plan:
             "compute_bound_tokens": self.compute_bound_tokens,
             "total_tokens": self.total_tokens,
             "run_seconds": self.run_seconds,
-            "several_gpus": None if self.several is None else vars(self.several),
+            "several_gpus": self.several,
             "warnings": list(self.warnings),
             "save_bytes": self.save_bytes,
             "disk": self.disk,
@@ -146,32 +129,33 @@ def make_plan(
     plans = Planner(spec)
     warnings = list(warnings)
     _log.log(PASSING, "looking for the fastest way that fits...")
-    forecast, short = plans.fitting(machine, workload), None
+    forecast = plans.fitting(machine, workload)
+    fits = forecast is not None
     if forecast is None:
         _log.log(PASSING, "it does not fit; looking for the least memory with which it would...")
-        short = shortage(plans, machine, workload)
-        forecast = short.forecast
+        forecast = plans.least(machine, workload)
     tiles = tile_bytes(spec, forecast.placement, workload)
     disk = disk_use(tiles, forecast.seconds, disk_terabytes, forecast.placement.passes)
     if disk is not None and machine.disk_read_gbps is None:
         warnings.append(_NO_DISK_RATES)
-    if short is not None and short.host_bytes and not machine.disk_space_bytes:
-        on_disk = replace(machine, disk_space_bytes=1 << 60)
-        if workload.placement is None and plans.could_fit(on_disk, workload):
-            warnings.append(_A_DISK_WOULD_DO)
+    lacks_host = forecast.machine.host_memory_bytes > machine.host_memory_bytes
+    free = workload.placement is None and not machine.disk_space_bytes
+    on_disk = replace(machine, disk_space_bytes=1 << 60)
+    if not fits and lacks_host and free and plans.could_fit(on_disk, workload):
+        warnings.append(_A_DISK_WOULD_DO)
     several = None
     if gpus * hosts > 1:
         several = several_gpus(plans, machine, workload, gpus, hosts, network_gbps)
         if several is None:
             warnings.append(f"split among {gpus * hosts} GPUs the step does not fit on one of them")
-    if short is not None:
+    if not fits:
         _log.log(PASSING, "it does not fit; looking for what would...")
     return Plan(
         workload=workload,
         machine=machine,
         forecast=forecast,
-        shortage=short,
-        remedies=[] if short is None else remedies(plans, machine, workload, short),
+        fits=fits,
+        remedies=[] if fits else remedies(plans, machine, workload, forecast),
         tiles=tiles,
         compute_bound_tokens=compute_bound_tokens(
             forecast.bounds, forecast.tokens_per_step, forecast.sequence_length
@@ -190,24 +174,29 @@ def several_gpus(
     gpus: int,
     hosts: int = 1,
     network_gbps: float | None = None,
-) -> SeveralGpus | None:
+) -> dict[str, Any] | None:
     """The same step split among `gpus` on each of so many hosts, as one of their ranks takes it.
 
     Where the link between them is not known it counts as half of a GPU's bus. The network of a host
-    is shared by its GPUs; where it is not known it has `NETWORK_GBPS`. None: it does not fit.
+    is shared by its GPUs; where it is not known it has `NETWORK_GBPS`.
+
+    Returns:
+        Plain data, for `--json`: `device_bytes` of one GPU at the step's peak, `host_bytes` of all
+        processes of one host, `network_seconds` of the step, in which gradients are summed between
+        hosts. None: it does not fit.
     """
     network = (network_gbps or NETWORK_GBPS) / gpus
     share = machine.shared(gpus, machine.link_gbps, network)
     forecast = plans.fitting(share, workload.shared(gpus, hosts))
     if forecast is None:
         return None
-    return SeveralGpus(
-        gpus=gpus,
-        hosts=hosts,
-        seconds=forecast.seconds,
-        binds=forecast.binds,
-        tokens_per_second=workload.tokens_per_step / forecast.seconds,
-        device_bytes=forecast.device_peak_bytes,
-        host_bytes=forecast.host_peak_bytes * gpus,
-        network_seconds=forecast.bounds[HOSTS],
-    )
+    return {
+        "gpus": gpus,
+        "hosts": hosts,
+        "seconds": forecast.seconds,
+        "binds": forecast.binds,
+        "tokens_per_second": workload.tokens_per_step / forecast.seconds,
+        "device_bytes": forecast.device_peak_bytes,
+        "host_bytes": forecast.host_peak_bytes * gpus,
+        "network_seconds": forecast.bounds[HOSTS],
+    }

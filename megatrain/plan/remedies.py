@@ -102,30 +102,6 @@ def _lacking(forecast: Forecast, machine: Machine) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Shortage:
-    """The least memory with which a workload would fit, all else as asked.
-
-    Attributes:
-        forecast: with just that memory.
-        device_bytes, host_bytes: what is missing; 0: enough.
-    """
-
-    forecast: Forecast
-    device_bytes: int
-    host_bytes: int
-
-
-def shortage(plans: Planner, machine: Machine, asked: Workload) -> Shortage:
-    """The memory that is missing, called when `asked` does not fit."""
-    forecast = plans.least(machine, asked)
-    return Shortage(
-        forecast,
-        forecast.machine.device_memory_bytes - machine.device_memory_bytes,
-        forecast.machine.host_memory_bytes - machine.host_memory_bytes,
-    )
-
-
-@dataclass(frozen=True)
 class Remedy:
     """The workload `new` instead of the one `asked`, and what a step is then like.
 
@@ -204,9 +180,13 @@ class Remedy:
             yield f"{use}{host} of host memory", {"engine.host_memory": host}
 
 
-def remedies(plans: Planner, machine: Machine, asked: Workload, short: Shortage) -> list[Remedy]:
-    """Three that fit, or as many as there are, those with the least hardware first."""
-    fitting = islice(_fitting(plans, machine, asked, short), SHOWN)
+def remedies(plans: Planner, machine: Machine, asked: Workload, least: Forecast) -> list[Remedy]:
+    """Three that fit, or as many as there are, those with the least hardware first.
+
+    Args:
+        least: what lacks least, with the memory that it lacks.
+    """
+    fitting = islice(_fitting(plans, machine, asked, least), SHOWN)
     listed = [Remedy(asked, machine, new, forecast) for new, forecast in fitting]
     return sorted(listed, key=lambda remedy: remedy.price)
 
@@ -221,7 +201,7 @@ def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_leng
     return max(1, math.ceil(needed / sequence_length)) * sequence_length
 
 
-def _fitting(plans: Planner, machine: Machine, asked: Workload, short: Shortage) -> Fitting:
+def _fitting(plans: Planner, machine: Machine, asked: Workload, least: Forecast) -> Fitting:
     """Workloads that fit: by one change, by several that do not do alone, by memory, by both."""
     helpless = []
     for change in _CHANGES:
@@ -231,11 +211,11 @@ def _fitting(plans: Planner, machine: Machine, asked: Workload, short: Shortage)
         helpless += [] if alone else [change]
         yield from alone
     yield from _changed(plans, machine, asked, helpless)
-    yield from _with_memory(machine, asked, short.forecast)
-    larger = _on_a_larger_gpu(plans, machine, asked, short)
-    if short.device_bytes:
+    yield from _with_memory(machine, asked, least)
+    larger = _on_a_larger_gpu(plans, machine, asked, least)
+    if least.machine.device_memory_bytes > machine.device_memory_bytes:
         yield from larger
-    yield from _less_memory(plans, machine, asked, short, helpless)
+    yield from _less_memory(plans, machine, asked, least, helpless)
     yield from larger
 
 
@@ -285,7 +265,7 @@ def _less_memory(
     plans: Planner,
     machine: Machine,
     asked: Workload,
-    short: Shortage,
+    first: Forecast,
     changes: Sequence[Change],
 ) -> Fitting:
     """Changes with which less memory is missing, each made besides those before it.
@@ -294,7 +274,6 @@ def _less_memory(
     smaller micro-batches do. As many rows are taken at once as by what lacks least without, which
     is soon searched.
     """
-    first = short.forecast
     needed = _room(machine, first.machine)
     bound = compute_bound_tokens(first.bounds, first.tokens_per_step, first.sequence_length)
     enough = min(bound, asked.tokens_per_step)
@@ -338,11 +317,12 @@ def _sold(machine: Machine) -> float:
     return math.inf if gpu is None else gpu.memory_gib * GIB
 
 
-def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, short: Shortage) -> Fitting:
+def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, least: Forecast) -> Fitting:
     """The smallest GPU that does; what the host has no room for may rest on it."""
-    device, host = _room(machine, short.forecast.machine)
-    if not short.device_bytes:
-        device, host = device + short.host_bytes, machine.host_memory_bytes
+    device, host = _room(machine, least.machine)
+    if device == machine.device_memory_bytes:
+        lacking = least.machine.host_memory_bytes - machine.host_memory_bytes
+        device, host = device + lacking, machine.host_memory_bytes
     fastest = {gpu.memory_gib: gpu for gpu in sorted(known_gpus(), key=lambda gpu: gpu.bf16_tflops)}
     for _, gpu in () if machine.unified else sorted(fastest.items()):
         other = machine_for(gpu.name, host, machine.cores, precision=asked.precision)

@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +25,11 @@ LEAST_SHARE = 0.002  # of the step; what is shorter is summed up as "other"
 
 
 class Curve(NamedTuple):
-    """One line of a chart, in the units of its drawing; `band` is around means of many values."""
+    """One line of a chart, in the units of its drawing; `dots` are points that are marked."""
 
     label: str
     colour: str
-    points: str
-    band: str
+    points: list[tuple[str, str]]
     dots: list[tuple[str, str]]
 
 
@@ -46,7 +46,7 @@ class Chart(NamedTuple):
     unit: str
     summary: str
     curves: list[Curve]
-    levels: list[tuple[float, str]]
+    levels: list[tuple[str, str | None]]
     places: tuple[str, str]
 
 
@@ -183,13 +183,12 @@ def _chart(
     shown = [(line, *thinned(line.x, line.y)) for line in lines if np.isfinite(line.y).any()]
     if not shown:
         return Chart(title, unit, "", [], [], ("", ""))
-    left, right = min(x[0] for _, x, *_ in shown), max(x[-1] for _, x, *_ in shown)
-    bottom, top = min(low.min() for *_, low, _ in shown), max(high.max() for *_, high in shown)
+    left, right = min(x[0] for _, x, _ in shown), max(x[-1] for _, x, _ in shown)
+    bottom, top = min(y.min() for *_, y in shown), max(y.max() for *_, y in shown)
     summary = "; ".join(
         f"{line.label + ': ' if len(shown) > 1 else ''}last "
-        f"{_shown(line.y[np.isfinite(line.y)][-1])}, "
-        f"from {_shown(low.min())} to {_shown(high.max())}"
-        for line, _, _, low, high in shown
+        f"{_shown(line.y[np.isfinite(line.y)][-1])}, from {_shown(y.min())} to {_shown(y.max())}"
+        for line, _, y in shown
     )
     if limit and limit < 2.5 * top:
         top, summary = max(top, limit), f"{summary}; at most {_shown(limit)}"
@@ -202,21 +201,15 @@ def _chart(
         return [(f"{a:.1f}", f"{b:.1f}") for a, b in zip(across, up, strict=True)]
 
     curves = []
-    for index, (line, x, mean, low, high) in enumerate(shown):
-        points = scaled(x, mean)
-        band = scaled(np.append(x, x[::-1]), np.append(low, high[::-1])) if low is not mean else []
+    for (line, x, y), colour in zip(shown, cycle(COLOURS), strict=False):
+        points = scaled(x, y)
         dots = points if line.mark or len(points) == 1 else []
-        colour = COLOURS[index % len(COLOURS)]
-        curves.append(Curve(line.label, colour, _joined(points), _joined(band), dots))
+        curves.append(Curve(line.label, colour, points, dots))
     values = np.array([bottom, (bottom + top) / 2, top])
-    heights = [float(height) for _, height in scaled(np.full(3, left), values)]
-    levels = [(height, _shown(v) or "") for height, v in zip(heights, values, strict=True)]
+    heights = [height for _, height in scaled(np.full(3, left), values)]
+    levels = list(zip(heights, map(_shown, values), strict=True))
     places = f"{_shown(left)}", f"{_shown(right)} {axis}"
     return Chart(title, unit, f"{summary} {unit}".strip(), curves, levels, places)
-
-
-def _joined(points: list[tuple[str, str]]) -> str:
-    return " ".join(",".join(point) for point in points)
 
 
 def timeline(run: Run) -> str | None:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megatrain.base.units import gib
@@ -41,7 +40,6 @@ class GpuState:
         other_processes: process numbers and bytes of those that compute on it besides this one
             (none are seen from inside most containers).
         used_bytes: by everybody, the driver's own included.
-        numa_node: of the host memory that it is nearest to.
     """
 
     name: str
@@ -55,7 +53,6 @@ class GpuState:
     slowed_by: tuple[str, ...]
     other_processes: tuple[tuple[int, int], ...]
     used_bytes: int | None
-    numa_node: int | None
 
 
 def find_gpu(device: str) -> Gpu | None:
@@ -100,7 +97,7 @@ def gpu_state(device: str) -> GpuState | None:
             milliwatts = ask(question)
             return None if milliwatts is None else milliwatts / 1000
 
-        memory, pci = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetPciInfo")
+        memory = ask("nvmlDeviceGetMemoryInfo")
         reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
         processes = ask("nvmlDeviceGetComputeRunningProcesses") or ()
         return GpuState(
@@ -117,7 +114,6 @@ def gpu_state(device: str) -> GpuState | None:
                 (p.pid, p.usedGpuMemory or 0) for p in processes if p.pid != os.getpid()
             ),
             used_bytes=None if memory is None else int(memory.used),
-            numa_node=None if pci is None else _numa_node(pci.busId),
         )
 
 
@@ -129,18 +125,6 @@ def held_by_others(device: str) -> str:
     held = sum(num_bytes for _, num_bytes in state.other_processes)
     pids = ", ".join(str(pid) for pid, _ in state.other_processes)
     return f" (other processes hold {gib(held)}: {pids})"
-
-
-def _numa_node(bus_id: str | bytes) -> int | None:
-    """The NUMA node of a PCI device such as `00000000:18:00.0`; None where there is one only."""
-    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
-    domain, _, rest = text.lower().partition(":")
-    path = Path("/sys/bus/pci/devices") / f"{domain[-4:]}:{rest}" / "numa_node"
-    try:
-        node = int(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
 
 
 def _asked(device: str, question: Callable[[Any, Any], T]) -> T | None:

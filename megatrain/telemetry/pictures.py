@@ -1,4 +1,4 @@
-"""Pictures of a run as PNG, SVG or PDF: its loss, its memory, one step's time.
+"""Pictures of a run as PNG, SVG or PDF, by the file's name: its loss, one step's time.
 
 Each function raises OSError where the file cannot be written, ValueError for another kind of file.
 """
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from megatrain.base.units import GIB, gib
 from megatrain.telemetry.timeline import Span
 
 LANES = (
@@ -32,7 +31,6 @@ MEANINGS = {
     "prologue": "prologue",
     OTHER: "other",
 }
-_LEAST_SHOWN = 0.01  # of the longest bar; less is drawn and not named
 
 
 def draw_loss(records: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -77,37 +75,6 @@ def draw_step(spans: Sequence[Span], file: Path | IO[bytes], title: str = "") ->
     figure.legend(loc="outside lower center", ncols=len(MEANINGS))
     figure.suptitle(title)
     figure.savefig(file)
-
-
-def draw_memory(
-    places: Mapping[str, tuple[Mapping[str, int], int | None]], path: Path, title: str
-) -> None:
-    """Draw the bytes of each part as stacked bars, one for each place that has any.
-
-    Args:
-        places: by name, what is there at the peak, by part, and the bytes allowed; None: no limit.
-    """
-    from matplotlib import colormaps
-
-    bars = [(name, parts, limit) for name, (parts, limit) in places.items() if parts]
-    figure = _figure(11, 2.6 * len(bars))
-    colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
-    every = figure.subplots(len(bars), 1, squeeze=False).flat
-    for axes, (name, parts, limit) in zip(every, bars, strict=True):
-        left, longest = 0.0, max(sum(parts.values()), limit or 0)
-        for index, (part, num_bytes) in enumerate(parts.items()):
-            label = f"{part}, {gib(num_bytes)}" if num_bytes > _LEAST_SHOWN * longest else None
-            colour = colours[index % len(colours)]
-            axes.barh(0, num_bytes / GIB, left=left, color=colour, label=label, edgecolor="white")
-            left += num_bytes / GIB
-        if limit is not None:
-            axes.axvline(limit / GIB, color="black", linestyle="--", label=f"allowed, {gib(limit)}")
-        axes.set_yticks([])
-        axes.set_xlim(0, 1.03 * longest / GIB)
-        axes.set_xlabel(f"{name}, GiB: {gib(sum(parts.values()))} at the peak")
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=4, fontsize="small")
-    figure.suptitle(title)
-    figure.savefig(path)
 
 
 def _figure(width: float, height: float) -> Any:

@@ -42,7 +42,6 @@ GPU = GpuState(
     slowed_by=(),
     other_processes=(),
     used_bytes=1 << 30,
-    numa_node=0,
 )
 HEALTHY = Facts(
     cpu="Some CPU",
@@ -54,7 +53,6 @@ HEALTHY = Facts(
     huge_pages="madvise",
     folder="/data",
     disk_free_bytes=900 * GIB,
-    allowed_nodes=(0,),
     kernels="native (avx512)",
     native_kernels=True,
     compiles=True,
@@ -70,7 +68,6 @@ def found(changed: Facts, rates=RATES) -> list[str]:
 
 def test_nothing_is_wrong_with_a_healthy_machine():
     assert found(HEALTHY) == []
-    assert found(replace(HEALTHY, gpu=replace(GPU, numa_node=None))) == []
 
 
 TROUBLES = {
@@ -81,7 +78,6 @@ TROUBLES = {
     "kernels": ({"native_kernels": False}, {}, "several times slower"),
     "disk": ({"disk_free_bytes": 5 * GIB}, {}, "5.0 GiB are free in /data"),
     "compiler": ({"compiles": False}, {}, "no Triton or no C compiler"),
-    "numa": ({}, {"numa_node": 1}, "NUMA node 1 and this process may only run on 0"),
     "generation": ({}, {"pcie_generation": 3, "pcie_lanes": 8}, "generation 3 of 5"),
     "lanes": ({}, {"pcie_lanes": 8}, "lanes 8 of 16"),
     "power": ({}, {"power_limit_watts": 400.0}, "400 W, its default 700 W"),
