@@ -126,8 +126,7 @@ def require_seen(path: Path) -> None:
 def joined_sums(tile: str, by_rank: Sequence[Sums]) -> tuple[tuple[int, str], ...]:
     """Bytes and checksums of a tile's pieces in the order of their offsets, over all ranks.
 
-    Raises:
-        RunFailed: hosts that keep the same pieces have other bytes.
+    Raises RunFailed: hosts that keep the same pieces have other bytes.
     """
     every = sorted({piece for sums in by_rank for piece in sums})
     if len({offset for offset, *_ in every}) < len(every):
@@ -186,8 +185,7 @@ class OldFile:
     def read(self, room: memoryview, offset: int, checksum: str) -> None:
         """Fill `room` from `offset`; threads may do so at once.
 
-        Raises:
-            InputError: the file ends before, cannot be read, or these are not the bytes saved.
+        Raises InputError: the file ends before, cannot be read, or these are not the bytes saved.
         """
         left, start, size = room, offset, len(room)
         try:
@@ -215,8 +213,7 @@ class OldFile:
 def regular_size(folder: Path, name: str) -> int:
     """Bytes of the regular file `name` below `folder`, reached through real folders only.
 
-    Raises:
-        InputError: it is missing, a link, lies behind a link, or is something else than a file.
+    Raises InputError: it is missing, a link, lies behind a link, or is something else than a file.
     """
     path = folder / name
     try:
@@ -263,8 +260,7 @@ def publish(partial: Path, folder: Path) -> None:
 def remove(folder: Path) -> None:
     """Remove a checkpoint; it stops being one at once.
 
-    Raises:
-        OSError: it cannot be removed; one that may not be written into is left as it is.
+    Raises OSError: it cannot be removed; one that may not be written into is left as it is.
     """
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
@@ -285,8 +281,7 @@ def put_right(parent: Path) -> None:
     What a save is writing stays (`claimed`): other engines may save beside this one. What cannot be
     removed is told: it takes room, which is no reason to save no more.
 
-    Raises:
-        OSError: what was moved aside cannot be brought back.
+    Raises OSError: what was moved aside cannot be brought back.
     """
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
         if path.name[0] != "." or not path.name.endswith((PARTIAL, REPLACED, REMOVED)):

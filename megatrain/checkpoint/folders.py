@@ -31,8 +31,7 @@ def is_checkpoint(folder: str | Path) -> bool:
 def require_replaceable(folder: Path) -> None:
     """Refuse to save over anything but a checkpoint.
 
-    Raises:
-        InputError: a file has it, or a folder that holds more than a checkpoint, damaged or not.
+    Raises InputError: a file has it, or a folder that holds more than a checkpoint, damaged or not.
     """
     if not folder.exists():
         return
@@ -59,8 +58,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 def verify(folder: str | Path) -> Checkpoint:
     """`open_checkpoint`, and compare every byte of every file with its checksum.
 
-    Raises:
-        InputError: as `open_checkpoint` does.
+    Raises InputError: as `open_checkpoint` does.
     """
     checkpoint = open_checkpoint(folder)
     with offering_another(checkpoint.folder):

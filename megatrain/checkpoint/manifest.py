@@ -177,8 +177,7 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
 def as_json(extra: dict[str, Any]) -> str:
     """The caller's dictionary as text, which later changes of it do not reach.
 
-    Raises:
-        InputError: it could not be read back.
+    Raises InputError: it could not be read back.
     """
     where = Path("the extra state of a checkpoint")
     try:
@@ -230,8 +229,7 @@ class Checkpoint:
     def check_file(self, name: str, start: int = 0, stop: int = _LARGEST) -> None:
         """Compare a file's pieces between bytes `start` and `stop` with their checksums.
 
-        Raises:
-            InputError: it is not what was saved.
+        Raises InputError: it is not what was saved.
         """
         record = self.manifest.files[name]
         room = memoryview(bytearray(max((size for size, _ in record.pieces), default=0)))
@@ -244,8 +242,7 @@ class Checkpoint:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read and check the manifest; check sizes of all files, and bytes of all but the tiles'.
 
-    Raises:
-        InputError: it names the file, and what is wrong with it.
+    Raises InputError: it names the file, and what is wrong with it.
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no checkpoint there")

@@ -46,8 +46,7 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
     stay as they are. Each thread takes room for a piece at most, and only where a piece cannot be
     read into its plane as a whole. After an error the planes hold anything.
 
-    Raises:
-        InputError: a file is damaged, or the checkpoint is one of other parameters or planes.
+    Raises InputError: a file is damaged, or the checkpoint is one of other parameters or planes.
     """
     _check(checkpoint, tiles)
     _read(checkpoint, tiles, threads, partly=any(tile.layout.ranks > 1 for tile in tiles))
@@ -120,8 +119,7 @@ def _pieces(
 def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]:
     """The places of planes in a tile's file.
 
-    Raises:
-        InputError: the file does not have the planes that the manifest says.
+    Raises InputError: the file does not have the planes that the manifest says.
     """
     path = checkpoint.folder / record.file
     _, first, checksum = next(checkpoint.manifest.files[record.file].spans(), (0, 0, ""))
@@ -193,8 +191,7 @@ def read_converted(
 
     What is converted of one tile at a time is in host memory besides.
 
-    Raises:
-        InputError: as `read_tiles`; or `rule` can make nothing of what `saved` has kept.
+    Raises InputError: as `read_tiles`; or `rule` can make nothing of what `saved` has kept.
     """
     both = [("name", saved.name, rule.name)]
     if saved.name == rule.name:
@@ -269,8 +266,7 @@ def masters(checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
 
     The bytes of all of them are checked here; the optimizer's state is not looked at.
 
-    Raises:
-        InputError: a file is damaged.
+    Raises InputError: a file is damaged.
     """
     values: dict[str, Callable[[], Tensor]] = {}
     with (

@@ -326,8 +326,7 @@ class Saver:
         Args:
             background: whether updates are going to be started before it is written.
 
-        Raises:
-            DoesNotFit: no host memory through which tiles could leave the device.
+        Raises DoesNotFit: no host memory through which tiles could leave the device.
         """
         self.close()
         jobs = self._jobs(trained=contents.settings.left_out is not None)

@@ -181,8 +181,7 @@ class StagingBlocks:
             leaving: some of them leave the device.
             background: updates are going to be started before all is written.
 
-        Raises:
-            DoesNotFit: there is not even enough to leave the device through.
+        Raises DoesNotFit: there is not even enough to leave the device through.
         """
         if leaving and not self._to_leave:
             self._to_leave.update(range(len(self._blocks), len(self._blocks) + TO_LEAVE))
@@ -344,8 +343,7 @@ class Snapshot:
     def take(self, piece: Piece) -> Any:
         """A piece's bytes, to be written, when it is ready.
 
-        Raises:
-            Abandoned: nobody wants them any more.
+        Raises Abandoned: nobody wants them any more.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._abandoned or piece.stage is Stage.READY)

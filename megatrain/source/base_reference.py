@@ -90,8 +90,7 @@ def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
 def place_of(base: str | Path) -> tuple[str, str | None]:
     """A model's folder, whole, or its hub id with the revision that is there now.
 
-    Raises:
-        InputError: there is no such model.
+    Raises InputError: there is no such model.
     """
     folder = Path(base).expanduser()
     if folder.exists():
@@ -107,8 +106,7 @@ def with_base(checkpoint: Checkpoint, base: str | Path | None) -> Checkpoint:
     Args:
         base: a folder, a checkpoint or a hub id; None: where it was.
 
-    Raises:
-        InputError: the checkpoint has no adapter, or there is no such model.
+    Raises InputError: the checkpoint has no adapter, or there is no such model.
     """
     settings = checkpoint.settings
     if base is None:
@@ -191,8 +189,7 @@ def read_left_out(
     Args:
         as_came: also what is packed, which else has the values that were computed with.
 
-    Raises:
-        InputError: the base is not there, or is another one.
+    Raises InputError: the base is not there, or is another one.
     """
     left = checkpoint.settings.left_out
     if left is None:
@@ -229,8 +226,7 @@ def read_left_out(
 def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
     """All `masters`, those of the base too, which is read twice: to be checked first.
 
-    Raises:
-        InputError: a file is damaged, or the base is not there, or is another one.
+    Raises InputError: a file is damaged, or the base is not there, or is another one.
     """
     own, left = masters(checkpoint), checkpoint.settings.left_out
     if left is None:
@@ -250,8 +246,7 @@ def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
 def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:
     """A function for each parameter of a plain model that reads it from where it is stored.
 
-    Raises:
-        InputError: a file is damaged, or of another model.
+    Raises InputError: a file is damaged, or of another model.
     """
     return masters(place) if isinstance(place, Checkpoint) else lazy_weights(place, model)
 
@@ -259,8 +254,7 @@ def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:
 def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Stored]:
     """The tensors of a model's source that its class has no place for; see `carried_tensors`.
 
-    Raises:
-        InputError: the base, which a checkpoint of an adapter leaves out, is not there.
+    Raises InputError: the base, which a checkpoint of an adapter leaves out, is not there.
     """
     if isinstance(place, Path):
         return carried_tensors(place, plain(model))

@@ -178,8 +178,7 @@ def open_structure(
 ) -> Model:
     """The model's structure and tiles; notes what a checkpoint would not have of it.
 
-    Raises:
-        InputError: the model cannot be streamed, or not be saved.
+    Raises InputError: the model cannot be streamed, or not be saved.
     """
     if source.saved is None and not source.structures:  # that puts other forwards into the model
         computed = torch.float32 if source.copied is None else source.dtype

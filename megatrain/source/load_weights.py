@@ -43,9 +43,8 @@ def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks
 
     From a checkpoint, also the rest of a tile's state. All ranks call this.
 
-    Raises:
-        InputError: float64 weights that a float32 master cannot hold, or weights that would be
-            computed with in fewer bits than transformers keeps.
+    Raises InputError: float64 weights that a float32 master cannot hold, or weights that would be
+    computed with in fewer bits than transformers keeps.
     """
     share = Share(_log, "weights", sum(entry.numel for _, entry in store.entries()))
     ranks.agree(lambda: _load(source, spec, store, seed, share))
@@ -197,8 +196,7 @@ def read_adapter(source: Source, write: Write) -> None:
 
     PEFT saves the base's embeddings and head beside adapters of these.
 
-    Raises:
-        InputError: the adapter is another model's, or was trained on other values of its base.
+    Raises InputError: the adapter is another model's, or was trained on other values of its base.
     """
     adapters = adapted(source.model)
     if source.adapter_folder is None or adapters is None:

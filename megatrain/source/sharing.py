@@ -25,8 +25,7 @@ NO_LABELS = "no labels"  # in the place of a loss
 def check_shared(opened: EngineSetup, placement: Placement) -> None:
     """Require that all ranks can, and want to, train the same model in this placement.
 
-    Raises:
-        InputError: they cannot, or a rank has another model, setting or version.
+    Raises InputError: they cannot, or a rank has another model, setting or version.
     """
     ranks = opened.ranks
     if ranks.size == 1:
@@ -51,9 +50,8 @@ def check_call(
         loss: or NO_LABELS.
         limit: of the gradient's norm.
 
-    Raises:
-        InputError: of any rank: the optimizer's settings cannot be, the loss is none, or not for
-            these ranks, or a rank does something else.
+    Raises InputError: of any rank: the optimizer's settings cannot be, the loss is none, or not for
+    these ranks, or a rank does something else.
     """
 
     def wanted() -> dict[str, str]:

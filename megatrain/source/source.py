@@ -134,8 +134,7 @@ def open_source(
         resumes: of a checkpoint the optimizer's state is taken, too, so that training goes on.
         scores: as for `open_plain`; an adapter that has a sequence head asks for it itself.
 
-    Raises:
-        InputError: as `open_plain`; PEFT refuses the adapter, or the model has one already.
+    Raises InputError: as `open_plain`; PEFT refuses the adapter, or the model has one already.
     """
     if isinstance(model, Source):
         return model
@@ -207,8 +206,7 @@ def folder_adapter(folder: Path, base_model: str | Path | None = None) -> tuple[
     Args:
         base_model: where the base is; None: where the configuration says.
 
-    Raises:
-        InputError: it cannot be read or followed, or names no base, itself, or another adapter.
+    Raises InputError: it cannot be read or followed, or names no base, itself, or another adapter.
     """
     config = peft.from_json(read_json(folder / peft.CONFIG_FILE) | {"inference_mode": False})
     if base_model is not None:
@@ -259,8 +257,7 @@ def open_plain(
         scores: of a folder, hub id or configuration the model that gives a score of each row.
         code: trust_remote_code and attn_implementation, as `empty_model` takes them.
 
-    Raises:
-        InputError: it cannot be read or is not a causal language model.
+    Raises InputError: it cannot be read or is not a causal language model.
     """
     model = _resolved(model)
     if isinstance(model, Checkpoint):
@@ -316,8 +313,7 @@ def _open_folder(model: str | Path, *, scores: bool, **code: Any) -> Source:
 def structure(source: Source, *, trained: bool = True) -> ModelSpec:
     """The spec of a model that is `trained`, or only run.
 
-    Raises:
-        InputError: it cannot be streamed.
+    Raises InputError: it cannot be streamed.
     """
     if trained not in source.structures:
         probed = spec(source.model, trained=trained)
@@ -338,8 +334,7 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
     Args:
         frozen: nothing is trained, whatever requires gradients.
 
-    Raises:
-        InputError: there is no such matrix, or no such base.
+    Raises InputError: there is no such matrix, or no such base.
     """
     if base == "bf16":
         return {}

@@ -57,8 +57,7 @@ class Untrained:
     def export_dtype(self, dtype: torch.dtype | str | None) -> torch.dtype | None:
         """The dtype of an export, which may be given by its name.
 
-        Raises:
-            InputError: none has this one, or it has more bits than there are.
+        Raises InputError: none has this one, or it has more bits than there are.
         """
         chosen = _EXPORTED.get(dtype) if isinstance(dtype, str) else dtype
         if chosen not in _EXPORTED.values() and dtype is not None:
@@ -86,8 +85,7 @@ def computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
     """Read what was not trained from a checkpoint; copies all buffers into `model`.
 
-    Raises:
-        InputError: they are those of another model.
+    Raises InputError: they are those of another model.
     """
     stored, buffers = _stored(checkpoint, BUFFERS), persistent_buffers(model)
     if {n: (each.dtype.is_floating_point, each.shape) for n, each in stored.items()} != {
@@ -127,8 +125,7 @@ def open_model(
 ) -> PreTrainedModel:
     """The checkpoint's model without its weights, frozen where it was.
 
-    Raises:
-        InputError: transformers makes another model of its configuration.
+    Raises InputError: transformers makes another model of its configuration.
     """
     settings, folder = checkpoint.settings, checkpoint.model_folder
     config = load_config(folder, trust_remote_code=trust_remote_code)
@@ -170,8 +167,7 @@ def saved_dtype(checkpoint: Checkpoint, name: str | None = None) -> torch.dtype:
 def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
     """The checkpoint's optimizer rule, with those of its choices that are not None.
 
-    Raises:
-        InputError: the rule is unknown, or has no such choice.
+    Raises InputError: the rule is unknown, or has no such choice.
     """
     if checkpoint.settings.optimizer is None:
         return None
@@ -195,8 +191,7 @@ def resumed_placement(
 ) -> Placement | Literal["auto"]:
     """The placement to go on with; None takes the saved one where the kind of device is the same.
 
-    Raises:
-        InputError: the saved one has choices that are unknown here.
+    Raises InputError: the saved one has choices that are unknown here.
     """
     if wanted is not None:
         return wanted

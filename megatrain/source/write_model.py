@@ -161,8 +161,7 @@ def write_merged(
         dtype: of all floating tensors; None: that of the base.
         base_model: where the base is; None: where the adapter says.
 
-    Raises:
-        InputError: the adapter or its base cannot be read, or cannot be merged.
+    Raises InputError: the adapter or its base cannot be read, or cannot be merged.
     """
     source = open_source(adapter, base_model=base_model)
     stored, base, names = source.stored, plain(source.model), source.names
