@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.api import Engine
-from megatrain.checkpoint import masters
 from megatrain.compat.torch import buffers_of, parameters_of
 from megatrain.device import Device
 from megatrain.engine.whole_model import to_generate
@@ -19,7 +18,7 @@ from megatrain.model.build import loaded_types
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.weights import read_weights
 from megatrain.parallel.distributed import ALONE
-from megatrain.source.base_reference import read_left_out
+from megatrain.source.base_reference import whole_masters
 from megatrain.source.load_weights import read_adapter
 from megatrain.source.source import Source
 from megatrain.source.state_io import read_untrained
@@ -54,9 +53,8 @@ class Resident:
             values[name] = tensor.to(device.torch_device, types[name])
 
         if source.saved is not None:
-            for name, read in masters(source.saved).items():
+            for name, read in whole_masters(source.saved, source.model).items():
                 write(name, read())
-            read_left_out(source.saved, source.model, write)
             read_untrained(source.saved, source.model)
         elif source.folder is not None:
             base = plain(source.model)

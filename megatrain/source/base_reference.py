@@ -179,15 +179,10 @@ def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, 
     }
 
 
-def read_left_out(
-    checkpoint: Checkpoint, model: PreTrainedModel, write: Write, *, as_came: bool = False
-) -> set[str]:
-    """Hand what a checkpoint leaves out to `write`, by many threads at a time.
+def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) -> set[str]:
+    """Hand what a checkpoint leaves out to `write` as it came, by many threads at a time.
 
     Returns the names of what the base never had, such as a head of which the adapter has a copy.
-
-    Args:
-        as_came: also what is packed, which else has the values that were computed with.
 
     Raises InputError: the base is not there, or is another one.
     """
@@ -200,7 +195,7 @@ def read_left_out(
     def hand_out(name: str, values: Tensor) -> None:
         if name in names:
             seen.add(names[name], values)
-            write(names[name], values if as_came else _kept(left, model, names[name], values))
+            write(names[name], values)
 
     if isinstance(base, Checkpoint):
         whole = masters(base)
@@ -224,23 +219,28 @@ def read_left_out(
 
 
 def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
-    """All `masters`, those of the base too, which is read twice: to be checked first.
+    """All `masters`, also of the base that is left out: the values that layers are computed with.
 
-    Raises InputError: a file is damaged, or the base is not there, or is another one.
+    The base is read twice: to be checked first. Raises InputError: as `read_left_out`.
     """
     own, left = masters(checkpoint), checkpoint.settings.left_out
     if left is None:
         return own
-    read_left_out(checkpoint, model, lambda name, values: None, as_came=True)
+    read_left_out(checkpoint, model, lambda name, values: None)
     base = _open(checkpoint, left)
     whole = stored_values(base, plain(model))
     unpacked = set[str]() if isinstance(base, Checkpoint) else stored_packings(base, plain(model))
 
     def read(name: str, mine: str) -> Tensor:
-        return whole[name]() if name in unpacked else _kept(left, model, mine, whole[name]())
+        values = whole[name]()
+        if mine not in left.packed or name in unpacked:
+            return values
+        packing = PACKINGS[left.packed[mine]]
+        return packing.unpacked(packing.pack(values), model.get_parameter(mine).shape)
 
     names = left_out_names(checkpoint, model)
-    return {**own, **{mine: partial(read, name, mine) for name, mine in names.items()}}
+    of_base = {mine: partial(read, name, mine) for name, mine in names.items() if name in whole}
+    return {**own, **of_base}
 
 
 def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:
@@ -265,15 +265,6 @@ def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Store
     opened = (place.folder / CARRIED).open("rb", buffering=0)
     stored = read_header(place.folder / CARRIED)
     return {each.name: replace(each, opened=opened) for each in stored}
-
-
-def _kept(left: BaseReference, model: PreTrainedModel, name: str, came: Tensor) -> Tensor:
-    """The values that layers are computed with."""
-    if name not in left.packed:
-        return came
-    packing = PACKINGS[left.packed[name]]
-    stored = came if came.dtype == torch.uint8 else packing.pack(came)
-    return packing.unpacked(stored, model.get_parameter(name).shape)
 
 
 def _open(checkpoint: Checkpoint, left: BaseReference) -> Checkpoint | Path:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import Checkpoint, masters, offering_another, read_converted, read_tiles
+from megatrain.checkpoint import Checkpoint, offering_another, read_converted, read_tiles
 from megatrain.compat import peft
 from megatrain.compat.transformers import scores_rows
 from megatrain.errors import InputError
@@ -21,7 +21,13 @@ from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import read_weights
 from megatrain.optim import Rule
 from megatrain.parallel.distributed import Ranks
-from megatrain.source.base_reference import carried, read_left_out, stored_values
+from megatrain.source.base_reference import (
+    carried,
+    left_out_names,
+    read_left_out,
+    stored_values,
+    whole_masters,
+)
 from megatrain.source.source import Source
 from megatrain.source.state_io import (
     computed_buffers,
@@ -129,11 +135,7 @@ def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -
     """Fill the tiles; returns names of parameters found nowhere, which nothing computes with."""
     threads = update_threads()
     with offering_another(saved.folder):
-        if not source.resumes:
-            values = masters(saved)  # exact fp32, whatever optimizer either has
-            with ThreadPoolExecutor(threads, thread_name_prefix="read-masters") as pool:
-                list(pool.map(lambda name: write(name, values[name]()), values))
-        else:
+        if source.resumes:
             saved_rule, rule = saved_optimizer(saved), store.rule
             _log.log(PASSING, "reading weights and states of %s...", saved.folder)
             if saved_rule is None or rule is None or same_state(saved_rule, rule):
@@ -141,7 +143,13 @@ def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -
             else:
                 read_converted(saved, store.tiles, threads, saved_rule, rule)
         untrained = read_untrained(saved, source.model)
-    unused = read_left_out(saved, source.model, write, as_came=source.resumes)
+    if source.resumes:
+        unused = read_left_out(saved, source.model, write)
+    else:
+        values = whole_masters(saved, source.model)  # exact fp32, whatever optimizer either has
+        with ThreadPoolExecutor(threads, thread_name_prefix="read-masters") as pool:
+            list(pool.map(lambda name: write(name, values[name]()), values))
+        unused = {*left_out_names(saved, source.model).values()} - values.keys()
     untrained.rounded = source.untrained.rounded
     source.untrained = untrained
     return unused
