@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, get_scheduler
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, get_scheduler
 
 from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.checkpoint import open_checkpoint, verify
@@ -90,36 +90,6 @@ def test_frozen_parameters_stay_frozen(tmp_path) -> None:
     assert all("layers.1" in name or name == "lm_head.weight" for name in trained)
 
 
-def test_a_schedule_goes_on(tmp_path) -> None:
-    steps = batches(6)
-
-    def train(engine: Engine, schedule: LambdaLR, steps: list) -> list:
-        rates = []
-        for step in steps:
-            engine.step(step)
-            rates.append([group["lr"] for group in engine.optimizer.param_groups])
-            schedule.step()
-        return rates
-
-    def schedule_of(engine: Engine) -> LambdaLR:
-        return LambdaLR(engine.optimizer, lambda step: 1 / (1 + step))
-
-    engine = engine_of()
-    schedule = schedule_of(engine)
-    train(engine, schedule, steps[:3])
-    engine.save(tmp_path / "saved", extra={"schedule": schedule.state_dict()})
-    wanted = train(engine, schedule, steps[3:])
-
-    again = Engine.load(tmp_path / "saved", device="cpu")
-    before = [dict(group) for group in again.optimizer.param_groups]
-    resumed = schedule_of(again)
-    resumed.load_state_dict(open_checkpoint(tmp_path / "saved").extra["schedule"])
-    for group, saved in zip(again.optimizer.param_groups, before, strict=True):
-        group["lr"] = saved["lr"]
-    assert train(again, resumed, steps[3:]) == wanted
-    assert same(state(again), state(engine))
-
-
 def test_changed_groups_come_back_exactly(tmp_path) -> None:
     engine = engine_of()
     for group in engine.optimizer.param_groups:
@@ -174,15 +144,6 @@ def test_an_engine_without_optimizer(tmp_path) -> None:
     batch = batches(1)[0][0]
     assert again.optimizer is None
     assert torch.equal(again.logits(batch), engine.logits(batch))
-
-
-def test_drawn_weights_are_read_and_not_drawn_again(tmp_path, monkeypatch) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    engine = engine_of(model=LlamaConfig(**sizes, num_attention_heads=2), seed=7)
-    engine.save(tmp_path / "saved")
-    monkeypatch.setattr("megatrain.source.load_weights.initialise", None)
-    monkeypatch.setattr("megatrain.source.load_weights.read_weights", None)
-    assert same(masters(Engine.load(tmp_path / "saved", device="cpu")), masters(engine))
 
 
 def test_the_extra_state_comes_back(tmp_path) -> None:
@@ -265,57 +226,45 @@ def half_frozen() -> Any:
     return frozen(llama(), lambda name: "layers.0.mlp" in name)
 
 
-@swept(
-    together=0,
-    states=[("fp32", "int8"), ("int8", "bf16"), ("bf16", "fp32")],
-    precision=["bf16", "fp32"],
-)
-def test_other_states_are_made_of_the_saved_ones(states, precision, tmp_path, caplog) -> None:
-    rules = [{"fp32": "adamw"}.get(each, f"adamw {each}") for each in states]
-    engine = engine_of(precision=precision, rule=rules[0], model=half_frozen())
+# The states and the master's bits of the saved rule, and of the one that goes on.
+CONVERSIONS = [
+    (("fp32", 32), ("int8", 32)),
+    (("int8", 32), ("bf16", 24)),
+    (("bf16", 24), ("fp32", 32)),
+]
+
+
+@swept(together=0, choices=CONVERSIONS, precision=["bf16", "fp32"])
+def test_other_states_and_masters_are_made_of_the_saved_ones(
+    choices, precision, tmp_path, caplog, monkeypatch
+) -> None:
+    (states, bits), (new_states, new_bits) = choices
+    if precision == "fp32":  # which keeps all bits
+        bits = new_bits = 32
+    monkeypatch.setitem(SWEPT, "saved", partial(AdamW, states=states, master=bits))
+    engine = engine_of(precision=precision, rule="saved", model=half_frozen())
     go_on(engine, batches(3))
     engine.save(tmp_path / "saved")
     placement = Placement(resident=("layer 1",), disk_moments=1, disk_remainder=2, disk_weights=2)
-    given = {"states": states[1], "placement": placement, "disk": tmp_path}
-    again = Engine.load(tmp_path / "saved", device="cpu", **given)
-    [told] = [each.message for each in caplog.records if "converted" in each.message]
-    assert f"(states {states[0]} to {states[1]})" in told and "\n" not in told
-    assert again.optimizer.rule == replace(engine.optimizer.rule, states=states[1])
-    assert same(masters(again), masters(engine))
+    wanted = {"states": new_states, "master": new_bits}
+    again = Engine.load(
+        tmp_path / "saved", device="cpu", placement=placement, disk=tmp_path, **wanted
+    )
+    [message] = [each.message for each in caplog.records if "converted" in each.message]
+    assert f"states {states} to {new_states}" in message and "\n" not in message
+    assert (f"master {bits} to {new_bits}" in message) == (bits != new_bits)
+    assert again.optimizer.rule == replace(engine.optimizer.rule, **wanted)
+    kept = masters(engine)
+    if new_bits < bits:
+        kept = {n: ((p.view(torch.int32) + 0x80) & ~0xFF).view(p.dtype) for n, p in kept.items()}
+    assert same(masters(again), kept)
     for one, other in zip(again._store.tiles, engine._store.tiles, strict=True):
         assert one.version == other.version
-        kept = [load_moments([b.values() for b in tile.states.values()]) for tile in (one, other)]
-        for found, wanted in zip(*kept, strict=True):
-            close = found.view(-1, GROUP) - wanted.view(-1, GROUP)
-            largest = wanted.view(-1, GROUP).abs().amax(1, keepdim=True)
-            assert (close.abs() <= largest / 100).all()
-            assert one.layout.trainable_numel == 0 or (wanted != 0).any()
-    again.save(tmp_path / "again")
-    third = Engine.load(tmp_path / "again", device="cpu", placement=Placement(slots=1))
-    assert go_on(third, batches(2)) == go_on(again, batches(2))
-    assert same(state(third), state(again))
-
-
-@pytest.mark.parametrize(
-    "master", [pytest.param((32, 24)), pytest.param((24, 32), marks=pytest.mark.exhaustive)]
-)
-def test_masters_of_24_bits_are_made_of_32_and_back(master, tmp_path, caplog, monkeypatch) -> None:
-    monkeypatch.setitem(SWEPT, "short", partial(AdamW, states="int8", master=master[0]))
-    engine = engine_of(precision="bf16", model=half_frozen(), rule="short")
-    go_on(engine, batches(2))
-    engine.save(tmp_path / "saved")
-    placement = Placement(resident=("layer 1",), disk_moments=1, disk_remainder=2, disk_weights=2)
-    given = {"placement": placement, "disk": tmp_path}
-    again = Engine.load(tmp_path / "saved", device="cpu", master=master[1], **given)
-    assert any(f"(master {master[0]} to {master[1]})" in each.message for each in caplog.records)
-    found, wanted = masters(again), masters(engine)
-    kept = {
-        name: ((p.view(torch.int32) + 0x80) & ~0xFF).view(p.dtype) for name, p in wanted.items()
-    }
-    assert same(found, kept if master[1] == 24 else wanted)
-    assert [p.dtype for p in again._store.tiles[0].planes if p.name == "remainder"] == [
-        torch.int8 if master[1] == 24 else torch.int16
-    ]
+        pair = [load_moments([b.values() for b in tile.states.values()]) for tile in (one, other)]
+        for new, old in zip(*pair, strict=True):
+            largest = old.view(-1, GROUP).abs().amax(1, keepdim=True)
+            assert ((new - old).view(-1, GROUP).abs() <= largest / 100).all()
+            assert one.layout.trainable_numel == 0 or (old != 0).any()
     again.save(tmp_path / "again")
     third = Engine.load(tmp_path / "again", device="cpu", placement=Placement(slots=1))
     assert go_on(third, batches(2)) == go_on(again, batches(2))
