@@ -1,6 +1,5 @@
 """Exports have what the source folder has beside its weights: Llama-3-Instruct must still stop."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -87,15 +86,6 @@ def test_the_generation_config_of_a_module_is_exported(tmp_path: Path) -> None:
     for name in ("exported", "resumed", "out"):
         got = GenerationConfig.from_pretrained(tmp_path / name)
         assert (got.eos_token_id, got.temperature, got.do_sample) == ([5, 6], 0.5, True)
-
-
-def test_code_goes_along_where_the_configuration_names_it(tmp_path: Path) -> None:
-    folder = source(tmp_path / "source")
-    assert "modeling_mine.py" not in companions(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.Mine"}
-    (folder / "config.json").write_text(json.dumps(config))
-    assert companions(folder)["modeling_mine.py"] == b"raise SystemExit"
 
 
 def test_what_the_folder_has_already_stays(tmp_path: Path) -> None:

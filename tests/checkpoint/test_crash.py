@@ -166,13 +166,15 @@ def test_everything_is_on_the_disk_before_it_is_named(engine, tmp_path, monkeypa
 
 def test_leftovers_of_killed_saves_go_at_the_next_save(engine, tmp_path) -> None:
     for end in ("a.checkpoint-partial", "saved.checkpoint-partial", "c.checkpoint-replaced"):
-        name = f".{end}"
-        (tmp_path / name / "tiles").mkdir(parents=True)
-        (tmp_path / name / "tiles" / "0").write_text("half")
-    (tmp_path / "c").mkdir()
-    (tmp_path / ".mine.partial").mkdir()
+        (tmp_path / f".{end}" / "tiles").mkdir(parents=True)
+        (tmp_path / f".{end}" / "tiles" / "0").write_text("half")
+    for name in ("c", ".mine.partial"):
+        (tmp_path / name).mkdir()
+    engine.save(tmp_path / "b")
+    (tmp_path / "b").rename(tmp_path / ".b.checkpoint-replaced")
     engine.save(tmp_path / "saved")
-    assert sorted(os.listdir(tmp_path)) == [".mine.partial", "c", "saved"]
+    assert sorted(os.listdir(tmp_path)) == [".mine.partial", "b", "c", "saved"]
+    assert whole_checkpoints(tmp_path) == [tmp_path / "saved", tmp_path / "b"]
 
 
 @pytest.fixture
@@ -207,10 +209,3 @@ def test_what_may_not_be_removed_stops_no_save(engine, unprivileged, caplog) -> 
     put_right(unprivileged)
     assert ".step 2.checkpoint-removed: left over, and cannot be removed" in caplog.text
     verify(unprivileged / "step 4")
-
-
-def test_a_checkpoint_that_was_being_replaced_comes_back(engine, tmp_path) -> None:
-    engine.save(tmp_path / "a")
-    (tmp_path / "a").rename(tmp_path / ".a.checkpoint-replaced")
-    put_right(tmp_path)
-    assert whole_checkpoints(tmp_path) == [tmp_path / "a"]

@@ -103,11 +103,6 @@ def test_flipped_bits_of_the_manifest(newer) -> None:
         path.write_bytes(text)
 
 
-def test_a_tile_of_another_step(newer) -> None:
-    shutil.copyfile(newer.parent / "step-1" / LAYER, newer / LAYER)
-    refused(newer, str(newer / LAYER), "checksum")
-
-
 @pytest.mark.parametrize("name", [LAYER, "extra.json", "manifest.json", "tiles"])
 def test_links_are_not_followed(newer, name) -> None:
     (newer / name).rename(newer.parent / "elsewhere")
@@ -220,20 +215,12 @@ def test_the_fallback_checksum(newer, monkeypatch, tmp_path) -> None:
         Engine.load(tmp_path / "fallback", device="cpu")
 
 
-def test_a_duplicate_key(newer) -> None:
-    path = newer / "manifest.json"
-    path.write_text('{"version": 1, ' + path.read_text()[1:])
-    refused(newer, "manifest.json", "twice")
-
-
 def test_deep_nesting(newer) -> None:
     path = newer / "manifest.json"
-    path.write_text('{"a":' * 100_000)
-    refused(newer, "manifest.json", "nested too deeply")
-    text = (newer.parent / "step-1" / "manifest.json").read_text().rstrip().removesuffix("}")
-    text += ', "more": ' + '{"a":' * 900 + "1" + "}" * 901
-    path.write_text(text)
-    refused(newer, "manifest.json")
+    text = path.read_text().rstrip().removesuffix("}")
+    for hostile in ('{"a":' * 100_000, text + ', "more": ' + '{"a":' * 900 + "1" + "}" * 901):
+        path.write_text(hostile)
+        refused(newer, "manifest.json")
 
 
 def test_a_huge_manifest(newer) -> None:

@@ -83,15 +83,6 @@ def test_threads_share_a_file(file) -> None:
         assert all(threads.map(visit, range(4)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
-def test_planes_of_any_type(file, dtype) -> None:
-    data = drawn(2 * BLOCK, 1).view(dtype)
-    file.write(BLOCK, data)
-    found = room(2 * BLOCK).view(dtype)
-    file.read(BLOCK, found)
-    assert torch.equal(found.view(torch.uint8), data.view(torch.uint8))
-
-
 def test_a_file_that_has_become_shorter(file) -> None:
     """What is read of it ends in the middle of a block, which is asked for again."""
     data, found = drawn(9 * BLOCK, 2), room(9 * BLOCK)
