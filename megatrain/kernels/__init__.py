@@ -72,4 +72,3 @@ first_touch = _chosen.first_touch
 fill_zero = _chosen.fill_zero
 copy = _chosen.copy
 move_file = _chosen.move_file
-set_affinity = _chosen.set_affinity

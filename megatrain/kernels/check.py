@@ -1,4 +1,7 @@
-"""Argument checks shared by the reference and the native kernels: programming errors, by name."""
+"""Argument checks shared by the reference and the native kernels: programming errors, by name.
+
+All raise ValueError, whose message names the argument.
+"""
 
 import torch
 from torch import Tensor
@@ -12,11 +15,7 @@ REMAINDERS = (torch.int16, torch.int8)
 def tensor(
     name: str, value: Tensor, dtypes: tuple[torch.dtype, ...] | None, size: int | None = None
 ) -> None:
-    """Require a contiguous CPU tensor, of one of `dtypes`, of `size` elements.
-
-    Raises:
-        ValueError: it is not; the message names the argument.
-    """
+    """Require a contiguous CPU tensor, of one of `dtypes`, of `size` elements."""
     if dtypes is not None and value.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
         raise ValueError(f"{name} is {value.dtype}, expected {expected}")
@@ -29,38 +28,20 @@ def tensor(
 
 
 def copy(to: Tensor, source: Tensor) -> None:
-    """Require two ranges of as many bytes.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Require two ranges of as many bytes."""
     tensor("from", source, (torch.uint8,))
     tensor("to", to, (torch.uint8,), source.numel())
 
 
-def blocks(sums: Tensor | None) -> None:
-    """Require checksums, if any, to be int64 on the CPU. Raises ValueError: they are not."""
-    if sums is not None:
-        tensor("blocks", sums, (torch.int64,))
-
-
 def planes(*, master: Tensor, weights: Tensor, remainder: Tensor) -> None:
-    """Require the three planes of a split master to agree.
-
-    Raises:
-        ValueError: one of them does not.
-    """
+    """Require the three planes of a split master to agree."""
     tensor("master", master, (torch.float32,))
     tensor("weights", weights, (torch.bfloat16,), master.numel())
     tensor("remainder", remainder, REMAINDERS, master.numel())
 
 
 def update_arguments(rule: str, tile: TileRange, options: UpdateOptions) -> None:
-    """Require the planes of an update to agree; if it is AdamW's, `at` to begin a group.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Require the planes of an update to agree; if it is AdamW's, `at` to begin a group."""
     size = tile.weights.numel()
     if tile.remainder is None:
         tensor("weights (without a remainder)", tile.weights, (torch.float32,))
@@ -86,11 +67,7 @@ def update_arguments(rule: str, tile: TileRange, options: UpdateOptions) -> None
 
 
 def rows(table: Tensor, row_ids: Tensor, rows_2d: Tensor) -> None:
-    """Require a [R, W] table, [N] ids and [N, W] rows of one 2- or 4-byte dtype.
-
-    Raises:
-        ValueError: they do not fit together.
-    """
+    """Require a [R, W] table, [N] ids and [N, W] rows of one 2- or 4-byte dtype."""
     tensor("table", table, None)
     tensor("row_ids", row_ids, (torch.int64,))
     tensor("rows", rows_2d, (table.dtype,))

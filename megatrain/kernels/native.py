@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from ctypes import (
     CDLL,
-    POINTER,
     c_char_p,
     c_float,
     c_int,
@@ -41,7 +40,6 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "abi": (c_int, []),
     "instruction_set": (c_char_p, []),
     "use_instruction_set": (c_int, [c_char_p]),
-    "set_affinity": (c_int, [POINTER(c_int), c_int]),
     "update": (
         None,
         [*[_P] * 7, c_int, c_int, c_int, _N, *[c_float] * 9, c_uint64, c_uint32, _T, *[_P] * 4],
@@ -80,8 +78,8 @@ def _load() -> dict[str, Callable[..., Any]]:
             functions[name] = function
     except (OSError, AttributeError) as error:
         raise ImportError(f"{path} does not load: {error}") from error
-    if (found := functions["abi"]()) != _ABI:
-        raise ImportError(f"{path} has interface {found}, not {_ABI}: build it again")
+    if (abi := functions["abi"]()) != _ABI:
+        raise ImportError(f"{path} has interface {abi}, not {_ABI}: build it again")
     return functions
 
 
@@ -102,28 +100,6 @@ def use_instruction_set(name: str) -> bool:
     return bool(_call["use_instruction_set"](name.encode()))
 
 
-def set_affinity(cores: list[int] | None) -> None:
-    """Pin the pool's helper threads to these cores, in turn; None lets them run anywhere.
-
-    A kernel runs on the calling thread, which is never moved, and `threads - 1` helpers: leave the
-    cores of other busy threads out of the list.
-
-    Raises:
-        ValueError: the list is empty, names a core the process may not use, or this system cannot
-            pin threads.
-    """
-    if cores is None:
-        _call["set_affinity"](None, 0)
-        return
-    if not hasattr(os, "sched_getaffinity"):
-        raise ValueError("threads cannot be pinned to cores on this system")
-    allowed = os.sched_getaffinity(0)
-    if not cores or not set(cores) <= allowed:
-        raise ValueError(f"cores {cores} are not among those of the process, {sorted(allowed)}")
-    if not _call["set_affinity"]((c_int * len(cores))(*cores), len(cores)):
-        raise ValueError(f"the system refuses to pin threads to cores {cores}")
-
-
 def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
     """See `reference.update`; the same bits in one pass over memory, `options.sums` included.
 
@@ -136,9 +112,10 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
     planes = (weights, remainder, *states, *[None] * (4 - len(states)), grad)
     sums: list[Any] = [None] * 4
     if options.sums is not None:
-        read, written, first = (_padded(each, len(planes)) for each in options.sums)
-        for each in (*read, *written):
-            check.blocks(each)
+        read, written, first = (_padded(items, len(planes)) for items in options.sums)
+        for blocks in (*read, *written):
+            if blocks is not None:
+                check.tensor("blocks", blocks, (torch.int64,))
         if options.sums.first[0] % (2 * GROUP * weights.element_size()):
             raise ValueError(f"sums begin at byte {options.sums.first[0]} of the weights")
         sums = [
@@ -173,7 +150,7 @@ def _address(plane: Tensor | None) -> int | None:
 def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:
     """See `reference.checksum`; `at` is a multiple of 8."""
     check.tensor("bytes", bytes_uint8, (torch.uint8,))
-    check.blocks(blocks)
+    check.tensor("blocks", blocks, (torch.int64,))
     data, size = bytes_uint8.data_ptr(), bytes_uint8.numel()
     _call["checksum"](data, size, blocks.data_ptr(), at, threads)
 
@@ -183,15 +160,23 @@ def split(
 ) -> None:
     """See `reference.split`."""
     check.planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
-    planes = (master_fp32.data_ptr(), weights_bf16.data_ptr(), remainder.data_ptr())
-    _call["split"](*planes, remainder.element_size(), remainder.numel(), threads)
+    _call["split"](
+        *map(_address, (master_fp32, weights_bf16, remainder)),
+        remainder.element_size(),
+        remainder.numel(),
+        threads,
+    )
 
 
 def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: int = 1) -> None:
     """See `reference.join`."""
     check.planes(master=master_fp32, weights=weights, remainder=remainder)
-    planes = (weights.data_ptr(), remainder.data_ptr(), master_fp32.data_ptr())
-    _call["join"](*planes, remainder.element_size(), remainder.numel(), threads)
+    _call["join"](
+        *map(_address, (weights, remainder, master_fp32)),
+        remainder.element_size(),
+        remainder.numel(),
+        threads,
+    )
 
 
 def gather_rows(

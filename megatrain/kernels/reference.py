@@ -1,7 +1,8 @@
 """Every kernel in plain torch: what the native library must reproduce, and what runs without it.
 
-All functions work in place on flat contiguous CPU tensors of any length. They take the native
-functions' `threads` argument and leave the choice to torch, whose pool is a process-wide setting.
+All functions work in place on flat contiguous CPU tensors of any length, and raise ValueError if a
+tensor has another dtype, size or layout. They take the native functions' `threads` argument and
+leave the choice to torch, whose pool is a process-wide setting.
 """
 
 import errno
@@ -60,10 +61,6 @@ def split(
         master_fp32: [N] float32, read.
         weights_bf16: [N] bfloat16, written.
         remainder: [N] int16 or int8, written.
-        threads: ignored here, torch's own setting counts.
-
-    Raises:
-        ValueError: a tensor has the wrong dtype, size or layout.
     """
     check.planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
     for master, weights, rest in _blocks(master_fp32, weights_bf16, remainder):
@@ -95,10 +92,6 @@ def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: in
         weights: [N] bfloat16, read.
         remainder: [N] int16, read; or int8, which stands for 256 times as much.
         master_fp32: [N] float32, written.
-        threads: ignored here, torch's own setting counts.
-
-    Raises:
-        ValueError: a tensor has the wrong dtype, size or layout.
     """
     check.planes(master=master_fp32, weights=weights, remainder=remainder)
     for high, low, master in _blocks(weights, remainder, master_fp32):
@@ -144,8 +137,8 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         by: what the rule multiplies by and adds.
 
     Raises:
-        ValueError: on the CPU: a tensor has the wrong dtype, size or layout, or `options.at` is no
-            multiple of GROUP with AdamW.
+        ValueError: on the CPU: as all functions here, or `options.at` is no multiple of GROUP with
+            AdamW.
     """
     if not tile.weights.is_cuda:
         check.update_arguments(rule, tile, options)
@@ -166,8 +159,11 @@ def _masters(tile: TileRange, options: UpdateOptions) -> Iterator[tuple[slice, T
             join_block(w, r, param)
         yield part, param, tile.grad[part].float() * options.grad_scale
         if r is not None:
-            number = (options.at + start, len(param), options.step, param.device)
-            split_block(param, w, r, states.random8(*number) if r.dtype == torch.int8 else 0)
+            added: Tensor | int = 0
+            if r.dtype == torch.int8:
+                at = options.at + start
+                added = states.random8(at, len(param), options.step, param.device)
+            split_block(param, w, r, added)
 
 
 # Each operation rounds once, or is fused everywhere: no bit depends on how torch groups elements.
@@ -213,7 +209,7 @@ def _sgd(
 
 
 def _direction(param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, *_: Any) -> None:
-    """What Muon does with a direction, rounded as torch.optim.Muon rounds it."""
+    """Apply a direction of Muon's, rounded as torch.optim.Muon rounds it."""
     param.mul_(by.decay).add_(g, alpha=by.negative_step_size)
 
 
@@ -237,10 +233,6 @@ def gather_rows(
         table_2d: [rows, width] of any 2- or 4-byte dtype, read.
         row_ids_int64: [N] int64; the caller has checked that they lie inside the table.
         out_2d: [N, width] of the table's dtype, written.
-        threads: ignored here, torch's own setting counts.
-
-    Raises:
-        ValueError: a tensor has the wrong dtype, shape or layout.
     """
     check.rows(table_2d, row_ids_int64, out_2d)
     torch.index_select(table_2d, 0, row_ids_int64, out=out_2d)
@@ -255,25 +247,13 @@ def scatter_rows(
         table_2d: [rows, width] of any 2- or 4-byte dtype, written.
         row_ids_int64: [N] int64; the caller has checked that they lie inside the table.
         rows_2d: [N, width] of the table's dtype, read.
-        threads: ignored here, torch's own setting counts.
-
-    Raises:
-        ValueError: a tensor has the wrong dtype, shape or layout.
     """
     check.rows(table_2d, row_ids_int64, rows_2d)
     table_2d.index_copy_(0, row_ids_int64, rows_2d)
 
 
 def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
-    """Write a zero to one byte of every page, so that the system gives the pages out now.
-
-    Args:
-        bytes_uint8: [N] uint8, a fresh anonymous mapping.
-        threads: ignored here, torch's own setting counts.
-
-    Raises:
-        ValueError: the tensor has the wrong dtype or layout.
-    """
+    """Write a zero to one byte of every page of a mapping: the system gives the pages out now."""
     check.tensor("bytes", bytes_uint8, (torch.uint8,))
     bytes_uint8[::_PAGE_BYTES].zero_()
 
@@ -286,11 +266,10 @@ def move_file(
     Args:
         file: its descriptor.
         bytes_uint8: [N] uint8, which the bytes from `offset` on go to or come from.
-        piece, threads: ignored here, there is one request.
+        piece: ignored here, there is one request.
 
     Raises:
         OSError: the system's; or ENODATA, where the file ends or nothing more is moved.
-        ValueError: the tensor has the wrong dtype or layout.
     """
     check.tensor("bytes", bytes_uint8, (torch.uint8,))
     data, call = bytes_uint8.numpy().data, os.pwritev if writes else os.preadv
@@ -303,33 +282,12 @@ def move_file(
 
 
 def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:
-    """Set every byte of a tensor to zero.
-
-    Args:
-        tensor: any shape and dtype, contiguous.
-        threads: ignored here, torch's own setting counts.
-
-    Raises:
-        ValueError: the tensor is not a contiguous CPU tensor.
-    """
+    """Set every byte of a contiguous tensor of any shape and dtype to zero."""
     check.tensor("tensor", tensor, None)
     tensor.zero_()
 
 
 def copy(to_uint8: Tensor, from_uint8: Tensor, *, threads: int = 1) -> None:
-    """Copy bytes.
-
-    Args:
-        to_uint8: [N] uint8, written.
-        from_uint8: [N] uint8, in other memory.
-        threads: ignored here, torch's own setting counts.
-
-    Raises:
-        ValueError: a tensor has the wrong dtype, size or layout.
-    """
+    """Copy [N] bytes to other memory."""
     check.copy(to_uint8, from_uint8)
     to_uint8.copy_(from_uint8)
-
-
-def set_affinity(cores: list[int] | None) -> None:
-    """Nothing to pin here: torch's threads are not ours."""

@@ -158,40 +158,6 @@ def test_a_forked_child_has_a_pool_of_its_own():
     zeroed()
 
 
-def pool_cores() -> dict[str, str]:
-    """The cores that each of the pool's threads may use, and the main thread's."""
-    cores = {}
-    for task in Path("/proc/self/task").iterdir():
-        name = (task / "comm").read_text().strip()
-        status = (task / "status").read_text()
-        allowed = status.split("Cpus_allowed_list:")[1].split("\n")[0].strip()
-        if name == "megatrain-pool" or task.name == str(os.getpid()):
-            cores[task.name] = allowed
-    return cores
-
-
-@needs_native
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be pinned here")
-def test_helpers_are_pinned_and_the_caller_is_not():
-    values, core = torch.ones(1 << 20), max(os.sched_getaffinity(0))
-    native.fill_zero(values, threads=3)
-    caller = pool_cores()[str(os.getpid())]
-    try:
-        native.set_affinity([core])
-        native.fill_zero(values, threads=4)
-        pinned = pool_cores()
-        assert pinned.pop(str(os.getpid())) == caller
-        assert len(pinned) >= 3
-        assert set(pinned.values()) == {str(core)}
-    finally:
-        native.set_affinity(None)
-    assert set(pool_cores().values()) == {caller}
-    with pytest.raises(ValueError, match="not among those of the process"):
-        native.set_affinity([100_000])
-    with pytest.raises(ValueError, match="not among those of the process"):
-        native.set_affinity([])
-
-
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_a_machine_with_a_compiler_has_the_native_kernels():
     assert native is not None, "run `make native`, or install the package again"

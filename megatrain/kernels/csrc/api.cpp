@@ -96,10 +96,6 @@ int megatrain_use_instruction_set(const char* name) {
     return kernels != nullptr;
 }
 
-int megatrain_set_affinity(const int* cores, int num_cores) {
-    return megatrain::set_affinity(cores, num_cores);
-}
-
 // `rule` and `master` are numbers of megatrain::Rule and megatrain::Master; the scalars are in the
 // order of UpdateArguments.
 void megatrain_update(void* weights, void* remainder, void* exp_avg, void* exp_avg_sq,

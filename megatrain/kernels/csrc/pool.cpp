@@ -1,9 +1,6 @@
 #include "pool.h"
 
 #include <pthread.h>
-#if defined(__linux__)
-#include <sched.h>
-#endif
 
 #include <algorithm>
 #include <atomic>
@@ -48,14 +45,6 @@ public:
         job_done_.wait(lock, [&] { return job.helpers_busy == 0; });
     }
 
-    bool pin(std::vector<int> cores) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        cores_ = std::move(cores);
-        bool agreed = true;
-        for (size_t i = 0; i < helpers_.size(); ++i) agreed &= pin_helper(i);
-        return agreed;
-    }
-
 private:
     void grow(int num_helpers) {
         while (int(helpers_.size()) < num_helpers) {
@@ -64,24 +53,7 @@ private:
             } catch (const std::system_error&) {
                 return;  // No more threads to be had: the calling thread does the work itself.
             }
-            pin_helper(helpers_.size() - 1);
         }
-    }
-
-    bool pin_helper(size_t index) {
-#if defined(__linux__)
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        if (cores_.empty()) {
-            set = process_cores_;
-        } else {
-            CPU_SET(cores_[index % cores_.size()], &set);
-        }
-        return pthread_setaffinity_np(helpers_[index].native_handle(), sizeof set, &set) == 0;
-#else
-        (void)index;
-        return cores_.empty();
-#endif
     }
 
     Job* claim() {
@@ -110,20 +82,10 @@ private:
         }
     }
 
-#if defined(__linux__)
-    static cpu_set_t cores_of_process() {
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        sched_getaffinity(0, sizeof set, &set);
-        return set;
-    }
-    const cpu_set_t process_cores_ = cores_of_process();
-#endif
     std::mutex mutex_;
     std::condition_variable work_ready_, job_done_;
     std::list<Job*> jobs_;
     std::vector<std::thread> helpers_;
-    std::vector<int> cores_;
 };
 
 std::mutex pool_mutex;
@@ -157,10 +119,6 @@ void parallel_for(int64_t size, int64_t grain, int threads,
     }
     Job job{body, size, grain, helpers};
     current_pool().run(job);
-}
-
-bool set_affinity(const int* cores, int num_cores) {
-    return current_pool().pin(std::vector<int>(cores, cores + num_cores));
 }
 
 }  // namespace megatrain

@@ -12,8 +12,4 @@ namespace megatrain {
 void parallel_for(int64_t size, int64_t grain, int threads,
                   const std::function<void(int64_t, int64_t)>& body);
 
-// Pins the helpers, now and in future, to these cores; an empty list lets them run anywhere the
-// process may. The calling threads are never moved. Returns whether the system agreed.
-bool set_affinity(const int* cores, int num_cores);
-
 }  // namespace megatrain
