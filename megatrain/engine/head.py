@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatrain.engine.saved_tensors import add
 from megatrain.engine.sink import GradAccumulator
-from megatrain.loss import Loss, Summed, chunked_loss, chunked_loss_gradients, chunked_losses
+from megatrain.loss import Loss, Summed, chunk_results, chunked_loss_gradients, chunked_losses
 from megatrain.model.capture import last_hidden, with_hidden
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 
@@ -94,7 +94,9 @@ class WholeHead:
     def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         how = self._tokens, self._summed(micro.loss), _flat(micro.given)
         with torch.no_grad():
-            return chunked_loss(*self._chunks(weights, micro, values), *how)
+            logits_of, hidden_ND, targets_N = self._chunks(weights, micro, values)
+            parts = chunk_results(logits_of, hidden_ND, targets_N, *how)
+            return sum(parts, torch.zeros((), dtype=torch.float32, device=hidden_ND.device))
 
     def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         tokens = -(-self._tokens // 4)  # nothing here is compiled, which takes some times as much

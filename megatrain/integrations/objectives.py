@@ -17,9 +17,7 @@ from megatrain.data.preferences import scored
 from megatrain.errors import InputError
 from megatrain.integrations.accumulation import MicroBatchMeans, Waiting, shares, weighed
 from megatrain.integrations.heeded import refuse
-from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss, Loss, Reward
-from megatrain.loss.dpo import DpoVariant
-from megatrain.loss.replies import Replies
+from megatrain.loss import CROSS_ENTROPY, DPO, DpoVariant, JointLoss, Loss, Replies, Reward
 
 _PLAIN = ("input_ids", "labels", "attention_mask")
 MicroBatches = list[dict[str, Tensor]]  # of micro-batches

@@ -3,7 +3,7 @@
 from megatrain.loss.base import IGNORED, Loss, Statistics, given_loss, num_labelled, targets_of
 from megatrain.loss.chunks import (
     Summed,
-    chunked_loss,
+    chunk_results,
     chunked_loss_gradients,
     chunked_losses,
     larger_logits,
@@ -12,21 +12,34 @@ from megatrain.loss.chunks import (
     range_logits,
     range_statistics,
 )
-from megatrain.loss.cross_entropy import CROSS_ENTROPY, CrossEntropy, cross_entropy_sum
 from megatrain.loss.distill import Distillation
-from megatrain.loss.dpo import DPO
-from megatrain.loss.importance import ImportanceSampling
 from megatrain.loss.joint import JointLoss, as_numbers
-from megatrain.loss.kto import KTO
-from megatrain.loss.label_smoothing import LabelSmoothing
-from megatrain.loss.policy import GRPO, RLOO, PolicyLoss
-from megatrain.loss.replies import PairLoss
-from megatrain.loss.reward import TOKEN_SCORE, Reward, ScoreWeights, TokenScore
-from megatrain.loss.score import SCORE, Score
-from megatrain.loss.teacher import TopTokens
-from megatrain.loss.token_weights import TOKEN_WEIGHTS, TokenWeights
-from megatrain.loss.unreferenced import ORPO, SimPO
-from megatrain.loss.z_loss import ZLoss
+from megatrain.loss.policy import GRPO, RLOO, ImportanceSampling, PolicyLoss
+from megatrain.loss.preferences import (
+    DPO,
+    KTO,
+    ORPO,
+    TOKEN_SCORE,
+    DpoVariant,
+    PairLoss,
+    Replies,
+    Reward,
+    ScoreWeights,
+    SimPO,
+    TokenScore,
+)
+from megatrain.loss.tokens import (
+    CROSS_ENTROPY,
+    SCORE,
+    TOKEN_WEIGHTS,
+    CrossEntropy,
+    LabelSmoothing,
+    Score,
+    TokenWeights,
+    TopTokens,
+    ZLoss,
+    cross_entropy_sum,
+)
 
 __all__ = [
     "CROSS_ENTROPY",
@@ -41,12 +54,14 @@ __all__ = [
     "TOKEN_WEIGHTS",
     "CrossEntropy",
     "Distillation",
+    "DpoVariant",
     "ImportanceSampling",
     "JointLoss",
     "LabelSmoothing",
     "Loss",
     "PairLoss",
     "PolicyLoss",
+    "Replies",
     "Reward",
     "Score",
     "ScoreWeights",
@@ -58,7 +73,7 @@ __all__ = [
     "TopTokens",
     "ZLoss",
     "as_numbers",
-    "chunked_loss",
+    "chunk_results",
     "chunked_loss_gradients",
     "chunked_losses",
     "cross_entropy_sum",

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,12 +52,13 @@ class Statistics:
         top: the largest logits `[N, 0, K]`, and whose they are `[N, 1, K]`; None likewise.
     """
 
-    log_prob: Tensor | None
-    lse: Tensor | None = None
-    mean: Tensor | None = None
-    margin: Tensor | None = None
-    chosen: Tensor | None = None
-    top: Tensor | None = None
+    # Any, not Tensor | None: a loss knows which of them it has asked for.
+    log_prob: Any
+    lse: Any = None
+    mean: Any = None
+    margin: Any = None
+    chosen: Any = None
+    top: Any = None
 
 
 class Loss(ABC):
@@ -81,6 +82,12 @@ class Loss(ABC):
     temperature: float = 1.0
     top_k: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise InputError(
+                f"{type(self).__name__}'s temperature is {self.temperature!r}; it must be above 0"
+            )
+
     @abstractmethod
     def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
         """The loss of each token `[N]`, fp32, by torch's differentiable functions.
@@ -100,8 +107,10 @@ class Loss(ABC):
         return sum(num_labelled(target) for target in targets)
 
     def each(self, statistics: Statistics, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        """The loss of each token `[N]`; 0 where it has no target."""
-        return torch.where(targets_N != IGNORED, self.tokens(statistics, *extras), 0.0)
+        """The loss of each token `[N]`, or numbers of each; 0 where it has no target."""
+        values = self.tokens(statistics, *extras)
+        used = (targets_N != IGNORED).view(-1, *[1] * (values.ndim - 1))
+        return torch.where(used, values, 0.0)
 
     def each_of(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         """The loss of each token `[N]`, from its logits; 0 where it has no target."""
@@ -144,14 +153,6 @@ class Loss(ABC):
             share = self.each(Statistics(**leaves), targets_N, *extras).sum() / normaliser
         grads = torch.autograd.grad(share, [*leaves.values()], allow_unused=True)
         return Statistics(**{"log_prob": None, **dict(zip(leaves, grads, strict=True))})
-
-
-def check_temperature(loss: Loss) -> None:
-    """Raises InputError: a temperature is not a number above 0."""
-    if not 0 < loss.temperature < math.inf:
-        raise InputError(
-            f"{type(loss).__name__}'s temperature is {loss.temperature!r}; it must be above 0"
-        )
 
 
 def given_loss(loss: object) -> Loss:

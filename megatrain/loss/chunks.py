@@ -13,45 +13,30 @@ from torch import Tensor
 Summed = Callable[..., Tensor]  # of logits `[C, V]`, targets `[C]` and more numbers `[C]` of each
 
 
-def chunked_loss(
-    head: Callable[[Tensor], Tensor],
-    hidden_ND: Tensor,
-    targets_N: Tensor,
-    tokens: int,
-    summed: Summed,
-    extras: Sequence[Tensor] = (),
-) -> Tensor:
-    """The sum of a loss (fp32) without gradients, `tokens` rows of logits at a time.
-
-    Args:
-        head: hidden `[1, C, D]` to logits `[1, C, V]`.
-        summed: `Loss.summed`, or a compiled one.
-        extras: what it takes beside the targets, `[N]` or `[N, K]`.
-    """
-    total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
-    for part in _chunks(head, hidden_ND, targets_N, tokens, summed, extras):
-        total = total + part
-    return total
-
-
-def chunked_losses(*chunks: Any) -> Tensor:
-    """The loss of each token `[N]`: `chunked_loss` with `Loss.each_of` in place of `summed`."""
-    return torch.cat([*_chunks(*chunks)])
-
-
-def _chunks(
+def chunk_results(
     head: Callable[[Tensor], Tensor],
     hidden_ND: Tensor,
     targets_N: Tensor,
     tokens: int,
     results: Summed,
-    extras: Sequence[Tensor],
+    extras: Sequence[Tensor] = (),
 ) -> Iterator[Tensor]:
-    """The results of `results` for each chunk's logits."""
+    """The results of `results` for the logits of each chunk of `tokens`, without gradients.
+
+    Args:
+        head: hidden `[1, C, D]` to logits `[1, C, V]`.
+        results: such as `Loss.summed`, compiled or as it is, or `Loss.each_of`.
+        extras: what it takes beside the targets, `[N]` or `[N, K]`.
+    """
     for start in range(0, len(hidden_ND), tokens):
         rows = slice(start, start + tokens)
         logits = head(hidden_ND[None, rows])
         yield results(logits[0], targets_N[rows], *(extra[rows] for extra in extras))
+
+
+def chunked_losses(*chunks: Any) -> Tensor:
+    """The loss of each token `[N]`: `chunk_results` of `Loss.each_of`, together."""
+    return torch.cat([*chunk_results(*chunks)])
 
 
 def chunked_loss_gradients(
@@ -68,12 +53,9 @@ def chunked_loss_gradients(
     """Loss and gradients of one micro-batch's share of a step's loss.
 
     Args:
-        head: hidden `[1, C, D]` to logits `[1, C, V]`, differentiable in `parameters`.
+        head, tokens, summed, extras: as of `chunk_results`; `head` differentiable in `parameters`.
         denominator: of the whole step's loss: its labelled tokens, or what the loss says.
-        tokens: C.
-        summed: `Loss.summed`, or a compiled one.
         accumulate: takes each chunk's gradients of `parameters`.
-        extras: what `summed` takes beside the targets, `[N]` or `[N, K]`.
 
     Returns:
         The summed loss (not divided), and the gradient of `hidden_ND`.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import Loss, Statistics, check_temperature
+from megatrain.loss.base import Loss, Statistics
 
 _NOT_KEPT = -1e8  # log-probabilities below stand for none
 _MOST = -1e-7  # of the log of all kept probabilities together: something is left for the others
@@ -52,16 +52,11 @@ class Distillation(Loss):
         for name, share in shares.items():
             if not 0 <= share <= 1:
                 raise InputError(f"the {name} is {share!r}; it must be from 0 to 1")
-        check_temperature(self)
+        super().__post_init__()
         if self.cross_entropy and self.temperature != 1:
             raise InputError("distillation has cross_entropy or a temperature; leave one out")
 
     def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
-        assert (
-            statistics.log_prob is not None
-            and statistics.lse is not None
-            and statistics.chosen is not None
-        )
         # In fp64: the slopes of reverse KL are differences of what is nearly the same.
         model_NK = statistics.chosen.double() - statistics.lse.double()[:, None]
         teacher_NK = extras[1].double()

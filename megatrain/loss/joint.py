@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatrain.loss.base import Loss, Statistics
-from megatrain.loss.token_weights import TOKEN_WEIGHTS
+from megatrain.loss.tokens import TOKEN_WEIGHTS
 
 
 class JointLoss(Loss):
@@ -34,7 +34,6 @@ class JointLoss(Loss):
 
     def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
         """The log-probabilities: all that the first visit computes."""
-        assert statistics.log_prob is not None
         return statistics.log_prob
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:

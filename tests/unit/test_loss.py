@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatrain.loss import (
     IGNORED,
-    chunked_loss,
+    chunk_results,
     chunked_loss_gradients,
     cross_entropy_sum,
     range_gradient,
@@ -73,10 +73,10 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(head: Callable, tokens:
     torch.testing.assert_close(loss, summed.detach())
     torch.testing.assert_close(gradient, leaves[0].grad)
     torch.testing.assert_close(total, leaves[1].grad)
-    alone = chunked_loss(
+    parts = chunk_results(
         lambda chunk: two_dimensional(chunk, weight), hidden, targets, tokens, cross_entropy_sum
     )
-    assert torch.equal(alone, loss)
+    assert torch.equal(sum(parts), loss)
 
 
 @pytest.mark.parametrize("bounds", [[0, 31], [0, 1, 30, 31], [0, 7, 8, 16, 31], list(range(32))])
@@ -127,8 +127,10 @@ def test_logits_that_are_not_finite_show_in_the_loss() -> None:
 def test_ignored_tokens_add_nothing() -> None:
     hidden, targets, weight = case()
     kept = targets != IGNORED
-    loss = chunked_loss(lambda h: h @ weight.T, hidden, targets, 4, cross_entropy_sum)
-    only = chunked_loss(lambda h: h @ weight.T, hidden[kept], targets[kept], 4, cross_entropy_sum)
+    loss, only = (
+        sum(chunk_results(lambda h: h @ weight.T, *some, 4, cross_entropy_sum))
+        for some in ((hidden, targets), (hidden[kept], targets[kept]))
+    )
     torch.testing.assert_close(loss, only)
     none = torch.full_like(targets, IGNORED)
     loss, gradient = chunked_loss_gradients(
@@ -158,7 +160,9 @@ def test_bf16_logits_are_summed_in_fp32() -> None:
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        in_chunks = chunked_loss(lambda h: h, logits, targets, 1, cross_entropy_sum)
+        in_chunks, _ = chunked_loss_gradients(
+            lambda h: h, logits, targets, 1, 1, cross_entropy_sum, [], lambda gradients: None
+        )
     finally:
         torch.set_default_dtype(torch.float32)
     assert in_chunks.dtype == torch.float32

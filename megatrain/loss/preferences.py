@@ -1,0 +1,470 @@
+"""Losses of replies: of two which is the better, or of one whether it is good."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatrain.errors import InputError
+from megatrain.loss.base import IGNORED, Loss, Statistics
+from megatrain.loss.joint import JointLoss
+
+MOST_NUMBERS = 1 << 24  # that fp32 tells apart
+
+
+class Replies(NamedTuple):
+    """Sums over the labels of each reply `[R]`, fp64: an order that a GPU chooses is not seen.
+
+    Attributes:
+        log_prob: of the model; reference: of a reference model, 0 without one.
+        length: number of labels.
+    """
+
+    log_prob: Tensor
+    reference: Tensor
+    length: Tensor
+
+    @property
+    def gain(self) -> Tensor:
+        """How much likelier a reply is than in the reference model."""
+        return self.log_prob - self.reference
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean log-probability of a reply's labels."""
+        return self.log_prob / self.length
+
+
+def summed(places_N: Tensor, count: int, *values: Tensor) -> Replies:
+    """The replies of labels: `places_N` has the number of each label's, below `count`.
+
+    Args: `values` `[N]`: log-probabilities, those of the reference or 0, and 1 for a label.
+    """
+    zeros = torch.zeros(count, dtype=torch.float64, device=places_N.device)
+    return Replies(*(zeros.index_add(0, places_N, value.double()) for value in values))
+
+
+def check_numbers(name: str, numbers: Tensor) -> None:
+    """Raises InputError: numbers of pairs or rows must be whole and small enough."""
+    if not ((numbers == numbers.round()) & (numbers >= 0) & (numbers < MOST_NUMBERS)).all():
+        raise InputError(f"{name} must hold whole numbers from 0 to below {MOST_NUMBERS:,}")
+
+
+def check_settings(loss: str, beta: float, label_smoothing: float = 0.0) -> None:
+    """Raises InputError: `beta` is not above 0, or the smoothing not from 0 to below 0.5."""
+    if not 0 < beta < math.inf:
+        raise InputError(f"{loss}'s beta is {beta!r}; it must be a number above 0")
+    if not 0 <= label_smoothing < 0.5:
+        raise InputError(
+            f"{loss}'s label smoothing is {label_smoothing!r}; it must be from 0 to below 0.5"
+        )
+
+
+def check_type(loss: str, value: str, known: Any, name: str = "loss_type") -> None:
+    """Raises InputError: what is given as `name` is none of the literals `known`."""
+    if value not in get_args(known):
+        names = ", ".join(get_args(known))
+        raise InputError(f"{loss}'s {name} is {value!r}; it must be one of {names}")
+
+
+def unlikeliness(margin: Tensor, wrong: float) -> Tensor:
+    """`-log sigmoid(margin)`, of which the share `wrong` counts the other way round."""
+    return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
+
+
+def labels_of(name: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The tensor of that number among a loss's inputs, of all labels of a step."""
+    pairs = zip(targets, extras, strict=True)
+    return torch.cat([beside[name][target != IGNORED] for target, beside in pairs])
+
+
+def check_rows(name: str, numbers: Tensor, targets: Sequence[Tensor]) -> None:
+    """Raises InputError: labels of one reply, as its number says, are in several rows of a step."""
+    count = sum(len(target) for target in targets)
+    rows = torch.arange(count).split([len(target) for target in targets])
+    every = torch.cat(
+        [
+            row[:, None].expand(target.shape)[target != IGNORED]
+            for row, target in zip(rows, targets, strict=True)
+        ]
+    )
+    statistics = (numbers.long() * count + every).unique() // count
+    if len(twice := statistics[1:][statistics[1:] == statistics[:-1]]):
+        raise InputError(
+            f"{name} {int(twice[0])} has a reply in several rows of this step; replies need "
+            "numbers of their own, in other micro-batches, too"
+        )
+
+
+@dataclass(frozen=True)
+class PairLoss(JointLoss):
+    """A loss of pairs, the mean over all of a step.
+
+    A micro-batch has for each label, as floating-point numbers `[B, T]`:
+        pair: the number of its pair in the step, whose two replies may be in any micro-batches.
+        chosen: 1 in the chosen reply, 0 in the rejected one.
+    """
+
+    lines: ClassVar[int] = 2  # rows of tokens for each pair of the data
+
+    @abstractmethod
+    def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
+        """The loss of each pair `[P]`."""
+
+    @abstractmethod
+    def rewards(self, replies: Replies) -> Tensor:
+        """The reward of each reply by the model `[P]`, as TRL's trainers log it."""
+
+    def replies(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> list[Replies]:
+        """Chosen and rejected ones, pair by pair."""
+        used = targets_N != IGNORED
+        values = dict(zip(self.inputs, (part[used] for part in extras), strict=True))
+        log_prob, chosen = log_prob_N[used], values["chosen"]
+        counts = values.get("reply", torch.ones_like(chosen))
+        reference = values.get("reference_logp", torch.zeros_like(chosen))
+        numbers, index = values["pair"].unique(return_inverse=True)
+        places = index + len(numbers) * (chosen != 1)
+        both = summed(places, 2 * len(numbers), log_prob * counts, reference * counts, counts)
+        parts = (part.chunk(2) for part in both)
+        return [Replies(*part) for part in zip(*parts, strict=True)]
+
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        return self.pairs(*self.replies(log_prob_N, targets_N, *extras)).sum()
+
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        """Means over pairs, by TRL's names."""
+        replies = self.replies(log_prob_N, targets_N, *extras)
+        chosen, rejected = map(self.rewards, replies)
+        whole = "reference_logp" in self.inputs
+        logps = [of_kind.log_prob if whole else of_kind.mean for of_kind in replies]
+        return {
+            "rewards/chosen": chosen.mean(),
+            "rewards/rejected": rejected.mean(),
+            "rewards/accuracies": (chosen > rejected).double().mean(),
+            "rewards/margins": (chosen - rejected).mean(),
+            "logps/chosen": logps[0].mean(),
+            "logps/rejected": logps[1].mean(),
+        }
+
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
+        """The number of pairs. Raises InputError: a label is of none, a reply missing or twice."""
+        pair, chosen = (labels_of(number, targets, extras) for number in (0, 1))
+        check_numbers("pair", pair)
+        if not ((chosen == 0) | (chosen == 1)).all():
+            raise InputError("chosen must be 1 at labels of chosen replies, 0 at those of rejected")
+        if "reply" in self.inputs:
+            reply = labels_of(self.inputs.index("reply"), targets, extras)
+            pair, chosen = pair[reply == 1], chosen[reply == 1]
+        both = [set(pair[chosen == which].tolist()) for which in (1, 0)]
+        if alone := both[0] ^ both[1]:
+            which = "rejected" if min(alone) in both[0] else "chosen"
+            raise InputError(
+                f"pair {min(alone):.0f} has no label of a {which} reply in this step; a step takes "
+                "whole pairs"
+            )
+        for kind in (0, 1):
+            of_kind = [
+                target.masked_fill(beside[1].ne(kind), IGNORED)
+                for target, beside in zip(targets, extras, strict=True)
+            ]
+            check_rows("pair", labels_of(0, of_kind, extras), of_kind)
+        return len(both[0])
+
+
+DpoVariant = Literal["sigmoid", "sigmoid_norm", "robust", "ipo", "hinge"]
+
+
+@dataclass(frozen=True)
+class DPO(PairLoss):
+    """The mean over pairs of `-log sigmoid(beta * (gain of the chosen - gain of the rejected))`.
+
+    A gain is the sum, over the labels of a reply, of how much likelier each is than in a reference
+    model (Rafailov et al., 2023, https://arxiv.org/abs/2305.18290, equation 7). With smoothing that
+    share of the pairs counts the other way round, as if it were labelled wrongly.
+
+    `loss_type`, by TRL's names: `sigmoid_norm` takes the mean of a reply's labels in place of their
+    sum; `robust` makes the smoothed loss unbiased (Chowdhury et al., 2024,
+    https://arxiv.org/abs/2403.00409); `ipo` is `(difference of means - 1 / (2 * beta)) ** 2` (Azar
+    et al., 2023, https://arxiv.org/abs/2310.12036, equation 17); `hinge` is
+    `max(0, 1 - beta * difference)` (Zhao et al., 2023, https://arxiv.org/abs/2305.10425).
+
+    A micro-batch has for each label, as floating-point numbers `[B, T]`, `pair` and `chosen` (see
+    `PairLoss`) and
+        reference_logp: its log-probability in the reference model; of a reply whose sum alone is
+            known, that at one label and 0 at the others.
+
+    Raises:
+        InputError: `beta` is not above 0, `label_smoothing` not at least 0 and below 0.5 (0 with
+            ipo and hinge), or the type unknown.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    loss_type: DpoVariant = "sigmoid"
+    inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen", "reference_logp")
+
+    def __post_init__(self) -> None:
+        check_settings("DPO", self.beta, self.label_smoothing)
+        check_type("DPO", self.loss_type, DpoVariant)
+        if self.label_smoothing and self.loss_type in ("ipo", "hinge"):
+            raise InputError(f"DPO's {self.loss_type} has no label smoothing; leave it out")
+
+    def rewards(self, replies: Replies) -> Tensor:
+        return self.beta * replies.gain
+
+    def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
+        gains = [replies.gain for replies in (chosen, rejected)]
+        if self.loss_type in ("ipo", "sigmoid_norm"):
+            lengths = chosen.length, rejected.length
+            gains = [gain / length for gain, length in zip(gains, lengths, strict=True)]
+        difference, wrong = gains[0] - gains[1], self.label_smoothing
+        if self.loss_type == "ipo":
+            return (difference - 1 / (2 * self.beta)).square()
+        margin = self.beta * difference
+        if self.loss_type == "hinge":
+            return F.relu(1 - margin)
+        if self.loss_type == "robust":
+            both = (1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
+            return -both / (1 - 2 * wrong)
+        return unlikeliness(margin, wrong)
+
+
+@dataclass(frozen=True)
+class SimPO(PairLoss):
+    """The mean over pairs of `-log sigmoid(beta * difference of mean log-probabilities - gamma)`.
+
+    Meng et al., 2024, https://arxiv.org/abs/2405.14734, equation 6; TRL's `CPOTrainer` with
+    `loss_type="simpo"` and `cpo_alpha=0`. Smoothing as of DPO.
+
+    Raises InputError: a setting is out of range.
+    """
+
+    beta: float = 2.0
+    gamma: float = 1.0
+    label_smoothing: float = 0.0
+    inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen")
+
+    def __post_init__(self) -> None:
+        check_settings("SimPO", self.beta, self.label_smoothing)
+        if not math.isfinite(self.gamma):
+            raise InputError(f"SimPO's gamma is {self.gamma!r}; it must be a number")
+
+    def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
+        margin = self.beta * (chosen.mean - rejected.mean) - self.gamma
+        return unlikeliness(margin, self.label_smoothing)
+
+    def rewards(self, replies: Replies) -> Tensor:
+        return self.beta * replies.mean
+
+
+@dataclass(frozen=True)
+class ORPO(PairLoss):
+    """Cross entropy of chosen texts, less `beta * log sigmoid` of the log odds ratio of replies.
+
+    Hong et al., 2024, https://arxiv.org/abs/2403.07691, equation 6; odds are those of a reply's
+    mean log-probability. The first is the mean over the step's labels of chosen texts, their
+    prompts included, as in TRL's `ORPOTrainer`.
+
+    A micro-batch has for each label, as floating-point numbers `[B, T]`, `pair` and `chosen` (see
+    `PairLoss`) and
+        reply: 1 at labels of replies, 0 at those of prompts, which only chosen texts have.
+
+    Raises InputError: `beta` is not above 0.
+    """
+
+    beta: float = 0.1
+    inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen", "reply")
+
+    def __post_init__(self) -> None:
+        check_settings("ORPO", self.beta)
+
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        losses = self.pairs(*self.replies(log_prob_N, targets_N, *extras))
+        chosen_N = (targets_N != IGNORED) & (extras[1] == 1)
+        nll = -torch.where(chosen_N, log_prob_N, 0).double().sum() / chosen_N.sum()
+        return losses.sum() + len(losses) * nll
+
+    def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
+        odds = [
+            replies.mean - torch.log(-torch.expm1(replies.mean)) for replies in (chosen, rejected)
+        ]
+        return -self.beta * F.logsigmoid(odds[0] - odds[1])
+
+    def rewards(self, replies: Replies) -> Tensor:
+        return self.beta * replies.mean
+
+
+KtoVariant = Literal["kto", "apo_zero_unpaired"]
+MISMATCHED = -1
+
+
+@dataclass(frozen=True)
+class KTO(JointLoss):
+    """The mean over replies of `1 - sigmoid(beta * (gain - baseline))`; of bad ones, of the minus.
+
+    Ethayarajh et al., 2024, https://arxiv.org/abs/2402.01306, equation 8. A gain is as of DPO; the
+    baseline, which has no gradient, is the mean gain of mismatched replies of the step, at least 0:
+    replies to other prompts. Without any, and with the `loss_type` `apo_zero_unpaired`, it is 0.
+    Losses of good and of bad replies count with their weights.
+
+    A micro-batch has for each label, as floating-point numbers `[B, T]`:
+        example: the number of its reply in the step.
+        desired: 1 in a good reply, 0 in a bad one, -1 in a mismatched one.
+        reference_logp: as of DPO.
+
+    Raises InputError: `beta` is not above 0, a weight negative or both 0, or the type unknown.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    loss_type: KtoVariant = "kto"
+    inputs: ClassVar[tuple[str, ...]] = ("example", "desired", "reference_logp")
+
+    def __post_init__(self) -> None:
+        check_settings("KTO", self.beta)
+        for weight in (self.desirable_weight, self.undesirable_weight):
+            if not 0 <= weight < float("inf"):
+                raise InputError(f"a weight of KTO is {weight!r}; it must be at least 0")
+        if not self.desirable_weight + self.undesirable_weight:
+            raise InputError(
+                "both weights of KTO are 0, so that nothing would be learnt; raise one"
+            )
+        check_type("KTO", self.loss_type, KtoVariant)
+
+    @property
+    def lines(self) -> int:
+        """Rows of tokens for each reply of the data: it and, for the baseline, a mismatched one."""
+        return 2 if self.loss_type == "kto" else 1
+
+    def _replies(
+        self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor
+    ) -> tuple[Replies, Tensor, Tensor]:
+        """The replies, what of each is desired `[R]`, and the baseline."""
+        used = targets_N != IGNORED
+        example, desired, reference = (extra[used] for extra in extras)
+        numbers, places = example.unique(return_inverse=True)
+        ones = torch.ones_like(desired)
+        replies = summed(places, len(numbers), log_prob_N[used], reference, ones)
+        desired_R = torch.zeros_like(replies.length).scatter(0, places, desired.double())
+        others = (desired_R == MISMATCHED).double()
+        mean = (replies.gain.detach() * others).sum() / others.sum().clamp(min=1)
+        return replies, desired_R, mean.clamp(min=0) * (self.loss_type == "kto")
+
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        replies, desired_R, baseline = self._replies(log_prob_N, targets_N, *extras)
+        gain = self.beta * (replies.gain - baseline)
+        good = self.desirable_weight * torch.sigmoid(-gain)
+        bad = self.undesirable_weight * torch.sigmoid(gain)
+        return torch.where(desired_R == 1, good, torch.where(desired_R == 0, bad, 0)).sum()
+
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        """Means over replies, by TRL's names; NaN where there is none of a kind."""
+        replies, desired_R, baseline = self._replies(log_prob_N, targets_N, *extras)
+        measures = {"kl": baseline}
+        for name, which in (("chosen", 1), ("rejected", 0)):
+            mask = (desired_R == which).double()
+            measures[f"rewards/{name}"] = self.beta * (replies.gain * mask).sum() / mask.sum()
+            measures[f"logps/{name}"] = (replies.log_prob * mask).sum() / mask.sum()
+        measures["rewards/margins"] = measures["rewards/chosen"] - measures["rewards/rejected"]
+        return measures
+
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
+        """The number of good and bad replies. Raises InputError: a number is none."""
+        example, desired = (labels_of(number, targets, extras) for number in (0, 1))
+        check_numbers("example", example)
+        check_rows("example", example, targets)
+        if not ((desired == 0) | (desired == 1) | (desired == MISMATCHED)).all():
+            raise InputError("desired must be 1 in good replies, 0 in bad, -1 in mismatched ones")
+        return len(example[desired != MISMATCHED].unique())
+
+
+@dataclass(frozen=True)
+class TokenScore(Loss):
+    """The score of each labelled token: the one logit that the head of such a model makes."""
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        return statistics.lse
+
+
+@dataclass(frozen=True)
+class ScoreWeights(Loss):
+    """A loss with the slope `-token_weights` by each token's score."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("token_weights",)
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        return -statistics.lse * extras[0]
+
+
+TOKEN_SCORE = TokenScore()
+
+
+@dataclass(frozen=True)
+class Reward(PairLoss):
+    """The mean over pairs of `-log sigmoid(score of the chosen - score of the rejected - margin)`.
+
+    Bradley and Terry, 1952; with margins Touvron et al., 2023, https://arxiv.org/abs/2307.09288,
+    equation 2. With `center_rewards_coefficient` as many times the mean of the squared sums of both
+    scores is added, which keeps them around 0 (Eisenstein et al., 2023,
+    https://arxiv.org/abs/2312.09244, appendix B). As TRL's `RewardTrainer` has them.
+
+    The model has a sequence head with one label (`AutoModelForSequenceClassification`). Labels are
+    0 at the token of each reply that is scored, the last one that is no padding, and -100
+    elsewhere. A micro-batch has for each label, as floating-point numbers `[B, T]`, `pair` and
+    `chosen` (see `PairLoss`), and with `margin`
+        margin: by how much the chosen reply is the better one, the same at both.
+
+    Raises InputError: the coefficient is not above 0.
+    """
+
+    center_rewards_coefficient: float | None = None
+    margin: bool = False
+    inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen")
+    weighed = ScoreWeights()
+
+    def __post_init__(self) -> None:
+        share = self.center_rewards_coefficient
+        if share is not None and not 0 < share < math.inf:
+            raise InputError(f"center_rewards_coefficient is {share!r}; it must be above 0")
+        if self.margin:
+            object.__setattr__(self, "inputs", (*type(self).inputs, "margin"))
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        return TOKEN_SCORE.tokens(statistics)
+
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        replies = self.replies(log_prob_N, targets_N, *extras)
+        if not self.margin:
+            return self.pairs(*replies).sum()
+        margins = self.replies(extras[self.inputs.index("margin")], targets_N, *extras)[0].log_prob
+        return self.pairs(replies[0]._replace(reference=margins), replies[1]).sum()
+
+    def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
+        losses = -F.logsigmoid(chosen.gain - rejected.gain)  # a margin is less gain
+        if self.center_rewards_coefficient is None:
+            return losses
+        both = (chosen.log_prob + rejected.log_prob).square()
+        return losses + self.center_rewards_coefficient * both
+
+    def rewards(self, replies: Replies) -> Tensor:
+        return replies.log_prob
+
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        measures = super().measures(log_prob_N, targets_N, *extras)
+        return {name: value for name, value in measures.items() if name.startswith("rewards/")}
+
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
+        """The number of pairs. Raises InputError: as `PairLoss`, or a label is none of a score."""
+        pair, chosen = (labels_of(number, targets, extras) for number in (0, 1))
+        if any(bool((target > 0).any()) for target in targets):
+            raise InputError("labels must be 0 at the tokens that are scored, and -100 elsewhere")
+        replies = torch.stack([pair, chosen], 1)
+        if len(replies.unique(dim=0)) < len(replies):
+            raise InputError("a reply has several labels; one token of each is scored")
+        return super().normaliser(targets, extras)
