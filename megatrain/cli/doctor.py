@@ -36,7 +36,7 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         "GPU      none"
         if gpu is None
         else f"GPU      {gpu.name}, driver {gpu.driver}, PCIe {gpu.pcie_generation} "
-        f"x{gpu.pcie_lanes}, power limit {gpu.power_limit_watts or 0:.0f} W",
+        f"x{gpu.pcie_lanes}",
     ]
     for line in lines:
         say(console, line)

@@ -22,7 +22,6 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # Below, updates are bound by the cores rather than by the memory that they share.
 _FEW_CORES = 8
 _LITTLE_DISK_BYTES = 100 * GIB
-_LOW_POWER = 0.95  # of the default limit
 _SLOW_BUS = 0.7  # of what the link carries on paper; 0.87 is usual
 
 
@@ -167,18 +166,6 @@ def _of_gpu(
             "install gcc and triton",
         )
     yield from _of_bus(gpu, rates)
-    limit, default = gpu.power_limit_watts, gpu.power_default_watts
-    if limit and default and limit < _LOW_POWER * default:
-        yield (
-            f"the GPU's power limit is {limit:.0f} W, its default {default:.0f} W",
-            f"sudo nvidia-smi --power-limit={default:.0f}",
-        )
-    if gpu.slowed_by:
-        yield (
-            f"the GPU's clocks are lowered: {', '.join(gpu.slowed_by)}",
-            "look at cooling and power supply (nvidia-smi -q -d PERFORMANCE), and reset clocks "
-            "that were set (sudo nvidia-smi --reset-applications-clocks)",
-        )
     if gpu.other_processes:
         pids = ", ".join(str(pid) for pid, _ in gpu.other_processes)
         held = sum(num_bytes for _, num_bytes in gpu.other_processes)

@@ -202,7 +202,7 @@ def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_leng
 
 
 def _fitting(plans: Planner, machine: Machine, asked: Workload, least: Forecast) -> Fitting:
-    """Workloads that fit: by one change, by several that do not do alone, by memory, by both."""
+    """Workloads that fit: by one change, by several that do not do alone, by memory, by a GPU."""
     helpless = []
     for change in _CHANGES:
         if change is _to_auto and machine.unified:
@@ -212,11 +212,7 @@ def _fitting(plans: Planner, machine: Machine, asked: Workload, least: Forecast)
         yield from alone
     yield from _changed(plans, machine, asked, helpless)
     yield from _with_memory(machine, asked, least)
-    larger = _on_a_larger_gpu(plans, machine, asked, least)
-    if least.machine.device_memory_bytes > machine.device_memory_bytes:
-        yield from larger
-    yield from _less_memory(plans, machine, asked, least, helpless)
-    yield from larger
+    yield from _on_a_larger_gpu(plans, machine, asked, least)
 
 
 def _changed(
@@ -259,35 +255,6 @@ def _strongest(asked: Workload, changes: Sequence[Change]) -> Workload:
     for change in changes:
         asked = [asked, *change(asked)][-1]
     return asked
-
-
-def _less_memory(
-    plans: Planner,
-    machine: Machine,
-    asked: Workload,
-    first: Forecast,
-    changes: Sequence[Change],
-) -> Fitting:
-    """Changes with which less memory is missing, each made besides those before it.
-
-    Tokens are at least so many that arithmetic binds. Shorter rows are left out: they spare what
-    smaller micro-batches do. As many rows are taken at once as by what lacks least without, which
-    is soon searched.
-    """
-    needed = _room(machine, first.machine)
-    bound = compute_bound_tokens(first.bounds, first.tokens_per_step, first.sequence_length)
-    enough = min(bound, asked.tokens_per_step)
-    searched = asked.placement is None
-    for change in changes:
-        levels = [asked, *change(asked)]
-        new = [level for level in levels if level.tokens_per_step >= enough][-1]
-        if new == asked or change is _shorter_rows:
-            continue
-        rows = replace(new, micro_batch=min(first.micro_batch, new.rows)) if searched else new
-        forecast = plans.least(machine, rows)
-        if _room(machine, forecast.machine) < needed:
-            asked, needed = new, _room(machine, forecast.machine)
-            yield from _with_memory(machine, asked, forecast)
 
 
 def _room(machine: Machine, needed: Machine) -> tuple[int, int]:

@@ -1,16 +1,15 @@
-"""Progress for people: a live bar on a terminal, plain lines anywhere else."""
+"""Progress for people."""
 
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Self
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.text import Text
+from rich.console import Console
 
 from megatrain.base.units import duration, gib
+from megatrain.telemetry.log import end_passing, passing
 
 
 def say(console: Console, text: str) -> None:
@@ -19,12 +18,12 @@ def say(console: Console, text: str) -> None:
 
 
 def described_rewards(record: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """What a loss of replies measures, in few words; nothing of other losses."""
-    found = {name: record.get(f"{prefix}rewards/{name}") for name in ("accuracies", "margins")}
-    said = {"accuracies": "preferred {:.1%}", "margins": "margin {:.4g}"}
+    """The measurements of a loss of replies, in few words; nothing of other losses."""
     if (reward := record.get(f"{prefix}reward")) is not None:
         return [f"reward {reward:.4g}"]
-    return [said[name].format(value) for name, value in found.items() if value is not None]
+    forms = {"accuracies": "preferred {:.1%}", "margins": "margin {:.4g}"}
+    values = {form: record.get(f"{prefix}rewards/{name}") for name, form in forms.items()}
+    return [form.format(value) for form, value in values.items() if value is not None]
 
 
 def describe_step(record: Mapping[str, Any]) -> str:
@@ -45,35 +44,23 @@ def describe_step(record: Mapping[str, Any]) -> str:
 
 
 class TrainingProgress:
-    """Shows the steps of one run; a context manager, so that the terminal is always restored."""
+    """Shows the steps of one run: in place on a terminal, as lines anywhere else."""
 
     def __init__(
         self, total_steps: int, log_every: int, console: Console | None = None, *, done: int = 0
     ) -> None:
         """Args: `done` steps that an earlier process has taken."""
         self._console = console or Console(highlight=False)
-        self._total, self._before = total_steps, done
-        self._log_every = log_every
+        self._total, self._before, self._log_every = total_steps, done, log_every
+        self._in_place = self._console.is_terminal and sys.stderr.isatty()
         self._started = time.monotonic()
-        self._bar = Progress(
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("ETA {task.fields[eta]}"),
-            console=self._console,
-            expand=True,
-        )
-        self._task = self._bar.add_task("steps", total=total_steps, eta="?")
-        self._live = Live(console=self._console, transient=True)
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
-        if self._console.is_terminal:
-            self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(OSError, SystemExit):  # the terminal is closed
-            self._live.stop()
+        end_passing()
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a finished step; `record["step"]` counts from 1."""
@@ -81,20 +68,16 @@ class TrainingProgress:
         if "skipped" in record:
             self.say(f"step {done}/{self._total}  left out: {record['skipped']}")
             return
-        eta = self._eta(done)
-        text = describe_step(record)
-        if self._live.is_started:
-            self._bar.update(self._task, completed=done, eta=eta)
-            self._live.update(Group(self._bar, Text(text)))
+        # Evaluations are part of the elapsed time, so the estimate counts those to come.
+        elapsed = time.monotonic() - self._started
+        eta = duration(elapsed / (done - self._before) * (self._total - done))
+        if self._in_place:
+            passing(f"step {done}/{self._total}  ETA {eta}  {describe_step(record)}")
         elif done == self._before + 1 or done % self._log_every == 0 or done == self._total:
-            self.say(f"step {done}/{self._total}  {text}  ETA {eta}")
+            self.say(f"step {done}/{self._total}  {describe_step(record)}  ETA {eta}")
 
     def say(self, text: str) -> None:
         """Print a line that stays; a full disk or a reader that went away cost it, not the run."""
+        end_passing()
         with suppress(OSError, SystemExit):  # rich ends the program when nobody reads any more
             say(self._console, text)
-
-    def _eta(self, done: int) -> str:
-        # Evaluations are part of the elapsed time, so the estimate counts those to come.
-        elapsed = time.monotonic() - self._started
-        return duration(elapsed / (done - self._before) * (self._total - done))

@@ -11,15 +11,6 @@ from megatrain.telemetry.known_gpus import by_driver_name
 
 T = TypeVar("T")
 
-# nvmlClocksEventReasons (nvml.h); those of an idle GPU and of settings that cost nothing left out.
-_SLOWED_BY = {
-    0x02: "clocks set by an application",
-    0x08: "the hardware slows down (power or temperature)",
-    0x20: "temperature (software)",
-    0x40: "temperature (hardware)",
-    0x80: "power brake (hardware)",
-}
-
 
 @dataclass(frozen=True)
 class Gpu:
@@ -36,7 +27,6 @@ class GpuState:
 
     Attributes:
         pcie_generation: now; idle links rest at a lower one, so it is read under load.
-        slowed_by: reasons for low clocks that somebody can change.
         other_processes: process numbers and bytes of those that compute on it besides this one
             (none are seen from inside most containers).
         used_bytes: by everybody, the driver's own included.
@@ -48,9 +38,6 @@ class GpuState:
     pcie_generation_most: int | None
     pcie_lanes: int | None
     pcie_lanes_most: int | None
-    power_limit_watts: float | None
-    power_default_watts: float | None
-    slowed_by: tuple[str, ...]
     other_processes: tuple[tuple[int, int], ...]
     used_bytes: int | None
 
@@ -93,12 +80,7 @@ def gpu_state(device: str) -> GpuState | None:
             except (nvml.NVMLError, AttributeError):  # not on this GPU, or not in this library
                 return None
 
-        def watts(question: str) -> float | None:
-            milliwatts = ask(question)
-            return None if milliwatts is None else milliwatts / 1000
-
         memory = ask("nvmlDeviceGetMemoryInfo")
-        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
         processes = ask("nvmlDeviceGetComputeRunningProcesses") or ()
         return GpuState(
             name=str(ask("nvmlDeviceGetName")),
@@ -107,9 +89,6 @@ def gpu_state(device: str) -> GpuState | None:
             pcie_generation_most=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
             pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
             pcie_lanes_most=ask("nvmlDeviceGetMaxPcieLinkWidth"),
-            power_limit_watts=watts("nvmlDeviceGetEnforcedPowerLimit"),
-            power_default_watts=watts("nvmlDeviceGetPowerManagementDefaultLimit"),
-            slowed_by=tuple(name for bit, name in _SLOWED_BY.items() if reasons & bit),
             other_processes=tuple(
                 (p.pid, p.usedGpuMemory or 0) for p in processes if p.pid != os.getpid()
             ),

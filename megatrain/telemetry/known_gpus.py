@@ -58,11 +58,12 @@ def named_gpu(text: str) -> KnownGpu:
         InputError: none, or one with another memory than the text has.
     """
     wanted = _squeezed(text)
-    found = next((gpu for gpu in known_gpus() if _squeezed(gpu.name) == wanted), None)
-    if found is None and (found := by_driver_name(text)) is not None:
-        _check_size(text, found)
-    if found is not None:
-        return found
+    for gpu in known_gpus():
+        if _squeezed(gpu.name) == wanted:
+            return gpu
+    if (known := by_driver_name(text)) is not None:
+        _check_size(text, known)
+        return known
     raise InputError(
         f"unknown GPU {text!r}{_nearest(text)} (for one that is not listed, name the most similar "
         "and give --device-memory)"
@@ -83,7 +84,7 @@ def most_memory() -> int:
 
 
 def pcie_gbps(generation: int, lanes: int) -> float:
-    """What a PCIe link carries one way on paper, GB/s: 2 GB/s a lane in generation 4."""
+    """GB/s that a PCIe link carries one way on paper: 2 GB/s a lane in generation 4."""
     return 2.0 * lanes * 2.0 ** (generation - 4)
 
 
@@ -98,18 +99,11 @@ def _check_size(text: str, gpu: KnownGpu) -> None:
 
 
 def _entry(entry: dict[str, Any], shares: dict[str, dict[str, float]]) -> KnownGpu:
-    generation, lanes = entry["pcie"]
+    figures = {key: value for key, value in entry.items() if key in KnownGpu.__annotations__}
     return KnownGpu(
-        name=entry["name"],
-        bf16_tflops=float(entry["bf16_tflops"]),
-        fp32_tflops=float(entry["fp32_tflops"]),
-        memory_gib=float(entry["memory_gib"]),
-        memory_gbps=float(entry["memory_gbps"]),
-        bus_gbps=float(entry.get("bus_gbps", pcie_gbps(generation, lanes))),
-        host=entry["host"],
+        **{"bus_gbps": pcie_gbps(*entry["pcie"])} | figures,
         shares=shares[entry["family"]],
         words=frozenset(_words(entry.get("key", entry["name"]))),
-        source=entry["source"],
     )
 
 
@@ -124,10 +118,8 @@ def _squeezed(name: str) -> str:
 def _nearest(text: str) -> str:
     wanted = _words(text)
     close = [gpu.name for gpu in known_gpus() if wanted and wanted <= gpu.words]
-    if not close:
-        by_squeezed = {_squeezed(gpu.name): gpu.name for gpu in known_gpus()}
-        near = difflib.get_close_matches(_squeezed(text), by_squeezed, n=3, cutoff=0.5)
-        close = [by_squeezed[name] for name in near]
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return f"; known are {', '.join(gpu.name for gpu in known_gpus())}"
+    names = {_squeezed(gpu.name): gpu.name for gpu in known_gpus()}
+    near = difflib.get_close_matches(_squeezed(text), names, n=3, cutoff=0.5)
+    if close or near:
+        return f"; did you mean {' or '.join(close or [names[name] for name in near])}?"
+    return f"; known are {', '.join(names.values())}"

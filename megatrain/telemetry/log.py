@@ -1,4 +1,4 @@
-"""Log lines on the terminal; apart from the progress bar, which takes longer to import."""
+"""Log lines on the terminal, and one that is replaced by the next."""
 
 import logging
 import os
@@ -34,10 +34,9 @@ def wrapped(text: str) -> str:
 def passing(text: str) -> None:
     """Show on a terminal what is being done, in place of what this function showed before.
 
-    Only the first rank of several shows anything. Nothing is written to a file or a pipe, or while
-    a progress bar is shown, which the line would break.
+    Only the first rank of several shows anything. Nothing is written to a file or a pipe.
     """
-    able = os.environ.get("TERM") != "dumb" and not hasattr(sys.stderr, "rich_proxied_file")
+    able = os.environ.get("TERM") != "dumb"
     with suppress(OSError, ValueError, AttributeError):  # there is no terminal, or none any more
         if able and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
             _shown[:] = [text]
@@ -54,17 +53,14 @@ def end_passing() -> None:
 
 def _columns() -> int:
     """The width of the terminal that stderr is; stdout may be a file."""
-    own = 0
     with suppress(OSError):  # it is no terminal: an IDE's, or a test's
-        own = os.get_terminal_size(sys.stderr.fileno()).columns
-    return own or shutil.get_terminal_size().columns
+        if columns := os.get_terminal_size(sys.stderr.fileno()).columns:
+            return columns
+    return shutil.get_terminal_size().columns
 
 
 class StderrHandler(logging.Handler):
-    """Writes log lines to what `sys.stderr` is at that time.
-
-    A live bar takes its place, to put lines above itself; written past it, they break the bar.
-    """
+    """Writes log lines to what `sys.stderr` is at that time, above the line of `passing`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -82,13 +78,13 @@ class Share:
 
     def __init__(self, log: logging.Logger, what: str, whole: int) -> None:
         self._log, self._what, self._whole = log, what, whole
-        self._done, self._said, self._lock = 0, 0.0, Lock()
+        self._done, self._logged, self._lock = 0, 0.0, Lock()
 
     def add(self, part: int) -> None:
         """Count `part` of the whole as done."""
         with self._lock:
             self._done += part
             now = time.monotonic()
-            if now - self._said >= _SECONDS:
-                self._said = now
+            if now - self._logged >= _SECONDS:
+                self._logged = now
                 self._log.log(PASSING, "%s: %.0f %%", self._what, 100 * self._done / self._whole)

@@ -37,9 +37,6 @@ GPU = GpuState(
     pcie_generation_most=5,
     pcie_lanes=16,
     pcie_lanes_most=16,
-    power_limit_watts=700.0,
-    power_default_watts=700.0,
-    slowed_by=(),
     other_processes=(),
     used_bytes=1 << 30,
 )
@@ -80,8 +77,6 @@ TROUBLES = {
     "compiler": ({"compiles": False}, {}, "no Triton or no C compiler"),
     "generation": ({}, {"pcie_generation": 3, "pcie_lanes": 8}, "generation 3 of 5"),
     "lanes": ({}, {"pcie_lanes": 8}, "lanes 8 of 16"),
-    "power": ({}, {"power_limit_watts": 400.0}, "400 W, its default 700 W"),
-    "hot": ({}, {"slowed_by": ("temperature (hardware)",)}, "clocks are lowered: temperature"),
     "others": ({}, {"other_processes": ((77, 3 * GIB),)}, "(77) hold 3.0 GiB"),
 }  # fmt: skip
 
@@ -138,8 +133,6 @@ class Library:
         answers = {
             "nvmlDeviceGetName": "NVIDIA H200",
             "nvmlDeviceGetMaxPcieLinkWidth": 16,
-            "nvmlDeviceGetEnforcedPowerLimit": 400_000,
-            "nvmlDeviceGetCurrentClocksThrottleReasons": 0x1 | 0x4 | 0x40,
             "nvmlDeviceGetComputeRunningProcesses": [
                 SimpleNamespace(pid=os.getpid(), usedGpuMemory=5),
                 SimpleNamespace(pid=1, usedGpuMemory=None),
@@ -157,10 +150,8 @@ def test_a_driver_may_leave_questions_unanswered(monkeypatch):
     state = gpu.gpu_state("cuda")
     assert (state.name, state.driver, state.pcie_lanes_most) == ("NVIDIA H200", "580.1", 16)
     assert (state.pcie_lanes, state.pcie_generation_most, state.used_bytes) == (None,) * 3
-    assert state.power_limit_watts == 400.0
-    assert state.slowed_by == ("temperature (hardware)",)
     assert state.other_processes == ((1, 0),)
-    assert found(replace(HEALTHY, gpu=replace(state, other_processes=(), slowed_by=()))) == []
+    assert found(replace(HEALTHY, gpu=replace(state, other_processes=()))) == []
 
 
 def test_a_message_about_memory_names_who_else_holds_it(monkeypatch):

@@ -143,28 +143,20 @@ def test_what_is_being_done_is_shown_on_a_terminal_until_more_is_said(where, mon
     assert sys.stderr.getvalue() == f"{passing}done\nmore\n"
 
 
-def test_log_lines_go_above_the_live_bar():
+def test_steps_are_shown_in_place_on_a_terminal_and_lines_above_them(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Stderr(True))
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.delenv("TERM", raising=False)
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120, legacy_windows=False)
-    log = logging.Logger("compilations")
-    log.addHandler(StderrHandler())
+    console = Console(file=out, force_terminal=True, width=60, legacy_windows=False)
     with TrainingProgress(25, log_every=10, console=console) as progress:
         progress.step(RECORD | {"step": 5})
-        log.log(PASSING, "what the bar would be broken by")
-        log.info("compiling layer kind 1 of 1 (forward)...")
-    assert "compiling layer kind 1 of 1 (forward)..." in out.getvalue()
-    assert "broken" not in out.getvalue()
-
-
-def test_progress_on_a_terminal_is_a_bar_with_an_eta():
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120, legacy_windows=False)
-    with TrainingProgress(25, log_every=10, console=console) as progress:
-        progress.step(RECORD | {"step": 5})
-        progress._live.refresh()
-    assert "5/25" in out.getvalue()
-    assert "ETA" in out.getvalue()
-    assert "loss 2.5000" in out.getvalue()
+        progress.say("an evaluation")
+        progress.step(RECORD | {"step": 10})
+    assert out.getvalue() == "an evaluation\n"
+    first, gone, second, end = sys.stderr.getvalue().split("\r\x1b[2K")[1:]
+    assert first.startswith("step 5/25  ETA ") and "loss 2.5000  grad 0.75" in first
+    assert second.startswith("step 10/25") and gone == end == ""
 
 
 @pytest.mark.parametrize("terminal", [True, False])
