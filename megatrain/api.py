@@ -1,8 +1,6 @@
 """The engine as its users see it: it settles the placement, and hands it on."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -10,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import GenerationConfig, PreTrainedModel
 
 from megatrain.autoplace.auto import settle
 from megatrain.autoplace.fits import limits, told_bytes
 from megatrain.checkpoint import open_checkpoint
-from megatrain.device import Device, Recording, free_bytes, open_device
-from megatrain.engine.engine import MicroBatches, PlacedEngine
-from megatrain.engine.update import StepResult
-from megatrain.engine.whole_model import held_bytes, is_whole, whole_model
+from megatrain.device import Buffer, Device, Recording, open_device
+from megatrain.engine.batch import Batch, MicroBatches
+from megatrain.engine.engine import PlacedEngine, cpu_by_default
+from megatrain.engine.modules import Head, State
+from megatrain.engine.update import StepResult, UpdatedTile
 from megatrain.errors import InputError
 from megatrain.forecast.workload import Generation
 from megatrain.loss import (
@@ -31,38 +29,20 @@ from megatrain.loss import (
     TopTokens,
     given_loss,
 )
-from megatrain.model.neftune import add_noise
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
-from megatrain.parallel.distributed import ALONE, Ranks, local_rank, open_ranks
+from megatrain.parallel.distributed import local_rank, open_ranks
 from megatrain.parallel.sequence_ranks import open_sequence_ranks
 from megatrain.placement import Placement, Precision, Verify
 from megatrain.source.engine_setup import DTYPES, EngineSetup, choose_trained, open_structure
-from megatrain.source.sharing import NO_LABELS, check_call, require_alone, require_whole_rows
+from megatrain.source.sharing import NO_LABELS, require_alone
 from megatrain.source.source import Base, Opens, open_source
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 
 __all__ = ["Engine", "StepResult", "UpdatedTile"]
 
 
-@dataclass(frozen=True)
-class UpdatedTile:
-    """The weights of a layer, the head or the embedding after their newest update.
-
-    Attributes:
-        version: how many updates they have had; 0 of what is frozen.
-        weights: of each parameter in its shape, in the type of the compute, where they rest: no
-            copy (but of what rests on a disk), so they hold until the next step, and are not to be
-            written.
-    """
-
-    name: str
-    version: int
-    weights: Mapping[str, Tensor]
-
-
 ALL = Trained()
-_HELD = 0.9  # of the memory that is free; the rest is for the work
 
 
 class Engine(PlacedEngine):
@@ -159,51 +139,72 @@ class Engine(PlacedEngine):
             raise InputError(f"trained is {trained!r}; it must be a Trained(freeze=[...])")
         if disk_space is not None and disk is None:
             raise InputError("disk_space needs disk: a folder on the disk")
-        code: dict[str, Any] = {"attn_implementation": attn_implementation}
-        code |= {"trust_remote_code": trust_remote_code, "scores": isinstance(loss, Reward)}
-        source = open_source(model, adapter, base, router_aux_loss_coef, base_model, **code)
-        choose_trained(source, trained, optimizer, precision)
-        on, ranks, sequence_ranks = _open(
-            device, group, sequence_parallel, device_memory, host_memory, disk_space
-        )
-        shared = open_structure(source, optimizer, ranks, saveable=saveable)
-        opened = EngineSetup(
-            source,
-            shared,
-            max_grad_norm,
-            precision,
-            *on,
-            disk,
-            seed,
-            ranks,
-            sequence_ranks,
-            verify,
-        )
-        size = tokens_per_step, sequence_length, micro_batch
-        settled = settle(opened, placement, *size, loss, generation)
-        self.micro_batch = settled.micro_batch
-        super().__init__(opened, settled.placement, settled.planned)
+        with cpu_by_default():
+            source = open_source(
+                model,
+                adapter,
+                base,
+                router_aux_loss_coef,
+                base_model,
+                trust_remote_code=trust_remote_code,
+                attn_implementation=attn_implementation,
+                scores=isinstance(loss, Reward),
+            )
+            choose_trained(source, trained, optimizer, precision)
+            if not isinstance(device, Device):
+                device = open_device(device, local_rank(group))
+            recording = Recording(device)
+            device_limit, host_limit = limits(device_memory, host_memory)
+            recording.limit(device_limit, host_limit)
+            ranks = open_ranks(group, recording.torch_device)
+            sequence_ranks = open_sequence_ranks(ranks, recording.torch_device, sequence_parallel)
+            setup = EngineSetup(
+                source,
+                open_structure(source, optimizer, ranks, saveable=saveable),
+                max_grad_norm,
+                precision,
+                recording,
+                host_limit,
+                told_bytes("disk_space", disk_space),
+                disk,
+                seed,
+                ranks,
+                sequence_ranks,
+                verify,
+            )
+            settled = settle(
+                setup, placement, tokens_per_step, sequence_length, micro_batch, loss, generation
+            )
+            self.micro_batch = settled.micro_batch
+            super().__init__(setup, settled.placement, settled.planned)
 
-    def add_neftune(self, alpha: float) -> None:
-        """Let steps, not evaluations, add noise to token embeddings (see `model/neftune.py`).
+    def evaluate(self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY) -> float:
+        """The loss of a step, of cross entropy the mean; changes no state, dropout is off."""
+        losses = self.run_forward(micro_batches, loss, Head.loss)
+        return sum(self.ranks.all_gather_object(float(torch.stack(losses).sum())))
 
-        It depends on the engine's seed, the step and the micro-batch, not on the placement. It is
-        not part of a checkpoint.
+    def router_loss(
+        self, micro_batches: MicroBatches, router_shares: Sequence[float] | None = None
+    ) -> tuple[float, float]:
+        """The loss of routers that a step of these rows would add, and before it is weighed."""
 
-        Raises:
-            InputError: the model has no token embedding that it could be added to.
-        """
-        require_whole_rows(self._share.ranks, "noise on embeddings (neftune_alpha)")
-        add_noise(self._program.capture.model, alpha)
+        def finish(head: Head, weights: Buffer, batch: Batch, h: State) -> tuple[float, float]:
+            if router_shares is not None:
+                require_alone(self.ranks, "a loss of routers of each micro-batch")
+            batch.router_shares = router_shares
+            losses, _ = head.balanced(batch, h)
+            return sum(map(float, losses)), float(batch.measured["aux_loss"])
+
+        loss, balance = self.run_forward(micro_batches, NO_LABELS, finish)
+        return sum(self.ranks.all_gather_object(loss)), balance
 
     def score(self, micro_batches: MicroBatches) -> tuple[float, float]:
         """Mean cross entropy, and the share of labels that are the likeliest token; as `evaluate`.
 
         Of several tokens that are equally likely each counts as the likeliest.
         """
-        batch = self._prepare(micro_batches, SCORE)
-        found = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
-        parts = self._ranks.all_gather_object(torch.stack(found).sum(0).cpu())
+        losses = self.run_forward(micro_batches, SCORE, Head.loss)
+        parts = self.ranks.all_gather_object(torch.stack(losses).sum(0).cpu())
         loss, accuracy = torch.stack(parts).sum(0).tolist()
         return loss, accuracy
 
@@ -213,8 +214,8 @@ class Engine(PlacedEngine):
         Micro-batches as for `evaluate`; logits never exist as a whole. They are divided by
         `temperature`.
         """
-        found = self._each_label(micro_batches, CrossEntropy(temperature))
-        return [-each.roll(self.label_shift, 1) for each in found]
+        losses = self.label_losses(micro_batches, CrossEntropy(temperature))
+        return [-loss.roll(self.label_shift, 1) for loss in losses]
 
     def top_logprobs(
         self, micro_batches: MicroBatches, top_k: int, temperature: float = 1.0
@@ -226,96 +227,18 @@ class Engine(PlacedEngine):
         Raises:
             InputError: as `evaluate`, or the vocabulary has not so many tokens.
         """
-        if top_k > (size := self._spec.num_logits):
+        if top_k > (size := self.num_logits):
             raise InputError(f"top_k is {top_k}, and the model has {size} tokens; take fewer")
-        found = self._each_label(micro_batches, TopTokens(top_k, temperature))
-        each = (of.roll(self.label_shift, 1).unbind(2) for of in found)
-        return [(ids.long(), log_probs) for log_probs, ids in each]
+        tokens = self.label_losses(micro_batches, TopTokens(top_k, temperature))
+        pairs = (each.roll(self.label_shift, 1).unbind(2) for each in tokens)
+        return [(ids.long(), log_probs) for log_probs, ids in pairs]
 
     def rewards(self, micro_batches: MicroBatches) -> list[Tensor]:
         """The score of each label `[B, T]` in its place, fp32 on the CPU; 0 without a label.
 
         Of a model with a sequence head; see `megatrain.loss.Reward`.
         """
-        return self._each_label(micro_batches, TOKEN_SCORE)
-
-    @contextmanager
-    def whole_model(
-        self, *, spare: int | None = None, apart: bool = False
-    ) -> Iterator[PreTrainedModel]:
-        """The transformers model itself, for `generate` and the like, while the engine streams it.
-
-        In evaluation mode, without gradients. No other method may be called within. Several ranks
-        call it with the same inputs, and are given the same logits.
-
-        Args:
-            spare: hold the weights on the device meanwhile, where that leaves so many bytes free;
-                one of several ranks does not.
-            apart: several ranks call it with inputs of their own, but of one shape and as often.
-
-        Raises:
-            InputError: layers or the head are streamed in slices (`is_whole` says so before).
-        """
-        check_call(self._ranks, self._spec, self._steps, None, NO_LABELS, None)
-        require_whole_rows(self._share.ranks, "the model as a whole, for texts,")
-        if self._spec.capture.scores_rows:
-            raise InputError("the model gives scores of rows, and no texts; use Engine.rewards")
-        self.flush()
-        self._program.train(False)
-        of = self._parts, self._spec, self._store
-        free = free_bytes(self.device, self._opened.host_limit)
-        held = spare is not None and held_bytes(*of) + spare <= _HELD * free
-        held = held and not self._ranks.together
-        given = self.device, *of, self._ranks
-        with self._undisturbed(), whole_model(*given, held=held, apart=apart) as model:
-            yield model
-
-    def updated_tiles(self) -> Iterator[UpdatedTile]:
-        """Every tile as soon as its update is done, in the order of updates; before the next step.
-
-        Distinct parameters, each once: a tied one has its first name.
-
-        Raises:
-            InputError: there are several ranks, or the base is packed.
-        """
-        require_alone(self._ranks, "weights without a copy")
-        if self._opened.source.base != "bf16":
-            raise InputError(f"base is {self._opened.source.base!r}: it has no weights to hand out")
-        for tile in (tile for tile in self._store.tiles if tile.layout.entries):
-            self.device.synchronize(tile.updated, "version complete")
-            self.device.synchronize(tile.written, "version complete on disk")
-            views = {e.name: tile.weights.values(tile.place(e)[0]) for e in tile.layout.entries}
-            shaped = {e.name: views[e.name].view(e.shape) for e in tile.layout.entries}
-            yield UpdatedTile(tile.name, tile.version, shaped)
-
-    def require_held(self) -> None:
-        """Raises InputError: parameters are trained that the adapter's folder does not hold."""
-        self._opened.require_held()
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """How the model generates where nothing is said: that of its source."""
-        return self._opened.source.model.generation_config
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that share the model."""
-        return self._ranks
-
-    @property
-    def batch_ranks(self) -> Ranks:
-        """The ranks that take micro-batches of their own; one, where all share every row."""
-        return ALONE if self._share.ranks.together else self._ranks
-
-    @property
-    def balances_experts(self) -> bool:
-        """True if the loss of a step has that of routers, of all tokens but padding."""
-        return bool(self._spec.routed)
-
-    @property
-    def is_whole(self) -> bool:
-        """True if layers and head are each streamed as a whole."""
-        return is_whole(self._parts, self._spec)
+        return self.label_losses(micro_batches, TOKEN_SCORE)
 
     @classmethod
     def load(
@@ -357,15 +280,17 @@ class Engine(PlacedEngine):
         """
         checkpoint = open_checkpoint(folder)
         settings = checkpoint.settings
-        opened = device if isinstance(device, Device) else open_device(device, local_rank(group))
-        engine = cls(
-            open_source(
+        with cpu_by_default():
+            source = open_source(
                 checkpoint,
                 base_model=base_model,
                 resumes=True,
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attn_implementation,
-            ),
+            )
+        opened = device if isinstance(device, Device) else open_device(device, local_rank(group))
+        return cls(
+            source,
             optimizer=saved_optimizer(checkpoint, states=states, master=master),
             max_grad_norm=settings.max_grad_norm if max_grad_norm == "saved" else max_grad_norm,
             precision=check_precision(checkpoint, precision),
@@ -380,22 +305,6 @@ class Engine(PlacedEngine):
             sequence_parallel=sequence_parallel,
             verify=verify,
         )
-        engine._resume(settings)
-        return engine
-
-
-def _open(
-    device: Any, group: Any, rows: Any, device_memory: Any, host_memory: Any, disk_space: Any
-) -> tuple[tuple[Recording, int | None, int | None], Ranks, Ranks]:
-    """The device, with its limits set, the host's and the disk's; who share the model; and rows."""
-    if not isinstance(device, Device):
-        device = open_device(device, local_rank(group))
-    opened = Recording(device)
-    device_limit, host_limit = limits(device_memory, host_memory)
-    opened.limit(device_limit, host_limit)
-    on = opened, host_limit, told_bytes("disk_space", disk_space)
-    ranks = open_ranks(group, opened.torch_device)
-    return on, ranks, open_sequence_ranks(ranks, opened.torch_device, rows)
 
 
 def _check_arguments(

@@ -3,19 +3,30 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from megatrain.base.seeds import derived_seed
+from megatrain.device import available_bytes
 from megatrain.errors import InputError
-from megatrain.loss import IGNORED, JointLoss, Loss, targets_of
-from megatrain.model.capture import Rows
+from megatrain.loss import CROSS_ENTROPY, IGNORED, TOKEN_SCORE, JointLoss, Loss, targets_of
+from megatrain.model.capture import Call, Rows
+from megatrain.model.document_check import DocumentCheck, check_masks
 from megatrain.model.documents import is_packed, starts_anew, told_by_lengths
-from megatrain.model.program import MicroBatch
+from megatrain.model.float8 import in_own_type
+from megatrain.model.program import MicroBatch, ModelProgram
+from megatrain.model.row_trial import RowTrial
 from megatrain.model.sequence_share import WHOLE, Judged, SequenceShare
 from megatrain.parallel.distributed import ALONE, Ranks, require_same
+from megatrain.source.engine_setup import EngineSetup
+
+MicroBatches = Sequence[Mapping[str, Tensor]]
+
+# Integers that int64 holds without loss.
+_NARROW = (torch.int8, torch.int16, torch.int32, torch.uint8)
 
 _NO_CACHE = "no keys or values are kept between calls"
 _LABELS = "labels say which tokens count (-100: none)"
@@ -84,7 +95,7 @@ class Batch:
 
 
 def prepare(
-    micro_batches: Sequence[Mapping[str, Tensor]],
+    micro_batches: MicroBatches,
     device: torch.device,
     vocab_size: int,
     *,
@@ -120,31 +131,134 @@ def prepare(
     shares: list[Mapping[str, Tensor]] = []
 
     def part() -> _Part:
-        _check_all(micro_batches, vocab_size, takes, loss, max_tokens)
-        losses = _losses(micro_batches, loss, label_shift)
+        if not isinstance(micro_batches, list | tuple) or not micro_batches:
+            got = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
+            raise InputError(f"a step needs a list of at least one micro-batch; it got {got}")
+        for index, micro in enumerate(micro_batches):
+            _check(f"micro-batch {index}", micro, vocab_size, takes, loss, max_tokens)
+        losses = [] if loss is None else [_judged(m, loss, label_shift) for m in micro_batches]
         checksum = share.check(micro_batches, losses, loss, max_tokens)
         shares[:] = [share.micro(micro) for micro in micro_batches]
-        return _Part(share.judged(losses), *_counted(shares, constants), checksum)
+        ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
+        unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
+        return _Part(share.judged(losses), unique, len(shares), len(ids), checksum)
 
     parts = ranks.agree(part)
     require_same([{"checksum of the step's rows": str(part.checksum)} for part in parts])
-    losses = [each for part in parts for each in part.losses]
+    losses = [judged for part in parts for judged in part.losses]
     normaliser = 0.0 if loss is None else loss.normaliser(*zip(*losses, strict=True))
     if loss is not None and normaliser == 0:
         raise InputError("no token of this step has a label; check the data's labels (all -100)")
     unique_U, own = _by_owner([part.unique for part in parts], ranks.shards, rows_each)
     mine = parts[ranks.rank]
-    moved = [_moved(micro, takes, unique_U, device, by_lengths) for micro in shares]
-    batch = Batch(moved, normaliser, mine.num_tokens, unique_U, seed, own=own)
-    batch.before = sum(part.num for part in parts[: ranks.rank])
-    batch.most = max(part.num for part in parts)
-    batch.all_tokens = sum(part.num_tokens for part in parts)
+    batch = Batch(
+        [_moved(micro, takes, unique_U, device, by_lengths) for micro in shares],
+        normaliser,
+        mine.num_tokens,
+        unique_U,
+        seed,
+        before=sum(part.num for part in parts[: ranks.rank]),
+        own=own,
+        all_tokens=sum(part.num_tokens for part in parts),
+        most=max(part.num for part in parts),
+    )
     if loss is not None:
-        _judge(batch, loss, losses, mine.losses, device)
+        joint = isinstance(loss, JointLoss)
+        for targets, extras in losses if joint else mine.losses:
+            batch.judged.append((targets.to(device), [each.to(device) for each in extras]))
+        judged = batch.judged[batch.before if joint else 0 :]
+        for micro, (targets, extras) in zip(batch.micro, judged, strict=False):
+            micro.targets, micro.loss, micro.given = targets, loss, extras
     return batch
 
 
-def halved(micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, Tensor]]:
+class Intake:
+    """Checks an engine's micro-batches, tries what is new in them, and brings them to its device.
+
+    Attributes:
+        share: of every row, that of this rank.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        program: ModelProgram,
+        rows_each: int,
+        losses: Callable[[Batch], list[Tensor]],
+    ) -> None:
+        """Args: `rows_each`: as for `prepare`; `losses` of the tokens of a batch, `[B, T]` each."""
+        config = setup.source.model.config
+        self._setup, self._program, self._config = setup, program, config
+        self._rows_each, self._losses, self._steps = rows_each, losses, 0
+        self.share = SequenceShare(setup.sequence_ranks)
+        self._documents = DocumentCheck(config, program, self._tried, self._check_masks)
+        self._row_trial = RowTrial(self.share, config, program, self._tried)
+
+    def batch(self, micro_batches: MicroBatches, loss: Loss | None, steps: int) -> Batch:
+        """One step's batch after so many steps; see `prepare`."""
+        self._steps, micro_batches = steps, _as_int64(micro_batches)
+        batch = self._prepared(micro_batches, loss, self.share)
+        self._documents.check(micro_batches, self._setup.ranks)
+        self._row_trial.check(micro_batches)
+        return batch
+
+    def _prepared(
+        self, micro_batches: MicroBatches, loss: Loss | None, share: SequenceShare
+    ) -> Batch:
+        spec = self._program.spec
+        return prepare(
+            micro_batches,
+            self._setup.device.torch_device,
+            self._config.get_text_config(decoder=True).vocab_size,
+            takes=spec.capture.accepts,
+            loss=loss,
+            seed=derived_seed(self._setup.seed, self._steps),
+            label_shift=spec.label_shift,
+            constants=spec.constants,
+            max_tokens=most_tokens(self._config),
+            by_lengths=self._program.may_attend_by_lengths,
+            ranks=self._setup.ranks,
+            rows_each=self._rows_each,
+            share=share,
+        )
+
+    def _check_masks(self, micro_batches: MicroBatches) -> None:
+        device = self._setup.device
+        if device.kind == "cuda":
+            text = self._config.get_text_config(decoder=True)
+            itemsize = self._program.dtype.itemsize
+            check_masks(micro_batches, text, itemsize, available_bytes(device))
+
+    def _tried(self, micro_batches: MicroBatches) -> tuple[list[Sequence[Call]], list[Tensor]]:
+        self._program.train(False)
+        loss = TOKEN_SCORE if self._program.spec.capture.scores_rows else CROSS_ENTROPY
+        batch = self._prepared(micro_batches, loss, WHOLE)
+        with self._program.eager(), in_own_type(self._program.float8):
+            losses = [each.cpu() for each in self._losses(batch)]
+        of_first = self._setup.ranks.all_gather_object(losses)[0]  # so that all decide alike
+        return [micro.calls for micro in batch.micro], of_first
+
+
+def _as_int64(micro_batches: Any) -> Any:
+    """The same with narrower integers, and masks of truth values, as int64."""
+    if not isinstance(micro_batches, list | tuple):
+        return micro_batches
+    return [
+        {name: _wide(name, value) for name, value in micro.items()}
+        if isinstance(micro, Mapping)
+        else micro
+        for micro in micro_batches
+    ]
+
+
+def _wide(name: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    mask = name == "attention_mask" and value.dtype == torch.bool
+    return value.long() if mask or value.dtype in _NARROW else value
+
+
+def halved(micro_batches: MicroBatches) -> list[Mapping[str, Tensor]]:
     """The micro-batches cut by rows, each into two if it has two."""
     parts = [(micro, -(-len(micro["input_ids"]) // 2)) for micro in micro_batches]
     return [
@@ -154,39 +268,11 @@ def halved(micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Mapping[str, T
     ]
 
 
-def _counted(
-    micro_batches: Sequence[Mapping[str, Tensor]], constants: Sequence[int]
-) -> tuple[Tensor, int, int]:
-    """The distinct tokens, constants among them; how many micro-batches, and how many tokens."""
-    ids = torch.cat([m["input_ids"].reshape(-1) for m in micro_batches])
-    every = torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)])
-    return torch.unique(every), len(micro_batches), len(ids)
-
-
-def _judge(
-    batch: Batch,
-    loss: Loss,
-    every: Sequence[Judged],
-    own: Sequence[Judged],
-    device: torch.device,
-) -> None:
-    """Give micro-batches the loss, their targets and what it takes beside them.
-
-    Args: `every`: those of all ranks; `own`: of this one.
-    """
-    joint = isinstance(loss, JointLoss)
-    judged = every if joint else own
-    batch.judged = [(t.to(device), [each.to(device) for each in g]) for t, g in judged]
-    first = batch.before if joint else 0
-    for made, (targets, given) in zip(batch.micro, batch.judged[first:], strict=False):
-        made.targets, made.loss, made.given = targets, loss, given
-
-
-def _by_owner(found: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
-    """The ids of all ranks in a block for each that keeps them, ascending; where one's own are."""
-    if len(found) == 1:
-        return found[0], slice(None)
-    every_U = torch.unique(torch.cat(list(found)))
+def _by_owner(ids: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
+    """The ids of all ranks in a block for each that keeps them, ascending; this rank's place."""
+    if len(ids) == 1:
+        return ids[0], slice(None)
+    every_U = torch.unique(torch.cat(list(ids)))
     bounds = torch.arange(ranks.size + 1) * rows_each
     places = torch.searchsorted(every_U, bounds).tolist()
     block = max(stop - start for start, stop in pairwise(places))
@@ -200,33 +286,23 @@ def _by_owner(found: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Te
 
 
 class _Part(NamedTuple):
-    """What all ranks have to know of one rank's share of a step."""
+    """One rank's share of a step, as far as all ranks have to know it."""
 
-    losses: list[tuple[Tensor, list[Tensor]]]
+    losses: list[Judged]
     unique: Tensor
     num: int
     num_tokens: int
     checksum: int
 
 
-def _losses(
-    micro_batches: Sequence[Mapping[str, Tensor]], loss: Loss | None, shift: int
-) -> list[tuple[Tensor, list[Tensor]]]:
-    """For each micro-batch its targets, and the tensors that the loss takes beside them."""
-    if loss is None:
-        return []
-    return [
-        (
-            targets_of(micro["labels"], shift),
-            [
-                targets_of(
-                    micro[name] if name in loss.choices[:1] else micro[name].float(), shift, 0
-                )
-                for name in (*loss.inputs, *loss.choices)
-            ],
-        )
-        for micro in micro_batches
+def _judged(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
+    """A micro-batch's targets, and the tensors that the loss takes beside them."""
+    numbers = [name for name in (*loss.inputs, *loss.choices) if name not in loss.choices[:1]]
+    extras = [
+        targets_of(micro[name].float() if name in numbers else micro[name], shift, 0)
+        for name in (*loss.inputs, *loss.choices)
     ]
+    return targets_of(micro["labels"], shift), extras
 
 
 def _moved(
@@ -248,34 +324,19 @@ def _moved(
     counted_N = None if bool(mask.all()) else mask.flatten().float().to(device)
     index_BT = torch.searchsorted(unique_U, micro["input_ids"].contiguous())
     rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
-    told = by_lengths and is_packed(micro)
-    documents = told_by_lengths(micro["position_ids"], device) if told else {}
+    packed = by_lengths and is_packed(micro)
+    documents = told_by_lengths(micro["position_ids"], device) if packed else {}
     return MicroBatch(inputs, None, rows, documents=documents, counted_N=counted_N)
 
 
-def _check_all(
-    micro_batches: Sequence[Mapping[str, Tensor]],
+def _check(
+    where: str,
+    micro: Mapping[str, Tensor],
     vocab_size: int,
     takes: Callable[[str], bool],
     loss: Loss | None,
     max_tokens: int | None,
 ) -> None:
-    if not isinstance(micro_batches, list | tuple) or not micro_batches:
-        given = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
-        raise InputError(f"a step needs a list of at least one micro-batch; it got {given}")
-    for index, micro in enumerate(micro_batches):
-        _check(index, micro, vocab_size, takes, loss)
-        _check_positions(f"micro-batch {index}", micro, max_tokens)
-
-
-def _check(
-    index: int,
-    micro: Mapping[str, Tensor],
-    vocab_size: int,
-    takes: Callable[[str], bool],
-    loss: Loss | None,
-) -> None:
-    where = f"micro-batch {index}"
     if not isinstance(micro, Mapping):
         raise InputError(f"{where} is a {type(micro).__name__}; it must be a dictionary of tensors")
     taken = () if loss is None else (*loss.inputs, *loss.choices)
@@ -304,7 +365,7 @@ def _check(
             sized.append(max([1, *micro[ids].shape[2:3]]))  # K, which all of them have
         typed = value.is_floating_point() if numbers else value.dtype == torch.int64
         if [*value.shape] != sized or not typed or value.device.type != "cpu":
-            wanted = "of floating-point numbers" if numbers else "torch.int64"
+            wanted = "of floating-point numbers" if numbers else "of integers"
             raise InputError(
                 f"{where}: {key} is {list(value.shape)} {value.dtype} on {value.device}; it must "
                 f"be {sized} {wanted} on the cpu"
@@ -319,6 +380,7 @@ def _check(
             raise InputError(f"{where}: attention_mask hides all tokens; 1 stands for one, 0 hides")
         for name in loss.choices[:1]:
             _check_ids(f"{where}: {name}", micro[name], vocab_size)
+    _check_positions(where, micro, max_tokens)
 
 
 def _check_positions(where: str, micro: Mapping[str, Tensor], max_tokens: int | None) -> None:
@@ -350,5 +412,5 @@ def _check_ids(where: str, ids: Tensor, vocab_size: int) -> None:
 def most_tokens(config: PreTrainedConfig) -> int | None:
     """Tokens of the longest row that a model is made for; None: any number."""
     text = config.get_text_config(decoder=True)
-    given = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
-    return next((n for n in given if isinstance(n, int) and n > 0), None)
+    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    return next((n for n in limits if isinstance(n, int) and n > 0), None)

@@ -6,8 +6,7 @@ from functools import partial
 from megatrain.device import Device
 from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.host_offload import HostOffload, packed_bytes
-from megatrain.engine.layer import Layer
-from megatrain.engine.modules import Prologue
+from megatrain.engine.modules import StreamedModule
 from megatrain.model.program import Activations
 
 _KEEP, _GIVE = Name(Kind.NOTE, "keep"), Name(Kind.NOTE, "give")
@@ -26,7 +25,7 @@ class DeviceBoundaries:
         """Forget everything; a step of `num_micro` micro-batches begins."""
         self._kept = [{} for _ in range(num_micro)]
 
-    def put(self, unit: Prologue | Layer, h: list[Activations]) -> None:
+    def put(self, unit: StreamedModule, h: list[Activations]) -> None:
         """Keep what `unit` is about to read and nobody has kept yet."""
         for index, kept in enumerate(self._kept):
 
@@ -35,7 +34,7 @@ class DeviceBoundaries:
 
             self._device.run(COMPUTE, _KEEP, keep)
 
-    def take(self, unit: Prologue | Layer) -> Iterator[Activations]:
+    def take(self, unit: StreamedModule) -> Iterator[Activations]:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
         for kept in self._kept:
 
@@ -66,7 +65,7 @@ class HostBoundaries:
         self._num_micro = num_micro
         self._offload.begin()
 
-    def put(self, unit: Prologue | Layer, h: list[Activations]) -> None:
+    def put(self, unit: StreamedModule, h: list[Activations]) -> None:
         """Send out what `unit` is about to read and nobody has sent yet."""
         keys = [(index, ref) for index in range(self._num_micro) for ref in unit.new_inputs]
         # Where nothing is computed there are no values.
@@ -78,7 +77,7 @@ class HostBoundaries:
         reads = [[(index, ref) for ref in unit.inputs] for index in range(self._num_micro)]
         self._offload.expect(*reads)
 
-    def take(self, unit: Prologue | Layer) -> Iterator[Activations]:
+    def take(self, unit: StreamedModule) -> Iterator[Activations]:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
         for _ in range(self._num_micro):
             for items, buffers in self._offload.take(len(unit.inputs)):

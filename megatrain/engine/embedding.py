@@ -247,7 +247,7 @@ class Embedding:
             landed = self._scatter(table, host_grad, batch)
             given[table.tile.index] = (table.tile, host_grad, landed)
         for tile, host_grad, landed in given.values():
-            self.sink.ready(tile, host_grad, landed)
+            self.sink.updates.ready(tile, host_grad, landed)
 
     def _gather_there(self, table: _Table, batch: Batch) -> None:
         """Rows of a table that rests on the device."""

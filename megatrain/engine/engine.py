@@ -5,43 +5,51 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from megatrain.base.seeds import derived_seed
 from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
-from megatrain.device import Buffer, available_bytes
+from megatrain.device import Buffer, free_bytes
 from megatrain.engine.assemble import Assembly, host_bytes
-from megatrain.engine.batch import Batch, halved, most_tokens, prepare
+from megatrain.engine.batch import Batch, Intake, MicroBatches, halved
 from megatrain.engine.host_memory_guard import HostMemoryGuard
 from megatrain.engine.modules import Head, State
 from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
-from megatrain.engine.update import Report, StepResult
+from megatrain.engine.update import Report, StepResult, UpdatedTile
+from megatrain.engine.whole_model import held_bytes, is_whole, whole_model
 from megatrain.errors import DoesNotFit, InputError, RunFailed
-from megatrain.loss import CROSS_ENTROPY, TOKEN_SCORE, JointLoss, Loss, as_numbers
+from megatrain.loss import (
+    CROSS_ENTROPY,
+    JointLoss,
+    Loss,
+    as_numbers,
+)
 from megatrain.model.adapters import Values
-from megatrain.model.capture import Call
-from megatrain.model.document_check import DocumentCheck, check_masks
-from megatrain.model.float8 import in_own_type
+from megatrain.model.neftune import add_noise
 from megatrain.model.program import ModelProgram
-from megatrain.model.row_trial import RowTrial
-from megatrain.model.sequence_share import WHOLE, SequenceShare
 from megatrain.optim import StreamedOptimizer, is_number
+from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import RECOMPUTE, Placement, Planned
 from megatrain.source.base_reference import base_reference
 from megatrain.source.engine_setup import EngineSetup
 from megatrain.source.load_weights import load_weights
-from megatrain.source.sharing import NO_LABELS, check_call, check_shared, require_alone
+from megatrain.source.sharing import (
+    NO_LABELS,
+    check_call,
+    check_shared,
+    require_alone,
+    require_whole_rows,
+)
 from megatrain.source.write_model import settings_of, write_documents, write_model
-from megatrain.store.store import Store
+from megatrain.store.store import Store, Tile
 from megatrain.telemetry.timeline import Span
 
 _log = logging.getLogger(__name__)
@@ -51,13 +59,19 @@ _LEANER = (
     "and layers save nothing for the backward"
 )
 
-MicroBatches = Sequence[Mapping[str, Tensor]]
+Result = TypeVar("Result")
 
 # What holds memory, and goes when the engine is closed.
-_BUILT = (
-    *("_parts", "_store", "_saver", "_program", "_policies", "_host", "_documents", "_row_trial"),
-    "_checks",
-)
+_BUILT = (*("_parts", "_store", "_saver", "_program", "_policies", "_host", "_intake", "_checks"),)
+
+_HELD = 0.9  # of the memory that is free; the rest is for the work
+
+
+@contextmanager
+def cpu_by_default() -> Iterator[None]:
+    """Within, tensors are made on the CPU, whatever device torch's default is outside."""
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        yield
 
 
 class PlacedEngine:
@@ -83,6 +97,7 @@ class PlacedEngine:
         self.config: PreTrainedConfig = opened.source.model.config
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
         self._steps, self.label_shift = 0, self._spec.label_shift
+        self.num_logits = self._spec.num_logits
         self._lean = False  # steps save nothing, in half micro-batches: one had no memory
         self._ranks = opened.ranks
         try:
@@ -120,6 +135,11 @@ class PlacedEngine:
         with self._undisturbed():
             source = opened.source
             load_weights(source, self._spec, self._store, opened.seed, self._ranks)
+        if opened.source.saved is not None and opened.source.resumes:
+            settings = opened.source.saved.settings
+            self._steps = settings.steps
+            if self.optimizer is not None:
+                self.optimizer.restore(settings.groups, settings.num_steps)
         # What the weights came from is not held.
         self._opened = replace(opened, source=replace(opened.source, given=None, saved=None))
         self._program = ModelProgram(
@@ -146,9 +166,8 @@ class PlacedEngine:
         self._host = HostMemoryGuard(
             self._store, self._parts, opened.host_limit, planned, opened.sequence_ranks
         )
-        self._documents = DocumentCheck(self.config, self._program, self._tried, self._check_masks)
-        self._share = SequenceShare(opened.sequence_ranks)
-        self._row_trial = RowTrial(self._share, self.config, self._program, self._tried)
+        rows_each = self._parts.embedding.rows_each
+        self._intake = Intake(opened, self._program, rows_each, self._token_losses)
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -193,10 +212,10 @@ class PlacedEngine:
         """One optimizer step over all of `micro_batches`; of several ranks, over those of all.
 
         Args:
-            micro_batches: dictionaries of CPU int64 tensors `[B, T]`: `input_ids`, `labels` (-100:
-                none; shifted by `label_shift`), and optionally `attention_mask` (1: token, 0:
-                padding), `position_ids`, what else the model's forward takes of each token, and
-                floating-point ones that the loss takes. B and T may differ between them.
+            micro_batches: dictionaries of CPU tensors of integers `[B, T]`: `input_ids`, `labels`
+                (-100: none; shifted by `label_shift`), and optionally `attention_mask` (1: token,
+                0: padding; or truth values), `position_ids`, what else the model's forward takes
+                of each token, and floating-point ones that the loss takes. B and T may differ.
             loss: one of `megatrain.loss`.
             norm_limit: refuse the step if its gradient norm is above this; needs `max_grad_norm`.
             router_shares: how much the loss of routers counts in each micro-batch, of which it is
@@ -216,7 +235,9 @@ class PlacedEngine:
         if self._lean and router_shares is None:  # halves would have other losses of routers
             micro_batches = halved(micro_batches)
         batch = self._prepare(micro_batches, loss, norm_limit)
-        batch.router_shares = self._shares(router_shares)
+        if router_shares is not None:
+            require_alone(self._ranks, "a loss of routers of each micro-batch")
+        batch.router_shares = router_shares
         self._parts.update.norm_limit, self._parts.update.expected = norm_limit, expected
         try:
             report = self._train(self._parts, batch, loss)
@@ -252,51 +273,133 @@ class PlacedEngine:
         kept = any(policy != RECOMPUTE for policy in self._policies())
         return not whole and (rows > 1 or kept)
 
-    def evaluate(self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY) -> float:
-        """The loss of a step, of cross entropy the mean; changes no state, dropout is off."""
-        batch = self._prepare(micro_batches, loss)
-        losses = self._forward_only(batch, lambda head, slot, h: head.loss(slot, batch, h))
-        return sum(self._ranks.all_gather_object(float(torch.stack(losses).sum())))
-
-    def router_loss(
-        self, micro_batches: MicroBatches, router_shares: Sequence[float] | None = None
-    ) -> tuple[float, float]:
-        """The loss of routers that a step of these rows would add, and before it is weighed."""
-        batch = self._prepare(micro_batches, NO_LABELS)
-        batch.router_shares = self._shares(router_shares)
-        found = self._forward_only(batch, lambda head, slot, h: head.balanced(batch, h))[0]
-        return sum(self._ranks.all_gather_object(sum(map(float, found)))), float(
-            batch.measured["aux_loss"]
-        )
-
-    def _shares(self, router_shares: Sequence[float] | None) -> Sequence[float] | None:
-        if router_shares is not None:
-            require_alone(self._ranks, "a loss of routers of each micro-batch")
-        return router_shares
-
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""
-        prepared = self._prepare([batch], NO_LABELS)
-        made = self._forward_only(prepared, lambda head, slot, h: head.logits(slot, prepared, h))
-        return self._share.joined(made, [batch])[0]
+        logits = self.run_forward([batch], NO_LABELS, Head.logits)
+        return self._intake.share.joined(logits, [batch])[0]
 
-    def _each_label(self, micro_batches: MicroBatches, loss: Loss) -> list[Tensor]:
+    def label_losses(self, micro_batches: MicroBatches, loss: Loss) -> list[Tensor]:
         """The loss of each label `[B, T]` at what predicts it, on the CPU; 0 without a label."""
-        batch = self._prepare(micro_batches, loss)
-        found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
-        return self._share.joined(found, micro_batches)
+        losses = self.run_forward(micro_batches, loss, Head.losses)
+        return self._intake.share.joined(losses, micro_batches)
 
-    def _forward_only(self, batch: Batch, finish: Callable[[Head, Buffer, State], Any]) -> Any:
+    def run_forward(
+        self,
+        micro_batches: MicroBatches,
+        loss: Any,
+        finish: Callable[[Head, Buffer, Batch, State], Result],
+    ) -> Result:
+        """The forward alone, ended by `finish(head, its weights, batch, last activations)`."""
+        batch = self._prepare(micro_batches, loss)
+        return self._forward_only(batch, finish)
+
+    def add_neftune(self, alpha: float) -> None:
+        """Let steps, not evaluations, add noise to token embeddings (see `model/neftune.py`).
+
+        It depends on the engine's seed, the step and the micro-batch, not on the placement. It is
+        not part of a checkpoint.
+
+        Raises:
+            InputError: the model has no token embedding that it could be added to.
+        """
+        require_whole_rows(self._opened.sequence_ranks, "noise on embeddings (neftune_alpha)")
+        add_noise(self._program.capture.model, alpha)
+
+    @contextmanager
+    def whole_model(
+        self, *, spare: int | None = None, apart: bool = False
+    ) -> Iterator[PreTrainedModel]:
+        """The transformers model itself, for `generate` and the like, while the engine streams it.
+
+        In evaluation mode, without gradients. No other method may be called within. Several ranks
+        call it with the same inputs, and are given the same logits.
+
+        Args:
+            spare: hold the weights on the device meanwhile, where that leaves so many bytes free;
+                one of several ranks does not.
+            apart: several ranks call it with inputs of their own, but of one shape and as often.
+
+        Raises:
+            InputError: layers or the head are streamed in slices (`is_whole` says so before).
+        """
+        check_call(self._ranks, self._spec, self._steps, None, NO_LABELS, None)
+        require_whole_rows(self._opened.sequence_ranks, "the model as a whole, for texts,")
+        if self._spec.capture.scores_rows:
+            raise InputError("the model gives scores of rows, and no texts; use Engine.rewards")
+        self.flush()
+        self._program.train(False)
+        parts, spec, store = self._parts, self._spec, self._store
+        held = spare is not None and not self._ranks.together
+        if held:
+            free = free_bytes(self.device, self._opened.host_limit)
+            held = held_bytes(parts, spec, store) + (spare or 0) <= _HELD * free
+        whole = whole_model(self.device, parts, spec, store, self._ranks, held=held, apart=apart)
+        with self._undisturbed(), whole as model:
+            yield model
+
+    def updated_tiles(self) -> Iterator[UpdatedTile]:
+        """Every tile as soon as its update is done, in the order of updates; before the next step.
+
+        Distinct parameters, each once: a tied one has its first name.
+
+        Raises:
+            InputError: there are several ranks, or the base is packed.
+        """
+        require_alone(self._ranks, "weights without a copy")
+        if self._opened.source.base != "bf16":
+            raise InputError(f"base is {self._opened.source.base!r}: it has no weights to hand out")
+        for tile in (tile for tile in self._store.tiles if tile.layout.entries):
+            self._complete(tile)
+            views = {e.name: tile.weights.values(tile.place(e)[0]) for e in tile.layout.entries}
+            shaped = {e.name: views[e.name].view(e.shape) for e in tile.layout.entries}
+            yield UpdatedTile(tile.name, tile.version, shaped)
+
+    def require_held(self) -> None:
+        """Raises InputError: parameters are trained that the adapter's folder does not hold."""
+        self._opened.require_held()
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """How the model generates where nothing is said: that of its source."""
+        return self._opened.source.model.generation_config
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the model."""
+        return self._ranks
+
+    @property
+    def batch_ranks(self) -> Ranks:
+        """The ranks that take micro-batches of their own; one, where all share every row."""
+        return ALONE if self._opened.sequence_ranks.together else self._ranks
+
+    @property
+    def balances_experts(self) -> bool:
+        """True if the loss of a step has that of routers, of all tokens but padding."""
+        return bool(self._spec.routed)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if layers and head are each streamed as a whole."""
+        return is_whole(self._parts, self._spec)
+
+    def _forward_only(
+        self, batch: Batch, finish: Callable[[Head, Buffer, Batch, State], Result]
+    ) -> Result:
+        def end(head: Head, weights: Buffer, h: State) -> Result:
+            return finish(head, weights, batch, h)
+
         with self._undisturbed():
-            return forward_only(self._parts, batch, finish)
+            return forward_only(self._parts, batch, end)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """Keep the caller's random state, autograd modes and autocast apart from the step's."""
         gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
+        random = torch.random.fork_rng(devices=gpus)
         autocast = torch.autocast("cuda" if gpus else "cpu", enabled=False)
         try:
-            with torch.random.fork_rng(devices=gpus), torch.inference_mode(False), autocast:
+            with random, torch.inference_mode(False), autocast, cpu_by_default():
                 yield
         except torch.OutOfMemoryError as error:
             reason = str(error).split(". ")[0]
@@ -311,37 +414,14 @@ class PlacedEngine:
         """Args: `limit`: of the gradient's norm, in a step; None: nothing is trained."""
         trained = None if limit is None else self.optimizer
         check_call(self._ranks, self._spec, self._steps, trained, loss, limit)
-        with torch.inference_mode(False):
-            batch = self._checked(micro_batches, None if loss is NO_LABELS else loss, self._share)
-            self._documents.check(micro_batches, self._ranks)
-            self._row_trial.check(micro_batches)
+        with torch.inference_mode(False), cpu_by_default():
+            labelled = None if loss is NO_LABELS else loss
+            batch = self._intake.batch(micro_batches, labelled, self._steps)
         self._program.train(limit is not None)
         return batch
 
-    def _check_masks(self, micro_batches: MicroBatches) -> None:
-        if self.device.kind == "cuda":
-            text = self.config.get_text_config(decoder=True)
-            check_masks(micro_batches, text, self._dtype.itemsize, available_bytes(self.device))
-
-    def _tried(self, micro_batches: MicroBatches) -> tuple[list[Sequence[Call]], list[Tensor]]:
-        self._program.train(False)
-        loss = TOKEN_SCORE if self._spec.capture.scores_rows else CROSS_ENTROPY
-        batch = self._checked(micro_batches, loss, WHOLE)
-        with self._program.eager(), in_own_type(self._program.float8):
-            found = self._forward_only(batch, lambda head, slot, h: head.losses(slot, batch, h))
-        told = self._ranks.all_gather_object([each.cpu() for each in found])[0]  # all decide alike
-        return [micro.calls for micro in batch.micro], told
-
-    def _checked(
-        self, micro_batches: MicroBatches, loss: Loss | None, share: SequenceShare
-    ) -> Batch:
-        how: dict[str, Any] = {"loss": loss, "label_shift": self.label_shift, "share": share}
-        how |= {"takes": self._spec.capture.accepts, "constants": self._spec.constants}
-        how |= {"ranks": self._ranks, "rows_each": self._parts.embedding.rows_each}
-        how |= {"seed": derived_seed(self._opened.seed, self._steps)}
-        how |= {"max_tokens": most_tokens(self.config)}
-        how |= {"by_lengths": self._program.may_attend_by_lengths}
-        return prepare(micro_batches, self.device.torch_device, self.vocab_size, **how)
+    def _token_losses(self, batch: Batch) -> list[Tensor]:
+        return self._forward_only(batch, Head.losses)
 
     @contextmanager
     def recording(self) -> Iterator[list[Span]]:
@@ -356,8 +436,11 @@ class PlacedEngine:
     def flush(self) -> None:
         """Wait until every update that has been started is done."""
         for tile in self._store.tiles:
-            self.device.synchronize(tile.updated, "version complete")
-            self.device.synchronize(tile.written, "version complete on disk")
+            self._complete(tile)
+
+    def _complete(self, tile: Tile) -> None:
+        self.device.synchronize(tile.updated, "version complete")
+        self.device.synchronize(tile.written, "version complete on disk")
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """Every distinct parameter: name and a copy of its fp32 master on the CPU; by all ranks."""
@@ -391,9 +474,9 @@ class PlacedEngine:
         def write(masters: Values) -> None:
             write_model(Path(folder), source, masters, dtype=dtype, merged=merged)
 
-        ranks, entries = self._ranks, self._store.entries()
-        masters = {e.name: partial(t.whole_master, e, ranks) for t, e in entries}
-        ranks.serve(masters, write)
+        entries = self._store.entries()
+        masters = {e.name: partial(t.whole_master, e, self._ranks) for t, e in entries}
+        self._ranks.serve(masters, write)
 
     def save(
         self,
@@ -474,12 +557,6 @@ class PlacedEngine:
     def steps(self) -> int:
         """Optimizer steps done, the steps before a `load` included."""
         return self._steps
-
-    def _resume(self, settings: Settings) -> None:
-        """Go on as a checkpoint says, whose weights and states are here."""
-        self._steps = settings.steps
-        if self.optimizer is not None:
-            self.optimizer.restore(settings.groups, settings.num_steps)
 
     def memory(self) -> dict[str, int]:
         """Bytes by place: host planes, rows, gradients, boundaries; disk; device and its peak."""

@@ -1,7 +1,9 @@
-"""What a head computes, given its weights: from the last activations to a loss or logits."""
+"""The computation of a head, given its weights: from the last activations to a loss or logits.
+
+One micro-batch at a time. A head in ranges of rows is in engine/vocab_split.py.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,36 +13,6 @@ from megatrain.engine.sink import GradAccumulator
 from megatrain.loss import Loss, Summed, chunk_results, chunked_loss_gradients, chunked_losses
 from megatrain.model.capture import last_hidden, with_hidden
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
-
-
-class HeadMath(Protocol):
-    """What is computed with a head, or with the last rows of one; one micro-batch at a time."""
-
-    def gradients_of(
-        self,
-        weights: dict[str, Tensor],
-        names: list[str],
-        micro: MicroBatch,
-        values: Activations,
-        count: float,
-        accumulator: GradAccumulator,
-    ) -> tuple[Tensor, Activations]:
-        """A share of the step's loss, and gradients of `values`; the weights' are accumulated.
-
-        Args:
-            weights: as autograd leaves.
-            names: of those that have gradients.
-            count: what the step's loss is divided by.
-        """
-
-    def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        """Summed over the labelled tokens, without gradients."""
-
-    def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        """Each token's loss `[N]`, fp32; 0 where nothing is predicted."""
-
-    def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        """`[B, T, V]`, fp32, on the CPU."""
 
 
 class WholeHead:
@@ -67,6 +39,13 @@ class WholeHead:
         count: float,
         accumulator: GradAccumulator,
     ) -> tuple[Tensor, Activations]:
+        """A share of the step's loss, and gradients of `values`; the weights' are accumulated.
+
+        Args:
+            weights: as autograd leaves.
+            names: of those that have gradients.
+            count: what the step's loss is divided by.
+        """
         parameters = [weights[name] for name in names]
         inputs = {
             ref: value.detach().requires_grad_(value.is_floating_point())
@@ -84,7 +63,7 @@ class WholeHead:
             self._summed(micro.loss),
             parameters,
             lambda gradients: accumulator.add(names, gradients),
-            _flat(micro.given),
+            flat(micro.given),
         )
         sources = [*(inputs[ref] for ref in differentiable), *parameters]
         grads = torch.autograd.grad(hidden_ND, sources, gradient_ND, allow_unused=True)
@@ -92,19 +71,23 @@ class WholeHead:
         return loss / count, add({}, differentiable, grads)
 
     def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        how = self._tokens, self._summed(micro.loss), _flat(micro.given)
+        """Summed over the labelled tokens, without gradients."""
+        summed = self._summed(micro.loss)
         with torch.no_grad():
             logits_of, hidden_ND, targets_N = self._chunks(weights, micro, values)
-            parts = chunk_results(logits_of, hidden_ND, targets_N, *how)
+            extras = flat(micro.given)
+            parts = chunk_results(logits_of, hidden_ND, targets_N, self._tokens, summed, extras)
             return sum(parts, torch.zeros((), dtype=torch.float32, device=hidden_ND.device))
 
     def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        """Each token's loss `[N]`, fp32; 0 where nothing is predicted."""
         tokens = -(-self._tokens // 4)  # nothing here is compiled, which takes some times as much
-        how = tokens, micro.loss.each_of, _flat(micro.given)
         with torch.no_grad():
-            return self._each(*self._chunks(weights, micro, values), *how)
+            chunks = self._chunks(weights, micro, values)
+            return self._each(*chunks, tokens, micro.loss.each_of, flat(micro.given))
 
     def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        """`[B, T, V]`, fp32, on the CPU."""
         with torch.no_grad():
             output = self._program.epilogue(weights, micro, values)
             return self._program.logits(weights, micro, output).float().cpu()
@@ -112,7 +95,7 @@ class WholeHead:
     def _chunks(
         self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations
     ) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
-        """What makes logits of a chunk of hidden states; all hidden states, all targets."""
+        """A function to logits of a chunk of hidden states; all hidden states, all targets."""
         output = self._program.epilogue(weights, micro, values)
         hidden = last_hidden(output)
         assert micro.targets is not None
@@ -123,5 +106,6 @@ class WholeHead:
         )
 
 
-def _flat(given: Sequence[Tensor]) -> list[Tensor]:
-    return [each.flatten(0, 1) for each in given]
+def flat(extras: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors `[B, T, ...]` as `[N, ...]`."""
+    return [each.flatten(0, 1) for each in extras]

@@ -217,16 +217,3 @@ class Layer(StreamedModule):
         sources = [weights[name.removeprefix(self.prefix)] for name in names]
         detached = {ref: value.detach() for ref, value in made.items()}
         return Graph.of(inputs, made, sources, names), detached
-
-
-class Stage(Layer):
-    """Part of what is visited in several; nothing of it is kept for the backward."""
-
-    kinds = (Kind.PART, Kind.PART_BACKWARD)
-
-    def under(self, policies: Sequence[ActivationPolicy]) -> Self:
-        """The stage itself: a part of a layer saves nothing."""
-        return self
-
-    def saves(self, at: Turn) -> Saves | None:
-        return None

@@ -1,4 +1,4 @@
-"""What is visited in the sweeps, put on the device's compute stream: prologue and head.
+"""The units that sweeps visit, put on the device's compute stream: here prologue and head.
 
 Each takes the weights that the stream has brought and a list of activations, one entry per
 micro-batch, and knows how to run forward and backward for all micro-batches in turn.
@@ -18,7 +18,7 @@ from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.device.collectives import Collectives
 from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
-from megatrain.engine.head import HeadMath
+from megatrain.engine.head import WholeHead
 from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.loss import JointLoss
@@ -40,23 +40,26 @@ class StreamedModule:
         tile: where its weights rest.
         prefix: what the tile's parameter names have before the names that the function knows.
         visit: its place among the layers, from 0.
+        inputs: the activations that it reads; `new_inputs`: those that no unit before it reads.
         needs_backward: it or a unit before it is trained, so that the backward comes here.
     """
 
     visit: int
+    inputs: list[Ref]
     needs_backward = True
 
     def __init__(
         self, device: Device, program: ModelProgram, tile: Tile | TileSlice, prefix: str = ""
     ) -> None:
         self.device, self.program, self.tile, self.prefix = device, program, tile, prefix
+        self.inputs, self.new_inputs = list[Ref](), list[Ref]()
 
     def begin(self) -> None:
         """A step begins: drop what one that was broken off has left."""
 
     @property
     def trained(self) -> bool:
-        """Whether any weights of the unit are trained."""
+        """True if any weights of the unit are trained."""
         return bool(self.tile.whole.layout.trainable_numel)
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
@@ -92,12 +95,12 @@ class StreamedModule:
         writes: Sequence[Buffer] = (),
     ) -> list[Any]:
         """Put `work(micro, its activations in each state)` on COMPUTE for every micro-batch."""
-        made = []
+        results = []
         # All of `states` are asked for their end, which frees what the last one lies in.
-        for index, given in enumerate(zip(batch.micro, *states, strict=True)):
+        for index, arguments in enumerate(zip(batch.micro, *states, strict=True)):
             self.seed(batch, index)
-            made.append(self.device.run(COMPUTE, name, partial(work, *given), reads, writes))
-        return made
+            results.append(self.device.run(COMPUTE, name, partial(work, *arguments), reads, writes))
+        return results
 
 
 class Prologue(StreamedModule):
@@ -110,8 +113,6 @@ class Prologue(StreamedModule):
     ) -> None:
         super().__init__(device, program, tile)
         self.embedding = embedding
-        self.inputs: list[Ref] = []
-        self.new_inputs: list[Ref] = []
 
     @property
     def trained(self) -> bool:
@@ -133,21 +134,18 @@ class Prologue(StreamedModule):
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
     ) -> State:
-        """Gradients of the prologue's weights into `accumulator`, of the rows into `embedding`."""
+        """Accumulate gradients of the prologue's weights, and of the embedding's rows."""
         if not batch.first:
             self.embedding.prepare_gradients(batch)
         reads, writes = [slot, *self.embedding.rows], [accumulator.sums, *self.embedding.sums]
-        name, backward = (
-            Name(Kind.PROLOGUE, "prologue backward"),
-            partial(self.backward, slot, accumulator),
-        )
-        self.each(name, batch, backward, dh, reads=reads, writes=writes)
+        name, work = Name(Kind.PROLOGUE, "prologue backward"), partial(self.backward, slot)
+        self.each(name, batch, partial(work, accumulator), dh, reads=reads, writes=writes)
         return [{} for _ in batch.micro]
 
     def backward(
         self, slot: Buffer, accumulator: GradAccumulator, micro: MicroBatch, dh: Activations
     ) -> None:
-        """Accumulate one micro-batch's gradients of the weights, and of the embedding's rows."""
+        """`vjp` of one micro-batch."""
         weights, names = self.leaves(slot)
         with torch.enable_grad():
             values = self.program.prologue({**self._all_leaves(slot), **weights}, micro)
@@ -174,7 +172,7 @@ class Head(StreamedModule):
         device: Device,
         program: ModelProgram,
         tile: Tile | TileSlice,
-        computed: HeadMath,
+        computed: WholeHead,
         collectives: Collectives | None = None,
     ) -> None:
         """Args: `collectives` of several ranks; None: there is one."""
@@ -195,13 +193,8 @@ class Head(StreamedModule):
         dh: list[Any] = []
         for index, micro in enumerate(batch.micro):
             self.seed(batch, index)
-            result = self.device.run(
-                COMPUTE,
-                HEAD_NAME,
-                partial(self.gradients, slot, batch.normaliser, accumulator, micro, h[index]),
-                [slot],
-                [accumulator.sums],
-            )
+            work = partial(self.gradients, slot, batch.normaliser, accumulator, micro, h[index])
+            result = self.device.run(COMPUTE, HEAD_NAME, work, [slot], [accumulator.sums])
             loss, gradients = result if result is not None else (None, {})
             losses.append(loss)
             dh.append(gradients | slopes[index])
@@ -230,22 +223,24 @@ class Head(StreamedModule):
         loss, routed = spec.router_loss, spec.routed
         if loss is None:
             return [], [{} for _ in h]
-        shares, made = batch.router_shares or [1.0], []
+        shares, results = batch.router_shares or [1.0], []
         for part in [h] if batch.router_shares is None else [[values] for values in h]:
-            own = self.device.run(COMPUTE, HEAD_NAME, partial(self.routed_total, part))
-            found = self.collectives.join([own], [spec.routed_shape] * ranks.size, ranks.rank)
-            made.append(self.device.run(COMPUTE, HEAD_NAME, partial(loss.balance, found)))
-        if None in made:  # nothing is computed
+            total = self.device.run(COMPUTE, HEAD_NAME, partial(self.routed_total, part))
+            totals = self.collectives.join([total], [spec.routed_shape] * ranks.size, ranks.rank)
+            results.append(self.device.run(COMPUTE, HEAD_NAME, partial(loss.balance, totals)))
+        if None in results:  # nothing is computed
             return [], [{} for _ in h]
-        balances, slopes = zip(*made, strict=True)
+        balances, slopes = zip(*results, strict=True)
         batch.measured["aux_loss"] = torch.stack(balances).mean()  # as transformers calls it
+        weighed = [share * slope for share, slope in zip(shares, slopes, strict=True)]
+        dh = [dict.fromkeys(routed, weighed[i % len(weighed)]) for i in range(len(h))]
+        if ranks.rank:
+            return [], dh
         total = sum(share * each for share, each in zip(shares, balances, strict=True))
-        weighed = [share * each for share, each in zip(shares, slopes, strict=True)]
-        own_part = [loss.weight * total] if ranks.rank == 0 else []
-        return own_part, [dict.fromkeys(routed, weighed[i % len(weighed)]) for i in range(len(h))]
+        return [loss.weight * total], dh
 
     def routed_total(self, h: State) -> Tensor:
-        """What the routers of all layers chose, taken out of the activations."""
+        """The totals of what the routers of all layers chose, taken out of the activations."""
         loss, routed = self.program.spec.router_loss, self.program.spec.routed
         assert loss is not None
         return loss.total([values.pop(ref) for values in h for ref in routed])
@@ -258,29 +253,28 @@ class Head(StreamedModule):
         loss = batch.micro[0].loss if batch.micro else None
         if not isinstance(loss, JointLoss):
             return batch, []
-        own = slice(batch.before, batch.before + len(batch.micro))
-        targets, given = zip(*batch.judged, strict=True)
+        here = slice(batch.before, batch.before + len(batch.micro))
+        targets, extras = zip(*batch.judged, strict=True)
         shapes = [each.shape for each in targets]
-        found = self.collectives.join(self.losses(slot, batch, h), shapes, own.start)
-        work = partial(loss.weigh, found, targets, given, batch.normaliser)
-        nothing: Any = [None] * len(found), [None] * len(found), {}
+        log_probs = self.collectives.join(self.losses(slot, batch, h), shapes, here.start)
+        work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
+        nothing: Any = [None] * len(log_probs), [None] * len(log_probs), {}
         losses, weights, measured = self.device.run(COMPUTE, HEAD_NAME, work) or nothing
         batch.measured |= measured
         micro = [
             replace(each, loss=loss.weighed, given=[weight])
-            for each, weight in zip(batch.micro, weights[own], strict=True)
+            for each, weight in zip(batch.micro, weights[here], strict=True)
         ]
-        return replace(batch, micro=micro, normaliser=1.0), losses[own]
+        return replace(batch, micro=micro, normaliser=1.0), losses[here]
 
     def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's share of the step's loss, without gradients."""
-        if joint := self._weighed(slot, batch, h)[1]:
-            return joint
 
-        def share(*given: Any) -> Tensor:
-            return self.computed.loss(*given) / batch.normaliser
+        def share(micro: MicroBatch, values: Activations) -> Tensor:
+            return self.computed.loss(self.weights(slot), micro, values) / batch.normaliser
 
-        return self._computed(share, slot, batch, h)
+        joint = self._weighed(slot, batch, h)[1]
+        return joint or self.each(HEAD_NAME, batch, share, h, reads=[slot])
 
     def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each token's loss `[B, T]`, fp32 (or what else it has); 0 where nothing is predicted."""
@@ -288,18 +282,13 @@ class Head(StreamedModule):
 
     def token_losses(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Tensor:
         """`losses` of one micro-batch."""
-        made = self.computed.losses(self.weights(slot), micro, values)
-        return made.view(*micro.rows.ids.shape, *made.shape[1:])
+        losses = self.computed.losses(self.weights(slot), micro, values)
+        return losses.view(*micro.rows.ids.shape, *losses.shape[1:])
 
     def logits(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's logits `[B, T, V]`, fp32, on the CPU."""
 
-        return self._computed(self.computed.logits, slot, batch, h)
+        def logits(micro: MicroBatch, values: Activations) -> Tensor:
+            return self.computed.logits(self.weights(slot), micro, values)
 
-    def _computed(
-        self, what: Callable[..., Tensor], slot: Buffer, batch: Batch, h: State
-    ) -> list[Tensor]:
-        def work(micro: MicroBatch, values: Activations) -> Tensor:
-            return what(self.weights(slot), micro, values)
-
-        return self.each(HEAD_NAME, batch, work, h, reads=[slot])
+        return self.each(HEAD_NAME, batch, logits, h, reads=[slot])

@@ -1,6 +1,6 @@
 """Gradients out: accumulated in fp32 on the device, measured there, sent to the host."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from megatrain.device.collectives import Collectives
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.optim import gradient_plane
+from megatrain.placement import Placement
 from megatrain.store.store import Span, Tier, Tile, planes
 from megatrain.tile import TileKind
 
@@ -33,7 +34,7 @@ class HostGrad:
 
 @dataclass
 class GradAccumulator:
-    """Where a tile's gradient is summed on the device, in fp32."""
+    """The fp32 sums of a tile's gradient on the device."""
 
     tile: Tile | TileSlice
     sums: Buffer
@@ -59,8 +60,8 @@ class _Lane:
     left: Any = None  # the copy to the host is done
 
 
-class Directs(Protocol):
-    """What the optimizer does with gradients on the device (engine/update.py)."""
+class Updates(Protocol):
+    """The optimizer's side of a gradient's way out (engine/update.py)."""
 
     def expect(self, tile: Tile | TileSlice) -> None:
         """A tile's gradient is going to be complete."""
@@ -68,13 +69,14 @@ class Directs(Protocol):
     def direct(self, tile: Tile | TileSlice, sums: Buffer) -> None:
         """The gradient in `sums` is complete and measured; what this leaves there is sent on."""
 
+    def ready(self, tile: Tile, host_grad: HostGrad, landed: Any) -> None:
+        """A gradient is on its way; `landed` is the event of its arrival."""
+
 
 class Sink:
     """Takes each tile's gradient once per step, as a whole or slice by slice.
 
     Attributes:
-        ready: called with `(tile, host_grad, event)` as each gradient is put on its way; `event` is
-            when it has landed.
         landed: host gradients and events, by number, of tiles to whose gradients rows are added.
         squares: on the device, the squared norm of each tile's gradient (fp32); the last element
             is that of rows (engine/embedding.py).
@@ -86,66 +88,61 @@ class Sink:
         tiles: Sequence[Tile],
         visited: Sequence[Tile | TileSlice],
         dtype: torch.dtype,
-        host_grads: int,
-        own: Sequence[Tile],
-        ready: Callable[[Tile, HostGrad, Any], None],
-        directs: "Directs",
+        placement: Placement,
+        waiting: Sequence[Tile],
+        updates: Updates,
         work: ScratchArena,
         collectives: Collectives,
-        lanes: int | None,
-        *,
-        passes: bool = False,
     ) -> None:
-        """Args: `visited`: what rooms are asked for.
+        """Args: `visited`: what accumulators are asked for; in several passes each has its own.
 
-        `passes`: sums stay from one pass of a step to the next, so each of `visited` has its own.
-
-        `own` tiles have a gradient each; others that rest on the host share `host_grads` of them.
-
-        `lanes` pieces may be on their way out at once; None: as many as the largest layer has, or
-        the largest slice of one.
+        `waiting` tiles have a gradient each; others that rest on the host share some.
         """
-        self._device, self.ready, self._work, self._directs = device, ready, work, directs
+        self._device, self.updates, self._work = device, updates, work
         numel = max(tile.trained.stop - tile.trained.start for tile in tiles)
         largest = max([1, *(t.layout.trainable_numel for t in visited)])
-        layers = [t.layout.trainable_numel for t in visited if t.layout.kind is TileKind.LAYER]
-        self._piece = min(self._most_at_once(max(layers, default=0), lanes), largest)
+        layers = (t for t in visited if t.layout.kind is TileKind.LAYER)
+        layer = max((t.layout.trainable_numel for t in layers), default=0)
+        self._piece = min(self._most_at_once(layer, placement.gradient_lanes), largest)
         self._lanes = [
             _Lane(device.empty(Name(Memory.GRADIENTS, f"leaving gradient {i}"), self._piece, dtype))
-            for i in range(lanes or max(1, -(-max(layers, default=0) // self._piece)))
+            for i in range(placement.gradient_lanes or max(1, -(-layer // self._piece)))
         ]
         self._sums = {
-            id(each): device.empty(
-                Name(Memory.KEPT_SUMS, f"{each.name} sums"),
-                each.layout.trainable_numel,
+            id(tile): device.empty(
+                Name(Memory.KEPT_SUMS, f"{tile.name} sums"),
+                tile.layout.trainable_numel,
                 torch.float32,
             )
-            for each in (visited if passes else ())
+            for tile in (visited if placement.passes > 1 else ())
         }
         self._first, self._last, self._turn, self._collectives = True, True, 0, collectives
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
-        layouts, tiers = [tile.layout for tile in own], [tile.rests.gradient for tile in own]
+        layouts, tiers = [t.layout for t in waiting], [t.rests.gradient for t in waiting]
         buffers = planes(device, gradient_plane(dtype), layouts, tiers)
-        self._own = {tile.index: HostGrad(b) for tile, b in zip(own, buffers, strict=True)}
+        self._own = {t.index: HostGrad(b) for t, b in zip(waiting, buffers, strict=True)}
         others = [tile for tile in tiles if tile.index not in self._own]
-        count = host_grads * any(tile.rests.gradient is Tier.HOST for tile in others)
+        shared = any(tile.rests.gradient is Tier.HOST for tile in others)
         self._shared = [
             HostGrad(device.host(name, numel, dtype, pinned=True))
-            for name in (Name(Memory.GRADIENTS, f"host gradient {i}") for i in range(count))
+            for name in (
+                Name(Memory.GRADIENTS, f"host gradient {i}")
+                for i in range(placement.host_grad_buffers * shared)
+            )
         ]
         self._claimed, self._with_rows = 0, set[int]()
         self.landed: dict[int, tuple[HostGrad, Any]] = {}
         self._host_grad: HostGrad | None = None  # of the tile whose slices are coming
-        on_host = [self._own[tile.index] for tile in own if tile.rests.gradient is Tier.HOST]
+        on_host = [self._own[t.index] for t in waiting if t.rests.gradient is Tier.HOST]
         self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
 
     def _most_at_once(self, layer: int, lanes: int | None) -> int:
-        """Elements of a lane, where the largest layer (or slice of one) has so many."""
+        """Elements of a lane, where the largest layer has so many."""
         return PIECE
 
     def _pieces(self, numel: int) -> Iterable[tuple[int, int]]:
-        """Where each piece of a gradient begins and ends; an empty one has its turn, too."""
+        """The bounds of the pieces of a gradient; an empty one has its turn, too."""
         starts = range(0, max(1, numel), self._piece)
         return ((start, min(start + self._piece, numel)) for start in starts)
 
@@ -163,7 +160,7 @@ class Sink:
                 COMPUTE, Name(Kind.PLAIN, "clear gradient sums"), sums.data.zero_, writes=[sums]
             )
         if self._last:
-            self._directs.expect(tile)
+            self.updates.expect(tile)
         return GradAccumulator(tile, sums)
 
     def put(self, accumulator: GradAccumulator) -> None:
@@ -185,7 +182,7 @@ class Sink:
 
         name = Name(Kind.PLAIN, f"measure {tile.name}")
         device.run(COMPUTE, name, measure, [sums], [self.squares])
-        self._directs.direct(tile, sums)
+        self.updates.direct(tile, sums)
         if tile.begins or self._host_grad is None:
             self._host_grad = self.claim(tile, COPY_OUT)
         self._landed(tile, self._host_grad, self.send(accumulator, self._host_grad))
@@ -204,13 +201,14 @@ class Sink:
         return self._device.record(COPY_OUT)
 
     def recall(self, tile: Tile, host_grad: HostGrad) -> GradAccumulator:
-        """Bring a gradient back that the caller knows to have left, to where it was summed."""
-        device, own = self._device, tile.trained
-        numel = own.stop - own.start
+        """Copy a gradient that has left back into the accumulator that it was summed in."""
+        device, trained = self._device, tile.trained
+        numel = trained.stop - trained.start
         sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
         for start in range(0, numel, self._piece):
             source = host_grad.buffer.piece(start, min(start + self._piece, numel))
-            to = sums.piece(own.start + start, own.start + start + len(source.data))
+            first = trained.start + start
+            to = sums.piece(first, first + len(source.data))
             lane = None
             if tile.rests.gradient is not Tier.DEVICE:
                 lane = self._next_lane()
@@ -250,7 +248,7 @@ class Sink:
         if tile.index in self._with_rows:
             self.landed[tile.index] = host_grad, event
         elif tile.ends:
-            self.ready(tile.whole, host_grad, event)
+            self.updates.ready(tile.whole, host_grad, event)
 
     def expect_rows(self, tiles: Iterable[Tile]) -> None:
         """Rows are added to the gradients of these (engine/embedding.py), then `ready` called."""

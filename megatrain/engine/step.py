@@ -22,14 +22,17 @@ from megatrain.engine.modules import Head, Prologue, State
 from megatrain.engine.sink import Sink
 from megatrain.engine.stream import Stream
 from megatrain.engine.update import Report, Update
+from megatrain.engine.vocab_split import VocabShard
 from megatrain.placement import ActivationPolicy
+
+Unit = Prologue | Layer | VocabShard
 
 
 @dataclass
 class Parts:
-    """What a step works with. `trunk` is the prologue and the layers, in order."""
+    """The parts of a forward. `trunk` is the prologue and the layers, in order."""
 
-    trunk: list[Prologue | Layer]
+    trunk: list[Unit]
     head: Head
     embedding: Embedding
     stream: Stream
@@ -37,7 +40,7 @@ class Parts:
 
 @dataclass
 class TrainingParts(Parts):
-    """What a step that changes the weights needs beside `Parts`."""
+    """The parts of a step that changes the weights."""
 
     saved: DeviceBoundaries | HostBoundaries
     sink: Sink
@@ -85,7 +88,7 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
 
 
 def forward(
-    parts: Parts, batch: Batch, keep: Callable[[Prologue | Layer, State], None], *, train: bool
+    parts: Parts, batch: Batch, keep: Callable[[Unit, State], None], *, train: bool
 ) -> State:
     """All micro-batches through prologue and layers; `keep` sees what the backward reads."""
     h: State = [{} for _ in batch.micro]

@@ -16,9 +16,10 @@ from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Kind, Memory, 
 from megatrain.device.collectives import Collectives
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.tile_slice import TileSlice
+from megatrain.placement import Placement
 from megatrain.store.disk_staging import DiskReader
 from megatrain.store.store import Tier, Tile
-from megatrain.tile import TileLayout
+from megatrain.tile import TileKind, TileLayout
 
 Unit = TypeVar("Unit", bound=StreamedModule)
 Unpack = Callable[[TileLayout, torch.Tensor, torch.Tensor], None]
@@ -32,7 +33,7 @@ class _Slot:
 
 @dataclass
 class _Place:
-    """Where a visit finds its weights."""
+    """The slots of a visit's weights."""
 
     slots: list[_Slot]
     buffer: Buffer
@@ -46,53 +47,49 @@ class Stream:
     def __init__(
         self,
         device: Device,
-        slots: int,
-        distance: int,
-        numel: int,
-        largest: int,
+        placement: Placement,
+        visited: Sequence[Tile | TileSlice],
+        tiles: Sequence[Tile],
         dtype: torch.dtype,
         collectives: Collectives,
-        disk: DiskReader,
-        staying: Sequence[Tile] = (),
-        unpacked: int = 0,
-        unpack: Unpack | None = None,
+        unpack: Unpack,
     ) -> None:
-        """Args: `numel` elements of a slot, `largest` of the largest tile that takes slots.
-
-        `unpacked`: of the largest tile with packed parameters, once `unpack` has unpacked them.
-
-        There are as many slots as the largest tile takes, if `slots` are fewer.
-        """
-        self._device, self._distance, self._numel = device, distance, numel
-        self._collectives, self.disk = collectives, disk
-        count = max(slots, _slots_of(largest, numel))
+        """Make the slots: as many as the largest of `visited` takes, if the placement has fewer."""
+        layers = [tile for tile in tiles if tile.layout.kind is TileKind.LAYER]
+        self.disk = DiskReader(device, [tile.weights for tile in layers])
+        streamed = [tile.layout for tile in visited if tile.rests.streamed]
+        largest = max((layout.numel for layout in streamed), default=0)
+        of_layers = [layout.numel for layout in streamed if layout.kind is TileKind.LAYER]
+        self._device, self._distance = device, placement.prefetch_distance
+        self._collectives, self._unpack = collectives, unpack
+        self._numel = numel = max(of_layers, default=largest)  # of a slot
+        count = max(placement.slots, self._slots_of(largest))
         self._memory = device.empty(Name(Memory.SLOTS, "slots"), count * numel, dtype)
         pieces = [
             Buffer(f"slot {i}", self._memory.data[i * numel : (i + 1) * numel])
             for i in range(count)
         ]
-        kept = [
-            device.empty(
+        kept = {
+            tile.index: device.empty(
                 Name(Memory.KEPT_WEIGHTS, f"{tile.name} kept weights"), tile.layout.numel, dtype
             )
-            for tile in staying
-        ]
+            for tile in tiles
+            if tile.rests.stays
+        }
         # Device memory is free to use only in the order of COMPUTE, where it was given.
         device.run(COMPUTE, "allocate slots", lambda: None, writes=pieces)
-        given = device.record(COMPUTE)
-        self._slots = [_Slot(piece, given) for piece in pieces]
-        self._staying = {
-            tile.index: _Place([_Slot(buffer, given)], buffer)
-            for tile, buffer in zip(staying, kept, strict=True)
-        }
-        room = Name(Memory.SLOTS, "unpacked weights")
-        self._unpacked, self._unpack = device.empty(room, unpacked, dtype), unpack
+        allocated = device.record(COMPUTE)
+        self._slots = [_Slot(piece, allocated) for piece in pieces]
+        self._staying = {i: _Place([_Slot(b, allocated)], b) for i, b in kept.items()}
+        unpacked = [tile.layout.unpacked.numel for tile in layers if tile.layout.is_packed]
+        name = Name(Memory.SLOTS, "unpacked weights")
+        self._unpacked = device.empty(name, max(unpacked, default=0), dtype)
         self._itinerary: list[StreamedModule] = []
         self._places: list[_Place] = []
         self._loaded = self._visited = 0
 
     def keeps(self, tile: Tile | TileSlice) -> bool:
-        """Whether a visit finds the weights where they stay until they are updated."""
+        """True if the weights are on the device until they are updated."""
         on_device = tile.rests.weights is Tier.DEVICE or tile.index in self._staying
         return on_device and not tile.layout.is_packed
 
@@ -112,10 +109,10 @@ class Stream:
         """Each visit's slots, in turn; a tile too large for the last ones takes the first."""
         start = 0
         for unit in self._itinerary:
-            if (own := self._staying.get(unit.tile.index)) is not None:
-                yield own
+            if (place := self._staying.get(unit.tile.index)) is not None:
+                yield place
                 continue
-            count = _slots_of(unit.tile.layout.numel, self._numel)
+            count = self._slots_of(unit.tile.layout.numel)
             if start + count > len(self._slots):
                 start = 0
             slots = self._slots[start : start + count]
@@ -154,7 +151,6 @@ class Stream:
         layout = tile.layout
         if not layout.is_packed:
             return weights
-        assert self._unpack is not None
         work = partial(self._unpack, layout, weights.data, self._unpacked.data)
         name = Name(Kind.PLAIN, f"unpack {tile.name}")
         self._device.run(COMPUTE, name, work, [weights], [self._unpacked])
@@ -167,7 +163,7 @@ class Stream:
             self._loaded += 1
 
     def _taken(self, place: _Place) -> bool:
-        """Whether a visit to come, or the one at work, has its weights there."""
+        """True if a visit to come, or the one at work, has its weights there."""
         ahead = self._places[self._visited : self._loaded]
         return any(slot in place.slots for other in ahead for slot in other.slots)
 
@@ -191,7 +187,7 @@ class Stream:
         place.ready = self._gather(tile, place.buffer, COPY_IN)
 
     def _gather(self, tile: Tile | TileSlice, whole: Buffer, stream: str) -> Any:
-        """What other ranks have, beside what comes on `stream`; the event of all being there."""
+        """Fetch the other ranks' part, beside what comes on `stream`; returns the event."""
         if isinstance(tile, TileSlice):
             return self._collectives.all_gather_uneven(
                 whole.piece(0, tile.layout.numel), tile.name, stream
@@ -199,6 +195,5 @@ class Stream:
         parts = [whole.piece(*part) for part in tile.layout.parts]
         return self._collectives.all_gather(parts, tile.name, stream)
 
-
-def _slots_of(tile_numel: int, slot_numel: int) -> int:
-    return max(1, -(-tile_numel // max(1, slot_numel)))
+    def _slots_of(self, numel: int) -> int:
+        return max(1, -(-numel // max(1, self._numel)))

@@ -9,21 +9,21 @@ are used, as layers do; what it gives to the next is an activation.
 Legend: N tokens of a micro-batch, C tokens of a chunk, D width, R rows of a range.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import Kind, Name
-from megatrain.device.collectives import Collectives
 from megatrain.engine.batch import Batch
-from megatrain.engine.layer import Layer, Stage
-from megatrain.engine.modules import HEAD_NAME, Head, State
+from megatrain.engine.head import WholeHead, flat
+from megatrain.engine.layer import Layer
+from megatrain.engine.modules import HEAD_NAME, State, StreamedModule
 from megatrain.engine.sink import GradAccumulator
-from megatrain.engine.tile_slice import TileSlice, VocabSlices
+from megatrain.engine.tile_slice import TileSlice
 from megatrain.loss import (
     Statistics,
     larger_logits,
@@ -34,7 +34,7 @@ from megatrain.loss import (
 )
 from megatrain.model.capture import Ref
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
-from megatrain.placement import Saves
+from megatrain.placement import ActivationPolicy, Saves
 
 # Leaves of the head. Forward: what is projected `[B, T, D]`; the log-sum-exp, the targets' logits,
 # the logits' sum and the largest logit so far `[N]`; logits that the loss chooses `[N, K]`, and the
@@ -46,36 +46,23 @@ from megatrain.placement import Saves
 HIDDEN, LOGITS = 0, 7
 
 
-def in_shards(
-    device: Device,
-    program: ModelProgram,
-    vocab_slices: VocabSlices,
-    rows: "VocabSplit",
-    collectives: Collectives,
-) -> tuple[list[Layer], Head]:
-    """The stages of a head, in their order; the last one is apart."""
-    *middle, last = zip(vocab_slices.rows, vocab_slices.bounds, strict=False)
-    firsts = [VocabShard(device, program, *stage, rows) for stage in middle]
-    for stage in firsts[:1]:
-        stage.new_inputs = stage.inputs
-    epilogue = Epilogue(device, program, vocab_slices.rest)
-    tile_slice, start = last
-    head = Head(device, program, tile_slice, LastRows(rows, start), collectives)
-    return [epilogue, *firsts], head
+class VocabRows(WholeHead):
+    """The computation with some rows of the head's table, from `start` on, in chunks of `tokens`.
 
-
-class VocabSplit:
-    """What is computed with some rows of the head's table, in chunks of `tokens`."""
+    With the last rows this is a head: its loss, logits and gradients are those of all rows.
+    """
 
     def __init__(
         self,
         program: ModelProgram,
         tokens: int,
+        start: int,
         statistics: Callable[..., tuple[Tensor, Tensor]] = range_statistics,
         gradient: Callable[..., Tensor] = range_gradient,
     ) -> None:
         """Args: `statistics`, `gradient` of a chunk's logits; compiled, or as they are."""
-        self._program, self._tokens = program, tokens
+        super().__init__(program, tokens, lambda loss: loss.summed)
+        self._start = start
         self._statistics_of, self._gradient_of = statistics, gradient
         visit = len(program.spec.layers)
         refs = (Ref(visit, leaf) for leaf in range(LOGITS + 1))
@@ -85,130 +72,147 @@ class VocabSplit:
         self._num = program.spec.num_logits
 
     def see(
-        self, weights: dict[str, Tensor], start: int, micro: MicroBatch, values: Activations
+        self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations
     ) -> Activations:
-        """`values`, and what is known of the logits after the rows from `start` on."""
+        """`values`, and what is known of the logits after these rows."""
         with torch.no_grad():
             if micro.targets is None:
                 logits = self._program.projection(weights, micro, values[self.hidden])
-                return {**values, Ref(self.first.visit, LOGITS + start): logits.float().cpu()}
-            found = self._statistics(weights, start, micro, values[self.hidden])
+                return {**values, Ref(self.first.visit, LOGITS + self._start): logits.float().cpu()}
+            seen = self._statistics(weights, micro, values[self.hidden])
         if self.lse in values:
-            larger = partial(larger_logits, most=micro.loss.top_k)
             joined: dict[Ref, Any] = {
                 self.lse: torch.logaddexp,
                 self.largest: torch.maximum,
-                self.top: larger,
+                self.top: partial(larger_logits, most=micro.loss.top_k),
             }  # others are added
-            found = {ref: joined.get(ref, torch.add)(values[ref], n) for ref, n in found.items()}
-        return {**values, **found}
+            seen = {ref: joined.get(ref, torch.add)(values[ref], n) for ref, n in seen.items()}
+        return {**values, **seen}
 
     def _statistics(
-        self, weights: dict[str, Tensor], start: int, micro: MicroBatch, hidden_BTD: Tensor
+        self, weights: dict[str, Tensor], micro: MicroBatch, hidden_BTD: Tensor
     ) -> Activations:
-        hidden_ND, places_N = _flat(hidden_BTD), _targets(micro) - start
-        loss, found = micro.loss, list[Activations]()
-        ids_NK = loss.chosen(_given(micro))
-        for chunk in self._chunks(len(hidden_ND)):
+        hidden_ND, places_N = hidden_BTD.flatten(0, 1), _targets(micro) - self._start
+        loss, chunks = micro.loss, list[Activations]()
+        ids_NK = loss.chosen(flat(micro.given))
+        for chunk in self._chunk_slices(len(hidden_ND)):
             logits = self._logits(weights, micro, hidden_ND[None, chunk])
             lse_C, picked_C = self._statistics_of(logits, places_N[chunk])
-            some = {self.lse: lse_C, self.picked: picked_C}
+            seen = {self.lse: lse_C, self.picked: picked_C}
             if loss.uses_mean:
-                some[self.sum] = logits.float().sum(1)
+                seen[self.sum] = logits.float().sum(1)
             if loss.uses_margin:
-                some[self.largest] = logits.float().amax(1)
+                seen[self.largest] = logits.float().amax(1)
             if ids_NK is not None:
-                some[self.chosen] = range_logits(logits, ids_NK[chunk] - start)
+                seen[self.chosen] = range_logits(logits, ids_NK[chunk] - self._start)
             if loss.top_k:
-                some[self.top] = largest_logits(logits, loss.top_k, start)
-            found.append(some)
-        return {ref: torch.cat([some[ref] for some in found]) for ref in found[0]}
+                seen[self.top] = largest_logits(logits, loss.top_k, self._start)
+            chunks.append(seen)
+        return {ref: torch.cat([seen[ref] for seen in chunks]) for ref in chunks[0]}
 
     def _logits(self, weights: dict[str, Tensor], micro: MicroBatch, hidden_1CD: Tensor) -> Tensor:
         """Logits `[C, R]` of a chunk for the rows that are here, at the loss's temperature."""
         return micro.loss.tempered(self._program.projection(weights, micro, hidden_1CD)[0])
 
-    def logits(self, values: Activations) -> Tensor:
-        """All logits `[B, T, V]`, after the last range."""
+    def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        """All logits `[B, T, V]`, with the last rows."""
+        values = self.see(weights, micro, values)
         return torch.cat([values[ref] for ref in sorted(values) if ref >= self.first], -1)
 
-    def losses(self, micro: MicroBatch, values: Activations) -> Tensor:
-        """Each token's loss `[N]`, after the last range; 0 where nothing is predicted."""
-        return micro.loss.each(self._found(values), _targets(micro), *_given(micro))
+    def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
+        """Each token's loss `[N]`, with the last rows; 0 where nothing is predicted."""
+        return self._losses(micro, self.see(weights, micro, values))
 
-    def loss(self, micro: MicroBatch, values: Activations) -> Tensor:
+    def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         """The sum of `losses`."""
-        return self.losses(micro, values).sum(0)
+        return self.losses(weights, micro, values).sum(0)
 
-    def _found(self, values: Activations) -> Statistics:
+    def _losses(self, micro: MicroBatch, values: Activations) -> Tensor:
+        return micro.loss.each(self._all_rows(values), _targets(micro), *flat(micro.given))
+
+    def _all_rows(self, values: Activations) -> Statistics:
         mean_N = values[self.sum] / self._num if self.sum in values else None
         picked_N, lse_N = values[self.picked], values[self.lse]
         margin_N = picked_N - values[self.largest] if self.largest in values else None
-        more = values.get(self.chosen), values.get(self.top)
-        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, *more)
+        chosen, top = values.get(self.chosen), values.get(self.top)
+        return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, chosen, top)
+
+    def gradients_of(
+        self,
+        weights: dict[str, Tensor],
+        names: list[str],
+        micro: MicroBatch,
+        values: Activations,
+        count: float,
+        accumulator: GradAccumulator,
+    ) -> tuple[Tensor, Activations]:
+        """As `WholeHead.gradients_of`, with the last rows; gradients are for the other rows."""
+        values = self.see(weights, micro, values)
+        gradients = self.gradients(micro, values, count)
+        self.backward(weights, micro, values, gradients, names, accumulator)
+        return self._losses(micro, values).sum(0) / count, gradients
 
     def gradients(self, micro: MicroBatch, values: Activations, count: float) -> Activations:
-        """What `backward` adds to: the gradient of what is projected, fp32; and what it reads.
+        """The fp32 gradient of what is projected, which `backward` adds to, and what it reads.
 
         Args:
             count: what the step's loss is divided by.
         """
-        slopes = micro.loss.slopes(self._found(values), _targets(micro), _given(micro), count)
-        total_BTD = torch.zeros_like(values[self.hidden], dtype=torch.float32)
+        slopes = micro.loss.slopes(
+            self._all_rows(values), _targets(micro), flat(micro.given), count
+        )
         weights_N = torch.zeros_like(values[self.lse])
         if slopes.log_prob is not None:
             weights_N = -slopes.log_prob
-        made = {self.hidden: total_BTD, self.lse: values[self.lse], self.picked: weights_N}
-        if slopes.mean is not None:
-            made[self.sum] = slopes.mean / self._num
-        if slopes.lse is not None:
-            made[self.lse_slope] = slopes.lse
-        if slopes.chosen is not None:
-            made[self.chosen] = slopes.chosen
-        return made
+        gradients = {
+            self.hidden: torch.zeros_like(values[self.hidden], dtype=torch.float32),
+            self.lse: values[self.lse],
+            self.picked: weights_N,
+            self.sum: None if slopes.mean is None else slopes.mean / self._num,
+            self.lse_slope: slopes.lse,
+            self.chosen: slopes.chosen,
+        }
+        return {ref: value for ref, value in gradients.items() if value is not None}
 
     def backward(
         self,
         weights: dict[str, Tensor],
-        start: int,
         micro: MicroBatch,
         values: Activations,
         gradients: Activations,
         names: list[str],
         accumulator: GradAccumulator,
     ) -> None:
-        """Accumulate gradients of the rows from `start` on; add the others to `gradients`.
+        """Accumulate gradients of these rows; add to that of what is projected.
 
         Args:
             values: what is projected, among others.
             gradients: as `gradients` makes them.
             names: of the weights that have gradients.
         """
-        hidden_ND, total_ND = _flat(values[self.hidden]), _flat(gradients[self.hidden])
-        targets_N, lse_N = _targets(micro), gradients[self.lse]
-        weights_N = gradients[self.picked]
-        more = [gradients.get(ref) for ref in (self.lse_slope, self.sum, self.chosen)]
-        if (ids_NK := micro.loss.chosen(_given(micro))) is not None:
-            more.insert(2, ids_NK - start)
-        more = [] if all(slope is None for slope in more) else more
-        for chunk in self._chunks(len(hidden_ND)):
+        hidden_ND = values[self.hidden].flatten(0, 1)
+        total_ND = gradients[self.hidden].view(hidden_ND.shape)
+        places_N, ids_NK = _targets(micro) - self._start, micro.loss.chosen(flat(micro.given))
+        per_token = [
+            *(places_N, gradients[self.lse], gradients[self.picked]),
+            *(gradients.get(self.lse_slope), gradients.get(self.sum)),
+            None if ids_NK is None else ids_NK - self._start,
+            gradients.get(self.chosen),
+        ]
+        sources = [weights[name] for name in names]
+        for chunk in self._chunk_slices(len(hidden_ND)):
             with torch.enable_grad():
                 hidden_CD = hidden_ND[None, chunk].detach().requires_grad_()
                 logits = self._logits(weights, micro, hidden_CD)
-            given = logits.detach(), targets_N[chunk] - start, lse_N[chunk], weights_N[chunk]
-            sources = [hidden_CD, *(weights[name] for name in names)]
-            slopes = [None if each is None else each[chunk] for each in more]
-            gradient = self._gradient_of(*given, *slopes)
-            grads = torch.autograd.grad(logits, sources, gradient, allow_unused=True)
+            of_chunk = (None if each is None else each[chunk] for each in per_token)
+            gradient = self._gradient_of(logits.detach(), *of_chunk)
+            inputs = [hidden_CD, *sources]
+            grads = torch.autograd.grad(logits, inputs, gradient, allow_unused=True)
             total_ND[chunk] += grads[0][0]
             accumulator.add(names, grads[1:])
 
-    def _chunks(self, total: int) -> Iterator[slice]:
+    def _chunk_slices(self, total: int) -> Iterator[slice]:
         return (slice(at, at + self._tokens) for at in range(0, total, self._tokens))
-
-
-def _flat(hidden_BTD: Tensor) -> Tensor:
-    return hidden_BTD.view(-1, hidden_BTD.shape[-1])
 
 
 def _targets(micro: MicroBatch) -> Tensor:
@@ -216,30 +220,28 @@ def _targets(micro: MicroBatch) -> Tensor:
     return micro.targets.view(-1)
 
 
-def _given(micro: MicroBatch) -> list[Tensor]:
-    return [each.flatten(0, 1) for each in micro.given]
+class Epilogue(Layer):
+    """The stage from the last layer's activations to what is projected; it saves nothing."""
 
-
-class _AfterLayers(Stage):
-    """Visited after the last layer."""
+    kinds = (Kind.PART, Kind.PART_BACKWARD)
 
     def __init__(self, device: Device, program: ModelProgram, tile_slice: TileSlice) -> None:
-        super().__init__(device, program, tile_slice, len(program.spec.layers) - 1)
+        spec = program.spec
+        super().__init__(device, program, tile_slice, len(spec.layers) - 1)
         self.visit += 1
         self.name, self.prefix = HEAD_NAME, ""
         self.backward_name = Name(Kind.HEAD, "head backward")
-
-
-class Epilogue(_AfterLayers):
-    """From the last layer's activations to what is projected."""
-
-    def __init__(self, device: Device, program: ModelProgram, tile_slice: TileSlice) -> None:
-        super().__init__(device, program, tile_slice)
-        spec = program.spec
         self.inputs = self.grad_inputs = spec.epilogue_inputs
         self.new_inputs = [ref for ref in self.inputs if ref not in spec.read]
         self.made = [Ref(self.visit, leaf) for leaf in range(LOGITS)]
         self.live_out = frozenset(spec.routed)
+
+    def under(self, policies: Sequence[ActivationPolicy]) -> Self:
+        """The stage itself."""
+        return self
+
+    def saves(self, *_: Any) -> Saves | None:
+        return None
 
     def _call(
         self,
@@ -251,36 +253,29 @@ class Epilogue(_AfterLayers):
         return {self.made[0]: self.program.projected(weights, micro, values)}
 
 
-class VocabShard(_AfterLayers):
-    """A stage for a range of the table's rows that is not the last range."""
+class VocabShard(StreamedModule):
+    """The stage of a range of the table's rows that is not the last range."""
 
     def __init__(
-        self,
-        device: Device,
-        program: ModelProgram,
-        tile_slice: TileSlice,
-        start: int,
-        rows: VocabSplit,
+        self, device: Device, program: ModelProgram, tile_slice: TileSlice, rows: VocabRows
     ) -> None:
-        """Args: `start` is the first row."""
         super().__init__(device, program, tile_slice)
-        self._rows, self._start = rows, start
-        self.inputs, self.new_inputs = [rows.hidden], []
+        self.visit, self._rows, self.inputs = len(program.spec.layers), rows, [rows.hidden]
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
-        """What is known of the logits so far, beside what is projected."""
-        return self.each(self.name, batch, partial(self.see, slot), h, reads=[slot])
+        """The statistics of the logits so far, beside what is projected."""
+        return self.each(HEAD_NAME, batch, partial(self.see, slot), h, reads=[slot])
 
     def see(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Activations:
-        """One micro-batch's activations, with what is known of the logits so far."""
-        return self._rows.see(self.weights(slot), self._start, micro, values)
+        """One micro-batch's activations, with the statistics of its logits so far."""
+        return self._rows.see(self.weights(slot), micro, values)
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
     ) -> State:
-        """Gradients of the rows into `accumulator`; that of what is projected is added to."""
-        backward = partial(self.add_gradients, slot, accumulator)
-        self.each(self.name, batch, backward, h, dh, reads=[slot], writes=[accumulator.sums])
+        """Accumulate gradients of the rows; add to that of what is projected."""
+        work, writes = partial(self.add_gradients, slot, accumulator), [accumulator.sums]
+        self.each(HEAD_NAME, batch, work, h, dh, reads=[slot], writes=writes)
         return dh
 
     def add_gradients(
@@ -291,37 +286,6 @@ class VocabShard(_AfterLayers):
         values: Activations,
         gradients: Activations,
     ) -> None:
-        """Accumulate one micro-batch's gradients of the rows; add those of what is projected."""
+        """`vjp` of one micro-batch."""
         weights, names = self.leaves(slot)
-        self._rows.backward(weights, self._start, micro, values, gradients, names, accumulator)
-
-
-class LastRows:
-    """What is computed with the last rows of the table, from `start` on: the loss is known."""
-
-    def __init__(self, rows: VocabSplit, start: int) -> None:
-        self._rows, self._start = rows, start
-
-    def gradients_of(
-        self,
-        weights: dict[str, Tensor],
-        names: list[str],
-        micro: MicroBatch,
-        values: Activations,
-        count: float,
-        accumulator: GradAccumulator,
-    ) -> tuple[Tensor, Activations]:
-        rows = self._rows
-        values = rows.see(weights, self._start, micro, values)
-        gradients = rows.gradients(micro, values, count)
-        rows.backward(weights, self._start, micro, values, gradients, names, accumulator)
-        return rows.loss(micro, values) / count, gradients
-
-    def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        return self._rows.loss(micro, self._rows.see(weights, self._start, micro, values))
-
-    def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        return self._rows.losses(micro, self._rows.see(weights, self._start, micro, values))
-
-    def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        return self._rows.logits(self._rows.see(weights, self._start, micro, values))
+        self._rows.backward(weights, micro, values, gradients, names, accumulator)

@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COPY_IN
-from megatrain.engine.layer import Layer
-from megatrain.engine.modules import Head, Prologue
+from megatrain.engine.modules import StreamedModule
 from megatrain.engine.step import Parts
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import InputError, RunFailed
@@ -241,13 +240,13 @@ class _Feed:
 
     def __init__(self, parts: Parts, places: _Places, tables: _Tables) -> None:
         self._parts, self._places, self._tables = parts, places, tables
-        self._visits: Iterator[tuple[Prologue | Layer | Head, Buffer]] = iter(())
+        self._visits: Iterator[tuple[StreamedModule, Buffer]] = iter(())
 
     def hooks(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterable[Any]:
         """Hooks on the model and its layers; whoever holds them removes them."""
 
         def begin(module: nn.Module, args: Any) -> None:
-            units = [*self._parts.trunk, self._parts.head]
+            units: list[StreamedModule] = [*self._parts.trunk, self._parts.head]
             self._tables.put()
             self._parts.stream.begin(units)
             self._visits = self._parts.stream.visit(units)

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatrain.engine.layer import Layer, Turn
 from megatrain.engine.modules import Head, Prologue, StreamedModule
 from megatrain.engine.saved_tensors import OffloadPlan
-from megatrain.engine.vocab_split import HIDDEN, Epilogue, LastRows, VocabShard
+from megatrain.engine.vocab_split import HIDDEN, Epilogue, VocabRows, VocabShard
 from megatrain.forecast.groups import grouped
 from megatrain.forecast.layer_work import LayerWork
 from megatrain.forecast.ledger import (
@@ -302,7 +302,7 @@ class Declared:
     ) -> tuple[Work, tuple[Tensor, Values]]:
         number, rows, ledger = grouped(micro), len(micro.inputs["input_ids"]), self._ledger
         loss = torch.empty((), device="meta")
-        if isinstance(head.computed, LastRows):
+        if isinstance(head.computed, VocabRows):
             see, values = self._see(head, slot, micro, values)
             hidden, lse, picked = (Ref(head.visit, HIDDEN + leaf) for leaf in range(3))
             projected_bytes = projected(self._measured, rows, self._head_tokens).outputs[HIDDEN]
@@ -358,7 +358,7 @@ class Declared:
         self, head: Head, slot: Any, micro: MicroBatch, values: Values
     ) -> tuple[Work, Tensor]:
         rows, count = len(micro.inputs["input_ids"]), grouped(micro)
-        if isinstance(head.computed, LastRows):
+        if isinstance(head.computed, VocabRows):
             done, _ = self._see(head, slot, micro, values)
         else:
             work = self._measured.head_losses(self._head, rows, self._head_tokens)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatrain.device import Buffer
 from megatrain.engine.sink import GradAccumulator
-from megatrain.engine.vocab_split import HIDDEN, VocabSplit
+from megatrain.engine.vocab_split import HIDDEN, VocabRows
 from megatrain.forecast.layer_work import LayerWork
 from megatrain.forecast.meta_loss import chunks_left_out
 from megatrain.forecast.op_counter import OpCounter, Work, foreseeing, shapes_only
@@ -28,7 +28,14 @@ def _range_statistics(logits_CR: Tensor, places_C: Tensor) -> tuple[Tensor, Tens
 
 @shapes_only
 def _range_gradient(
-    logits_CR: Tensor, places_C: Tensor, lse_C: Tensor, weights_C: Tensor
+    logits_CR: Tensor,
+    places_C: Tensor,
+    lse_C: Tensor,
+    weights_C: Tensor,
+    lse_slope_C: Tensor | None = None,
+    mean_slope_C: Tensor | None = None,
+    chosen_CK: Tensor | None = None,
+    chosen_slope_CK: Tensor | None = None,
 ) -> Tensor:
     return torch.empty_like(logits_CR)
 
@@ -62,7 +69,7 @@ def projected(measured: Profile, rows: int, head_tokens: int) -> LayerWork:
 def some_rows(
     measured: Profile, shapes: Mapping[str, torch.Size], rows: int, head_tokens: int
 ) -> tuple[Work, Work]:
-    """The work of rows of the table, of these shapes: of `VocabSplit.see`, and of `backward`.
+    """The work of rows of the table, of these shapes: of `VocabRows.see`, and of `backward`.
 
     Of many chunks a few are run, and one more: each that is left out takes as much as that one.
     """
@@ -74,7 +81,7 @@ def some_rows(
         *_, width = projected(measured, rows, head_tokens).outputs[HIDDEN].sizes
         with foreseeing("the head"), fakes():
             kernels = (_range_statistics, _range_gradient) if measured.compiled else ()
-            computed = VocabSplit(measured.program, head_tokens, *kernels)
+            computed = VocabRows(measured.program, head_tokens, 0, *kernels)
             hidden = torch.empty(1, tokens - chunks * head_tokens, width, dtype=measured.dtype)
             return _both(measured, computed, shapes, hidden)
 
@@ -89,7 +96,7 @@ def some_rows(
 
 
 def _both(
-    measured: Profile, computed: VocabSplit, shapes: Mapping[str, torch.Size], hidden_BTD: Tensor
+    measured: Profile, computed: VocabRows, shapes: Mapping[str, torch.Size], hidden_BTD: Tensor
 ) -> tuple[Work, Work]:
     micro = measured.micro_batch(1, hidden_BTD.shape[1])
     values = {computed.hidden: hidden_BTD}
@@ -104,10 +111,10 @@ def _both(
     given = [weights, sums.data, values, micro.inputs, micro.targets]
     with OpCounter() as first:
         first.ignore(given)
-        values = computed.see(weights, 0, micro, values)
+        values = computed.see(weights, micro, values)
     gradients = computed.gradients(micro, values, 1)
     with OpCounter() as second:
         second.ignore([*given, values, gradients])
-        computed.backward(weights, 0, micro, values, gradients, list(weights), accumulator)
+        computed.backward(weights, micro, values, gradients, list(weights), accumulator)
     one, other = (t.work._replace(peak_bytes=t.peak_bytes) for t in (first, second))
     return one, other

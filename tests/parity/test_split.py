@@ -14,7 +14,7 @@ from transformers import PhiConfig, PhiForCausalLM, PreTrainedModel
 from megatrain import Engine, InputError, Placement
 from megatrain.base.units import align
 from megatrain.engine.layer import Layer
-from megatrain.engine.vocab_split import LastRows
+from megatrain.engine.vocab_split import VocabRows
 from megatrain.errors import StepRefused
 from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied
@@ -94,7 +94,7 @@ def alike(one: tuple[list, list[Tensor]], other: tuple[list, list[Tensor]]) -> b
 
 def num_ranges(engine: Engine) -> int:
     names = [type(unit).__name__ for unit in [*engine._parts.trunk, engine._parts.head]]
-    return names.count("VocabShard") + isinstance(engine._parts.head.computed, LastRows)
+    return names.count("VocabShard") + isinstance(engine._parts.head.computed, VocabRows)
 
 
 @swept(together=0, make=[wide, tied, phi], clip=[1.0, None])

@@ -145,7 +145,6 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "a cache": (changed(past_key_values=IDS), "has 'past_key_values', and no keys .* leave it out"),
     "logits to keep": (changed(logits_to_keep=IDS), "has 'logits_to_keep', and labels say which"),
     "embeddings": (changed(inputs_embeds=IDS), "has 'inputs_embeds', and rows are given by their"),
-    "int32": (each(lambda value: value.int()), r"input_ids is \[2, 8\] torch.int32 on cpu"),
     "floats": (changed(labels=IDS.float()), r"labels is \[2, 8\] torch.float32"),
     "a row alone": (each(lambda value: value[0]), r"must be \[rows, tokens\], not \[8\]"),
     "no rows": (each(lambda value: value[:0]), r"must be \[rows, tokens\], not \[0, 8\]"),
@@ -156,7 +155,7 @@ BATCHES: dict[str, tuple[Any, str]] = {
         changed(attention_mask=torch.zeros_like(IDS)),
         "micro-batch 1: attention_mask hides all tokens; 1 stands for one",
     ),
-    "boolean mask": (changed(attention_mask=IDS > 0), "attention_mask is .* torch.bool"),
+    "truth values": (changed(labels=IDS > 0), r"labels is \[2, 8\] torch.bool"),
     "meta": (each(lambda value: value.to("meta")), "on meta; it must be .* on the cpu"),
     "id too large": (changed(input_ids=IDS + VOCAB - 10), f"outside the model's .* of {VOCAB}"),
     "negative id": (changed(input_ids=IDS - 99), "micro-batch 1: input_ids holds token -"),
@@ -216,7 +215,7 @@ def test_what_is_no_norm(engine: Engine, norm: Any) -> None:
         engine.max_grad_norm = norm
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, torch.float64])
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8, torch.float64])
 def test_what_no_export_is_written_in(engine: Engine, tmp_path: Path, dtype: Any) -> None:
     refuse(lambda: engine.save_pretrained(tmp_path / "model", dtype=dtype), "dtype is")
     assert not (tmp_path / "model").exists()
@@ -247,11 +246,27 @@ def test_good_batches_of_every_kind(engine: Engine) -> None:
     assert engine.evaluate((GOOD, GOOD)) == pytest.approx(engine.evaluate([GOOD]), rel=1e-6)
 
 
+def test_narrow_integers_and_masks_of_truth_values_are_taken(engine: Engine) -> None:
+    mask = torch.ones_like(IDS)
+    mask[:, 6:] = 0
+    wanted = engine.evaluate([{**GOOD, "attention_mask": mask}])
+    narrow = {name: ids.int() for name, ids in GOOD.items()}
+    for other in (mask.bool(), mask.to(torch.uint8)):
+        assert engine.evaluate([{**narrow, "attention_mask": other}]) == wanted
+
+
 def test_it_computes_in_its_own_precision_under_autocast() -> None:
     with Engine(config(), device="cpu", precision="fp32") as engine:
         alone = engine.logits(GOOD)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(engine.logits(GOOD), alone)
+
+
+def test_torch_s_default_device_is_for_others() -> None:
+    with Engine(config(), optimizer=AdamW(), device="cpu") as engine:
+        loss = engine.step([GOOD]).loss
+    with torch.device("meta"), Engine(config(), optimizer=AdamW(), device="cpu") as engine:
+        assert engine.step([GOOD]).loss == loss
 
 
 def test_a_model_without_positions_has_rows_of_any_length() -> None:
