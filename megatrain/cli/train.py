@@ -55,8 +55,8 @@ def run_branch(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -
     Raises:
         InputError: the run cannot be branched like this.
     """
-    from megatrain.train.branch import branched
     from megatrain.train.loop import train
+    from megatrain.train.opening import branched
 
     try:
         with Signals() as signals, branched(run, new, overrides, fresh=fresh) as config:
