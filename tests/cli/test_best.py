@@ -108,19 +108,6 @@ def test_a_run_ends_early_and_a_resumed_one_at_the_same_step(megatrain, run_file
     assert "8 steps done;" in megatrain("train", run_file, "--resume", *patient, *slow).stdout
 
 
-@pytest.mark.exhaustive
-def test_of_states_that_are_alike_none_is_said_to_be_better(megatrain, run_file, caplog):
-    alike = {
-        "optimizer__lr": 1e-30,
-        "training__eval_every": 1,
-        "schedule__name": "constant_with_warmup",
-    }
-    assert megatrain("train", run_file, *sets(**alike, training__steps=2)).exit_code == 0
-    result = megatrain("train", run_file, "--resume", *sets(**alike, **BEST, training__steps=3))
-    assert "the model of step 2, the best" in result.stdout
-    assert "was better" not in caplog.text
-
-
 def watched(values, **changes):
     tree = {
         "model": {"path": "m"},

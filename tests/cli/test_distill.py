@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.model.companions import tokenizer_files
-from megatrain.train.resolve_model import _known_by
 from megatrain.train.second_model import _Asking
 from tests.cli.cases import sets, tiny_llama
 from tests.cli.test_preferences import pair, preference_file, rated, read  # noqa: F401
@@ -130,34 +129,6 @@ def test_a_teacher_replaced_with_its_sizes_and_times_is_another(
     assert caplog.text.count("asking the teacher of") == (2 if how == "kept" else 0)
 
 
-@pytest.mark.parametrize("size", [1, 4096, 1 << 20, (1 << 20) + 1, (1 << 20) + 9000, 9 << 20])
-def test_files_are_known_by_their_ends_and_by_pages_between(tmp_path, size):
-    path = tmp_path / "file"
-    raw = bytearray(os.urandom(size))
-
-    def known(at):
-        raw[at] ^= 1
-        path.write_bytes(raw)
-        os.utime(path, ns=(1, 1))
-        return _known_by(path)
-
-    places = {0, size - 1, min(size - 1, 1 << 20)}
-    if size > 2 << 20:
-        places |= set(range((1 << 20) + 70, size, (size - (1 << 20) - 4096) // 63 + 1))
-    found = [known(at) for at in sorted(places)]
-    assert len(set(found)) == len(found)
-    assert {each[:2] for each in found} == {(size, 1)}
-
-
-@pytest.mark.exhaustive
-def test_plans_reports_and_data_know_a_run_that_distils(megatrain, distilling, tmp_path):
-    file = distilling()
-    assert megatrain("plan", file, "--gpu", "4090").exit_code == 0
-    assert megatrain("data", file).exit_code == 0
-    trained(megatrain, file, tmp_path / "run")
-    assert megatrain("report", tmp_path / "run").exit_code == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -241,12 +212,6 @@ def test_a_streamed_reference_is_the_one_that_is_kept(
         torch.testing.assert_close(value, kept[name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_second_model_that_does_not_fit_is_refused(megatrain, distilling):
-    how = sets(loss__teacher_log_probs="streamed", engine__host_memory="1MiB")
-    result = megatrain("train", distilling(), *how)
-    assert result.exit_code == 3, result.output
-
-
 def assert_ranks_do_it(megatrain, file, tmp_path, *changed):
     """Two ranks begin, three go on, one of which has no row of a step; their run is that of one."""
     given = [part for each in (*CHANGED, *changed) for part in ("--set", each)]
@@ -294,18 +259,6 @@ def test_ranks_distil_as_one(megatrain, distilling, tmp_path, how):
     assert_ranks_do_it(megatrain, file, tmp_path)
     made = list(kept.glob("teacher-*/whole.json"))
     assert len(made) == (2 if how == "kept" else 0)
-
-
-@pytest.mark.parametrize(
-    ("loss", "row"),
-    [({"name": "dpo"}, pair), ({"name": "kto"}, rated)],
-    ids=["dpo", "kto"],
-)
-@pytest.mark.exhaustive
-def test_ranks_stream_a_reference_as_one(megatrain, preference_file, tmp_path, loss, row):  # noqa: F811
-    rows = [row(number) for number in range(20)]
-    file = preference_file(rows, reference="streamed", **loss)
-    assert_ranks_do_it(megatrain, file, tmp_path)
 
 
 @pytest.mark.parametrize("how", ["kept", "streamed"])

@@ -71,14 +71,6 @@ def read(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_data_of_replies_are_shown_as_such(megatrain, preference_file):
-    run = preference_file([pair(number) for number in range(8)], name="dpo")
-    result = megatrain("data", run, "--rows", 1)
-    assert result.exit_code == 0, result.output
-    assert "training: 12 replies (preferences) in 6 rows" in result.stdout
-    assert f"⟦{GOOD}" in result.stdout and f"⟦{BAD}" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("loss", "row"),
     few([({"name": "dpo"}, pair), ({"name": "kto"}, rated)]),

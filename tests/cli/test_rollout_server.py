@@ -1,7 +1,6 @@
 """Runs whose replies come from a server by its address: real sockets, a tiny model behind them."""
 
 import json
-import math
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain import Engine
-from megatrain.checkpoint import verify
-from megatrain.errors import InputError, RunFailed
+from megatrain.errors import RunFailed
 from megatrain.generate import Sampling, Server
 from tests.cli import test_rollouts
 from tests.cli.cases import sets
@@ -215,31 +213,6 @@ def test_an_address_needs_a_folder(megatrain, rollout_file):
     assert "rollout.server and rollout.server_weights go together" in result.stderr
 
 
-@pytest.mark.exhaustive
-def test_replies_that_the_server_draws_otherwise_count_by_their_ratios(
-    megatrain, file_of, served, tmp_path
-):
-    """What a server says lies 0.3 below the engine: each token's ratio is e^0.3, until a bound."""
-    served.faults |= {"far": 0.3, "at once": True}
-    how = {"training__steps": 1, "loss__loss_type": "grpo"}
-    norms, ratios = {}, {}
-    for mode in ("none", "token_truncate", "token_mask"):
-        clip = {"importance_sampling_clip_max": 1.2 if mode == "token_truncate" else 3.0}
-        file = file_of(importance_sampling_mode=mode, **clip)
-        folder = tmp_path / mode
-        result = megatrain("train", file, *sets(output__folder=str(folder), **how))
-        assert result.exit_code == 0, result.output
-        [record] = test_rollouts.read(folder)
-        norms[mode] = record["grad_norm"]
-        name = "sampling/importance_sampling_ratio/"
-        ratios[mode] = [v for key, v in record.items() if key.startswith(name)]
-    assert ratios["none"] == []
-    assert ratios["token_truncate"] == pytest.approx([1.2] * 3)
-    assert ratios["token_mask"] == pytest.approx([math.exp(0.3)] * 3, rel=1e-4)
-    assert norms["token_truncate"] == pytest.approx(1.2 * norms["none"], rel=1e-4)
-    assert norms["token_mask"] == pytest.approx(math.exp(0.3) * norms["none"], rel=1e-4)
-
-
 def test_replies_far_from_the_engine_are_not_learnt_from_unless_told(
     megatrain, file_of, served, tmp_path
 ):
@@ -323,24 +296,3 @@ def test_ranks_learn_from_the_replies_of_one_server(megatrain, file_of, served, 
 
 def _completions(served):
     return [json.dumps(body) for path, body in served.asked if path == "/v1/completions"]
-
-
-@pytest.mark.exhaustive
-def test_a_server_that_fails_or_cannot_be_used_is_told_by_all_ranks(
-    file_of, served, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    file = file_of()
-
-    def work(group):
-        with pytest.raises(RunFailed, match="other tokens than those of the prompt"):
-            run_of(file, str(tmp_path / "failed"))(group)
-        with pytest.raises(InputError, match="has files that no rollouts wrote"):
-            run_of(file, "never", f"rollout.server_weights={tmp_path}")(group)
-        with pytest.raises(InputError, match="it cannot be reached"):
-            run_of(file, "never", "rollout.server=http://127.0.0.1:9")(group)
-
-    served.faults = {"choice": {"prompt_token_ids": [1]}}
-    run_ranks(2, tmp_path, work)
-    assert not (tmp_path / "never").exists()
-    verify(tmp_path / "failed" / "checkpoints" / "step-00000001")

@@ -18,9 +18,8 @@ from megatrain.config import RolloutSection, load, step_loss
 from megatrain.errors import RunFailed
 from megatrain.train.rewards import Rewards, measured
 from megatrain.train.rollouts import _log_metric
-from tests.cli.cases import SENTENCES, sets, tiny_llama
+from tests.cli.cases import SENTENCES, sets
 from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
-from tests.families.tiny import tiny_config
 from tests.parity.ranks import run_ranks
 from tests.structure.source_tree import ROOT
 from tests.sweeps import few
@@ -221,22 +220,6 @@ def test_a_reward_is_learnt(megatrain, rollout_file, tmp_path, loss):
 
 
 @pytest.mark.exhaustive
-def test_replies_are_the_same_where_the_head_is_streamed_in_slices(
-    megatrain, rollout_file, tmp_path
-):
-    """Without a cache of keys and values, of prompts of several lengths."""
-    file, found = rollout_file({"name": "grpo"}), []
-    for placement in ({"max_stream_bytes": 31744}, {}):
-        folder = tmp_path / str(len(found))
-        how = sets(engine__placement=placement, output__folder=str(folder), training__steps=2)
-        assert megatrain("train", file, *how).exit_code == 0
-        found.append(read(folder))
-    for sliced, whole in zip(*found, strict=True):
-        assert sliced["rewards/short/mean"] == whole["rewards/short/mean"]
-        assert sliced["loss"] == pytest.approx(whole["loss"], abs=1e-6)
-
-
-@pytest.mark.exhaustive
 def test_the_reference_of_an_adapter_is_its_base(megatrain, rollout_file, tmp_path):
     file = rollout_file({"name": "grpo", "beta": 0.1})
     adapter = {"method": "lora", "r": 4, "target_modules": "all-linear"}
@@ -346,17 +329,6 @@ def test_what_functions_do_to_their_arguments_changes_nothing(megatrain, rollout
     assert first["completions/mean_length"] == first["rewards/untidy/mean"] > 0
 
 
-def test_the_card_of_an_export_says_how_replies_were_made(megatrain, rollout_file, tmp_path):
-    file = rollout_file({"name": "grpo"}, ["short"], top_p=0.9)
-    where = sets(rollout__rewards=[f"{tmp_path}/rewards.py:short"], training__steps=1)
-    assert megatrain("train", file, *where).exit_code == 0
-    assert megatrain("export", tmp_path / "run", tmp_path / "out").exit_code == 0
-    card = (tmp_path / "out" / "README.md").read_text()
-    told = yaml.safe_load(card.partition("```yaml\n")[2].partition("```")[0])
-    assert told["rollout"]["rewards"] == ["rewards.py:short"] and told["rollout"]["top_p"] == 0.9
-    assert str(tmp_path) not in card
-
-
 def test_replies_of_another_loss_are_not_learnt_from(megatrain, rollout_file):
     file = rollout_file({"name": "grpo", "beta": 0.1, "num_iterations": 2})
     assert megatrain("train", file, *sets(training__steps=1)).exit_code == 0
@@ -457,32 +429,6 @@ def test_rloo_learns_the_divergence_where_rewards_are_alike(megatrain, rollout_f
         assert norms[0] == 0 < norms[1] and (norms[2] > 0) == (beta > 0)
 
 
-DRAWS = {
-    "temperature": {"temperature": 0.01},
-    "top_p": {"top_p": 1e-6},
-    "top_k": {"top_k": 1},
-    "repetition_penalty": {"top_k": 1, "repetition_penalty": 1e9},
-}
-
-
-@pytest.mark.parametrize("setting", DRAWS)
-def test_replies_are_drawn_as_the_run_file_says(megatrain, rollout_file, tmp_path, setting):
-    def replies(**rollout):
-        file = rollout_file({"name": "grpo"}, **rollout)
-        (tmp_path / "rewards.py").write_text(NOTE)
-        (tmp_path / "noted").unlink(missing_ok=True)
-        again = sets(rollout__rewards=["rewards.py:note"], training__steps=1)
-        again += sets(output__folder=str(tmp_path / f"run-{len(list(tmp_path.iterdir()))}"))
-        assert megatrain("train", file, *again).exit_code == 0
-        (line,) = (tmp_path / "noted").read_text().splitlines()
-        return json.loads(line)[1]
-
-    groups = [replies(**DRAWS[setting])[at : at + 3] for at in range(0, 12, 3)]
-    assert all(reply == group[0] for group in groups for reply in group)
-    twice = any(len(set(reply)) < len(reply) for group in groups for reply in group)
-    assert not (twice and "repetition_penalty" in DRAWS[setting])
-
-
 def test_a_step_whose_replies_nobody_rewards_may_be_left_out(megatrain, rollout_file, tmp_path):
     file = rollout_file({"name": "grpo", "num_iterations": 2}, ["at_first"])
     result = megatrain("train", file, *sets(training__on_nonfinite="skip", training__steps=3))
@@ -499,42 +445,6 @@ def test_an_evaluation_whose_replies_nobody_rewards_is_told_of(megatrain, rollou
     result = megatrain("train", file, *held)
     assert result.exit_code == 0, result.output
     assert "rewarded any of 4 replies: this evaluation has no reward" in caplog.text
-
-
-def test_replies_are_made_by_a_model_with_a_loss_of_routers(megatrain, rollout_file):
-    experts = {"model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
-    file = rollout_file({"name": "grpo"})
-    tree = yaml.safe_load(file.read_text())
-    config = tiny_llama() | experts | {"tie_word_embeddings": False}
-    tree["model"] = {"config": config, "tokenizer": tree["model"]["path"]}
-    file.write_text(yaml.safe_dump(tree))
-    result = megatrain("train", file, *sets(training__steps=2))
-    assert result.exit_code == 0, result.output
-    assert all(record["aux_loss"] > 0 for record in read(file.parent / "run"))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", few(["jamba", "granitemoehybrid"]))
-def test_a_model_of_states_alone_learns_from_its_replies(
-    megatrain, rollout_file, base, tmp_path, family
-):
-    """The cache of transformers does not count its tokens, and the model's masks ask for them."""
-    known = json.loads((base / "config.json").read_text())["vocab_size"]
-    config = tiny_config(family, {"vocab_size": known, "max_position_embeddings": 256})
-    assert set(config.layer_types) == {"linear_attention"}
-    file = rollout_file({"name": "grpo"})
-    tree = yaml.safe_load(file.read_text())
-    tree["model"] = {"config": config.to_dict(), "tokenizer": str(base)}
-    file.write_text(yaml.safe_dump(tree))
-    result = megatrain("train", file, *sets(training__steps=2))
-    assert result.exit_code == 0, result.output
-    assert all(record["reward"] < 0 for record in read(tmp_path / "run"))
-
-
-def test_reward_functions_are_found_before_weights_are_read(megatrain, rollout_file, monkeypatch):
-    monkeypatch.setattr("megatrain.train.setup._engine", None)
-    result = megatrain("train", rollout_file({"name": "grpo"}, ["x"]))
-    assert "rewards.py has no function 'x'" in result.stderr
 
 
 REFUSED = {

@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 import resource
 import shutil
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -15,7 +12,6 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from megatrain.checkpoint import open_checkpoint
 from megatrain.cli import main
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train import resume
@@ -102,19 +98,6 @@ def test_a_schedule_is_not_asked_what_follows_the_last_step(megatrain, run_file,
     assert result.exit_code == 0, result.output
     result = megatrain("train", run_file, *chosen, *options, "--resume")
     assert result.exit_code == 0, result.output
-
-
-def test_the_attention_implementation_reaches_the_model(megatrain, run_file, monkeypatch):
-    from transformers.models.llama import modeling_llama
-
-    used = []
-    eager = modeling_llama.eager_attention_forward
-    monkeypatch.setattr(
-        modeling_llama, "eager_attention_forward", lambda *a, **k: used.append(1) or eager(*a, **k)
-    )
-    chosen = sets(model__attn_implementation="eager", training__steps=1, data__packing=False)
-    assert megatrain("train", run_file, *chosen).exit_code == 0
-    assert used
 
 
 def weights(folder):
@@ -206,28 +189,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_rows(
     assert {name for name in left if name.startswith(".")} == {".lock"}
 
 
-@pytest.mark.exhaustive  # as tests/reliability/test_signals.py, but with the command as it is typed
-def test_ctrl_c_ends_the_run_after_the_step_and_saves_it(run_file, tmp_path):
-    command = [sys.executable, "-m", "megatrain", "train", str(run_file)]
-    command += [*sets(training__steps=100000, training__eval_every=None, output__log_every=1)]
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    for line in process.stdout:
-        if line.startswith("step 3/"):
-            process.send_signal(signal.SIGINT)
-            break
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert "stopping after this step" in err
-    assert "stopped by SIGINT after step" in out
-    assert out.splitlines()[-1] == f"  megatrain train {tmp_path / 'run'} --resume"
-    assert not (tmp_path / "run" / "model").exists()
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
-    assert open_checkpoint(checkpoint).extra["step"] >= 3
-
-
 def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):
     folder, _ = trained
     out = tmp_path / "exported"
@@ -261,15 +222,6 @@ def test_generate_reads_a_run_that_has_not_ended(megatrain, trained, tmp_path, c
     assert caplog.text.count("the run has not ended") == 1
 
 
-def test_what_a_resumed_run_does_otherwise_is_said_once(megatrain, run_file, caplog):
-    """Of the checkpoint that it goes on from, not of all."""
-    chosen = sets(training__steps=2, checkpoint__every=1, training__eval_every=None)
-    assert megatrain("train", run_file, *chosen).exit_code == 0
-    longer = sets(training__steps=3, training__eval_every=None)
-    assert megatrain("train", run_file, *longer, "--resume").exit_code == 0
-    assert caplog.text.count("resume: training.steps was 2, is 3 now") == 1
-
-
 def test_a_choice_that_the_optimizer_was_not_made_with_is_refused(megatrain, run_file, monkeypatch):
     """Of a key that is newer than the run nothing is known but what its rule is."""
     muon = {"name": "muon", "lr": 1e-2}
@@ -299,17 +251,6 @@ def test_an_export_onto_a_full_disk_leaves_nothing(trained, tmp_path, monkeypatc
     assert ended.value.code == 4 and said.count("megatrain: error:") == 1, said
     assert "cannot be written" in said and "Traceback" not in said
     assert not list(tmp_path.iterdir())
-
-
-def test_greedy_generation_is_what_transformers_generates(megatrain, trained):
-    folder, _ = trained
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    batch = tokenizer("the cat", return_tensors="pt")
-    expected = model.generate(**batch, max_new_tokens=8, do_sample=False)
-    options = ["--prompt", "the cat", "--max-new-tokens", "8", "--temperature", "0"]
-    result = megatrain("generate", folder, *options, "--device", "cpu", "--precision", "fp32")
-    assert result.stdout.strip() == tokenizer.decode(expected[0], skip_special_tokens=True).strip()
 
 
 def test_a_streamed_run_keeps_no_tokens_and_is_resumed_exactly(

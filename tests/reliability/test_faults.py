@@ -8,7 +8,6 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
 import time
 
 import pytest
@@ -18,10 +17,8 @@ from megatrain.telemetry.metrics import read_metrics
 from tests.cli.cases import sets
 from tests.reliability.cases import (
     AT_STEP,
-    checkpoint_steps,
     logged,
     model_bytes,
-    toy_run,
 )
 
 SLOW = pytest.mark.exhaustive
@@ -81,51 +78,6 @@ opening.prepare = both
     codes = sorted(process.wait() for process in both)
     assert codes == [0, 2], [process.output for process in both]
     assert model_bytes(run.parent / "run") == model_bytes(whole)
-
-
-@SLOW
-def test_a_run_that_is_prepared_while_another_one_takes_its_folder_is_refused(start, run, whole):
-    waiting = """
-import pathlib, time
-import megatrain.train.opening as opening
-prepare = opening.prepare
-def late(*args, **named):
-    print("PHASE", flush=True)
-    while not pathlib.Path({model!r}).exists():
-        time.sleep(0.01)
-    return prepare(*args, **named)
-opening.prepare = late
-"""
-    model = run.parent / "run" / "model"
-    second = start(waiting.format(model=str(model)))
-    second.until("PHASE")
-    start().finish()
-    failed_with(second, 2, "holds a finished run; choose another folder")
-    assert model_bytes(run.parent / "run") == model_bytes(whole)
-
-
-@SLOW
-def test_runs_that_begin_in_one_second_have_folders_of_their_own(
-    zygote, tmp_path, tokenizer_folder
-):
-    """As in a loop over learning rates that starts them all at once."""
-    run = toy_run(tmp_path, tokenizer_folder, output__folder=None)
-    together = """
-import datetime, os
-import megatrain.run_folder.layout as folders
-class Still(datetime.datetime):
-    now = classmethod(lambda kind: kind(2026, 1, 1, 23, 59, 59))
-folders.datetime = Still
-os.chdir({place!r})
-"""
-    before = together.format(place=str(tmp_path))
-    both = [zygote.start("train", run, log=tmp_path / f"{i}", before=before) for i in range(2)]
-    for process in both:
-        process.finish()
-    names = sorted(path.name for path in (tmp_path / "runs").iterdir())
-    assert names == ["run-20260101-235959", "run-20260102-000000"]
-    models = {model_bytes(tmp_path / "runs" / name) for name in names}
-    assert len(models) == 1
 
 
 @pytest.mark.exhaustive
@@ -191,13 +143,6 @@ at = lambda step: os.write(2, b"a warning of a library")
     assert model_bytes(tmp_path / "run") == model_bytes(whole)
 
 
-@pytest.mark.exhaustive
-def test_an_output_without_the_letters_of_a_name_does_not_end_the_run(start, run):
-    fault = "import sys; sys.stdout.reconfigure(encoding='ascii')"
-    out = start(fault, *sets(output__folder=str(run.parent / "Käse"))).finish()
-    assert r"the model is in " in out and r"K\xe4se" in out
-
-
 def test_a_model_that_cannot_be_written_loses_no_step(start, goes_on):
     fault = """
 import errno
@@ -208,23 +153,6 @@ loop.write_model = full
 """
     out = failed_with(start(fault, *sets(checkpoint__at_end=False)), 4, "No space left on device")
     assert "the state after step 8 is saved" in out
-    goes_on()
-
-
-@SLOW
-def test_a_configuration_that_cannot_be_written_is_named(start, goes_on, run):
-    fault = """
-import os
-import megatrain.train.loop as loop
-describe = loop.describe_run
-def hindered(folder, *arguments):
-    os.mkdir(folder / ".config.yaml.partial")
-    describe(folder, *arguments)
-loop.describe_run = hindered
-"""
-    folder = run.parent / "run"
-    failed_with(start(fault), 4, f"{folder}: cannot be written to or read: {folder}/.config.yaml")
-    (folder / ".config.yaml.partial").rmdir()
     goes_on()
 
 
@@ -271,64 +199,6 @@ def at(step):
     assert "going on after step 3" in goes_on()
 
 
-@SLOW
-def test_a_last_checkpoint_that_cannot_be_written_is_not_tried_again(start, run):
-    fault = (
-        AT_STEP
-        + """
-import resource
-def at(step):
-    if step == 8:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (105_000, limit))  # room for the model only
-"""
-    )
-    out = start(fault, *sets(checkpoint__every=None)).finish()
-    assert "cannot save the checkpoint of step 8" in out and "the run goes on\n" in out
-
-
-@SLOW
-def test_a_disk_that_is_full_when_the_run_is_stopped_is_an_error(start, goes_on):
-    fault = (
-        AT_STEP
-        + """
-import os, resource, signal
-def at(step):
-    if step == 5:
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limit))
-        os.kill(os.getpid(), signal.SIGTERM)
-"""
-    )
-    failed_with(start(fault), 4, "cannot save the checkpoint of step 5")
-    assert "going on after step 3" in goes_on()
-
-
-@SLOW
-def test_a_small_disk(zygote, tokenizer_folder, tmp_path, whole):
-    """The whole run on a file system that has room for one checkpoint and no more."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", disk])
-    if mounted.returncode:
-        pytest.skip("mounting is not permitted")
-    try:
-        run = toy_run(tmp_path / "files", tokenizer_folder, **CHOICES)
-        arguments = ["train", run, *sets(output__folder=str(disk / "run"))]
-        process = zygote.start(*arguments, log=tmp_path / "log")
-        process.wait()
-        assert "No space left on device" in process.output or "the disk has" in process.output
-        for step in checkpoint_steps(disk / "run"):
-            verify(disk / "run" / "checkpoints" / f"step-{step:08d}")
-        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
-        arguments.append("--resume")
-        zygote.start(*arguments, log=tmp_path / "log2").finish()
-        assert logged(disk / "run") == logged(whole)
-        assert model_bytes(disk / "run") == model_bytes(whole)
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
 CHANGES = {
     "cut short": "os.truncate(path, 100)",
     "overwritten": "open(path, 'r+b').write(b'1234')",
@@ -354,23 +224,6 @@ def at(step):
     (step,) = {int(line.split()[5]) for line in out.splitlines() if "is saved; --resume" in line}
     assert step >= 4  # rows of two steps were read ahead
     assert "made again" in goes_on()
-
-
-@pytest.mark.exhaustive
-def test_data_that_vanish_are_still_read(start, run, whole):
-    """The tokens stay open; the text that they were made of is not needed any more."""
-    fault = (
-        AT_STEP
-        + f"""
-import shutil, os
-def at(step):
-    if step == 3:
-        os.unlink({str(run.parent / "rows.jsonl")!r})
-        shutil.rmtree({str(run.parent / "cache")!r})
-"""
-    )
-    start(fault).finish()
-    assert model_bytes(run.parent / "run") == model_bytes(whole)
 
 
 def test_data_that_vanished_are_named_on_resume(start, run):
@@ -537,18 +390,3 @@ def test_a_spike_is_left_out(start, run):
     shutil.rmtree(run.parent / "run" / "checkpoints" / "step-00000060")
     start("", "--resume", *choices).finish()
     assert logged(run.parent / "run") == whole
-
-
-@pytest.mark.exhaustive
-def test_the_time_of_day_does_not_matter(start, run, whole):
-    """It jumps at each look; only names and measurements of speed know time at all."""
-    fault = """
-import itertools, time
-jumps = itertools.cycle([0.0, 4e9, -3600.0, 1.0])
-time.time = lambda: next(jumps)
-time.time_ns = lambda: int(next(jumps) * 1e9)
-"""
-    start(fault).finish()
-    assert logged(run.parent / "run") == logged(whole)
-    first = next(iter(read_metrics(run.parent / "run" / "metrics.jsonl")))
-    assert first["seconds"] > 0

@@ -115,20 +115,6 @@ def test_another_learning_rate_and_other_states_are_taken_on_resume(whole, cut, 
     assert out.count("the optimizer's state is converted (states fp32 to int8)") == 1
 
 
-@pytest.mark.exhaustive
-def test_rates_of_their_own_stay_on_resume(tmp_path, tokenizer_folder, zygote):
-    """Muon's `adamw_lr`, of what is no matrix."""
-    rule = {"optimizer__name": "muon", "optimizer__adamw_lr": 1e-4}
-    whole, cut = (toy_run(tmp_path / name, tokenizer_folder, **rule) for name in ("whole", "cut"))
-    zygote.start("train", whole, log=tmp_path / "log").finish()
-    zygote.start("train", cut, log=tmp_path / "log1", before=stopped_in(4)).finish()
-    assert checkpoint_steps(cut.parent / "run") == [4]
-    zygote.start("train", cut, "--resume", log=tmp_path / "log2").finish()
-    assert logged(cut.parent / "run") == logged(whole.parent / "run")
-    assert model_bytes(cut.parent / "run") == model_bytes(whole.parent / "run")
-    assert max(record.get("lr", 0) for record in logged(whole.parent / "run")) == 0.01
-
-
 @pytest.mark.parametrize(
     ("change", "name"),
     [

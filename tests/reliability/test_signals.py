@@ -12,7 +12,6 @@ from tests.reliability.cases import (
     checkpoint_steps,
     logged,
     model_bytes,
-    stopped_in,
 )
 from tests.sweeps import few
 
@@ -184,16 +183,6 @@ def test_usr1_is_heard_after_a_compiler_has_taken_it(run, tmp_path, start, go):
 
 
 @pytest.mark.exhaustive
-def test_an_evaluation_waits_for_the_resume(whole, run, tmp_path, start):
-    """Whoever stops a run has little time."""
-    out = start(stopped_in(step=2)).finish()
-    assert "after step 2 and saved" in out
-    assert not any("eval_loss" in record for record in logged(tmp_path / "run"))
-    start("", "--resume").finish()
-    assert logged(tmp_path / "run") == logged(whole)
-
-
-@pytest.mark.exhaustive
 def test_a_signal_ends_a_long_evaluation(zygote, tmp_path, start, go):
     """It may be longer than a machine waits; the resumed run makes up for it."""
     choices = sets(data__eval_fraction=0.5)  # five parts
@@ -208,12 +197,6 @@ def test_a_signal_ends_a_long_evaluation(zygote, tmp_path, start, go):
     assert "6 steps done" in again
     evaluated = [record["step"] for record in logged(tmp_path / "run") if "eval_loss" in record]
     assert evaluated == [2, 4, 6]
-
-
-@pytest.mark.exhaustive
-def test_the_last_step_is_saved_although_a_save_is_going_on(run, tmp_path, start):
-    start(slow("save", 0.5), *sets(checkpoint__every=5)).finish()
-    assert checkpoint_steps(tmp_path / "run") == [5, 6]
 
 
 TERMINAL = (
