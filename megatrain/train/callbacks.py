@@ -5,13 +5,11 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from megatrain.compat.transformers import exports_state
-from megatrain.config import Config
 from megatrain.data import StreamLoader
 from megatrain.errors import InputError, first_line
 from megatrain.parallel.distributed import local_rank
@@ -46,18 +44,18 @@ class Callbacks:
     Each of several ranks calls its own; what one asks for is done by all.
     """
 
-    def __init__(self, callbacks: Sequence[Any], job: Job, config: Config, folder: Path) -> None:
+    def __init__(self, callbacks: Sequence[Any], job: Job) -> None:
         """Prepare callbacks, or classes of them.
 
         Raises InputError: one is no `TrainerCallback`, or has an event that never comes.
         """
-        names, resumed = names_of(callbacks), job.resumed
+        names, resumed, config = names_of(callbacks), job.resumed, job.config
         before = resumed.callbacks.get("names") if resumed else None
         if before not in (None, names):
             log.warning("resume: callbacks were %s, and are %s now", before, names)
         self._all = _checked(callbacks)
-        self._arguments = _arguments(config, folder, job) if self._all else None
-        self._job, self._folder, self._log_every = job, folder, config.output.log_every
+        self._arguments = _arguments(job) if self._all else None
+        self._job, self._log_every = job, config.output.log_every
         self._saves_best = config.checkpoint.best is not None
         total, rows = job.total_steps, config.training.batch_size
         of_a_stream = isinstance(job.loader, StreamLoader)  # nobody knows how long it is
@@ -226,7 +224,7 @@ class Callbacks:
         """The best state so far; after `evaluated`, as in Trainer."""
         self._state.best_metric, self._state.best_global_step = value, step
         if self._saves_best:
-            self._state.best_model_checkpoint = str(checkpoint_folder(self._folder, step))
+            self._state.best_model_checkpoint = str(checkpoint_folder(self._job.folder, step))
 
     def saved(self, step: int) -> None:
         """The checkpoint of `step` is whole; later ones may have been taken meanwhile."""
@@ -282,9 +280,9 @@ def _metrics(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**metrics, "eval_runtime": metrics.get("eval_seconds")}
 
 
-def _arguments(config: Config, folder: Path, job: Job) -> Any:
+def _arguments(job: Job) -> Any:
     """The run's settings under the names that callbacks know."""
-    total_steps = job.total_steps
+    config, folder, total_steps = job.config, job.folder, job.total_steps
     settings, every = config.optimizer.settings, config.checkpoint.every
     arguments = TrainingArguments(
         output_dir=str(folder),

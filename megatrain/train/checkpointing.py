@@ -3,11 +3,9 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from megatrain.base.whole_files import flush
 from megatrain.checkpoint import Saving, rotate
-from megatrain.config import CheckpointSection
 from megatrain.errors import InputError, MegatrainError, RunFailed, StepRefused
 from megatrain.run_folder.layout import CHECKPOINTS, METRICS, checkpoint_folder, checkpoints
 from megatrain.train.resume import RunState
@@ -28,8 +26,6 @@ class Checkpointing:
     def __init__(
         self,
         job: Job,
-        run: Path,
-        settings: CheckpointSection,
         saved: int,
         best: Callable[[], int | None] = lambda: None,
         call: Callable[[int], None] = lambda step: None,
@@ -41,7 +37,7 @@ class Checkpointing:
             best: the step of the best state that has a checkpoint, which stays.
             call: is called with the step of a checkpoint when it is whole.
         """
-        self._job, self._run, self._settings = job, run, settings
+        self._job, self._run, self._settings = job, job.folder, job.config.checkpoint
         self._best, self._call = best, call
         self.saved = saved
         self._running: tuple[int, Saving] | None = None

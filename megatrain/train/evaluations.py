@@ -37,11 +37,11 @@ class Evaluations:
     def __init__(
         self,
         job: Job,
-        config: Config,
         metrics: MetricsWriter,
         logged: Sequence[Mapping[str, Any]],
         signals: Signals,
     ) -> None:
+        config = job.config
         self._job, self._engine, self._metrics, self._signals = job, job.engine, metrics, signals
         self._loss = step_loss(config.loss, config.rollout)
         # As many rows at once as a step has: more would take memory that no plan counts.

@@ -28,6 +28,7 @@ from megatrain.run_folder.layout import (
     checkpoints,
     early_end,
     load_run,
+    model_steps,
     note_finished,
 )
 from megatrain.source.write_model import write_saved
@@ -130,13 +131,14 @@ def train(
             config = config.model_copy(update={"tracking": type(config.tracking)()})
         with signals.interruptible():
             check_trackers(config)
-            folder, job = open_run(config, name, stack, resume=resume, ranks=ranks)
-        if isinstance(job, int):
-            return Outcome(folder, job, early=early_end(folder))
+            job = open_run(config, name, stack, resume=resume, ranks=ranks)
+        if isinstance(job, Path):
+            return Outcome(job, model_steps(job) or 0, early=early_end(job))
         try:
-            return _run(job, config, folder, signals, callbacks)
+            return _run(job, signals, callbacks)
         except OSError as error:
-            raise RunFailed(f"{folder}: cannot be written to or read: {told(error)}") from error
+            message = f"{job.folder}: cannot be written to or read: {told(error)}"
+            raise RunFailed(message) from error
 
 
 def _as_started(config: Config, ranks: Ranks) -> Config:
@@ -155,14 +157,12 @@ def _as_started(config: Config, ranks: Ranks) -> Config:
     return config.model_copy(update={"engine": engine})
 
 
-def _run(
-    job: Job, config: Config, folder: Path, signals: Signals, callbacks: Sequence[Any]
-) -> Outcome:
-    first = job.resumed.step if job.resumed else 0
+def _run(job: Job, signals: Signals, callbacks: Sequence[Any]) -> Outcome:
+    folder, first = job.folder, job.resumed.step if job.resumed else 0
     log.info("%s %s", f"going on after step {first} in" if first else "writing to", folder)
-    called = Callbacks(callbacks, job, config, folder)
-    with closing(Trackers(config, folder, first)) as trackers:
-        run, best = _Run(job, config, folder, signals, trackers, called), None
+    called = Callbacks(callbacks, job)
+    with closing(Trackers(job.config, folder, first)) as trackers:
+        run, best = _Run(job, signals, trackers, called, first), None
         try:
             run.take_steps()
             done = run.steps.done == job.total_steps or run.early is not None
@@ -185,33 +185,24 @@ class _Run:
     """The parts of a run, and what is done after each of its steps."""
 
     def __init__(
-        self,
-        job: Job,
-        config: Config,
-        folder: Path,
-        signals: Signals,
-        trackers: Trackers,
-        callbacks: Callbacks,
+        self, job: Job, signals: Signals, trackers: Trackers, callbacks: Callbacks, first: int
     ) -> None:
-        self._job, self._config, self._folder = job, config, folder
+        self._job, self._config, self._folder = job, job.config, job.folder
         self.signals, self.callbacks = signals, callbacks
-        first = job.resumed.step if job.resumed else 0
-        devices = job.ranks.all_gather_object(
-            (str(job.engine.device.torch_device), not local_rank(job.ranks.host))
-        )
-        from_first(job.ranks, lambda: describe_run(folder, config, job, devices))
-        self._logged = from_first(job.ranks, lambda: cut_metrics(folder / METRICS, first))
-        path = Path(os.devnull) if job.ranks.rank else folder / METRICS
-        metrics = MetricsWriter(path, also=[trackers.log])
-        every, left = config.output.timeline_every, job.total_steps - first
-        recorded = (0, None) if job.ranks.rank else (left, every)
-        self.timeline = RunTimeline(job.engine.recording, folder, *recorded)
-        self.steps = Steps(job, config, metrics, self.timeline)
-        self.watch = Watch(config, ())
-        self.checkpoints = Checkpointing(
-            job, folder, config.checkpoint, first, self.best_kept, callbacks.saved
-        )
-        self.evaluations = Evaluations(job, config, metrics, self._logged, signals)
+        is_first = job.ranks.rank == 0
+        device = str(job.engine.device.torch_device), not local_rank(job.ranks.host)
+        devices = job.ranks.all_gather_object(device)
+        from_first(job.ranks, lambda: describe_run(job, devices))
+        log_file = self._folder / METRICS
+        self._logged = from_first(job.ranks, lambda: cut_metrics(log_file, first))
+        metrics = MetricsWriter(log_file if is_first else Path(os.devnull), also=[trackers.log])
+        left = job.total_steps - first if is_first else 0
+        every = self._config.output.timeline_every if is_first else None
+        self.timeline = RunTimeline(job.engine.recording, self._folder, left, every)
+        self.steps = Steps(job, metrics, self.timeline)
+        self.watch = Watch(self._config, ())
+        self.checkpoints = Checkpointing(job, first, self.best_kept, callbacks.saved)
+        self.evaluations = Evaluations(job, metrics, self._logged, signals)
 
     @property
     def state(self) -> RunState:
@@ -309,7 +300,7 @@ class _Run:
                     log.warning("the state of step %d was better, but is not kept", best_of_all)
             elif config.checkpoint.load_best:
                 log.warning("no evaluated state has a checkpoint: the model is that of the last")
-            write_model(self._job, self._folder, None if step == steps else step)
+            write_model(self._job, None if step == steps else step)
             if self._job.ranks.rank == 0:
                 note_finished(self._folder, config, steps, best=best, early=self.early)
         if best is None or step == steps:
@@ -317,14 +308,12 @@ class _Run:
         return f"step {step}, the best ({config.watched} {best[config.watched]:.4g}),"
 
 
-def describe_run(
-    folder: Path, config: Config, job: Job, devices: Sequence[tuple[str, bool]]
-) -> None:
+def describe_run(job: Job, devices: Sequence[tuple[str, bool]]) -> None:
     """Write the resolved configuration, which makes the folder a run's, and where it is done.
 
     Args: `devices`: the name of each rank's device, and True for the first rank of a host.
     """
-    write_file(folder / CONFIG, config.as_yaml())
+    write_file(job.folder / CONFIG, job.config.as_yaml())
     record = environment(devices[0][0]) | {
         "devices": [name for name, _ in devices],
         "ranks": len(devices),
@@ -336,25 +325,26 @@ def describe_run(
         "disk_bytes": job.engine.memory()["disk_bytes"],
         "data": job.kind,
     }
-    write_file(folder / ENVIRONMENT, json.dumps(record, indent=2) + "\n")
+    write_file(job.folder / ENVIRONMENT, json.dumps(record, indent=2) + "\n")
     if job.references is not None:
-        job.references.write(folder)
+        job.references.write(job.folder)
 
 
-def write_model(job: Job, run: Path, step: int | None) -> None:
+def write_model(job: Job, step: int | None) -> None:
     """Write the model and its tokenizer, whole or not at all; an earlier one is replaced.
 
     Args: `step`: the model is that of the checkpoint of this step; None: as it is now.
     """
+    folder = job.folder / MODEL
     if job.ranks.rank:
         if step is None:
-            job.engine.save_pretrained(run / MODEL)  # which rank 0 writes
+            job.engine.save_pretrained(folder)  # which rank 0 writes
         return
-    with whole_folder(run / MODEL, replace=True) as partial:
+    with whole_folder(folder, replace=True) as partial:
         if step is None:
             job.engine.save_pretrained(partial)
         else:
-            write_saved(open_checkpoint(checkpoint_folder(run, step)), partial)
+            write_saved(open_checkpoint(checkpoint_folder(job.folder, step)), partial)
         job.write_tokenizer(partial)
 
 

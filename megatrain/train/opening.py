@@ -51,11 +51,10 @@ log = logging.getLogger(__name__)
 
 def open_run(
     config: Config, name: str, stack: ExitStack, *, resume: bool, ranks: Ranks = ALONE
-) -> tuple[Path, Job | int]:
-    """The folder of a run, locked, and its job, ready for the next step; `stack` gives both back.
+) -> Job | Path:
+    """A run in its folder, which is locked, ready for the next step; `stack` gives both back.
 
-    Of a run that has ended the number of its steps takes the place of the job. Of several `ranks`
-    the first one makes and locks the folder.
+    Of a run that has ended its folder. Of several `ranks` the first one makes and locks the folder.
 
     Raises:
         InputError: configuration, data, model, folder or checkpoint cannot be used.
@@ -64,15 +63,15 @@ def open_run(
     wanted = config.output.folder
     earlier = from_first(ranks, lambda: run_to_resume(wanted, name) if resume else None)
     if earlier is not None:
-        return earlier, _open_earlier(earlier, config, stack, ranks)
+        return _open_earlier(earlier, config, stack, ranks)
     from_first(ranks, lambda: new_run_folder(wanted, name))  # a mistake in it is known at once
     if resume:
         log.info("no earlier run of that name: this one begins")
     job = prepare(config, ranks=ranks)
     stack.callback(job.close)
-    folder = from_first(ranks, lambda: _made_folder(config, name, stack))
-    check_folder(ranks, folder)
-    return folder, job
+    job.folder = from_first(ranks, lambda: _made_folder(config, name, stack))
+    check_folder(ranks, job.folder)
+    return job
 
 
 def _made_folder(config: Config, name: str, stack: ExitStack) -> Path:
@@ -82,15 +81,16 @@ def _made_folder(config: Config, name: str, stack: ExitStack) -> Path:
     return folder
 
 
-def _open_earlier(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) -> Job | int:
+def _open_earlier(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) -> Job | Path:
     from_first(ranks, lambda: stack.enter_context(locked(folder)))
     check_folder(ranks, folder)
-    if (done := finished_steps(folder, config)) is not None:
+    if finished_steps(folder, config) is not None:
         check_config(config, read_yaml(folder / CONFIG), folder / CONFIG)
-        return done
+        return folder
     require_folder(folder / CHECKPOINTS)
     from_first(ranks, lambda: put_right(folder / CHECKPOINTS))
     job = _go_on(folder, config, ranks)
+    job.folder = folder
     stack.callback(job.close)
     begun = from_first(ranks, lambda: (folder / ENVIRONMENT).exists())
     if job.resumed is not None and job.resumed.step == job.total_steps and not begun:

@@ -69,6 +69,7 @@ class Job:
     """A run ready to start; whoever holds it closes it.
 
     Attributes:
+        folder: of the run, once it is made.
         own_tokenizer: True if the tokenizer is another than that in the model's folder.
         ends: tokens that end what is taught, which the model may not know yet.
         kind: texts, chats, or the kind of replies that are trained.
@@ -79,6 +80,7 @@ class Job:
         stack: gives back the loader's thread and the memory of all engines.
     """
 
+    config: Config
     tokenizer: PreTrainedTokenizerBase
     own_tokenizer: bool
     ends: list[int]
@@ -93,6 +95,7 @@ class Job:
     ranks: Ranks = ALONE
     rollouts: Rollouts | None = None
     second: SecondModel | None = None
+    folder: Path = Path()
     stack: ExitStack = field(default_factory=ExitStack)
 
     def write_tokenizer(self, folder: Path) -> None:
@@ -173,12 +176,8 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         return begun_model(config, begun(), tokenizer, ranks.host)
 
     references = prepare_replies(config, engine, sets, rows, start, ranks, begun_engine) or known
-    log.info(
-        "model: %s parameters on %s, placement: %s",
-        f"{engine.num_parameters:,}",
-        engine.device.torch_device,
-        engine.placement,
-    )
+    size, device = f"{engine.num_parameters:,}", engine.device.torch_device
+    log.info("model: %s parameters on %s, placement: %s", size, device, engine.placement)
     rollouts = None
     if config.loss.kind == "prompts":
         reference = stack.enter_context(begun_engine()) if config.loss.beta else None
@@ -189,6 +188,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
             rollouts.load_state_dict(start.state.rollouts)
             rollouts.step = start.state.step
     return Job(
+        config=config,
         tokenizer=tokenizer,
         own_tokenizer=config.model.chat_template is not None
         or config.model.eos_token is not None
@@ -219,15 +219,8 @@ def _schedule(
     if optimizer is None:
         return schedule
     rates, optimizer.restored_rates = optimizer.restored_rates, None
-    if (
-        saved
-        and rates
-        and state is not None
-        and not (
-            state.differs(config, "schedule")
-            or state.differs(config, "training", "steps", "epochs")
-        )
-    ):
+    goes_on = state is not None and not state.differs(config, "training", "steps", "epochs")
+    if saved and rates and state and goes_on and not state.differs(config, "schedule"):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate  # of the next step
     return schedule
@@ -271,12 +264,8 @@ def _loader(config: Config, training: PackedDataset | RowStream | Prompts) -> St
     if isinstance(training, Prompts):
         log.info("data: %s prompts", f"{len(training):,}")
     else:
-        log.info(
-            "data: %s tokens in %s rows, %.0f%% full",
-            f"{training.num_tokens:,}",
-            f"{len(training):,}",
-            100 * training.fill,
-        )
+        size = f"{training.num_tokens:,} tokens in {len(training):,} rows"
+        log.info("data: %s, %.0f%% full", size, 100 * training.fill)
     if rows > len(training):
         log.warning(
             "a step takes training.batch_size %d rows, and the data has only %d: it takes each "
@@ -293,10 +282,9 @@ def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -
     fitting = max(1, usual_micro_batch(config.data.sequence_length) // lines)
     before = None if start is None else start.state.data.get("rows_per_micro_batch")
     chosen = engine.micro_batch and max(1, engine.micro_batch // lines)
-    for rows in (config.training.micro_batch_size, before, chosen):
-        if isinstance(rows, int) and rows > 0:
-            return min(rows, config.training.batch_size)
-    return min(fitting, config.training.batch_size)
+    choices = (config.training.micro_batch_size, before, chosen, fitting)
+    rows = next(rows for rows in choices if isinstance(rows, int) and rows > 0)
+    return min(rows, config.training.batch_size)
 
 
 def _go_to(loader: StepLoader, start: Start | None, total_steps: int) -> int:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from megatrain.config import Config, TrainingSection, step_loss
+from megatrain.config import TrainingSection, step_loss
 from megatrain.data import Step
 from megatrain.errors import (
     DoesNotFit,
@@ -42,9 +42,8 @@ class Steps:
         state: of the run after those, for a checkpoint, beside the engine's state.
     """
 
-    def __init__(
-        self, job: Job, config: Config, metrics: MetricsWriter, timeline: RunTimeline
-    ) -> None:
+    def __init__(self, job: Job, metrics: MetricsWriter, timeline: RunTimeline) -> None:
+        config = job.config
         self._job, self._metrics, self._timeline = job, metrics, timeline
         gpu = find_gpu(str(job.engine.device.torch_device))
         counts = gpu is not None and config.engine.precision == "bf16"

@@ -50,9 +50,9 @@ def evaluated(
     )
     training = SimpleNamespace(eval_every=1, batch_size=rows_per_step, samples=None)
     metrics: Any = SimpleNamespace(write=lambda **record: written.update(record))
-    config = cast(Any, SimpleNamespace(training=training, loss=LossSection(), rollout=None))
+    job.config = cast(Any, SimpleNamespace(training=training, loss=LossSection(), rollout=None))
     signals: Any = SimpleNamespace(stop=stop)
-    evaluations = Evaluations(job, config, metrics, [], signals)
+    evaluations = Evaluations(job, metrics, [], signals)
     evaluations.after(1, lambda line: None, final=total == 1)
     return written.get("eval_loss"), engine.sizes
 
