@@ -16,7 +16,6 @@ from transformers import (
 )
 
 from megatrain import AdamW, Engine, InputError
-from megatrain.model import build
 from tests.checkpoint.cases import batches, engine_of
 from tests.families.tiny import tiny_model
 from tests.parity.cases import llama
@@ -270,15 +269,3 @@ def test_code_that_came_with_a_folder_goes_along_and_of_a_module_is_refused(
     module = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     with pytest.raises(InputError, match="OwnModel cannot be built .*folder that has its code"):
         engine_of(model=module)
-
-
-def test_opening_makes_a_model_of_its_configuration_once(monkeypatch) -> None:
-    """What is compared with it also tells the dtypes of its tensors."""
-    made, model_of = [], build.model_of
-    monkeypatch.setattr(
-        build,
-        "model_of",
-        lambda *given, **options: made.append(given) or model_of(*given, **options),
-    )
-    engine_of().close()
-    assert len(made) == 1

@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 from megatrain import Engine, InputError
 from megatrain.checkpoint.manifest import read_checkpoint
 from megatrain.compat.transformers import attention_of
-from megatrain.model.document_check import check_documents, comparisons
+from megatrain.model.document_check import check_documents
 from megatrain.model.documents import is_packed
 from megatrain.model.probe import spec
 from megatrain.source import state_io
@@ -260,10 +260,6 @@ def test_rows_of_one_kind_of_token_hide_nothing() -> None:
         engine.step([micro])
 
 
-def test_of_documents_of_one_token_nothing_is_tried() -> None:
-    assert not comparisons(row(1, 1, rows=3))  # no token is predicted that could see another
-
-
 @pytest.mark.parametrize("tokens", [3, 9])
 def test_documents_of_one_token_are_no_row_without_labels(tokens: int) -> None:
     """As in a row that only fills a micro-batch up: nothing of it is predicted."""
@@ -303,25 +299,3 @@ def test_weights_that_hide_what_is_before_a_token_are_tried_again() -> None:
     engine.step([row(9, 20)])
     with pytest.raises(InputError, match=REFUSED):
         engine.step([row(9, 20)])
-
-
-@pytest.mark.parametrize("lengths", [(1, 2), (2, 5), (9, 1, 4), (17, 300), (50, 51, 52, 53)])
-@pytest.mark.parametrize("token", [None, 0])
-def test_what_is_tried(lengths: tuple[int, ...], token: int | None) -> None:
-    """Rows of documents of which some change in every token, and others in none."""
-    micro = row(*lengths, rows=3)
-    if token is not None:
-        micro["input_ids"].fill_(token)
-    tried = comparisons(micro)
-    assert list(lengths) in [each.lengths for each in tried]
-    for each in tried:
-        assert sum(each.lengths) == sum(lengths)
-        assert min(each.lengths) > 0
-        one, other = each.micro_batches
-        for made in (one, other):
-            assert all(tensor.shape == (2, sum(lengths)) for tensor in made.values())
-            assert (made["labels"] == -100).sum() == 2 * len(each.lengths)
-            assert is_packed(made)
-        changed = one["input_ids"] != other["input_ids"]
-        assert torch.equal(changed, each.changed_T.expand_as(changed))
-        assert 0 < each.changed_T.sum() < sum(lengths)

@@ -15,7 +15,6 @@ from megatrain.device import Recording
 from megatrain.engine.host_memory_guard import HostMemoryGuard
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, LabelSmoothing, Loss
-from megatrain.model.sequence_attention import repeated
 from megatrain.model.trained import Trained
 from tests.families.plain import Step
 from tests.families.tiny import tiny_model
@@ -227,21 +226,6 @@ def test_ranks_agree_what_is_computed_again(tmp_path: Path) -> None:
             return engine.step(step).loss
 
     assert run_ranks(2, tmp_path, work) == pytest.approx([work(None)] * 2, rel=2e-6)
-
-
-@pytest.mark.parametrize(("heads", "given"), [(12, 1), (12, 2), (12, 3), (12, 4), (12, 12), (6, 2)])
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_heads_of_keys_are_repeated_no_more_than_needed(heads: int, given: int, size: int) -> None:
-    query = torch.zeros(1, heads, 2, 4)
-    key = torch.arange(given * 1.0).view(1, -1, 1, 1).expand(1, given, 2, 4)
-    made, same_made = repeated(query, key, key, size)
-    assert made.shape[1] % size == 0 and heads % made.shape[1] == 0
-    assert torch.equal(made, same_made)
-    if given % size == 0:
-        assert made is key
-    # Each head of queries attends to the same head of keys as before.
-    wanted = key.repeat_interleave(heads // given, 1)
-    assert torch.equal(made.repeat_interleave(heads // made.shape[1], 1), wanted)
 
 
 def long_rotary() -> Any:

@@ -32,15 +32,6 @@ def test_reads_what_transformers_wrote(family: str, tmp_path: Path) -> None:
     assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
 
 
-def test_reads_experts_one_tensor_each(tmp_path: Path) -> None:
-    model = saved_model("qwen3_moe", tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    each = [name for name in stored if ".experts.1.down_proj" in name]
-    assert each, "the checkpoint must have the layout of the hub"
-    fused = read_all(tmp_path, blank(model))["model.layers.1.mlp.experts.down_proj"]
-    assert torch.equal(fused[1], stored["model.layers.1.mlp.experts.1.down_proj.weight"])
-
-
 @pytest.mark.parametrize("family", ["mixtral", "laguna"])  # laguna's renaming must not apply
 def test_reads_experts_already_fused(family: str, tmp_path: Path) -> None:
     model = saved_model(family, tmp_path)
@@ -125,28 +116,6 @@ def test_a_failing_write_ends_the_load(tmp_path: Path) -> None:
     with pytest.raises(MemoryError, match="no room"):
         read_weights(tmp_path, blank(model), write, threads=1)
     assert len(calls) == 1, "what was still to be read must be dropped"
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_in_flight_tensors_share_a_budget(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = saved_model(family, tmp_path)
-    largest = max(t.numel() * t.element_size() for t in kept_tensors(model).values())
-    monkeypatch.setattr(weights, "IN_FLIGHT_BYTES", 3 * largest)
-    lock, held, most = threading.Lock(), [0], [0]
-
-    def write(name: str, tensor: Tensor) -> None:
-        num_bytes = tensor.numel() * tensor.element_size()
-        with lock:
-            held[0] += num_bytes
-            most[0] = max(most[0], held[0])
-        threading.Event().wait(0.002)
-        with lock:
-            held[0] -= num_bytes
-
-    read_weights(tmp_path, blank(model), write, threads=16)
-    assert 0 < most[0] <= 3 * largest
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

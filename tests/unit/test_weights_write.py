@@ -1,8 +1,6 @@
 """Weights go out as transformers would write them, whole or not at all."""
 
-import errno
 import json
-import os
 import resource
 import shutil
 from pathlib import Path
@@ -185,18 +183,6 @@ def test_replaces_an_export_and_keeps_other_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "wanted"]
 
 
-def test_a_crash_between_the_renames_is_healed(tmp_path: Path) -> None:
-    model = saved_model("llama", tmp_path / "wanted")
-    (tmp_path / ".a.replaced").mkdir()
-    (tmp_path / ".a.replaced/tokenizer.json").write_text("{}")
-    (tmp_path / ".a.partial").mkdir()
-    (tmp_path / ".a.partial/half.safetensors").write_text("")
-    write(tmp_path / "a", model, torch.float32)
-    assert (tmp_path / "a/tokenizer.json").exists()
-    assert not (tmp_path / "a/half.safetensors").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "wanted"]
-
-
 @pytest.fixture
 def short_files() -> None:
     """No file may grow beyond 20 kB: a real failing write, in the middle of a shard."""
@@ -219,25 +205,6 @@ def test_a_write_that_fails_leaves_nothing(
         write(tmp_path / "a", model, torch.float32)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not list(tmp_path.glob(".*"))
-
-
-def test_a_failing_rename_puts_the_old_export_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = saved_model("llama", tmp_path / "wanted")
-    shutil.copytree(tmp_path / "wanted", tmp_path / "a")
-    rename = Path.rename
-
-    def failing(self: Path, target: Path) -> Path:
-        if self.name == ".a.partial":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(RunFailed, match="Input/output error"):
-        write(tmp_path / "a", model, torch.bfloat16)
-    assert source_dtype(tmp_path / "a") == torch.float32
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "wanted"]
 
 
 def test_too_little_space_is_seen_before_writing(

@@ -36,20 +36,6 @@ def test_products_with_zeros_are_what_torch_computes(bias: torch.Tensor | None) 
         assert found.is_contiguous()
 
 
-def test_products_with_zeros_take_a_bias_by_its_name_and_a_weight_of_one_row() -> None:
-    matrix, row, x = zero_pages((3, 4)), zero_pages((4,)), torch.ones(2, 4)
-    with ZeroProducts([matrix, row]):
-        assert torch.equal(F.linear(x, matrix, bias=torch.ones(3)), torch.ones(2, 3))
-        assert torch.equal(F.linear(x, row), torch.zeros(2))
-
-
-@pytest.mark.parametrize("x", [torch.ones(2, 5), torch.ones(2, 4, dtype=torch.bfloat16)])
-def test_products_that_torch_refuses_are_refused_with_zeros(x: torch.Tensor) -> None:
-    nothing = zero_pages((3, 4))
-    with ZeroProducts([nothing]), pytest.raises(RuntimeError, match="shapes|dtype"):
-        F.linear(x, nothing)
-
-
 def test_the_structure_of_a_layer_is_learned_without_its_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
