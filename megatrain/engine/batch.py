@@ -18,8 +18,7 @@ from megatrain.model.document_check import DocumentCheck, check_masks
 from megatrain.model.documents import is_packed, starts_anew, told_by_lengths
 from megatrain.model.float8 import in_own_type
 from megatrain.model.program import MicroBatch, ModelProgram
-from megatrain.model.row_trial import RowTrial
-from megatrain.model.sequence_share import WHOLE, Judged, SequenceShare
+from megatrain.model.sequence_share import WHOLE, Judged, RowTrial, SequenceShare
 from megatrain.parallel.distributed import ALONE, Ranks, require_same
 from megatrain.source.engine_setup import EngineSetup
 

@@ -50,8 +50,8 @@ class Adapted:
     @property
     def replaced(self) -> set[str]:
         """Names in the base of what nothing computes with: the active adapter has a copy of it."""
-        own = f".modules_to_save.{self.active}."
-        return {there for name, there in self.copies.items() if own in name}
+        of_active = f".modules_to_save.{self.active}."
+        return {base_name for name, base_name in self.copies.items() if of_active in name}
 
     def as_json(self) -> dict[str, Any]:
         """For checkpoints; see `restored`."""
@@ -69,11 +69,11 @@ def adapted(model: nn.Module) -> Adapted | None:
 
 def require_held(model: PreTrainedModel) -> None:
     """Raises InputError: no adapter's folder holds what is trained, or tokens that were added."""
-    found = adapted(model)
-    if found is None:
+    adapters = adapted(model)
+    if adapters is None:
         return
-    _check_added_tokens(found)
-    in_file = {*peft.file_names(model, found.active).values()}
+    _check_added_tokens(adapters)
+    in_file = {*peft.file_names(model, adapters.active).values()}
     beside = [n for n, p in model.named_parameters() if p.requires_grad and n not in in_file]
     if beside:
         more = f" and {len(beside) - 1} more" if len(beside) > 1 else ""
@@ -84,9 +84,9 @@ def require_held(model: PreTrainedModel) -> None:
         )
 
 
-def _check_added_tokens(found: Adapted) -> None:
+def _check_added_tokens(adapters: Adapted) -> None:
     """Raises InputError: the base has rows of tokens that it does not have where it is saved."""
-    config, base = found.configs[found.active], found.base
+    config, base = adapters.configs[adapters.active], adapters.base
     if not config.base_model_name_or_path:
         return
     try:
@@ -102,7 +102,7 @@ def _check_added_tokens(found: Adapted) -> None:
     tables = [base.get_input_embeddings(), base.get_output_embeddings()]
     weights = {id(table.weight) for table in tables if table is not None}
     names = [name for name, p in base.named_parameters() if id(p) in weights]
-    names = [name for name in names if name not in found.replaced]
+    names = [name for name in names if name not in adapters.replaced]
     if names:
         raise InputError(
             f"{names[0]} has {size} tokens, and {before} in {config.base_model_name_or_path}, the "
@@ -114,8 +114,8 @@ def _check_added_tokens(found: Adapted) -> None:
 
 def plain(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its adapters, without weights; one that has none as it is."""
-    found = adapted(model)
-    return model if found is None else found.base
+    adapters = adapted(model)
+    return model if adapters is None else adapters.base
 
 
 def with_adapters(
@@ -162,9 +162,9 @@ def _check_patterns(model: PreTrainedModel, config: Any) -> None:
     taken = set()
     for path, module in peft.wrappers(model):
         if not peft.is_copy(module):
-            own = peft.base_path(path)
+            name = peft.base_path(path)
             parameter = peft.parameter_of(module)
-            taken.add(own if parameter is None else f"{own}.{parameter}")
+            taken.add(name if parameter is None else f"{name}.{parameter}")
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, key):
             if not any(re.fullmatch(rf"(.*\.)?({pattern})", path) for path in taken):
@@ -202,7 +202,7 @@ def restored(base: PreTrainedModel, saved: Mapping[str, Any]) -> PreTrainedModel
         InputError: this version of PEFT does not know them.
     """
     try:
-        configs = {name: peft.from_json(each) for name, each in saved["configs"].items()}
+        configs = {name: peft.from_json(config) for name, config in saved["configs"].items()}
         return with_adapters(base, configs, saved["active"])
     except (AttributeError, KeyError, TypeError) as error:
         raise InputError(f"the checkpoint's adapter cannot be made again: {error!r}") from error
@@ -217,11 +217,11 @@ def draw_adapters(
         read: functions that give the base's parameters, by their names in the model.
         seed: of what is drawn; torch's default generator is seeded anew for each module.
     """
-    found = _adapted[model]
+    adapters = _adapted[model]
     first = {id(p): name for name, p in model.named_parameters()}
     for number, (path, module) in enumerate(peft.wrappers(model)):
         base = {name: read[first[id(p)]] for name, p in peft.inner(module).named_parameters()}
-        for adapter, config in found.configs.items():
+        for adapter, config in adapters.configs.items():
             if peft.is_copy(module):
                 for name, original in base.items() if adapter in module.modules_to_save else ():
                     write(f"{path}.modules_to_save.{adapter}.{name}", original())
@@ -238,18 +238,18 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
     Raises:
         InputError: a parameter that an adapter changes is tied to another use, or is not there.
     """
-    found = _adapted[model]
-    out = {found.held[name]: value for name, value in values.items() if name in found.held}
+    adapters = _adapted[model]
+    out = {adapters.held[name]: value for name, value in values.items() if name in adapters.held}
     names = list(model.named_parameters(remove_duplicate=False))
     first = {id(p): name for name, p in reversed(names)}
     uses = Counter(id(p) for _, p in names)
     for path, module in peft.wrappers(model):
         within = dict(peft.inner(module).named_parameters())
-        own = module.modules_to_save if peft.is_copy(module) else module.r
-        if found.active not in own:
+        of_adapters = module.modules_to_save if peft.is_copy(module) else module.r
+        if adapters.active not in of_adapters:
             continue
-        only, there = peft.parameter_of(module), peft.base_path(path)
-        if not peft.is_copy(module) and module.lora_bias[found.active] and "bias" not in within:
+        only, base_path = peft.parameter_of(module), peft.base_path(path)
+        if not peft.is_copy(module) and module.lora_bias[adapters.active] and "bias" not in within:
             raise InputError(
                 f"{path} has no bias that the adapter's (lora_bias) could be merged into; export "
                 "the adapter instead"
@@ -263,11 +263,11 @@ def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callab
                     "adapter instead"
                 )
             if peft.is_copy(module):
-                mine = f"{path}.modules_to_save.{found.active}.{name}"
-                out[f"{there}.{name}"] = values[mine]
+                mine = f"{path}.modules_to_save.{adapters.active}.{name}"
+                out[f"{base_path}.{name}"] = values[mine]
             else:
                 own_values = {n: values[first[id(p)]] for n, p in module.named_parameters()}
-                out[f"{there}.{name}"] = partial(
-                    peft.merged, module, found.active, own_values, name
+                out[f"{base_path}.{name}"] = partial(
+                    peft.merged, module, adapters.active, own_values, name
                 )
     return out

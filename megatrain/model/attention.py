@@ -30,8 +30,8 @@ def _is_attention(func: Any, args: tuple, kwargs: dict) -> bool:
     if schema_of(func).name not in _OPERATIONS:
         return False
     names = [argument.name for argument in schema_of(func).arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return not given.get("dropout_p")
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return not arguments.get("dropout_p")
 
 
 class Keep(TorchDispatchMode):

@@ -66,8 +66,8 @@ def _refuse_nan(value: Any, path: Path, name: str = "") -> None:
     if isinstance(value, float) and math.isnan(value):
         raise InputError(f"{path}: {name} is NaN; correct it, or download the file again")
     of_list = enumerate(value) if isinstance(value, list) else ()
-    for key, each in value.items() if isinstance(value, dict) else of_list:
-        _refuse_nan(each, path, f"{name}.{key}" if name else str(key))
+    for key, item in value.items() if isinstance(value, dict) else of_list:
+        _refuse_nan(item, path, f"{name}.{key}" if name else str(key))
 
 
 def empty_model(
@@ -135,18 +135,18 @@ def scoring(config: PreTrainedConfig) -> PreTrainedConfig:
     """
     if (config.architectures or [""])[0] in SEQUENCE_CLASSES:
         return config
-    made = copy.deepcopy(config)
-    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(made.model_type)
+    scored = copy.deepcopy(config)
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(scored.model_type)
     if name is None:
-        raise InputError(f"transformers has no sequence head for a {made.model_type}")
-    made.architectures, made.num_labels = [name], 1
-    text = made.get_text_config(decoder=True)
+        raise InputError(f"transformers has no sequence head for a {scored.model_type}")
+    scored.architectures, scored.num_labels = [name], 1
+    text = scored.get_text_config(decoder=True)
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
     if text.pad_token_id is None:
         text.pad_token_id = ends[0]
     if text.pad_token_id is None:
-        raise InputError(f"the {made.model_type} has no pad_token_id, which tells where rows end")
-    return made
+        raise InputError(f"the {scored.model_type} has no pad_token_id, which tells where rows end")
+    return scored
 
 
 def build(
@@ -277,15 +277,15 @@ class _NothingLarge(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         if getattr(func, "__name__", None) in _DRAWS:
-            tensor = args[0] if args else given["tensor"]
+            tensor = args[0] if args else options["tensor"]
             if tensor.is_meta:
                 return tensor
-        if func in (torch.empty, torch.zeros, torch.ones) and given.get("device") is None:
+        if func in (torch.empty, torch.zeros, torch.ones) and options.get("device") is None:
             sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
             if all(isinstance(size, int) for size in sizes) and prod(sizes) > _LARGE:
-                given["device"] = "meta"
+                options["device"] = "meta"
         if func is torch.arange and any(isinstance(n, int) and n > _LARGE for n in args):
             raise ValueError(f"a size of {max(args):,} is more than any known model has")
-        return func(*args, **given)
+        return func(*args, **options)

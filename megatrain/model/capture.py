@@ -89,9 +89,9 @@ class Rows:
 
     def position(self, token: int) -> int | None:
         """The index of a token's row; None if the step does not hold it."""
-        found = int(torch.searchsorted(self.unique, token))
-        held = found < len(self.unique) and int(self.unique[found]) == token
-        return found if held else None
+        index = int(torch.searchsorted(self.unique, token))
+        held = index < len(self.unique) and int(self.unique[index]) == token
+        return index if held else None
 
     def positions(self, ids: Tensor) -> Tensor:
         """The indices of the rows of `ids`, of any shape.
@@ -100,8 +100,8 @@ class Rows:
             InputError: some are not among the step's tokens.
         """
         # Nearly always these are the batch's own ids; comparing others waits for the device.
-        own = _memory(ids) == _memory(self.ids) and ids.numel() == self.ids.numel()
-        if own and ids.is_contiguous():
+        of_batch = _memory(ids) == _memory(self.ids) and ids.numel() == self.ids.numel()
+        if of_batch and ids.is_contiguous():
             return self.index.view(ids.shape)
         unique_U = self.unique.to(ids.device)
         index = torch.searchsorted(unique_U, ids.contiguous()).clamp_(max=len(unique_U) - 1)

@@ -60,9 +60,9 @@ def companions(folder: Path) -> dict[str, bytes]:
     named = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
     chosen = {name: path for name, path in named.items() if goes_along(name)}
     code = {name: chosen.pop(name) for name in list(chosen) if name.endswith(".py")}
-    found, configuration = read_files(chosen), read_files({"config.json": folder / "config.json"})
-    needs_code = any(b'"auto_map"' in data for data in [*configuration.values(), *found.values()])
-    return found | (read_files(code) if needs_code else {})
+    files, configuration = read_files(chosen), read_files({"config.json": folder / "config.json"})
+    needs_code = any(b'"auto_map"' in data for data in [*configuration.values(), *files.values()])
+    return files | (read_files(code) if needs_code else {})
 
 
 def read_files(paths: Mapping[str, Path]) -> dict[str, bytes]:
@@ -71,20 +71,20 @@ def read_files(paths: Mapping[str, Path]) -> dict[str, bytes]:
     Raises:
         InputError: one cannot be read.
     """
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     left = _MOST_BYTES
     for name, path in paths.items():
         if not path.is_file():
             continue
         try:
             if (size := path.stat().st_size) <= left:
-                found[name] = path.read_bytes()
+                contents[name] = path.read_bytes()
                 left -= size
             else:
                 log.warning("%s: does not go along with the model: %d MiB", path, size // MIB)
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    return found
+    return contents
 
 
 def write_companions(folder: Path, given: Companions) -> None:
@@ -110,8 +110,8 @@ def add_ends(folder: Path, ends: Sequence[int]) -> None:
     """Let the generation settings in a model's folder stop at these tokens, too."""
     path = folder / GENERATION
     settings = read_json(path) if ends and path.is_file() else {}
-    own = settings.get("eos_token_id")
-    known = own if isinstance(own, list) else [] if own is None else [own]
+    ends_now = settings.get("eos_token_id")
+    known = ends_now if isinstance(ends_now, list) else [] if ends_now is None else [ends_now]
     both = list(dict.fromkeys([*ends, *known]))
     if settings and both != known:
         settings["eos_token_id"] = both if len(both) > 1 else both[0]

@@ -26,8 +26,8 @@ def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") ->
     """
     let_triton_launch()
     keep_tuning_off_the_host()
-    own = f"{name or getattr(function, '__name__', what)}_{next(_numbers)}"
-    usual, others = (torch.compile(_with_own_code(function, own)) for _ in range(2))
+    code_name = f"{name or getattr(function, '__name__', what)}_{next(_numbers)}"
+    usual, others = (torch.compile(_with_own_code(function, code_name)) for _ in range(2))
     first: dict[int, list[torch.Size]] = {}  # by how many tensors there are: some have more buffers
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -40,9 +40,9 @@ def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") ->
     return call
 
 
-def _sizes(*given: Any) -> list[torch.Size]:
+def _sizes(*values: Any) -> list[torch.Size]:
     """Sizes of all floating-point tensors; integers count documents, which differ every time."""
-    leaves = pytree.tree_leaves(given)
+    leaves = pytree.tree_leaves(values)
     return [x.shape for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 
@@ -61,6 +61,6 @@ def _with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any
         return function
     code = function.__code__.replace(co_name=name)
     defaults, closure = function.__defaults__, function.__closure__
-    own = FunctionType(code, function.__globals__, name, defaults, closure)
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
+    copied = FunctionType(code, function.__globals__, name, defaults, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied

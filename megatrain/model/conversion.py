@@ -25,7 +25,7 @@ from megatrain.compat.transformers import (
     revert_weight_conversion,
     set_conversions,
 )
-from megatrain.errors import RunFailed
+from megatrain.errors import InputError, RunFailed
 from megatrain.model.safetensors_io import Described, Stored
 
 
@@ -54,37 +54,30 @@ class Recipe:
         return {name: _one(value).contiguous() for name, value in built.items()}
 
 
-@dataclass
-class LoadPlan:
-    """All recipes of a checkpoint, and what it holds beyond them.
-
-    Attributes:
-        unexpected: tensors without a place in the model, each behind the name that it would have
-            there; several may become one.
-        repeated: tensors which mean a parameter that another tensor already gives.
-    """
-
-    recipes: list[Recipe]
-    unexpected: list[tuple[str, Stored]]
-    repeated: list[Stored]
-
-
-def plan_load(model: PreTrainedModel, stored: Mapping[str, Stored]) -> LoadPlan:
+def plan_load(
+    model: PreTrainedModel, stored: Mapping[str, Stored]
+) -> tuple[list[Recipe], list[tuple[str, Stored]]]:
     """Match stored tensors with the model's names, as transformers' loading does.
 
     Leaves the conversions that were used in `model._weight_conversions`, where transformers keeps
     them to give the checkpoint its own layout back when it is saved.
+
+    Returns:
+        All recipes; tensors without a place in the model, each behind the name that it would have
+        there; several may become one.
+
+    Raises:
+        InputError: a tensor means a parameter that another tensor already gives.
     """
     conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    renamings = [x for x in conversions if isinstance(x, WeightRenaming)]
+    converters = [x for x in conversions if isinstance(x, WeightConverter)]
+    by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
     names = model.state_dict()
     prefix = model.base_model_prefix
 
     recipes: dict[str, Recipe] = {}
     unexpected: list[tuple[str, Stored]] = []
-    repeated: list[Stored] = []
     for name in sorted(stored, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, names)
         if target not in names and name in names:
@@ -95,11 +88,12 @@ def plan_load(model: PreTrainedModel, stored: Mapping[str, Stored]) -> LoadPlan:
             converter = None if pattern is None else by_pattern[pattern]
             recipe = recipes.setdefault(target, Recipe(target, converter, []))
             if recipe.sources and (converter is None or recipe.converter is None):
-                repeated.append(stored[name])
-            else:
-                recipe.sources.append((pattern or "", stored[name]))
-    set_conversions(model, [each for each in conversions if each.was_used()])
-    return LoadPlan(list(recipes.values()), unexpected, repeated)
+                raise InputError(
+                    f"{stored[name].file}: {name!r} is stored again under another name"
+                )
+            recipe.sources.append((pattern or "", stored[name]))
+    set_conversions(model, [conversion for conversion in conversions if conversion.was_used()])
+    return list(recipes.values()), unexpected
 
 
 @dataclass(frozen=True)
@@ -167,9 +161,9 @@ def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[s
     if conversions is None:  # transformers' rule for a model that was never loaded
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     converters = [
-        each.reverse_transform()
-        for each in reversed(conversions)
-        if isinstance(each, WeightConverter)
+        conversion.reverse_transform()
+        for conversion in reversed(conversions)
+        if isinstance(conversion, WeightConverter)
     ]
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name in sorted(names, key=dot_natural_key):

@@ -114,8 +114,8 @@ def without_masks() -> Iterator[None]:
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    own = kwargs.get("use_vmap")  # a mask of the model's own, beside order, window and documents
-    return None if _told.get() and not own else sdpa_mask(*args, **kwargs)
+    custom = kwargs.get("use_vmap")  # a mask of the model's own, beside order, window and documents
+    return None if _told.get() and not custom else sdpa_mask(*args, **kwargs)
 
 
 def _attention(

@@ -170,7 +170,7 @@ def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
     """The names that are written, each with the first name of the same tensor."""
     persistent = model.state_dict().keys()
     parameters = list(model.named_parameters(remove_duplicate=False))
-    buffers = [each for each in model.named_buffers() if each[0] in persistent]
+    buffers = [buffer for buffer in model.named_buffers() if buffer[0] in persistent]
     aliases: dict[int, list[str]] = {}
     for name, tensor in parameters + buffers:
         aliases.setdefault(id(tensor), []).append(name)
@@ -236,10 +236,10 @@ def _write_shards(
 def _split(described: list[Described], max_shard_bytes: int) -> list[list[Described]]:
     shards: list[list[Described]] = [[]]
     size = 0
-    for each in described:
-        if shards[-1] and size + each.num_bytes > max_shard_bytes:
+    for tensor in described:
+        if shards[-1] and size + tensor.num_bytes > max_shard_bytes:
             shards.append([])
             size = 0
-        shards[-1].append(each)
-        size += each.num_bytes
+        shards[-1].append(tensor)
+        size += tensor.num_bytes
     return shards

@@ -31,10 +31,10 @@ def convert(module: nn.Module, device: torch.device) -> list[nn.Module]:
     require_float8(device)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    found = [name for name, child in module.named_modules() if _takes(child, name)]
+    names = [name for name, child in module.named_modules() if _takes(child, name)]
     config = Float8LinearConfig(emulate=device.type != "cuda", pad_inner_dim=True)
     convert_to_float8_training(module, config=config, module_filter_fn=_takes)
-    return [module.get_submodule(name) for name in found]
+    return [module.get_submodule(name) for name in names]
 
 
 def require_float8(device: torch.device) -> None:

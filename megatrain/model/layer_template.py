@@ -149,7 +149,7 @@ def containers(args: tuple, kwargs: dict[str, Any]) -> list[MutableMapping]:
     They count as part of the arguments (a node of torch's pytree), not as one opaque object.
     """
     mappings = [v for v in (*args, *kwargs.values()) if isinstance(v, MutableMapping)]
-    for cls in {type(each) for each in mappings if pytree.tree_is_leaf(each)}:
+    for cls in {type(container) for container in mappings if pytree.tree_is_leaf(container)}:
         pytree.register_pytree_node(
             cls,
             lambda mapping: (list(mapping.values()), tuple(mapping)),

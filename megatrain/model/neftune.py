@@ -20,11 +20,11 @@ def add_noise(model: PreTrainedModel, alpha: float) -> None:
         InputError: the model has no token embedding of that kind.
     """
 
-    def noisy(module: nn.Module, given: tuple, made_BTD: Tensor) -> Tensor:
+    def noisy(module: nn.Module, args: tuple, embedded_BTD: Tensor) -> Tensor:
         if not module.training:
-            return made_BTD
-        most = alpha / math.sqrt(made_BTD.shape[1] * made_BTD.shape[2])
-        return made_BTD + torch.empty_like(made_BTD).uniform_(-most, most)
+            return embedded_BTD
+        most = alpha / math.sqrt(embedded_BTD.shape[1] * embedded_BTD.shape[2])
+        return embedded_BTD + torch.empty_like(embedded_BTD).uniform_(-most, most)
 
     try:
         embedding = model.get_input_embeddings()

@@ -58,9 +58,9 @@ def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
     refuse_settings(model.config)
     refuse_behaviour(model)
     try:
-        found = _spec(model, router_loss(model) if trained else None)
-        found.label_shift = label_shift(found)
-        return found
+        structure = _spec(model, router_loss(model) if trained else None)
+        structure.label_shift = label_shift(structure)
+        return structure
     except Unsupported:
         raise
     except Exception:
@@ -146,7 +146,7 @@ class _Probe:
 
     def _signature(self, layer: nn.Module) -> Any:
         reader = Reader(layer, left_out=INDEX_ATTRIBUTES)
-        found = reader.of(layer)
+        signature = reader.of(layer)
         for weight in reader.strays:
             names = {id(p): name for name, p in self.model.named_parameters()}
             what = names.get(id(weight), f"a weight {list(weight.shape)}")
@@ -154,7 +154,7 @@ class _Probe:
                 f"{self.paths[id(layer)]} holds {what} elsewhere than as a parameter of its own "
                 "(in a list, a function, another module's method); such weights are not supported"
             )
-        return found
+        return signature
 
     def run(self) -> ModelSpec:
         randomness = OtherRandomness()
@@ -169,12 +169,12 @@ class _Probe:
             rows = _probe_rows(ids, weights, gathered, constants)
             with self.capture.stop_at_trunk():
                 output = self.capture.forward(self._record, weights, inputs, rows, self.uses)
-            found = self._finish(weights, rows, constants, output, inputs)
-        self._refuse_mixing(found)
+            structure = self._finish(weights, rows, constants, output, inputs)
+        self._refuse_mixing(structure)
         refuse_state(watch, lambda: self._again(weights, output, inputs, rows))
         if not draws_for_layers(self.model.config):
             randomness.refuse()
-        return found
+        return structure
 
     def _again(
         self, weights: dict[str, Tensor], output: Any, inputs: Mapping, rows: Rows
@@ -254,8 +254,8 @@ class _Probe:
         leaves, tree_spec = pytree.tree_flatten((args, kwargs))
         if any(isinstance(leaf, Cache) for leaf in leaves):
             raise Unsupported(f"{path} is given a key-value cache in training")
-        found = [self._trace(leaf, path) for leaf in leaves if isinstance(leaf, Tensor)]
-        inputs = [ref for ref in dict.fromkeys(found) if ref is not None]
+        activations = [self._trace(leaf, path) for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = [ref for ref in dict.fromkeys(activations) if ref is not None]
         kind = self._kind(module, path, *pytree.tree_unflatten(leaves, tree_spec))
         self.layers.append(Layer(path, module, kind, inputs))
         outputs = []
@@ -300,9 +300,10 @@ class _Probe:
         return kind
 
     def _template(self, module: nn.Module, path: str, *, numbered: bool = True) -> LayerTemplate:
-        made, loss = self.capture.template(module), self.router_loss
-        made = made if numbered else without_index(made)
-        return LayerTemplate(made, routes=loss is not None and tap(made, path, self.model, loss))
+        template, loss = self.capture.template(module), self.router_loss
+        template = template if numbered else without_index(template)
+        routes = loss is not None and tap(template, path, self.model, loss)
+        return LayerTemplate(template, routes=routes)
 
     def _finish(
         self,
@@ -365,10 +366,10 @@ class _Probe:
             raise Unsupported("its head does not give logits of each token; give a ...ForCausalLM")
         return logits
 
-    def _refuse_mixing(self, found: ModelSpec) -> None:
-        width = last_hidden(found.trunk).shape[-1]
+    def _refuse_mixing(self, structure: ModelSpec) -> None:
+        width = last_hidden(structure.trunk).shape[-1]
         self.model.eval()  # dropout is no mixing
-        mixes = mixes_tokens(found.logits, found.head_shapes, found.num_logits, width)
+        mixes = mixes_tokens(structure.logits, structure.head_shapes, structure.num_logits, width)
         self.model.train()
         if mixes:
             raise Unsupported(
@@ -429,18 +430,18 @@ class AutogradDeps:
 def reach(tensors: Iterable[Tensor]) -> AutogradDeps:
     """Walk the autograd graph of `tensors` back to tagged activations and leaves."""
     tensors = list(tensors)
-    found, seen = AutogradDeps(), set()
+    deps, seen = AutogradDeps(), set()
     queue: list[Any] = [t.grad_fn for t in tensors]
-    found.leaves.update(id(t) for t in tensors if t.requires_grad and t.grad_fn is None)
+    deps.leaves.update(id(t) for t in tensors if t.requires_grad and t.grad_fn is None)
     while queue:
         node = queue.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "ref"):
-            found.refs.add(node.ref)
+            deps.refs.add(node.ref)
         elif hasattr(node, "variable"):
-            found.leaves.add(id(node.variable))
+            deps.leaves.add(id(node.variable))
         else:
             queue.extend(parent for parent, _ in node.next_functions)
-    return found
+    return deps

@@ -257,11 +257,13 @@ class ModelProgram:
 
         return handler
 
-    def _output(self, visit: int, made: Callable[[Ref, Tensor], Tensor]) -> Any:
+    def _output(self, visit: int, make: Callable[[Ref, Tensor], Tensor]) -> Any:
         """The outputs of a layer as the forward expects them."""
         kind = self.spec.layers[visit].kind
-        examples = ((Ref(visit, index), each) for index, each in enumerate(kind.example))
-        leaves = [made(*each) if isinstance(each[1], Tensor) else each[1] for each in examples]
+        leaves = [
+            make(Ref(visit, index), leaf) if isinstance(leaf, Tensor) else leaf
+            for index, leaf in enumerate(kind.example)
+        ]
         return pytree.tree_unflatten(leaves, kind.output_spec)
 
     def _zeros(self, example: Tensor, batch: MicroBatch) -> Tensor:
@@ -278,9 +280,9 @@ class ModelProgram:
             with without_torch_function():  # only the model's own lookups are of interest
                 return handler(*given)
 
-        told = batch.documents if self.attends_by_lengths else {}
-        with without_masks() if told else nullcontext(), finding_once(batch.found):
-            given = {**self.capture.inputs(inputs), **told}
+        documents = batch.documents if self.attends_by_lengths else {}
+        with without_masks() if documents else nullcontext(), finding_once(batch.found):
+            given = {**self.capture.inputs(inputs), **documents}
             return self.capture.forward(unwatched, outer, given, batch.rows)
 
 
@@ -292,12 +294,12 @@ def _expect(layer: Layer, called: nn.Module | None) -> None:
 def _own_buffers(layer: Layer, types: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """The layer's buffers that differ from its template's, in the types they are computed in."""
     shared = dict(layer.kind.module.named_buffers())
-    own = {
+    buffers = {
         name: buffer.to(types.get(f"{layer.name}.{name}", buffer.dtype))
         for name, buffer in layer.module.named_buffers()
     }
     return {
         name: buffer
-        for name, buffer in own.items()
+        for name, buffer in buffers.items()
         if buffer.dtype != shared[name].dtype or not torch.equal(buffer, shared[name])
     }

@@ -86,36 +86,38 @@ def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     if base is None:
         return dict(stored)
     find = _nf4_weights if base == "nf4" else _fp8_weights
-    found, parts = find(stored)
-    return {name: each for name, each in stored.items() if name not in parts} | found
+    quantised, parts = find(stored)
+    return {name: tensor for name, tensor in stored.items() if name not in parts} | quantised
 
 
 def _nf4_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
-    found, parts = dict[str, Stored](), set[str]()
+    weights, parts = dict[str, Stored](), set[str]()
     for name, state in stored.items():
         weight, mark, _ = name.partition(_STATE)
         if not mark:
             continue
-        said = parse_object(state.read().numpy().tobytes(), state.file)
+        settings = parse_object(state.read().numpy().tobytes(), state.file)
         pieces = {part: stored[weight + part] for part in _PARTS if weight + part in stored}
-        found[weight] = _nf4(weight, state.file, said, pieces)
+        weights[weight] = _nf4(weight, state.file, settings, pieces)
         parts |= {name, *(weight + part for part in pieces)}
-    return found, parts
+    return weights, parts
 
 
-def _nf4(name: str, file: Path, said: Mapping[str, Any], pieces: Mapping[str, Stored]) -> Stored:
-    nested, offset = ".nested_absmax" in pieces, said.get("nested_offset")
-    dtype, sizes = _DTYPES.get(str(said.get("dtype"))), said.get("shape")
+def _nf4(
+    name: str, file: Path, settings: Mapping[str, Any], pieces: Mapping[str, Stored]
+) -> Stored:
+    nested, offset = ".nested_absmax" in pieces, settings.get("nested_offset")
+    dtype, sizes = _DTYPES.get(str(settings.get("dtype"))), settings.get("shape")
     shape: tuple[int, ...] = ()  # unless of two whole numbers
     if isinstance(sizes, list) and [type(size) for size in sizes] == [int, int]:
         shape = tuple(sizes)
     wanted = {"quant_type": "nf4", "blocksize": 64}
     wanted |= {"nested_blocksize": 256, "nested_dtype": "float32"} if nested else {}
-    others = {key: said.get(key) for key, value in wanted.items() if said.get(key) != value}
+    others = {key: settings.get(key) for key, value in wanted.items() if settings.get(key) != value}
     others |= {"nested_offset": offset} if nested and not isinstance(offset, int | float) else {}
     if others or dtype is None:
-        told = others or {"dtype": said.get("dtype")}
-        raise InputError(f"{file}: {name!r} is quantised with {str(told)[:200]}; {_REMEDY}")
+        unlike = others or {"dtype": settings.get("dtype")}
+        raise InputError(f"{file}: {name!r} is quantised with {str(unlike)[:200]}; {_REMEDY}")
     packing = NF4 if nested else NF4_WIDE
     order = (".nested_absmax", "", ".absmax") if nested else (".absmax", "")
     whole = pieces.keys() == {*(_PARTS if nested else _PARTS[:3])}
@@ -134,7 +136,7 @@ def _nf4(name: str, file: Path, said: Mapping[str, Any], pieces: Mapping[str, St
 
 
 def _fp8_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
-    found, parts = dict[str, Stored](), set[str]()
+    weights, parts = dict[str, Stored](), set[str]()
     for name, data in stored.items():
         if not name.endswith(_QDATA):
             continue
@@ -154,11 +156,11 @@ def _fp8_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[s
             )
         size = data.num_bytes + scale.num_bytes
         pack = partial(_joined, scale, data)
-        found[weight] = Quantised(
+        weights[weight] = Quantised(
             weight, data.file, torch.bfloat16, data.shape, 0, size, packing=FP8, pack=pack
         )
         parts |= {name, scale.name}
-    return found, parts
+    return weights, parts
 
 
 def _joined(*parts: Stored) -> Tensor:

@@ -71,7 +71,7 @@ def difference(
         computed: in which its class has computed its buffers.
         with_code: if its class came with a folder, the code goes along.
     """
-    whole, given = adapted(model), model
+    whole, whole_model = adapted(model), model
     if whole is not None:
         model = whole.base
     try:
@@ -89,7 +89,7 @@ def difference(
         built = again if computed == _BUILT_IN else None
         yield from _buffers(model, again, loaded_types(model, computed, built))
         if whole is not None:
-            yield from _unlike(given, with_adapters(model, whole.configs, whole.active))
+            yield from _unlike(whole_model, with_adapters(model, whole.configs, whole.active))
 
     what, remedy = next(differences(), (None, None))
     return what and (
@@ -105,9 +105,9 @@ def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTr
         path = Path(folder) / "config.json"
         saved_config(model, dtype).to_json_file(path, use_diff=True)
         config = known.from_json_file(path)
-    for (_, part), (_, given) in zip(configs(config), configs(model.config), strict=True):
-        set_attention(part, attention_of(given))
-        set_experts(part, experts_of(given))
+    for (_, part), (_, of_model) in zip(configs(config), configs(model.config), strict=True):
+        set_attention(part, attention_of(of_model))
+        set_experts(part, experts_of(of_model))
     make = partial(model_of, type(model)) if of_folder else model_class(config)
     return build(config, make, dtype=_BUILT_IN)
 
@@ -137,33 +137,33 @@ def _parts(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
     mine, others = (dict(m.named_modules(remove_duplicate=False)) for m in (model, again))
     for path in [*mine, *others]:
         if path not in others or path not in mine:
-            there = "is in the model given, and not" if path in mine else "is not there, but"
-            yield f"{path} {there}", _UNDO
+            what = "is in the model given, and not" if path in mine else "is not there, but"
+            yield f"{path} {what}", _UNDO
         elif type(mine[path]) is not type(others[path]):
             kinds = _class(mine[path]), _class(others[path])
             peft = kinds[0].startswith("peft.")
             remedy = "give the PeftModel itself, or merge it (merge_and_unload)" if peft else _UNDO
             yield f"{path or 'the model'} is a {kinds[0]}, and a {kinds[1]}", remedy
-    held, made = _held(model), _held(again)
-    for name in [*held, *made]:
-        one, other = (found.get(name, "not there") for found in (held, made))
+    held, others_held = _held(model), _held(again)
+    for name in [*held, *others_held]:
+        one, other = (tensors.get(name, "not there") for tensors in (held, others_held))
         if one != other:
             yield f"{name} is {one} in the model given, and {other}", _UNDO
 
 
 def _held(model: nn.Module) -> dict[str, str]:
     """Each parameter and buffer in words: its kind and shape, or what it is tied to."""
-    found: dict[str, str] = {}
+    in_words: dict[str, str] = {}
     first: dict[int, str] = {}
     kept = model.state_dict(keep_vars=True).keys()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied = first.setdefault(id(parameter), name)
         shape = f"a parameter of shape {list(parameter.shape)}"
-        found[name] = shape if tied == name else f"{shape} tied to {tied}"
+        in_words[name] = shape if tied == name else f"{shape} tied to {tied}"
     for name, buffer in model.named_buffers():
         kind = "a buffer" if name in kept else "a buffer that is not saved"
-        found[name] = f"{kind} of shape {list(buffer.shape)}"
-    return found
+        in_words[name] = f"{kind} of shape {list(buffer.shape)}"
+    return in_words
 
 
 def _buffers(
@@ -259,10 +259,10 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
         with weightless():
             copied = type(model)(copy.deepcopy(model.config))
         copied.tie_weights()
-        if (found := next(_unlike(model, copied), None)) is not None:
+        if (unlike := next(_unlike(model, copied), None)) is not None:
             raise Unsupported(
                 f"the model is not as {type(model).__name__} makes it of its configuration, of "
-                f"which a model with buffers on the meta device is made anew ({found[0]}); change "
+                f"which a model with buffers on the meta device is made anew ({unlike[0]}); change "
                 "it after it has been given memory (to_empty)"
             )
         copied.generation_config = copy.deepcopy(model.generation_config)

@@ -83,19 +83,19 @@ class Tap:
 def taken(layer: nn.Module, counted_N: Tensor | None) -> list[Tensor]:
     """One tensor of sums of all routers of a layer whose forward has just run; none without any."""
     forwards = (vars(part).get("forward") for part in layer.modules())
-    sums = [each.take(counted_N) for each in forwards if isinstance(each, Tap)]
+    sums = [forward.take(counted_N) for forward in forwards if isinstance(forward, Tap)]
     return [torch.cat(sums).sum(0, keepdim=True)] if sums else []
 
 
 def tap(layer: nn.Module, path: str, model: PreTrainedModel, loss: RouterLoss) -> bool:
     """Let a layer's template keep what its routers make; whether it has any."""
-    found = False
+    has_routers = False
     for kind, index, place in recorded_routers(model):
         for name, part in layer.named_modules():
             if isinstance(part, kind) and f".{place}.".replace("..", ".") in f".{path}.{name}.":
                 part.forward = Tap(part, index, loss)
-                found = True
-    return found
+                has_routers = True
+    return has_routers
 
 
 def ask_for(model: PreTrainedModel, weight: float) -> None:

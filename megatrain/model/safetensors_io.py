@@ -126,7 +126,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         raise InputError(f"{folder / INDEX_FILE}: no weight_map; {DAMAGED}")
     paths = {name: _shard(folder, file_name) for name, file_name in file_of.items()}
     stored: dict[str, Stored] = {}
-    for tensor in (each for path in dict.fromkeys(paths.values()) for each in read_header(path)):
+    for tensor in (entry for path in dict.fromkeys(paths.values()) for entry in read_header(path)):
         if tensor.name in stored:
             raise InputError(
                 f"{tensor.file}: {tensor.name!r} is also in {stored[tensor.name].file.name}; "

@@ -4,20 +4,36 @@ All ranks are given the same micro-batches and cut them here, once labels have b
 predicts them. Causal attention lets no token see what comes after it, so rows are filled up at
 their end: with tokens that nothing sees and that predict nothing.
 
+Ranks may share the rows of a model, whatever its name is, if it computes the same with its rows
+cut. A layer may mix tokens other than by attention (states, convolutions), or attend in a way of
+its own; positions may count otherwise where a row begins in its middle, and some rotary embeddings
+change with the row's length. So a short row is computed twice in one process: as a whole, and as
+shares that attention alone brings together. Linear maps see the same tokens in the same order both
+times, so that the losses are the same but for the order of sums.
+
 Legend: B rows, T tokens of a row, N ranks, S tokens of a share.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedConfig
 
+from megatrain.compat.transformers import unpacked
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss
+from megatrain.model.capture import Call
+from megatrain.model.document_check import TOLERANCE, at_least_two, change_of, limits_of
+from megatrain.model.program import ModelProgram
+from megatrain.model.sequence_attention import attention_of_ranks, attention_of_shares, rows_of
 from megatrain.parallel.distributed import ALONE, Ranks
+from megatrain.parallel.sequence_ranks import SequenceRanks
 
+_TOKENS = 8  # of a share that is tried
 _TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
 Judged = tuple[Tensor, list[Tensor]]
 Micro = Mapping[str, Tensor]
@@ -57,13 +73,14 @@ class SequenceShare:
                 "sequence_parallel out"
             )
         taken = (*_TAKEN, *(() if loss is None else (*loss.inputs, *loss.choices)))
-        found = 0
+        checksum = 0
         for index, micro in enumerate(micro_batches):
             targets = losses[index][0] if losses else None
             self._check_micro(f"micro-batch {index}", micro, taken, targets, max_tokens)
             for name in sorted(micro):
-                found = zlib.crc32(micro[name].contiguous().view(torch.uint8).numpy().data, found)
-        return found
+                data = micro[name].contiguous().view(torch.uint8).numpy().data
+                checksum = zlib.crc32(data, checksum)
+        return checksum
 
     def _check_micro(
         self,
@@ -119,10 +136,10 @@ class SequenceShare:
     def _cut(self, whole: Tensor, fill: int) -> Tensor:
         if self._size == 1:
             return whole
-        own = self.tokens(whole.shape[1])
-        short = own * self._size - whole.shape[1]
+        of_rank = self.tokens(whole.shape[1])
+        short = of_rank * self._size - whole.shape[1]
         filled = F.pad(whole, (0, 0) * (whole.ndim - 2) + (0, short), value=fill)
-        return filled[:, self.ranks.rank * own :][:, :own].contiguous()
+        return filled[:, self.ranks.rank * of_rank :][:, :of_rank].contiguous()
 
     def joined(self, found: Sequence[Tensor], micro_batches: Sequence[Micro]) -> list[Tensor]:
         """Whole rows `[B, T, ...]` on the CPU, of the shares that all ranks have found."""
@@ -135,3 +152,121 @@ class SequenceShare:
 
 
 WHOLE = SequenceShare()
+
+
+class RowTrial:
+    """Lets ranks share rows only of a model that computes the same with its rows cut."""
+
+    def __init__(
+        self,
+        share: SequenceShare,
+        config: PreTrainedConfig,
+        program: ModelProgram,
+        losses: Callable[[list[Micro]], tuple[list[Sequence[Call]], list[Tensor]]],
+    ) -> None:
+        """Args: `losses` gives what layers are called with, of whole rows, and the losses `[B, T]`.
+
+        Raises:
+            InputError: the model is one that ranks cannot share the rows of.
+        """
+        self._share, self._config, self._program = share, config, program
+        self._losses, self._limits = losses, limits_of(config)
+        self._equal: set[tuple[int, int]] = set()
+        if not isinstance(share.ranks, SequenceRanks):
+            return
+        spec = program.spec
+        for reason, applies in {
+            "it gives scores of rows": spec.capture.scores_rows,
+            "it has a loss of its routers (output_router_logits)": bool(spec.routed),
+            "it takes no position_ids": not spec.capture.accepts("position_ids"),
+        }.items():
+            if applies:
+                raise InputError(self._refused(reason))
+        program.may_attend_by_lengths = False  # packed rows are refused
+        self._of_ranks = attention_of_ranks(share.ranks)
+        self._of_shares = attention_of_shares(share.ranks.size)
+        program.attend(self._of_ranks)
+
+    def check(self, micro_batches: Sequence[Micro]) -> None:
+        """Try rows of lengths between two whole numbers of the configuration, or powers of two.
+
+        Raises:
+            InputError: the model does not compute the same with rows cut between the ranks.
+        """
+        if not isinstance(self._share.ranks, SequenceRanks):
+            return
+        size = self._share.ranks.size
+        for micro in micro_batches:
+            tokens = micro["input_ids"].shape[1]
+            lengths = tokens, self._share.tokens(tokens) * size
+            low, high = (bisect_left(self._limits, length) for length in lengths)
+            if (low, high) not in self._equal:
+                self._try(tokens, torch.unique(micro["input_ids"]))
+                self._equal.add((low, high))
+
+    def _try(self, tokens: int, pool: Tensor) -> None:
+        tried = self._rows(tokens, pool)
+        self._program.attend(self._of_shares)
+        try:
+            with rows_of(tokens), unpacked():
+                calls, losses = self._losses(tried)
+        finally:
+            self._program.attend(self._of_ranks)
+        plain, placed, whole, shares, *_ = losses
+        # The last token of a share predicts nothing there, but in the row the next share's first.
+        of_row, of_shares = whole.view(shares.shape)[:, :-1], shares[:, :-1]
+        why_cut = "are cut: layers mix tokens other than by attention, or attend otherwise"
+        for one, other, why in (
+            (plain, placed, "are given as 0, 1, 2, ...: it counts them in another way"),
+            (of_row, of_shares, why_cut),
+        ):
+            if not (change := change_of(one, other)) <= TOLERANCE:
+                what = "positions" if one is plain else "rows"
+                reason = f"its losses change by {change:.1e} of their spread if {what} {why}"
+                raise InputError(self._refused(reason))
+        if not all(_same(calls[2], alone, at) for at, alone in enumerate(calls[4:])):
+            reason = (
+                f"what its layers are told of positions changes with the length of a row (at "
+                f"{tokens} tokens), as dynamic rotary embeddings do"
+            )
+            raise InputError(self._refused(reason))
+
+    def _rows(self, tokens: int, pool: Tensor) -> list[Micro]:
+        """A row without positions, with them, with those of shares; its shares; each alone."""
+        pool = at_least_two(pool)  # of a single token attention tells nothing
+        size, of_rank = self._share.ranks.size, max(2, self._share.tokens(tokens))
+        short = min(_TOKENS, of_rank)
+        generator = torch.Generator().manual_seed(0)
+        ids_NS, labels_NS = (
+            pool[torch.randint(len(pool), (size, short), generator=generator)] for _ in range(2)
+        )
+        ends = torch.arange(1, size + 1)[:, None] * of_rank
+        places_NS = ends - short + torch.arange(short)
+        shares = {"input_ids": ids_NS, "labels": labels_NS, "position_ids": places_NS}
+        rows = [{name: value[n : n + 1] for name, value in shares.items()} for n in range(size)]
+        whole = {name: value.view(1, -1) for name, value in shares.items()}
+        first = {"position_ids": torch.arange(size * short)[None]}
+        plain = {name: value for name, value in whole.items() if name not in first}
+        return [plain, plain | first, whole, shares, *rows]
+
+    def _refused(self, why: str) -> str:
+        return (
+            f"ranks cannot share the rows of a {self._config.model_type} model: {why}; leave "
+            "sequence_parallel out"
+        )
+
+
+def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
+    """True if layers are given the same of a share alone as of it in the whole row."""
+    calls = zip(every, alone, strict=True)
+    for whole, part in (p for a, b in calls for p in zip(a.leaves, b.leaves, strict=True)):
+        if not (isinstance(whole, Tensor) and whole.is_floating_point()):
+            continue  # an activation, which the losses tell of, or no number
+        if whole.ndim != part.ndim:
+            return False
+        for dim, (long, short) in enumerate(zip(whole.shape, part.shape, strict=True)):
+            if long != short:
+                whole = whole.narrow(dim, share * short, short)
+        if not torch.equal(whole, part):
+            return False
+    return True

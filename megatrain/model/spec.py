@@ -115,10 +115,10 @@ class ModelSpec:
     @cached_property
     def live_after(self) -> list[frozenset[Ref]]:
         """Per layer, the activations that anything later reads."""
-        found = [frozenset((*self.epilogue_inputs, *self.routed))]
+        live = [frozenset((*self.epilogue_inputs, *self.routed))]
         for layer in reversed(self.layers):
-            found.append(found[-1].union(layer.inputs))
-        return found[-2::-1]
+            live.append(live[-1].union(layer.inputs))
+        return live[-2::-1]
 
     @cached_property
     def projection(self) -> Projection:

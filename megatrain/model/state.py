@@ -38,7 +38,7 @@ def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Si
     changes = watch.changes()
     if not changes:
         return
-    made = [_value(change) for change in changes]
+    settled = [_value(change) for change in changes]
     for module, (held, buffers) in zip(outer, before, strict=True):
         vars(module).clear()
         vars(module).update(held)
@@ -46,7 +46,7 @@ def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Si
         buffers_of(module).update(buffers)
     kept = [_value(change) for change in changes]
     _run_to_the_layers(capture, shapes, torch.nan)
-    for change, old, one in zip(changes, kept, made, strict=True):
+    for change, old, one in zip(changes, kept, settled, strict=True):
         is_new = old is None or change.name in buffers_of(change.module)
         if not is_new or one is None or _value(change) != one:
             raise change.refusal()

@@ -3,16 +3,16 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import methodcaller
 from pathlib import Path
-from threading import Condition, Event
+from threading import Event
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -29,7 +29,7 @@ from megatrain.base.json_yaml import read_json
 from megatrain.base.units import GIB, MIB
 from megatrain.compat.transformers import SEQUENCE_CLASSES, drop_ignorable, not_saved, scores_rows
 from megatrain.errors import InputError, first_line
-from megatrain.model.conversion import LoadPlan, Recipe, plan_load
+from megatrain.model.conversion import Recipe, plan_load
 from megatrain.model.quantised import Quantised, gathered
 from megatrain.model.safetensors_io import (
     Stored,
@@ -181,10 +181,10 @@ def _checked(
     folder: Path, model: PreTrainedModel
 ) -> tuple[list[Recipe], dict[str, str], tuple[str, ...]]:
     """How each distinct tensor is read, each name's first name, and what may be left out and is."""
-    plan, built, first_name = _planned(folder, model)
-    recipes = _without_tied_copies(plan.recipes, first_name)
-    missing = set(first_name.values()) - {first_name[name] for name in built}
-    return recipes, first_name, _check_complete(folder, model, missing, plan.unexpected)
+    plan = _planned(folder, model)
+    recipes = _without_tied_copies(plan.recipes, plan.first_name)
+    missing = set(plan.first_name.values()) - {plan.first_name[name] for name in plan.dtypes}
+    return recipes, plan.first_name, _check_complete(folder, model, missing, plan.unexpected)
 
 
 def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
@@ -197,17 +197,17 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     Raises:
         InputError: as `stored_types`.
     """
-    plan, _, _ = _planned(folder, model)
-    sources = (stored for recipe in plan.recipes for _, stored in recipe.sources)
-    read = {stored.file for stored in (*sources, *(each for _, each in plan.unexpected))}
+    plan = _planned(folder, model)
+    sources = [stored for recipe in plan.recipes for _, stored in recipe.sources]
+    read = {stored.file for stored in [*sources, *(stored for _, stored in plan.unexpected)]}
     for path in sorted({*folder.glob("*.safetensors")} - read):
         if not path.name.startswith(("consolidated", "adapter_model")):
             log.warning("%s: is named by no index, so neither read nor exported", path)
     scores, unsaved = scores_rows(model), not_saved(model)
     carried = [s for to, s in plan.unexpected if not (scores and to.startswith("lm_head."))]
-    carried += [s for each in plan.recipes if each.target in unsaved for _, s in each.sources]
-    files = {each.file: each.file.open("rb", buffering=0) for each in carried}
-    return {each.name: replace(each, opened=files[each.file]) for each in carried}
+    carried += [s for recipe in plan.recipes if recipe.target in unsaved for _, s in recipe.sources]
+    files = {stored.file: stored.file.open("rb", buffering=0) for stored in carried}
+    return {stored.name: replace(stored, opened=files[stored.file]) for stored in carried}
 
 
 def stored_packings(folder: Path, model: PreTrainedModel) -> dict[str, WeightFormat]:
@@ -216,9 +216,9 @@ def stored_packings(folder: Path, model: PreTrainedModel) -> dict[str, WeightFor
     Raises:
         InputError: as `stored_types`.
     """
-    plan, _, first_name = _planned(folder, model)
+    plan = _planned(folder, model)
     return {
-        first_name[recipe.target]: recipe.sources[0][1].packing
+        plan.first_name[recipe.target]: recipe.sources[0][1].packing
         for recipe in plan.recipes
         if recipe.converter is None and isinstance(recipe.sources[0][1], Quantised)
     }
@@ -230,14 +230,26 @@ def stored_types(folder: Path, model: PreTrainedModel) -> dict[str, torch.dtype]
     Raises:
         InputError: tensors misshapen or not of a float dtype, or damaged files.
     """
-    _, built, first_name = _planned(folder, model)
-    return {first_name[name]: dtype for name, dtype in built.items()}
+    plan = _planned(folder, model)
+    return {plan.first_name[name]: dtype for name, dtype in plan.dtypes.items()}
 
 
-def _planned(
-    folder: Path, model: PreTrainedModel
-) -> tuple[LoadPlan, dict[str, torch.dtype], dict[str, str]]:
-    """How the folder's tensors become the model's, their dtypes, and each name's first name."""
+class _Plan(NamedTuple):
+    """How a folder's tensors become a model's.
+
+    Attributes:
+        unexpected: see `plan_load`.
+        dtypes: of what comes out, by name.
+        first_name: of the tensor that a name stands for.
+    """
+
+    recipes: list[Recipe]
+    unexpected: list[tuple[str, Stored]]
+    dtypes: dict[str, torch.dtype]
+    first_name: dict[str, str]
+
+
+def _planned(folder: Path, model: PreTrainedModel) -> _Plan:
     saved = model.state_dict().keys()
     named = chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
@@ -245,11 +257,8 @@ def _planned(
     references = {name: tensor for name, tensor in named if name in saved}
     first: dict[int, str] = {}
     first_name = {name: first.setdefault(id(t), name) for name, t in references.items()}
-    plan = plan_load(model, gathered(folder, stored_tensors(folder)))
-    if plan.repeated:
-        again = plan.repeated[0]
-        raise InputError(f"{again.file}: {again.name!r} is stored again under another name")
-    return plan, _check_recipes(model, plan.recipes, references), first_name
+    recipes, unexpected = plan_load(model, gathered(folder, stored_tensors(folder)))
+    return _Plan(recipes, unexpected, _check_recipes(model, recipes, references), first_name)
 
 
 def _check_recipes(
@@ -380,51 +389,36 @@ def _read_all(
     threads: int,
     as_bytes: Collection[str],
 ) -> None:
-    room = _Room(IN_FLIGHT_BYTES)
+    """Build all recipes, in as many threads, within IN_FLIGHT_BYTES; a larger one is alone."""
+    failed = Event()
 
     def deliver(recipe: Recipe) -> None:
         load = "read" if recipe.converter is None and recipe.target in as_bytes else "values"
-        for name, tensor in recipe.build(model, methodcaller(load)).items():
-            write(name, tensor)
-
-    failed = Event()
-
-    def read(recipe: Recipe) -> None:
-        with room.taken(recipe.working_bytes):
-            if failed.is_set():
-                return
-            try:
-                deliver(recipe)  # a call of its own, so that nothing of it outlives the room
-            except BaseException:
-                failed.set()
-                raise
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
-        reads = [pool.submit(read, recipe) for recipe in recipes]
         try:
-            for finished in as_completed(reads):
-                finished.result()
+            if not failed.is_set():
+                for name, tensor in recipe.build(model, methodcaller(load)).items():
+                    write(name, tensor)
+        except BaseException:
+            failed.set()
+            raise
+
+    reads: dict[Future[None], int] = {}
+    with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
+        try:
+            for recipe in recipes:
+                num_bytes = min(recipe.working_bytes, IN_FLIGHT_BYTES)
+                while sum(reads.values()) + num_bytes > IN_FLIGHT_BYTES:
+                    _end(reads)
+                reads[pool.submit(deliver, recipe)] = num_bytes
+            while reads:
+                _end(reads)
         except BaseException:  # Ctrl-C included
             failed.set()
             raise
 
 
-class _Room:
-    """Bytes that threads share; a thread that asks for more than all of them gets them alone."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._free = self._all = num_bytes
-        self._changed = Condition()
-
-    @contextmanager
-    def taken(self, num_bytes: int) -> Iterator[None]:
-        num_bytes = min(num_bytes, self._all)
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= num_bytes)
-            self._free -= num_bytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += num_bytes
-                self._changed.notify_all()
+def _end(reads: dict[Future[None], int]) -> None:
+    """Wait for at least one of the reads, and take those that have ended out."""
+    for ended in wait(reads, return_when=FIRST_COMPLETED).done:
+        del reads[ended]
+        ended.result()

@@ -45,9 +45,9 @@ class ZeroProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and len(args) >= 2 and id(args[1]) in self._zeros:
-            found = _product_with_zeros(*args, **(kwargs or {}))
-            if found is not None:
-                return found
+            product = _product_with_zeros(*args, **(kwargs or {}))
+            if product is not None:
+                return product
         return func(*args, **(kwargs or {}))
 
 
