@@ -1,7 +1,6 @@
 """`megatrain demo`: a small model on Python's own source files, start to finish, no download."""
 
 import shutil
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ PROMPTS = ("def read_", "class Base")
 
 
 def run_demo(overrides: Sequence[str]) -> None:
-    """Corpus, tokenizer, training, loss curve, samples, memory; all below `runs/`.
+    """Make corpus and tokenizer, train, show loss, samples and memory; all below `runs/`.
 
     Raises:
         InputError: an override cannot be used.
@@ -36,7 +35,10 @@ def run_demo(overrides: Sequence[str]) -> None:
     outcome = train(run_file, "demo")
     if outcome.stopped:
         return say_end(outcome)
-    print(f"\nloss     {loss_curve(outcome.folder)}   ({outcome.folder / 'loss.png'})\n")
+    losses = [r["loss"] for r in read_metrics(outcome.folder / METRICS) if r.get("loss")]
+    if losses:
+        curve = outcome.folder / "loss.png"
+        print(f"\nloss {losses[0]:.3f} at first, {losses[-1]:.3f} at last ({curve})\n")
     for prompt in PROMPTS:
         print(f"--- sampled from the model, prompt {prompt!r}")
         print_texts(
@@ -64,22 +66,8 @@ def write_corpus_and_tokenizer() -> None:
             train_bpe_tokenizer(sorted(CORPUS.iterdir()), VOCAB_SIZE, folder)
 
 
-def loss_curve(folder: Path, width: int = 60) -> str:
-    """The training losses of a run as a line of blocks, with the mean of the first and last."""
-    losses = [record["loss"] for record in read_metrics(folder / METRICS) if record.get("loss")]
-    if not losses:
-        return "none"
-    size = -(-len(losses) // width)
-    means = [statistics.fmean(losses[at : at + size]) for at in range(0, len(losses), size)]
-    low, high = min(means), max(means)
-    blocks = "▁▂▃▄▅▆▇█"
-    scale = (len(blocks) - 1) / (high - low) if high > low else 0
-    bars = "".join(blocks[round((mean - low) * scale)] for mean in means)
-    return f"{means[0]:.3f} {bars} {means[-1]:.3f}"
-
-
 def print_memory(outcome: Outcome) -> None:
-    """Where the bytes of the run rested, in all and for each parameter."""
+    """Print where the bytes of the run rested, in all and for each parameter."""
     places = {
         "host: weights": outcome.memory["host_weights_bytes"],
         "host: master remainders (bf16 runs)": outcome.memory["host_remainder_bytes"],

@@ -119,11 +119,11 @@ def _adapter_of(section: "ModelSection") -> Any:
     from megatrain.source.source import adapter_folder, folder_adapter
     from megatrain.train.resolve_model import ResolvedModel
 
-    found = ResolvedModel.of(section).source
-    if isinstance(found, Checkpoint):
-        saved = found.settings.adapter
+    source = ResolvedModel.of(section).source
+    if isinstance(source, Checkpoint):
+        saved = source.settings.adapter
         return None if saved is None else peft.from_json(saved["configs"][saved["active"]])
-    folder = adapter_folder(found)
+    folder = adapter_folder(source)
     return None if folder is None else folder_adapter(folder)[0]
 
 
@@ -147,34 +147,23 @@ def named_config(
     """
     path = Path(os.path.expanduser(name))
     if name and path.exists():
-        return _local(path, base_model, trust_remote_code)
+        from megatrain.model.build import load_config
+
+        if path.is_dir() and not (path / "config.json").is_file():
+            path = _of_run(path, base_model)
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise InputError(f"{path}: no config.json there, so it is not a model's folder")
+        return load_config(path, trust_remote_code=trust_remote_code)
     if name.lower() in SHAPES:
         return qwen2_config(name.lower(), max_positions)
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
-        raise InputError(f"unknown model {name!r}{_nearest(name)}")
-    return _from_hub(name, trust_remote_code)
-
-
-def _local(path: Path, base_model: str | None, trust_remote_code: bool) -> "PreTrainedConfig":
-    from megatrain.model.build import load_config
-
-    if path.is_dir() and not (path / "config.json").is_file():
-        path = _of_run(path, base_model)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise InputError(f"{path}: no config.json there, so it is not a model's folder")
-    return load_config(path, trust_remote_code=trust_remote_code)
-
-
-def _of_run(path: Path, base_model: str | None) -> Path:
-    """The folder of the model that a run or a checkpoint stands for."""
-    from megatrain.config import ModelSection
-    from megatrain.train.resolve_model import ResolvedModel
-
-    section = ModelSection(path=str(path), base_model=base_model)
-    return Path(str(ResolvedModel.of(section).section.path))
-
-
-def _from_hub(name: str, trust_remote_code: bool) -> "PreTrainedConfig":
+        close = difflib.get_close_matches(name.lower(), SHAPES, n=2, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        shapes = ", ".join(SHAPES)
+        raise InputError(
+            f"unknown model {name!r}{hint} (give a shape of {shapes}; a folder, a config.json, or "
+            "owner/name)"
+        )
     from transformers import AutoConfig
 
     try:
@@ -186,7 +175,10 @@ def _from_hub(name: str, trust_remote_code: bool) -> "PreTrainedConfig":
         ) from error
 
 
-def _nearest(name: str) -> str:
-    close = difflib.get_close_matches(name.lower(), SHAPES, n=2, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    return f"{hint} (give a shape of {', '.join(SHAPES)}; a folder, a config.json, or owner/name)"
+def _of_run(path: Path, base_model: str | None) -> Path:
+    """The folder of the model that a run or a checkpoint stands for."""
+    from megatrain.config import ModelSection
+    from megatrain.train.resolve_model import ResolvedModel
+
+    section = ModelSection(path=str(path), base_model=base_model)
+    return Path(str(ResolvedModel.of(section).section.path))

@@ -16,7 +16,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.second_model import second_needs
 from megatrain.forecast.simulate import CPU_PROCESS_BYTES, PROCESS_BYTES
 from megatrain.forecast.workload import SEQUENCE_LENGTH, Second, Workload
-from megatrain.machine import Machine, machine_for, present_machine
+from megatrain.machine import Machine, machine_for, present_cpu, present_machine
 from megatrain.machine.published import update_gbps
 from megatrain.placement import CPU_PLACEMENT
 from megatrain.plan.planner import Plan, make_plan
@@ -219,7 +219,9 @@ def _machine(
         return replace(machine, disk_space_bytes=space)
     if not gpu and device == "cpu":
         machine = _cpu(cores, workload)
-        warnings.append("the times are rough: rates of this CPU were measured for seconds only")
+        warnings.append(
+            "the times are rough: no rate of this CPU is measured, a core's usual ones are taken"
+        )
     else:
         present = present_machine(cuda, precision=workload.precision)
         if present is None and here is not None:
@@ -253,17 +255,27 @@ def _machine(
 
 
 def _cpu(cores: int | None, workload: Workload) -> Machine:
-    """This machine's CPU."""
-    from megatrain.plan.rates import measured_cpu
-
+    """This machine's CPU, with the rates that a core usually has."""
+    machine = present_cpu()
     if workload.device_memory is not None:
         raise InputError("device_memory limits a GPU, but the device is cpu; set host_memory")
-    if cores not in (None, usable_cores()):
+    if cores not in (None, machine.cores):
         raise InputError(
-            f"--cores {cores}: the device is cpu, and this machine's {usable_cores()} are "
-            "measured; leave it out, or run this under taskset"
+            f"--cores {cores}: the device is cpu, and this machine's {machine.cores} are planned "
+            "with; leave it out, or run this under taskset"
         )
-    return measured_cpu(workload.precision)
+    gbps = update_gbps(machine.cores, "desktop")
+    return replace(
+        machine,
+        matmul_tflops=0.04 * machine.cores,
+        attention_forward_tflops=0.02 * machine.cores,
+        attention_backward_tflops=0.015 * machine.cores,
+        device_gbps=gbps,
+        to_device_gbps=gbps / 2,
+        from_device_gbps=gbps / 2,
+        update_gbps=gbps,
+        launch_seconds=1e-6,
+    )
 
 
 def _without_others(machine: Machine, device: str, warnings: list[str]) -> Machine:

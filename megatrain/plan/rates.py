@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatrain.base.units import GIB, MIB
-from megatrain.device import CpuDevice, Device
+from megatrain.device import Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Buffer
 from megatrain.device.host_mappings import host_range
 from megatrain.device.plane_file import PlaneFile
 from megatrain.errors import DoesNotFit, MegatrainError, first_line
-from megatrain.machine import Machine, present_cpu
 from megatrain.optim import (
     AdamW,
     TileRange,
@@ -322,30 +321,3 @@ def _moved(move: Callable[[int], None], most: int) -> tuple[int, float]:
         move(moved)
         moved += _CHUNK
     return moved, time.perf_counter() - started
-
-
-def measured_cpu(precision: Precision) -> Machine:
-    """This machine without a GPU, with rates that are measured in a few seconds."""
-    device = CpuDevice()
-    sizes = Sizes(  # a step on a CPU is made of small pieces
-        copy_bytes=64 * MIB,
-        products={precision: ((1024, 1024, 1024, 1),)},
-        attention={precision: ((1, 512),)},
-        heads=8,
-        head_size=64,
-        launches=200,
-    )
-    measured = compute_measurements(device, sizes, precision) + _other_measurements(device, sizes)
-    matmul, forward, backward, gbps, microseconds = (m.value or 1.0 for m in measured)
-    return replace(
-        present_cpu(),
-        matmul_tflops=matmul,
-        attention_forward_tflops=forward,
-        attention_backward_tflops=backward,
-        device_gbps=gbps,
-        to_device_gbps=gbps / 2,
-        from_device_gbps=gbps / 2,
-        update_gbps=UPDATE_BYTES * update_gparams(update_threads(), 256 * MIB),
-        launch_seconds=microseconds / 1e6,
-        measured=True,
-    )

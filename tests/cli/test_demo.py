@@ -16,7 +16,7 @@ def test_the_demo_trains_samples_and_shows_the_memory(megatrain, monkeypatch, tm
     (run,) = (tmp_path / "runs").glob("demo-2*")
     assert (run / "model" / "config.json").is_file()
     assert "step 3/3" in result.stdout
-    assert "def read_" in result.stdout
+    assert "def read_" in result.stdout and " at first, " in result.stdout
     states = next(line for line in result.stdout.splitlines() if "optimizer states" in line)
     assert 4 < float(states.split()[-4]) < 8  # momentum of matrices; two moments of all else
 
@@ -34,11 +34,3 @@ def test_a_demo_that_is_stopped_says_how_to_go_on(megatrain, monkeypatch, tmp_pa
     assert result.exit_code == 0, result.output
     (run,) = (tmp_path / "runs").glob("demo-2*")
     assert result.stdout.endswith(f"megatrain train runs/{run.name} --resume\n")
-
-
-def test_the_loss_curve_falls_from_left_to_right(tmp_path):
-    lines = [f'{{"step": {i}, "loss": {10 - i / 10}}}' for i in range(1, 81)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    first, bars, last = demo.loss_curve(tmp_path, width=8).split()
-    assert bars == "█▇▆▅▄▃▂▁"
-    assert (first, last) == ("9.450", "2.450")

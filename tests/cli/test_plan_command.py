@@ -12,7 +12,6 @@ from megatrain.checkpoint import files
 from megatrain.cli import plan as command
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for, present, present_cpu
-from megatrain.plan import rates
 from megatrain.telemetry.gpu import Gpu
 from tests.cli.cases import tiny_llama
 
@@ -333,8 +332,7 @@ def test_a_run_on_the_cpu_is_planned_in_host_memory(megatrain, run_file):
     assert "device " not in result.stdout and "GPU" not in result.stdout
 
 
-def test_a_run_files_limit_adds_nothing_to_this_machine(megatrain, run_file, monkeypatch):
-    monkeypatch.setattr(rates, "measured_cpu", lambda precision: present_cpu())
+def test_a_run_files_limit_adds_nothing_to_this_machine(megatrain, run_file):
     ask = ["plan", run_file, "--set", "engine.host_memory=900TiB", "--json"]
     told = json.loads(megatrain(*ask).stdout)
     assert told["host_memory_bytes"] == present_cpu().host_memory_bytes
@@ -396,8 +394,7 @@ def test_quantised_weights_are_told(megatrain, run_file, model_file):
     refused(megatrain("plan", run_file, *HERE), "take the unquantised model (it would fit")
 
 
-def test_a_run_on_the_cpu_is_held_to_its_host_memory(megatrain, run_file, monkeypatch, all_of_it):
-    monkeypatch.setattr(rates, "measured_cpu", lambda precision: present_cpu())
+def test_a_run_on_the_cpu_is_held_to_its_host_memory(megatrain, run_file, all_of_it):
     changes = ("--set", "engine.host_memory=560MiB", "--set", "data.sequence_length=64")
     assert megatrain("plan", run_file, *changes).exit_code == 0
     rows = ("training.batch_size=128", "training.micro_batch_size=128")
