@@ -27,7 +27,6 @@ from megatrain.source.engine_setup import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.telemetry.timeline import Span
 from tests.parity.cases import llama, qwen2
-from tests.sweeps import few
 
 MACHINE = machine_for("H200", 64 * GIB, 16)
 PLACED = Placement(slots=2)
@@ -163,24 +162,6 @@ def test_no_more_is_changed_than_has_to_be():
     assert first.settings == {"data.sequence_length": 256, "training.batch_size": 4}
 
 
-def test_what_only_seemed_to_fit_is_changed_a_little_more():
-    class Hopeful(Toy):
-        def could_fit(self, there: Machine, ask: Workload) -> bool:
-            return super().could_fit(replace(there, device_memory_bytes=int(4.5 * GIB)), ask)
-
-    ask = asked(device_gib=3.5)  # 1 + 1 + 1 of which a GiB is for 1,024 tokens a step
-    found = found_for(Hopeful(), ask)
-    assert found[0].text == "take 1,024 tokens a step"
-
-
-class Waiting(Toy):
-    """A GiB of the host for every row, 4 for gradients that wait."""
-
-    def needs(self, there: Machine, ask: Workload) -> Forecast:
-        rows = ask.tokens_per_step // ask.sequence_length
-        return toy_forecast(there, ask, GIB, (rows + 4 * ask.clip) * GIB + 8 * GIB)
-
-
 def test_a_tenth_of_a_gib_of_device_memory_is_rounded_up():
     ask = asked(device_gib=0.5, tokens_per_step=4352)
     found = found_for(TOY, ask)
@@ -218,28 +199,25 @@ def test_on_the_cpu_there_is_neither_another_placement_nor_a_larger_gpu():
 
 QUESTIONS = [
     asked(device, host, sequence_length=length, **changes)
-    for device in (0.5, 2.5, 4.5, 7, 100)
-    for host in (8.5, 15, 22, 40)
+    for device in (2.5, 4.5, 100)
+    for host in (15, 22, 40)
     for length in (256, 1024)
     for changes in ({}, {"clip": False}, {"precision": "fp32"}, {"micro_batch": 4},
                     {"micro_batch": 4, "placement": PLACED})
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "plans", few([TOY, Waiting()], 1), ids=["rows on the device", "on the host"]
-)
-def test_remedies_are_true_and_differ(plans, tmp_path):
+def test_remedies_are_true_and_differ(tmp_path):
     """Of each kind of question; what they say is what a run file says."""
     lengths = set()
     for ask in QUESTIONS:
-        if plans.could_fit(*ask):
+        if TOY.could_fit(*ask):
             continue
-        found = found_for(plans, ask)
+        found = found_for(TOY, ask)
         lengths.add(len(found))
         assert len({remedy.text for remedy in found}) == len(found)
         for remedy in found:
-            assert plans.once(remedy.forecast.machine, remedy.new) and remedy.text
+            assert TOY.once(remedy.forecast.machine, remedy.new) and remedy.text
             told = config_with(remedy, tmp_path)
             assert told.training.batch_size * told.data.sequence_length == (
                 remedy.new.tokens_per_step
@@ -293,11 +271,6 @@ def config_with(remedy, folder):
     path = folder / "run.yaml"
     path.write_text(json.dumps(tree))
     return config.load(path, [f"{k}={json.dumps(v)}" for k, v in remedy.settings.items()])
-
-
-def test_both_kinds_of_memory_can_be_missing():
-    found = texts(asked(device_gib=1, host_gib=10))
-    assert any("of device memory and 24.0 GiB of host memory" in text for text in found)
 
 
 def test_a_given_placement_may_be_the_reason():
@@ -414,11 +387,6 @@ def test_bytes_by_tile_add_up(tied, precision):
     assert sum(map(sum, (planes.values() for planes in tiers.values()))) == sum(
         tile.total_bytes for tile in tiles
     )
-
-
-def test_without_clipping_gradients_on_the_host_share_slabs():
-    tiles = tile_bytes(tiny(), Placement(resident=("layer 0",)), Workload(clip=False))
-    assert {tile.name for tile in tiles if tile.planes["gradient"]} == {"layer 0"}
 
 
 def test_frozen_parameters_have_neither_moments_nor_gradients():

@@ -40,18 +40,13 @@ def test_what_the_page_says_of_a_run(tmp_path):
         *("3.0 GiB", "14.0 GiB"),
         *("slots 3, resident embedding", "NVIDIA H200, 140.0 GiB, driver 580", "(16 cores usable)"),
         *("Timeline of step 6", "tokens/s", "Learning rate", "Gradient norm"),
+        *("idle: weights arrived 300 ms 30.0%", "idle: end of step 100 ms 10.0%"),
+        *("layer 400 ms 40.0%", "compute 600 ms 60.0%", "copy in 400 ms 40.0% 2.00 GB 5.0 GB/s"),
     ):
         assert part in text, part
     assert "15.03 bytes a parameter" in text
     assert "datasets" not in text  # a version that is not known
     assert "Missing" not in text
-
-
-def test_idle_time_has_its_reason(tmp_path):
-    text = made(write_run(tmp_path / "run")).text
-    assert "idle: weights arrived 300 ms 30.0%" in text
-    assert "idle: end of step 100 ms 10.0%" in text
-    assert "layer 400 ms 40.0%" in text
 
 
 def test_a_disk_is_shown_with_what_is_written_to_it(tmp_path):
@@ -62,12 +57,6 @@ def test_a_disk_is_shown_with_what_is_written_to_it(tmp_path):
     (run / "timeline.json").write_text(json.dumps(chrome_trace(spans)))
     assert "9.3 GiB each step; 864.0 TB written a day" in made(run).text  # steps of a second
     assert "disk in 500 ms 50.0% 1.00 GB 2.0 GB/s" in made(run).text
-
-
-def test_streams_have_their_shares_and_rates(tmp_path):
-    found = made(write_run(tmp_path / "run"))
-    assert "compute 600 ms 60.0%" in found.text
-    assert "copy in 400 ms 40.0% 2.00 GB 5.0 GB/s" in found.text
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "environment.json", "config.yaml"])

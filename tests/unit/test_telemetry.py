@@ -7,9 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +18,7 @@ from megatrain.telemetry import cgroups, memory
 from megatrain.telemetry import environment as environment_module
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.environment import environment
-from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
+from megatrain.telemetry.gpu import bf16_peak_tflops
 from megatrain.telemetry.log import PASSING, Share, StderrHandler
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from megatrain.telemetry.pictures import draw_loss
@@ -83,14 +80,6 @@ def test_a_line_that_does_not_fit_is_written_later_not_in_part(tmp_path):
     assert path.read_text() == '{"step": 1}\n'
     writer.write(step=3)
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
-
-
-def test_a_log_whose_folder_is_gone_does_not_stop_the_run(tmp_path):
-    said = []
-    writer = MetricsWriter(tmp_path / "gone" / "m.jsonl", warn=said.append)
-    writer.write(step=1)
-    writer.write(step=2)
-    assert len(said) == 1
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal():
@@ -188,72 +177,17 @@ def test_only_a_gpu_that_is_listed_has_a_peak(name, peak):
     assert bf16_peak_tflops(name) == peak
 
 
-def test_the_cpu_is_no_gpu():
-    assert find_gpu("cpu") is None
-
-
-class Listed:
-    """A process whose memory does not depend on what the system does with it."""
-
-    def __init__(self, rss: int, *children: Any) -> None:
-        self.rss, self.pss, self._children = rss, rss // 2, list(children)
-
-    def memory_info(self) -> "Listed":
-        return self
-
-    memory_full_info = memory_info
-
-    def children(self, *, recursive: bool) -> list:
-        assert recursive
-        return self._children
-
-
-class Ended(Listed):
-    def memory_full_info(self) -> Any:
-        raise psutil.NoSuchProcess(77)
-
-
-@pytest.fixture
-def listed(monkeypatch):
-    """This process, a worker of which its share counts, and one that has just ended."""
-    process, clock = Listed(100 * MIB, Listed(8 * MIB), Ended(1)), [0.0]
-    monkeypatch.setattr(memory.psutil, "Process", lambda number: process)
-    monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    memory._tree.cache_clear()
-    yield process, clock
-    memory._tree.cache_clear()
-
-
-def test_process_memory_is_what_the_system_counts_children_included(listed):
-    process, _ = listed
-    assert memory.process_bytes() == 104 * MIB
-    process.rss = 50 * MIB
-    assert memory.process_bytes() == 54 * MIB
-
-
-def test_children_are_looked_at_now_and_then(listed):
-    process, clock = listed
-    assert memory.process_bytes() == 104 * MIB
-    process._children.append(Listed(64 * MIB))
-    clock[0] += 0.9 * memory.CHILDREN_SECONDS
-    assert memory.process_bytes() == 104 * MIB
-    clock[0] += 0.1 * memory.CHILDREN_SECONDS
-    assert memory.process_bytes() == 136 * MIB
-
-
-def test_a_child_is_seen():
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE):
-        assert memory.ProcessTree(os.getpid())._children_bytes() > 0
-
-
-def test_the_peak_is_what_the_system_has_noted(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "Path", lambda name: tmp_path / Path(name).name)
-    (tmp_path / "status").write_text("VmRSS:\t 1024 kB\nVmHWM:\t 2048 kB\n")
-    assert memory.peak_process_bytes() == 2 * MIB
-    (tmp_path / "status").unlink()
-    usage = SimpleNamespace(ru_maxrss=3 * MIB if sys.platform == "darwin" else 3 * 1024)
-    monkeypatch.setattr(memory.resource, "getrusage", lambda who: usage)
-    assert memory.peak_process_bytes() == 3 * MIB
+def test_process_memory_is_what_the_system_counts_children_included():
+    holding = "held = bytearray(b'1' * (200 << 20)); print(flush=True); input()"
+    before = memory.ProcessTree(os.getpid()).num_bytes()
+    own = psutil.Process().memory_info().rss
+    assert own <= before
+    command = [sys.executable, "-c", holding]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        after = memory.ProcessTree(os.getpid()).num_bytes()
+        child.communicate(b"\n")
+    assert after > before + 150 * MIB
 
 
 def test_a_peak_is_not_that_of_the_process_before():
@@ -303,11 +237,11 @@ def test_the_limit_of_a_job_or_a_service_counts(own, place, cgroup_root):
     assert memory.host_limit_bytes() >= GIB
 
 
-def test_what_is_free_is_less_than_the_limit_and_never_negative(cgroup_root, listed):
+def test_what_is_free_is_less_than_the_limit_and_never_negative(cgroup_root):
     limit = cgroup_root / "memory.max"
     assert 0 < memory.host_available_bytes() < memory.host_limit_bytes()
-    limit.write_text(str(104 * MIB + 4096))
-    assert memory.host_available_bytes() == 4096
+    limit.write_text(str(memory.process_bytes() + 64 * MIB))
+    assert 0 < memory.host_available_bytes() < 128 * MIB
     limit.write_text("4096")
     assert memory.host_available_bytes() == 0
 

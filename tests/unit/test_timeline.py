@@ -9,8 +9,6 @@ from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine
 from megatrain.errors import RunFailed
-from megatrain.telemetry.pictures import draw_step
-from megatrain.telemetry.recorder import StepRecorder
 from megatrain.telemetry.timeline import (
     Breakdown,
     Span,
@@ -102,19 +100,6 @@ IDS = torch.ones(2, 4).long()
 BATCH = [{"input_ids": IDS, "labels": IDS}]
 
 
-def test_the_second_of_two_steps_is_kept() -> None:
-    with _tiny_engine() as engine:
-        recorder = StepRecorder(engine.recording)
-        recorder.begin()
-        engine.step(BATCH)
-        recorder.next()
-        engine.step(BATCH)
-        spans = recorder.end()
-    names = [span.name for span in spans]
-    assert names.count("layer 0") == names.count("layer 0 backward") == 1
-    assert all(span.start >= 0 for span in spans)
-
-
 def test_bytes_of_copies_and_updates_are_noted() -> None:
     with _tiny_engine(64) as engine:
         with engine.recording() as spans:
@@ -185,11 +170,6 @@ def test_a_timeline_that_cannot_be_written_costs_nothing_else(tmp_path: Path) ->
         timeline = RunTimeline(engine.recording, tmp_path / "gone", 1)
         assert timeline.step(1, lambda: engine.step(BATCH)).tokens == 8
         timeline.draw()
-
-
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    draw_step(SPANS, tmp_path / "step.png", "a step")
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_visit_of_a_step_is_noted() -> None:
