@@ -4,44 +4,26 @@ They trade memory for time. With eager layers none of them changes a bit of the 
 `chunk_tokens`, `head_tokens` and `max_stream_bytes`, which sum in another order (tests/race).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from megatrain.errors import InputError
 
-_LEAST = {
-    "slots": 1,
-    "host_grad_buffers": 1,
-    "layer_input_lanes": 1,
-    "head_tokens": 1,
-    "update_threads": 1,
-    "gradient_lanes": 1,
-    "chunk_tokens": 1,
-    "save_activations": 0,
-    "offload_activations": 0,
-    "prefetch": 0,
-    "save_bytes": 0,
-    "passes": 1,
-    "keep_weights": 0,
-    "save_all": 0,
-    "disk_moments": 0,
-    "disk_remainder": 0,
-    "disk_weights": 0,
-    "max_stream_bytes": 1,
+# The least value of each choice that is a number; of those that are None by default, of others.
+_LEAST: dict[str, int] = {
+    **dict.fromkeys(("slots", "host_grad_buffers", "layer_input_lanes", "head_tokens"), 1),
+    **dict.fromkeys(("update_threads", "gradient_lanes", "chunk_tokens", "passes"), 1),
+    **dict.fromkeys(("save_activations", "offload_activations", "save_all", "keep_weights"), 0),
+    **dict.fromkeys(("disk_moments", "disk_remainder", "disk_weights", "prefetch"), 0),
+    **{"save_bytes": 0, "max_stream_bytes": 1},
 }
-_OPTIONAL = (
-    "prefetch",
-    "update_threads",
-    "gradient_lanes",
-    "chunk_tokens",
-    "max_stream_bytes",
-    "save_bytes",
-)
 
 # Of what is made one by one, so many are enough for any model.
 _COUNTS = ("slots", "gradient_lanes", "host_grad_buffers", "layer_input_lanes")
 _MOST = 10_000
+
+_PLACES = ("none", "device", "host")
 
 
 RENAMED = {
@@ -164,7 +146,7 @@ class Placement:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
+            if value is None and getattr(Placement, name) is None:
                 continue
             if type(value) is not int:
                 raise InputError(f"placement.{name} is {value!r}; it must be an integer")
@@ -178,40 +160,43 @@ class Placement:
             raise InputError(
                 f"placement.resident is {self.resident!r}; it must be a list of tile names"
             )
-        if self.prefetch is not None and self.prefetch >= self.slots:
-            raise InputError(
-                f"placement.prefetch is {self.prefetch}; with {self.slots} slots it must be "
-                f"between 0 and {self.slots - 1}"
-            )
-        if self.save_attention not in ("none", "device", "host"):
-            raise InputError(
-                f"placement.save_attention is {self.save_attention!r}; it must be 'none', 'device' "
-                "or 'host'"
-            )
-        if self.save_attention != "none" and self.compile and self.chunk_tokens is None:
-            raise InputError(
-                f"placement.save_attention is {self.save_attention!r}, but whole layers are "
-                "compiled; set chunk_tokens, or compile: false"
-            )
-        if self.passes > 1 and not self.keep_rows:
-            raise InputError(
-                "placement.keep_rows is false, but in several passes the embedding's rows stay on "
-                "the device; set it true, or set passes: 1"
-            )
-        if self.passes > 1 and self.max_stream_bytes is not None:
-            raise InputError(
-                "placement.max_stream_bytes splits tiles, but in several passes the sums of whole "
-                "tiles stay on the device; leave it out, or set passes: 1"
-            )
-        if self.disk_weights and self.max_stream_bytes is not None:
-            raise InputError(
-                "placement.max_stream_bytes splits tiles, but weights on a disk are read as whole "
-                "tiles; leave it out, or set disk_weights: 0"
-            )
-        if self.layer_inputs not in ("device", "host"):
-            raise InputError(
-                f"placement.layer_inputs is {self.layer_inputs!r}; it must be 'device' or 'host'"
-            )
+        for name, values in (("save_attention", _PLACES), ("layer_inputs", _PLACES[1:])):
+            if (value := getattr(self, name)) not in values:
+                *others, last = map(repr, values)
+                raise InputError(
+                    f"placement.{name} is {value!r}; it must be {', '.join(others)} or {last}"
+                )
+        conflict = next((text for applies, text in self._conflicts() if applies), None)
+        if conflict is not None:
+            raise InputError(f"placement.{conflict}")
+
+    def _conflicts(self) -> Iterator[tuple[bool, str]]:
+        """Choices that exclude each other, and the remedies."""
+        yield (
+            self.prefetch is not None and self.prefetch >= self.slots,
+            f"prefetch is {self.prefetch}; with {self.slots} slots it must be between 0 and "
+            f"{self.slots - 1}",
+        )
+        yield (
+            self.save_attention != "none" and self.compile and self.chunk_tokens is None,
+            f"save_attention is {self.save_attention!r}, but whole layers are compiled; set "
+            "chunk_tokens, or compile: false",
+        )
+        yield (
+            self.passes > 1 and not self.keep_rows,
+            "keep_rows is false, but in several passes the embedding's rows stay on the device; "
+            "set it true, or set passes: 1",
+        )
+        yield (
+            self.passes > 1 and self.max_stream_bytes is not None,
+            "max_stream_bytes splits tiles, but in several passes the sums of whole tiles stay on "
+            "the device; leave it out, or set passes: 1",
+        )
+        yield (
+            self.disk_weights > 0 and self.max_stream_bytes is not None,
+            "max_stream_bytes splits tiles, but weights on a disk are read as whole tiles; leave "
+            "it out, or set disk_weights: 0",
+        )
 
     def __str__(self) -> str:
         """The text of a run file: the choices that differ from the defaults, in flow style."""

@@ -27,24 +27,24 @@ class DeviceBoundaries:
 
     def put(self, unit: StreamedModule, h: list[Activations]) -> None:
         """Keep what `unit` is about to read and nobody has kept yet."""
-        for index, kept in enumerate(self._kept):
 
-            def keep(index: int = index, kept: Activations = kept) -> None:
-                kept.update({ref: h[index][ref] for ref in unit.new_inputs})
+        def keep(kept: Activations, values: Activations) -> None:
+            kept.update({ref: values[ref] for ref in unit.new_inputs})
 
-            self._device.run(COMPUTE, _KEEP, keep)
+        for pair in zip(self._kept, h, strict=True):
+            self._device.run(COMPUTE, _KEEP, partial(keep, *pair))
 
     def take(self, unit: StreamedModule) -> Iterator[Activations]:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
+
+        def give(kept: Activations) -> Activations:
+            inputs = {ref: kept[ref] for ref in unit.inputs}
+            for ref in unit.new_inputs:
+                del kept[ref]
+            return inputs
+
         for kept in self._kept:
-
-            def give(kept: Activations = kept) -> Activations:
-                inputs = {ref: kept[ref] for ref in unit.inputs}
-                for ref in unit.new_inputs:
-                    del kept[ref]
-                return inputs
-
-            yield self._device.run(COMPUTE, _GIVE, give)
+            yield self._device.run(COMPUTE, _GIVE, partial(give, kept))
 
 
 class HostBoundaries:
@@ -70,12 +70,13 @@ class HostBoundaries:
         keys = [(index, ref) for index in range(self._num_micro) for ref in unit.new_inputs]
         # Where nothing is computed there are no values.
         values = [[h[index][ref].contiguous()] if h[index] else [] for index, ref in keys]
-        rest = sum(packed_bytes(tensors) for tensors in values)
+        rest = sum(map(packed_bytes, values))
         for key, tensors in zip(keys, values, strict=True):
             rest -= packed_bytes(tensors)
             self._offload.send(unit.visit, key, tensors, rest)
-        reads = [[(index, ref) for ref in unit.inputs] for index in range(self._num_micro)]
-        self._offload.expect(*reads)
+        self._offload.expect(
+            *([(index, ref) for ref in unit.inputs] for index in range(self._num_micro))
+        )
 
     def take(self, unit: StreamedModule) -> Iterator[Activations]:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""

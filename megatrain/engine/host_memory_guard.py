@@ -5,16 +5,15 @@ that is too large for them goes without.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
 from megatrain.base.units import gib
 from megatrain.engine.assemble import host_bytes, kept_offload
 from megatrain.engine.batch import Batch
-from megatrain.engine.host_offload import HostOffload
 from megatrain.engine.step import Parts
-from megatrain.parallel.distributed import ALONE, Ranks
+from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Planned
 from megatrain.store.store import Store
 from megatrain.telemetry.memory import host_available_bytes
@@ -29,7 +28,7 @@ _CAUTION = 1.05
 
 
 class HostMemoryGuard:
-    """Says before each step whether what could wait on the host may, and gives it up if not."""
+    """Says before each step if what could wait on the host may, and gives it up if not."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class HostMemoryGuard:
         parts: Parts,
         limit_bytes: int | None,
         planned: Planned | None,
-        alike: Ranks = ALONE,
+        alike: Ranks,
     ) -> None:
         """Args:
         limit_bytes: that the process may take in all; None: what the machine allows.
@@ -45,67 +44,64 @@ class HostMemoryGuard:
         alike: ranks that have to compute the same again, since they exchange within layers.
         """
         self._held, self._limit, self._alike = partial(host_bytes, store, parts), limit_bytes, alike
-        self._offload = kept_offload(parts)
+        self._offload, self._planned = kept_offload(parts), planned
+        self._most_tokens, self._warned, self._warned_larger = 0, False, False
         self._seen: dict[str, tuple[int, int]] = {}  # bytes, for so many tokens
-        self._most_tokens, self._told = 0, False
-        self._planned, self._told_larger = planned, False
         if planned is not None:
-            self._note(planned.host_bytes, planned.tokens_per_step, (_KEPT, *_OTHERS))
+            tokens = planned.tokens_per_step
+            self._seen = {name: (planned.host_bytes[name], tokens) for name in (_KEPT, *_OTHERS)}
 
     def holds(self, batch: Batch) -> bool:
-        """Whether the placement was chosen for a step as large; what else it says is told once."""
+        """True if the placement was chosen for a step as large; otherwise that is said once."""
         largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
-        if self._planned is None or self._planned.holds(batch.num_tokens, largest):
+        planned = self._planned
+        if planned is None or planned.holds(batch.num_tokens, largest):
             return True
-        if self._planned.graphs and not self._told_larger:
-            self._told_larger = True
+        if planned.graphs and not self._warned_larger:
+            self._warned_larger = True
             _log.warning(
                 "A step of %d tokens, at most %d at once, is larger than the placement was chosen "
                 "for (%d, %d), so layers are computed again in its backward; give the engine the "
                 "largest tokens_per_step (of all ranks) and micro_batch",
-                batch.num_tokens, largest, self._planned.tokens_per_step,
-                self._planned.micro_batch_tokens,
+                batch.num_tokens, largest, planned.tokens_per_step, planned.micro_batch_tokens,
             )  # fmt: skip
         return False
 
     @contextmanager
     def of(self, num_tokens: int) -> Iterator[bool]:
-        """Around a step: whether the host has room for what layers save there in `num_tokens`."""
+        """Around a step: True if the host has room for what layers save in `num_tokens`."""
         if self._offload is None:
             yield True
             return
-        has_room = all(self._alike.all_gather_object(self._has_room(self._offload, num_tokens)))
+        has_room = all(self._alike.all_gather_object(self._has_room(num_tokens)))
         yield has_room
         if num_tokens >= self._most_tokens:
-            self._most_tokens = num_tokens
-            names = (_KEPT, *_OTHERS) if has_room else _OTHERS
-            self._note(self._held(), num_tokens, names)
+            self._most_tokens, held = num_tokens, self._held()
+            for name in (_KEPT, *_OTHERS) if has_room else _OTHERS:
+                self._seen[name] = held[name], num_tokens
 
     def release(self) -> None:
         """Give back, between two steps, what layers save on the host takes there and on its way."""
         if self._offload is not None:
             self._offload.release()
 
-    def _note(self, sizes: Mapping[str, int], num_tokens: int, names: Iterable[str]) -> None:
-        self._seen.update({name: (sizes[name], num_tokens) for name in names})
-
-    def _has_room(self, offload: HostOffload, num_tokens: int) -> bool:
+    def _has_room(self, num_tokens: int) -> bool:
         held = self._held()
         more = {
             name: max(0, num_bytes * num_tokens // tokens - held[name])
             for name, (num_bytes, tokens) in self._seen.items()
         }
         wanted = _CAUTION * sum(more.values())
-        room = host_available_bytes(self._limit) if wanted else 0
-        if wanted <= room:
+        available = host_available_bytes(self._limit) if wanted else 0
+        if wanted <= available:
             return True
-        if wanted - _CAUTION * more[_KEPT] > room:
-            offload.release()
-        if not self._told:
-            self._told = True
+        if wanted - _CAUTION * more[_KEPT] > available:
+            self.release()
+        if not self._warned:
+            self._warned = True
             _log.warning(
                 "The host has no room for what should wait there in a step of %d tokens (%s more "
                 "are wanted, %s are left): in steps that are too large it is computed again",
-                num_tokens, gib(wanted), gib(room),
+                num_tokens, gib(wanted), gib(available),
             )  # fmt: skip
         return False

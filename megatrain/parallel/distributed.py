@@ -40,12 +40,12 @@ _GATHERS, _GATHERED = 4, 1 << 23
 
 def patience() -> timedelta:
     """How long a rank waits for another one, which then counts as hanging. Raises InputError."""
-    told = os.environ.get("MEGATRAIN_RANK_TIMEOUT", "600")
-    if not told.isdecimal() or not 0 < int(told) <= _LONGEST:
+    seconds = os.environ.get("MEGATRAIN_RANK_TIMEOUT", "600")
+    if not seconds.isdecimal() or not 0 < int(seconds) <= _LONGEST:
         raise InputError(
-            f"MEGATRAIN_RANK_TIMEOUT is {told!r}; it must be seconds, from 1 to {_LONGEST:,}"
+            f"MEGATRAIN_RANK_TIMEOUT is {seconds!r}; it must be seconds, from 1 to {_LONGEST:,}"
         )
-    return timedelta(seconds=int(told))
+    return timedelta(seconds=int(seconds))
 
 
 @dataclass(frozen=True)
@@ -73,18 +73,18 @@ class Ranks:
     @property
     def shards(self) -> "Ranks":
         """The ranks of one host: each keeps a block of the model (FSDP's shard group)."""
-        return self if self.hosts == 1 else self._some(self.rank % self._each, self._each)
+        return self._part(self.rank % self._each, self._each)
 
     @property
     def replicas(self) -> "Ranks":
         """The ranks, of all hosts, that keep the same block (HSDP's replicate group)."""
-        return ALONE if self.hosts == 1 else self._some(self.rank // self._each, self.hosts)
+        return self._part(self.rank // self._each, self.hosts)
 
     @property
     def _each(self) -> int:
         return self.size // self.hosts
 
-    def _some(self, rank: int, size: int) -> "Ranks":
+    def _part(self, rank: int, size: int) -> "Ranks":
         return ALONE if size == 1 else replace(self, rank=rank, size=size, hosts=1)
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -123,22 +123,21 @@ class Ranks:
         """
         if self.size == 1:
             return [make()]
-        found: list[tuple[list[T], Any]]
         try:
-            made = [make()]
+            results = [make()]
         except BaseException as error:
             with suppress(RunFailed):  # where the others are lost, this is why
                 self.all_gather_object(([], _as_seen(error)))
                 if isinstance(error, MegatrainError):
                     error.by_all = True
             raise
-        found = self.all_gather_object((made, None))
-        for rank, (_, seen) in enumerate(found):
+        outcomes: list[tuple[list[T], Any]] = self.all_gather_object((results, None))
+        for rank, (_, seen) in enumerate(outcomes):
             if seen is not None:
                 failure = seen[0](f"rank {rank}: {seen[1]}")
                 failure.by_all = seen[2]
                 raise failure
-        return [value for values, _ in found for value in values]
+        return [value for values, _ in outcomes for value in values]
 
     def serve(
         self,
@@ -176,16 +175,18 @@ class Ranks:
 def require_same(values: Sequence[Mapping[str, str]]) -> None:
     """Raises InputError if a rank has another value than rank 0; each value has a name."""
     first, *others = values
-    for rank, found in enumerate(others, 1):
-        for name, value in found.items():
-            if value != (wanted := str(first.get(name))):
-                both = enumerate(zip(value, wanted, strict=False))
-                at = max(0, next((i for i, (a, b) in both if a != b), 0) - 50)
-                mine, theirs = (in_one_line(each[at:], 200) for each in (value, wanted))
-                raise InputError(
-                    f"rank {rank} has another {name} than rank 0: {mine} instead of {theirs}; "
-                    "start all ranks alike"
-                )
+    for rank, named in enumerate(others, 1):
+        for name, value in named.items():
+            wanted = str(first.get(name))
+            if value == wanted:
+                continue
+            pairs = enumerate(zip(value, wanted, strict=False))
+            at = max(0, next((i for i, (a, b) in pairs if a != b), 0) - 50)
+            here, there = (in_one_line(text[at:], 200) for text in (value, wanted))
+            raise InputError(
+                f"rank {rank} has another {name} than rank 0: {here} instead of {there}; "
+                "start all ranks alike"
+            )
 
 
 ALONE = Ranks()
@@ -240,10 +241,10 @@ class ProcessGroups(Ranks):
             ) from error
 
     def all_gather_object(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with self._peer_errors():
-            dist.all_gather_object(found, value, group=self.host)
-        return found
+            dist.all_gather_object(values, value, group=self.host)
+        return values
 
     def barrier(self) -> None:
         with self._peer_errors():
@@ -256,14 +257,14 @@ class ProcessGroups(Ranks):
     def all_gather(self, whole: Tensor) -> None:
         flat = whole.view(torch.uint8)
         with self._peer_errors():
-            all_gather_single(flat, self._own(flat), group=self.incoming)
+            all_gather_single(flat, self._block(flat), group=self.incoming)
 
     def reduce_scatter(self, whole: Tensor) -> None:
         with self._peer_errors():
             if whole.is_cpu:  # gloo sums all of it in any case
                 dist.all_reduce(whole, group=self.outgoing)
             else:
-                reduce_scatter_single(self._own(whole), whole, group=self.outgoing)
+                reduce_scatter_single(self._block(whole), whole, group=self.outgoing)
 
     def all_gather_uneven(self, whole: Tensor) -> None:
         with self._peer_errors():  # as integers: a sum with zeros keeps every bit
@@ -280,7 +281,7 @@ class ProcessGroups(Ranks):
             dist.all_reduce(whole.view(torch.int32), group=self.host)
         return whole.view(tuple(shape))
 
-    def _own(self, whole: Tensor) -> Tensor:
+    def _block(self, whole: Tensor) -> Tensor:
         block = len(whole) // self.size
         return whole[self.rank * block : (self.rank + 1) * block]
 
@@ -350,12 +351,14 @@ def connected(group: ProcessGroup, device: torch.device, hosts: int = 1) -> Rank
 def _opened(members: Sequence[int], device: torch.device) -> ProcessGroups:
     """Some ranks, with communicators of their own."""
 
-    def made(backend: str) -> Any:
+    def opened(backend: str) -> Any:
         return dist.new_group(members, patience(), backend, use_local_synchronization=True)
 
-    host, rank, nccl = made("gloo"), members.index(dist.get_rank()), device.type != "cpu"
-    both = {each: made("nccl") if nccl else host for each in ("incoming", "outgoing")}
-    return ProcessGroups(rank, len(members), host=host, **both)
+    host, rank = opened("gloo"), members.index(dist.get_rank())
+    if device.type == "cpu":
+        return ProcessGroups(rank, len(members), host=host, incoming=host, outgoing=host)
+    incoming, outgoing = opened("nccl"), opened("nccl")
+    return ProcessGroups(rank, len(members), host=host, incoming=incoming, outgoing=outgoing)
 
 
 def _connect(ranks: ProcessGroups, device: torch.device) -> ProcessGroups:
