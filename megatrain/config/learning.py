@@ -6,12 +6,13 @@ from dataclasses import fields, replace
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from megatrain.compat import peft
 from megatrain.config.section import (
     Fraction,
     Name,
+    NamedSection,
     Natural,
     Pattern,
     Positive,
@@ -71,7 +72,7 @@ class AdapterSection(Section):
             yield str(error).removeprefix("adapter: ")
 
 
-class OptimizerSection(Section):
+class OptimizerSection(NamedSection):
     """A rule of `megatrain.optim` and its settings (docs/optimizers.md); null: the rule's own."""
 
     name: str = "adamw"
@@ -92,28 +93,18 @@ class OptimizerSection(Section):
     ns_precision: Literal["bf16", "fp32"] | None = None
     packed: dict[Pattern, list[Natural]] | list[tuple[Pattern, list[Natural]]] | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _resolved(cls, values: Any) -> Any:
-        """Take the rule's own value of each key that is left out."""
+    def defaults(cls, name: str) -> dict[str, Any] | None:
         from megatrain.optim import NO_ADAFACTOR, RULES
 
-        name = str(values.get("name", "adamw")) if isinstance(values, dict) else ""
         if name == "adafactor":
             raise ValueError(NO_ADAFACTOR)
         if (rule := RULES.get(name)) is None:
-            return values  # refused below
+            return None
         names = (*rule.settings, *rule.choices, *rule.further)
-        defaults = {name: getattr(rule(), name) for name in names}
-        foreign = cls.model_fields.keys() - defaults.keys() - {"name", "no_decay"}
-        if wrong := sorted(name for name in foreign if values.get(name) is not None):
-            raise ValueError(
-                f"{rule.name} has no {' and no '.join(wrong)}; it has {', '.join(defaults)} "
-                f"(another optimizer than a file's: --set 'optimizer={{name: {rule.name}, lr: "
-                "...}')"
-            )
-        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in defaults.items()}
-        return plain | {name: value for name, value in values.items() if value is not None}
+        values = {key: getattr(rule(), key) for key in names}
+        plain = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+        return plain | {"no_decay": None}
 
     @field_validator("name")
     @classmethod
@@ -161,7 +152,7 @@ _LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class LossSection(Section):
+class LossSection(NamedSection):
     """The loss and the settings that it has in `megatrain.loss` (docs/losses.md).
 
     `reference`, `teacher_log_probs`: a second model's answers are kept, or it is streamed in each
@@ -197,18 +188,9 @@ class LossSection(Section):
     cross_entropy: float | None = None
     add_tail: bool | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _resolved(cls, values: Any) -> Any:
-        """Take the loss's own value of each key that is left out."""
-        name = values.get("name", "sft") if isinstance(values, dict) else None
-        if name not in _LOSSES:
-            return values  # refused below
-        defaults = _loss_fields(name) | _LOSSES[name][2]
-        for key in sorted(cls.model_fields.keys() - defaults.keys() - {"name"}):
-            if values.get(key) is not None:
-                raise ValueError(f"{name} has no {key}; it has {', '.join(defaults)}")
-        return defaults | {key: value for key, value in values.items() if value is not None}
+    def defaults(cls, name: str) -> dict[str, Any] | None:
+        return _loss_fields(name) | _LOSSES[name][2] if name in _LOSSES else None
 
     @field_validator("scale_rewards", mode="before")
     @classmethod

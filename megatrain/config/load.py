@@ -1,8 +1,4 @@
-"""Run file and overrides together. Precedence: defaults < file < `--set path=value`.
-
-Every mistake is an InputError of one line that names the file, the key and, for a misspelt key,
-the nearest valid one.
-"""
+"""Run file and overrides together. Precedence: defaults < file < `--set path=value`."""
 
 import copy
 import re

@@ -90,6 +90,32 @@ class Section(BaseModel):
         return self
 
 
+class NamedSection(Section):
+    """A section with a `name` that says which other keys it has; null: the default of that name."""
+
+    @classmethod
+    def defaults(cls, name: Any) -> dict[str, Any] | None:
+        """The keys of a name with their defaults; None: there is no such name."""
+        raise NotImplementedError
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_its_name(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values  # refused below
+        name = values.get("name", cls.model_fields["name"].default)
+        defaults = cls.defaults(name) if isinstance(name, str) else None
+        if defaults is None:
+            return values
+        foreign = cls.model_fields.keys() - defaults.keys() - {"name"}
+        if wrong := sorted(key for key in foreign if values.get(key) is not None):
+            raise ValueError(
+                f"{name} has no {' and no '.join(wrong)}; it has {', '.join(defaults)} (to leave a "
+                f"file's keys out: --set 'SECTION={{name: {name}, ...}}')"
+            )
+        return defaults | {key: value for key, value in values.items() if value is not None}
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """`; did you mean 'x'?`, or the valid names where none is near and they fit in a line."""
     close = difflib.get_close_matches(name, known, n=1)

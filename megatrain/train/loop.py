@@ -107,18 +107,14 @@ def train(
 ) -> Outcome:
     """Train as `config` says and write the run's folder; `name` is part of a derived folder name.
 
-    The folder appears when the first step can start and holds `config.yaml`, `environment.json`,
-    `metrics.jsonl`, `checkpoints/`, then `timeline.json` of one early step, `model/`, whole,
-    `finished.json`, `loss.png`, `timeline.png` and `report.html`. With `resume` the run in
-    `output.folder`, or the newest one of this name, goes on from its newest whole checkpoint; if
-    there is none, it begins.
-    Whoever listens to signals already gives them; else they are listened to here.
+    The folder appears when the first step can start; README has what is in it. With `resume` the
+    run in `output.folder`, or the newest one of this name, goes on from its newest whole
+    checkpoint, if there is one. Whoever listens to signals already gives them.
 
     Raises:
         InputError: configuration, data, model or checkpoint cannot be used; nothing was written.
         DoesNotFit: more memory is needed than there is; a run that had begun is saved.
-        RunFailed: a step could not be done; the message names it and its rows. The state before
-            it is saved.
+        RunFailed: a step could not be done; the state before it is saved.
         Stopped: a signal came before the first step; nothing was written.
     """
     with ExitStack() as stack:

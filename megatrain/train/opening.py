@@ -122,18 +122,14 @@ def _go_on(folder: Path, config: Config, ranks: Ranks) -> Job:
 def branched(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> Iterator[Config]:
     """Prepare the folder `new` of a run that goes on from `run`, and give its configuration.
 
-    The folder goes away again where the body fails before the run has begun.
-
     The new run has the newest whole checkpoint of `run` as its own (as links where the file system
     has them), with `checkpoint.best` also the best one before it, and its log up to there, so it is
-    resumed like any other: weights, optimizer state, steps and place in the data are those of
-    `run`, and the settings may change that may change on resume (`resume.FREE_KEYS`).
+    resumed like any other. Its folder goes away again where the body fails before it has begun.
 
     Args:
         run: the folder of a run, or one of its checkpoints.
         overrides: `path.to.key=value`.
-        fresh: take the weights alone. The run begins at its first step, nothing is prepared, and
-            everything but the model may change.
+        fresh: take the weights alone, and begin at the first step; all settings may change.
 
     Raises InputError: there is no whole checkpoint, `new` is taken, or a setting cannot change.
     """

@@ -41,14 +41,8 @@ log = logging.getLogger(__name__)
 class RunState:
     """The state of a run that a checkpoint keeps beside the engine's; all of it is JSON.
 
-    Attributes:
-        step: steps taken, skipped ones included.
-        data: the loader's position.
-        refusals: what the rule for refused steps remembers (train/steps.py).
-        config: the run file, resolved.
-        callbacks: what callbacks export of their state (train/callbacks.py).
-        rollouts: replies that steps to come will learn from again (train/rollouts.py).
-        schedule: see `schedule_state` (train/schedule.py).
+    `step` counts skipped steps, too. `data`: the loader's position; `refusals`: of `BadSteps`;
+    `config`: the run file, resolved; `rollouts`: replies that steps to come will learn from again.
     """
 
     step: int

@@ -23,11 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Rewards:
-    """The reward functions of a run, called one after the other.
-
-    Attributes:
-        names: of the functions, as the log has them.
-    """
+    """The reward functions of a run, called one after the other; `names` are those of the log."""
 
     def __init__(self, settings: RolloutSection) -> None:
         """Import the functions.
@@ -50,8 +46,7 @@ class Rewards:
     def of(self, prompts: Sequence[Any], replies: Sequence[Any], /, **columns: Any) -> Tensor:
         """The reward of each function for each reply `[R, F]`, fp64; NaN for None.
 
-        Args:
-            columns: further arguments of the functions; each function gets copies of all.
+        Args: `columns`: further arguments of the functions; each function gets copies of all.
 
         Raises RunFailed: a function fails, or returns something else than a number for each reply.
         """

@@ -54,11 +54,7 @@ class Reply(NamedTuple):
 
 
 class Rollouts:
-    """Makes the micro-batches of each step.
-
-    Attributes:
-        step: that was taken last.
-    """
+    """Makes the micro-batches of each step; `step` was taken last."""
 
     def __init__(
         self,

@@ -67,12 +67,7 @@ class SecondModel:
     def __init__(
         self, engine: Engine, name: str, answers: Callable[[Engine, Step], list[MicroBatch]]
     ) -> None:
-        """Take the model.
-
-        Args:
-            name: in metrics, of the seconds that it takes.
-            answers: the tensors for each micro-batch of a step.
-        """
+        """Args: `name`: in metrics, of its seconds; `answers`: tensors for each micro-batch."""
         self.close = engine.close
         self._engine, self._name, self._answers = engine, name, answers
 
@@ -171,11 +166,10 @@ def _frozen_engine(config: Config, source: Any, **options: Any) -> Engine:
 
 @dataclass(frozen=True)
 class References:
-    """The record of a run's second model, and log-probabilities of a reference that are kept.
+    """The record of a run's second model.
 
-    Attributes:
-        sums: for each data set the log-probability of each line `[rows, lines]`.
-        keys: tell a data set's tokens, template and settings, and the model, from others.
+    `sums`: a reference's log-probabilities of each line of a data set `[rows, lines]`, if they are
+    kept. `keys` tell a data set's tokens, template and settings, and the model, from others.
     """
 
     sums: dict[str, Tensor]
@@ -301,12 +295,9 @@ def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int, ranks: Ra
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model whose likeliest tokens the trained model learns.
+    """A model whose likeliest tokens the trained model learns, which has `vocab_size` tokens.
 
-    Attributes:
-        source: an engine takes it.
-        key: tells its weights from others.
-        vocab_size: of the model that learns: it has no other tokens.
+    `key` tells its weights from others.
     """
 
     config: Config

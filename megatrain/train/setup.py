@@ -99,10 +99,9 @@ class Job:
     stack: ExitStack = field(default_factory=ExitStack)
 
     def write_tokenizer(self, folder: Path) -> None:
-        """See to it that a folder with the engine's model has the run's tokenizer, and no other.
+        """Give a folder with the engine's model the run's tokenizer and the ends that it learnt.
 
-        That of the model's source is there already, byte for byte. And that the model stops where
-        what it has learnt ends.
+        The tokenizer of the model's source is there already, byte for byte.
         """
         add_ends(folder, self.ends)
         files = list(tokenizer_files(folder))

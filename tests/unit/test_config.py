@@ -204,8 +204,8 @@ MISTAKES = [
     (["optimizer.name=3"], "--set optimizer.name: should be a valid string, got 3"),
     (
         ["optimizer.name=lion", "optimizer.eps=1e-8", "optimizer.master=32"],
-        "optimizer: lion has no eps and no master; it has lr, betas, weight_decay (another "
-        "optimizer than a file's: --set 'optimizer={name: lion, lr: ...}')",
+        "optimizer: lion has no eps and no master; it has lr, betas, weight_decay, no_decay (to "
+        "leave a file's keys out: --set 'SECTION={name: lion, ...}')",
     ),
     (
         ["optimizer.name=muon", "optimizer.ns_precision=fp32"],
