@@ -429,6 +429,32 @@ def test_rloo_learns_the_divergence_where_rewards_are_alike(megatrain, rollout_f
         assert norms[0] == 0 < norms[1] and (norms[2] > 0) == (beta > 0)
 
 
+DRAWS = {
+    "temperature": {"temperature": 0.01},
+    "top_p": {"top_p": 1e-6},
+    "top_k": {"top_k": 1},
+    "repetition_penalty": {"top_k": 1, "repetition_penalty": 1e9},
+}
+
+
+@pytest.mark.parametrize("setting", DRAWS)
+def test_replies_are_drawn_as_the_run_file_says(megatrain, rollout_file, tmp_path, setting):
+    def replies(**rollout):
+        file = rollout_file({"name": "grpo"}, **rollout)
+        (tmp_path / "rewards.py").write_text(NOTE)
+        (tmp_path / "noted").unlink(missing_ok=True)
+        again = sets(rollout__rewards=["rewards.py:note"], training__steps=1)
+        again += sets(output__folder=str(tmp_path / f"run-{len(list(tmp_path.iterdir()))}"))
+        assert megatrain("train", file, *again).exit_code == 0
+        (line,) = (tmp_path / "noted").read_text().splitlines()
+        return json.loads(line)[1]
+
+    groups = [replies(**DRAWS[setting])[at : at + 3] for at in range(0, 12, 3)]
+    assert all(reply == group[0] for group in groups for reply in group)
+    twice = any(len(set(reply)) < len(reply) for group in groups for reply in group)
+    assert not (twice and "repetition_penalty" in DRAWS[setting])
+
+
 def test_a_step_whose_replies_nobody_rewards_may_be_left_out(megatrain, rollout_file, tmp_path):
     file = rollout_file({"name": "grpo", "num_iterations": 2}, ["at_first"])
     result = megatrain("train", file, *sets(training__on_nonfinite="skip", training__steps=3))
