@@ -137,6 +137,8 @@ class Engine(PlacedEngine):
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss, verify)
         if not isinstance(trained, Trained):
             raise InputError(f"trained is {trained!r}; it must be a Trained(freeze=[...])")
+        if not isinstance(saveable, bool):
+            raise InputError(f"saveable is {saveable!r}; it must be True or False")
         if disk_space is not None and disk is None:
             raise InputError("disk_space needs disk: a folder on the disk")
         with cpu_by_default():

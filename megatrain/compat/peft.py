@@ -143,11 +143,15 @@ def from_json(values: Mapping[str, Any]) -> Any:
     return lora_config(kept)
 
 
-def write_config(config: Any, folder: Path) -> None:
-    """Write `adapter_config.json` of an adapter that is to be loaded."""
+def write_config(config: Any, folder: Path, *, scores: bool = False) -> None:
+    """Write `adapter_config.json` of an adapter that is to be loaded.
+
+    Args: `scores`, if its model scores rows.
+    """
     own = copy.copy(config)
     own.inference_mode = True
-    own.task_type = own.task_type or "CAUSAL_LM"  # for AutoPeftModelForCausalLM
+    if own.task_type is None and (of_scores(own) or not scores):
+        own.task_type = _SCORES if scores else "CAUSAL_LM"  # PEFT's Auto classes look at it
     own.save_pretrained(str(folder))
 
 
@@ -252,8 +256,9 @@ def inner(module: Any) -> nn.Module:
 
 
 def stripped(model: Model) -> Model:
-    """A copy of a model without weights, without its adapters."""
-    base = copy.deepcopy(model)
+    """A copy of a model without weights, without its adapters; its configuration is the same."""
+    config: Any = model.config
+    base = copy.deepcopy(model, {id(part): part for part in (config, config.get_text_config())})
     for path, module in list(wrappers(base)):
         if base_path(path) != path:
             continue  # inside of another one, of the same module

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
+    set_seed,
 )
 
 from megatrain.compat.peft import is_peft_model
@@ -20,7 +21,7 @@ from megatrain.integrations.taken import REFUSED_OPTIONS
 
 
 def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> Any:
-    """The model that is given, or named; then also its tokenizer, of a revision that is asked for.
+    """The model that is given, or named; then also its tokenizer.
 
     Args:
         args: whose `model_init_kwargs` say how; `device_map` has no meaning here.
@@ -42,10 +43,11 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
     how.pop("device_map", None)
     how = {"dtype": "auto", "trust_remote_code": getattr(args, "trust_remote_code", False)} | how
-    if "revision" in how and options.get("processing_class") is None:
-        named = {name: how[name] for name in ("revision", "trust_remote_code")}
+    if options.get("processing_class") is None:
+        named = {name: how[name] for name in ("revision", "trust_remote_code") if name in how}
         options["processing_class"] = load_tokenizer(model, **named)
     if scores:
+        set_seed(args.seed)  # a head that is not in the files is drawn
         return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **how)
     return AutoModelForCausalLM.from_pretrained(model, **how)
 

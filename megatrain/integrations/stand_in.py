@@ -65,11 +65,16 @@ class ModelStandIn:
         vars(self).update(dtype=inner.dtype, name_or_path=inner.name_or_path, forward=forward)
         vars(self).update(training=True, _names=names, _counts=counts, _generates=generates)
 
-    def open(self, engine: Engine, dropped: Callable[[], None]) -> None:
-        """Stand for an engine's model; `dropped` is called where gradients are to be dropped."""
+    def open(self, engine: Engine, save: Callable[..., None], dropped: Callable[[], None]) -> None:
+        """Stand for an engine's model.
+
+        Args:
+            save: called as `save_pretrained`.
+            dropped: called where gradients are to be dropped.
+        """
         # Trainers change them: tokens of the one are exported, the other is what the model is of.
         vars(self).update(config=deepcopy(engine.config), zero_grad=lambda *_: dropped())
-        vars(self).update(save_pretrained=engine.save_pretrained)
+        vars(self).update(save_pretrained=save)
         if self._generates:
             vars(self).update(generation_config=engine.generation_config)
 

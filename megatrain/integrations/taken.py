@@ -88,20 +88,19 @@ FIXED_ATTRIBUTES = _names(
 
 # Arguments of `TrainingArguments`, `SFTConfig`, `DPOConfig` and `RewardConfig`.
 HEEDED_ARGUMENTS = _names(
-    """adam_beta1 adam_beta2 adam_epsilon assistant_only_loss batch_eval_metrics chat_template_path
-    completion_only_loss data_seed dataloader_drop_last dataset_kwargs dataset_num_proc
-    dataset_text_field disable_tqdm eos_token eval_accumulation_steps eval_delay
-    eval_do_concat_batches eval_on_start eval_packing eval_steps eval_strategy
-    eval_use_gather_object full_determinism gradient_accumulation_steps greater_is_better
-    ignore_data_skip include_for_metrics include_num_input_tokens_seen learning_rate
-    length_column_name load_best_model_at_end logging_first_step logging_nan_inf_filter
-    logging_steps logging_strategy lr_scheduler_kwargs lr_scheduler_type max_grad_norm
-    max_length max_steps metric_for_best_model num_train_epochs output_dir packing
-    packing_strategy pad_to_multiple_of pad_token per_device_eval_batch_size
-    per_device_train_batch_size prediction_loss_only remove_unused_columns report_to
-    restore_callback_states_from_checkpoint resume_from_checkpoint run_name save_only_model
-    save_steps save_strategy save_total_limit seed shuffle_dataset skip_memory_metrics tf32
-    train_sampling_strategy truncation_mode warmup_steps weight_decay"""
+    """adam_beta1 adam_beta2 adam_epsilon assistant_only_loss batch_eval_metrics
+    chat_template_path completion_only_loss data_seed dataloader_drop_last dataset_kwargs
+    dataset_text_field disable_tqdm eos_token eval_delay eval_do_concat_batches eval_on_start
+    eval_packing eval_steps eval_strategy full_determinism gradient_accumulation_steps
+    greater_is_better ignore_data_skip include_for_metrics include_num_input_tokens_seen
+    learning_rate length_column_name load_best_model_at_end logging_first_step logging_steps
+    logging_strategy lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_length max_steps
+    metric_for_best_model num_train_epochs output_dir packing packing_strategy
+    pad_to_multiple_of pad_token per_device_eval_batch_size per_device_train_batch_size
+    prediction_loss_only remove_unused_columns report_to restore_callback_states_from_checkpoint
+    resume_from_checkpoint run_name save_only_model save_steps save_strategy save_total_limit
+    seed shuffle_dataset skip_memory_metrics tf32 train_sampling_strategy truncation_mode
+    warmup_steps weight_decay"""
 )
 FIXED_ARGUMENTS = _names(
     """beta bf16 center_rewards_coefficient disable_dropout label_names label_smoothing loss_type
@@ -111,15 +110,16 @@ NO_MEANING_ARGUMENTS = _names(
     """accelerator_config activation_checkpointing activation_checkpointing_kwargs
     average_tokens_across_devices dataloader_in_order dataloader_multiprocessing_context
     dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
-    dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
-    ddp_find_unused_parameters ddp_static_graph ddp_timeout discopop_tau do_eval do_predict
-    do_train enable_jit_checkpoint f_alpha_divergence_coef fsdp_config gradient_checkpointing
+    dataloader_prefetch_factor dataset_num_proc ddp_backend ddp_broadcast_buffers
+    ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout discopop_tau
+    do_eval do_predict do_train enable_jit_checkpoint eval_accumulation_steps
+    eval_use_gather_object f_alpha_divergence_coef fsdp_config gradient_checkpointing
     gradient_checkpointing_kwargs hub_always_push hub_model_id hub_private_repo hub_revision
     hub_strategy hub_token liger_kernel_config local_rank log_level log_level_replica
-    log_on_each_node padding_free precompute_ref_batch_size project push_to_hub
-    ref_model_mixup_alpha ref_model_sync_steps save_on_each_node torch_compile_backend
-    torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_space_id
-    trackio_static_space_id use_cache"""
+    log_on_each_node logging_nan_inf_filter padding_free precompute_ref_batch_size project
+    push_to_hub ref_model_mixup_alpha ref_model_sync_steps save_on_each_node
+    torch_compile_backend torch_compile_mode torch_empty_cache_steps trackio_bucket_id
+    trackio_space_id trackio_static_space_id use_cache"""
 )
 REFUSED_ARGUMENTS = {  # where they are set: what to do instead
     "activation_offloading": "the engine chooses where activations are kept",

@@ -35,6 +35,7 @@ from megatrain.integrations.objectives import (
 from megatrain.integrations.predictions import Predictions, length
 from megatrain.integrations.stand_in import ModelStandIn, Wrapped
 from megatrain.integrations.taken import REFUSED_OPTIONS
+from megatrain.model.routers import ask_for
 from megatrain.optim import AdamW
 
 _NOT_MEASURED = ("mean_token_accuracy", "entropy", "num_tokens", "logits/chosen", "logits/rejected")
@@ -50,6 +51,7 @@ _NO_LOGITS = "of pairs there are no logits; what they measure is logged"
 _NOT_BEST = "the engine does not measure it; take eval_loss"
 _WHOLE = "load_best_model_at_end takes the whole state"
 _FOLLOWS = "it follows from the Trainer's arguments"
+_ROUTERS = ("output_router_logits", "router_aux_loss_coef")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
 _Trainer: Any = object  # whose class this one is mixed into
@@ -89,7 +91,9 @@ class StreamedTrainer(_Trainer):
             for name in ("DPOTrainer", "RewardTrainer")
         )
         model = opened(model, args, options, scores=scores)
-        before, pad = {*vars(model)}, model.config.get_text_config().pad_token_id
+        before, text = {*vars(model)}, model.config.get_text_config()
+        pad = text.pad_token_id
+        self._routers = {name: getattr(text, name) for name in _ROUTERS if hasattr(text, name)}
         reference, wrapped = options.pop("ref_model", None), is_peft_model(model)
         with without_reference(args) if paired else nullcontext(), as_loaded(args):
             super().__init__(model, *arguments, **options)
@@ -131,10 +135,10 @@ class StreamedTrainer(_Trainer):
             if isinstance(self._objective, Preferences):
                 self._objective.reference = held.enter_context(Engine(reference or model, **how))
             how |= self.engine_options
-            if hasattr(self, "_metrics") and hasattr(
-                model.config.get_text_config(), "output_router_logits"
-            ):  # a trainer of TRL, which asks by its own setting
-                how["router_aux_loss_coef"] = getattr(self, "router_aux_loss_coef", 0.0)
+            weight = getattr(self, "router_aux_loss_coef", 0.0)
+            if hasattr(self, "_metrics") and (weight or len(self._routers) == len(_ROUTERS)):
+                # A trainer of TRL asks by its own setting.
+                ask_for(model.get_base_model() if is_peft_model(model) else model, weight)
             engine = Engine(
                 model,
                 loss=self._objective.loss,
@@ -154,7 +158,7 @@ class StreamedTrainer(_Trainer):
         """Train with an engine."""
         assert engine.optimizer is not None
         self.engine = engine
-        self._stand_in.open(engine, self._drop)
+        self._stand_in.open(engine, self._export, self._drop)
         engine.optimizer.drive(self._update, self._drop)
         self.model, self.model_wrapped = self._stand_in, Wrapped(self._stand_in)
         self._settings = heeded.DecisiveSettings(self, StreamedTrainer)
@@ -323,12 +327,23 @@ class StreamedTrainer(_Trainer):
             logs.update(self._last.measures, grad_norm=self._last.grad_norm)
         super().log(logs, *arguments, **options)
 
+    def _export(self, folder: str | Path, **options: Any) -> None:
+        """Save as the engine does, with what the model's source says of its routers' loss."""
+        text = self.engine.config.get_text_config()
+        trained = {name: getattr(text, name) for name in self._routers}
+        text.update(self._routers)
+        try:
+            self.engine.save_pretrained(folder, **options)
+        finally:
+            text.update(trained)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
-        self.engine.save_pretrained(folder)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
+        self._export(folder)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         torch.save(self.args, Path(folder) / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

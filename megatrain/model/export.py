@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.base.units import GIB, gib
 from megatrain.base.whole_files import link_file, whole_folder
 from megatrain.compat import peft
-from megatrain.compat.transformers import not_saved
+from megatrain.compat.transformers import not_saved, scores_rows
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.adapters import Values, adapted
 from megatrain.model.build import loaded_types
@@ -128,7 +128,7 @@ def write_adapter(
     with _exported(folder, described, beside) as new:
         values = (tensors[of_model]().to(dtype) for of_model in names.values())
         write_shard(new / peft.WEIGHTS_FILE, described, values)
-        peft.write_config(whole.configs[whole.active], new)
+        peft.write_config(whole.configs[whole.active], new, scores=scores_rows(model))
 
 
 @contextmanager

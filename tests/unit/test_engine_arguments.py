@@ -53,6 +53,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "tokens of a step": ({"tokens_per_step": 0}, "tokens_per_step is 0; it must be an integer"),
     "tokens of a row": ({"sequence_length": -1}, "sequence_length is -1; it must be an integer"),
     "rows": ({"micro_batch": 1.5}, "micro_batch is 1.5; it must be an integer of at least 1"),
+    "saveable": ({"saveable": "no"}, "saveable is 'no'; it must be True or False"),
     "trained": ({"trained": "norm"}, "trained is 'norm'; it must be a Trained"),
     "space alone": ({"disk_space": "1GiB"}, "disk_space needs disk"),
     "disk": ({"disk": "/none/there"}, "disk is '/none/there': no such folder; make it, or name"),

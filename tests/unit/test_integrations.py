@@ -1,5 +1,6 @@
 """A streamed Trainer is the plain one: losses, norms, rates, evaluations, weights, and a resume."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -8,7 +9,7 @@ import pytest
 import torch
 from data_cases import chat_tokenizer
 from torch.utils.data import IterableDataset
-from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import DataCollatorForSeq2Seq, LlamaForCausalLM, Trainer, TrainerCallback
 
 from megatrain import Placement
 from megatrain.errors import InputError
@@ -21,6 +22,7 @@ from tests.unit.trainer_cases import (
     Streamed,
     arguments,
     logged,
+    mixed,
     padded,
     rows,
     trainer,
@@ -265,6 +267,44 @@ def test_trainers_of_other_losses_are_refused(tmp_path: Path) -> None:
         StreamedKto(
             llama(), args=config, train_dataset=data, processing_class=chat_tokenizer("qwen")
         )
+
+
+def test_the_tokenizer_of_a_collator_is_saved(tmp_path: Path) -> None:
+    collator = DataCollatorForSeq2Seq(chat_tokenizer("qwen"))
+    args = arguments(tmp_path, eval_strategy="no")
+    made = Streamed(llama(), args, train_dataset=rows(4), data_collator=collator)
+    made.save_model(str(tmp_path / "model"))
+    assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+def test_a_tokenizer_that_would_end_the_process_is_refused(tmp_path: Path) -> None:
+    """Where a model is named, and its tokenizer is not given."""
+    trl = pytest.importorskip("trl")
+    llama().save_pretrained(tmp_path)
+    chat_tokenizer("qwen").save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    charsmap = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | charsmap))
+    args = trl.SFTConfig(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False)
+    with pytest.raises(InputError, match="charsmap"):
+        mixed(trl.SFTTrainer)(str(tmp_path), args, train_dataset=rows(4))
+
+
+def test_a_new_head_is_drawn_by_the_seed(tmp_path: Path) -> None:
+    """As RewardTrainer draws that of a model which is named and has none."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    tokenizer = chat_tokenizer("qwen")
+    llama(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    data = datasets.Dataset.from_list([{"chosen": "the sea", "rejected": "the 1"}])
+    pad = {"pad_token_id": tokenizer.pad_token_id}
+    made = []
+    for kind in (trl.RewardTrainer, mixed(trl.RewardTrainer)):
+        torch.manual_seed(len(made))
+        args = trl.RewardConfig(str(tmp_path / "out"), use_cpu=True, bf16=False)
+        args.model_init_kwargs = dict(pad)
+        made.append(kind(str(tmp_path), args, train_dataset=data, processing_class=tokenizer))
+    masters = dict(made[1].engine.named_masters())
+    assert torch.equal(masters["score.weight"], made[0].model.score.weight)
 
 
 @pytest.mark.parametrize(

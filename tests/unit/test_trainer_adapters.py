@@ -154,15 +154,18 @@ def test_an_adapter_prefers_as_under_the_plain_one(tmp_path: Path, first: bool) 
     assert norms[0] > 0.1
 
 
-@pytest.mark.exhaustive
-def test_an_adapter_scores_as_under_the_plain_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", few([{}, {"task_type": "SEQ_CLS"}]))
+def test_an_adapter_scores_as_under_the_plain_one(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Its file is for a model that scores, so that PEFT can load it."""
     plain = pytest.importorskip("trl").RewardTrainer
     made = []
     for kind in (plain, mixed(plain)):
-        options = {"peft_config": lora(task_type="SEQ_CLS", modules_to_save=["score"])}
+        options = {"peft_config": lora(modules_to_save=["score"], **keys)}
         made.append(text_trainer(kind, tmp_path, options=options))
         made[-1].train()
     same(*made)
+    described = Path(made[1].args.output_dir) / "adapter_config.json"
+    assert json.loads(described.read_text())["task_type"] == "SEQ_CLS"
 
 
 @pytest.mark.exhaustive

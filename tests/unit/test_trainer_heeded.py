@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import (
+    AutoConfig,
+    EarlyStoppingCallback,
     LlamaForSequenceClassification,
     Trainer,
     TrainerCallback,
@@ -166,6 +169,11 @@ def test_an_argument_is_heeded(
 
 # 9 pairs in micro-batches of 2, 3 of them a step: the last step of an epoch has 2 and 1.
 UNEVEN = {"count": 9, "gradient_accumulation_steps": 3, "logging_steps": 2, "max_steps": 4}
+TALKS = [
+    {"messages": [{"role": "user", "content": f"is {n}"}, {"role": "assistant", "content": "so"}]}
+    for n in range(8)
+]
+TOKENS = [{"input_ids": [5 + n, 6, 7], "labels": [-100, 6, 7]} for n in range(8)]
 TEXT_ARGUMENTS = [
     (trl.SFTTrainer, {"completion_only_loss": False}),
     (trl.SFTTrainer, {"max_length": 4}),
@@ -175,6 +183,14 @@ TEXT_ARGUMENTS = [
     (trl.SFTTrainer, {"packing": True, "max_length": 24, "eval_packing": False}),
     (trl.SFTTrainer, {"shuffle_dataset": True}),
     (trl.SFTTrainer, {"pad_to_multiple_of": 8, "include_num_input_tokens_seen": "all"}),
+    (trl.SFTTrainer, {"data": TALKS, "assistant_only_loss": True}),
+    (trl.SFTTrainer, {"data": TALKS, "chat_template_path": "upper.jinja"}),
+    (
+        trl.SFTTrainer,
+        {"data": [{"story": f"the {n} is"} for n in range(8)], "dataset_text_field": "story"},
+    ),
+    (trl.SFTTrainer, {"data": TOKENS, "dataset_kwargs": {"skip_prepare_dataset": True}}),
+    (trl.SFTTrainer, {"eos_token": "e"}),
     (trl.DPOTrainer, {"beta": 0.5}),
     (trl.DPOTrainer, {"loss_type": ["hinge"]}),
     (trl.DPOTrainer, {"loss_type": ["ipo"]}),
@@ -185,11 +201,23 @@ TEXT_ARGUMENTS = [
     (trl.RewardTrainer, {"max_length": 9}),
     (trl.DPOTrainer, UNEVEN),
     (trl.RewardTrainer, UNEVEN | {"margins": True}),
+    (
+        trl.RewardTrainer,
+        {
+            "margins": True,
+            "train_sampling_strategy": "group_by_length",
+            "length_column_name": "margin",
+        },
+    ),
 ]
 
 
-@pytest.mark.parametrize(("plain", "changes"), few(TEXT_ARGUMENTS, 3, 11, 16, 17))
+@pytest.mark.parametrize(("plain", "changes"), few(TEXT_ARGUMENTS, 3, 9, 11, 16, 21, 22))
 def test_an_argument_of_trl_is_heeded(plain: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+    if "chat_template_path" in changes:
+        template = tmp_path / changes["chat_template_path"]
+        template.write_text("{% for turn in messages %}{{ turn.content|upper }}{% endfor %}")
+        changes = changes | {"chat_template_path": str(template)}
     made = []
     for kind in (plain, mixed(plain)):
         made.append(text_trainer(kind, tmp_path, **changes))
@@ -247,25 +275,43 @@ def text_base(kind: Any, folder: Path) -> list[dict[str, float]]:
     return lines(made)
 
 
+@pytest.mark.parametrize("adapter", few([True, False], 0, 1))
 @pytest.mark.parametrize("plain", [trl.SFTTrainer, trl.DPOTrainer])
 @pytest.mark.parametrize("coefficient", few([0.9, None, 0.0]))
 def test_the_loss_of_routers_is_that_of_trl(
-    plain: Any, coefficient: float | None, tmp_path: Path
+    plain: Any, coefficient: float | None, adapter: bool, tmp_path: Path
 ) -> None:
-    """By default as the configuration weighs it, whether or not that asks for it."""
+    """By default as the configuration weighs it, whether or not that asks for it.
+
+    What is saved says of it what the source said.
+    """
     size = {"vocab_size": len(chat_tokenizer("qwen")), "max_position_embeddings": 256}
     asked = {"router_aux_loss_coef": 0.5, "output_router_logits": coefficient == 0}
     model = tiny_model("mixtral", changes=size | asked)
     made = []
     for kind in (plain, mixed(plain)):
-        made.append(text_trainer(kind, tmp_path, model, router_aux_loss_coef=coefficient))
+        torch.manual_seed(0)
+        options = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])} if adapter else None
+        made.append(
+            text_trainer(kind, tmp_path, model, options=options, router_aux_loss_coef=coefficient)
+        )
         made[-1].train()
     same(*made)
+    made[1].model.save_pretrained(tmp_path, merged=adapter)
+    saved = AutoConfig.from_pretrained(tmp_path)
+    assert {name: getattr(saved, name) for name in asked} == asked
     wanted, got = (
         [value for e in m.state.log_history for name, value in e.items() if "aux_loss" in name]
         for m in made
     )
     assert got == pytest.approx(wanted, rel=1e-4) and len(got) == (0 if coefficient == 0 else 4)
+
+
+@pytest.mark.parametrize("plain", [trl.SFTTrainer, trl.DPOTrainer])
+def test_routers_whose_loss_has_no_weight_are_left_as_they_are(plain: Any, tmp_path: Path) -> None:
+    size = {"vocab_size": len(chat_tokenizer("qwen")), "max_position_embeddings": 256}
+    made = text_trainer(mixed(plain), tmp_path, tiny_model("glm4_moe", changes=size))
+    assert not made.engine.balances_experts
 
 
 def test_the_loss_of_routers_is_that_of_a_plain_trainer(tmp_path: Path) -> None:
@@ -447,6 +493,39 @@ def test_a_resumed_run_has_what_callbacks_set_before(tmp_path: Path) -> None:
         made.append(trainer(kind, folder, **SHORT | saves))
         made[-1].train(resume_from_checkpoint=True)
     same(*made)
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "ignore_data_skip": {"ignore_data_skip": True},
+    "save_total_limit": {"save_total_limit": 1},
+    "restore_callback_states_from_checkpoint": {
+        "restore_callback_states_from_checkpoint": True,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+    },
+}
+
+
+@pytest.mark.parametrize("name", quick(RESUMED, ("ignore_data_skip",)))
+def test_an_argument_is_heeded_on_resume(name: str, tmp_path: Path) -> None:
+    """Rows that were seen are not passed over, a folder goes, or patience goes on."""
+    ends, folders = [], []
+    for changes in (RESUMED[name], {"load_best_model_at_end": "load_best" in str(RESUMED[name])}):
+        made = []
+        for kind in (Trainer, Streamed):
+            folder = tmp_path / f"{len(ends)}{kind.__name__}"
+            for resume in (False, True):
+                patience = EarlyStoppingCallback(2, early_stopping_threshold=9.0)
+                stops = [patience, *([] if resume else [at("on_step_end", stop)])]
+                options = {"callbacks": stops}
+                settings = SHORT | SAVES | {"metric_for_best_model": "loss"} | changes
+                made.append(trainer(kind, folder, options=options, **settings))
+                made[-1].train(resume_from_checkpoint=resume)
+            folders.append(sorted(path.name for path in folder.iterdir()))
+        same(made[1], made[3])
+        ends.append(lines(made[1]))
+    assert folders[0] == folders[1] and folders[2] == folders[3]
+    assert ends[0] != ends[1] or folders[0] != folders[2]
 
 
 def params(optimizer: Any) -> Any:

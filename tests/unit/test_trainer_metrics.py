@@ -12,7 +12,7 @@ from transformers import Trainer
 from megatrain.errors import InputError
 from megatrain.integrations import predictions
 from tests.parity.cases import VOCAB
-from tests.sweeps import swept
+from tests.sweeps import few, swept
 from tests.unit.trainer_cases import Streamed, rows, trainer
 
 
@@ -78,6 +78,40 @@ def test_metrics_are_computed_as_under_the_plain_one(
                 rtol=1e-4,
                 atol=1e-5,
             )
+
+
+def held(given: Any) -> dict[str, float]:
+    """What there is to measure by."""
+    every = {"of": given.predictions, "inputs": given.inputs, "losses": given.losses}
+    return {
+        name: float(sum(part.sum() for part in value)) + len(value)
+        for name, value in every.items()
+        if value is not None
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    few(
+        [
+            {"include_for_metrics": ["inputs", "loss"]},
+            {"eval_do_concat_batches": False},
+            {"prediction_loss_only": True},
+        ]
+    ),
+)
+def test_what_metrics_are_given_is_as_under_the_plain_one(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    plain, streamed, usual = (
+        trainer(kind, tmp_path, options={"compute_metrics": held}, **more).evaluate()
+        for kind, more in ((Trainer, changes), (Streamed, changes), (Trainer, {}))
+    )
+    of, got, otherwise = (
+        {n: v for n, v in metrics.items() if n.endswith(("_of", "_inputs", "_losses"))}
+        for metrics in (plain, streamed, usual)
+    )
+    assert got == pytest.approx(of, rel=1e-4) and of != otherwise
 
 
 def test_predictions_need_no_labels(tmp_path: Path) -> None:

@@ -91,15 +91,18 @@ def text_trainer(
     *,
     count: int = 8,
     margins: bool = False,
+    data: list[dict[str, Any]] | None = None,
     options: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Any:
     """A trainer of TRL, plain or streamed, on short texts, or pairs of them.
 
-    Args: `options` of the trainer; None: a plain DPOTrainer gets the model as its reference.
+    Args:
+        data: rows to take in the place of these.
+        options: of the trainer; None: a plain DPOTrainer gets the model as its reference.
     """
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    tokenizer = chat_tokenizer("qwen")
+    tokenizer = chat_tokenizer("marked" if changes.get("assistant_only_loss") else "qwen")
     plain, settings = next(
         (getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config"))
         for name in ("SFT", "DPO", "Reward")
@@ -130,12 +133,12 @@ def text_trainer(
         "save_strategy": "no", "report_to": [], "use_cpu": True, "bf16": False,
         "disable_tqdm": True,
     }  # fmt: skip
-    data = datasets.Dataset.from_list(texts)
+    rows_read = datasets.Dataset.from_list(data or texts)
     return kind(
         model=copy.deepcopy(model),
         args=settings(**(usual | changes)),
-        train_dataset=data,
-        eval_dataset=data.select(range(4)),
+        train_dataset=rows_read,
+        eval_dataset=rows_read.select(range(4)),
         processing_class=tokenizer,
         **options,
     )
