@@ -155,7 +155,7 @@ class Engine(PlacedEngine):
             choose_trained(source, trained, optimizer, precision)
             if not isinstance(device, Device):
                 device = open_device(device, local_rank(group))
-            recording = Recording(device)
+            recording = Recording(device)  # type: ignore[abstract]  # what it lacks, it passes on
             device_limit, host_limit = limits(device_memory, host_memory)
             recording.limit(device_limit, host_limit)
             ranks = open_ranks(group, recording.torch_device)

@@ -48,9 +48,9 @@ def find_device(name: str | None = None, local_rank: int | None = None) -> torch
 
 def open_device(name: str | None = None, local_rank: int | None = None) -> Device:
     """The device that `find_device` finds, ready for work. Raises InputError: there is none."""
-    found = find_device(name, local_rank)
-    if found.type == "cpu":
+    device = find_device(name, local_rank)
+    if device.type == "cpu":
         return CpuDevice()
     from megatrain.device import cuda
 
-    return cuda.CudaDevice(found.index, shared=local_rank is not None)
+    return cuda.CudaDevice(device.index, shared=local_rank is not None)

@@ -1,4 +1,4 @@
-"""What the engine asks of a device: buffers, streams, events, and work that is put on streams.
+"""A device as the engine uses it: buffers, streams, events, and work that is put on streams.
 
 Streams run in order; two streams run at once unless an event orders them. Some streams are host
 threads (the optimizer's update, the gathering of embedding rows): the protocol does not tell them
@@ -35,7 +35,7 @@ HOST_STREAMS = (UPDATE, ROWS, SAVE, *DISK_STREAMS)
 
 
 class Kind(Enum):
-    """What a piece of work is, for whoever prices it; its name is for people."""
+    """A kind of work, for whoever prices it; its name is for people."""
 
     LAYER = auto()  # forward
     LAYER_BACKWARD = auto()
@@ -54,7 +54,7 @@ class Kind(Enum):
 
 
 class Memory(Enum):
-    """What a buffer is for, unless it is a plane of tiles (PlaneKind); the value is for people."""
+    """The use of a buffer, unless it is a plane of tiles (PlaneKind); the value is for people."""
 
     SLOTS = "slots"
     SUMS = "sums and rows"
@@ -68,18 +68,18 @@ class Memory(Enum):
 
 
 class Name(str):
-    """What people call a piece of work or a buffer, and what it is: a Kind, Memory or PlaneKind."""
+    """A name of work or a buffer for people, with its kind: a Kind, Memory or PlaneKind."""
 
     kind: Enum
 
     def __new__(cls, kind: Enum, text: str) -> "Name":
-        made = super().__new__(cls, text)
-        made.kind = kind
-        return made
+        name = super().__new__(cls, text)
+        name.kind = kind
+        return name
 
 
 def kind_of(name: str, plain: Enum = Kind.OTHER) -> Enum:
-    """What work or a buffer of this name is; `plain` where the name says nothing of it."""
+    """The kind of work or of a buffer by its name; `plain` where the name says nothing of it."""
     return name.kind if isinstance(name, Name) else plain
 
 

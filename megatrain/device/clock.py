@@ -17,7 +17,7 @@ from megatrain.telemetry.timeline import Span
 
 
 class Cost(NamedTuple):
-    """What a piece of work takes.
+    """The cost of a piece of work.
 
     Attributes:
         seconds: of its stream.
@@ -35,7 +35,7 @@ class Cost(NamedTuple):
 
 
 class Costs(Protocol):
-    """What work takes.
+    """The costs of work.
 
     Attributes:
         put_seconds: of the caller, for anything that it puts on a stream of the device.
@@ -90,8 +90,8 @@ class ClockDevice(TraceDevice):
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         name = f"{source.name} -> {to.name}"
-        there = to.data.numel()  # nothing is sliced: a large model's gradients go in many pieces
-        num_bytes = to.data.itemsize * (there if numel is None else min(numel, there))
+        most = to.data.numel()  # nothing is sliced: a large model's gradients go in many pieces
+        num_bytes = to.data.itemsize * (most if numel is None else min(numel, most))
         self._pass(stream, name, Cost(self._costs.copy(stream, num_bytes), num_bytes=num_bytes))
 
     def _pass(self, stream: str, name: str, cost: Cost) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks do together, put on streams of the device; a rank that is alone does nothing.
+"""Work of all ranks together, put on streams of the device; a rank that is alone does nothing.
 
 All ranks put the same collectives on a stream in the same order: the order of the tiles in a step,
 which the placement alone decides. Their micro-batches may differ in number and size.
@@ -70,7 +70,7 @@ class Collectives:
         device, shards, replicas = self._device, self.ranks.shards, self.ranks.replicas
         if not (self.ranks.together and len(sums.data)):
             return
-        done, own = device.record(COMPUTE), sums
+        done, mine = device.record(COMPUTE), sums
         if shards.together:
             device.wait(REDUCE, done, "sums ready")
             if whole:
@@ -78,11 +78,11 @@ class Collectives:
             else:
                 self._run(REDUCE, f"sum {what}", shards.reduce_scatter, sums)
                 block = len(sums.data) // shards.size
-                own = sums.piece(shards.rank * block, (shards.rank + 1) * block)
+                mine = sums.piece(shards.rank * block, (shards.rank + 1) * block)
             done = device.record(REDUCE)
         if replicas.together:
             device.wait(HOSTS, done, "sums of this host")
-            self._run(HOSTS, f"sum {what} of all hosts", replicas.all_reduce, own, Kind.ALL_REDUCE)
+            self._run(HOSTS, f"sum {what} of all hosts", replicas.all_reduce, mine, Kind.ALL_REDUCE)
             done = device.record(HOSTS)
         device.wait(COMPUTE, done, "sums of all ranks")
 
@@ -95,22 +95,22 @@ class Collectives:
         self._run(stream, f"sum {what}", self.ranks.all_reduce, numbers)
         return self._device.record(stream)
 
-    def join(self, own: Sequence[Any], shapes: Sequence[Sequence[int]], first: int) -> list[Any]:
+    def join(self, mine: Sequence[Any], shapes: Sequence[Sequence[int]], first: int) -> list[Any]:
         """fp32 tensors of all ranks, in their order, for COMPUTE, which makes this rank's own.
 
         Args:
-            own: its own; None each where nothing is computed, and in what is returned.
+            mine: its own; None each where nothing is computed, and in what is returned.
             shapes: of all; `first`: the number of this rank's first one.
         """
         if not self.ranks.together:
-            return list(own)
+            return list(mine)
         device, sizes = self._device, [prod(shape) for shape in shapes]
         every = device.empty("numbers of all ranks", sum(sizes), torch.float32)
         parts = every.data.split(sizes)
 
         def note() -> None:
             every.data.zero_()  # the others': a sum with zeros keeps every bit
-            for part, values in zip(parts[first:], own, strict=False):
+            for part, values in zip(parts[first:], mine, strict=False):
                 part.copy_(values.flatten())
 
         device.run(COMPUTE, "note own numbers", note, writes=[every])

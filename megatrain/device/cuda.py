@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ _ATTENTION = [
 
 
 def available() -> bool:
-    """Whether torch sees a GPU."""
+    """True if torch sees a GPU."""
     return torch.cuda.is_available()
 
 
@@ -134,7 +134,8 @@ class CudaDevice:
             self._pinned[flat.data_ptr()] = flat
             self._allow()
             return True
-        self._forget_error()
+        with suppress(RuntimeError):  # the error that is left, of which the next launch would end
+            torch.ones(1, device=self.torch_device).add_(1)
         if not self._unpinned:
             self._unpinned = True
             _log.warning(
@@ -144,13 +145,6 @@ class CudaDevice:
                 gib(flat.nbytes), name, status, _UNPINNED_FACTOR,
             )  # fmt: skip
         return False
-
-    def _forget_error(self) -> None:
-        """A refused call leaves an error behind that the next launch would be blamed for."""
-        try:
-            torch.ones(1, device=self.torch_device).add_(1)
-        except RuntimeError:
-            return
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:
@@ -261,7 +255,7 @@ class CudaDevice:
 
     @property
     def _context_bytes(self) -> int:
-        """What the driver takes beside what torch hands out, as far as that is known."""
+        """Bytes that the driver takes beside what torch hands out, as far as that is known."""
         return CONTEXT_BYTES + mapping_bytes(sum(flat.nbytes for flat in self._pinned.values()))
 
     def memory(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ PIECE = 1 << 23
 
 @dataclass
 class DiskRoom:
-    """What is asked for of one file, which is made when its size is known.
+    """The bytes asked for of one file, which is made when its size is known.
 
     Attributes:
         file: None where nothing is computed.
@@ -53,8 +53,8 @@ class DiskBuffer(Buffer):
 
     @property
     def names(self) -> tuple[str, ...]:
-        ends = self.start // self.moved, -(-(self.start + len(self.data)) // self.moved)
-        return tuple(f"{self.name} {piece}" for piece in range(*ends))
+        first, stop = self.start // self.moved, -(-(self.start + len(self.data)) // self.moved)
+        return tuple(f"{self.name} {piece}" for piece in range(first, stop))
 
     def piece(self, start: int, stop: int) -> "DiskBuffer":
         at, first = self.at + start * self.data.itemsize, self.start + start

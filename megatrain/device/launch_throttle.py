@@ -10,7 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any
 
 from megatrain.device.host_stream import HostStream
 
@@ -23,22 +23,15 @@ _LARGE_SECONDS = 0.02
 _REMEMBERED = 4  # launches of a piece of one name: layers are of several kinds
 
 
-class Reached(Protocol):
-    """A point in the GPU's work."""
-
-    def synchronize(self) -> None:
-        """Block until the event is reached; other threads go on."""
-
-
 class LaunchThrottle:
     """Holds the launching thread up, a few pieces of work ahead of the GPU."""
 
     def __init__(
-        self, record: Callable[[], Reached], clock: Callable[[], float] = time.perf_counter
+        self, record: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`record` gives the point that the GPU's work has been filled up to."""
+        """Args: `record` gives the point that the GPU's work has been filled up to, an event."""
         self._record, self._clock = record, clock
-        self._points: deque[Reached] = deque()
+        self._points: deque[Any] = deque()
         self._awaited: dict[HostStream, int] = {}
         self._seconds: defaultdict[str, deque[float]] = defaultdict(
             lambda: deque(maxlen=_REMEMBERED)
@@ -54,7 +47,8 @@ class LaunchThrottle:
         if len(self._points) == AHEAD:
             self._points.popleft().synchronize()
         self._points.append(self._record())
-        if self._is_large(name):
+        # Of a name that has not been launched yet nothing is known.
+        if max(self._seconds[name], default=_LARGE_SECONDS) >= _LARGE_SECONDS:
             # It may fill the queue by itself, so nothing in it may wait for a host thread.
             for worker, count in self._awaited.items():
                 worker.wait(count)
@@ -62,7 +56,3 @@ class LaunchThrottle:
         started = self._clock()
         yield
         self._seconds[name].append(self._clock() - started)
-
-    def _is_large(self, name: str) -> bool:
-        """Whether work of this name took long before, or has not been launched yet."""
-        return max(self._seconds[name], default=_LARGE_SECONDS) >= _LARGE_SECONDS

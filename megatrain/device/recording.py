@@ -3,9 +3,7 @@
 import time
 from collections import defaultdict
 from functools import partial
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatrain.device.base import (
     DEVICE_STREAMS,
@@ -22,8 +20,13 @@ from megatrain.device.disk import move
 from megatrain.errors import RunFailed
 from megatrain.telemetry.timeline import Span
 
+if TYPE_CHECKING:
+    _Passing = Device
+else:
+    _Passing = object
 
-class Recording:
+
+class Recording(_Passing):
     """Passes everything on to `device`; between `start` and `stop` it takes times.
 
     Two timing events a piece of work: some milliseconds in a step of seconds.
@@ -36,6 +39,9 @@ class Recording:
         self._marks: list[tuple[str, str, Any, Any, tuple[str, ...], int]] = []
         self._host: list[Span] = []
         self._waits: defaultdict[str, list[str]] = defaultdict(list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
 
     def start(self) -> None:
         """Begin to take times, from zero."""
@@ -103,46 +109,10 @@ class Recording:
         self._marks.append((stream, name, begin, self._device.mark(stream), after, num_bytes))
         return None
 
-    def fetch(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        self._device.fetch(to, source)
-
     def wait(self, stream: str, event: Any | None, why: str) -> None:
         if self._on and event is not None:
             self._waits[stream].append(why)
         self._device.wait(stream, event, why)
-
-    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        return self._device.empty(name, numel, dtype)
-
-    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
-        return self._device.host(name, numel, dtype, pinned=pinned)
-
-    def free(self, buffer: Buffer) -> None:
-        self._device.free(buffer)
-
-    def record(self, stream: str) -> Any:
-        return self._device.record(stream)
-
-    def mark(self, stream: str) -> Any:
-        return self._device.mark(stream)
-
-    def seconds(self, start: Any, end: Any) -> float:
-        return self._device.seconds(start, end)
-
-    def synchronize(self, event: Any | None, why: str) -> None:
-        self._device.synchronize(event, why)
-
-    def read(self, buffer: Buffer) -> list[float]:
-        return self._device.read(buffer)
-
-    def seed(self, seed: int) -> None:
-        self._device.seed(seed)
-
-    def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
-        self._device.limit(device_bytes, host_bytes)
-
-    def memory(self) -> dict[str, int]:
-        return self._device.memory()
 
     def close(self) -> None:
         self._closed = True
@@ -150,7 +120,7 @@ class Recording:
 
 
 def _update_bytes(reads: Buffers, writes: Buffers) -> int:
-    """What an update moves through host memory: it reads the gradient, and all that it writes."""
+    """Bytes that an update moves through host memory: it reads the gradient and all it writes."""
     numel = max((buffer.data.numel() for buffer in writes), default=0)
     gradient = sum(buffer.data[:numel].nbytes for buffer in reads)  # a shared buffer is longer
     return gradient + 2 * sum(buffer.data.nbytes for buffer in writes)

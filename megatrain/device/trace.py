@@ -18,7 +18,7 @@ Clock = dict[str, int]
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """What is certain to have happened once this event has passed."""
+    """A point whose `clock` says what is certain to have happened once it has passed."""
 
     clock: Clock
 

@@ -57,24 +57,30 @@ class Sampling:
     seed: int = 0
 
     def settings(
-        self, own: GenerationConfig, *, room: int, stops: Collection[int], pad: int, cached: bool
+        self,
+        of_model: GenerationConfig,
+        *,
+        room: int,
+        stops: Collection[int],
+        pad: int,
+        cached: bool,
     ) -> GenerationConfig:
         """All that `generate` is told.
 
         Args:
-            own: the model's settings.
+            of_model: the model's settings.
             room: new tokens at most.
             stops: tokens that end a text.
             cached: keys and values of earlier tokens are kept.
         """
-        settings = copy.deepcopy(own)
-        for name in _not_followed(own):
+        settings = copy.deepcopy(of_model)
+        for name in _not_followed(of_model):
             setattr(settings, name, None)
-        usual = {} if own.do_sample else _USUAL
+        usual = {} if of_model.do_sample else _USUAL
         for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
             value = getattr(self, name)
             if value is None:
-                value = usual.get(name, getattr(own, name))
+                value = usual.get(name, getattr(of_model, name))
             setattr(settings, name, value)
         settings.do_sample = settings.temperature is None or settings.temperature >= _COLD
         if not settings.do_sample:

@@ -84,7 +84,7 @@ def continued(
     source: TextModel,
     ids: Sequence[Sequence[int]],
     sampling: Sampling,
-    own: GenerationConfig,
+    of_model: GenerationConfig,
     *,
     stops: set[int],
     pad: int,
@@ -99,16 +99,16 @@ def continued(
     Args:
         source, sampling, batch_size, streamer, kept: as of `generate`.
         ids: the tokens of each prompt.
-        own, stops, pad: as of `Sampling.settings`.
+        of_model, stops, pad: as of `Sampling.settings`.
         apart: what is drawn for a prompt follows from the seed and its place in `ids` alone, so
-            that several ranks share a batch. `own` says nothing of how tokens are drawn.
-        tokenizer: which `own.stop_strings` are told by.
+            that several ranks share a batch. `of_model` says nothing of how tokens are drawn.
+        tokenizer: which `of_model.stop_strings` are told by.
     """
     limit, share = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
     out: dict[int, list[int]] = {}
     longest = max(map(len, ids), default=0) + sampling.max_new_tokens
     most, device = -(-min(batch_size, len(ids)) // share.size), source.device.torch_device
-    with _running(source, most, longest, apart=apart) as model, _set(model, own):
+    with _running(source, most, longest, apart=apart) as model, _set(model, of_model):
         if not apart:
             torch.manual_seed(sampling.seed)
         for rows in _batches(source, model, ids, batch_size):
@@ -118,10 +118,11 @@ def continued(
             width = max(len(ids[row]) for row in rows)
             room = min(sampling.max_new_tokens, limit - width)
             past = None if kept is None else kept.take(ids[0])
-            needed = source.device, model, len(asked), width + room, past
-            source.ranks.agree(partial(check_cache, *needed))
+            source.ranks.agree(
+                partial(check_cache, source.device, model, len(asked), width + room, past)
+            )
             settings = sampling.settings(
-                own, room=room, stops=stops, pad=pad, cached=takes_cache(model)
+                of_model, room=room, stops=stops, pad=pad, cached=takes_cache(model)
             )
             more = {} if past is None else {"past_key_values": past}
             if apart:
@@ -181,9 +182,9 @@ def _running(
 
 
 @contextmanager
-def _set(model: PreTrainedModel, own: GenerationConfig) -> Iterator[None]:
+def _set(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
     """Settings that transformers takes where it is told none; nothing is a loss of routers."""
-    before, model.generation_config = model.generation_config, own
+    before, model.generation_config = model.generation_config, settings
     configs = (model.config, model.config.get_text_config(decoder=True))
     asking = [config for config in configs if getattr(config, "output_router_logits", False)]
     for config in asking:  # of one token and the mask of all it would be none

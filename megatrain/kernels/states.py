@@ -1,4 +1,4 @@
-"""What 8-bit and bf16 optimizer states and random roundings mean, in plain torch on any device.
+"""Formats of 8-bit and bf16 optimizer states, and random roundings, in plain torch anywhere.
 
 The published codes are those of FlashOptim (arXiv 2602.23349, section 3): groups with a scale each,
 softsign companding of the first moment, a square-root code of the second.
@@ -23,7 +23,7 @@ SMALLEST = 2.0**-110
 
 
 class Scalars(NamedTuple):
-    """What an update multiplies by and adds, in the order of the native library's arguments.
+    """Numbers that an update multiplies by and adds, in the order of the library's arguments.
 
     AdamW's moments other than fp32, whose update need not be torch's bit for bit, save the division
     by `root_correction2`: it is 1, and `eps` and `negative_step_size` have it as a factor. Each
@@ -59,7 +59,7 @@ class TileRange(NamedTuple):
 
 
 class Checksums(NamedTuple):
-    """Where native updates add the checksums of what they read and write: `reference.checksum`.
+    """Tensors to which updates add checksums of what they read and write: `reference.checksum`.
 
     Each has one item for each plane, in the order of TileRange with all states; None: no checksum.
 
@@ -126,12 +126,12 @@ def store_moments(
     """Write float32 `values` into `states` of any kind; `at` and `step` are for bfloat16."""
     first, second, *scales = states
     if scales:
-        for codes, scale, found in (
-            (first, scales[0], encode_first(values[0])),
-            (second, scales[1], encode_second(values[1])),
+        encoded = encode_first(values[0]), encode_second(values[1])
+        for codes, scale, (new_codes, new_scale) in zip(
+            (first, second), scales, encoded, strict=True
         ):
-            codes.copy_(found[0])
-            scale.copy_(found[1])
+            codes.copy_(new_codes)
+            scale.copy_(new_scale)
     elif first.dtype == torch.bfloat16:
         random = random16(at, first.numel(), step, first.device)
         for moment, value, chance in zip(states, values, random, strict=True):

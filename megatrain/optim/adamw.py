@@ -59,7 +59,7 @@ class AdamW(Rule):
     @property
     def state_planes(self) -> tuple[Plane, ...]:
         names = ("first moment", "second moment")
-        moments = [Plane(*each) for each in zip(names, _MOMENTS[self.states], strict=True)]
+        moments = [Plane(*pair) for pair in zip(names, _MOMENTS[self.states], strict=True)]
         if self.states != "int8":
             return tuple(moments)
         scales = [Plane(f"{name} scale", torch.float32, per=states.GROUP) for name in names]
@@ -69,11 +69,11 @@ class AdamW(Rule):
         update_adamw(tile, group, options)
 
     def take_over(
-        self, other: Rule, saved: Sequence[Tensor], own: Sequence[Tensor], *, at: int, step: int
+        self, other: Rule, saved: Sequence[Tensor], new: Sequence[Tensor], *, at: int, step: int
     ) -> None:
         if not isinstance(other, AdamW):
             raise InputError(f"the moments of {self.name} cannot be made of those of {other.name}")
-        states.store_moments(states.load_moments(saved), own, at=at, step=step)
+        states.store_moments(states.load_moments(saved), new, at=at, step=step)
 
 
 def update_adamw(tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:

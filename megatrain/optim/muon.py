@@ -18,7 +18,7 @@ from megatrain.tile import Entry, TileLayout
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter is a matrix of a numbered layer, or one for each of its experts."""
+    """True of a matrix of a numbered layer, or a matrix for each of its experts."""
     numbered = re.search(r"\.\d+\.", name) is not None
     matrices = len(shape) == 2 or (len(shape) == 3 and "experts" in name)
     return numbered and matrices and min(shape[-2:]) > 1
@@ -127,7 +127,7 @@ class Muon(Rule):
         return self.clip == "rest" and super().directs(layout)
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """As `Rule.groups`; groups without matrices come first: only they have AdamW's moments."""
+        """Groups of `Rule.groups`; those without matrices come first: only they have moments."""
         groups = parted(super().groups(model), is_matrix)
         self._check_packed([pair for group in groups for pair in group["params"]])
         for group in groups:
@@ -143,13 +143,13 @@ class Muon(Rule):
         return self.packed  # type: ignore[return-value]
 
     def _check_packed(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Whether each pattern finds matrices, and each of them has one dimension of its sizes."""
+        """Require each pattern to find matrices, each with one dimension of its sizes."""
         for pattern, sizes in self._packed:
             matrices = [(n, p.shape) for n, p in named if is_matrix(n, p.shape)]
-            found = [(n, shape) for n, shape in matrices if re.search(pattern, n)]
-            if not found:
+            packed = [(n, shape) for n, shape in matrices if re.search(pattern, n)]
+            if not packed:
                 raise InputError(f"Muon packed has {pattern!r}, and no matrix of a layer has it")
-            for name, shape in found:
+            for name, shape in packed:
                 if list(shape[-2:]).count(sum(sizes)) != 1:
                     raise InputError(
                         f"Muon packed has {list(sizes)} for {name!r} of shape {tuple(shape)}: they "

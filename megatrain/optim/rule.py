@@ -1,4 +1,4 @@
-"""What an optimizer is: its settings, what it keeps of each parameter, and how it is applied.
+"""The base of optimizers: settings, what is kept of each parameter, and how it is applied.
 
 All bytes per parameter are computed here, from the planes of a rule.
 """
@@ -31,7 +31,7 @@ _A_MATRIX = Entry("layers.0.weight", (4096, 4096), 0, 0)
 
 
 class PlaneKind(Enum):
-    """What a plane is; the value is for people."""
+    """A kind of plane; the value is for people."""
 
     WEIGHTS = "weights"
     REMAINDER = "remainder"
@@ -71,7 +71,7 @@ class Plane:
         return self.own_numel(layout, 0) * self.dtype.itemsize
 
     def has(self, entry: Entry) -> bool:
-        """Whether a parameter has a part in this plane."""
+        """True if a parameter has a part in this plane."""
         trained = self.frozen or entry.group is not None
         return trained and (self.only is None or self.only(entry))
 
@@ -84,8 +84,8 @@ class Plane:
     def own_numel(self, layout: TileLayout, rank: int) -> int:
         """Values of this plane for a tile that are in a rank's blocks."""
         stop = self.numel(layout) * self.per
-        own = (min(numel, stop - at) for at, numel in layout.blocks(rank))
-        return sum(numel for numel in own if numel > 0) // self.per
+        parts = (min(numel, stop - at) for at, numel in layout.blocks(rank))
+        return sum(numel for numel in parts if numel > 0) // self.per
 
     def place(self, start: int, stop: int) -> slice:
         """The values of elements `start` to `stop` of a tile; `start` is that of a parameter."""
@@ -129,7 +129,7 @@ class Rule(ABC):
     @property
     @abstractmethod
     def state_planes(self) -> tuple[Plane, ...]:
-        """What is kept of each trained parameter besides its master; begins as zeros."""
+        """Planes of each trained parameter besides its master; they begin as zeros."""
 
     @property
     def remainder(self) -> torch.dtype:
@@ -155,16 +155,16 @@ class Rule(ABC):
         return self.lr
 
     def directed(self, entry: Entry) -> bool:
-        """Whether `average` and `direct` are called for a parameter, which is of a layer."""
+        """True if `average` and `direct` are called for a parameter, which is of a layer."""
         return False
 
     @property
     def directing(self) -> bool:
-        """Whether gradients of some parameters become directions, on the device."""
+        """True if gradients of some parameters become directions, on the device."""
         return any(plane.on_device for plane in self.state_planes)
 
     def directs(self, layout: TileLayout) -> bool:
-        """Whether it is for any of a tile, which then is left out of clipping."""
+        """True if some of a tile's do, which then is left out of clipping."""
         return any(self.directed(entry) for entry in layout.trainable)
 
     def average(
@@ -190,13 +190,13 @@ class Rule(ABC):
         raise NotImplementedError
 
     def take_over(
-        self, other: "Rule", saved: Sequence[Tensor], own: Sequence[Tensor], *, at: int, step: int
+        self, other: "Rule", saved: Sequence[Tensor], new: Sequence[Tensor], *, at: int, step: int
     ) -> None:
         """Make a range of this rule's state of that which another rule has kept.
 
         Args:
             saved: the range of each of `other.state_planes`.
-            own: the same of `state_planes`, written, on the same device.
+            new: the same of `state_planes`, written, on the same device.
             at, step: as in `UpdateOptions`, of the last update.
 
         Raises:
@@ -213,7 +213,11 @@ class Rule(ABC):
         for name in self.settings:
             value = getattr(self, name)
             if name == "betas":
-                _check_betas(kind, value)
+                pair = isinstance(value, tuple | list) and len(value) == 2
+                if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in value):
+                    raise InputError(
+                        f"{kind} betas are {value!r}; they must be two numbers in [0, 1)"
+                    )
                 object.__setattr__(self, "betas", tuple(value))
             elif not is_number(value) or not 0 <= value < math.inf:
                 raise InputError(f"{kind} {name} is {value!r}; it must be a number, not negative")
@@ -277,7 +281,7 @@ def parted(
 
 
 def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
-    """What a tile keeps when layers are computed in `dtype`; without a rule: for inference.
+    """The planes of a tile when layers are computed in `dtype`; without a rule: for inference.
 
     Raises:
         InputError: the rule cannot be with layers in `dtype`.
@@ -288,14 +292,14 @@ def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
     rule.check_dtype(dtype)
     if dtype != torch.bfloat16:
         return (weights, *rule.state_planes)
-    bits, kind = rule.remainder, PlaneKind.REMAINDER
-    remainder = Plane("remainder", bits, frozen=True, only=_has_more_bits, kind=kind)
+    remainder = Plane(
+        "remainder",
+        rule.remainder,
+        frozen=True,
+        only=lambda entry: entry.group is not None or entry.wide,  # of a master with more bits
+        kind=PlaneKind.REMAINDER,
+    )
     return (weights, remainder, *rule.state_planes)
-
-
-def _has_more_bits(entry: Entry) -> bool:
-    """Whether a parameter's master has bits that its bf16 weights do not hold."""
-    return entry.group is not None or entry.wide
 
 
 def gradient_plane(dtype: torch.dtype) -> Plane:
@@ -336,11 +340,5 @@ def master_of(tile: TileRange) -> Iterator[Tensor]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a setting is a number; True and False are none."""
+    """True of numbers; True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_betas(kind: str, betas: Any) -> None:
-    pair = isinstance(betas, tuple | list) and len(betas) == 2
-    if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
-        raise InputError(f"{kind} betas are {betas!r}; they must be two numbers in [0, 1)")

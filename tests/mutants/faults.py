@@ -237,7 +237,7 @@ FAULTS = [
         "the worst state is exported as the best", ("cli/test_best.py",),
     ),
     Fault(
-        "sampling", "generate", "usual = {} if own.do_sample else _USUAL",
+        "sampling", "generate", "usual = {} if of_model.do_sample else _USUAL",
         "usual = _USUAL", "a model's own temperature is passed over", ("unit/test_generate.py",),
     ),
     Fault(

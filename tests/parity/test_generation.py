@@ -55,7 +55,7 @@ def test_all_ranks_take_the_first_ones_logits(rank: int) -> None:
     """Logits of -inf among them, which some models give tokens that are never to be drawn."""
     first = torch.tensor([1.0, -torch.inf])
     others = torch.zeros(2) if rank == 0 else first
-    ranks: Any = SimpleNamespace(rank=rank, sum=lambda values: values.add_(others))
+    ranks: Any = SimpleNamespace(rank=rank, all_reduce=lambda values: values.add_(others))
     output = SimpleNamespace(logits=first if rank == 0 else first + 1)
     _from_first(ranks, torch.nn.Identity(), (), output)
     assert output.logits.equal(torch.tensor([1.0, -torch.inf]))
