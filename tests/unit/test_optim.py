@@ -61,8 +61,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beta as text": ({"betas": ("0.9", 0.95)}, "betas are"),
     "pattern alone": ({"no_decay": "bias"}, "no_decay is 'bias'; it must be a list of patterns"),
     "unknown states": ({"states": "fp8"}, "states is 'fp8'; it must be fp32 or bf16 or int8"),
-    "a threshold below one": ({"d": 0.5}, "d is 0.5; it must be a number, 1 at least"),
-    "a growing share": ({"beta2_decay": 0.5}, "beta2_decay is 0.5; it must be 0 at most"),
     "a number": ({"no_decay": 3}, "no_decay is 3; it must be a list of patterns"),
     "bad pattern": ({"no_decay": ["("]}, r"no_decay has a bad pattern '\('"),
     "no pattern": ({"no_decay": [3]}, "no_decay has a bad pattern 3"),
@@ -140,35 +138,6 @@ def test_torch_takes_it_for_an_optimizer() -> None:
     assert saved["state"] == {} and "Engine.save" in saved["note"]
 
 
-def other_tensors(optimizer: StreamedOptimizer) -> None:
-    optimizer.add_param_group({"params": list(tiny_model("llama").parameters())[:2]})
-
-
-def foreign_tensor(optimizer: StreamedOptimizer) -> None:
-    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(2))
-    optimizer.check()
-
-
-def in_two_groups(optimizer: StreamedOptimizer) -> None:
-    optimizer.param_groups.append(dict(optimizer.param_groups[0]))
-    optimizer.check()
-
-
-def in_no_group(optimizer: StreamedOptimizer) -> None:
-    del optimizer.param_groups[1]
-    optimizer.check()
-
-
-def unknown_to_adamw(optimizer: StreamedOptimizer) -> None:
-    optimizer.param_groups[1]["amsgrad"] = True
-    optimizer.check()
-
-
-def without_a_rate(optimizer: StreamedOptimizer) -> None:
-    del optimizer.param_groups[1]["lr"]
-    optimizer.check()
-
-
 def moved() -> torch.optim.Optimizer:
     """torch's AdamW after a step, with moments."""
     parameter = torch.nn.Parameter(torch.ones(1))
@@ -178,62 +147,67 @@ def moved() -> torch.optim.Optimizer:
     return optimizer
 
 
-def others_loaded(optimizer: StreamedOptimizer) -> None:
-    state = optimizer.state_dict()
-    state["param_groups"][0]["param_names"].pop()
-    optimizer.load_state_dict(state)
+def changed(change: Callable[[list], Any], *, loads: bool = False) -> Callable[..., None]:
+    """Change the groups themselves, or those of a state that is loaded."""
+
+    def misuse(optimizer: StreamedOptimizer) -> None:
+        state = optimizer.state_dict()
+        change(state["param_groups"] if loads else optimizer.param_groups)
+        optimizer.load_state_dict(state) if loads else optimizer.check()
+
+    return misuse
 
 
-def amsgrad_loaded(optimizer: StreamedOptimizer) -> None:
-    state = optimizer.state_dict()
-    state["param_groups"][0]["amsgrad"] = True
-    optimizer.load_state_dict(state)
-
-
-def no_rate_loaded(optimizer: StreamedOptimizer) -> None:
-    state = optimizer.state_dict()
-    del state["param_groups"][1]["lr"]
-    optimizer.load_state_dict(state)
-
-
-def frozen_later(optimizer: StreamedOptimizer) -> None:
-    optimizer.param_groups[0]["params"][0].requires_grad_(False)
-    optimizer.check()
-
-
-def coupled_decay(optimizer: StreamedOptimizer) -> None:
-    optimizer.param_groups[0]["decoupled_weight_decay"] = False
-    optimizer.check()
-
-
-def choice_in_a_group(optimizer: StreamedOptimizer) -> None:
-    optimizer.param_groups[0]["states"] = "int8"
-    optimizer.check()
-
-
-def of_a_parameter(optimizer: StreamedOptimizer) -> Any:
-    return optimizer.param_groups[0]["params"][0]
-
-
+FOREIGN, OTHER = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
 MISUSED: dict[str, tuple[Any, str]] = {
-    "other tensors": (other_tensors, "a parameter that this engine does not train"),
-    "a foreign tensor": (foreign_tensor, "a parameter that this engine does not train"),
-    "in two groups": (in_two_groups, "'model.embed_tokens.weight' in two groups"),
-    "in no group": (in_no_group, "norm.weight' in no group"),
-    "amsgrad": (unknown_to_adamw, "asks for amsgrad, unknown to AdamW"),
-    "no rate": (without_a_rate, "AdamW lr is None"),
+    "other tensors": (
+        lambda o: o.add_param_group({"params": [FOREIGN, OTHER]}),
+        "a parameter that this engine does not train",
+    ),
+    "a foreign tensor": (
+        changed(lambda groups: groups[0]["params"].__setitem__(0, FOREIGN)),
+        "a parameter that this engine does not train",
+    ),
+    "in two groups": (
+        changed(lambda groups: groups.append(dict(groups[0]))),
+        "'model.embed_tokens.weight' in two groups",
+    ),
+    "in no group": (changed(lambda groups: groups.pop()), "norm.weight' in no group"),
+    "amsgrad": (
+        changed(lambda groups: groups[1].update(amsgrad=True)),
+        "asks for amsgrad, unknown to AdamW",
+    ),
+    "no rate": (changed(lambda groups: groups[1].pop("lr")), "AdamW lr is None"),
     "step": (lambda o: o.step(), r"optimizer.step\(\) has nothing to do"),
-    "a state read": (lambda o: o.state[of_a_parameter(o)]["exp_avg"], "Engine.save"),
+    "a state read": (lambda o: o.state[o.param_groups[0]["params"][0]], "Engine.save"),
     "a state set": (lambda o: o.state.update({}) or o.state.__setitem__(1, {}), "Engine.save"),
     "a state loaded": (lambda o: o.load_state_dict(moved().state_dict()), "brings no moments"),
-    "other groups loaded": (others_loaded, "groups given are of other parameters"),
+    "other groups loaded": (
+        changed(lambda groups: groups[0]["param_names"].pop(), loads=True),
+        "groups given are of other parameters",
+    ),
     "no groups loaded": (lambda o: o.load_state_dict({}), "brings no moments"),
-    "amsgrad loaded": (amsgrad_loaded, "asks for amsgrad, unknown to AdamW"),
+    "amsgrad loaded": (
+        changed(lambda groups: groups[0].update(amsgrad=True), loads=True),
+        "asks for amsgrad, unknown to AdamW",
+    ),
     "no group loaded": (lambda o: o.load_state_dict({"param_groups": [1]}), "brings no moments"),
-    "no rate loaded": (no_rate_loaded, "AdamW lr is None"),
-    "frozen later": (frozen_later, r"embed_tokens.weight' was frozen after the engine was made"),
-    "coupled decay": (coupled_decay, "asks for decoupled_weight_decay=False, unknown to AdamW"),
-    "a choice in a group": (choice_in_a_group, "has states 'int8', and the engine was made with"),
+    "no rate loaded": (
+        changed(lambda groups: groups[1].pop("lr"), loads=True),
+        "AdamW lr is None",
+    ),
+    "frozen later": (
+        changed(lambda groups: groups[0]["params"][0].requires_grad_(False)),
+        r"embed_tokens.weight' was frozen after the engine was made",
+    ),
+    "coupled decay": (
+        changed(lambda groups: groups[0].update(decoupled_weight_decay=False)),
+        "asks for decoupled_weight_decay=False, unknown to AdamW",
+    ),
+    "a choice in a group": (
+        changed(lambda groups: groups[0].update(states="int8")),
+        "has states 'int8', and the engine was made with",
+    ),
 }
 
 
@@ -273,11 +247,14 @@ def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
     name: str, precision: str, grad_scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "UPDATE_BLOCK", 1024)
-    rule, dtype, size = SWEPT[name](**HYPER[name]), DTYPES[precision], 3001
+    hyper = dict(HYPER[name])
+    if "betas" in hyper and grad_scale < 1:
+        hyper["betas"] = (0.3, 0.95)  # torch's lerp has a formula for either side of 0.5
+    rule, dtype, size = SWEPT[name](**hyper), DTYPES[precision], 3001
     tile = Store(CpuDevice(), [TileLayout("t", [("a", torch.Size([size]), 0)])], dtype, rule=rule)
     [tile], master = tile.tiles, torch.nn.Parameter(randn(size, 0))
     tile.write_master(tile.layout.entries[0], master.detach())
-    plain = PLAIN[name]([master], **HYPER[name])
+    plain = PLAIN[name]([master], **hyper)
     planes = [tile.weights.data, None if tile.remainder is None else tile.remainder.data]
     states = [buffer.data for buffer in tile.states.values()]
     pieces = [slice(0, 1024), slice(1024, len(tile.weights.data))]  # an update is cut anywhere
@@ -288,7 +265,7 @@ def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
             own = [None if plane is None else plane[part] for plane in planes]
             found = [b.data[p.place(part.start, part.stop)] for p, b in tile.states.items()]
             options = UpdateOptions(part.start, step, grad_scale)
-            rule.update(TileRange(*own, found, grad[part]), HYPER[name], options)
+            rule.update(TileRange(*own, found, grad[part]), hyper, options)
         master.grad = grad[:size] * grad_scale
         plain.step()
     assert torch.equal(tile.read_master(tile.layout.entries[0]), master)
