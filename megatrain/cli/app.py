@@ -355,13 +355,15 @@ def generate(
     What does not fit on the device is streamed from host memory, layer by layer: all prompts of a
     batch share each pass over the weights.
     """
-    from megatrain.cli.generate import Where, all_prompts, print_texts
+    from megatrain.cli.generate import all_prompts, opened, print_texts, require_new
     from megatrain.generate import Sampling
 
     asked = all_prompts(prompt or [], prompts, chat=chat)
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
-    where = Where(device, precision, device_memory, host_memory, base_model)
-    print_texts(model, asked, sampling, where, batch_size=batch_size, output=output)
+    if output is not None:
+        require_new(output)
+    with opened(model, device, precision, device_memory, host_memory, base_model) as run:
+        print_texts(*run, asked, sampling, batch_size=batch_size, output=output)
 
 
 @app.command()
@@ -381,13 +383,12 @@ def chat(
     base_model: BaseModel = None,
 ) -> None:
     """Talk with a model, by its own chat template."""
-    from megatrain.cli.chat import talk
-    from megatrain.cli.generate import Where
+    from megatrain.cli.generate import opened, talk
     from megatrain.generate import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
-    where = Where(device, precision, device_memory, host_memory, base_model)
-    talk(model, system, sampling, where)
+    with opened(model, device, precision, device_memory, host_memory, base_model) as run:
+        talk(*run, system, sampling)
 
 
 @app.command()

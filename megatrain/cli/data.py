@@ -1,4 +1,4 @@
-"""`megatrain data`: what a run file's data is, and rows of it as they are trained."""
+"""`megatrain data`: the data of a run file in numbers, and rows of it as they are trained."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain import config
-from megatrain.data import PackedDataset, RowStream
+from megatrain.data import RowStream
 from megatrain.data.preview import ShownDocument, Summary, shown
 from megatrain.telemetry.console import say
 
@@ -35,24 +35,19 @@ def show_data(run: Path, overrides: Sequence[str], rows: int, html: Path | None)
     console = Console(highlight=False)
     summary = Summary(training)
     _print_summary(console, name, summary)
-    for number, (set_name, held) in enumerate(evaluation.items()):
-        said = "" if number else "\n"
-        said += f"evaluation, {set_name}" if set_name else "evaluation"
-        print(f"{said}: {held.num_tokens:,} tokens in {len(held):,} rows")
+    if evaluation:
+        print()
+    for set_name, held in evaluation.items():
+        title = f"evaluation, {set_name}" if set_name else "evaluation"
+        print(f"{title}: {held.num_tokens:,} tokens in {len(held):,} rows")
     for row in range(min(rows, len(training))):
         _print_row(console, row, shown(training, row, tokenizer))
     if html is not None:
-        _write_page(html, run.stem, summary, training, tokenizer)
+        from megatrain.report import write_data_page
+
+        pages = [shown(training, row, tokenizer) for row in range(min(_PAGE_ROWS, len(training)))]
+        write_data_page(html, run.stem, summary, pages)
         print(f"\n{html}")
-
-
-def _write_page(
-    path: Path, name: str, summary: Summary, training: PackedDataset, tokenizer: object
-) -> None:
-    from megatrain.report import write_data_page
-
-    count = min(_PAGE_ROWS, len(training))
-    write_data_page(path, name, summary, [shown(training, r, tokenizer) for r in range(count)])
 
 
 def _print_summary(console: Console, name: str, summary: Summary) -> None:
@@ -77,7 +72,7 @@ def _print_summary(console: Console, name: str, summary: Summary) -> None:
 
 
 def _print_row(console: Console, row: int, pieces: Sequence[ShownDocument]) -> None:
-    """What is learnt in colour; in brackets of its own where there are no colours."""
+    """Print a row with what is learnt in colour, or in brackets where there are no colours."""
     coloured = console.color_system is not None
     legend = "green: learnt" if coloured else "⟦ ⟧: learnt"
     console.print(Text(f"\nrow {row + 1} ({legend})", style="bold"), soft_wrap=True)

@@ -8,7 +8,7 @@ from megatrain import config
 from megatrain.base.shipped import shipped
 from megatrain.base.units import MIB
 from megatrain.base.whole_files import whole_folder
-from megatrain.cli.generate import Where, print_texts
+from megatrain.cli.generate import opened, print_texts
 from megatrain.cli.train import say_end
 from megatrain.data import stdlib_corpus, train_bpe_tokenizer
 from megatrain.generate import Sampling
@@ -39,14 +39,11 @@ def run_demo(overrides: Sequence[str]) -> None:
     if losses:
         curve = outcome.folder / "loss.png"
         print(f"\nloss {losses[0]:.3f} at first, {losses[-1]:.3f} at last ({curve})\n")
-    for prompt in PROMPTS:
-        print(f"--- sampled from the model, prompt {prompt!r}")
-        print_texts(
-            str(outcome.folder),
-            [prompt],
-            Sampling(max_new_tokens=96, temperature=0.6),
-            Where(run_file.engine.device, run_file.engine.precision),
-        )
+    engine, sampling = run_file.engine, Sampling(max_new_tokens=96, temperature=0.6)
+    with opened(str(outcome.folder), engine.device, engine.precision) as run:
+        for prompt in PROMPTS:
+            print(f"--- sampled from the model, prompt {prompt!r}")
+            print_texts(*run, [prompt], sampling)
     print_memory(outcome)
     print(f"\nThe run is in {outcome.folder}; more of it:")
     print(f"  megatrain report {outcome.folder}")
@@ -54,7 +51,7 @@ def run_demo(overrides: Sequence[str]) -> None:
 
 
 def write_corpus_and_tokenizer() -> None:
-    """Once; later demos use what is there."""
+    """Make them once; later demos use what is there."""
     files = stdlib_corpus(CORPUS_BYTES)
     if not CORPUS.exists():
         with whole_folder(CORPUS) as folder:

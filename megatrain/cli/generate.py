@@ -1,8 +1,8 @@
-"""`megatrain generate`: prompts in, texts out as they come."""
+"""`megatrain generate` and `chat`: prompts in, texts out as they come."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatrain.data import load_tokenizer
 from megatrain.data.prompts import Prompt
 from megatrain.data.refused_fields import empty
 from megatrain.errors import InputError
-from megatrain.generate import Sampling, generate, open_model
+from megatrain.generate import Kept, Sampling, generate, open_model
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
 from megatrain.source.source import adapter_folder
@@ -23,19 +23,19 @@ from megatrain.train.resolve_model import moved_base, trained_model
 _UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # training heeds them
 
 
-@dataclass(frozen=True)
-class Where:
-    """What a model is run on, and in what; and where the base of its adapter is, if elsewhere."""
-
-    device: str = "auto"
-    precision: Precision = "bf16"
-    device_memory: str | None = None
-    host_memory: str | None = None
-    base_model: str | None = None
-
-
-def open_with_tokenizer(model: str, where: Where) -> tuple[Any, Any]:
+@contextmanager
+def opened(
+    model: str,
+    device: str,
+    precision: Precision,
+    device_memory: str | None = None,
+    host_memory: str | None = None,
+    base_model: str | None = None,
+) -> Iterator[tuple[Any, Any]]:
     """The model of a run, checkpoint, folder or hub id, and its tokenizer.
+
+    Args:
+        base_model: where the base of its adapter is, if elsewhere.
 
     Raises:
         InputError: one of them cannot be read.
@@ -45,22 +45,25 @@ def open_with_tokenizer(model: str, where: Where) -> tuple[Any, Any]:
     if isinstance(source, str) and adapter_folder(source) is None:
         resolve_model(source)  # first: of a misspelt folder it is not the tokenizer that is missing
     tokenizer = load_tokenizer(source.model_folder if isinstance(source, Checkpoint) else source)
-    opened = open_model(
+    engine = open_model(
         source,
-        precision=where.precision,
-        device=None if where.device == "auto" else where.device,
-        device_memory=where.device_memory,
-        host_memory=where.host_memory,
-        base_model=moved_base(where.base_model),
+        precision=precision,
+        device=None if device == "auto" else device,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        base_model=moved_base(base_model),
     )
-    return opened, tokenizer
+    try:
+        yield engine, tokenizer
+    finally:
+        engine.close()
 
 
 def print_texts(
-    model: str,
+    engine: Any,
+    tokenizer: Any,
     prompts: Sequence[Prompt],
     sampling: Sampling,
-    where: Where,
     *,
     batch_size: int = 16,
     output: Path | None = None,
@@ -71,28 +74,49 @@ def print_texts(
         output: also write prompts and completions there, a line of JSON each.
 
     Raises:
-        InputError: no such model, a prompt that cannot be used, or `output` holds something.
+        InputError: a prompt cannot be used.
     """
-    if output is not None:
-        _require_new(output)
-    source, tokenizer = open_with_tokenizer(model, where)
-    try:
-        if output is None and len(prompts) == 1:
-            streamer = TextStreamer(
-                tokenizer, skip_prompt=not isinstance(prompts[0], str), skip_special_tokens=True
+    if output is None and len(prompts) == 1:
+        streamer = TextStreamer(
+            tokenizer, skip_prompt=not isinstance(prompts[0], str), skip_special_tokens=True
+        )
+        generate(engine, tokenizer, prompts, sampling, streamer=streamer)
+        return
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        texts = generate(engine, tokenizer, batch, sampling, batch_size=batch_size)
+        _show(batch, texts, output)
+
+
+def talk(engine: Any, tokenizer: Any, system: str | None, sampling: Sampling) -> None:
+    """Read lines and print replies until an empty line or the end of the input.
+
+    Raises:
+        InputError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise InputError(
+            f"{tokenizer.name_or_path}: has no chat template; take an instruct model, or "
+            "`megatrain generate`"
+        )
+    beginning = [] if system is None else [{"role": "system", "content": system}]
+    messages, kept = list(beginning), Kept()
+    print("an empty line ends the talk, /reset begins a new one")
+    with suppress(EOFError):
+        while line := input("> ").strip():
+            if line == "/reset":
+                messages = list(beginning)
+                continue
+            messages.append({"role": "user", "content": line})
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            [reply] = generate(
+                engine, tokenizer, [messages], sampling, streamer=streamer, kept=kept
             )
-            generate(source, tokenizer, prompts, sampling, streamer=streamer)
-            return
-        for start in range(0, len(prompts), batch_size):
-            batch = prompts[start : start + batch_size]
-            texts = generate(source, tokenizer, batch, sampling, batch_size=batch_size)
-            _show(batch, texts, output)
-    finally:
-        source.close()
+            messages.append({"role": "assistant", "content": reply})
 
 
-def _require_new(output: Path) -> None:
-    """Texts of two commands in one file would be counted as one's."""
+def require_new(output: Path) -> None:
+    """Raises InputError: texts of two commands in one file would be counted as one's."""
     if output.is_file() and output.stat().st_size:
         raise InputError(f"{output}: holds something already; name a new file, or remove it")
     output.open("a").close()  # what cannot be written is said before texts are made
@@ -115,12 +139,12 @@ def all_prompts(texts: Sequence[str], path: Path | None, *, chat: bool) -> list[
     Raises:
         InputError: there are none, or the file cannot be used.
     """
-    found = [*texts, *([] if path is None else read_prompts(path))]
-    if not found:
+    prompts = [*texts, *([] if path is None else read_prompts(path))]
+    if not prompts:
         raise InputError("no prompt: give --prompt TEXT, or --prompts FILE")
     return [
-        [{"role": "user", "content": each}] if chat and isinstance(each, str) else each
-        for each in found
+        [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
+        for prompt in prompts
     ]
 
 

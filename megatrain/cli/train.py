@@ -41,9 +41,9 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
 
         end_passing()
         find_device(loaded.engine.device, loaded.engine.devices - 1)
-        given = [each for key in overrides for each in ("--set", key)]
-        given += ["--resume"] if resume else []
-        if code := launch(loaded.engine.devices, ["train", str(run), *given]):
+        options = [part for override in overrides for part in ("--set", override)]
+        options += ["--resume"] if resume else []
+        if code := launch(loaded.engine.devices, ["train", str(run), *options]):
             raise SystemExit(code)
         return
     say_end(outcome)
@@ -70,7 +70,7 @@ def run_branch(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -
 
 
 def say_end(outcome: "Outcome") -> None:
-    """Where the result of a run is, or how to go on."""
+    """Print where the result of a run is, or how to go on."""
     if int(os.environ.get("RANK", 0)):
         return  # rank 0 says it
     if outcome.stopped and not outcome.steps:

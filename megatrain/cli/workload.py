@@ -15,23 +15,20 @@ def changed(workload: Workload, options: Mapping[str, Any]) -> Workload:
     Raises:
         InputError: a limit that is no size, or a choice that the rule does not have.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given.keys() & LIMITS:
-        given[name] = _bytes(given[name], f"--{name.replace('_', '-')}")
-    if "disk_space" in given:
-        given["disk"] = options.get("disk")  # so much of any disk, where none is named
-    rule, own = workload.rule, {field.name for field in fields(Workload)}
-    choices = {name: given.pop(name) for name in given.keys() - own}
+    values = {name: value for name, value in options.items() if value is not None}
+    for name in values.keys() & LIMITS:
+        option = f"--{name.replace('_', '-')}"
+        try:
+            num_bytes = parse_bytes(values[name])
+        except ValueError as error:
+            raise InputError(f"{option}: {error}") from error
+        if num_bytes < 1:
+            raise InputError(f"{option}: {values[name]} is no memory at all")
+        values[name] = num_bytes
+    if "disk_space" in values:
+        values["disk"] = options.get("disk")  # so much of any disk, where none is named
+    rule, of_workload = workload.rule, {field.name for field in fields(Workload)}
+    choices = {name: values.pop(name) for name in values.keys() - of_workload}
     for name in choices.keys() - rule.choices.keys():
         raise InputError(f"--{name}: {rule.name} has no such choice; leave it out")
-    return replace(workload, rule=replace(rule, **choices), **given)
-
-
-def _bytes(text: str | int, option: str) -> int:
-    try:
-        num_bytes = parse_bytes(text)
-    except ValueError as error:
-        raise InputError(f"{option}: {error}") from error
-    if num_bytes < 1:
-        raise InputError(f"{option}: {text} is no memory at all")
-    return num_bytes
+    return replace(workload, rule=replace(rule, **choices), **values)

@@ -54,8 +54,10 @@ class Facts:
 
 
 def collect(device: str, folder: Path) -> Facts:
-    """The facts about this machine and `folder`, where runs are written."""
-    place = existing(folder)
+    """The facts about this machine and `folder`, where runs are written, or what there is of it."""
+    place = folder.resolve()
+    while not place.is_dir():
+        place = place.parent
     return Facts(
         cpu=cpu_name(),
         cores=usable_cores(),
@@ -72,14 +74,6 @@ def collect(device: str, folder: Path) -> Facts:
         torch_cuda=torch.version.cuda,
         gpu=gpu_state(device),
     )
-
-
-def existing(folder: Path) -> Path:
-    """`folder`, or the nearest folder above it that exists already."""
-    path = folder.resolve()
-    while not path.is_dir():
-        path = path.parent
-    return path
 
 
 def _quota() -> float | None:

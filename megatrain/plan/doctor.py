@@ -13,7 +13,7 @@ from megatrain.device import Device, open_device
 from megatrain.device.base import COMPUTE
 from megatrain.errors import InputError, MegatrainError, first_line
 from megatrain.machine import CONTEXT_BYTES, Machine, cache
-from megatrain.plan.diagnostics import Diagnostic, Facts, collect, existing, findings
+from megatrain.plan.diagnostics import Diagnostic, Facts, collect, findings
 from megatrain.plan.rates import (
     PRECISIONS,
     UPDATE_BYTES,
@@ -70,7 +70,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     device, unusable = _open(device_name)
     facts = collect(name, folder)
     log.info("measuring the update on the host and the disk")
-    measured = host_measurements(existing(folder))
+    measured = host_measurements(Path(facts.folder))
     has_gpu = device.kind == "cuda"
     if has_gpu:
         log.info("measuring the bus, matrix products and attention")

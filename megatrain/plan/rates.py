@@ -9,10 +9,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,8 +73,7 @@ def attempt(name: str, label: str, unit: str, work: Callable[[], float]) -> Meas
         return Measurement(name, label, None, unit, first_line(error)[:200])
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """How large the pieces of work are.
 
     Attributes:
@@ -84,30 +83,18 @@ class Sizes:
     """
 
     copy_bytes: int = GIB
-    products: Mapping[str, tuple[tuple[int, int, int, int], ...]] = field(
-        default_factory=lambda: {
-            "bf16": ((16384, 3584, 18944, 3), (16384, 3584, 3584, 2)),
-            "fp32": ((4096, 4096, 4096, 1),),
-        }
-    )
-    attention: Mapping[str, tuple[tuple[int, int], ...]] = field(
-        default_factory=lambda: {
-            "bf16": ((1, 32768), (2, 8192), (16, 1024)),
-            "fp32": ((4, 2048),),
-        }
-    )
+    products: Mapping[str, tuple[tuple[int, int, int, int], ...]] = {
+        "bf16": ((16384, 3584, 18944, 3), (16384, 3584, 3584, 2)),
+        "fp32": ((4096, 4096, 4096, 1),),
+    }
+    attention: Mapping[str, tuple[tuple[int, int], ...]] = {
+        "bf16": ((1, 32768), (2, 8192), (16, 1024)),
+        "fp32": ((4, 2048),),
+    }
     heads: int = 28
     head_size: int = 128
     launches: int = 2000
     load_width: int = 8192
-
-
-def device_measurements(device: Device, sizes: Sizes) -> list[Measurement]:
-    """Matrix products and attention by precision, device memory, and launches."""
-    measured = []
-    for precision in PRECISIONS:
-        measured += compute_measurements(device, sizes, precision)
-    return [*measured, *_other_measurements(device, sizes)]
 
 
 def bus_measurements(device: Device, num_bytes: int) -> list[Measurement]:
@@ -191,8 +178,8 @@ def _attention_tflops(
     return 2.5 * flop / _compute_seconds(device, backward, grad=True) / 1e12
 
 
-def _other_measurements(device: Device, sizes: Sizes) -> list[Measurement]:
-    """Device memory, and the way from one piece of work to the next."""
+def device_measurements(device: Device, sizes: Sizes) -> list[Measurement]:
+    """Matrix products and attention by precision, device memory, and launches."""
 
     def memory() -> float:
         one, two = (
@@ -201,16 +188,17 @@ def _other_measurements(device: Device, sizes: Sizes) -> list[Measurement]:
         )
         return 2 * one.numel() / _compute_seconds(device, lambda: one.copy_(two)) / 1e9
 
+    little = torch.zeros(1, device=device.torch_device)
+
+    def launches() -> None:
+        for _ in range(sizes.launches):
+            device.run(COMPUTE, "nothing", little.zero_)
+
     def launch() -> float:
-        little = torch.zeros(1, device=device.torch_device)
-
-        def many() -> None:
-            for _ in range(sizes.launches):
-                device.run(COMPUTE, "nothing", little.zero_)
-
-        return device_seconds(device, COMPUTE, many) / sizes.launches * 1e6
+        return device_seconds(device, COMPUTE, launches) / sizes.launches * 1e6
 
     return [
+        *(m for p in PRECISIONS for m in compute_measurements(device, sizes, p)),
         attempt("device_gbps", "device memory, reads and writes", "GB/s", memory),
         attempt("launch_microseconds", "from one launch to the next", "us", launch),
     ]

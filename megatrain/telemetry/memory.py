@@ -12,7 +12,7 @@ import psutil
 
 from megatrain.base.units import parse_bytes
 from megatrain.errors import InputError
-from megatrain.telemetry.cgroups import cgroup_files, old_cgroup_files
+from megatrain.telemetry.cgroups import cgroup_files
 
 HOST_MEMORY = "MEGATRAIN_HOST_MEMORY"
 CHILDREN_SECONDS = 1.0  # between two looks at a process's children: each of them takes 4 ms
@@ -31,7 +31,7 @@ class ProcessTree:
         self._children, self._due = 0, 0.0
 
     def num_bytes(self) -> int:
-        """What is resident now, pinned memory included; raises psutil.NoSuchProcess."""
+        """Resident memory now, pinned memory included; raises psutil.NoSuchProcess."""
         if time.monotonic() >= self._due:
             self._children = self._children_bytes()
             self._due = time.monotonic() + CHILDREN_SECONDS
@@ -70,19 +70,18 @@ def host_limit_bytes() -> int:
 
     A virtual machine may be given its memory only as it is used, and show less than it will have:
     MEGATRAIN_HOST_MEMORY in the environment says how much that is (`503GiB`).
+
+    Raises:
+        InputError: MEGATRAIN_HOST_MEMORY is not a size.
     """
     if HOST_MEMORY in os.environ:
-        return _declared_bytes()
-    limit = psutil.virtual_memory().total
-    said = [*cgroup_files("memory.max"), *old_cgroup_files("memory", "memory.limit_in_bytes")]
-    return min([int(limit), *(int(text) for text in said if text.isdigit())])
-
-
-def _declared_bytes() -> int:
-    try:
-        return parse_bytes(os.environ[HOST_MEMORY])
-    except ValueError as error:
-        raise InputError(f"{HOST_MEMORY} in the environment is {error}") from error
+        try:
+            return parse_bytes(os.environ[HOST_MEMORY])
+        except ValueError as error:
+            raise InputError(f"{HOST_MEMORY} in the environment is {error}") from error
+    limits = [*cgroup_files("memory.max"), *cgroup_files("memory.limit_in_bytes", "memory")]
+    total = int(psutil.virtual_memory().total)
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def host_available_bytes(limit_bytes: int | None = None) -> int:

@@ -161,7 +161,7 @@ def test_every_rate_can_be_measured():
 
 
 def test_attention_is_measured_over_the_longest_rows_that_there_is_memory_for():
-    sizes = replace(SMALL, attention={"bf16": ((1 << 20, 1 << 20), (1, 16))})
+    sizes = SMALL._replace(attention={"bf16": ((1 << 20, 1 << 20), (1, 16))})
     _, forward, _ = rates.compute_measurements(CpuDevice(), sizes, "bf16")
     assert forward.value and "1 x 16 tokens" in forward.label
 
