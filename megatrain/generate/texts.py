@@ -15,12 +15,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.generate.cache_trials import cache_bytes, check_cache, heeds_mask, takes_cache
-from megatrain.generate.draws import OnlyNumbers, drawn_apart
-from megatrain.generate.recomputed import Recomputed
-from megatrain.generate.resident import TextModel
-from megatrain.generate.sampling import Sampling
-from megatrain.generate.talk_cache import Kept
+from megatrain.generate.caches import Kept, cache_bytes, check_cache, heeds_mask, takes_cache
+from megatrain.generate.models import Recomputed, TextModel
+from megatrain.generate.sampling import OnlyNumbers, Sampling, drawn_apart
 from megatrain.parallel.distributed import ALONE
 
 log = logging.getLogger(__name__)

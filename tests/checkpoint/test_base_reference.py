@@ -14,8 +14,7 @@ from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
 from megatrain.checkpoint.manifest import KEEP
 from megatrain.config import ModelSection
-from megatrain.generate import Resident
-from megatrain.generate.loading import open_model
+from megatrain.generate import Resident, open_model
 from megatrain.model.trained import Trained
 from megatrain.parallel.distributed import Ranks
 from megatrain.source.base_reference import base_reference

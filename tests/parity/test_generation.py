@@ -11,8 +11,8 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerF
 from megatrain import AdamW, DoesNotFit, Engine, Placement
 from megatrain.engine.stream import Stream
 from megatrain.engine.whole_model import _from_first
-from megatrain.generate import Kept, Sampling, cache_trials, continued, generate
-from megatrain.generate.cache_trials import cache_bytes
+from megatrain.generate import Kept, Sampling, caches, continued, generate
+from megatrain.generate.caches import cache_bytes
 from tests.families.tiny import tiny_model
 from tests.parity.cases import make_batches
 
@@ -227,13 +227,13 @@ def test_the_cache_takes_what_was_foretold(family: str) -> None:
         **inputs(rows), max_new_tokens=13, do_sample=False, eos_token_id=None, pad_token_id=0,
         use_cache=True, return_dict_in_generate=True,
     )  # fmt: skip
-    layers = [size for size, _ in cache_trials._layers(made.past_key_values)]
+    layers = [size for size, _ in caches._layers(made.past_key_values)]
     needed = sum(layers) + max(layers)
     assert needed <= cache_bytes(model, rows, tokens) <= 1.05 * needed  # windows: to a token
 
 
 def test_a_cache_that_has_no_room_is_refused(engine: Engine, monkeypatch) -> None:
-    monkeypatch.setattr(cache_trials, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(caches, "free_bytes", lambda device: 1000)
     with pytest.raises(DoesNotFit, match="keys and values of 3 prompts of 20 tokens take"):
         generate(engine, words(), PROMPTS, GREEDY)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
-from megatrain.generate.loading import open_model
+from megatrain.generate import open_model
 from megatrain.model.quantised import quantised_base
 from megatrain.tile.packed import _NF4, FP8, NF4, NF4_WIDE, WeightFormat, _dynamic_values
 from megatrain.train.export import export

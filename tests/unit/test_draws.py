@@ -11,7 +11,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from megatrain.generate.draws import OwnDraws
+from megatrain.generate.sampling import OwnDraws
 
 CPU = torch.device("cpu")
 IDS = torch.zeros(1, 1, dtype=torch.int64)

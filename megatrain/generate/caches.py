@@ -1,17 +1,22 @@
-"""Short trials of a model: does it work with a cache, how large is that, does padding change it?"""
+"""Caches of keys and values: if a model works with one, how large it is, and that of a talk.
+
+Short trials of the model tell the first two, and whether padding changes what it says.
+"""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from megatrain.base.units import gib
+from megatrain.compat.transformers import DynamicLayer
 from megatrain.device import Device, free_bytes
 from megatrain.errors import DoesNotFit, MegatrainError, first_line
-from megatrain.generate.recomputed import Recomputed
+from megatrain.generate.models import Recomputed
 
 _TRIED = (2, 3)  # tokens of the prompts whose caches are compared
 
@@ -134,3 +139,40 @@ def heeds_mask(model: PreTrainedModel) -> bool:
 def _logits(model: PreTrainedModel, padding: int) -> Tensor:
     ids, cached = [_PROMPT[0]] * padding + list(_PROMPT), takes_cache(model)
     return _next_token(model, ids, padding, use_cache=cached, output_logits=True).logits[0].float()
+
+
+class Kept:
+    """The cache of the last text, and the tokens that it is of.
+
+    Only where each layer keeps every token: windows and states cannot be taken back to where a
+    template goes on otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._ids: Sequence[int] = ()
+        self._cache: Any = None
+
+    def take(self, ids: Sequence[int]) -> Any:
+        """The cache of as much of the beginning of `ids` as there is; None: of nothing.
+
+        Whoever takes it changes it: nothing is kept until `keep`.
+        """
+        cache, self._cache = self._cache, None
+        if cache is None:
+            return None
+        pairs = enumerate(zip(ids, self._ids, strict=False))
+        same = next((at for at, (new, old) in pairs if new != old), len(self._ids))
+        length = cache.get_seq_length()
+        same = min(same, len(ids) - 1, length)  # the last token's logits are needed
+        if same == 0:
+            return None
+        if same < length:
+            cache.crop(same - length)
+        return cache
+
+    def keep(self, ids: Sequence[int], cache: Any) -> None:
+        """Keep the cache of a text that was made; `ids` are those of its prompt and its own."""
+        whole = isinstance(cache, DynamicCache) and all(
+            type(x) is DynamicLayer for x in cache.layers
+        )
+        self._ids, self._cache = ids, cache if whole else None

@@ -1,16 +1,21 @@
-"""A model whose weights all rest on the device: as `from_pretrained` makes it."""
+"""Models to generate with: resident on the device where they fit, else streamed."""
 
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from megatrain.api import Engine
+from megatrain.autoplace.fits import limits
+from megatrain.base.units import gib
+from megatrain.checkpoint import Checkpoint
 from megatrain.compat.torch import buffers_of, parameters_of
-from megatrain.device import Device
+from megatrain.compat.transformers import CausalLMOutput, scores_rows
+from megatrain.device import Device, free_bytes, open_device
 from megatrain.engine.whole_model import to_generate
 from megatrain.errors import InputError
 from megatrain.model.adapters import plain
@@ -18,9 +23,11 @@ from megatrain.model.build import loaded_types
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.weights import read_weights
 from megatrain.parallel.distributed import ALONE
+from megatrain.placement import Precision
 from megatrain.source.base_reference import whole_masters
+from megatrain.source.engine_setup import DTYPES
 from megatrain.source.load_weights import read_adapter
-from megatrain.source.source import Source
+from megatrain.source.source import Source, open_source
 from megatrain.source.state_io import read_untrained
 from megatrain.telemetry.cores import update_threads
 
@@ -111,3 +118,81 @@ def _fill(model: PreTrainedModel, values: dict[str, Tensor]) -> None:
         for name, buffer in buffers_of(module).items():
             if id(buffer) in buffers:
                 buffers_of(module)[name] = buffers[id(buffer)]
+
+
+# Of the memory that is free: so much may weights take, the rest is for the work and the cache.
+_SHARE = 0.85
+
+
+def open_model(
+    model: Checkpoint | str,
+    *,
+    precision: Precision = "bf16",
+    device: str | None = None,
+    device_memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    base_model: str | None = None,
+) -> Engine | Resident:
+    """A model of a checkpoint, a folder or a hub id; whoever opens it closes it.
+
+    Args:
+        device: None: the GPU if there is one.
+        device_memory, host_memory, base_model: as `Engine` takes them.
+
+    Raises:
+        InputError: it cannot be read.
+        DoesNotFit: host memory cannot hold it.
+    """
+    opened = open_device(device)
+    device_limit, host_limit = limits(device_memory, host_memory)
+    opened.limit(device_limit, host_limit)
+    source = open_source(model, base_model=base_model)
+    if scores_rows(source.model):
+        raise InputError(f"{model}: its model gives scores of rows, and no texts")
+    types = loaded_types(source.model, DTYPES[precision])
+    needed = sum(p.numel() * types[n].itemsize for n, p in source.model.named_parameters())
+    free = free_bytes(opened, host_limit)
+    if needed <= _SHARE * free:
+        return Resident(source, opened, DTYPES[precision])
+    log.info(
+        "the model takes %s and %s are free: its layers are streamed from host memory",
+        gib(needed), gib(free),
+    )  # fmt: skip
+    return Engine(
+        model,
+        precision=precision,
+        device=opened,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        base_model=base_model,
+    )
+
+
+class Recomputed(PreTrainedModel, GenerationMixin):
+    """An engine as a model that transformers can generate with."""
+
+    def __init__(self, engine: TextModel) -> None:
+        super().__init__(PreTrainedConfig())  # nothing is known of how it computes
+        self._engine = engine
+        self.generation_config = engine.generation_config
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the logits."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        return torch.float32
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **rest: Any
+    ) -> CausalLMOutput:
+        """Logits `[B, T, V]` of token ids `[B, T]`."""
+        batch = {"input_ids": input_ids.cpu()}
+        if attention_mask is not None:
+            batch["attention_mask"] = attention_mask.cpu()
+            positions = attention_mask.cpu().long().cumsum(-1) - 1
+            batch["position_ids"] = positions.masked_fill(positions < 0, 0)
+        return CausalLMOutput(logits=self._engine.logits(batch).to(input_ids.device))
