@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from megatrain.base import huge_pages
-from megatrain.base.units import align
 from megatrain.errors import InputError, RunFailed, told
 
 try:
@@ -66,36 +65,29 @@ class NewFile:
 
     def write(self, data: Any, offset: int) -> None:
         """Put `data` (bytes or a flat memoryview of them) at `offset`; one thread at a time."""
-        part, stop = memoryview(data), offset + len(data)
-        first = last = stop
-        if self._direct is not None:
-            first = min(stop, align(offset, _BLOCK))
-            last = max(first, stop // _BLOCK * _BLOCK)
-        self._write_cached(part[: first - offset], offset)
-        for start in range(first, last, _DIRECT_BYTES):
-            end = min(start + _DIRECT_BYTES, last)
-            self._write_direct(part[start - offset : end - offset], start)
-        self._write_cached(part[last - offset :], last)
+        left = memoryview(data)
+        while len(left) > 0:
+            blocks = min(len(left) // _BLOCK * _BLOCK, _DIRECT_BYTES)
+            if self._direct is None:
+                count = self._write_cached(left, offset)
+            elif offset % _BLOCK or not blocks:
+                count = self._write_cached(left[: -offset % _BLOCK or len(left)], offset)
+            else:
+                room = self._room[:blocks]
+                room[:] = np.frombuffer(left[:blocks], np.uint8)  # without Python's lock
+                try:
+                    count = os.pwrite(self._direct, room.data, offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    # Larger blocks are asked for, or a limit of the file's size cuts one.
+                    count = self._write_cached(left[:blocks], offset)
+            left, offset = left[count:], offset + count
 
-    def _write_direct(self, part: memoryview, offset: int) -> None:
-        assert self._direct is not None
-        room = self._room[: len(part)]
-        room[:] = np.frombuffer(part, np.uint8)  # without Python's lock
-        try:
-            count = os.pwrite(self._direct, room.data, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            count = 0  # larger blocks are asked for, or a limit of the file's size cuts one
-        self._write_cached(part[count:], offset + count)
-
-    def _write_cached(self, part: memoryview, offset: int) -> None:
-        start, size = offset, len(part)
-        while len(part) > 0:  # one call writes 2 GiB at most
-            count = os.pwrite(self._handle, part, offset)
-            part, offset = part[count:], offset + count
-        if size > 0:
-            _drop_pages(self._handle, start, size)
+    def _write_cached(self, part: memoryview, offset: int) -> int:
+        count = os.pwrite(self._handle, part, offset)  # one call writes 2 GiB at most
+        _drop_pages(self._handle, offset, count)
+        return count
 
     def __enter__(self) -> "NewFile":
         return self

@@ -109,9 +109,9 @@ def rotate(
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; the newest checkpoint always stays")
-    known = dropwhile(lambda each: newest not in (None, each), whole_checkpoints(parent))
-    later = [each for each in islice(known, keep_last, None) if each not in spared]
-    old = [each for each in later if not (each / KEEP).exists()]
+    known = dropwhile(lambda path: newest not in (None, path), whole_checkpoints(parent))
+    later = [path for path in islice(known, keep_last, None) if path not in spared]
+    old = [path for path in later if not (path / KEEP).exists()]
     failures = []
     for folder in old:
         try:
@@ -130,7 +130,7 @@ def offering_another(folder: Path) -> Iterator[None]:
         yield
     except InputError as error:
         inside = [*whole_checkpoints(folder), *whole_checkpoints(folder / "checkpoints")]
-        beside = [each for each in whole_checkpoints(folder.parent) if each != folder]
+        beside = [path for path in whole_checkpoints(folder.parent) if path != folder]
         others = inside or beside
         hint = f"the newest whole one there is {others[0]}" if others else "no whole one is there"
         raise InputError(f"{error}; {hint}") from error

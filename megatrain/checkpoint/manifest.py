@@ -162,6 +162,11 @@ class Manifest(_Strict):
     tiles: tuple[TileRecord, ...]
     checksum: str = ""
 
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Those of all tiles."""
+        return [parameter for tile in self.tiles for parameter in tile.parameters]
+
     def as_text(self) -> str:
         """The file's text, signed with its checksum."""
         return json.dumps(signed(asdict(self)), indent=1) + "\n"
@@ -299,8 +304,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     for name, record in manifest.files.items():
         if sum(size for size, _ in record.pieces) != record.num_bytes:
             yield f"{name!r}: its pieces do not make up its size"
-    names = [parameter.name for tile in manifest.tiles for parameter in tile.parameters]
-    if len(set(names)) != len(names):
+    names = {parameter.name for parameter in manifest.parameters}
+    if len(names) != len(manifest.parameters):
         yield "a parameter is in two places"
     if len({tile.file for tile in manifest.tiles}) != len(manifest.tiles):
         yield "two tiles have one file"
@@ -309,14 +314,14 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"tile {tile.name[:80]!r} has no file, or no weights in it"
             return
         end = 0
-        for each in sorted(tile.parameters, key=lambda each: (each.offset, each.entry.stored)):
-            if each.offset < end:
-                yield f"parameter {each.name[:80]!r} overlaps another one"
-            end = each.offset + each.entry.stored
+        for parameter in sorted(tile.parameters, key=lambda p: (p.offset, p.entry.stored)):
+            if parameter.offset < end:
+                yield f"parameter {parameter.name[:80]!r} overlaps another one"
+            end = parameter.offset + parameter.entry.stored
             if end > tile.planes["weights"].numel:
-                yield f"parameter {each.name[:80]!r} does not fit its tile"
-            if each.group is not None and each.group >= len(manifest.settings.groups):
-                yield f"parameter {each.name[:80]!r} is of optimizer group {each.group}"
+                yield f"parameter {parameter.name[:80]!r} does not fit its tile"
+            if parameter.group is not None and parameter.group >= len(manifest.settings.groups):
+                yield f"parameter {parameter.name[:80]!r} is of optimizer group {parameter.group}"
     trained = [t for t in manifest.tiles if any(p.group is not None for p in t.parameters)]
     if len({tile.version for tile in trained}) > 1:
         yield "its tiles are of different versions"

@@ -78,7 +78,7 @@ def _check(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> None:
 
 def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:
     left_out, tile_records = checkpoint.settings.left_out is not None, checkpoint.manifest.tiles
-    saved = {each.name: (record, each) for record in tile_records for each in record.parameters}
+    saved = {p.name: (record, p) for record in tile_records for p in record.parameters}
     for tile, entry in [(t, entry) for t in tiles for entry in t.layout.entries]:
         if entry.name not in saved:
             if not left_out or entry.group is not None:
@@ -125,9 +125,9 @@ def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]
     _, first, checksum = next(checkpoint.manifest.files[record.file].spans(), (0, 0, ""))
     with checkpoint.open(record.file) as file:
         file.read(memoryview(bytearray(first)), 0, checksum)
-    stored = {each.name: each for each in read_header(path)}
+    stored = {tensor.name: tensor for tensor in read_header(path)}
     planes = {n: (DTYPES[plane.dtype], (plane.numel,)) for n, plane in record.planes.items()}
-    if {n: (each.dtype, each.shape) for n, each in stored.items()} != planes:
+    if {n: (tensor.dtype, tensor.shape) for n, tensor in stored.items()} != planes:
         raise InputError(f"{path}: its planes are not those that the manifest gives tile "
                          f"{record.name!r}; the checkpoint is damaged")  # fmt: skip
     return stored
@@ -281,8 +281,8 @@ def masters(checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
                 checks.append(pool.submit(checkpoint.check_file, tile.file, plane.start, stop))
             for parameter in tile.parameters:
                 values[parameter.name] = partial(_master, planes, parameter)
-        for each in checks:
-            each.result()
+        for check in checks:
+            check.result()
     return values
 
 

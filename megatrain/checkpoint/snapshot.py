@@ -124,16 +124,16 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
     metadata = {"tile": tile.name, "version": str(tile.version)}
     header = header_bytes(described, metadata, boundary=_PAGE)
     end, pieces = len(header), []
-    for plane, each in zip(planes.values(), described, strict=True):
+    for plane, tensor in zip(planes.values(), described, strict=True):
         buffer, tier, size = tile.planes[plane], tile.rests.tier(plane), plane.dtype.itemsize
         flat = buffer.as_bytes()
-        for shard in tile.shards(plane, each.shape[0]):
+        for shard in tile.shards(plane, tensor.shape[0]):
             first, stop = shard.start * size, (shard.start + shard.numel) * size
             for start in range(first, stop, files.PIECE_BYTES):
                 part = flat.piece(start, min(start + files.PIECE_BYTES, stop))
                 offset = end + shard.at * size + start - first
                 pieces.append(Piece(buffer, part, offset, tier))
-        end += each.num_bytes
+        end += tensor.num_bytes
     records = {n: manifest.Plane(DTYPE_NAMES[p.dtype], lengths[n]) for n, p in planes.items()}
     parameters = tuple(
         manifest.Parameter(e.name, e.shape, e.offset, e.group, e.packed.name if e.packed else None)

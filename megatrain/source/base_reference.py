@@ -116,7 +116,7 @@ def with_base(checkpoint: Checkpoint, base: str | Path | None) -> Checkpoint:
     path, revision = place_of(base)
     left = settings.left_out and replace(settings.left_out, path=path, revision=revision)
     named = {"base_model_name_or_path": path, "revision": revision}
-    configs = {name: each | named for name, each in settings.adapter["configs"].items()}
+    configs = {name: config | named for name, config in settings.adapter["configs"].items()}
     settings = replace(settings, left_out=left, adapter={**settings.adapter, "configs": configs})
     return replace(checkpoint, manifest=replace(checkpoint.manifest, settings=settings))
 
@@ -171,7 +171,7 @@ def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, 
     adapters = adapted(model)
     if checkpoint.settings.left_out is None or adapters is None:
         return {}
-    saved = {parameter.name for tile in checkpoint.manifest.tiles for parameter in tile.parameters}
+    saved = {parameter.name for parameter in checkpoint.manifest.parameters}
     return {
         adapters.held[name]: name
         for name, _ in model.named_parameters()
@@ -264,7 +264,7 @@ def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Store
         return {}
     opened = (place.folder / CARRIED).open("rb", buffering=0)
     stored = read_header(place.folder / CARRIED)
-    return {each.name: replace(each, opened=opened) for each in stored}
+    return {tensor.name: replace(tensor, opened=opened) for tensor in stored}
 
 
 def _open(checkpoint: Checkpoint, left: BaseReference) -> Checkpoint | Path:

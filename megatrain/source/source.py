@@ -27,7 +27,6 @@ from megatrain.model.spec import ModelSpec
 from megatrain.model.weights import resolve_model, source_dtype, stored_packings, stored_types
 from megatrain.source.base_reference import (
     Origin,
-    left_out_names,
     no_adapter,
     origin_of,
     place_of,
@@ -35,6 +34,7 @@ from megatrain.source.base_reference import (
 )
 from megatrain.source.state_io import (
     Untrained,
+    frozen_types,
     open_model,
     persistent_buffers,
     saved_companions,
@@ -362,20 +362,20 @@ def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, We
     saved = source.saved
     if saved is not None and source.resumes:
         left = saved.settings.left_out
-        own = (each for tile in saved.manifest.tiles for each in tile.parameters)
-        kept = {each.name: each.packed for each in own if each.packed}
+        kept = {p.name: p.packed for p in saved.manifest.parameters if p.packed}
         kept |= {} if left is None else left.packed
         return {name: PACKINGS[how] for name, how in kept.items()}
     folder, names = source.folder, source.names
     stored = {} if folder is None else stored_packings(folder, plain(source.model))
     if not stored:
         return packed_weights(spec, source.base, frozen=not trained)
-    packed, parameters = {names.get(n, n): how for n, how in stored.items()}, source.model
-    if taught := [n for n in packed if trained and parameters.get_parameter(n).requires_grad]:
-        raise InputError(
-            f"{folder}: the weights of {taught[0]!r} are quantised, and such are not trained; give "
-            "an adapter, or take the unquantised model"
-        )
+    packed = {names.get(name, name): packing for name, packing in stored.items()}
+    for name in packed if trained else ():
+        if source.model.get_parameter(name).requires_grad:
+            raise InputError(
+                f"{folder}: the weights of {name!r} are quantised, and such are not trained; give "
+                "an adapter, or take the unquantised model"
+            )
     layers = (f"{v.name}.{n}" for v in spec.layers for n, _ in v.module.named_parameters())
     return {name: packed[name] for name in layers if name in packed}
 
@@ -383,11 +383,8 @@ def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, We
 def _types(source: Source) -> dict[str, torch.dtype]:
     """The dtype that each parameter comes in; that of the source where it is drawn."""
     if (saved := source.saved) is not None:
-        others, model = saved.settings.frozen_dtypes, source.model
-        tiles = [each for tile in saved.manifest.tiles for each in tile.parameters]
-        kept = [*left_out_names(saved, model).values(), *(p.name for p in tiles if p.group is None)]
-        types = {p.name: torch.float32 for p in tiles}  # of masters
-        types |= {name: saved_dtype(saved, others.get(name)) for name in kept}
+        masters = {p.name: torch.float32 for p in saved.manifest.parameters}
+        types = masters | frozen_types(saved, source.model)
     elif source.folder is not None:
         types = stored_types(source.folder, plain(source.model))
     else:

@@ -88,8 +88,8 @@ def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
     Raises InputError: they are those of another model.
     """
     stored, buffers = _stored(checkpoint, BUFFERS), persistent_buffers(model)
-    if {n: (each.dtype.is_floating_point, each.shape) for n, each in stored.items()} != {
-        n: (each.is_floating_point(), tuple(each.shape)) for n, each in buffers.items()
+    if {n: (tensor.dtype.is_floating_point, tensor.shape) for n, tensor in stored.items()} != {
+        n: (tensor.is_floating_point(), tuple(tensor.shape)) for n, tensor in buffers.items()
     }:
         raise InputError(
             f"{checkpoint.folder / BUFFERS}: its buffers are not those of a {type(model).__name__}"
@@ -105,13 +105,15 @@ def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
                 f"{checkpoint.folder / COMPUTED}: {name!r} is no buffer of a {type(model).__name__}"
             )
         model.get_buffer(name).copy_(tensor.read())
-    frozen = [p.name for t in checkpoint.manifest.tiles for p in t.parameters if p.group is None]
+    return Untrained(values, dtypes=frozen_types(checkpoint, model))
+
+
+def frozen_types(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """The dtypes in which frozen parameters came, by name."""
+    frozen = [p.name for p in checkpoint.manifest.parameters if p.group is None]
+    frozen += left_out_names(checkpoint, model).values()
     others = checkpoint.settings.frozen_dtypes
-    dtypes = {
-        name: saved_dtype(checkpoint, others.get(name))
-        for name in (*frozen, *left_out_names(checkpoint, model).values())
-    }
-    return Untrained(values, dtypes=dtypes)
+    return {name: saved_dtype(checkpoint, others.get(name)) for name in frozen}
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:

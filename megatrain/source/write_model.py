@@ -63,7 +63,7 @@ def settings_of(source: Source, rule: Rule | None, **rest: Any) -> Settings:
     experts = {path: experts_of(part) for path, part in configs(model.config)}
     adapters, optimizer = adapted(model), None
     if rule is not None:
-        choices = {each.name: getattr(rule, each.name) for each in fields(rule)}
+        choices = {choice.name: getattr(rule, choice.name) for choice in fields(rule)}
         plain_values = {n: list(v) if isinstance(v, tuple) else v for n, v in choices.items()}
         optimizer = {"name": rule.name} | plain_values
     return Settings(
