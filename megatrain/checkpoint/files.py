@@ -1,4 +1,4 @@
-"""Files and folders of checkpoints: every call on the disk goes through this module's `os`.
+"""Files and folders of checkpoints.
 
 A folder is written under a hidden name and renamed when everything in it has reached the disk, so
 it is whole or not there. Each file is a row of pieces with a checksum each, so that many threads
@@ -215,20 +215,6 @@ def regular_size(folder: Path, name: str) -> int:
     if not stat.S_ISREG(status.st_mode) or path.resolve() != folder.resolve() / name:
         raise InputError(f"{path}: not a regular file; links are not followed")
     return status.st_size
-
-
-def make_folder(path: Path) -> None:
-    """A new folder."""
-    os.mkdir(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Bring a folder's list of names to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def publish(partial: Path, folder: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.base.units import gib
+from megatrain.base.whole_files import flush
 from megatrain.checkpoint import files
 from megatrain.checkpoint.manifest import (
     EXTRA,
@@ -167,15 +168,15 @@ class Saving:
     def _make(self, partial: Path, held: ExitStack) -> None:
         parent = self.folder.parent
         parent.mkdir(parents=True, exist_ok=True)
-        files.sync_folder(parent.parent)
+        flush(parent.parent)
         files.put_right(parent)
         free = shutil.disk_usage(parent).free
         if free < self.num_bytes:
             raise RunFailed(f"it takes {gib(self.num_bytes)} and the disk has {gib(free)} left")
-        files.make_folder(partial)
+        partial.mkdir()
         held.enter_context(files.claimed(partial))
-        for folder in (partial / TILES, partial / MODEL):
-            files.make_folder(folder)
+        for name in (TILES, MODEL):
+            (partial / name).mkdir()
         for job in self._jobs if self._ranks.size > 1 else ():
             with files.NewFile(partial / job.record.file):
                 pass
@@ -200,12 +201,12 @@ class Saving:
         settings = self._contents.settings
         manifest = Manifest(files.ALGORITHM, settings, records, tiles)
         for folder in [path for path in partial.rglob("*") if path.is_dir()]:
-            files.sync_folder(folder)
+            flush(folder)
         files.write_text(partial / MANIFEST, manifest.as_text())
-        files.sync_folder(partial)
+        flush(partial)
         files.publish(partial, self.folder)
         self._named = True
-        files.sync_folder(self.folder.parent)
+        flush(self.folder.parent)
         with suppress(OSError):  # the next save tries again
             files.put_right(self.folder.parent)
 

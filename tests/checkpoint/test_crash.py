@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatrain import Engine, RunFailed
+from megatrain.base import whole_files
 from megatrain.checkpoint import files, put_right, rotate, verify, whole_checkpoints
 from tests.checkpoint.cases import batches, engine_of, state
 from tests.parity.cases import same
@@ -19,14 +20,14 @@ from tests.sweeps import swept
 
 CALLS = {
     "os": (
-        "open", "pwrite", "fsync", "posix_fadvise", "close", "mkdir", "rename", "lstat",
+        "open", "pwrite", "fsync", "posix_fadvise", "close", "rename", "lstat",
     ),
     "shutil": ("rmtree",),
 }  # fmt: skip
 
 
 class Calls:
-    """Counts the calls that `files` makes to the system; from the `at`-th on, they fail.
+    """Counts the calls that checkpoints make to the system; from the `at`-th on, they fail.
 
     With `dead` all that follow fail too, as if the process had been killed at that moment.
     """
@@ -39,7 +40,8 @@ class Calls:
             fake = types.SimpleNamespace(**vars(real))
             for name in names:
                 setattr(fake, name, self._failing(name, getattr(real, name)))
-            patch.setattr(files, module, fake)
+            for part in (files, whole_files):
+                patch.setattr(part, module, fake)
 
     def _failing(self, name: str, call):
         def counted(*args, **kwargs):
@@ -148,7 +150,8 @@ def test_everything_is_on_the_disk_before_it_is_named(engine, tmp_path, monkeypa
         monkeypatch.setattr(files.os, name, noted)
 
     fake = types.SimpleNamespace(**vars(files.os))
-    monkeypatch.setattr(files, "os", fake)
+    for module in (files, whole_files):
+        monkeypatch.setattr(module, "os", fake)
     note("open", lambda handle, path, *rest: names.update({handle: Path(path).name}))
     close = fake.close
     fake.close = lambda handle: (names.pop(handle), close(handle))  # then others get its number
