@@ -32,7 +32,7 @@ from megatrain.loss import (
     Loss,
     as_numbers,
 )
-from megatrain.model.adapters import Values
+from megatrain.model.adapters import Values, require_held
 from megatrain.model.neftune import add_noise
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer, is_number
@@ -356,7 +356,8 @@ class PlacedEngine:
 
     def require_held(self) -> None:
         """Raises InputError: parameters are trained that the adapter's folder does not hold."""
-        self._opened.require_held()
+        if self.optimizer is not None:
+            require_held(self._opened.source.model)
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -468,7 +469,7 @@ class PlacedEngine:
         self._require_whole()
         dtype = source.untrained.export_dtype(dtype)
         if not merged:
-            self._opened.require_held()
+            self.require_held()
         self.flush()
 
         def write(masters: Values) -> None:

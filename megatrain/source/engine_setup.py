@@ -11,7 +11,7 @@ from megatrain.base.units import size
 from megatrain.device import Recording
 from megatrain.device.plane_file import PlaneFile, disk_bytes
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.model.adapters import adapted, require_held
+from megatrain.model.adapters import adapted
 from megatrain.model.experts import share_of_a_token
 from megatrain.model.rebuilt import difference
 from megatrain.model.spec import ModelSpec
@@ -37,16 +37,16 @@ def tile_layouts(spec: ModelSpec, groups: dict[str, int], ranks: int = 1) -> lis
     def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
         parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
         rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
-        how = spec.wide, spec.packed
-        return TileLayout(kind.value + visit, parameters, kind, *how, ranks=ranks, row=rows)
+        name, wide, packed = kind.value + visit, spec.wide, spec.packed
+        return TileLayout(name, parameters, kind, wide, packed, ranks=ranks, row=rows)
 
     tiles = [
         layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),
         layout(TileKind.PROLOGUE, spec.prologue),
     ]
     for visit, layer in enumerate(spec.layers):
-        own = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
-        tiles.append(layout(TileKind.LAYER, own, f" {visit}"))
+        names = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
+        tiles.append(layout(TileKind.LAYER, names, f" {visit}"))
     head = spec.epilogue
     if ranks > 1:
         head = sorted(head, key=lambda name: name not in spec.gathered)
@@ -89,7 +89,7 @@ class Model:
     def computing(self) -> tuple[int, int]:
         """Parameters that compute with a token, and those of them that are trained."""
         config = self.spec.capture.model.config
-        used = (each for each in self.layouts if each.kind is not TileKind.UNUSED)
+        used = (layout for layout in self.layouts if layout.kind is not TileKind.UNUSED)
         entries = [entry for layout in used for entry in layout.entries]
         sizes = [entry.numel * share_of_a_token(config, entry.shape) for entry in entries]
         trained = (n for n, entry in zip(sizes, entries, strict=True) if entry.group is not None)
@@ -130,11 +130,6 @@ class EngineSetup:
         if self.disk is None:
             return 0
         return disk_bytes(self.disk, self.disk_space) // self.ranks.on_host
-
-    def require_held(self) -> None:
-        """Raises InputError: parameters are trained that the adapter's folder does not hold."""
-        if self.model.optimizer is not None:
-            require_held(self.source.model)
 
     def open_file(self, num_bytes: int) -> PlaneFile:
         """A file for planes of this rank on the disk. All ranks call this.

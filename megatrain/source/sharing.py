@@ -57,38 +57,29 @@ def check_call(
     def wanted() -> dict[str, str]:
         if optimizer is not None:
             optimizer.check()
-        given = loss if loss is NO_LABELS else given_loss(loss)
-        _check_head(loss, spec)
+        checked_loss = loss if loss is NO_LABELS else given_loss(loss)
+        of_scores = isinstance(loss, Reward | TokenScore)
+        if loss is not NO_LABELS and of_scores != spec.capture.scores_rows:
+            raise InputError(
+                f"{type(loss).__name__} is not for a {type(spec.capture.model).__name__}: Reward "
+                "and Engine.rewards are for models with a head of one score for each row "
+                "(AutoModelForSequenceClassification), and other losses for language models"
+            )
         if ranks.size == 1:
             return {}
+        kind, settings = "an evaluation", list[dict[str, Any]]()
+        if optimizer is not None:
+            kind, names = "a step", ("param_names", *optimizer.rule.settings)
+            settings = [{name: group[name] for name in names} for group in optimizer.param_groups]
         return {
-            "call": f"{'an evaluation' if optimizer is None else 'a step'} after {steps} steps",
-            "loss": str(given),
+            "call": f"{kind} after {steps} steps",
+            "loss": str(checked_loss),
             "norm_limit": str(limit),
-            "settings of the optimizer": "" if optimizer is None else str(_settings(optimizer)),
+            "settings of the optimizer": str(settings),
         }
 
     ranks.barrier()
     require_same(ranks.agree(wanted))
-
-
-def _check_head(loss: object, spec: ModelSpec) -> None:
-    """Raises InputError: the loss is of scores of rows and the model's head is not, or likewise."""
-    of_scores = isinstance(loss, Reward | TokenScore)
-    if loss is not NO_LABELS and of_scores != spec.capture.scores_rows:
-        raise InputError(
-            f"{type(loss).__name__} is not for a {type(spec.capture.model).__name__}: Reward and "
-            "Engine.rewards are for models with a head of one score for each row "
-            "(AutoModelForSequenceClassification), and other losses for language models"
-        )
-
-
-def _settings(optimizer: StreamedOptimizer) -> list[tuple[list[str], dict[str, Any]]]:
-    names = optimizer.rule.settings
-    return [
-        (group["param_names"], {name: group[name] for name in names})
-        for group in optimizer.param_groups
-    ]
 
 
 def require_alone(ranks: Ranks, what: str) -> None:
