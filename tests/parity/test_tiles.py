@@ -1,5 +1,6 @@
 """Parts of layers run over tiles of tokens: only those that may be, with the same gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -131,57 +132,33 @@ def make_and_step(step: Step, precision: str, tokens: int) -> Any:
     return engine
 
 
-class Shifted(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 0.1 * x.roll(1, dims=1)
+class Of(nn.Module):
+    """A function of activations, with a convolution's weights."""
 
-
-class Mean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(1, keepdim=True)
-
-
-class OverRows(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x.amax(0, keepdim=True)
-
-
-class Position(nn.Module):
-    """Every token alone, but the place counts."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (1 + x.shape[1])
-
-
-class Choice(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x.argmax(-1, keepdim=True)
-
-
-class Noise(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.dropout(x, 0.5, train=True)
-
-
-class Convolution(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[Tensor, nn.Module], Tensor]) -> None:
         super().__init__()
-        self.inner = nn.Conv1d(8, 8, 3, padding=2)
+        self.function, self.inner = function, nn.Conv1d(8, 8, 3, padding=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        return self.function(x, self.inner)
 
 
-class Constant(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
+NOT_ALONE: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
+    "the token before": lambda x, _: x + 0.1 * x.roll(1, dims=1),
+    "the row's mean": lambda x, _: x - x.mean(1, keepdim=True),
+    "other rows": lambda x, _: x * x.amax(0, keepdim=True),
+    "the number of tokens": lambda x, _: x * (1 + x.shape[1]),
+    "a choice": lambda x, _: x * x.argmax(-1, keepdim=True),
+    "noise": lambda x, _: torch.dropout(x, 0.5, train=True),
+    "a convolution": lambda x, c: c(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2),
+    "a constant": lambda x, _: torch.zeros_like(x),
+    "another shape": lambda x, _: x.flatten(1),
+}
 
 
-@pytest.mark.parametrize(
-    "part", [Shifted, Mean, OverRows, Position, Choice, Noise, Convolution, Constant, nn.Flatten]
-)
-def test_what_looks_at_more_than_a_token_is_not_taken(part: type[nn.Module]) -> None:
-    assert not acts_on_tokens_alone(part(), torch.ones(1, 1, 8))
+@pytest.mark.parametrize("function", NOT_ALONE.values(), ids=NOT_ALONE)
+def test_what_looks_at_more_than_a_token_is_not_taken(function: Any) -> None:
+    assert not acts_on_tokens_alone(Of(function), torch.ones(1, 1, 8))
 
 
 @pytest.mark.parametrize(
