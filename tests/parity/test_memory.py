@@ -82,16 +82,6 @@ def test_bytes_per_parameter(
     assert found["bytes"] == pytest.approx(sum(v for k, v in found.items() if k != "bytes"))
 
 
-def test_without_clipping_a_few_slabs_hold_all_gradients(mid: LlamaForCausalLM) -> None:
-    engine = make_engine(mid, precision="bf16", clip=None)
-    found = bytes_per_parameter(engine)
-    assert found["bytes"] - found["gradients"] == pytest.approx(12, rel=SPARE)
-    largest = max(tile.layout.numel for tile in engine._store.tiles)
-    assert (
-        engine.memory()["host_gradients_bytes"] == 2 * engine.placement.host_grad_buffers * largest
-    )
-
-
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 def test_a_frozen_parameter_is_its_weights_alone(source: torch.dtype) -> None:
     """And the bits that bf16 does not hold, if it came with them."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -164,13 +165,13 @@ def test_a_scheduler_does_not_warn_of_a_missing_step(recwarn: pytest.WarningsRec
 
 
 PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=EPS, betas=BETAS, foreach=False),
-    "adamw bf16": lambda groups: RoundedAdamW(groups, "bf16", lr=1e-2, eps=EPS, betas=BETAS),
-    "adamw int8": lambda groups: RoundedAdamW(groups, "int8", lr=1e-2, eps=EPS, betas=BETAS),
-    "lion": lambda groups: PlainLion(groups, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0),
-    "sgd": lambda groups: PlainSGD(groups, lr=1e-2, momentum=0.9),
-    "sgd plain": lambda groups: PlainSGD(groups, lr=1e-2),
-    "sgd nesterov": lambda groups: PlainSGD(groups, lr=1e-2, momentum=0.9, nesterov=True),
+    "adamw": partial(torch.optim.AdamW, foreach=False),
+    "adamw bf16": partial(RoundedAdamW, states="bf16"),
+    "adamw int8": partial(RoundedAdamW, states="int8"),
+    "lion": PlainLion,
+    "sgd": PlainSGD,
+    "sgd plain": PlainSGD,
+    "sgd nesterov": partial(PlainSGD, nesterov=True),
 }
 
 
@@ -179,21 +180,27 @@ def place(tile: Tile, entry: Entry) -> int:
     return (tile.index << 40) + entry.offset
 
 
-@swept(together=1, rule=FLAT, clip=[0.5, 1e9])
+@swept(together=1, rule=FLAT, clip=[0.5, 1e9], precision=["bf16", "fp32"])
 @pytest.mark.usefixtures("exact_roots")
-def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(rule: str, clip: float) -> None:
+def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(
+    rule: str, clip: float, precision: Any
+) -> None:
     """Bit for bit: a sign or a root hides no gradient that is a little off."""
     model = llama()
-    engine = make_engine(model, clip=clip, rule=rule)
+    engine = make_engine(model, clip=clip, rule=rule, precision=precision)
     named = {name: torch.nn.Parameter(p) for name, p in parameters(model).items()}
+    first, rest = engine.optimizer.param_groups
+    first["weight_decay"] = 0.3
+    if rule == "sgd":
+        first["dampening"] = 0.3
+    settings = {name: first[name] for name in engine.optimizer.rule.settings}
     plain = PLAIN[rule](
         [
-            {
-                "params": [named[n] for n in group["param_names"]],
-                "weight_decay": group["weight_decay"],
-            }
-            for group in engine.optimizer.param_groups
-        ]
+            {"params": [named[n] for n in group["param_names"]]}
+            | {name: group[name] for name in settings}
+            for group in (first, rest)
+        ],
+        **settings,
     )
     if isinstance(plain, RoundedAdamW):
         plain.at = {
@@ -203,7 +210,7 @@ def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(rule: str, cl
         norm = engine.step(step).grad_norm
         engine.flush()
         for name, gradient in gradients(engine).items():
-            named[name].grad = gradient * min(1.0, clip / (norm + 1e-6))
+            named[name].grad = gradient.float() * min(1.0, clip / (norm + 1e-6))
         plain.step()
         assert same(masters(engine), {name: p.detach() for name, p in named.items()})
 

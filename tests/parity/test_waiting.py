@@ -74,17 +74,6 @@ def test_dropout_is_that_of_the_forward() -> None:
         assert slope_error(gpt2(), step, Placement(**choices)) < 2e-3
 
 
-def test_attention_with_dropout_is_not_kept() -> None:
-    """It draws random numbers, which what follows it in the layer must find drawn."""
-    operation = torch.ops.aten._scaled_dot_product_flash_attention.default
-    q = torch.zeros(1, 1, 4, 8)
-    assert attention._is_attention(operation, (q, q, q, 0.0, True), {})
-    assert attention._is_attention(operation, (q, q, q), {"is_causal": True})
-    assert not attention._is_attention(operation, (q, q, q, 0.3, True), {})
-    assert not attention._is_attention(operation, (q, q, q), {"dropout_p": 0.3})
-    assert not attention._is_attention(torch.ops.aten.mm.default, (q, q), {})
-
-
 def test_rows_come_again_where_their_values_are_needed() -> None:
     """BLOOM norms its embedding: the gradient depends on the rows themselves."""
     [step] = make_batches(1)

@@ -90,10 +90,6 @@ def test_impossible_settings_are_refused_in_one_line(
         assert "\n" not in str(caught.value)
 
 
-def test_extreme_settings_that_make_sense_are_taken() -> None:
-    AdamW(lr=0, betas=[0, 0.999], eps=0, weight_decay=0, no_decay=())
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "mixtral", "bloom", "mamba"])
 def test_groups_are_those_of_transformers_trainer(family: str) -> None:
     model = tiny_model(family)
@@ -105,26 +101,6 @@ def test_groups_are_those_of_transformers_trainer(family: str) -> None:
     assert set(second["param_names"]) == named - decaying
     assert (first["weight_decay"], second["weight_decay"]) == (0.3, 0.0)
     assert optimizer.group_of() == {name: int(name not in decaying) for name in named}
-
-
-def test_frozen_parameters_are_in_no_group() -> None:
-    model = tiny_model("llama")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("norm" in name)
-    optimizer = StreamedOptimizer(AdamW(), model)
-    assert len(optimizer.param_groups) == 1
-    assert optimizer.param_groups[0]["weight_decay"] == 0.0
-    assert all("norm" in name for name in optimizer.group_of())
-    model.requires_grad_(False)
-    with pytest.raises(InputError, match="every parameter is frozen"):
-        StreamedOptimizer(AdamW(), model)
-
-
-def test_patterns_of_the_user_s_own() -> None:
-    model = tiny_model("llama")
-    optimizer = StreamedOptimizer(AdamW(no_decay=["q_proj"]), model)
-    undecayed = [name for name, group in optimizer.group_of().items() if group == 1]
-    assert undecayed and all("q_proj" in name for name in undecayed)
 
 
 def test_torch_takes_it_for_an_optimizer() -> None:
