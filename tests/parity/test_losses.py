@@ -60,7 +60,6 @@ class Curved(Loss):
     inputs: ClassVar[tuple[str, ...]] = ("advantages", "old")
 
     def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
-        assert found.log_prob is not None and found.lse is not None and found.mean is not None
         ratio = (found.log_prob - given[1]).exp()
         return -given[0] * ratio + 0.1 * found.lse.square() + 0.2 * found.mean * found.lse
 
@@ -78,7 +77,7 @@ def micro_batches() -> list[dict[str, Tensor]]:
         micro["old"] = -7 + torch.randn(shape, generator=generator)
         logits = torch.randn((*shape, WIDE), generator=generator)
         micro["teacher_log_probs"], micro["teacher_ids"] = logits.log_softmax(-1).topk(3)
-        micro["reference_logp"] = -7 + torch.randn(shape, generator=generator)
+        micro["reference_logp"] = torch.zeros(shape)
     # Rows are chosen and rejected in turn: pairs lie across micro-batches.
     numbers = torch.arange(sum(len(micro["labels"]) for micro in step))
     for micro, part in zip(step, numbers.split([len(m["labels"]) for m in step]), strict=True):
@@ -123,20 +122,6 @@ def diverging(loss: Distillation, p: Tensor, q: Tensor) -> Tensor:
     return (parts[0] + parts[1]).sum(1)
 
 
-def preferences(logits: list[Tensor], step: list[dict[str, Tensor]]) -> Tensor:
-    """DPO row by row: of a tenth of the pairs the other reply is the better one."""
-    gains: dict[tuple[float, float], Tensor] = {}
-    for each, micro in zip(logits, step, strict=True):
-        targets = micro["labels"][:, 1:]
-        log_prob = each[:, :-1].log_softmax(-1).gather(2, targets.clamp(min=0)[..., None])[..., 0]
-        more = (log_prob - micro["reference_logp"][:, 1:]) * (targets != -100)
-        keys = zip(micro["pair"][:, 0].tolist(), micro["chosen"][:, 0].tolist(), strict=True)
-        gains |= dict(zip(keys, more.sum(1), strict=True))
-    pairs = {pair for pair, _ in gains}
-    margins = 0.3 * torch.stack([gains[pair, 1.0] - gains[pair, 0.0] for pair in pairs])
-    return -(0.9 * F.logsigmoid(margins) + 0.1 * F.logsigmoid(-margins)).sum()
-
-
 def labelled(step: list[dict[str, Tensor]]) -> int:
     return sum(int((micro["labels"][:, 1:] != -100).sum()) for micro in step)
 
@@ -162,7 +147,6 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
     "jsd": (Distillation(0.3, beta=0.4, add_tail=True), labelled),
     "jsd of few": (Distillation(beta=0.4), labelled),
     "colder": (Distillation(beta=0.4, add_tail=True, temperature=0.7), labelled),
-    "dpo": (DPO(beta=0.3, label_smoothing=0.1), lambda step: rows(step) / 2),
 }
 
 
@@ -191,12 +175,8 @@ def test_a_loss_and_its_gradients_are_plain_ones(
     result = engine.step(taken(step, loss), loss)
     model.train()
     logits = [model(input_ids=micro["input_ids"]).logits.float() for micro in step]
-    if name == "dpo":
-        summed = preferences(logits, step)
-    else:
-        shares = [plain(name, each, micro) for each, micro in zip(logits, step, strict=True)]
-        summed = torch.stack(shares).sum()
-    total = summed / count(step)
+    shares = [plain(name, each, micro) for each, micro in zip(logits, step, strict=True)]
+    total = torch.stack(shares).sum() / count(step)
     total.backward()
     wanted = {n: p.grad for n, p in model.named_parameters()}
     assert result.loss == pytest.approx(total.item(), rel=1e-6)
@@ -252,12 +232,6 @@ def test_pairs_that_are_none_are_refused(spoil: Any, message: str) -> None:
     spoil(micro)
     with pytest.raises(InputError, match=message):
         make_engine(llama()).step(step, DPO())
-
-
-@pytest.mark.parametrize("settings", [{"beta": 0.0}, {"label_smoothing": 0.5}])
-def test_settings_of_preferences_are_checked(settings: dict[str, float]) -> None:
-    with pytest.raises(InputError, match="DPO's"):
-        DPO(**settings)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
@@ -344,45 +318,43 @@ WRONG: dict[str, tuple[Any, Loss, str]] = {
         TokenWeights(),
         "token_weights are 0 for all labels",
     ),
+    "ids": (
+        lambda m: m["teacher_ids"].fill_(WIDE),
+        Distillation(),
+        "teacher_ids holds token 1000, outside",
+    ),
+    "numbers of fewer": (
+        lambda m: m.update(teacher_log_probs=m["teacher_log_probs"][..., :2]),
+        Distillation(),
+        r"teacher_log_probs is \[.*, 2\] .* must be \[.*, 3\] of floating-point",
+    ),
+    "one of each": (
+        lambda m: m.update(teacher_ids=m["teacher_ids"][..., 0]),
+        Distillation(),
+        r"teacher_ids is .* must be \[.*, 1\] of integers",
+    ),
+    "logits": (
+        lambda m: m["teacher_log_probs"].fill_(1.5),
+        Distillation(),
+        "log-probabilities are at most 0",
+    ),
 }
 
 
 @cache
 def never_trained() -> Engine:
-    return make_engine(llama())
+    return make_engine(llama(vocab_size=WIDE))
 
 
 @pytest.mark.parametrize(("spoil", "loss", "message"), WRONG.values(), ids=WRONG)
 def test_what_a_loss_cannot_use_is_refused(spoil: Any, loss: Loss, message: str) -> None:
-    [micro, *_] = taken(micro_batches(), TokenWeights())
+    [micro, *_] = taken(micro_batches(), loss if loss != CrossEntropy() else TokenWeights())
     spoil(micro)
     engine = never_trained()
     before = masters(engine)
     with pytest.raises(InputError, match=message):
         engine.step([micro], loss)
     assert same(before, masters(engine))
-
-
-NOT_KEPT: dict[str, tuple[Any, str]] = {
-    "ids": (lambda m: m["teacher_ids"].fill_(WIDE), "teacher_ids holds token 1000, outside"),
-    "numbers of fewer": (
-        lambda m: m.update(teacher_log_probs=m["teacher_log_probs"][..., :2]),
-        r"teacher_log_probs is \[.*, 2\] .* must be \[.*, 3\] of floating-point",
-    ),
-    "one of each": (
-        lambda m: m.update(teacher_ids=m["teacher_ids"][..., 0]),
-        r"teacher_ids is .* must be \[.*, 1\] of integers",
-    ),
-    "logits": (lambda m: m["teacher_log_probs"].fill_(1.5), "log-probabilities are at most 0"),
-}
-
-
-@pytest.mark.parametrize(("spoil", "message"), NOT_KEPT.values(), ids=NOT_KEPT)
-def test_what_is_not_of_a_teacher_is_refused(spoil: Any, message: str) -> None:
-    [micro, *_] = taken(micro_batches(), Distillation())
-    spoil(micro)
-    with pytest.raises(InputError, match=message):
-        make_engine(llama(vocab_size=WIDE)).step([micro], Distillation())
 
 
 @pytest.mark.parametrize("loss", [Distillation(beta=0.4, add_tail=True), Distillation(beta=1.0)])
@@ -400,26 +372,25 @@ def test_places_where_fewer_tokens_were_kept_count_for_nothing(loss: Distillatio
     assert engine.evaluate(more, loss) == pytest.approx(engine.evaluate(step, loss), rel=1e-6)
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-def test_shares_of_cross_entropy_are_checked(share: float) -> None:
-    with pytest.raises(InputError, match="share of cross entropy is"):
-        Distillation(share)
-    with pytest.raises(InputError, match="cross_entropy or a temperature"):
-        Distillation(0.3, temperature=2.0)
-    with pytest.raises(InputError, match="beta of distillation is"):
-        Distillation(beta=share)
+NAN, INF = float("nan"), float("inf")
+BAD_SETTINGS: dict[str, tuple[Any, tuple[float, ...]]] = {
+    "DPO's beta": (lambda beta: DPO(beta=beta), (0.0, NAN)),
+    "DPO's label smoothing": (lambda share: DPO(label_smoothing=share), (-0.1, 0.5)),
+    "share of cross entropy is": (Distillation, (-0.1, 1.1, NAN)),
+    "beta of distillation is": (lambda beta: Distillation(beta=beta), (-0.1, 1.1, NAN)),
+    "cross_entropy or a temperature": (lambda t: Distillation(0.3, temperature=t), (2.0,)),
+    "label smoothing is": (LabelSmoothing, (-0.1, 1.0, NAN)),
+    "share of z-loss is": (ZLoss, (-0.1, 0.0, INF, NAN)),
+    "CrossEntropy's temperature is": (CrossEntropy, (0.0, INF, NAN)),
+}
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
-def test_shares_of_label_smoothing_are_checked(share: float) -> None:
-    with pytest.raises(InputError, match="label smoothing is"):
-        LabelSmoothing(share)
-
-
-@pytest.mark.parametrize("share", [-0.1, 0.0, float("inf"), float("nan")])
-def test_shares_of_z_loss_are_checked(share: float) -> None:
-    with pytest.raises(InputError, match="share of z-loss is"):
-        ZLoss(share)
+@pytest.mark.parametrize("message", BAD_SETTINGS)
+def test_settings_are_checked(message: str) -> None:
+    make, values = BAD_SETTINGS[message]
+    for value in values:
+        with pytest.raises(InputError, match=message):
+            make(value)
 
 
 def test_what_the_models_forward_takes_may_be_given() -> None:
