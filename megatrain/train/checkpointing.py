@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointing:
-    """Saves the run's state while training goes on.
+    """Saves the run's state while training goes on, until the next save is due.
 
     A checkpoint that cannot be written costs a warning, not the run: the one before it is whole,
     and the next attempt follows soon.
@@ -41,21 +41,19 @@ class Checkpointing:
         self._best, self._call = best, call
         self.saved = saved
         self._running: tuple[int, Saving] | None = None
-        self._wanted_from: int | None = None  # a checkpoint is due from this step on
-        self._stays_from: int | None = None  # the first one from this step on stays for ever
+        self._retry: int | None = None  # the step after which a failed one is tried again
+        self._stays = False  # the next one stays for ever
 
     def after(self, state: RunState, *, asked: bool, last: bool) -> None:
-        """A step is done: start a checkpoint if one is due and none is being written."""
-        every = self._settings.every
-        due = self._settings.at_end if last else every is not None and state.step % every == 0
+        """A step is done: start a checkpoint if one is due; the one before it is written first."""
+        every, step = self._settings.every, state.step
+        due = self._settings.at_end if last else every is not None and step % every == 0
+        tried_again = self._retry is not None and step >= self._retry
         begun = self.saved if self._running is None else self._running[0]
-        if (due or asked) and state.step != begun:
-            self._wanted_from = state.step
-        if due and self._is_marked(state.step):
-            self._stays_from = state.step
-        self._settle(wait=last)
-        wanted = self._wanted_from is not None and state.step >= self._wanted_from
-        if wanted and self._running is None and self.saved != state.step:
+        wanted = (due or asked or tried_again) and step != begun
+        self._settle(wait=wanted or last)
+        if wanted:
+            self._stays |= due and self._is_marked(step)
             self._begin(state)
 
     def keep_best(self, state: RunState) -> None:
@@ -100,7 +98,7 @@ class Checkpointing:
             log.warning("the state before the failure is not saved: %s%s", error, older)
 
     def _begin(self, state: RunState) -> None:
-        self._wanted_from = None
+        self._retry = None
         try:
             self._running = state.step, self._save(state)
         except (MegatrainError, OSError) as error:
@@ -113,7 +111,7 @@ class Checkpointing:
             checkpoint_folder(self._run, state.step),
             extra=dict(vars(state)),
             attach=self._job.write_tokenizer,
-            keep=self._stays_from is not None or self._is_marked(state.step),
+            keep=self._stays or self._is_marked(state.step),
             wait=False,
         )
 
@@ -132,8 +130,7 @@ class Checkpointing:
         except MegatrainError as error:
             self._failed(step, error)
             return
-        if self._stays_from is not None and self._stays_from <= step:
-            self._stays_from = None
+        self._stays = False
         self._is_whole(step)
 
     def _is_whole(self, step: int) -> None:
@@ -148,7 +145,7 @@ class Checkpointing:
         self._call(step)
 
     def _failed(self, step: int, error: Exception) -> None:
-        again = self._wanted_from = step + _RETRY_AFTER
+        again = self._retry = step + _RETRY_AFTER
         then = f" and tries again after step {again}" if again <= self._job.total_steps else ""
         log.warning("%s; the run goes on%s", error, then)
 

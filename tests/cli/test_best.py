@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, PrinterCallback
 
 import megatrain as package
 from megatrain import config
@@ -161,61 +161,6 @@ def test_mistakes_are_named(run_file, mistakes, told):
     with pytest.raises(InputError) as caught:
         config.load(run_file, mistakes)
     assert told in str(caught.value)
-
-
-class Recorder(TrainerCallback):
-    """Notes events; asks for a save after step 1, an evaluation after 2, the end after 5."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.seen.append("begin")
-
-    def on_step_end(self, args, state, control, model, **kwargs):
-        assert state.max_steps == 6 and model.num_parameters
-        control.should_save = state.global_step == 1
-        control.should_evaluate = state.global_step == 2
-        control.should_training_stop = state.global_step == 5
-
-    def on_log(self, args, state, control, logs, **kwargs):
-        self.seen.append(("loss" in logs, "eval_loss" in logs, state.global_step))
-
-    def on_evaluate(self, args, state, control, metrics, **kwargs):
-        assert metrics["eval_loss"] > 0
-        self.seen.append(f"evaluate {state.global_step}")
-
-    def on_save(self, args, state, control, **kwargs):
-        self.seen.append("save")
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.seen.append("end")
-
-
-def test_callbacks_are_told_and_heeded(run_file):
-    recorder, run = Recorder(), run_file.parent / "run"
-    outcome = package.run(run_file, ["output.log_every=1"], callbacks=[recorder])
-    assert outcome.steps == 5 and outcome.early == "a callback asked for it"
-    assert [e for e in recorder.seen if isinstance(e, str) and e != "save"] == [
-        *("begin", "evaluate 2", "evaluate 3", "evaluate 5", "end")
-    ]
-    assert [e for e in recorder.seen if isinstance(e, tuple) and e[0]] == [
-        (True, False, step) for step in range(1, 6)
-    ]
-    assert "save" in recorder.seen and checkpoint_steps(run) == [1, 5]
-    assert (run / "model" / "model.safetensors").is_file()
-
-
-def test_callbacks_of_transformers_work(run_file, capsys):
-    overrides = [f"{name.replace('__', '.')}={json.dumps(v)}" for name, v in WORSE.items()]
-    given = [EarlyStoppingCallback(2), PrinterCallback, ProgressCallback]
-    outcome = package.run(
-        run_file, [*overrides, "checkpoint.best=eval_loss", "output.log_every=1"], callbacks=given
-    )
-    losses = [record["eval_loss"] for record in evaluations(outcome.folder)]
-    best = losses.index(min(losses)) + 1
-    assert outcome.steps == best + 2 < 8
-    assert "'learning_rate'" in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive

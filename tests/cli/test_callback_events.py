@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 import megatrain as package
@@ -85,13 +85,17 @@ def test_a_stream_has_no_known_number_of_epochs(run_file):
 
 
 class Asks(TrainerCallback):
-    """For a log after step 1, all else at an epoch's end."""
+    """For a log and an evaluation after step 1, all else at an epoch's end."""
 
     def __init__(self):
-        self.logged = []
+        self.logged, self.evaluated = [], []
 
     def on_step_end(self, args, state, control, **kwargs):
         control.should_log = control.should_epoch_stop = state.global_step == 1
+        control.should_evaluate = state.global_step == 1
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        self.evaluated.append(state.global_step)
 
     def on_log(self, args, state, control, logs, **kwargs):
         self.logged += [state.global_step] if "loss" in logs else []
@@ -102,8 +106,15 @@ class Asks(TrainerCallback):
 
 def test_what_callbacks_ask_for_is_done(run_file, caplog):
     asks = Asks()
-    given = [*SHORT, "checkpoint.every=null", "output.log_every=100", "checkpoint.at_end=false"]
-    outcome = package.run(run_file, given, callbacks=[asks, TensorBoardCallback])
+    given = [
+        *SHORT,
+        "training.eval_every=null",
+        "checkpoint.every=null",
+        "output.log_every=100",
+        "checkpoint.at_end=false",
+    ]
+    outcome = package.run(run_file, given, callbacks=[asks, TensorBoardCallback, PrinterCallback])
+    assert asks.evaluated == [1, outcome.steps]
     assert asks.logged == [1] and "should_epoch_stop is not heeded" in caplog.text
     assert checkpoint_steps(run_file.parent / "run") == [outcome.steps]
     assert outcome.early == "a callback asked for it"

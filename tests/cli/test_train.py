@@ -167,28 +167,6 @@ def test_chat_with_epochs_and_no_evaluation(
     assert records[-1]["epoch"] == 2
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_rows(
-    megatrain, run_file, tmp_path, tokenizer_folder
-):
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    config = AutoConfig.for_model(**tiny_llama(vocab_size=len(tokenizer)))
-    model = AutoModelForCausalLM.from_config(config)
-    model.model.norm.weight.data.fill_(float("nan"))
-    model.save_pretrained(tmp_path / "source")
-    tokenizer.save_pretrained(tmp_path / "source")
-    tree = yaml.safe_load(run_file.read_text())
-    tree["model"] = {"path": str(tmp_path / "source")}
-    run_file.write_text(yaml.safe_dump(tree))
-    result = megatrain("train", run_file)
-    assert result.exit_code == 4
-    (line,) = [line for line in result.stderr.splitlines() if "error:" in line]
-    assert "step 1: " in line
-    assert "rows.jsonl:" in line
-    left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert not {"model", "checkpoints"} & left
-    assert {name for name in left if name.startswith(".")} == {".lock"}
-
-
 def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):
     folder, _ = trained
     out = tmp_path / "exported"

@@ -226,12 +226,6 @@ def at(step):
     assert "made again" in goes_on()
 
 
-def test_data_that_vanished_are_named_on_resume(start, run):
-    start("", *sets(training__steps=3)).finish()
-    (run.parent / "rows.jsonl").unlink()
-    failed_with(start("", "--resume"), 2, "rows.jsonl: no such file or folder")
-
-
 @pytest.mark.parametrize(
     "error",
     [

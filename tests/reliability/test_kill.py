@@ -23,13 +23,6 @@ from tests.reliability.cases import (
 
 CHOICES = {"training__eval_every": 7}
 
-# No checkpoint is put off because the one before it is still being written.
-WAITING = """
-from megatrain.api import Engine
-save = Engine.save
-Engine.save = lambda self, folder, **kept: save(self, folder, **kept | {"wait": True})
-"""
-
 
 def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
@@ -43,7 +36,7 @@ def kill_and_go_on(zygote, tokenizer_folder, folder: Path, *, kills: int, steps:
         toy_run(folder / name, tokenizer_folder, **choices, **saves)
     whole, killed = folder / "whole" / "run", folder / "killed" / "run"
     reference = folder / "whole" / "run.yaml"
-    zygote.start("train", reference, log=folder / "log", before=WAITING).finish()
+    zygote.start("train", reference, log=folder / "log").finish()
     moments = random.Random(kills)
     came_to = []
     for count in range(kills):

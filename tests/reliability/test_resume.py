@@ -27,23 +27,13 @@ LONG = {
     "schedule__name": "cosine",
 }
 
-# On a busy disk one checkpoint may still be written when the next is due, which then comes late.
-ON_TIME = """
-from megatrain.train.checkpointing import Checkpointing
-begin = Checkpointing._begin
-def prompt(self, state):
-    begin(self, state)
-    self._running[1].wait()
-Checkpointing._begin = prompt
-"""
-
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, tokenizer_folder, zygote):
     """A run that nothing has interrupted, with a checkpoint every 4 steps."""
     folder = tmp_path_factory.mktemp("whole")
     run = toy_run(folder, tokenizer_folder, **LONG)
-    zygote.start("train", run, log=folder / "log", before=ON_TIME).finish()
+    zygote.start("train", run, log=folder / "log").finish()
     return folder
 
 
