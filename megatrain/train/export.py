@@ -46,15 +46,15 @@ def export(
         InputError: `run` holds no model or no adapter, or `out` is not empty.
         RunFailed: the disk is full.
     """
-    found, base = trained_model(run), moved_base(base_model)
-    if isinstance(found, Checkpoint):
-        found = with_base(found, base)
+    model, base = trained_model(run), moved_base(base_model)
+    if isinstance(model, Checkpoint):
+        model = with_base(model, base)
         require_empty(out)
         with whole_folder(out) as folder:
-            write_saved(found, folder, None if dtype is None else DTYPES[dtype], merged=merged)
-            write_card(folder, found.folder.absolute().parent.parent, found.extra.get("step"))
+            write_saved(model, folder, None if dtype is None else DTYPES[dtype], merged=merged)
+            write_card(folder, model.folder.absolute().parent.parent, model.extra.get("step"))
             return
-    source = Path(found)
+    source = Path(model)
     if not holds_model(source):
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
     if merged:
@@ -105,7 +105,8 @@ def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:
         with safe_open(source, framework="pt") as file:
             metadata = file.metadata()
             names = file.keys()
-            tensors = {name: _cast(file.get_tensor(name), dtype) for name in names}
+            read = {name: file.get_tensor(name) for name in names}
+            tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in read.items()}
     except SafetensorError as error:
         raise InputError(f"{source}: unreadable: {error}") from error
     try:
@@ -113,10 +114,6 @@ def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:
     except SafetensorError as error:  # of the disk, too
         raise RunFailed(f"{target}: cannot be written: {error}") from error
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _name_dtype(path: Path, dtype: str) -> None:
