@@ -151,8 +151,6 @@ ON_META = {
     "an attribute": lambda m: setattr(m.model.layers[1].self_attn, "scaling", 2.0),
     "a class": lambda m: extended(m.model.layers[1], lambda self, output: output),
     "a head": lambda m: setattr(m, "lm_head", nn.Linear(32, 200, bias=False, device="meta")),
-    "another part": lambda m: m.model.add_module("more", nn.Identity()),
-    "no part": lambda m: m.model.layers.__delitem__(2),
 }
 
 
