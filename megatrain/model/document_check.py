@@ -12,7 +12,7 @@ import logging
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,8 +85,12 @@ class DocumentCheck:
             self._program.may_attend_by_lengths = False
             self._apart.clear()  # that was told by lengths
             untried = self._untried(micro_batches, ranks)
-        ranks.agree(lambda: self._check_masks(micro_batches))
-        at_once = max(ranks.agree(lambda: len(micro_batches)))
+
+        def room() -> int:
+            self._check_masks(micro_batches)
+            return len(micro_batches)
+
+        at_once = max(ranks.agree(room))
         for micro in untried:
             kind = self._kind(micro)
             if kind not in self._apart and self._keeps_apart(micro, at_once):
@@ -174,34 +178,16 @@ def check_documents(spec: ModelSpec) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of documents of the same lengths, once with some tokens changed in each row.
+    """Rows of documents of these lengths, once with some tokens changed in each row.
 
     Attributes:
-        lengths: of the documents.
         changed_T: which tokens; of a document all, or the first ones.
-        pool: token ids that rows are made of; at least two.
+        micro_batches: the rows as they are, and with these tokens changed.
     """
 
     lengths: list[int]
     changed_T: Tensor
-    pool: Tensor
-    rows: int
-    seed: int
-
-    @property
-    def micro_batches(self) -> list[Micro]:
-        """The rows as they are, and the rows with the tokens of `changed_T` changed."""
-        generator = torch.Generator().manual_seed(self.seed)
-        shape, num = (self.rows, len(self.changed_T)), len(self.pool)
-        index_BT = torch.randint(num, shape, generator=generator)
-        other_BT = (index_BT + torch.randint(1, num, shape, generator=generator)) % num
-        positions_BT = torch.cat([torch.arange(n) for n in self.lengths]).expand(shape).contiguous()
-        rows: list[Micro] = []
-        for chosen_BT in (index_BT, torch.where(self.changed_T, other_BT, index_BT)):
-            ids_BT = self.pool[chosen_BT]
-            labels_BT = ids_BT.masked_fill(positions_BT == 0, IGNORED)  # nothing predicts these
-            rows.append({"input_ids": ids_BT, "labels": labels_BT, "position_ids": positions_BT})
-        return rows
+    micro_batches: list[Micro]
 
     def differences(self, one_BT: Tensor, other_BT: Tensor) -> tuple[float, float, float]:
         """How much losses change, by their spread: the root mean square of a document.
@@ -210,32 +196,39 @@ class Comparison:
         them, and of what follows them in their own document.
         """
         change_BT = (one_BT - other_BT) / spread_of(one_BT)
-        first = int(self.changed_T.int().argmax())
-        before, after, same = 0.0, 0.0, 0.0
-        begin = 0
-        for end in accumulate(self.lengths):
-            kept_T = ~self.changed_T[begin:end]
-            size = float(change_BT[:, begin:end][:, kept_T].square().mean().sqrt())
-            if kept_T.all() and end <= first:
-                before = max(before, size)
-            elif kept_T.all():
+        parts = (x.split(self.lengths, -1) for x in (change_BT, ~self.changed_T))
+        before, after, same, begun = 0.0, 0.0, 0.0, False
+        for change, kept_T in zip(*parts, strict=True):
+            size = float(change[:, kept_T].square().mean().sqrt())
+            if not kept_T.all():
+                begun, same = True, size if kept_T.any() else same
+            elif begun:
                 after = max(after, size)
-            elif kept_T.any():
-                same = size
-            begin = end
+            else:
+                before = max(before, size)
         return before, after, same
 
 
 def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
     """Documents as they come, and short ones between long ones, in rows of the same length."""
-    rows, tokens = micro["position_ids"].shape
-    pool = at_least_two(torch.unique(micro["input_ids"]))
+    shape = min(micro["position_ids"].shape[0], 2), micro["position_ids"].shape[1]
+    pool, tokens = at_least_two(torch.unique(micro["input_ids"])), shape[1]
     tried: list[Comparison] = []
 
     def add(lengths: list[int], changed: list[int]) -> None:
         """Change the first `changed[n]` tokens of document n."""
-        parts = [torch.arange(n) < m for n, m in zip(lengths, changed, strict=True)]
-        tried.append(Comparison(lengths, torch.cat(parts), pool, min(rows, 2), seed))
+        generator = torch.Generator().manual_seed(seed)
+        index_BT = torch.randint(len(pool), shape, generator=generator)
+        other_BT = index_BT + torch.randint(1, len(pool), shape, generator=generator)
+        places = [torch.arange(n) for n in lengths]
+        changed_T = torch.cat([place < m for place, m in zip(places, changed, strict=True)])
+        positions_BT = torch.cat(places).expand(shape).contiguous()
+        rows: list[Micro] = []
+        for chosen_BT in (index_BT, torch.where(changed_T, other_BT % len(pool), index_BT)):
+            ids_BT = pool[chosen_BT]
+            labels_BT = ids_BT.masked_fill(positions_BT == 0, IGNORED)  # nothing predicts these
+            rows.append({"input_ids": ids_BT, "labels": labels_BT, "position_ids": positions_BT})
+        tried.append(Comparison(lengths, changed_T, rows))
 
     def every_second(lengths: list[int]) -> None:
         first = 1 if len(lengths) > 2 else 0

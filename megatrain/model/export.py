@@ -219,16 +219,16 @@ def _write_shards(
     folder: Path, described: list[Described], values: Iterator[Tensor], max_shard_bytes: int
 ) -> None:
     shards = _split(described, max_shard_bytes)
-    if len(shards) == 1:
-        write_shard(folder / SINGLE_FILE, shards[0], values)
-        return
-    file_of: dict[str, str] = {}
+    count, file_of = len(shards), dict[str, str]()
     for number, shard in enumerate(shards, start=1):
-        file_name = SHARD_FILE.format(number, len(shards))
+        file_name = SINGLE_FILE if count == 1 else SHARD_FILE.format(number, count)
         write_shard(folder / file_name, shard, values)
-        file_of |= {each.name: file_name for each in shard}
-    total = sum(each.num_bytes for each in described)
-    metadata = {"total_parameters": sum(prod(e.shape) for e in described), "total_size": total}
+        file_of |= {tensor.name: file_name for tensor in shard}
+    if count == 1:
+        return
+    numbers = sum(prod(tensor.shape) for tensor in described)
+    size = sum(tensor.num_bytes for tensor in described)
+    metadata = {"total_parameters": numbers, "total_size": size}
     index = {"metadata": metadata, "weight_map": file_of}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 

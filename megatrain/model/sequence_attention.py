@@ -24,17 +24,17 @@ from megatrain.errors import InputError
 from megatrain.model.documents import OURS
 from megatrain.parallel.sequence_ranks import SequenceRanks
 
-_NAME = f"{OURS}shared_rows"
-
 _tried: ContextVar[int | None] = ContextVar("_tried", default=None)
-_ranks: list[SequenceRanks] = []  # by the number that a compiled graph knows them by
+_ranks: list[SequenceRanks | None] = []  # by the number that a compiled graph knows them by
 
 
 @torch.library.custom_op("megatrain::exchange", mutates_args=())
 def exchange(blocks: Tensor, ranks: int) -> Tensor:
     """Block n of `[N, ...]` goes to rank n; returns what came, in the order of the ranks."""
     received = torch.empty_like(blocks)
-    _ranks[ranks].exchange_blocks(received, blocks)
+    of_number = _ranks[ranks]
+    assert of_number is not None
+    of_number.exchange_blocks(received, blocks)
     return received
 
 
@@ -49,55 +49,25 @@ exchange.register_autograd(
 )
 
 
-class _OfRanks:
-    """Brings the shares of all ranks together for attention."""
+def _whole(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
+    """`[B, H / N, T, D]` of each `[B, H, S, D]`.
 
-    def __init__(self, ranks: SequenceRanks) -> None:
-        self.size, self._number = ranks.size, len(_ranks)
-        _ranks.append(ranks)
-
-    def whole(self, *shares: Tensor) -> list[Tensor]:
-        """`[B, H / N, T, D]` of each `[B, H, S, D]`.
-
-        One exchange for queries, keys and values: one order on all ranks, also if compiled.
-        """
-        split = [x.unflatten(1, (self.size, -1)) for x in shares]  # [B, N, H / N, S, D]
-        blocks = torch.cat([x.permute(1, 0, 3, 2, 4).flatten(3) for x in split], -1)
-        received = exchange(blocks, self._number)  # [N, B, S, all heads' widths]
-        parts = received.split([x.shape[2] * x.shape[4] for x in split], -1)
-        pairs = zip(parts, split, strict=True)
-        heads = [part.unflatten(3, (x.shape[2], x.shape[4])) for part, x in pairs]
-        return [x.permute(1, 3, 0, 2, 4).flatten(2, 3) for x in heads]
-
-    def own(self, out: Tensor) -> Tensor:
-        """`[B, S, H, D]` of `[B, T, H / N, D]`."""
-        blocks = out.unflatten(1, (self.size, -1)).transpose(0, 1)  # [N, B, S, H / N, D]
-        received = exchange(blocks.contiguous(), self._number)
-        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    One exchange for queries, keys and values: one order on all ranks, also if compiled.
+    """
+    split = [x.unflatten(1, (size, -1)) for x in shares]  # [B, N, H / N, S, D]
+    blocks = torch.cat([x.permute(1, 0, 3, 2, 4).flatten(3) for x in split], -1)
+    received = exchange(blocks, ranks)  # [N, B, S, all heads' widths]
+    parts = received.split([x.shape[2] * x.shape[4] for x in split], -1)
+    pairs = zip(parts, split, strict=True)
+    heads = [part.unflatten(3, (x.shape[2], x.shape[4])) for part, x in pairs]
+    return [x.permute(1, 3, 0, 2, 4).flatten(2, 3) for x in heads]
 
 
-class _OfOneRow:
-    """For a trial by one process: the rows of a micro-batch are the shares of a single row."""
-
-    def whole(self, *shares: Tensor) -> list[Tensor]:
-        return [x.transpose(0, 1).flatten(1, 2)[None] for x in shares]
-
-    def own(self, out: Tensor) -> Tensor:
-        return out
-
-
-def attention_of_ranks(ranks: SequenceRanks) -> str:
-    """The name of the implementation for these ranks, each of which has its share of every row."""
-    name = f"{_NAME}_{len(_ranks)}"
-    _register(name, _OfRanks(ranks), ranks.size)
-    return name
-
-
-def attention_of_shares(size: int) -> str:
-    """The name of the implementation that takes rows for shares of one row, as of `size` ranks."""
-    name = f"{_NAME}_trial_{size}"
-    _register(name, _OfOneRow(), size)
-    return name
+def _share(ranks: int, size: int, out: Tensor) -> Tensor:
+    """`[B, S, H, D]` of `[B, T, H / N, D]`."""
+    blocks = out.unflatten(1, (size, -1)).transpose(0, 1)  # [N, B, S, H / N, D]
+    received = exchange(blocks.contiguous(), ranks)
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 @contextmanager
@@ -110,7 +80,15 @@ def rows_of(tokens: int) -> Iterator[None]:
         _tried.reset(token)
 
 
-def _register(name: str, shares: _OfRanks | _OfOneRow, size: int) -> None:
+def attention_of(size: int, ranks: SequenceRanks | None = None) -> str:
+    """The name of the implementation for `size` ranks, each of which has its share of every row.
+
+    Args:
+        ranks: None: for a trial by one process, the rows of a micro-batch are the shares of one.
+    """
+    number = len(_ranks)
+    _ranks.append(ranks)
+
     def attend(
         module: nn.Module,
         query: Tensor,
@@ -121,20 +99,26 @@ def _register(name: str, shares: _OfRanks | _OfOneRow, size: int) -> None:
     ) -> tuple[Tensor, None]:
         rows, _, tokens, _ = query.shape
         _check(module, attention_mask, options)
-        key, value = repeated(query, key, value, size)
+        key, value = _repeated(query, key, value, size)
         groups = query.shape[1] // key.shape[1]
-        whole = shares.whole(query, key, value)
+        if ranks is None:
+            whole = [x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value)]
+        else:
+            whole = _whole(number, size, query, key, value)
         heads: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
         how = {name: options.get(name) for name in ("scaling", "softcap")}
         dropout = options.get("dropout") or 0.0
         out, _ = sdpa_attention_forward(heads, *whole, None, dropout=dropout, **how)
-        return shares.own(out).reshape(rows, tokens, query.shape[1], -1), None
+        out = out if ranks is None else _share(number, size, out)
+        return out.reshape(rows, tokens, query.shape[1], -1), None
 
+    name = f"{OURS}shared_rows_{number}"
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, _mask)
+    return name
 
 
-def repeated(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _repeated(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Keys and values `[B, H, S, D]` of as many heads as `size` ranks can share evenly.
 
     Raises:

@@ -29,7 +29,7 @@ from megatrain.loss import IGNORED, JointLoss, Loss
 from megatrain.model.capture import Call
 from megatrain.model.document_check import TOLERANCE, at_least_two, change_of, limits_of
 from megatrain.model.program import ModelProgram
-from megatrain.model.sequence_attention import attention_of_ranks, attention_of_shares, rows_of
+from megatrain.model.sequence_attention import attention_of, rows_of
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.parallel.sequence_ranks import SequenceRanks
 
@@ -183,8 +183,8 @@ class RowTrial:
             if applies:
                 raise InputError(self._refused(reason))
         program.may_attend_by_lengths = False  # packed rows are refused
-        self._of_ranks = attention_of_ranks(share.ranks)
-        self._of_shares = attention_of_shares(share.ranks.size)
+        self._of_ranks = attention_of(share.ranks.size, share.ranks)
+        self._of_shares = attention_of(share.ranks.size)
         program.attend(self._of_ranks)
 
     def check(self, micro_batches: Sequence[Micro]) -> None:

@@ -39,23 +39,29 @@ class ZeroProducts(TorchFunctionMode):
     product would say. That of all weights of one layer of 120B takes half a second.
     """
 
-    def __init__(self, zeros: Iterable[Tensor]) -> None:
+    def __init__(self, zeros: Iterable[Tensor], beginning: int = 0) -> None:
+        """Args: of the weights, so many values at the `beginning` may be others than zero."""
         super().__init__()
-        self._zeros = {id(weight): weight for weight in zeros}
+        self._beginning = beginning
+        self._zeros = {id(weight): weight for weight in zeros if weight.numel() > beginning}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and len(args) >= 2 and id(args[1]) in self._zeros:
-            product = _product_with_zeros(*args, **(kwargs or {}))
+            rows = -(-self._beginning // args[1].shape[-1])
+            product = _product_with_zeros(rows, *args, **(kwargs or {}))
             if product is not None:
                 return product
         return func(*args, **(kwargs or {}))
 
 
-def _product_with_zeros(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+def _product_with_zeros(
+    rows: int, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor | None:
     """The product, plus the bias; None where torch refuses it, or the weight is one row `[I]`."""
     if weight.dim() != 2 or x.shape[-1:] != weight.shape[1:]:
         return None
-    if any(each.dtype != weight.dtype for each in (x, bias) if each is not None):
+    if any(other.dtype != weight.dtype for other in (x, bias) if other is not None):
         return None
-    each = (x * 0).sum(-1, keepdim=True)
-    return each + (x.new_zeros(len(weight)) if bias is None else bias)
+    zeros = (x * 0).sum(-1, keepdim=True).expand(*x.shape[:-1], len(weight) - rows)
+    product = torch.cat([F.linear(x, weight[:rows]), zeros], -1) if rows else zeros.contiguous()
+    return product if bias is None else product + bias
