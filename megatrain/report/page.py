@@ -11,6 +11,7 @@ from megatrain.data.preview import ShownDocument, Summary
 from megatrain.errors import InputError
 from megatrain.report import sections
 from megatrain.report.source import read_run
+from megatrain.telemetry.pictures import draw_charts, draw_step
 
 _TEMPLATES = FileSystemLoader(Path(__file__).parent / "templates")
 _LONGEST = 20_000  # characters of a document
@@ -29,6 +30,7 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         InputError: `folder` is no run's folder. The page itself names what a run lacks.
     """
     run = read_run(folder)
+    charts = sections.charts(run)
     output = output or folder / "report.html"
     _write(
         output,
@@ -37,10 +39,11 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         status=run.status,
         notes=run.notes,
         figures=sections.figures(run),
-        charts=sections.charts(run),
+        charts=sections.picture(draw_charts, charts),
+        summaries=[sections.summary(chart) for chart in charts],
         samples=run.metrics.samples,
         sampled=f"{run.metrics.sampled:,.0f}",
-        timeline=sections.timeline(run),
+        timeline=sections.picture(draw_step, run.spans),
         recorded_step=run.recorded_step or "",
         facts=sections.facts(run),
         config=sections.configuration(run),

@@ -2,9 +2,8 @@
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
-from itertools import cycle
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import yaml
@@ -12,42 +11,14 @@ import yaml
 from megatrain.base.units import GIB, duration, gib
 from megatrain.device.base import COMPUTE, DISK_OUT
 from megatrain.plan.tiles import terabytes_a_day
-from megatrain.report.series import Line, Metrics, Values, thinned
+from megatrain.report.series import Metrics
 from megatrain.report.source import Run, at, real
-from megatrain.telemetry.pictures import draw_step
+from megatrain.telemetry.pictures import Chart, Line, Values
 from megatrain.telemetry.timeline import Breakdown
 
 SHOWN_WORK = 16  # rows of a table of work
 LARGE_MODEL = 100_000_000  # parameters; in smaller ones the libraries outweigh them
-WIDTH, HEIGHT = 640, 200  # of a chart's drawing
-COLOURS = ("#00697a", "#b23a4b", "#5d8233", "#b06f00", "#6a4fa3", "#30638e")
 LEAST_SHARE = 0.002  # of the step; what is shorter is summed up as "other"
-
-
-class Curve(NamedTuple):
-    """One line of a chart, in the units of its drawing; `dots` are points that are marked."""
-
-    label: str
-    colour: str
-    points: list[tuple[str, str]]
-    dots: list[tuple[str, str]]
-
-
-class Chart(NamedTuple):
-    """Lines over one axis.
-
-    Attributes:
-        summary: what the lines say in words; empty where there is no value to show.
-        levels: height in the drawing and value of each horizontal line.
-        places: first and last value of the axis.
-    """
-
-    title: str
-    unit: str
-    summary: str
-    curves: list[Curve]
-    levels: list[tuple[str, str | None]]
-    places: tuple[str, str]
 
 
 def figures(run: Run) -> list[tuple[str, str, str]]:
@@ -131,93 +102,57 @@ def charts(run: Run) -> list[Chart]:
     def in_gib(num_bytes: Any) -> float | None:
         return num_bytes / GIB if real(num_bytes) else None
 
-    def over_steps(title: str, name: str, quantity: str = "", unit: str = "", **more: Any) -> Chart:
-        lines = [Line("training", steps, columns[name])]
+    def over_steps(title: str, name: str, quantity: str = "", *, from_zero: bool = True) -> Chart:
+        lines = [_line("training", steps, columns[name])]
         lines += metrics.evaluated(quantity) if quantity else []
-        return _chart(title, unit, lines, "step", **more)
+        return Chart(title, [line for line in lines if len(line.x)], "step", from_zero)
 
-    def over_time(title: str, unit_of: str, name: str, **more: Any) -> Chart:
+    def over_time(title: str, name: str, limit: float | None = None) -> Chart:
         scale = GIB if name.endswith("_bytes") else 1
-        line = Line("training", passed / size, columns[name] / scale)
-        return _chart(title, unit_of, [line], unit, from_zero=True, **more)
+        line = _line("training", passed / size, columns[name] / scale)
+        return Chart(title, [line] if len(line.x) else [], unit, True, limit)
 
-    routers = over_steps("Loss of routers, not weighed", "aux_loss", from_zero=True)
-    device = over_time("Device memory", "GiB", "device_peak_bytes", limit=in_gib(memory))
-    drawn = [
-        over_steps("Mean reward", "reward", "reward", from_zero=True),
-        over_steps("Loss", "loss", "loss", "" if of_replies else "nats per token"),
-        *([routers] if metrics.largest("aux_loss") else []),
-        over_steps("Margin of rewards", "rewards/margins", "rewards/margins", from_zero=True),
-        over_steps(
-            "Accuracy",
-            "rewards/accuracies",
-            "accuracy|rewards/accuracies",
-            "of pairs" if of_replies else "of tokens",
-            from_zero=True,
-        ),
-        over_steps("Gradient norm", "grad_norm", from_zero=True),
-        over_steps("Learning rate", "lr", from_zero=True),
-        over_time("Throughput", "tokens/s", "tokens_per_second"),
-        over_time("Compute", "model TFLOPS", "model_tflops", limit=run.peak_tflops),
-        over_time("Host memory", "GiB", "host_bytes", limit=in_gib(host)),
-        *([device] if metrics.largest("device_peak_bytes") else []),
+    of, nats = ("pairs", "") if of_replies else ("tokens", ", nats per token")
+    listed = [
+        over_steps("Mean reward", "reward", "reward"),
+        over_steps(f"Loss{nats}", "loss", "loss", from_zero=False),
+        over_steps("Loss of routers, not weighed", "aux_loss"),
+        over_steps("Margin of rewards", "rewards/margins", "rewards/margins"),
+        over_steps(f"Accuracy, of {of}", "rewards/accuracies", "accuracy|rewards/accuracies"),
+        over_steps("Gradient norm", "grad_norm"),
+        over_steps("Learning rate", "lr"),
+        over_time("Throughput, tokens/s", "tokens_per_second"),
+        over_time("Model TFLOPS", "model_tflops", run.peak_tflops),
+        over_time("Host memory, GiB", "host_bytes", in_gib(host)),
     ]
-    return [chart for chart in drawn if chart.summary]
+    if metrics.largest("device_peak_bytes"):
+        listed.append(over_time("Device memory, GiB", "device_peak_bytes", in_gib(memory)))
+    if not metrics.largest("aux_loss"):
+        del listed[2]
+    return [chart for chart in listed if chart.lines]
 
 
-def _chart(
-    title: str,
-    unit: str,
-    lines: list[Line],
-    axis: str,
-    *,
-    from_zero: bool = False,
-    limit: float | None = None,
-) -> Chart:
-    """Scale lines to the drawing.
-
-    Args:
-        from_zero: begin the axis of values at zero.
-        limit: a value that cannot be passed, which gets a line of its own.
-    """
-    shown = [(line, *thinned(line.x, line.y)) for line in lines if np.isfinite(line.y).any()]
-    if not shown:
-        return Chart(title, unit, "", [], [], ("", ""))
-    left, right = min(x[0] for _, x, _ in shown), max(x[-1] for _, x, _ in shown)
-    bottom, top = min(y.min() for *_, y in shown), max(y.max() for *_, y in shown)
-    summary = "; ".join(
-        f"{line.label + ': ' if len(shown) > 1 else ''}last "
-        f"{_shown(line.y[np.isfinite(line.y)][-1])}, from {_shown(y.min())} to {_shown(y.max())}"
-        for line, _, y in shown
-    )
-    if limit and limit < 2.5 * top:
-        top, summary = max(top, limit), f"{summary}; at most {_shown(limit)}"
-    bottom = min(0.0, bottom) if from_zero else bottom
-    top = top if top > bottom else bottom + (abs(bottom) or 1)
-
-    def scaled(x: Values, y: Values) -> list[tuple[str, str]]:
-        across = (x - left) / ((right - left) or 1) * (WIDTH - 20) + 10
-        up = HEIGHT - 10 - (y - bottom) / (top - bottom) * (HEIGHT - 30)
-        return [(f"{a:.1f}", f"{b:.1f}") for a, b in zip(across, up, strict=True)]
-
-    curves = []
-    for (line, x, y), colour in zip(shown, cycle(COLOURS), strict=False):
-        points = scaled(x, y)
-        dots = points if line.mark or len(points) == 1 else []
-        curves.append(Curve(line.label, colour, points, dots))
-    values = np.array([bottom, (bottom + top) / 2, top])
-    heights = [height for _, height in scaled(np.full(3, left), values)]
-    levels = list(zip(heights, map(_shown, values), strict=True))
-    places = f"{_shown(left)}", f"{_shown(right)} {axis}"
-    return Chart(title, unit, f"{summary} {unit}".strip(), curves, levels, places)
+def _line(label: str, x: Values, y: Values) -> Line:
+    finite = np.isfinite(y)
+    return Line(label, x[finite], y[finite])
 
 
-def timeline(run: Run) -> str | None:
-    """The picture of the recorded step; None: none is there."""
-    if not run.spans:
+def summary(chart: Chart) -> str:
+    """What the lines of a chart say, in words."""
+    parts = [
+        f"{label + ': ' if len(chart.lines) > 1 else ''}last {_shown(y[-1])}, "
+        f"from {_shown(y.min())} to {_shown(y.max())}"
+        for label, _, y, _ in chart.lines
+    ]
+    return f"{chart.title}: {'; '.join(parts)}"
+
+
+def picture(draw: Callable[..., None], content: Sequence[Any]) -> str | None:
+    """A picture as an address that holds it; None: there is nothing to draw."""
+    if not content:
         return None
     file = io.BytesIO()
-    draw_step(run.spans, file)
+    draw(content, file)
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 

@@ -5,31 +5,18 @@ import re
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatrain.telemetry.metrics import is_evaluation
+from megatrain.telemetry.pictures import Line, Values
 
-Values = NDArray[np.float64]
-
-PIECES = 400  # of a line, of each of which two points are drawn
 COLUMNS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second"),
     *("model_tflops", "mfu", "device_peak_bytes", "host_bytes", "rewards/margins"),
     *("rewards/accuracies", "aux_loss", "reward"),
 )
-
-
-class Line(NamedTuple):
-    """One series; `mark` draws its points, too."""
-
-    label: str
-    x: Values
-    y: Values
-    mark: bool = False
 
 
 @dataclass
@@ -136,15 +123,3 @@ def number(value: Any) -> float:
         return float(value) if type(value) in (int, float) else math.nan
     except OverflowError:
         return math.nan
-
-
-def thinned(x: Values, y: Values) -> tuple[Values, Values]:
-    """The finite points of a line; of a long one the least and the largest of each short piece."""
-    finite = np.isfinite(x) & np.isfinite(y)
-    x, y = x[finite], y[finite]
-    if len(x) <= 2 * PIECES:
-        return x, y
-    edges = np.linspace(0, len(x), PIECES + 1).astype(np.int64)
-    pieces = [(a, y[a:b]) for a, b in pairwise(edges)]
-    kept = sorted({a + at for a, part in pieces for at in (part.argmin(), part.argmax())})
-    return x[kept], y[kept]

@@ -1,36 +1,56 @@
-"""Pictures of a run as PNG, SVG or PDF, by the file's name: its loss, one step's time.
+"""Pictures of a run as PNG, SVG or PDF, by the file's name: its curves, one step's time.
 
 Each function raises OSError where the file cannot be written, ValueError for another kind of file.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatrain.telemetry.timeline import Span
+
+Values = NDArray[np.float64]
 
 LANES = (
     *("compute", "copy in", "gather", "reduce", "copy out"),
     *("update", "rows", "disk in", "disk out", "disk weights"),
 )
-OTHER = "other"
-# Words of a piece of work's name; the first that fits gives its colour.
-COLOURS = {
-    "update": "#5d8233",
-    "backward": "#d1495b",
-    "head": "#edae49",
-    "layer": "#00798c",
-    "prologue": "#30638e",
-    OTHER: "#9aa5b1",
+# Colour and meaning by a word in a piece of work's name; the first that fits counts.
+_WORK = {
+    "update": ("#5d8233", "optimizer update"),
+    "backward": ("#d1495b", "layer backward"),
+    "head": ("#edae49", "head and loss"),
+    "layer": ("#00798c", "layer forward, or its weights and gradient"),
+    "prologue": ("#30638e", "prologue"),
+    "": ("#9aa5b1", "other"),
 }
-MEANINGS = {
-    "update": "optimizer update",
-    "backward": "layer backward",
-    "head": "head and loss",
-    "layer": "layer forward, or its weights and gradient",
-    "prologue": "prologue",
-    OTHER: "other",
-}
+
+
+class Line(NamedTuple):
+    """One series of a chart; `mark` draws its points, too."""
+
+    label: str
+    x: Values
+    y: Values
+    mark: bool = False
+
+
+class Chart(NamedTuple):
+    """Lines over one axis.
+
+    Attributes:
+        from_zero: the axis of values begins at zero.
+        limit: a value that cannot be passed, drawn where it is not far above.
+    """
+
+    title: str
+    lines: Sequence[Line]
+    axis: str = "step"
+    from_zero: bool = False
+    limit: float | None = None
 
 
 def draw_loss(records: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -39,18 +59,38 @@ def draw_loss(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     Args:
         records: lines of `metrics.jsonl`, with `step` and `loss` or `eval_loss`.
     """
-    figure = _figure(8, 4.5)
-    axes = figure.subplots()
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--")):
+    lines = []
+    for key, label in (("loss", "training"), ("eval_loss", "evaluation")):
         points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=4)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    figure.savefig(path)
+        x, y = np.array(points, dtype=float).reshape(-1, 2).T
+        lines.append(Line(label, x, y, key == "eval_loss"))
+    draw_charts([Chart("loss (nats per token)", lines)], path, columns=1)
+
+
+def draw_charts(charts: Sequence[Chart], file: Path | IO[bytes], columns: int = 2) -> None:
+    """Draw charts in rows of so many."""
+    rows = -(-len(charts) // columns)
+    width, height = (11, 2.7 * rows) if columns > 1 else (8, 4.5)
+    figure = _figure(width, height, layout=None)
+    figure.subplots_adjust(0.08, 0.55 / height, 0.98, 1 - 0.35 / height, wspace=0.18, hspace=0.5)
+    places = figure.subplots(rows, columns, squeeze=False).flat
+    for chart, axes in zip(charts, places, strict=False):
+        for label, x, y, mark in chart.lines:
+            style = "o--" if mark else "-" if len(x) > 1 else "o"
+            label = label.replace("$", r"\$")  # no formula begins there
+            axes.plot(x, y, style, label=label, linewidth=1.2, markersize=4)
+        if chart.limit and chart.limit < 2.5 * axes.get_ylim()[1]:
+            axes.axhline(chart.limit, color="#8a6d1a", linestyle="--", linewidth=1, label="limit")
+        if chart.from_zero:
+            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        axes.set_title(chart.title, fontsize="medium")
+        axes.set_xlabel(chart.axis)
+        axes.grid(alpha=0.3)
+        if len(axes.lines) > 1:
+            axes.legend(fontsize="small")
+    for axes in [*places]:
+        axes.set_axis_off()
+    figure.savefig(file)
 
 
 def draw_step(spans: Sequence[Span], file: Path | IO[bytes], title: str = "") -> None:
@@ -62,22 +102,23 @@ def draw_step(spans: Sequence[Span], file: Path | IO[bytes], title: str = "") ->
     for place, lane in enumerate(lanes):
         mine = [span for span in spans if span.stream == lane]
         bars = [(span.start, span.seconds) for span in mine]
-        words = [next((word for word in COLOURS if word in span.name), OTHER) for span in mine]
-        colours = [COLOURS[word] for word in words]
+        colours = [next(_WORK[word][0] for word in _WORK if word in span.name) for span in mine]
         axes.broken_barh(
             bars, (place - 0.4, 0.8), facecolors=colours, edgecolor="white", linewidth=0.2
         )
     axes.set_yticks(range(len(lanes)), lanes, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    for word, meaning in MEANINGS.items():
-        axes.plot([], [], color=COLOURS[word], linewidth=8, label=meaning)
-    figure.legend(loc="outside lower center", ncols=len(MEANINGS))
+    for colour, meaning in _WORK.values():
+        axes.plot([], [], color=colour, linewidth=8, label=meaning)
+    figure.legend(loc="outside lower center", ncols=len(_WORK))
     figure.suptitle(title)
     figure.savefig(file)
 
 
-def _figure(width: float, height: float) -> Any:
+def _figure(
+    width: float, height: float, layout: Literal["constrained"] | None = "constrained"
+) -> Any:
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
 
-    return Figure(figsize=(width, height), layout="constrained", dpi=120)
+    return Figure(figsize=(width, height), layout=layout, dpi=120)
