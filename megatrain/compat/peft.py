@@ -124,10 +124,10 @@ def scoring(config: Any) -> Any:
             f"the adapter's task_type is {config.task_type}, and the model scores rows; take "
             f"{_SCORES}"
         )
-    own = copy.copy(config)
-    own.task_type = _SCORES
-    own.modules_to_save = sorted({*(config.modules_to_save or ()), _HEAD})
-    return own
+    copied = copy.copy(config)
+    copied.task_type = _SCORES
+    copied.modules_to_save = sorted({*(config.modules_to_save or ()), _HEAD})
+    return copied
 
 
 def as_json(config: Any) -> dict[str, Any]:
@@ -148,11 +148,11 @@ def write_config(config: Any, folder: Path, *, scores: bool = False) -> None:
 
     Args: `scores`, if its model scores rows.
     """
-    own = copy.copy(config)
-    own.inference_mode = True
-    if own.task_type is None and (of_scores(own) or not scores):
-        own.task_type = _SCORES if scores else "CAUSAL_LM"  # PEFT's Auto classes look at it
-    own.save_pretrained(str(folder))
+    copied = copy.copy(config)
+    copied.inference_mode = True
+    if copied.task_type is None and (of_scores(copied) or not scores):
+        copied.task_type = _SCORES if scores else "CAUSAL_LM"  # PEFT's Auto classes look at it
+    copied.save_pretrained(str(folder))
 
 
 def is_base(folder: Path, config: Any) -> bool:
@@ -323,19 +323,19 @@ def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> 
     """
     within = copy.deepcopy(inner(module)).to_empty(device="cpu").float()
     within.load_state_dict(base, strict=False)
-    own = copy.copy(config)
-    own.r, own.lora_alpha = module.r[active], module.lora_alpha[active]
-    own.rank_pattern, own.alpha_pattern, own.target_modules = {}, {}, ["inside"]
-    own.exclude_modules = own.layers_to_transform = own.layers_pattern = None
-    own.target_parameters = None
+    alone = copy.copy(config)
+    alone.r, alone.lora_alpha = module.r[active], module.lora_alpha[active]
+    alone.rank_pattern, alone.alpha_pattern, alone.target_modules = {}, {}, ["inside"]
+    alone.exclude_modules = alone.layers_to_transform = alone.layers_pattern = None
+    alone.target_parameters = None
     if parameter := parameter_of(module):
-        own.target_modules, own.target_parameters = [], [f"inside.{parameter}"]
-    own.modules_to_save, own.bias = None, "none"
+        alone.target_modules, alone.target_parameters = [], [f"inside.{parameter}"]
+    alone.modules_to_save, alone.bias = None, "none"
     box = nn.Module()
     box.inside = within
-    _library().inject_adapter_in_model(own, box, active)
-    made = dict(box.inside.named_parameters())
-    return {n: p.detach() for n, p in made.items() if not n.startswith("base_layer.")}
+    _library().inject_adapter_in_model(alone, box, active)
+    parameters = dict(box.inside.named_parameters())
+    return {n: p.detach() for n, p in parameters.items() if not n.startswith("base_layer.")}
 
 
 def merged(

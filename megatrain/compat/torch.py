@@ -19,11 +19,6 @@ __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "pytree"]
 
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-HOOK_MARKS = (
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
 """Attributes of a module."""
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default

@@ -84,15 +84,16 @@ def exports_state(callback: Any) -> bool:
 
 def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int, str]]:
     """Routers as a model records them: class of module, index of the result, place in the layer."""
-    found: dict[tuple[type[nn.Module], int, str], None] = {}
+    routers: dict[tuple[type[nn.Module], int, str], None] = {}
     for module in model.modules():
-        given = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
-        for each in given if isinstance(given, list | tuple) else (given,):
-            kind = getattr(each, "target_class", each)  # a class alone stands for its second result
+        recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
+        for recorder in recorders if isinstance(recorders, list | tuple) else (recorders,):
+            # A class alone stands for its second result.
+            kind = getattr(recorder, "target_class", recorder)
             if isinstance(kind, type):
-                index, place = getattr(each, "index", 1), getattr(each, "layer_name", None) or ""
-                found[kind, index, place] = None
-    return list(found)
+                place = getattr(recorder, "layer_name", None) or ""
+                routers[kind, getattr(recorder, "index", 1), place] = None
+    return list(routers)
 
 
 def counts_tokens(config: PreTrainedConfig) -> bool:
@@ -194,21 +195,21 @@ def unpacked() -> AbstractContextManager[None]:
     return _finding(lambda position_ids: None)
 
 
-def finding_once(found: list[Tensor | None]) -> AbstractContextManager[None]:
+def finding_once(packed: list[Tensor | None]) -> AbstractContextManager[None]:
     """Within this context a forward is given what it found of packed rows when it ran before.
 
     Looking at the positions' values waits for the device.
 
     Args:
-        found: what the same forward of the same rows has found, look by look; it is added to.
+        packed: what the same forward of the same rows has found, look by look; it is added to.
     """
     look, looks = masking_utils.find_packed_sequence_indices, count()
 
     def find(position_ids: Tensor) -> Tensor | None:
         number = next(looks)
-        if number == len(found):
-            found.append(look(position_ids))
-        return found[number]
+        if number == len(packed):
+            packed.append(look(position_ids))
+        return packed[number]
 
     return _finding(find)
 

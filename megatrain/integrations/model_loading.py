@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from megatrain.compat.peft import is_peft_model
+from megatrain.compat.transformers import scores_rows
 from megatrain.data import load_tokenizer
 from megatrain.errors import InputError
 from megatrain.integrations.heeded import refuse
@@ -29,13 +30,17 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         scores: it has a head that scores rows.
 
     Raises:
-        InputError: it is no model, or something says how to load one that is loaded; or it would be
-            quantised.
+        InputError: it is no model, or one with another head; or something says how to load one that
+            is loaded; or it would be quantised.
     """
     how = dict(getattr(args, "model_init_kwargs", None) or {})
     if options.get("quantization_config") or how.pop("quantization_config", None):
         refuse("quantization_config", REFUSED_OPTIONS["quantization_config"])
     if isinstance(model, PreTrainedModel) or is_peft_model(model):
+        if not scores and scores_rows(model.get_base_model() if is_peft_model(model) else model):
+            refuse(
+                f"a {type(model).__name__}", "a model that scores rows needs trl's RewardTrainer"
+            )
         if how:
             refuse("args.model_init_kwargs", "load the model with them, and give the model")
         return model
@@ -53,16 +58,16 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
 
 
 @contextmanager
-def as_loaded(args: Any) -> Iterator[None]:
-    """Keep TRL, which is given the model, from saying that `model_init_kwargs` are ignored."""
-    how = getattr(args, "model_init_kwargs", None)
-    if how is not None:
-        args.model_init_kwargs = None
+def changed(args: Any, **values: Any) -> Iterator[None]:
+    """Within this context those of the arguments that there are have other values."""
+    before = {name: getattr(args, name) for name in values if hasattr(args, name)}
+    for name in before:
+        setattr(args, name, values[name])
     try:
         yield
     finally:
-        if how is not None:
-            args.model_init_kwargs = how
+        for name, value in before.items():
+            setattr(args, name, value)
 
 
 def without_dropout(model: Any) -> None:

@@ -4,8 +4,7 @@ Those two give micro-batches whose first half of rows are chosen replies, and th
 rejected.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, get_args
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from megatrain.api import Engine
 from megatrain.data.preferences import scored
-from megatrain.errors import InputError
 from megatrain.integrations.accumulation import MicroBatchMeans, Waiting, shares, weighed
 from megatrain.integrations.heeded import refuse
 from megatrain.loss import CROSS_ENTROPY, DPO, DpoVariant, JointLoss, Loss, Replies, Reward
@@ -193,15 +191,3 @@ def _numbered(step: MicroBatches, labels: list[Tensor]) -> MicroBatches:
         tensors = micro["input_ids"], targets, micro["attention_mask"]
         numbered.append(dict(zip(_PLAIN, tensors, strict=True)) | beside)
     return numbered
-
-
-@contextmanager
-def without_reference(args: Any) -> Iterator[None]:
-    """Let DPOTrainer make no reference model, as where its log-probabilities are known already."""
-    if args is None:
-        raise InputError("StreamedTrainer needs args=DPOConfig(...)")
-    args.precompute_ref_log_probs = True
-    try:
-        yield
-    finally:
-        args.precompute_ref_log_probs = False

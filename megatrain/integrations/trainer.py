@@ -6,7 +6,7 @@ micro-batches of an optimizer step together, in one layer-major step, updates, a
 
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from inspect import signature
 from itertools import product
 from pathlib import Path
@@ -23,14 +23,13 @@ from megatrain.errors import InputError
 from megatrain.integrations import heeded
 from megatrain.integrations.accumulation import Waiting
 from megatrain.integrations.heeded import refuse
-from megatrain.integrations.model_loading import as_loaded, opened, without_dropout
+from megatrain.integrations.model_loading import changed, opened, without_dropout
 from megatrain.integrations.objectives import (
     Objective,
     Preferences,
     Scores,
     check_new_adapters,
     check_padding,
-    without_reference,
 )
 from megatrain.integrations.predictions import Predictions, length
 from megatrain.integrations.stand_in import ModelStandIn, Wrapped
@@ -95,15 +94,18 @@ class StreamedTrainer(_Trainer):
         pad = text.pad_token_id
         self._routers = {name: getattr(text, name) for name in _ROUTERS if hasattr(text, name)}
         reference, wrapped = options.pop("ref_model", None), is_peft_model(model)
-        with without_reference(args) if paired else nullcontext(), as_loaded(args):
+        if paired and args is None:
+            raise InputError("StreamedTrainer needs args=DPOConfig(...)")
+        # TRL is given the model, and makes no reference: it need not compute what it knows already.
+        with changed(args, model_init_kwargs=None, precompute_ref_log_probs=True):
             super().__init__(model, *arguments, **options)
         heeded.check_arguments(self.args)
         model_given: Any = self.model
         # Of TRL: a forward that takes the head's loss in chunks, as the engine does; a card's tags;
         # checkpointing; and a token for padding that another model would be built with.
         inner = model_given.get_base_model() if is_peft_model(model_given) else model_given
-        for name, changed in product(_PATCHES - before, (model_given, inner)):
-            vars(changed).pop(name, None)
+        for name, patched in product(_PATCHES - before, (model_given, inner)):
+            vars(patched).pop(name, None)
         text = model_given.config.get_text_config()
         self._objective: Objective
         if scores:

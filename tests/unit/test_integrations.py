@@ -9,12 +9,17 @@ import pytest
 import torch
 from data_cases import chat_tokenizer
 from torch.utils.data import IterableDataset
-from transformers import DataCollatorForSeq2Seq, LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import (
+    DataCollatorForSeq2Seq,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+)
 
 from megatrain import Placement
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
-from tests.families.tiny import tiny_model
 from tests.parity.cases import llama
 from tests.sweeps import few
 from tests.unit.trainer_cases import (
@@ -149,19 +154,6 @@ def test_a_streamed_trainer_goes_on_exactly(tmp_path: Path) -> None:
     assert rates[0] == rates[1]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("clip", [0.05, 0.0])
-def test_another_bound_of_the_norm_is_heeded_on_resume(tmp_path: Path, clip: float) -> None:
-    losses = []
-    for kind in (Trainer, Streamed):
-        folder = tmp_path / kind.__name__
-        trainer(kind, folder, options={"callbacks": [Stop()]}).train()
-        again = trainer(kind, folder, max_grad_norm=clip)
-        again.train(resume_from_checkpoint=True)
-        losses.append([entry["loss"] for entry in again.state.log_history if "loss" in entry])
-    assert len(losses[0]) == 5 and losses[1] == pytest.approx(losses[0], rel=1e-5)
-
-
 def test_options_of_the_engine_are_heeded_on_resume(tmp_path: Path) -> None:
     trainer(Streamed, tmp_path, options={"callbacks": [Stop()]}).train()
     placed = type("Placed", (Streamed,), {"engine_options": {"placement": Placement(slots=3)}})
@@ -200,18 +192,6 @@ def test_the_best_state_is_loaded(tmp_path: Path) -> None:
     best.save_model(str(tmp_path / "model"))
     kept, loaded = weights(step), weights(tmp_path / "model")
     assert all(torch.equal(kept[name], loaded[name]) for name in kept)
-
-
-def test_the_loss_of_routers_is_learnt_and_logged(tmp_path: Path) -> None:
-    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    made = Streamed(
-        tiny_model("mixtral", changes=asked),
-        arguments(tmp_path, max_steps=1, eval_strategy="no"),
-        train_dataset=rows(16),
-        data_collator=padded,
-    )
-    made.train()
-    assert made.state.log_history[0]["aux_loss"] == made._last.measures["aux_loss"] > 0
 
 
 class Precise(StreamedTrainer, Trainer):
@@ -253,28 +233,18 @@ def test_the_models_forward_is_refused(tmp_path: Path) -> None:
         made.model(torch.zeros(1, 2, dtype=torch.int64))
 
 
-@pytest.mark.exhaustive
-def test_trainers_of_other_losses_are_refused(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
-
-    class StreamedKto(StreamedTrainer, trl.KTOTrainer):
-        """Whose loss is another one."""
-
-    data = datasets.Dataset.from_list([{"prompt": "The", "completion": " sea", "label": True}] * 4)
-    config = trl.KTOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False)
-    with pytest.raises(InputError, match="cannot heed KTOTrainer: take Trainer"):
-        StreamedKto(
-            llama(), args=config, train_dataset=data, processing_class=chat_tokenizer("qwen")
-        )
-
-
 def test_the_tokenizer_of_a_collator_is_saved(tmp_path: Path) -> None:
     collator = DataCollatorForSeq2Seq(chat_tokenizer("qwen"))
     args = arguments(tmp_path, eval_strategy="no")
     made = Streamed(llama(), args, train_dataset=rows(4), data_collator=collator)
     made.save_model(str(tmp_path / "model"))
     assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+def test_a_model_with_another_head_is_refused(tmp_path: Path) -> None:
+    model = LlamaForSequenceClassification(llama(num_labels=1).config)
+    with pytest.raises(InputError, match="a LlamaForSequenceClassification: .* RewardTrainer"):
+        Streamed(model, arguments(tmp_path), train_dataset=rows(4))
 
 
 def test_a_tokenizer_that_would_end_the_process_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from megatrain.errors import InputError
 from tests.parity.cases import llama, make_batches, make_engine
-from tests.sweeps import few
+from tests.sweeps import few, quick
 from tests.unit.trainer_cases import (
     Stop,
     Streamed,
@@ -125,47 +125,45 @@ def lora(**keys: Any) -> LoraConfig:
     return LoraConfig(r=4, target_modules="all-linear", **keys)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("changes", [{}, {"packing": True, "max_length": 24}], ids=["", "packed"])
-def test_trls_peft_config_is_followed(tmp_path: Path, changes: dict[str, Any]) -> None:
+# The class, what it is made with, and what its adapter is for.
+OF_TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "rows": ("SFTTrainer", {}, {}, "CAUSAL_LM"),
+    "packed": ("SFTTrainer", {}, {"packing": True, "max_length": 24}, "CAUSAL_LM"),
+    "pairs": ("DPOTrainer", {}, {}, "CAUSAL_LM"),
+    "scores": (
+        "RewardTrainer",
+        {"modules_to_save": ["score"], "task_type": "SEQ_CLS"},
+        {},
+        "SEQ_CLS",
+    ),
+    "scores of no task": ("RewardTrainer", {"modules_to_save": ["score"]}, {}, "SEQ_CLS"),
+}
+
+
+@pytest.mark.parametrize("name", quick(OF_TRL, ("scores of no task",)))
+def test_trls_peft_config_is_followed(tmp_path: Path, name: str) -> None:
     """Where TRL is installed, which no test needs."""
-    plain = pytest.importorskip("trl").SFTTrainer
-    made = []
+    trl = pytest.importorskip("trl")
+    of, keys, changes, task = OF_TRL[name]
+    plain, made = getattr(trl, of), []
     for kind in (plain, mixed(plain)):
-        made.append(text_trainer(kind, tmp_path, options={"peft_config": lora()}, **changes))
-        made[-1].train()
-    same(*made)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("first", [True, False])
-def test_an_adapter_prefers_as_under_the_plain_one(tmp_path: Path, first: bool) -> None:
-    """A new one (`first`), or one whose model is the reference as it is given."""
-    plain = pytest.importorskip("trl").DPOTrainer
-    made = []
-    for kind in (plain, mixed(plain)):
-        options = {"peft_config": lora()} if first else {}
-        model = llama(vocab_size=1024, max_position_embeddings=256)
-        model = model if first else get_peft_model(model, lora(init_lora_weights=False))
-        made.append(text_trainer(kind, tmp_path, model, options=options))
-        made[-1].train()
-    same(*made)
-    norms = [entry["grad_norm"] for entry in made[0].state.log_history if "grad_norm" in entry]
-    assert norms[0] > 0.1
-
-
-@pytest.mark.parametrize("keys", few([{}, {"task_type": "SEQ_CLS"}]))
-def test_an_adapter_scores_as_under_the_plain_one(tmp_path: Path, keys: dict[str, Any]) -> None:
-    """Its file is for a model that scores, so that PEFT can load it."""
-    plain = pytest.importorskip("trl").RewardTrainer
-    made = []
-    for kind in (plain, mixed(plain)):
-        options = {"peft_config": lora(modules_to_save=["score"], **keys)}
-        made.append(text_trainer(kind, tmp_path, options=options))
+        made.append(text_trainer(kind, tmp_path, options={"peft_config": lora(**keys)}, **changes))
         made[-1].train()
     same(*made)
     described = Path(made[1].args.output_dir) / "adapter_config.json"
-    assert json.loads(described.read_text())["task_type"] == "SEQ_CLS"
+    assert json.loads(described.read_text())["task_type"] == task
+
+
+@pytest.mark.exhaustive
+def test_an_adapter_that_is_trained_already_is_the_reference(tmp_path: Path) -> None:
+    plain = pytest.importorskip("trl").DPOTrainer
+    made = []
+    for kind in (plain, mixed(plain)):
+        model = llama(vocab_size=1024, max_position_embeddings=256)
+        model = get_peft_model(model, lora(init_lora_weights=False))
+        made.append(text_trainer(kind, tmp_path, model, options={}))
+        made[-1].train()
+    same(*made)
 
 
 @pytest.mark.exhaustive

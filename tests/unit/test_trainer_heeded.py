@@ -325,6 +325,21 @@ def test_the_loss_of_routers_is_that_of_a_plain_trainer(tmp_path: Path) -> None:
         )
         made[-1].train()
     same(*made)
+    assert made[1].state.log_history[0]["aux_loss"] > 0
+
+
+def test_dropout_that_trl_switches_off_is_off_in_what_is_saved(tmp_path: Path) -> None:
+    size = {"vocab_size": len(chat_tokenizer("qwen")), "resid_pdrop": 0.3}
+    made = []
+    for kind in (trl.DPOTrainer, mixed(trl.DPOTrainer)):
+        model = tiny_model("gpt2", changes=size)
+        made.append(
+            text_trainer(kind, tmp_path, model, options={"ref_model": copy.deepcopy(model)})
+        )
+        made[-1].train()
+    same(*made)
+    made[1].save_model(str(tmp_path))
+    assert AutoConfig.from_pretrained(tmp_path).resid_pdrop == 0
 
 
 def test_a_method_of_a_step_may_not_be_overridden(tmp_path: Path) -> None:
@@ -337,6 +352,8 @@ def test_a_method_of_a_step_may_not_be_overridden(tmp_path: Path) -> None:
                     heeded.check_class(kind, StreamedTrainer)
         for name in taken.HEEDED_METHODS:
             heeded.check_class(mixed(type("Own", (plain,), {name: None})), StreamedTrainer)
+    with pytest.raises(InputError, match="cannot heed KTOTrainer: take Trainer"):
+        heeded.check_class(mixed(trl.KTOTrainer), StreamedTrainer)
     newer = type("Trainer", (Trainer,), {"__module__": "transformers.trainer", "_new": 1})
     heeded.check_class(mixed(newer), StreamedTrainer)
     with pytest.raises(InputError, match=r"Own\._new: this version of MegaTrain does not know it"):
@@ -497,35 +514,33 @@ def test_a_resumed_run_has_what_callbacks_set_before(tmp_path: Path) -> None:
 
 RESUMED: dict[str, dict[str, Any]] = {
     "ignore_data_skip": {"ignore_data_skip": True},
+    "max_grad_norm": {"max_grad_norm": 0.05},
+    "no max_grad_norm": {"max_grad_norm": 0.0},
+    "restore_callback_states_from_checkpoint": {"restore_callback_states_from_checkpoint": True},
     "save_total_limit": {"save_total_limit": 1},
-    "restore_callback_states_from_checkpoint": {
-        "restore_callback_states_from_checkpoint": True,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-    },
 }
 
 
 @pytest.mark.parametrize("name", quick(RESUMED, ("ignore_data_skip",)))
 def test_an_argument_is_heeded_on_resume(name: str, tmp_path: Path) -> None:
-    """Rows that were seen are not passed over, a folder goes, or patience goes on."""
-    ends, folders = [], []
-    for changes in (RESUMED[name], {"load_best_model_at_end": "load_best" in str(RESUMED[name])}):
-        made = []
+    """Rows that were seen are not passed over, patience goes on, or a folder goes."""
+    ends = []
+    for number, changes in enumerate((RESUMED[name], {})):
+        made, folders = [], []
         for kind in (Trainer, Streamed):
-            folder = tmp_path / f"{len(ends)}{kind.__name__}"
-            for resume in (False, True):
+            folder = tmp_path / f"{number}{kind.__name__}"
+            for resume, more in ((False, {}), (True, changes)):
                 patience = EarlyStoppingCallback(2, early_stopping_threshold=9.0)
-                stops = [patience, *([] if resume else [at("on_step_end", stop)])]
-                options = {"callbacks": stops}
-                settings = SHORT | SAVES | {"metric_for_best_model": "loss"} | changes
-                made.append(trainer(kind, folder, options=options, **settings))
+                callbacks = [patience, *([] if resume else [at("on_step_end", stop)])]
+                best = {"metric_for_best_model": "loss", "load_best_model_at_end": True}
+                settings = SHORT | SAVES | best | more
+                made.append(trainer(kind, folder, options={"callbacks": callbacks}, **settings))
                 made[-1].train(resume_from_checkpoint=resume)
             folders.append(sorted(path.name for path in folder.iterdir()))
         same(made[1], made[3])
-        ends.append(lines(made[1]))
-    assert folders[0] == folders[1] and folders[2] == folders[3]
-    assert ends[0] != ends[1] or folders[0] != folders[2]
+        assert folders[0] == folders[1]
+        ends.append((lines(made[1]), folders[0]))
+    assert ends[0] != ends[1]
 
 
 def params(optimizer: Any) -> Any:
