@@ -70,7 +70,7 @@ def _parts(tile: Tile) -> Iterator[_Part]:
 
 
 def _updated_parts(tile: Tile) -> list[_Part]:
-    """What an update reads and writes."""
+    """The parts that an update reads and writes."""
     return [part for part in _parts(tile) if part.trained and not part.plane.on_device]
 
 
@@ -112,8 +112,8 @@ class UpdateSums:
             rule.update(part, group, options._replace(sums=sums))
             return
         data = (part.weights, part.remainder, *part.states, part.grad)
-        for each, blocks in enumerate((sums.read, sums.written)):
-            if each:
+        for blocks in (sums.read, sums.written):
+            if blocks is sums.written:
                 rule.update(part, group, options)
             for plane, to, at in zip(data, blocks, sums.first, strict=True):
                 if plane is not None and to is not None:
@@ -161,8 +161,7 @@ class BitChecks:
     def begin(self) -> None:
         """A step begins: compare what is frozen and does not rest on the device."""
         for tile in self._tiles if self._compares else ():
-            frozen = [p for p in _parts(tile) if not p.trained and p.tier is not Tier.DEVICE]
-            if frozen:
+            if frozen := [p for p in _parts(tile) if not p.trained and p.tier is not Tier.DEVICE]:
                 self._compare_on(UPDATE, tile, frozen)
 
     def landed(self, tile: Tile, gradient: Buffer, landed: Any) -> None:
@@ -183,9 +182,8 @@ class BitChecks:
         if not self._compares:
             return
         for tile in self._tiles:
-            there = [part for part in _parts(tile) if part.tier is Tier.DEVICE]
-            if there:
-                self._compare_on(COMPUTE, tile, there)
+            if parts := [part for part in _parts(tile) if part.tier is Tier.DEVICE]:
+                self._compare_on(COMPUTE, tile, parts)
         for tile, gradient in gradients:
             if tile.rests.gradient is Tier.DEVICE:
                 work = partial(self._compare_gradient, tile, gradient)
@@ -193,35 +191,36 @@ class BitChecks:
 
     def _compare_gradient(self, tile: Tile, gradient: Buffer) -> None:
         if (landed := self._gradients.pop(tile.index, None)) is not None:
-            found = self._sum(gradient, 0, own_numel(tile))
-            self._note(f"{tile.name}: the gradient (device)", landed, found)
+            now = self._sum(gradient, 0, own_numel(tile))
+            self._note(f"{tile.name}: the gradient (device)", landed, now)
 
     def _compare_on(self, stream: str, tile: Tile, parts: Sequence[_Part]) -> None:
         def work() -> None:
             for part in parts:
-                if (kept := self._kept.get(part.key)) is not None:
-                    found = self._sum(part.buffer, part.start, part.stop)
-                    if stream == COMPUTE:
-                        self._note(part.text, kept, found)
-                    else:
-                        _require_equal(part.text, kept, found, part.buffer)
+                if (kept := self._kept.get(part.key)) is None:
+                    continue
+                now = self._sum(part.buffer, part.start, part.stop)
+                if stream == COMPUTE:
+                    self._note(part.text, kept, now)
+                else:
+                    _require_equal(part.text, kept, now, part.buffer)
 
         name, reads = Name(Kind.PLAIN, f"check {tile.name}"), [part.buffer for part in parts]
         self._device.run(stream, name, work, reads, [self.flag] if stream == COMPUTE else [])
 
-    def _note(self, text: str, kept: Tensor, found: Tensor) -> None:
+    def _note(self, text: str, kept: Tensor, now: Tensor) -> None:
         """Count a difference on the device, where nobody waits for it."""
-        kept = kept.to(found.device)
-        self.flag.data.add_((kept != found).any())
-        self._noted.append((text, kept, found))
+        kept = kept.to(now.device)
+        self.flag.data.add_((kept != now).any())
+        self._noted.append((text, kept, now))
 
     def report(self, differing: float) -> None:
         """Take what a step's report says. Raises RunFailed: a plane on a rank's device differs."""
         noted, self._noted = self._noted, []
         if not differing:
             return
-        for text, kept, found in noted:
-            _require_equal(text, kept, found)
+        for difference in noted:
+            _require_equal(*difference)
         raise RunFailed("a plane on the device of another rank has changed; see what that one says")
 
     def of_update(self, tile: Tile, host_gradient: Buffer) -> UpdateSums | None:
@@ -259,8 +258,8 @@ class BitChecks:
         [part] = [p for p in _parts(tile) if p.plane.on_device]
         kept, size = self._kept.get(part.key), len(state.data)
         if self._compares and kept is not None:
-            found = self._sum(state, 0, size, start)
-            self._note(part.text, kept[: len(found)], found)
+            now = self._sum(state, 0, size, start)
+            self._note(part.text, kept[: len(now)], now)
         yield
         if self._makes:
             self._kept[part.key] = self._sum(state, 0, size, start)
@@ -276,14 +275,14 @@ class BitChecks:
         if not self._makes:
             return
         self.put_comparisons()
-        there = [p for t in self._tiles for p in _parts(t) if p.tier is Tier.DEVICE]
-        if there or self._noted:
+        resident = [p for t in self._tiles for p in _parts(t) if p.tier is Tier.DEVICE]
+        if resident or self._noted:
             self._device.synchronize(self._device.record(COMPUTE), "resident version to check")
             self.report(float(self.flag.data))
-        for part in there:
+        for part in resident:
             if (kept := self._kept.get(part.key)) is not None:
-                found = self._sum(part.buffer, part.start, part.stop)
-                _require_equal(part.text, kept, found, part.buffer)
+                now = self._sum(part.buffer, part.start, part.stop)
+                _require_equal(part.text, kept, now, part.buffer)
         for tile in self._tiles if wait else ():
             self._device.synchronize(tile.updated, "planes compared")
 
@@ -296,25 +295,24 @@ class BitChecks:
                 tile.updated = self._device.record(UPDATE)
 
 
-def _require_equal(text: str, kept: Tensor, found: Tensor, buffer: Buffer | None = None) -> None:
+def _require_equal(text: str, kept: Tensor, now: Tensor, buffer: Buffer | None = None) -> None:
     """Raises RunFailed: checksums differ; says where, and whether one flipped bit explains it."""
-    kept, found = kept.cpu(), found.cpu()
-    if torch.equal(kept, found):
+    kept, now = kept.cpu(), now.cpu()
+    if torch.equal(kept, now):
         return
-    blocks = (kept != found).any(1).nonzero().flatten().tolist()
+    blocks = (kept != now).any(1).nonzero().flatten().tolist()
     first, address = blocks[0] * SUMMED_BYTES, ""
     if isinstance(buffer, disk.DiskBuffer):
         address = f", {buffer.at + first} of the file on the disk"
     elif buffer is not None:
         address = f", address {buffer.data.data_ptr() + first:#x}"
-    bit = flipped_bit(*(found[blocks[0]] - kept[blocks[0]]).tolist()) if len(blocks) == 1 else None
     why = "no single flipped bit explains it"
+    bit = flipped_bit(*(now[blocks[0]] - kept[blocks[0]]).tolist()) if len(blocks) == 1 else None
     if bit is not None:
         word, number, more = bit
-        byte = first + 8 * word + number // 8
-        where = f"byte {byte:,}" + f" or one of {more} more, {8 << (64 - number)} apart" * (
-            more > 0
-        )
+        where = f"byte {first + 8 * word + number // 8:,}"
+        if more:
+            where += f" or one of {more} more, {8 << (64 - number)} apart"
         why = f"one flipped bit explains it, bit {number % 8} of {where}: a fault of the hardware"
     raise RunFailed(
         f"{text} differs from its checksum in {len(blocks)} blocks of {SUMMED_BYTES:,} bytes, the "

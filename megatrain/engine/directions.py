@@ -57,7 +57,7 @@ def give_way(device: Device, tile: Tile, stream: str) -> None:
 
 
 class Directions:
-    """What a rule does with gradients on the device; with most rules nothing."""
+    """The work of a rule on gradients on the device; with most rules there is none."""
 
     def __init__(
         self,
@@ -75,19 +75,19 @@ class Directions:
         """
         self._device, self._rule, self._proceed = device, rule, proceed
         self._collectives, self._checks = collectives, checks
-        found = {t.index: [e for e in t.layout.trainable if rule.directed(e)] for t in tiles}
-        self._of = {index: entries for index, entries in found.items() if entries}
+        directed = {t.index: [e for e in t.layout.trainable if rule.directed(e)] for t in tiles}
+        self._of = {index: entries for index, entries in directed.items() if entries}
         self._turn, self._coming = 0, {}  # type: ignore[var-annotated]
-        directed = [tile for tile in tiles if tile.index in self._of]
-        outside = [tile for tile in directed if tile.layout.kind is not TileKind.LAYER]
+        with_state = [tile for tile in tiles if tile.index in self._of]
+        outside = [tile for tile in with_state if tile.layout.kind is not TileKind.LAYER]
         if outside:
             name = self._of[outside[0].index][0].name
             raise InputError(
                 f"{type(rule).__name__} takes {name!r} for a matrix of a layer, but it is outside "
                 "of the layers; choose another optimizer"
             )
-        numels = [self._range(t)[1] - self._range(t)[0] for t in directed if self._comes(t)]
-        self._disk = DiskTransfer(device, [self._state(tile) for tile in directed])
+        numels = [self._range(t)[1] - self._range(t)[0] for t in with_state if self._comes(t)]
+        self._disk = DiskTransfer(device, [self._state(tile) for tile in with_state])
         self._rooms = [
             _Room(device.empty(Name(Memory.GRADIENTS, name), max(numels), torch.float32), None)
             for name in (f"state {i} of directions" for i in range(_ROOMS if numels else 0))
@@ -97,11 +97,8 @@ class Directions:
             room.free = device.record(COMPUTE)
 
     def of(self, tile: Tile) -> bool:
-        """Whether a tile has parameters whose gradients become directions."""
+        """True if a tile has parameters whose gradients become directions."""
         return tile.index in self._of
-
-    def __bool__(self) -> bool:
-        return bool(self._of)
 
     def _state(self, tile: Tile) -> Buffer:
         start, stop = self._range(tile)

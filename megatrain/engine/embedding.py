@@ -14,6 +14,7 @@ Legend: U distinct tokens of the step, V rows of a table, D width of a table.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -112,7 +113,8 @@ class Embedding:
         keep_rows: bool,
     ) -> None:
         """Args: `names` of the gathered tables; `tied` the head's tile."""
-        self._device, self._sink, self._threads, self._dtype = device, sink, threads, dtype
+        self._device, self._threads, self._dtype = device, threads, dtype
+        self.sink: Any = sink  # None where nothing is trained
         self._work, self._keep_rows, self._collectives = work, keep_rows, collectives
         self._tables = [
             _Table(tile, tile.layout.by_name[name], tile is tied)
@@ -123,12 +125,6 @@ class Embedding:
         self._capacity = 0  # rows
         if sink is not None:
             sink.expect_rows(t.tile for t in self._tables if t.entry.group is not None)
-
-    @property
-    def sink(self) -> Sink:
-        """Where gradients go, in training."""
-        assert self._sink is not None
-        return self._sink
 
     @property
     def rows_each(self) -> int:
@@ -212,11 +208,12 @@ class Embedding:
             if table.entry.group is None:
                 continue
 
-            def work(table: _Table = table) -> None:
-                table.sums.data.zero_()
-                self.sink.clear_rows()
+            work, writes = partial(self._clear, table), [table.sums, self.sink.squares]
+            self._device.run(COMPUTE, "clear rows", work, writes=writes)
 
-            self._device.run(COMPUTE, "clear rows", work, writes=[table.sums, self.sink.squares])
+    def _clear(self, table: _Table) -> None:
+        table.sums.data.zero_()
+        self.sink.clear_rows()
 
     def add(self, gradients: dict[str, Tensor]) -> None:
         """Add one micro-batch's row gradients `[U, D]`, by table name (inside compute work)."""
@@ -227,27 +224,25 @@ class Embedding:
 
     def give(self, batch: Batch) -> None:
         """Send the row gradients to their tiles' gradients on the host."""
-        given: dict[int, tuple[Tile, HostGrad, Any]] = {}
+        ready: dict[int, tuple[Tile, HostGrad, Any]] = {}
         for table in self._tables:
             if table.entry.group is None:
                 continue
+            index = table.tile.index
             sums = table.sums.piece(0, len(batch.unique_U) * table.width)
             self._collectives.reduce_scatter(sums, table.entry.name)
             if table.tile.rests.gradient is Tier.DEVICE:
-                given[table.tile.index] = self._add_there(table, batch)
+                ready[index] = self._add_there(table, batch)
                 continue
             if table.tied:
-                host_grad, landed = self.sink.landed[table.tile.index]
+                host_grad, landed = self.sink.landed[index]
                 self._add_dense(table, host_grad, landed, batch)
-            elif table.tile.index in given:
-                host_grad = given[table.tile.index][1]
             else:
-                host_grad = self._cleared(table)
+                host_grad = ready[index][1] if index in ready else self._cleared(table)
             self._measure(table, batch)
-            landed = self._scatter(table, host_grad, batch)
-            given[table.tile.index] = (table.tile, host_grad, landed)
-        for tile, host_grad, landed in given.values():
-            self.sink.updates.ready(tile, host_grad, landed)
+            ready[index] = table.tile, host_grad, self._scatter(table, host_grad, batch)
+        for arguments in ready.values():
+            self.sink.updates.ready(*arguments)
 
     def _gather_there(self, table: _Table, batch: Batch) -> None:
         """Rows of a table that rests on the device."""
@@ -301,15 +296,11 @@ class Embedding:
         table.free = device.record(COPY_IN)
 
     def _cleared(self, table: _Table) -> HostGrad:
-        host_grad = self.sink.claim(table.tile, ROWS)
-        kept = table.tile.trained
-        plane = host_grad.buffer.data[: kept.stop - kept.start]
-        self._device.run(
-            ROWS,
-            f"clear {host_grad.buffer.name}",
-            lambda: kernels.fill_zero(plane, threads=self._threads),
-            writes=[host_grad.buffer],
-        )
+        host_grad: HostGrad = self.sink.claim(table.tile, ROWS)
+        plane = host_grad.buffer.data[: table.tile.trained.stop - table.tile.trained.start]
+        work = partial(kernels.fill_zero, plane, threads=self._threads)
+        name = f"clear {host_grad.buffer.name}"
+        self._device.run(ROWS, name, work, writes=[host_grad.buffer])
         return host_grad
 
     def _add_dense(self, table: _Table, host_grad: HostGrad, landed: Any, batch: Batch) -> None:

@@ -101,11 +101,11 @@ class HostOffload:
         room = self._room(group, key, num_bytes, rest)
         device.copy(COPY_OUT, room, buffer, num_bytes)
         lane.busy = device.record(COPY_OUT)
-        told = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
-        self._items[key] = _Item(room, num_bytes, told, lane.busy)
+        sizes = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
+        self._items[key] = _Item(room, num_bytes, sizes, lane.busy)
 
     def expect(self, *takes: Sequence[Hashable]) -> None:
-        """What the next `take`s will ask for, in their order, before all that were told earlier."""
+        """Take in the keys of the next `take`s, in their order, before all earlier ones."""
         self._order = [key for keys in takes for key in keys] + self._order
         for index in range(len(self._in), max(map(len, takes), default=0)):
             self._in.append(_Lane(f"returning {self._what} {index}"))

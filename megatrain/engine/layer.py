@@ -71,8 +71,8 @@ class Layer(StreamedModule):
         self.inputs = spec.layers[visit].inputs
         self.grad_inputs = self.inputs
         self.made = spec.outputs[visit]
-        made = spec.outputs[visit - 1] if visit else spec.prologue_outputs
-        self.new_inputs = [ref for ref in made if ref in spec.read]
+        before = spec.outputs[visit - 1] if visit else spec.prologue_outputs
+        self.new_inputs = [ref for ref in before if ref in spec.read]
         self.live_out = spec.live_after[visit]
         self.waiting: dict[int, Any] = {}
 
@@ -114,21 +114,20 @@ class Layer(StreamedModule):
 
     def forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
         """The activations after this layer, of one micro-batch."""
-        made = self._forward(at, leaving, train=train)
+        produced = self._forward(at, leaving, train=train)
         kept = {ref: value for ref, value in at.values.items() if ref in self.live_out}
-        return {**kept, **made}
+        return {**kept, **produced}
 
     def _forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
         saves = self.saves(at) if train else None
         if saves is not None:
-            graph, made = self._kept_graph(at, leaving, saves)
-            self.waiting[at.index] = graph
-            return made
+            self.waiting[at.index], produced = self._kept_graph(at, leaving, saves)
+            return produced
         if train and self.policy.saves == "attention":
             with attention.Keep() as kept:
-                _, made = self._graph(at)
+                _, produced = self._graph(at)
             self.waiting[at.index] = KeptAttention(kept.results, leaving)
-            return made
+            return produced
         with torch.no_grad():
             return self._call(self.weights(at.slot), at.micro, at.values)
 
@@ -188,13 +187,13 @@ class Layer(StreamedModule):
     def _kept_graph(
         self, at: Turn, leaving: OffloadPlan | None, saves: Saves
     ) -> tuple[KeptGraph, Activations]:
-        own = {ref: value for ref, value in at.values.items() if ref in self.inputs}
-        held = SavedTensors(at.slot.data, own, at.micro.calls[self.visit].leaves, leaving)
+        inputs = {ref: value for ref, value in at.values.items() if ref in self.inputs}
+        held = SavedTensors(at.slot.data, inputs, at.micro.calls[self.visit].leaves, leaving)
         with held.saving():
-            graph, made = self._graph(at, saves)
+            graph, produced = self._graph(at, saves)
         held.let_go()
         graph.let_go()
-        return KeptGraph(graph, held), made
+        return KeptGraph(graph, held), produced
 
     def _call(
         self,
@@ -213,7 +212,7 @@ class Layer(StreamedModule):
             if ref in self.grad_inputs
         }
         with torch.enable_grad():
-            made = self._call(weights, at.micro, {**at.values, **inputs}, saves)
+            produced = self._call(weights, at.micro, {**at.values, **inputs}, saves)
         sources = [weights[name.removeprefix(self.prefix)] for name in names]
-        detached = {ref: value.detach() for ref, value in made.items()}
-        return Graph.of(inputs, made, sources, names), detached
+        detached = {ref: value.detach() for ref, value in produced.items()}
+        return Graph.of(inputs, produced, sources, names), detached

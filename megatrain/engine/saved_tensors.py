@@ -87,9 +87,9 @@ class _View:
     def on(self, memory: Tensor) -> Tensor:
         """The piece of `memory` at this place."""
         start = memory.storage_offset() * memory.itemsize + self.start
-        made = torch.empty(0, dtype=self.dtype, device=memory.device)
+        piece = torch.empty(0, dtype=self.dtype, device=memory.device)
         offset = start // self.dtype.itemsize
-        return made.set_(memory.untyped_storage(), offset, self.size, self.stride)
+        return piece.set_(memory.untyped_storage(), offset, self.size, self.stride)
 
 
 class OffloadPlan:
@@ -104,7 +104,7 @@ class OffloadPlan:
         self._numbers: dict[int, int] = {}
 
     def view(self, tensor: Tensor) -> _View:
-        """Where the tensor will be found."""
+        """The place at which the tensor will be found."""
         memory = memory_of(tensor)
         if memory not in self._numbers:
             self._numbers[memory] = len(self.memory)
@@ -119,7 +119,7 @@ def _view(tensor: Tensor, source: Any, begin: int) -> _View:
 
 
 class SavedTensors:
-    """What a kept graph saved. The graph is made within `saving()`."""
+    """The tensors that a kept graph saved. The graph is made within `saving()`."""
 
     def __init__(
         self,
@@ -131,8 +131,9 @@ class SavedTensors:
         """Args: `outside` are other arguments, which stay; None: so does all that it saves."""
         self._weights, self._inputs, self._leaving = weights, inputs, leaving
         self._returned: list[Tensor] = []
-        found = {ref: value for ref, value in inputs.items() if value.is_contiguous()}
-        self._known: dict[int, Any] = {memory_of(value): ref for ref, value in found.items()}
+        self._known: dict[int, Any] = {
+            memory_of(value): ref for ref, value in inputs.items() if value.is_contiguous()
+        }
         self._known[memory_of(weights)] = None
         self._outside = {memory_of(leaf) for leaf in outside if isinstance(leaf, Tensor)}
 
@@ -155,9 +156,9 @@ class SavedTensors:
         if memory in self._known:
             source = self._known[memory]
             base = self._weights if source is None else self._inputs[source]
-            found = _view(tensor, source, int(base.storage_offset()) * base.itemsize)
-            if found.start >= 0 and found.stop <= base.nbytes:
-                return found  # else it lies beside an input that is part of something larger
+            view = _view(tensor, source, int(base.storage_offset()) * base.itemsize)
+            if view.start >= 0 and view.stop <= base.nbytes:
+                return view  # else it lies beside an input that is part of something larger
         if self._leaving is None or memory in self._outside:
             return tensor.detach()
         return self._leaving.view(tensor)

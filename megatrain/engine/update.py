@@ -60,7 +60,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did.
+    """The result of one optimizer step.
 
     Attributes:
         loss: of the step, before the update; mean cross entropy of its labels, if no other.
@@ -119,10 +119,9 @@ class Update:
         collectives: Collectives,
         checks: BitChecks,
     ) -> None:
-        self._checks = checks
         self._device, self._optimizer, self._threads = device, optimizer, threads
         self.max_grad_norm, self.disk = max_grad_norm, disk
-        self._collectives = collectives
+        self._collectives, self._checks = collectives, checks
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self.expected: tuple[float, float] | None = None  # loss and norm of the same step before
         self._pending: list[tuple[Tile, HostGrad, Any]] = []
@@ -139,17 +138,17 @@ class Update:
         self._unclipped = any(optimizer.rule.directs(tile.layout) for tile in tiles)
 
     def waits(self, tile: Tile) -> bool:
-        """Whether a tile's update waits for the global norm."""
+        """True if a tile's update waits for the global norm."""
         return self.max_grad_norm is not None and not self._optimizer.rule.directs(tile.layout)
 
     @property
     def deferred(self) -> bool:
-        """Whether all updates do."""
+        """True if all updates do."""
         return self.max_grad_norm is not None and not self._unclipped
 
     @property
     def torn(self) -> bool:
-        """Whether a step was broken off when some updates had begun: the state is of no step."""
+        """True if a step was broken off when some updates had begun: the state is of no step."""
         return self._torn or bool(self._started)
 
     def begin(self) -> None:
@@ -202,12 +201,8 @@ class Update:
                 no weight has been changed.
             RunFailed: a host thread failed, or a bit has changed.
         """
-        numbers, device, squares, flag = (
-            self._numbers,
-            self._device,
-            sink.squares,
-            self._checks.flag,
-        )
+        numbers, device = self._numbers, self._device
+        squares, flag = sink.squares, self._checks.flag
         self._checks.compare_there([(tile, grad.buffer) for tile, grad, _ in self._pending])
 
         def note() -> None:
@@ -245,21 +240,22 @@ class Update:
                 "computed from the same state before: a fault of the hardware. No weight has been "
                 "changed; test this machine's memory and GPU, and go on from the last checkpoint"
             )
-        if not math.isfinite(report.loss):
-            for tile in self._started:  # only to be refused
-                tile.version -= 1
-            self._started = []
+        finite = [math.isfinite(number) for number in measured]
+        if not all(finite):
+            if not finite[0]:
+                for tile in self._started:  # only to be refused
+                    tile.version -= 1
+                self._started = []
             self._checks.compare_all()
+        if not finite[0]:
             bad = [i for i, loss in enumerate(self._losses) if not math.isfinite(loss)]
             ranks = self._collectives.ranks
             whose = "" if ranks.size == 1 else f" of rank {ranks.rank}"
             what = f"the loss is {report.loss} (micro-batches {bad}{whose})"
             raise StepRefused(f"{what}: {_INTACT}", intact=True, measured=measured)
-        if math.isfinite(report.grad_norm) and report.grad_norm <= self.norm_limit:
+        if finite[1] and report.grad_norm <= self.norm_limit:
             return
-        if not math.isfinite(report.grad_norm):
-            self._checks.compare_all()
-        above = f", above {self.norm_limit:.4g}" if math.isfinite(report.grad_norm) else ""
+        above = f", above {self.norm_limit:.4g}" if finite[1] else ""
         damage = _INTACT if self.deferred else _DAMAGED
         what = f"the gradient norm is {report.grad_norm:.4g}{above}"
         raise StepRefused(f"{what}: {damage}", intact=self.deferred, measured=measured)
@@ -285,17 +281,17 @@ class Update:
             written = [buffer for plane, buffer in part.planes.items() if not plane.on_device]
             self._device.run(stream, name, work, [host_grad.buffer], written)
         if sums is not None:
-            work = partial(self._take, tile, sums)
-            there = [b for p, b in tile.planes.items() if tile.rests.tier(p) is Tier.DEVICE]
-            self._device.run(stream, Name(Kind.PLAIN, f"compare {tile.name}"), work, there)
+
+            def compare() -> None:
+                if not self._refused:
+                    self._checks.updated(tile, sums)
+
+            on_device = [b for p, b in tile.planes.items() if tile.rests.tier(p) is Tier.DEVICE]
+            self._device.run(stream, Name(Kind.PLAIN, f"compare {tile.name}"), compare, on_device)
         tile.updated = host_grad.free = self._device.record(stream)
 
-    def _take(self, tile: Tile, sums: UpdateSums) -> None:
-        if not self._refused:
-            self._checks.updated(tile, sums)
-
     def _runs(self, tile: Tile) -> Iterator[_Run]:
-        """What `Rule.update` is called for."""
+        """The ranges that `Rule.update` is called for."""
         states = [plane for plane in tile.states if not plane.on_device]
         if not self._optimizer.rule.needs_matrices:
             for index, start, stop in tile.layout.runs(self._group_of):
@@ -331,7 +327,7 @@ class Update:
         """Update a tile whose planes begin with its element `first`, and their runs with others."""
         if self._refused:
             return
-        own, gradient = tile.trained.start, host_grad.buffer.data
+        gradient, trained = host_grad.buffer.data, tile.trained.start
         weights, remainder = (
             next((plane for plane, b in tile.planes.items() if b is buffer), None)
             for buffer in (tile.weights, tile.remainder)
@@ -343,7 +339,7 @@ class Update:
                 None if tile.remainder is None else tile.remainder.data[here],
                 [tile.states[p].data[p.place(here.start, here.stop)] for p in run.states],
                 # Sums of passes are rounded as those are that leave the device.
-                gradient[run.start - own : run.stop - own].to(tile.weights.data.dtype),
+                gradient[run.start - trained : run.stop - trained].to(tile.weights.data.dtype),
             )
             at, clipping = tile.index * MOST_ELEMENTS + run.start, 1.0 if run.directed else scale
             options = UpdateOptions(at, version, clipping, self._threads)
@@ -351,7 +347,8 @@ class Update:
                 self._optimizer.rule.update(part, run.group, options)
             else:
                 planes = [weights, remainder, *run.states]
-                sums.apply(self._optimizer.rule, part, planes, run.start - own, run.group, options)
+                start = run.start - trained
+                sums.apply(self._optimizer.rule, part, planes, start, run.group, options)
 
 
 def _alike(now: float, before: float) -> bool:

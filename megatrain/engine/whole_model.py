@@ -104,8 +104,9 @@ def whole_model(
 
 def _from_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None:
     """Logits that ranks draw from must be the same to the bit, or they would part."""
-    own = output.logits.float()
-    logits = own.clone() if ranks.rank == 0 else torch.zeros_like(own)  # 0 * -inf is no number
+    logits = output.logits.float()
+    if ranks.rank:
+        logits = torch.zeros_like(logits)  # 0 * -inf is no number
     ranks.all_reduce(logits)
     output.logits = logits.to(output.logits.dtype)
 
@@ -145,9 +146,9 @@ class _Places:
     def put(self, name: str, values: Tensor) -> nn.Parameter:
         """Let the model compute with these values."""
         # Of a weight without gradients, torch's matmul may make a copy for each row.
-        made = nn.Parameter(values, requires_grad=values.is_floating_point())
-        self._set(name, made)
-        return made
+        parameter = nn.Parameter(values, requires_grad=values.is_floating_point())
+        self._set(name, parameter)
+        return parameter
 
     def restore(self) -> None:
         """Give all modules their own parameters back."""
@@ -181,8 +182,8 @@ class _Tables(TorchFunctionMode):
         """Stand-ins in their places: of a tied table the head has taken it."""
         self._tables = {}
         for name, table in self._rest.items():
-            made = self._places.put(name, stand_in(table.whole, self._device, self._dtype))
-            self._tables[id(made)] = made, table
+            stand = self._places.put(name, stand_in(table.whole, self._device, self._dtype))
+            self._tables[id(stand)] = stand, table
 
     def __enter__(self) -> Any:
         self.put()

@@ -93,20 +93,19 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: a parameter is in no group or in two, or is not one of the engine's.
         """
-        found: dict[str, int] = {}
+        groups: dict[str, int] = {}
         for index, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                name = self._name(parameter)
-                if name in found:
+            for name in map(self._name, group["params"]):
+                if name in groups:
                     raise InputError(f"the optimizer has {name!r} in two groups or twice in one")
-                found[name] = index
-        missing = next((name for name in self._names.values() if name not in found), None)
+                groups[name] = index
+        missing = next((name for name in self._names.values() if name not in groups), None)
         if missing is not None:
             raise InputError(
                 f"the optimizer has {missing!r} in no group; set its group's lr and weight_decay "
                 "to 0, or freeze it before the engine is made"
             )
-        return found
+        return groups
 
     def _name(self, parameter: Any) -> str:
         name = self._names.get(parameter) if isinstance(parameter, Tensor) else None
@@ -123,15 +122,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: one is none of the engine's.
         """
-        given = param_group["params"]
-        if not isinstance(given, set):  # which torch refuses
-            each = [given] if isinstance(given, Tensor) else list(given)
-            tensors = [one[1] if isinstance(one, tuple) else one for one in each]
+        params = param_group["params"]
+        if not isinstance(params, set):  # which torch refuses
+            params = [params] if isinstance(params, Tensor) else params
+            tensors = [one[1] if isinstance(one, tuple) else one for one in params]
             param_group = param_group | {"params": [(self._name(p), p) for p in tensors]}
         super().add_param_group(param_group)
 
     def check(self) -> None:
-        """Whether the groups, which anybody may change, still hold settings of the rule.
+        """Check that the groups, which anybody may change, still hold settings of the rule.
 
         Raises:
             InputError: one does not: a NaN for a learning rate would become every weight. Or the
@@ -161,16 +160,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Warn where a schedule that was made since `restore` has set its first rates."""
         restored, self.restored_rates = self.restored_rates, None
         rates = [_scalar(group.get("lr")) for group in self.param_groups]
-        if restored not in (None, rates) and is_scheduled(self):
+        if restored is not None and restored != rates and is_scheduled(self):
             _log.warning(
                 "the learning rate is %s, and was %s in the checkpoint: a schedule sets its first "
                 "rates when it is made; to go on with those of the checkpoint, keep "
                 "engine.optimizer.state_dict() before the schedule is made, and give it to "
                 "engine.optimizer.load_state_dict afterwards",
-                *(
-                    ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(each))
-                    for each in (rates, restored)
-                ),
+                *(", ".join(f"{rate:.6g}" for rate in dict.fromkeys(s)) for s in (rates, restored)),
             )
 
     def _check(self, group: dict[str, Any]) -> None:
@@ -182,17 +178,18 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 f"a group of the optimizer asks for {unknown}, unknown to "
                 f"{type(self.rule).__name__}"
             )
-        own = replace(self.rule, **{n: _scalar(group.get(n)) for n in self.rule.settings})
-        if own.state_planes != self.rule.state_planes:
+        rule = replace(self.rule, **{n: _scalar(group.get(n)) for n in self.rule.settings})
+        if rule.state_planes != self.rule.state_planes:
             raise InputError(
                 f"a group of the optimizer asks {type(self.rule).__name__} to keep other state "
                 "than the engine was made with (momentum from 0, or to 0); make the engine with it"
             )
         for name in self.rule.choices:
-            if group.get(name, made := getattr(self.rule, name)) != made:
+            if group.get(name, choice := getattr(self.rule, name)) != choice:
                 raise InputError(
                     f"a group of the optimizer has {name} {group[name]!r}, and the engine was made "
-                    f"with {made!r} for all groups; make it with another {type(self.rule).__name__}"
+                    f"with {choice!r} for all groups; make it with another "
+                    f"{type(self.rule).__name__}"
                 )
 
     def took_step(self) -> None:
@@ -255,18 +252,18 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
             raise InputError(f"optimizer.load_state_dict brings no moments: {_NOT_HERE}")
         self._name_parameters()
-        own = [group["param_names"] for group in self.param_groups]
-        if [group.get("param_names") for group in groups] != own:
+        names = [group["param_names"] for group in self.param_groups]
+        if [group.get("param_names") for group in groups] != names:
             raise InputError(
                 "optimizer.load_state_dict: the groups given are of other parameters than those of "
                 "this optimizer; make the same groups first"
             )
-        for given in groups:
-            self._check(given)
-        for group, given in zip(self.param_groups, groups, strict=True):
+        for group in groups:
+            self._check(group)
+        for group, loaded in zip(self.param_groups, groups, strict=True):
             kept = {name: group[name] for name in ("params", "param_names")}
             group.clear()
-            group.update(self._with_pairs(given) | kept)
+            group.update(self._with_pairs(loaded) | kept)
 
     def saved_groups(self) -> list[dict[str, Any]]:
         """The groups as plain JSON values: names of parameters, and what a schedule made of them.

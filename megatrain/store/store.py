@@ -4,7 +4,7 @@ The optimizer's rule says which planes there are, and their bytes (optim/rule.py
 gradients belongs to the sink (engine/sink.py).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -56,7 +56,7 @@ class Rests:
     """The tiers of a tile's planes, by their kinds; how a step goes about it follows.
 
     Attributes:
-        stays: whether the device keeps a copy of weights that rest elsewhere, or in ranks' blocks.
+        stays: the device keeps a copy of weights that rest elsewhere, or in ranks' blocks.
     """
 
     weights: Tier = Tier.HOST
@@ -176,11 +176,6 @@ class Tile:
                 return slice(start + moved, stop + moved), slice(start - first, stop - first)
         return slice(0, 0), slice(0, 0)
 
-    @property
-    def state(self) -> list[Buffer]:
-        """The planes that only the update touches."""
-        return [buffer for buffer in self.planes.values() if buffer is not self.weights]
-
     def remainder_of(self, entry: Entry) -> Buffer | None:
         """The plane that has the rest of a parameter's master; None: its weights are all of it."""
         kept = (b for p, b in self.planes.items() if b is self.remainder and p.has(entry))
@@ -197,15 +192,13 @@ class Tile:
                 weights.view(torch.uint8)[: len(stored)].copy_(stored)
             return
         flat = values.detach().contiguous().view(-1)[own]
-        rest, narrow = self.remainder_of(entry), flat.dtype == torch.bfloat16
-        if rest is None or narrow:
+        rest = self.remainder_of(entry)
+        if rest is None or flat.dtype == torch.bfloat16:
             with self.weights.writing(place) as weights:
                 weights.copy_(flat)  # a bf16 value is its own master: the remainder is zero
-        if rest is None:
-            return
-        if narrow:
-            with rest.writing(place) as remainder:
-                remainder.zero_()
+            if rest is not None:
+                with rest.writing(place) as remainder:
+                    remainder.zero_()
             return
         with rest.writing(place) as remainder, self.weights.writing(place) as weights:
             high, low = (p if p.is_cpu else torch.empty_like(p, device="cpu")
@@ -269,21 +262,19 @@ class Store:
             InputError: `placement.resident` has a name that no tile has.
         """
         rests = resting(placement, layouts)
-        self.disk = disk.DiskRoom()
-        found: list[dict[Plane, Buffer]] = [{} for _ in layouts]
+        self.disk, self.rule = disk.DiskRoom(), rule
+        kept: list[dict[Plane, Buffer]] = [{} for _ in layouts]
         for plane in tile_planes(rule, dtype):
             tiers = [each.tier(plane) for each in rests]
-            made = planes(device, plane, layouts, tiers, rank, self.disk)
-            for own, buffer in zip(found, made, strict=True):
-                own[plane] = buffer
-        there = zip(layouts, rests, strict=True)
-        if open_file is not None and any(_on_disk(*each, found[0]) for each in there):
-            self.disk.file = open_file(max(1, self.disk.num_bytes))
-        self.rule = rule
+            buffers = planes(device, plane, layouts, tiers, rank, self.disk)
+            for of_tile, buffer in zip(kept, buffers, strict=True):
+                of_tile[plane] = buffer
         self.tiles = [
-            Tile(i, *each, rank=rank)
-            for i, each in enumerate(zip(layouts, found, rests, strict=True))
+            Tile(index, *parts, rank=rank)
+            for index, parts in enumerate(zip(layouts, kept, rests, strict=True))
         ]
+        if open_file is not None and any(map(_on_disk, self.tiles)):
+            self.disk.file = open_file(max(1, self.disk.num_bytes))
 
     def of(self, kind: TileKind) -> list[Tile]:
         """The tiles that are this, in order."""
@@ -310,9 +301,9 @@ class Store:
         return totals
 
 
-def _on_disk(layout: TileLayout, rests: Rests, kept: Iterable[Plane]) -> bool:
+def _on_disk(tile: Tile) -> bool:
     """True if anything of a tile rests on a disk, on whichever rank."""
-    return any(rests.tier(plane) is Tier.DISK and plane.numel(layout) for plane in kept)
+    return any(tile.rests.tier(p) is Tier.DISK and p.numel(tile.layout) for p in tile.planes)
 
 
 def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
@@ -329,7 +320,7 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
         )
     elsewhere = [t for t in layouts if t.name not in placement.resident]
     layers = [t for t in elsewhere if t.kind is TileKind.LAYER]
-    there = on_disk(placement, elsewhere)
+    of_disk = on_disk(placement, elsewhere)
     # While a head takes the slots of layers, nothing else can be on its way: it stays first.
     heads = [t.name for t in elsewhere if t.kind is TileKind.HEAD][: placement.keep_weights]
     staying = {*heads, *_spread(layers, placement.keep_weights - len(heads))}
@@ -338,7 +329,7 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
         replace(_RESIDENT, stays=layout.ranks > 1 and layout.kind not in looked_up)
         if layout.name in placement.resident
         else Rests(
-            **{each: Tier.DISK for each, names in there.items() if layout.name in names},
+            **{plane: Tier.DISK for plane, names in of_disk.items() if layout.name in names},
             stays=layout.name in staying,
         )
         for layout in layouts
@@ -377,23 +368,23 @@ def planes(
     """
     step = _PAGE // plane.dtype.itemsize
     lengths = [plane.own_numel(layout, rank) for layout in layouts]
-    each = zip(lengths, tiers, strict=True)
-    on_host = sum(align(numel, step) for numel, tier in each if tier is Tier.HOST)
+    on_host = sum(
+        align(numel, step) for numel, tier in zip(lengths, tiers, strict=True) if tier is Tier.HOST
+    )
     name, pinned = Name(plane.kind, plane.name), plane.kind in _PINNED or plane.on_device
-    room = device.host(name, on_host, plane.dtype, pinned=pinned)
+    host = device.host(name, on_host, plane.dtype, pinned=pinned)
     buffers, offset = [], 0
     for layout, length, tier in zip(layouts, lengths, tiers, strict=True):
-        own = Name(plane.kind, f"{layout.name} {plane.name}")
+        name = Name(plane.kind, f"{layout.name} {plane.name}")
         if tier is Tier.DEVICE:
-            buffer = device.empty(own, length, plane.dtype)
+            buffer = device.empty(name, length, plane.dtype)
             device.run(COMPUTE, f"clear {buffer.name}", buffer.data.zero_, writes=[buffer])
-            buffers.append(buffer)
-            continue
-        if tier is Tier.DISK:
+        elif tier is Tier.DISK:
             assert disk_room is not None
             moved = plane.place(0, disk.PIECE).stop
-            buffers.append(disk_room.buffer(own, length, plane.dtype, moved))
-            continue
-        buffers.append(Buffer(own, room.data[offset : offset + length]))
-        offset += align(length, step)
+            buffer = disk_room.buffer(name, length, plane.dtype, moved)
+        else:
+            buffer = Buffer(name, host.data[offset : offset + length])
+            offset += align(length, step)
+        buffers.append(buffer)
     return buffers

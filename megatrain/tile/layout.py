@@ -104,11 +104,11 @@ class TileLayout:
         entries: list[Entry] = []
         offset = 0
         how = packed or {}
-        given = [
+        marked = [
             (n, shape, group, group is None and n in wide and n not in how)
             for n, shape, group in parameters
         ]
-        order = sorted(given, key=lambda p: (p[2] is None, not p[3], p[0] in how, p[2] or 0))
+        order = sorted(marked, key=lambda p: (p[2] is None, not p[3], p[0] in how, p[2] or 0))
         self.parts: list[tuple[int, int]] = []
         for _, members in groupby(order, key=lambda p: (p[2] is None, p[3])):
             start = offset
@@ -132,9 +132,9 @@ class TileLayout:
         """Where parameters lie once they are unpacked; what is not packed lies where it did."""
         if not self.is_packed:
             return self
-        given = [(e.name, torch.Size(e.shape), e.group) for e in self.entries]
+        parameters = [(e.name, torch.Size(e.shape), e.group) for e in self.entries]
         wide = [e.name for e in self.entries if e.wide]
-        return TileLayout(self.name, given, self.kind, wide, ranks=self.ranks, row=self._row)
+        return TileLayout(self.name, parameters, self.kind, wide, ranks=self.ranks, row=self._row)
 
     def unpack(self, stored: Tensor, out: Tensor, fast: Callable[[Expand], Expand]) -> None:
         """Write the parameters of the weights plane `stored` to `out`, laid out as `unpacked`.
@@ -146,14 +146,14 @@ class TileLayout:
         out[:plain].copy_(stored[:plain])
         for entry in packed:
             assert entry.packed is not None
-            there = self.unpacked.by_name[entry.name].view(out)
-            entry.packed.unpack(stored[entry.offset : entry.offset + entry.stored], there, fast)
+            values = self.unpacked.by_name[entry.name].view(out)
+            entry.packed.unpack(stored[entry.offset : entry.offset + entry.stored], values, fast)
 
     def blocks(self, rank: int) -> Iterator[tuple[int, int]]:
         """A rank's block of each part: its first element, and how many it has."""
         for start, stop in self.parts:
-            own = (stop - start) // self.ranks
-            yield start + rank * own, own
+            size = (stop - start) // self.ranks
+            yield start + rank * size, size
 
     def whole_parts(self, stop: int) -> int:
         """The end of the part that has element `stop - 1`, with several ranks; else `stop`."""

@@ -61,9 +61,9 @@ class WeightFormat:
         codes, scales = self.parts(stored.view(torch.uint8)[:num_bytes], out.shape)
         flat, expand, values = out.view(-1), fast(self.expand), self.values(out.device)
         of = flat.numel() // len(scales)  # values of a scale
-        each = max(1, _PIECE // of)
+        most = max(1, _PIECE // of)
         pieces = (codes.view(len(scales), -1), scales, flat.view(-1, of))
-        for piece in zip(*(whole.split(each) for whole in pieces), strict=True):
+        for piece in zip(*(whole.split(most) for whole in pieces), strict=True):
             expand(piece[0].view(-1), piece[1], values, piece[2].view(-1))
 
     def unpacked(self, stored: Tensor, shape: Sequence[int]) -> Tensor:
@@ -155,12 +155,12 @@ def _nf4_values(device: torch.device) -> Tensor:
 @cache
 def _dynamic_values(device: torch.device) -> Tensor:
     """The 8-bit code of bitsandbytes (create_dynamic_map): a sign, an exponent, a fraction."""
-    found = [0.0, 1.0]
+    values = [0.0, 1.0]
     for exponent in range(7):
         bounds = torch.linspace(0.1, 1, 2**exponent + 1)
         means = (10.0 ** (exponent - 6) * ((bounds[:-1] + bounds[1:]) / 2)).tolist()
-        found += [*means, *(-each for each in means)]
-    return torch.tensor(sorted(found), device=device)
+        values += [*means, *(-mean for mean in means)]
+    return torch.tensor(sorted(values), device=device)
 
 
 def _fp8_bytes(shape: Sequence[int]) -> int:

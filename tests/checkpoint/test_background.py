@@ -134,7 +134,7 @@ def test_only_updates_wait_for_the_disk(tmp_path, monkeypatch) -> None:
 
 
 def state_without_flush(engine: Engine) -> dict:
-    planes = [(t.name, plane) for t in engine._store.tiles for plane in (t.weights, *t.state)]
+    planes = [(t.name, plane) for t in engine._store.tiles for plane in t.planes.values()]
     return {f"{name} {i}": plane.data.clone() for i, (name, plane) in enumerate(planes)}
 
 

@@ -91,7 +91,7 @@ def test_planes_begin_at_zero_on_pages_of_their_own() -> None:
     for tile in kept.tiles:
         assert tile.version == 0
         assert tile.updated is None
-        for buffer in (tile.weights, *tile.state):
+        for buffer in tile.planes.values():
             assert not buffer.data.any()
             assert buffer.data.numel() == 0 or buffer.data.data_ptr() % 4096 == 0
     first = kept.tiles[0]
