@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import weakref
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,10 +156,8 @@ class CudaDevice:
     ) -> Any:
         if stream in self._workers:
             return self._workers[stream].put(name, work)
-        if stream == COMPUTE:
-            with self._pace.piece(name), torch.cuda.stream(self._stream(stream)):
-                return work()
-        with torch.cuda.stream(self._stream(stream)):
+        pace = self._pace.piece(name) if stream == COMPUTE else nullcontext()
+        with pace, torch.cuda.stream(self._stream(stream)):
             return work()
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:

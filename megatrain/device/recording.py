@@ -69,7 +69,7 @@ class Recording(_Passing):
             raise RunFailed("the engine is closed; make a new one")
         if not self._on:
             return self._device.run(stream, name, work, reads, writes)
-        after = self._after(stream)
+        after = tuple(self._waits.pop(stream, ()))
         if stream in HOST_STREAMS:
             num_bytes = _update_bytes(reads, writes) if stream == UPDATE else 0
             if stream in (DISK_WEIGHTS, DISK_OUT):
@@ -80,9 +80,6 @@ class Recording(_Passing):
         result = self._device.run(stream, name, work, reads, writes)
         self._marks.append((stream, name, begin, self._device.mark(stream), after, 0))
         return result
-
-    def _after(self, stream: str) -> tuple[str, ...]:
-        return tuple(self._waits.pop(stream, ()))
 
     def _timed(
         self, stream: str, name: str, work: Work, after: tuple[str, ...], num_bytes: int
@@ -99,7 +96,7 @@ class Recording(_Passing):
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         if not self._on:
             return self._device.copy(stream, to, source, numel)
-        after, name = self._after(stream), f"{source.name} -> {to.name}"
+        after, name = tuple(self._waits.pop(stream, ())), f"{source.name} -> {to.name}"
         num_bytes = source.data[:numel].nbytes
         if stream in HOST_STREAMS:
             timed = self._timed(stream, name, partial(move, to, source, numel), after, num_bytes)

@@ -57,17 +57,21 @@ def rows(count: int = 4) -> list[dict[str, Any]]:
     ]
 
 
-def settings(kind: Any, folder: Path, **more: Any) -> Any:
-    return kind(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to=[],
-        per_device_train_batch_size=4,
-        gradient_checkpointing=False,
-        bf16=False,
-        max_length=64,
-        disable_tqdm=True,
-        **more,
+def trainer_of(
+    kind: str, models: list[Any], data: list[Any], tokenizer: Any, folder: Path,
+    peft_config: Any = None, module: Any = trl, **more: Any,
+) -> Any:  # fmt: skip
+    """TRL's trainer called `kind`, of copies of these models."""
+    args = getattr(module, f"{kind}Config")(
+        output_dir=str(folder), use_cpu=True, report_to=[], per_device_train_batch_size=4,
+        gradient_checkpointing=False, bf16=False, max_length=64, disable_tqdm=True, **more,
+    )  # fmt: skip
+    return getattr(module, f"{kind}Trainer")(
+        *map(copied, models),
+        args=args,
+        train_dataset=datasets.Dataset.from_list(data),
+        processing_class=tokenizer,
+        **({} if peft_config is None else {"peft_config": peft_config}),
     )
 
 
@@ -78,14 +82,9 @@ def computed(trainer: Any) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]
     trainer.model.train()
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
-    return (
-        given,
-        loss.item(),
-        {
-            name: torch.zeros_like(p) if p.grad is None else p.grad
-            for name, p in trainer.model.named_parameters()
-        },
-    )
+    named = trainer.model.named_parameters()
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
+    return given, loss.item(), grads
 
 
 def agree(model: PreTrainedModel, step: list[Any], loss: Loss, wanted: Any) -> None:
@@ -127,17 +126,10 @@ def test_reward(tokenizer: Any, tmp_path: Path, loss: Reward, cut: int) -> None:
         | ({"margin": 0.5 * number} if loss.margin else {})
         for number, row in enumerate(rows())
     ]
-    trainer = trl.RewardTrainer(
-        copied(model),
-        settings(
-            trl.RewardConfig,
-            tmp_path,
-            center_rewards_coefficient=loss.center_rewards_coefficient,
-            disable_dropout=True,
-        ),
-        train_dataset=datasets.Dataset.from_list(data),
-        processing_class=tokenizer,
-    )
+    trainer = trainer_of(
+        "Reward", [model], data, tokenizer, tmp_path, disable_dropout=True,
+        center_rewards_coefficient=loss.center_rewards_coefficient,
+    )  # fmt: skip
     batch, *wanted = computed(trainer)
     ids, mask = batch["input_ids"], batch["attention_mask"]
     step = of_pairs(batch) | {"labels": scored(ids, mask, tokenizer.pad_token_id)}
@@ -156,15 +148,10 @@ def test_reward_with_an_adapter(tokenizer: Any, tmp_path: Path, cut: int) -> Non
         {"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]}
         for row in rows()
     ]
-    trainer = trl.RewardTrainer(
-        copied(model),
-        settings(trl.RewardConfig, tmp_path, disable_dropout=True),
-        train_dataset=datasets.Dataset.from_list(data),
-        processing_class=tokenizer,
-        peft_config=peft.LoraConfig(
-            task_type="SEQ_CLS", r=4, target_modules="all-linear", init_lora_weights=False
-        ),
+    lora = peft.LoraConfig(
+        task_type="SEQ_CLS", r=4, target_modules="all-linear", init_lora_weights=False
     )
+    trainer = trainer_of("Reward", [model], data, tokenizer, tmp_path, lora, disable_dropout=True)
     trainer.model.save_pretrained(tmp_path / "adapter")
     batch, value, grads = computed(trainer)
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -215,19 +202,8 @@ def test_dpo(tokenizer: Any, tmp_path: Path, loss: DPO, cut: int) -> None:
         llama(vocab_size=VOCAB, pad_token_id=tokenizer.pad_token_id),
         llama(vocab_size=VOCAB, tie_word_embeddings=True),
     )
-    trainer = trl.DPOTrainer(
-        copied(model),
-        copied(other),
-        settings(
-            trl.DPOConfig,
-            tmp_path,
-            beta=loss.beta,
-            label_smoothing=loss.label_smoothing,
-            loss_type=[loss.loss_type],
-        ),
-        train_dataset=datasets.Dataset.from_list(rows()),
-        processing_class=tokenizer,
-    )
+    given = vars(loss) | {"loss_type": [loss.loss_type]}
+    trainer = trainer_of("DPO", [model, other], rows(), tokenizer, tmp_path, **given)
     batch, *wanted = computed(trainer)
     labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
     step = of_pairs(batch) | {"labels": labels}
@@ -248,20 +224,7 @@ def test_kto(tokenizer: Any, tmp_path: Path, loss: KTO) -> None:
         {"prompt": row["prompt"], "completion": row["chosen"], "label": bool(number % 2)}
         for number, row in enumerate(rows())
     ]
-    trainer = trl.KTOTrainer(
-        copied(model),
-        copied(other),
-        settings(
-            trl.KTOConfig,
-            tmp_path,
-            beta=loss.beta,
-            desirable_weight=loss.desirable_weight,
-            undesirable_weight=loss.undesirable_weight,
-            loss_type=loss.loss_type,
-        ),
-        train_dataset=datasets.Dataset.from_list(data),
-        processing_class=tokenizer,
-    )
+    trainer = trainer_of("KTO", [model, other], data, tokenizer, tmp_path, **vars(loss))
     batch, *wanted = computed(trainer)
     step, first = [], 0
     for prefix in ("", "KL_") if loss.loss_type == "kto" else ("",):
@@ -286,18 +249,12 @@ def test_orpo_and_simpo(tokenizer: Any, tmp_path: Path, loss: ORPO | SimPO, cut:
     model = llama(vocab_size=VOCAB, pad_token_id=tokenizer.pad_token_id)
     given: dict[str, Any] = {"beta": loss.beta, "disable_dropout": True}
     if isinstance(loss, SimPO):
-        kind, config = pytest.importorskip("trl.experimental.cpo").CPOTrainer, "CPOConfig"
+        kind, module = "CPO", pytest.importorskip("trl.experimental.cpo")
         given |= {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": loss.gamma}
         given["label_smoothing"] = loss.label_smoothing
     else:
-        kind, config = pytest.importorskip("trl.experimental.orpo").ORPOTrainer, "ORPOConfig"
-    module = __import__(kind.__module__.rpartition(".")[0], fromlist=[config])
-    trainer = kind(
-        copied(model),
-        args=settings(getattr(module, config), tmp_path, **given),
-        train_dataset=datasets.Dataset.from_list(rows()),
-        processing_class=tokenizer,
-    )
+        kind, module = "ORPO", pytest.importorskip("trl.experimental.orpo")
+    trainer = trainer_of(kind, [model], rows(), tokenizer, tmp_path, module=module, **given)
     batch, *wanted = computed(trainer)
     both = trainer.concatenated_inputs(
         batch, padding_value=tokenizer.pad_token_id, device=torch.device("cpu")
@@ -347,12 +304,7 @@ def test_sft(tmp_path: Path, case: str, cut: int) -> None:
     tokenizer = chat_tokenizer("llama3" if case == "completion of messages" else "marked")
     size = len(tokenizer) + 3
     model = llama(vocab_size=size, pad_token_id=tokenizer.pad_token_id)
-    trainer = trl.SFTTrainer(
-        copied(model),
-        settings(trl.SFTConfig, tmp_path / "trl", **given),
-        train_dataset=datasets.Dataset.from_list(data),
-        processing_class=tokenizer,
-    )
+    trainer = trainer_of("SFT", [model], data, tokenizer, tmp_path / "trl", **given)
     _, *wanted = computed(trainer)
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in data))

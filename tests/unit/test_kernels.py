@@ -157,15 +157,15 @@ def test_a_machine_with_a_compiler_has_the_native_kernels():
 
 
 @needs_native
-def test_native_is_chosen_where_it_exists(monkeypatch, caplog):
-    monkeypatch.setenv("MEGATRAIN_KERNELS", "")
-    assert kernels._choose() == (native, f"native ({native.instruction_set()})")
-    assert caplog.text == ""
-
-
-def test_reference_can_be_asked_for(monkeypatch, caplog):
-    monkeypatch.setenv("MEGATRAIN_KERNELS", "reference")
-    assert kernels._choose() == (reference, "reference (asked for)")
+@pytest.mark.parametrize("choice", ["", "native", "reference"])
+def test_native_is_chosen_where_it_exists_unless_the_reference_is_asked_for(
+    choice, monkeypatch, caplog
+):
+    monkeypatch.setenv("MEGATRAIN_KERNELS", choice)
+    wanted = native, f"native ({native.instruction_set()})"
+    if choice == "reference":
+        wanted = reference, "reference (asked for)"
+    assert kernels._choose() == wanted
     assert caplog.text == ""
 
 
