@@ -43,10 +43,6 @@ class Call:
     leaves: list[Any]
     spec: Any
 
-    @property
-    def refs(self) -> list[Ref]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Ref)]
-
     def arguments(self, values: Mapping[Ref, Tensor]) -> tuple[tuple, dict[str, Any]]:
         """`(args, kwargs)` with each Ref replaced by its value."""
         leaves = [values[leaf] if isinstance(leaf, Ref) else leaf for leaf in self.leaves]

@@ -134,8 +134,9 @@ def _attention(
         window = options.get("sliding_window")
         plain = not options.get("dropout") and options.get("position_bias") is None
         if plain and _has_kernel(query, value):
-            qkv = (query, key, value)
-            return _varlen(*qkv, cu_seq_lens_q, max_length_q, window, options.get("scaling")), None
+            scale = options.get("scaling")
+            out = _varlen(query, key, value, cu_seq_lens_q, max_length_q, window, scale)
+            return out, None
         attention_mask = _mask_of(cu_seq_lens_q, query.shape[0], query.shape[2], window)
     out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return out, None
@@ -165,8 +166,9 @@ def _varlen(
     def flat(x: Tensor) -> Tensor:
         return x.transpose(1, 2).reshape(rows * tokens, x.shape[1], width)
 
-    qkv = flat(query), flat(key), flat(value)
-    out = flash_attention(*qkv, edges, longest, window=window, scale=scale)
+    out = flash_attention(
+        flat(query), flat(key), flat(value), edges, longest, window=window, scale=scale
+    )
     return out.view(rows, tokens, heads, width)[..., : width - short]
 
 

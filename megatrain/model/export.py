@@ -4,8 +4,10 @@ import copy
 import json
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -17,12 +19,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.base.units import GIB, gib
 from megatrain.base.whole_files import link_file, whole_folder
 from megatrain.compat import peft
-from megatrain.compat.transformers import not_saved, scores_rows
+from megatrain.compat.transformers import (
+    WeightConverter,
+    conversions_of,
+    dot_natural_key,
+    get_model_conversion_mapping,
+    not_saved,
+    revert_weight_conversion,
+    scores_rows,
+)
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.adapters import Values, adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.companions import Companions, write_companions
-from megatrain.model.conversion import ExportBatch, plan_export
 from megatrain.model.safetensors_io import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -82,9 +91,9 @@ def write_weights(
         file_dtype = (as_came or {}).get(first, file_dtype)
         metas[name] = torch.empty(reference.shape, dtype=file_dtype, device="meta")
     position = {name: i for i, name in enumerate(metas)}
-    batches = sorted(plan_export(model, metas), key=lambda batch: position[batch.inputs[0]])
+    batches = sorted(_plan_export(model, metas), key=lambda batch: position[batch.inputs[0]])
 
-    def converted(batch: ExportBatch) -> list[Tensor]:
+    def converted(batch: _ExportBatch) -> list[Tensor]:
         values = {n: _value(model, tensors, saved[n]).to(batch.dtype) for n in batch.inputs}
         return batch.convert(model, values)
 
@@ -243,3 +252,87 @@ def _split(described: list[Described], max_shard_bytes: int) -> list[list[Descri
         shards[-1].append(tensor)
         size += tensor.num_bytes
     return shards
+
+
+@dataclass(frozen=True)
+class _ExportBatch:
+    """Checkpoint tensors that are made together.
+
+    Attributes:
+        inputs: the model's names, as `revert_weight_conversion` takes them.
+        dtype: of inputs and outputs.
+        outputs: what comes out, in the order in which `convert` returns it.
+        converted: False where the tensor is only renamed.
+    """
+
+    inputs: tuple[str, ...]
+    dtype: torch.dtype
+    outputs: tuple[Described, ...]
+    converted: bool
+
+    def convert(self, model: PreTrainedModel, values: dict[str, Tensor]) -> list[Tensor]:
+        """The outputs' values, computed from the inputs' values."""
+        if not self.converted:
+            return list(values.values())
+        converted = revert_weight_conversion(model, values)
+        return [_one(converted[output.name]) for output in self.outputs]
+
+
+def _plan_export(model: PreTrainedModel, metas: Mapping[str, Tensor]) -> list[_ExportBatch]:
+    """How the model's tensors become those of a checkpoint in the layout it has on the hub.
+
+    Args:
+        model: tells the conversions.
+        metas: a meta tensor of shape and dtype for each name that is to be saved.
+
+    Raises:
+        RunFailed: transformers' conversion cannot be done one parameter at a time.
+    """
+    whole = revert_weight_conversion(model, dict(metas))
+    name_of = {id(meta): name for name, meta in metas.items()}
+    batches = [
+        _ExportBatch((name_of[id(meta)],), meta.dtype, (_describe(name, meta),), converted=False)
+        for name, meta in whole.items()
+        if id(meta) in name_of
+    ]
+    renamed = {name for batch in batches for name in batch.inputs}
+    remaining = {name: meta for name, meta in metas.items() if name not in renamed}
+    for group in _groups(model, remaining):
+        # Parameters that are merged share a dtype; the widest loses nothing.
+        dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
+        values = {name: metas[name].to(dtype) for name in group}
+        converted = revert_weight_conversion(model, values)
+        outputs = tuple(_describe(name, _one(value)) for name, value in converted.items())
+        batches.append(_ExportBatch(group, dtype, outputs, converted=True))
+    planned = sorted((output.name, output.shape) for batch in batches for output in batch.outputs)
+    if planned != sorted((name, tuple(_one(meta).shape)) for name, meta in whole.items()):
+        raise RunFailed(
+            f"{type(model).__name__} cannot be exported layer by layer: transformers converts "
+            "its weights all at once; save a checkpoint instead"
+        )
+    return batches
+
+
+def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """Names that one converter takes together."""
+    conversions = conversions_of(model)
+    if conversions is None:  # transformers' rule for a model that was never loaded
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    converters = [
+        conversion.reverse_transform()
+        for conversion in reversed(conversions)
+        if isinstance(conversion, WeightConverter)
+    ]
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name in sorted(names, key=dot_natural_key):
+        matches = (converter.rename_source_key(name) for converter in converters)
+        groups[next((to for to, pattern in matches if pattern is not None), name)].append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def _describe(name: str, meta: Tensor) -> Described:
+    return Described(name, meta.dtype, tuple(meta.shape))
+
+
+def _one(value: Tensor | list[Tensor]) -> Tensor:
+    return value[0] if isinstance(value, list) else value

@@ -14,7 +14,7 @@ from megatrain.errors import RunFailed
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES
 from megatrain.model.routers import taken
-from megatrain.model.token_chunks import draws, tile_parts
+from megatrain.model.token_chunks import ChunkedOverTokens, draws, parts
 from megatrain.placement import Saves
 
 # What a call is for; each is compiled for itself.
@@ -101,7 +101,8 @@ class LayerTemplate:
         def fast(function: Callable[..., Any], what: str) -> Callable[..., Any]:
             return compile_and_tell(function, f"{name}, {what}") if compiled else function
 
-        tile_parts(self.module, tokens, fast)
+        for part_name, part in parts(self.module):  # tried at the first call, with its weights
+            part.forward = ChunkedOverTokens(part, part_name, tokens, fast)
 
     def _random(self, weights: Mapping[str, Tensor]) -> bool:
         """True if the layer, in training, draws random numbers; tried at the first call.

@@ -232,11 +232,9 @@ class _Probe:
         self.capture.forward(first, weights, inputs, None, uses)
         names = {id(w): name for name, w in weights.items()}
         looked_up = [(names[id(w)], used) for w, used in uses.lookups if id(w) in names]
-        own = ids.flatten().sort().values  # a lookup may have the batch's ids in any order
+        of_ids = ids.flatten().sort().values  # a lookup may have the batch's ids in any order
         others = {
-            name
-            for name, used in looked_up
-            if used.numel() != len(own) or not torch.equal(used.flatten().sort().values, own)
+            n for n, used in looked_up if not torch.equal(used.flatten().sort().values, of_ids)
         }
         mine = sorted({name for name, _ in looked_up} - others)
         constants = {row for table, row in uses.constants if row >= 0 and names.get(table) in mine}

@@ -30,16 +30,6 @@ _OTHER_KERNELS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest rounding error, of the largest value, where other kernels compute fewer tokens."""
 
 
-def tile_parts(module: nn.Module, tokens: int, compiled: Compiler) -> None:
-    """Let the parts of a template run in tiles of `tokens`, where they can, from now on.
-
-    Each part is tried at its first call, with the weights that are bound then. `compiled` makes a
-    function fast that is called with whole tiles only; it is told what the function is.
-    """
-    for name, part in parts(module):
-        part.forward = ChunkedOverTokens(part, name, tokens, compiled)
-
-
 def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple[str, nn.Module]]:
     """Modules that may run in tiles, by name; with `names`: that have only these parameters."""
     return [

@@ -1,11 +1,18 @@
-"""Weights in: from a safetensors checkpoint straight to wherever the caller keeps them."""
+"""Weights in: from a safetensors checkpoint straight to wherever the caller keeps them.
 
+Checkpoints on the hub keep the names and layouts they were published with, for example one tensor
+per expert where the model class has one per layer. transformers describes the way between the two
+as renamings and converters (transformers.core_model_loading); here they are planned from names and
+shapes alone and then run for one parameter at a time, so that no second copy of the model exists.
+"""
+
+import copy
 import logging
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from operator import methodcaller
@@ -27,9 +34,19 @@ from transformers import PreTrainedModel
 
 from megatrain.base.json_yaml import read_json
 from megatrain.base.units import GIB, MIB
-from megatrain.compat.transformers import SEQUENCE_CLASSES, drop_ignorable, not_saved, scores_rows
+from megatrain.compat.transformers import (
+    SEQUENCE_CLASSES,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    drop_ignorable,
+    get_model_conversion_mapping,
+    not_saved,
+    rename_source_key,
+    scores_rows,
+    set_conversions,
+)
 from megatrain.errors import InputError, first_line
-from megatrain.model.conversion import Recipe, plan_load
 from megatrain.model.quantised import Quantised, gathered
 from megatrain.model.safetensors_io import (
     Stored,
@@ -120,6 +137,32 @@ def source_dtype(folder: Path) -> torch.dtype:
         if stored.dtype in num_bytes:
             num_bytes[stored.dtype] += stored.num_bytes
     return max(FLOATS, key=num_bytes.__getitem__)
+
+
+@dataclass
+class Recipe:
+    """How one target, or several from one converter, come out of stored tensors."""
+
+    target: str  # with a converter: the name its outputs are derived from
+    converter: WeightConverter | None
+    sources: list[tuple[str, Stored]]  # (the converter's pattern, tensor)
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory while the target is built; merging needs the pieces and the result at once."""
+        stored = sum(stored.num_bytes for _, stored in self.sources)
+        return stored if self.converter is None else 2 * stored
+
+    def build(self, model: PreTrainedModel, load: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
+        """The finished tensors under the model's names; `load` gives a stored one's values."""
+        if self.converter is None:
+            return {self.target: load(self.sources[0][1])}
+        converter = copy.deepcopy(self.converter)  # it collects tensors, and may be run again
+        for pattern, stored in self.sources:
+            converter.add_tensor(self.target, stored.name, pattern, load(stored))
+        built = converter.convert(self.target, model=model, config=model.config)
+        pairs = ((name, x[0] if isinstance(x, list) else x) for name, x in built.items())
+        return {name: tensor.contiguous() for name, tensor in pairs}
 
 
 def read_weights(
@@ -238,7 +281,8 @@ class _Plan(NamedTuple):
     """How a folder's tensors become a model's.
 
     Attributes:
-        unexpected: see `plan_load`.
+        unexpected: tensors without a place in the model, each behind the name that it would have
+            there; several may become one.
         dtypes: of what comes out, by name.
         first_name: of the tensor that a name stands for.
     """
@@ -257,8 +301,46 @@ def _planned(folder: Path, model: PreTrainedModel) -> _Plan:
     references = {name: tensor for name, tensor in named if name in saved}
     first: dict[int, str] = {}
     first_name = {name: first.setdefault(id(t), name) for name, t in references.items()}
-    recipes, unexpected = plan_load(model, gathered(folder, stored_tensors(folder)))
+    recipes, unexpected = _plan_load(model, gathered(folder, stored_tensors(folder)))
     return _Plan(recipes, unexpected, _check_recipes(model, recipes, references), first_name)
+
+
+def _plan_load(
+    model: PreTrainedModel, stored: Mapping[str, Stored]
+) -> tuple[list[Recipe], list[tuple[str, Stored]]]:
+    """Match stored tensors with the model's names, as transformers' loading does.
+
+    Leaves the conversions that were used in `model._weight_conversions`, where transformers keeps
+    them to give the checkpoint its own layout back when it is saved.
+
+    Raises:
+        InputError: a tensor means a parameter that another tensor already gives.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [x for x in conversions if isinstance(x, WeightRenaming)]
+    converters = [x for x in conversions if isinstance(x, WeightConverter)]
+    by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
+    names = model.state_dict()
+    prefix = model.base_model_prefix
+
+    recipes: dict[str, Recipe] = {}
+    unexpected: list[tuple[str, Stored]] = []
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, names)
+        if target not in names and name in names:
+            target, pattern = rename_source_key(name, [], [], prefix, names)
+        if target not in names:
+            unexpected.append((target, stored[name]))
+        else:
+            converter = None if pattern is None else by_pattern[pattern]
+            recipe = recipes.setdefault(target, Recipe(target, converter, []))
+            if recipe.sources and (converter is None or recipe.converter is None):
+                raise InputError(
+                    f"{stored[name].file}: {name!r} is stored again under another name"
+                )
+            recipe.sources.append((pattern or "", stored[name]))
+    set_conversions(model, [conversion for conversion in conversions if conversion.was_used()])
+    return list(recipes.values()), unexpected
 
 
 def _check_recipes(
