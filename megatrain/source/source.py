@@ -161,6 +161,7 @@ def open_source(
         source = open_plain(model, resumes=resumes, scores=scores, **code)
     if router_aux_loss_coef is not None:
         ask_for(source.model, router_aux_loss_coef)
+        ask_for(plain(source.model), router_aux_loss_coef)  # which merged exports are made of
     if source.base == "bf16" and not source.resumes:
         source.base = base
     elif base not in ("bf16", source.base):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import MixtralForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -126,12 +127,10 @@ def test_the_weight_may_be_given_and_is_saved(tmp_path: Any) -> None:
     with Engine.load(tmp_path / "saved", device="cpu") as again:
         found = again.step(step)
     assert (found.loss, found.measures) == (wanted.loss, wanted.measures)
-    assert (
-        "aux_loss"
-        not in make_engine(tiny_model("mixtral", changes=ASKED), router_aux_loss_coef=0.0)
-        .step(step)
-        .measures
-    )
+    without = make_engine(tiny_model("mixtral", changes=ASKED), router_aux_loss_coef=0.0)
+    assert "aux_loss" not in without.step(step).measures
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    assert "aux_loss" in make_engine(adapted, router_aux_loss_coef=WEIGHT).step(step).measures
 
 
 class Other(MixtralForCausalLM):
