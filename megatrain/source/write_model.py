@@ -131,55 +131,46 @@ def write_model(
 
 
 def write_saved(
-    checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None = None, *, merged: bool = False
+    saved: Checkpoint | Path,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    merged: bool = False,
+    base_model: str | None = None,
 ) -> None:
-    """Write a checkpoint's model into `folder`: one parameter in memory at a time, and no engine.
+    """Write a model into `folder` from its files: one parameter in memory at a time, no engine.
 
     Args:
+        saved: a checkpoint, or the folder of an adapter.
         dtype: of all floating tensors; None: that of the model that the run began with.
         merged: of a model with an adapter the whole, not the adapter alone.
+        base_model: where the base of the adapter's folder is; None: where the adapter says.
 
-    Raises:
-        InputError: as `write_model`; or the adapter's folder could not hold all that was trained.
+    Raises InputError: as `write_model`; it or a base cannot be read, or the adapter's folder could
+    not hold all that was trained.
     """
-    source = open_source(checkpoint, resumes=True)
-    if not merged:
-        require_held(source.model)
-    values = whole_masters(checkpoint, source.model) if merged else masters(checkpoint)
-    source.untrained = read_untrained(checkpoint, source.model)
-    if merged or adapted(source.model) is None:
-        source.untrained.carried = carried(checkpoint, source.model)
-    write_model(folder, source, values, dtype=dtype, merged=merged)
-
-
-def write_merged(
-    adapter: Path, folder: Path, dtype: torch.dtype | None = None, base_model: str | None = None
-) -> None:
-    """Write the model that an adapter's folder and its base make, one parameter in memory at once.
-
-    Args:
-        dtype: of all floating tensors; None: that of the base.
-        base_model: where the base is; None: where the adapter says.
-
-    Raises InputError: the adapter or its base cannot be read, or cannot be merged.
-    """
-    source = open_source(adapter, base_model=base_model)
-    stored, base, names = source.stored, plain(source.model), source.names
+    source = open_source(saved, base_model=base_model, resumes=isinstance(saved, Checkpoint))
+    model, stored, names = source.model, source.stored, source.names
     assert stored is not None
-    values = {names.get(name, name): read for name, read in stored_values(stored, base).items()}
+    if not merged:
+        require_held(model)
+    base = plain(model) if source.grows else model
     if isinstance(stored, Checkpoint):
+        read = whole_masters(stored, model) if merged else masters(stored)
         source.untrained = read_untrained(stored, base)
     else:
+        read = stored_values(stored, base)
         source.untrained = Untrained(dtypes=stored_types(stored, base))
-    types = source.untrained.dtypes
+    types, adapter = source.untrained.dtypes, dict[str, Tensor]()
     source.untrained.dtypes = {names.get(name, name): each for name, each in types.items()}
-    source.untrained.carried = carried(stored, base)
-    own: dict[str, Tensor] = {}
-    read_adapter(source, own.__setitem__)
-    values |= {name: partial(Tensor.detach, value) for name, value in own.items()}
-    adapters = adapted(source.model)
+    if merged or adapted(model) is None:
+        source.untrained.carried = carried(stored, base)
+    read_adapter(source, adapter.__setitem__)
+    values = {names.get(name, name): value for name, value in read.items()}
+    values |= {name: partial(Tensor.detach, value) for name, value in adapter.items()}
+    adapters = adapted(model)
     unused = set() if adapters is None else {adapters.names[name] for name in adapters.replaced}
-    for name, _ in source.model.named_parameters():
+    for name, _ in model.named_parameters() if merged else ():
         if name not in values and name not in unused:
-            raise InputError(f"{adapter}: its base has no {name!r}; complete the base")
-    write_model(folder, source, values, dtype=dtype, merged=True)
+            raise InputError(f"{saved}: its base has no {name!r}; complete the base")
+    write_model(folder, source, values, dtype=dtype, merged=merged)

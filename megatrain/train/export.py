@@ -17,7 +17,7 @@ from megatrain.model.export import REPLACED
 from megatrain.run_folder.layout import MODEL, holds_model, model_state, require_empty
 from megatrain.source.base_reference import no_adapter, with_base
 from megatrain.source.source import adapter_folder, folder_adapter
-from megatrain.source.write_model import write_merged, write_saved
+from megatrain.source.write_model import write_saved
 from megatrain.train.card import write_card
 from megatrain.train.resolve_model import moved_base, trained_model
 
@@ -89,7 +89,7 @@ def _export_merged(source: Path, out: Path, dtype: torch.dtype | None, base: str
         raise InputError(f"{source}: has no adapter that could be merged; leave --merged out")
     require_empty(out)
     with whole_folder(out) as folder:
-        write_merged(source, folder, dtype, base)
+        write_saved(source, folder, dtype, merged=True, base_model=base)
         _tell_run(folder, source)
 
 

@@ -17,7 +17,7 @@ from megatrain import Engine, InputError, Placement
 from megatrain.model.adapters import with_adapters
 from megatrain.model.rebuilt import emptied
 from megatrain.model.trained import Trained
-from megatrain.source.write_model import write_merged
+from megatrain.source.write_model import write_saved
 from tests.families.plain import accumulate, shares
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
@@ -458,7 +458,7 @@ def test_what_training_refuses_of_a_base_is_not_merged_either(more: str, tmp_pat
     tensors[more] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(InputError, match=f"{more}' (are tied|is unknown)"):
-        write_merged(tmp_path / "adapter", tmp_path / "merged")
+        write_saved(tmp_path / "adapter", tmp_path / "merged", merged=True)
 
 
 def test_a_tied_table_is_not_merged(tmp_path: Path) -> None:
