@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain import Engine, InputError, Placement, RunFailed, kernels
-from megatrain.checkpoint import files, newest_whole, verify, whole_checkpoints
+from megatrain import Engine, InputError, Placement, RunFailed
+from megatrain.checkpoint import files, newest_whole, verify
 from megatrain.checkpoint.snapshot import TO_LEAVE
 from megatrain.device import CpuDevice
 from tests.checkpoint.cases import (
@@ -55,25 +55,6 @@ def test_saves_change_no_bit_of_the_training(device, clip, choices, tmp_path) ->
         assert same(state(engine), wanted[-1])
     for number, then in enumerate(wanted, start=1):
         assert same(saved_state(tmp_path / f"after {number}"), then)
-
-
-def test_updates_that_are_still_pending_are_in_the_save(tmp_path, monkeypatch) -> None:
-    """With clipping, a step returns before its updates are done."""
-    steps = batches(1)
-    with engine_of() as engine:
-        engine.step(steps[0])
-        wanted = state(engine)
-    update = kernels.update
-
-    def slow(*args, **kwargs) -> None:
-        time.sleep(0.02)
-        update(*args, **kwargs)
-
-    monkeypatch.setattr(kernels, "update", slow)
-    with engine_of(device=ThreadedDevice()) as engine:
-        engine.step(steps[0])
-        engine.save(tmp_path / "saved", wait=False).wait()
-    assert same(saved_state(tmp_path / "saved"), wanted)
 
 
 @swept(together=0, clip=[0.5, None], blocks=[1, 5, 1000], choices=CHOICES)
@@ -190,25 +171,19 @@ def test_spare_memory_is_bounded_declared_and_taken_once(tmp_path) -> None:
     assert engine.memory()["host_bytes"] > sizes[0]
 
 
-def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch) -> None:
-    slow = SlowWrites(monkeypatch)
-    with engine_of() as engine:
-        slow.may_go_on.clear()
-        first = engine.save(tmp_path / "first", wait=False)
-        threading.Timer(0.2, slow.may_go_on.set).start()
-        engine.save(tmp_path / "second", wait=True)
-        assert first.done
-    assert len(whole_checkpoints(tmp_path)) == 2
-
-
-def test_closing_waits_for_the_save(tmp_path, monkeypatch) -> None:
-    SlowWrites(monkeypatch, seconds=0.002)
+def test_a_save_waits_for_the_one_before_and_closing_for_both(tmp_path, monkeypatch) -> None:
+    slow = SlowWrites(monkeypatch, seconds=0.002)
+    slow.may_go_on.clear()
     engine = engine_of(device=ThreadedDevice())
-    saving = engine.save(tmp_path / "saved", wait=False)
+    first = engine.save(tmp_path / "first", wait=False)
+    threading.Timer(0.2, slow.may_go_on.set).start()
+    second = engine.save(tmp_path / "second", wait=False)
+    assert first.done
     engine.close()
-    assert saving.done
-    saving.wait()
-    verify(tmp_path / "saved")
+    assert second.done
+    for saving in (first, second):
+        saving.wait()
+        verify(saving.folder)
 
 
 @swept(together=1, device=DEVICES, at=[1, 30])
