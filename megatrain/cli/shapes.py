@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """What differs between the sizes."""
+    """The numbers that differ between the sizes."""
 
     hidden: int
     mlp: int

@@ -7,7 +7,7 @@ layer: M tokens, K in, N out; B rows, H heads, T tokens, D a head.
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -121,7 +121,13 @@ def bus_measurements(device: Device, num_bytes: int) -> list[Measurement]:
 def compute_measurements(device: Device, sizes: Sizes, precision: Precision) -> list[Measurement]:
     """A layer's matrix products, and attention forward and backward."""
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    products = partial(_product_tflops, device, sizes.products[precision], dtype)
+
+    def products() -> float:
+        shapes = sizes.products[precision]
+        flop = sum(6 * m * k * n * times for m, k, n, times in shapes)
+        seconds = (times * _product_seconds(device, size, dtype) for *size, times in shapes)
+        return flop / sum(seconds) / 1e12
+
     measured = [attempt(f"{precision}_matmul_tflops", f"{precision} products", "TFLOPS", products)]
     for rows, tokens in sizes.attention[precision]:
         forward, backward = (
@@ -138,15 +144,8 @@ def compute_measurements(device: Device, sizes: Sizes, precision: Precision) -> 
     return [*measured, forward, backward]
 
 
-def _product_tflops(
-    device: Device, products: tuple[tuple[int, int, int, int], ...], dtype: torch.dtype
-) -> float:
-    """All FLOP of products, forward and backward, over all their time."""
-    seconds = sum(times * _product_seconds(device, (m, k, n), dtype) for m, k, n, times in products)
-    return sum(6 * m * k * n * times for m, k, n, times in products) / seconds / 1e12
-
-
-def _product_seconds(device: Device, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+def _product_seconds(device: Device, shape: Sequence[int], dtype: torch.dtype) -> float:
+    """Seconds of a product's forward and backward."""
     m, k, n = shape
     # Gradients are random, too: of constant ones a product takes less power.
     x_MK, w_NK, dy_MN = (_normal(device, dtype, *s) for s in ((m, k), (n, k), (m, n)))
@@ -166,8 +165,10 @@ def _attention_tflops(
     """Causal; the unmasked half counts: two products forward, five backward."""
     rows, tokens = shape
     flop = 2 * rows * sizes.heads * tokens * tokens * sizes.head_size
-    size = (rows, sizes.heads, tokens, sizes.head_size)
-    q, k, v = (_normal(device, dtype, *size).requires_grad_() for _ in range(3))
+    q, k, v = (
+        _normal(device, dtype, rows, sizes.heads, tokens, sizes.head_size).requires_grad_()
+        for _ in range(3)
+    )
     forward = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
     if way == "forward":
         return flop / _compute_seconds(device, forward, grad=True) / 1e12

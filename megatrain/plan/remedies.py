@@ -1,4 +1,4 @@
-"""What would make a run fit: changes, alone and together, each planned anew, the cheapest first.
+"""Changes with which a run fits, alone and together, each planned anew, the cheapest first.
 
 A remedy is another workload than the one asked for, or another machine, with a forecast that fits.
 """
@@ -234,7 +234,7 @@ def _changed(
 def _mildest(
     fits: Callable[[Workload], bool], asked: Workload, changes: Sequence[Change]
 ) -> Workload | None:
-    """As little as fits of some changes, of which the cheapest comes first.
+    """The workload with as little as fits of some changes, of which the cheapest comes first.
 
     The dearest is made only as far as all others do not do; then the next one.
     """

@@ -16,9 +16,8 @@ from megatrain.report.source import Run, at, real
 from megatrain.telemetry.pictures import Chart, Line, Values
 from megatrain.telemetry.timeline import Breakdown
 
-SHOWN_WORK = 16  # rows of a table of work
+SHOWN_WORK = 24  # rows of the table of work
 LARGE_MODEL = 100_000_000  # parameters; in smaller ones the libraries outweigh them
-LEAST_SHARE = 0.002  # of the step; what is shorter is summed up as "other"
 
 
 def figures(run: Run) -> list[tuple[str, str, str]]:
@@ -138,7 +137,7 @@ def _line(label: str, x: Values, y: Values) -> Line:
 
 
 def summary(chart: Chart) -> str:
-    """What the lines of a chart say, in words."""
+    """The lines of a chart in words."""
     parts = [
         f"{label + ': ' if len(chart.lines) > 1 else ''}last {_shown(y[-1])}, "
         f"from {_shown(y.min())} to {_shown(y.max())}"
@@ -157,30 +156,17 @@ def picture(draw: Callable[..., None], content: Sequence[Any]) -> str | None:
 
 
 def breakdown_tables(parts: Breakdown | None) -> dict[str, Sequence[tuple[str, ...]]]:
-    """Rows on the step: what the device computed and why it did not, the streams, their work."""
+    """Rows on the recorded step: idle times and kinds of work, and the streams."""
     if parts is None or not parts.seconds:
         return {}
-
-    def shares(work: Mapping[Any, float]) -> list[tuple[Any, str, str]]:
-        ordered = sorted(work.items(), key=lambda item: -item[1])
-        return [(name, _seconds(s), f"{s / parts.seconds:.1%}") for name, s in ordered]
-
-    computed = {kind: s for (stream, kind), s in parts.work.items() if stream == COMPUTE}
-    computed |= {f"idle: {why}": s for why, s in parts.idle.items()}
-    large = {name: s for name, s in computed.items() if s >= LEAST_SHARE * parts.seconds}
-    if (rest := sum(computed.values()) - sum(large.values())) > 0:
-        large["other"] = rest
-    beside = {key: s for key, s in parts.work.items() if key[0] != COMPUTE}
+    work = [(name, _seconds(s), f"{s / parts.seconds:.1%}") for name, s in parts.rows()]
     streams = []
-    for name, busy, share in shares(parts.busy):
+    for name, busy in sorted(parts.busy.items(), key=lambda stream: -stream[1]):
         moved = 0 if name == COMPUTE else parts.num_bytes.get(name, 0)
-        rate = f"{moved / parts.busy[name] / 1e9:,.1f} GB/s" if moved else ""
-        streams.append((name, busy, share, f"{moved / 1e9:,.2f} GB" if moved else "", rate))
-    return {
-        "computed": shares(large),
-        "streams": streams,
-        "beside": [(*key, busy, share) for key, busy, share in shares(beside)[:SHOWN_WORK]],
-    }
+        rate = f"{moved / busy / 1e9:,.1f} GB/s" if moved else ""
+        amount = f"{moved / 1e9:,.2f} GB" if moved else ""
+        streams.append((name, _seconds(busy), f"{busy / parts.seconds:.1%}", amount, rate))
+    return {"work": work[:SHOWN_WORK], "streams": streams}
 
 
 def _seconds(value: float) -> str:

@@ -1,1 +1,1 @@
-"""What a run and its machine look like from outside: metrics, progress, memory, environment."""
+"""A run and its machine seen from outside: metrics, progress, memory, environment."""

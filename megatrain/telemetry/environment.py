@@ -1,4 +1,4 @@
-"""What a run ran on: written beside its results, so that they can be repeated."""
+"""The machine and the versions of a run, written beside its results to repeat them."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What a step computes, counted by its parameters."""
+"""The arithmetic of a step, counted by its parameters."""
 
 
 def model_tflops(parameters: int, trained: int, tokens: int, seconds: float) -> float:

@@ -85,7 +85,7 @@ def host_limit_bytes() -> int:
 
 
 def host_available_bytes(limit_bytes: int | None = None) -> int:
-    """What can still be allocated without swapping or being killed, in bytes.
+    """Bytes that can still be allocated without swapping or being killed.
 
     Args:
         limit_bytes: that this process and its children may take in all, if they may not take all.

@@ -89,5 +89,5 @@ def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
 
 
 def is_evaluation(record: Mapping[str, Any]) -> bool:
-    """Whether a line of `metrics.jsonl` is of an evaluation."""
+    """True for a line of `metrics.jsonl` that is of an evaluation."""
     return any(name.startswith("eval_") for name in record)

@@ -1,4 +1,4 @@
-"""What each stream did when: spans, where the time went, and a trace for Perfetto.
+"""The work of each stream over time: spans, their sums, and a trace for Perfetto.
 
 Times are seconds from the start of the recording.
 """
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Breakdown:
-    """Where the time between the first and the last span went.
+    """The parts of the time between the first and the last span.
 
     Attributes:
         seconds: of the whole recording.
@@ -62,19 +62,18 @@ class Breakdown:
             "num_bytes": self.num_bytes,
             "work": work,
             "idle": self.idle,
-            "lines": self.lines(),
+            "lines": [f"{s:8.3f} s {s / self.seconds:6.1%}  {name}" for name, s in self.rows()],
         }
 
-    def lines(self) -> list[str]:
-        """A table for people, largest first."""
+    def rows(self) -> list[tuple[str, float]]:
+        """Idle times and kinds of work with their seconds, largest first."""
         rows = [(f"idle: {why}", seconds) for why, seconds in self.idle.items()]
         rows += [(f"{stream}: {kind}", seconds) for (stream, kind), seconds in self.work.items()]
-        rows.sort(key=lambda row: -row[1])
-        return [f"{s:8.3f} s {s / self.seconds:6.1%}  {name}" for name, s in rows]
+        return sorted(rows, key=lambda row: -row[1])
 
 
 def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
-    """Where the time went, from the point of view of stream `main`."""
+    """The parts of the time, from the point of view of stream `main`."""
     if not spans:
         return Breakdown(0.0)
     first, last = min(s.start for s in spans), max(s.end for s in spans)
@@ -111,8 +110,8 @@ def critical_path(spans: Iterable[Span]) -> Counter[str]:
     for end in sorted(ends, reverse=True):
         if end > at:
             continue
-        there = ends[end]
-        span = there.get(stream) or max(there.values(), key=lambda span: span.seconds)
+        ended = ends[end]
+        span = ended.get(stream) or max(ended.values(), key=lambda span: span.seconds)
         begin, stream = min(end, round(span.start * 1e9)), span.stream
         path["launches"] += at - end
         path[stream] += end - begin
@@ -175,7 +174,7 @@ def read_trace(trace: Mapping[str, Any]) -> list[Span]:
 
 
 def window(spans: Iterable[Span], start: float, end: float) -> list[Span]:
-    """What ran between two times, with times counted from `start`; spans are cut at both ends.
+    """The spans between two times, counted from `start`; they are cut at both ends.
 
     Of one that is cut, as many bytes are counted as its part of the time.
     """
@@ -184,6 +183,6 @@ def window(spans: Iterable[Span], start: float, end: float) -> list[Span]:
         begins, ends = max(span.start, start), min(span.end, end)
         if begins < ends:
             num_bytes = round(span.num_bytes * (ends - begins) / span.seconds)
-            shifted = begins - start, ends - start
-            inside.append(Span(span.stream, span.name, *shifted, span.after, num_bytes))
+            cut = span._replace(start=begins - start, end=ends - start, num_bytes=num_bytes)
+            inside.append(cut)
     return inside

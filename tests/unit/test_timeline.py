@@ -35,7 +35,7 @@ def test_idle_time_is_put_down_to_what_was_waited_for() -> None:
     assert found.busy == pytest.approx({"compute": 3.4, "copy in": 2.0, "update": 2.0})
     assert found.idle == pytest.approx({"weights arrived": 1.5, "launch": 0.1, "end of step": 1.0})
     assert found.work["compute", "layer"] == pytest.approx(2.0)  # numbers are left out of names
-    assert found.lines()[0].endswith("compute: layer")
+    assert found.rows()[0] == ("compute: layer", pytest.approx(2.0))
 
 
 def test_the_critical_path_leads_from_the_end_to_the_beginning() -> None:
