@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,9 @@ class Facts:
 
 def collect(device: str, folder: Path) -> Facts:
     """The facts about this machine and `folder`, where runs are written, or what there is of it."""
+    huge_pages = ""
+    with suppress(OSError):  # no Linux
+        huge_pages = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
     place = folder.resolve()
     while not place.is_dir():
         place = place.parent
@@ -65,7 +69,7 @@ def collect(device: str, folder: Path) -> Facts:
         memory_bytes=psutil.virtual_memory().total,
         allowed_bytes=host_limit_bytes(),
         free_bytes=host_available_bytes(),
-        huge_pages=_huge_pages(),
+        huge_pages=huge_pages or None,
         folder=str(place),
         disk_free_bytes=shutil.disk_usage(place).free,
         kernels=kernels.implementation,
@@ -81,13 +85,6 @@ def _quota() -> float | None:
     limits = [text.split() for text in cgroup_files("cpu.max")]
     cores = [int(two[0]) / int(two[1]) for two in limits if len(two) == 2 and two[0].isdigit()]
     return min(cores, default=None)
-
-
-def _huge_pages() -> str | None:
-    try:
-        return _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0] or None
-    except OSError:
-        return None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from megatrain.autoplace.spill import could_fit, fastest, least
-from megatrain.base.units import GIB, align, gib, size
+from megatrain.base.units import GIB, align, size
 from megatrain.device.base import COMPUTE
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
@@ -43,13 +43,17 @@ class Planner:
     def __init__(self, spec: ModelSpec) -> None:
         self._forecasts = ForecastCache(spec)
 
-    def once(self, machine: Machine, workload: Workload, *, thorough: bool = True) -> Forecast:
-        """The fastest; raises DoesNotFit. Not `thorough`, a search stops early."""
-        if workload.placement is None:
+    def fitting(
+        self, machine: Machine, workload: Workload, *, thorough: bool = True
+    ) -> Forecast | None:
+        """The fastest; None: it does not fit. Not `thorough`, a search stops early."""
+        if not self.could_fit(machine, workload):
+            return None
+        if workload.placement is not None:
+            return self._placed(machine, workload)
+        with suppress(DoesNotFit):
             return fastest(self._forecasts, machine, workload.computed, thorough=thorough)
-        forecast = self._placed(machine, workload)
-        check_budgets(forecast, machine)
-        return forecast
+        return None
 
     def least(self, machine: Machine, workload: Workload) -> Forecast:
         """The one that lacks least, on the machine with the memory that it lacks besides."""
@@ -67,16 +71,7 @@ class Planner:
         """True if there likely is a way; far quicker to tell than the fastest one."""
         if workload.placement is None:
             return could_fit(self._forecasts, machine, workload.computed)
-        return not _lacking(self._placed(machine, workload), machine)
-
-    def fitting(
-        self, machine: Machine, workload: Workload, *, thorough: bool = True
-    ) -> Forecast | None:
-        """The fastest forecast of a workload; None: it does not fit."""
-        with suppress(DoesNotFit):
-            if self.could_fit(machine, workload):
-                return self.once(machine, workload, thorough=thorough)
-        return None
+        return fits(self._placed(machine, workload), machine)
 
     def _placed(self, machine: Machine, workload: Workload) -> Forecast:
         assert workload.placement is not None
@@ -84,21 +79,12 @@ class Planner:
         return self._forecasts.of(machine, workload.placement, workload.computed, rows)
 
 
-def check_budgets(forecast: Forecast, machine: Machine) -> None:
-    """Raises DoesNotFit with what is needed and what there is."""
-    if lacking := _lacking(forecast, machine):
-        raise DoesNotFit(f"it needs {' and '.join(lacking)}")
-
-
-def _lacking(forecast: Forecast, machine: Machine) -> list[str]:
-    return [
-        f"{size(needed)} of {place} memory, {gib(most)} {'is' if most < 2**31 else 'are'} allowed"
-        for place, needed, most in (
-            ("device", forecast.device_peak_bytes, machine.device_memory_bytes),
-            ("host", forecast.host_peak_bytes, machine.host_memory_bytes),
-        )
-        if needed > most
-    ]
+def fits(forecast: Forecast, machine: Machine) -> bool:
+    """True if a step takes no more memory than the machine has."""
+    return (
+        forecast.device_peak_bytes <= machine.device_memory_bytes
+        and forecast.host_peak_bytes <= machine.host_memory_bytes
+    )
 
 
 @dataclass(frozen=True)
@@ -221,10 +207,10 @@ def _changed(
     """The workload with as little of some changes as fits."""
     failed = [asked]
 
-    def fits(new: Workload) -> bool:
+    def could(new: Workload) -> bool:
         return new not in failed and plans.could_fit(machine, new)
 
-    while len(failed) <= _TRIED and (new := _mildest(fits, asked, changes)) is not None:
+    while len(failed) <= _TRIED and (new := _mildest(could, asked, changes)) is not None:
         if (forecast := plans.fitting(machine, new, thorough=False)) is not None:
             yield new, forecast
             return
@@ -232,28 +218,24 @@ def _changed(
 
 
 def _mildest(
-    fits: Callable[[Workload], bool], asked: Workload, changes: Sequence[Change]
+    could: Callable[[Workload], bool], asked: Workload, changes: Sequence[Change]
 ) -> Workload | None:
     """The workload with as little as fits of some changes, of which the cheapest comes first.
 
     The dearest is made only as far as all others do not do; then the next one.
     """
 
-    def fits_with(level: Workload, cheaper: Sequence[Change]) -> bool:
-        return fits(_strongest(level, cheaper))
+    def could_with(level: Workload, cheaper: Sequence[Change]) -> bool:
+        for change in cheaper:
+            level = [level, *change(level)][-1]
+        return could(level)
 
-    if not changes or not fits_with(asked, changes):
+    if not changes or not could_with(asked, changes):
         return None
     for number in reversed(range(len(changes))):
         levels = [asked, *changes[number](asked)]  # the last fits, and what follows one that fits
-        key = partial(fits_with, cheaper=changes[:number])
+        key = partial(could_with, cheaper=changes[:number])
         asked = levels[bisect_left(levels, True, hi=len(levels) - 1, key=key)]
-    return asked
-
-
-def _strongest(asked: Workload, changes: Sequence[Change]) -> Workload:
-    for change in changes:
-        asked = [asked, *change(asked)][-1]
     return asked
 
 
