@@ -351,8 +351,9 @@ class _Probe:
         )
 
     def _logits(self, weights: dict[str, Tensor], output: Any, inputs: Mapping) -> Tensor:
-        hidden = last_hidden(output).detach()[:1, :2].clone().requires_grad_()
-        few = {**inputs, "input_ids": inputs["input_ids"][:1, :2]}
+        # Of another size than the run's rows: what is pooled in the trunk gives as many as those.
+        hidden = last_hidden(output).detach()[:1, :3].clone().requires_grad_()
+        few = {**inputs, "input_ids": inputs["input_ids"][:1, :3]}
         try:
             with Lookups({}, None, self.uses):
                 logits = self.capture.head(weights, with_hidden(output, hidden), few)

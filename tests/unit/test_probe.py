@@ -6,7 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from megatrain import AdamW, Engine
@@ -164,6 +170,13 @@ def test_a_tied_head_is_given_its_table_and_no_call_looks_for_ties(
     assert torch.equal(logits, F.linear(hidden, rows))
 
 
-def test_a_head_that_reads_other_states_of_the_trunk_is_refused() -> None:
+def pooled() -> PreTrainedModel:
+    """An encoder that scores what its trunk has pooled of a row."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertForSequenceClassification(BertConfig(**sizes, intermediate_size=8, num_labels=1))
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_model("prophetnet"), pooled])
+def test_a_head_that_reads_other_states_of_the_trunk_is_refused(make: Callable) -> None:
     with pytest.raises(Unsupported, match="more than the last hidden states"):
-        spec(emptied(tiny_model("prophetnet")))
+        spec(emptied(make()))
