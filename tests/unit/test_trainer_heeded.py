@@ -32,9 +32,11 @@ from tests.unit.data_cases import chat_tokenizer
 from tests.unit.trainer_cases import (
     Streamed,
     arguments,
+    lines,
     mixed,
     padded,
     rows,
+    same,
     text_trainer,
     trainer,
 )
@@ -77,22 +79,6 @@ def test_a_table_has_every_name_of_the_installed_versions_once(kind: str) -> Non
     every = [name for table in TABLES[kind] for name in table]
     assert len(every) == len({*every})
     assert {name for each in TRAINERS for name in of(kind, each)} == {*every}
-
-
-def lines(made: Any) -> list[dict[str, float]]:
-    """All that a trainer logs, but for how long it takes and what MegaTrain does not measure."""
-    hidden = ("runtime", "per_second", "entropy", "accuracy", "num_tokens", "logits/", "aux_loss")
-    return [
-        {n: v for n, v in entry.items() if not any(each in n for each in hidden)}
-        for entry in made.state.log_history
-    ]
-
-
-def same(plain: Any, streamed: Any) -> None:
-    wanted, got = lines(plain), lines(streamed)
-    assert [list(entry) for entry in got] == [list(entry) for entry in wanted]
-    for one, other in zip(wanted, got, strict=True):
-        assert other == pytest.approx(one, rel=2e-5, abs=1e-6)
 
 
 SHORT = {"max_steps": 4, "gradient_accumulation_steps": 2, "save_strategy": "no", "eval_steps": 3}
