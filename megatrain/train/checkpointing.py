@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from megatrain.base.whole_files import flush
 from megatrain.checkpoint import Saving, rotate
@@ -16,6 +17,7 @@ _RETRY_AFTER = 10  # steps, when a checkpoint could not be written
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Checkpointing:
     """Saves the run's state while training goes on, until the next save is due.
 
@@ -23,31 +25,18 @@ class Checkpointing:
     and the next attempt follows soon.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        saved: int,
-        best: Callable[[], int | None] = lambda: None,
-        call: Callable[[int], None] = lambda step: None,
-    ) -> None:
-        """Prepare for what comes.
-
-        Args:
-            saved: the step of the newest whole checkpoint, 0 if there is none.
-            best: the step of the best state that has a checkpoint, which stays.
-            call: is called with the step of a checkpoint when it is whole.
-        """
-        self._job, self._run, self._settings = job, job.folder, job.config.checkpoint
-        self._best, self._call = best, call
-        self.saved = saved
-        self._running: tuple[int, Saving] | None = None
-        self._retry: int | None = None  # the step after which a failed one is tried again
-        self._stays = False  # the next one stays for ever
+    job: Job
+    saved: int  # the step of the newest whole checkpoint, 0 if there is none
+    best: Callable[[], int | None]  # the step of the best state that has a checkpoint, which stays
+    call: Callable[[int], None]  # gets the step of a checkpoint when it is whole
+    _running: tuple[int, Saving] | None = None
+    _retry: int | None = None  # the step after which a failed one is tried again
+    _stays: bool = False  # the next one stays for ever
 
     def after(self, state: RunState, *, asked: bool, last: bool) -> None:
         """A step is done: start a checkpoint if one is due; the one before it is written first."""
-        every, step = self._settings.every, state.step
-        due = self._settings.at_end if last else every is not None and step % every == 0
+        every, step = self.job.config.checkpoint.every, state.step
+        due = self.job.config.checkpoint.at_end if last else every is not None and step % every == 0
         tried_again = self._retry is not None and step >= self._retry
         begun = self.saved if self._running is None else self._running[0]
         wanted = (due or asked or tried_again) and step != begun
@@ -71,7 +60,9 @@ class Checkpointing:
         try:
             self._save(state).wait()
         except (InputError, OSError) as error:
-            raise RunFailed(f"{self._run}: step {state.step} cannot be saved: {error}") from error
+            raise RunFailed(
+                f"{self.job.folder}: step {state.step} cannot be saved: {error}"
+            ) from error
         self._is_whole(state.step)
 
     def finish(self) -> None:
@@ -84,7 +75,7 @@ class Checkpointing:
         try:
             yield
         except Exception as error:
-            if self._job.ranks.size == 1 or _is_of_all(error):  # ranks, which save together
+            if self.job.ranks.size == 1 or _is_of_all(error):  # ranks, which save together
                 self._rescue(state())
             raise
 
@@ -106,23 +97,23 @@ class Checkpointing:
 
     def _save(self, state: RunState) -> Saving:
         with suppress(OSError):  # the log of these steps must not be lost where they are not
-            flush(self._run / METRICS)
-        return self._job.engine.save(
-            checkpoint_folder(self._run, state.step),
+            flush(self.job.folder / METRICS)
+        return self.job.engine.save(
+            checkpoint_folder(self.job.folder, state.step),
             extra=dict(vars(state)),
-            attach=self._job.write_tokenizer,
+            attach=self.job.write_tokenizer,
             keep=self._stays or self._is_marked(state.step),
             wait=False,
         )
 
     def _is_marked(self, step: int) -> bool:
-        every = self._settings.keep_every
+        every = self.job.config.checkpoint.keep_every
         return every is not None and step % every == 0
 
     def _settle(self, *, wait: bool) -> None:
         if self._running is None:
             return
-        if not wait and not all(self._job.ranks.all_gather_object(self._running[1].done)):
+        if not wait and not all(self.job.ranks.all_gather_object(self._running[1].done)):
             return
         (step, saving), self._running = self._running, None
         try:
@@ -134,19 +125,19 @@ class Checkpointing:
         self._is_whole(step)
 
     def _is_whole(self, step: int) -> None:
-        self.saved, keep = step, self._settings.keep
-        if not self._job.ranks.rank and len(checkpoints(self._run)) > keep:
+        self.saved, keep = step, self.job.config.checkpoint.keep
+        if not self.job.ranks.rank and len(checkpoints(self.job.folder)) > keep:
             try:
-                newest, best = checkpoint_folder(self._run, step), self._best()
-                spared = [] if best is None else [checkpoint_folder(self._run, best)]
-                rotate(self._run / CHECKPOINTS, keep, newest=newest, spared=spared)
+                newest, best = checkpoint_folder(self.job.folder, step), self.best()
+                spared = [] if best is None else [checkpoint_folder(self.job.folder, best)]
+                rotate(self.job.folder / CHECKPOINTS, keep, newest=newest, spared=spared)
             except OSError as error:
                 log.warning("an old checkpoint cannot be deleted: %s", error)
-        self._call(step)
+        self.call(step)
 
     def _failed(self, step: int, error: Exception) -> None:
         again = self._retry = step + _RETRY_AFTER
-        then = f" and tries again after step {again}" if again <= self._job.total_steps else ""
+        then = f" and tries again after step {again}" if again <= self.job.total_steps else ""
         log.warning("%s; the run goes on%s", error, then)
 
 

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,38 +54,35 @@ class Reply(NamedTuple):
     log_probs: Sequence[float] = ()  # of each token, as a server says
 
 
+@dataclass
 class Rollouts:
-    """Makes the micro-batches of each step; `step` was taken last."""
+    """Makes the micro-batches of each step.
 
-    def __init__(
-        self,
-        config: Config,
-        rewards: Rewards,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
-        loader: StepLoader,
-        reference: Engine | None,
-        total_steps: int,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        """Args: `loader` gives prompts; `reference`: an engine with the reference model.
+    Several `ranks` make a part of the replies each; the first one rewards them all. `loader` gives
+    prompts; `reference`: an engine with the reference model; `step` was taken last.
+    """
 
-        Several `ranks` make a part of the replies each; the first one rewards them all.
-        """
+    config: Config
+    rewards: Rewards
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    loader: StepLoader
+    reference: Engine | None
+    total_steps: int
+    ranks: Ranks = ALONE
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        config = self.config
         loss = step_loss(config.loss, config.rollout)
         assert isinstance(loss, PolicyLoss)
-        self._loss, self._engine, self._reference = loss, engine, reference
-        self._settings, self._seed = config.rollout, config.training.seed
-        self._tokenizer, self._loader, self._total = tokenizer, loader, total_steps
-        self._rewards, self._ranks = rewards, ranks
-        self._pad = pad_id(tokenizer, engine.vocab_size)
-        length = config.data.sequence_length
-        self._layout = Layout("chat", length, False, "error", self._pad)
+        self._loss, self._pad = loss, pad_id(self.tokenizer, self.engine.vocab_size)
+        self._layout = Layout("chat", config.data.sequence_length, False, "error", self._pad)
         self._at_once = config.rollout.batch_size or config.training.batch_size * loss.lines
         self._step: Step = []
         self._left = self._rollouts = self._in_vain = 0
-        self.step = 0
-        self._server = None if config.rollout.server is None else Served(config, engine, ranks)
+        has_server = config.rollout.server is not None
+        self._server = Served(config, self.engine, self.ranks) if has_server else None
 
     def take(self, step: int) -> tuple[Step, dict[str, Any]]:
         """Micro-batches of a step, and values for the log of replies that were made for it.
@@ -97,7 +95,7 @@ class Rollouts:
         logged: dict[str, Any] = {}
         self.step = step
         if self._left == 0:
-            step_rows: Any = next(self._loader)
+            step_rows: Any = next(self.loader)
             self._step, logged = self._roll([row for micro in step_rows for row in micro], step)
             self._left = self._loss.num_iterations
         self._left -= 1
@@ -141,11 +139,11 @@ class Rollouts:
     def _roll(self, rows: Sequence[PromptRow], step: int) -> tuple[Step, dict[str, Any]]:
         logged: dict[str, Any] = {}
         times = [time.perf_counter()]
-        number = int(self._loader.state_dict()["steps"])
+        number = int(self.loader.state_dict()["steps"])
         replies = self._replies(rows, self._loss.lines, number)
         times.append(time.perf_counter())
         each_RF = self._rewarded(replies, step, logged)
-        rewards = self._rewards.together(each_RF)
+        rewards = self.rewards.together(each_RF)
         if rewards.isnan().all():
             raise StepRefused(
                 f"no function of rollout.rewards has rewarded any of the {len(rewards)} replies: "
@@ -158,7 +156,7 @@ class Rollouts:
         if self._server is not None:
             drawn_at = [replies[number].log_probs for number in order]
             by = getattr(self._loss, "importance_sampling", None)
-            logged |= compare(self._settings, micros, drawn_at, by)
+            logged |= compare(self.config.rollout, micros, drawn_at, by)
         times.append(time.perf_counter())
         for at, name in enumerate(("generate", "reward", "logprobs")):
             logged[f"{name}_seconds"] = round(times[at + 1] - times[at], 6)
@@ -169,12 +167,12 @@ class Rollouts:
             replies_R = torch.tensor([next(numbers) for _ in micro["labels"]])
             micro["example"] = replies_R[:, None].expand(shape).float().contiguous()
             micro["advantage"] = advantages[replies_R][:, None].expand(shape).contiguous()
-        logged |= measured(each_RF, rewards, self._rewards.names) | _described(replies)
+        logged |= measured(each_RF, rewards, self.rewards.names) | _described(replies)
         learnt = sum(num_labelled(micro["labels"]) for micro in micros)
         self._rollouts += 1
         if not learnt or not advantages.any():
             self._warn_of_nothing_learnt(step, masked=not learnt)
-        if learnt and self._reference is not None and "reference_logp" not in self._loss.inputs:
+        if learnt and self.reference is not None and "reference_logp" not in self._loss.inputs:
             logged["kl"] = float(divergence.sum()) / learnt  # GRPO measures its own in each step
         groups = rewards.view(-1, self._loss.lines)
         logged["frac_reward_zero_std"] = float((groups == groups[:, :1]).all(1).double().mean())
@@ -220,7 +218,7 @@ class Rollouts:
         parts = each_RF.split([len(replies) for replies in sets.values()])
         named = [(f"{n}_", sets[n], part) for n, part in zip(sets, parts, strict=True) if n]
         for prefix, replies, part_RF in [("", every, each_RF), *named]:
-            values = measured(part_RF, self._rewards.together(part_RF), self._rewards.names)
+            values = measured(part_RF, self.rewards.together(part_RF), self.rewards.names)
             if "reward" not in values:
                 log.warning(
                     "no reward function has rewarded any of %d replies: this evaluation has no "
@@ -232,22 +230,22 @@ class Rollouts:
 
     def _replies(self, rows: Sequence[PromptRow], count: int, number: int) -> list[Reply]:
         """`count` replies to each, drawn with the seed of this number."""
-        settings, chat = self._settings, any(not isinstance(row.prompt, str) for row in rows)
+        settings, chat = self.config.rollout, any(not isinstance(row.prompt, str) for row in rows)
         sampling = Sampling(
             max_new_tokens=self._loss.max_completion_length,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
             repetition_penalty=settings.repetition_penalty,
-            seed=derived_seed(self._seed, _SEED, number),
+            seed=derived_seed(self.config.training.seed, _SEED, number),
         )
-        stops = stop_ids(self._engine, self._tokenizer, chat=chat)
+        stops = stop_ids(self.engine, self.tokenizer, chat=chat)
         if self._server is not None:
             served = self._server.replies([row.ids for row in rows], count, sampling, stops)
             return [Reply(rows[at // count], *reply) for at, reply in enumerate(served)]
         every = [row for row in rows for _ in range(count)]
         replies = continued(
-            self._engine,
+            self.engine,
             [row.ids for row in every],
             sampling,
             GenerationConfig(),  # nothing of the model's own settings: they bend what is drawn
@@ -259,7 +257,7 @@ class Rollouts:
         return [Reply(row, ids, ids[-1] in stops) for row, ids in zip(every, replies, strict=True)]
 
     def _rewarded(self, replies: Sequence[Reply], step: int, logged: dict[str, Any]) -> Tensor:
-        texts = self._tokenizer.batch_decode([r.ids for r in replies], skip_special_tokens=True)
+        texts = self.tokenizer.batch_decode([r.ids for r in replies], skip_special_tokens=True)
         completions = [
             text if isinstance(r.row.prompt, str) else [{"role": "assistant", "content": text}]
             for r, text in zip(replies, texts, strict=True)
@@ -268,17 +266,17 @@ class Rollouts:
 
         def rewarded() -> tuple[Tensor, dict[str, Any]]:
             values: dict[str, Any] = {}
-            rewards = self._rewards.of(
+            rewards = self.rewards.of(
                 [reply.row.prompt for reply in replies],
                 completions,
                 completion_ids=[reply.ids for reply in replies],
-                trainer_state=TrainerState(global_step=step - 1, max_steps=self._total),
+                trainer_state=TrainerState(global_step=step - 1, max_steps=self.total_steps),
                 log_metric=lambda name, value: _log_metric(values, name, value),
                 **{name: [r.row.beside.get(name) for r in replies] for name in names},
             )
             return rewards, values
 
-        each_RF, values = from_first(self._ranks, rewarded)  # functions may do more than reward
+        each_RF, values = from_first(self.ranks, rewarded)  # functions may do more than reward
         logged |= values
         return each_RF
 
@@ -286,7 +284,7 @@ class Rollouts:
         """Micro-batches, of like length; the divergence of each reply; which they are, in order."""
         rows = [_row(reply, mask=self._loss.mask_truncated_completions) for reply in replies]
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
-        size = self._loader.rows_per_micro_batch * self._loss.lines
+        size = self.loader.rows_per_micro_batch * self._loss.lines
         parts = [order[at : at + size] for at in range(0, len(order), size)]
         micros = [self._layout.batch([[rows[row]] for row in part]) for part in parts]
         plain = [dict(micro) for micro in micros]
@@ -295,9 +293,9 @@ class Rollouts:
             old = reference = [torch.zeros(micro["labels"].shape) for micro in micros]
         else:
             temperature = self._loss.temperature
-            old = reference = logprobs(self._engine, plain, self._ranks, temperature=temperature)
-            if self._reference is not None:
-                reference = logprobs(self._reference, plain, self._ranks, temperature=temperature)
+            old = reference = logprobs(self.engine, plain, self.ranks, temperature=temperature)
+            if self.reference is not None:
+                reference = logprobs(self.reference, plain, self.ranks, temperature=temperature)
         for micro, ours, theirs, part in zip(micros, old, reference, parts, strict=True):
             divergence[part] = (ours.double() - theirs.double()).sum(1)
             micro["old_logp"] = ours

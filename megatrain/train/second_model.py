@@ -58,28 +58,27 @@ _SECONDS_BETWEEN_NEWS = 30.0
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class SecondModel:
     """A frozen model in host memory, which gives each micro-batch further tensors.
 
-    Several ranks share it, and each asks it of its own micro-batches.
+    Several ranks share it, and each asks it of its own micro-batches. `name`: in metrics, of the
+    seconds that it takes; `answers`: the tensors for each micro-batch of a step.
     """
 
-    def __init__(
-        self, engine: Engine, name: str, answers: Callable[[Engine, Step], list[MicroBatch]]
-    ) -> None:
-        """Args: `name`: in metrics, of its seconds; `answers`: tensors for each micro-batch."""
-        self.close = engine.close
-        self._engine, self._name, self._answers = engine, name, answers
+    engine: Engine
+    name: str
+    answers: Callable[[Engine, Step], list[MicroBatch]]
 
     def beside(self, step: Step) -> tuple[Step, dict[str, float]]:
         """`with_answers`, and the metric of the seconds that it took."""
         started = time.perf_counter()
         answered = self.with_answers(step)
-        return answered, {f"{self._name}_seconds": round(time.perf_counter() - started, 6)}
+        return answered, {f"{self.name}_seconds": round(time.perf_counter() - started, 6)}
 
     def with_answers(self, step: Step) -> Step:
         """The micro-batches, each with the tensors that this model gives it."""
-        answers = self._answers(self._engine, step)
+        answers = self.answers(self.engine, step)
         return [micro | more for micro, more in zip(step, answers, strict=True)]
 
 
@@ -399,61 +398,66 @@ def keep_answers(teacher: Teacher, sets: dict[str, PackedDataset], ranks: Ranks)
         data.learn_from(TeacherFile(folder, top_k))
 
 
+@dataclass
 class _Asking:
     """Forward passes of a teacher over a data set; all ranks make them, the first one leads."""
 
-    def __init__(self, teacher: Teacher, name: str, data: PackedDataset, ranks: Ranks) -> None:
-        training, length = teacher.config.training, teacher.config.data.sequence_length
-        self._teacher, self._name, self._data, self._ranks = teacher, name, data, ranks
+    teacher: Teacher
+    name: str
+    data: PackedDataset
+    ranks: Ranks
+    engine: Engine | None = None  # until it is needed
+
+    def __post_init__(self) -> None:
+        training, length = self.teacher.config.training, self.teacher.config.data.sequence_length
         usual = training.micro_batch_size or usual_micro_batch(length)
-        self._rows = min(usual, -(-training.batch_size // ranks.size))
-        self._each = max(self._rows, training.batch_size // self._rows * self._rows)  # of a sweep
-        self._engine: Engine | None = None  # until it is needed
+        self.rows = min(usual, -(-training.batch_size // self.ranks.size))
+        self.each = max(self.rows, training.batch_size // self.rows * self.rows)  # of a sweep
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        if self.engine is not None:
+            self.engine.close()
 
     def lead(self, folder: Path, top_k: int) -> None:
         """On the first rank: write the answers to a folder, unless it has them."""
         try:
-            open_teacher_file(folder, len(self._data), top_k, self._answers)
+            open_teacher_file(folder, len(self.data), top_k, self._answers)
         finally:
-            self._ranks.all_gather_object(None)  # no forward pass follows
+            self.ranks.all_gather_object(None)  # no forward pass follows
 
     def _answers(self, done: int) -> Iterator[TeacherAnswers]:
         """The teacher's answers for the rows from `done` on."""
-        count, news = len(self._data), time.monotonic()
-        log.info("asking the teacher of %s rows (%s)", f"{count - done:,}", self._name.strip())
-        for first in range(done, count, self._each):
-            self._ranks.all_gather_object(first)
+        count, news = len(self.data), time.monotonic()
+        log.info("asking the teacher of %s rows (%s)", f"{count - done:,}", self.name.strip())
+        for first in range(done, count, self.each):
+            self.ranks.all_gather_object(first)
             yield from self._sweep(first)
             if time.monotonic() - news > _SECONDS_BETWEEN_NEWS:
-                news, last = time.monotonic(), min(first + self._each, count)
+                news, last = time.monotonic(), min(first + self.each, count)
                 log.info("the teacher has answered for %s of %s rows", f"{last:,}", f"{count:,}")
 
     def follow(self) -> None:
         """On other ranks: make each forward pass that the first rank makes."""
-        while (first := self._ranks.all_gather_object(0)[0]) is not None:
+        while (first := self.ranks.all_gather_object(0)[0]) is not None:
             try:
                 self._sweep(first)
             except MegatrainError:  # of all ranks, of which the first one says that it ends
-                self._ranks.all_gather_object(None)
+                self.ranks.all_gather_object(None)
                 raise
 
     def _sweep(self, first: int) -> list[TeacherAnswers]:
-        training, length = self._teacher.config.training, self._teacher.config.data.sequence_length
-        if self._engine is None:
-            self._engine = self._teacher.engine(
+        training, length = self.teacher.config.training, self.teacher.config.data.sequence_length
+        if self.engine is None:
+            self.engine = self.teacher.engine(
                 tokens_per_step=training.batch_size * length,
                 sequence_length=length,
-                micro_batch=self._rows,
-                group=self._ranks.host,
+                micro_batch=self.rows,
+                group=self.ranks.host,
             )
-        last, engine = min(first + self._each, len(self._data)), self._engine
-        starts = range(first, last, self._rows)
-        step = [self._data.batch(range(at, min(at + self._rows, last))) for at in starts]
-        return by_parts(self._ranks, step, lambda part: list(self._teacher.answers(engine, part)))
+        last, engine = min(first + self.each, len(self.data)), self.engine
+        starts = range(first, last, self.rows)
+        step = [self.data.batch(range(at, min(at + self.rows, last))) for at in starts]
+        return by_parts(self.ranks, step, lambda part: list(self.teacher.answers(engine, part)))

@@ -166,7 +166,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
     second, known = second_model(config, begun, tokenizer, teacher, sets, start, ranks)
     if second is not None:
-        stack.callback(second.close)
+        stack.enter_context(second.engine)
     engine = _engine(config, source, start, ranks, stack)
     most = -(-config.training.batch_size // engine.batch_ranks.size)
     rows = loader.rows_per_micro_batch = min(most, _rows_per_micro_batch(config, engine, start))

@@ -34,7 +34,7 @@ def of_run(megatrain, file, folder):
 
     def noted(self, step):
         made = asked(self, step)
-        found.append(self._engine.memory()["host_bytes"])
+        found.append(self.engine.memory()["host_bytes"])
         return made
 
     with mock.patch.object(SecondModel, "beside", noted):
