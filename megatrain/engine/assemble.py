@@ -73,7 +73,7 @@ class Assembly:
             self.program.compile()
 
     def policies(self, *, device: bool = True, host: bool = True) -> list[ActivationPolicy]:
-        """What each layer saves for its backward.
+        """The policies of all layers: what each saves for its backward.
 
         Args: `device`, `host`: layers may save tensors there; False: these recompute instead.
         """

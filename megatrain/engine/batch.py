@@ -148,7 +148,7 @@ def prepare(
     normaliser = 0.0 if loss is None else loss.normaliser(*zip(*losses, strict=True))
     if loss is not None and normaliser == 0:
         raise InputError("no token of this step has a label; check the data's labels (all -100)")
-    unique_U, own = _by_owner([part.unique for part in parts], ranks.shards, rows_each)
+    unique_U, of_rank = _by_owner([part.unique for part in parts], ranks.shards, rows_each)
     mine = parts[ranks.rank]
     batch = Batch(
         [_moved(micro, takes, unique_U, device, by_lengths) for micro in shares],
@@ -157,14 +157,14 @@ def prepare(
         unique_U,
         seed,
         before=sum(part.num for part in parts[: ranks.rank]),
-        own=own,
+        own=of_rank,
         all_tokens=sum(part.num_tokens for part in parts),
         most=max(part.num for part in parts),
     )
     if loss is not None:
         joint = isinstance(loss, JointLoss)
         for targets, extras in losses if joint else mine.losses:
-            batch.judged.append((targets.to(device), [each.to(device) for each in extras]))
+            batch.judged.append((targets.to(device), [extra.to(device) for extra in extras]))
         judged = batch.judged[batch.before if joint else 0 :]
         for micro, (targets, extras) in zip(batch.micro, judged, strict=False):
             micro.targets, micro.loss, micro.given = targets, loss, extras
@@ -233,7 +233,7 @@ class Intake:
         loss = TOKEN_SCORE if self._program.spec.capture.scores_rows else CROSS_ENTROPY
         batch = self._prepared(micro_batches, loss, WHOLE)
         with self._program.eager(), in_own_type(self._program.float8):
-            losses = [each.cpu() for each in self._losses(batch)]
+            losses = [loss.cpu() for loss in self._losses(batch)]
         of_first = self._setup.ranks.all_gather_object(losses)[0]  # so that all decide alike
         return [micro.calls for micro in batch.micro], of_first
 

@@ -224,7 +224,7 @@ class BitChecks:
         raise RunFailed("a plane on the device of another rank has changed; see what that one says")
 
     def of_update(self, tile: Tile, host_gradient: Buffer) -> UpdateSums | None:
-        """What an update of a tile that is put on its stream sums; None: nothing."""
+        """The checksums to be made by an update that is put on its stream; None: none are."""
         if not self._makes:
             return None
         parts = [p for p in _updated_parts(tile) if p.tier is not Tier.DEVICE]
@@ -328,7 +328,7 @@ def flipped_bit(sum: int, weighted: int) -> tuple[int, int, int] | None:
     None: no single bit makes them.
     """
     for sign in (1, -1):
-        change, placed = (sign * each % 2**64 for each in (sum, weighted))
+        change, placed = (sign * total % 2**64 for total in (sum, weighted))
         bit = change.bit_length() - 1
         if change and change == 1 << bit and placed % change == 0:
             word, apart = placed >> bit, 1 << (64 - bit)

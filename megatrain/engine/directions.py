@@ -106,16 +106,17 @@ class Directions:
         return whole.piece(start, stop)
 
     def _range(self, tile: Tile) -> tuple[int, int]:
-        """Where in this rank's block what is directed begins, rounded down, and where it ends."""
-        first, last, own = self._of[tile.index][0], self._of[tile.index][-1], tile.trained
-        start = max(0, first.offset - own.start) // _FLOATS * _FLOATS
-        return start, max(start, min(last.offset + last.numel, own.stop) - own.start)
+        """The bounds of what is directed in this rank's block; the first one rounded down."""
+        (first, *_), (*_, last), block = self._of[tile.index], self._of[tile.index], tile.trained
+        start = max(0, first.offset - block.start) // _FLOATS * _FLOATS
+        return start, max(start, min(last.offset + last.numel, block.stop) - block.start)
 
     def _here(self, tile: Tile) -> Iterator[tuple[Entry, int, int]]:
         """Parameters that are directed, from which to before which element of the tile."""
-        own = tile.trained
+        block = tile.trained
         for entry in self._of[tile.index]:
-            start, stop = max(entry.offset, own.start), min(entry.offset + entry.numel, own.stop)
+            start = max(entry.offset, block.start)
+            stop = min(entry.offset + entry.numel, block.stop)
             if start < stop:
                 yield entry, start, stop
 
@@ -134,13 +135,13 @@ class Directions:
         room, device = self._rooms[self._turn % _ROOMS], self._device
         self._turn += 1
         self._coming[tile.index], state = room, self._state(tile)
-        own, on_disk = room.buffer.piece(0, len(state.data)), tile.rests.moments is Tier.DISK
+        to, on_disk = room.buffer.piece(0, len(state.data)), tile.rests.moments is Tier.DISK
         device.wait(DISK_WEIGHTS if on_disk else COPY_IN, room.free, "directions' room free")
         if on_disk:
-            room.ready = self._disk.bring(tile, state, own)
+            room.ready = self._disk.bring(tile, state, to)
             return
         # That it is the newest one is seen to: the tile's weights have come in on this stream.
-        device.copy(COPY_IN, own, state)
+        device.copy(COPY_IN, to, state)
         room.ready = device.record(COPY_IN)
 
     def turn(
@@ -204,5 +205,5 @@ def _matrices(entry: Entry, flat: torch.Tensor, start: int, stop: int) -> torch.
     values = entry.view(flat)
     if len(entry.shape) < 3:
         return values
-    each = entry.shape[-2] * entry.shape[-1]
-    return values[(start - entry.offset) // each : -((entry.offset - stop) // each)]
+    numel = entry.shape[-2] * entry.shape[-1]
+    return values[(start - entry.offset) // numel : -((entry.offset - stop) // numel)]

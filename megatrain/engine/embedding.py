@@ -192,12 +192,12 @@ class Embedding:
 
     @property
     def rows(self) -> list[Buffer]:
-        """What the prologue reads."""
+        """The buffers that the prologue reads."""
         return [table.rows for table in self._tables]
 
     @property
     def sums(self) -> list[Buffer]:
-        """What the prologue's backward writes."""
+        """The buffers that the prologue's backward writes."""
         return [table.sums for table in self._tables]
 
     def prepare_gradients(self, batch: Batch) -> None:
@@ -289,10 +289,10 @@ class Embedding:
 
     def _arrive(self, table: _Table, batch: Batch) -> None:
         """Copy staged rows to the device, by COPY_IN."""
-        device, own = self._device, table.own(table.rows, batch)
+        device, rows = self._device, table.own(table.rows, batch)
         device.wait(COPY_IN, device.record(ROWS), "rows gathered")
         device.wait(COPY_IN, device.record(COMPUTE), "row room free")
-        device.copy(COPY_IN, own, table.staging, len(own.data))
+        device.copy(COPY_IN, rows, table.staging, len(rows.data))
         table.free = device.record(COPY_IN)
 
     def _cleared(self, table: _Table) -> HostGrad:
@@ -331,7 +331,7 @@ class Embedding:
         self._device.run(COMPUTE, "measure rows", work, [table.sums], writes)
 
     def _scatter(self, table: _Table, host_grad: HostGrad, batch: Batch) -> Any:
-        device, ids_U, own = self._device, table.ids(batch), table.own(table.rows, batch)
+        device, ids_U, rows = self._device, table.ids(batch), table.own(table.rows, batch)
         rows_UD = table.first(table.staging, ids_U)
 
         def work() -> None:
@@ -339,7 +339,7 @@ class Embedding:
             kernels.scatter_rows(plane, ids_U, rows_UD, threads=self._threads)
 
         device.wait(COPY_OUT, device.record(COMPUTE), "row gradients ready")
-        device.copy(COPY_OUT, table.staging, own, rows_UD.numel())
+        device.copy(COPY_OUT, table.staging, rows, rows_UD.numel())
         device.wait(ROWS, device.record(COPY_OUT), "row gradients landed")
         device.run(ROWS, f"scatter {table.entry.name}", work, [table.staging], [host_grad.buffer])
         return device.record(ROWS)

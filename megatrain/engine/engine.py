@@ -267,7 +267,7 @@ class PlacedEngine:
             return train_step(replace(parts, passes=1) if joint else parts, batch)
 
     def _can_be_leaner(self, parts: TrainingParts, batch: Batch) -> bool:
-        """Whether a step that had no memory may be tried again; ranks cannot agree on it."""
+        """True if a step that had no memory may be tried again; ranks cannot agree on it."""
         whole = self._lean or parts.update.torn or self._ranks.size > 1
         rows = max(len(micro.inputs["input_ids"]) for micro in batch.micro)
         kept = any(policy != RECOMPUTE for policy in self._policies())

@@ -108,4 +108,4 @@ class WholeHead:
 
 def flat(extras: Sequence[Tensor]) -> list[Tensor]:
     """Tensors `[B, T, ...]` as `[N, ...]`."""
-    return [each.flatten(0, 1) for each in extras]
+    return [extra.flatten(0, 1) for extra in extras]

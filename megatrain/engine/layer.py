@@ -132,7 +132,7 @@ class Layer(StreamedModule):
             return self._call(self.weights(at.slot), at.micro, at.values)
 
     def saves(self, at: Turn) -> Saves | None:
-        """What is saved by the graph that waits for the backward; None: no graph waits."""
+        """The part that is saved by a graph that waits for the backward; None: no graph waits."""
         if self.policy.saves != "nothing":
             return None if self.policy.saves == "attention" else self.policy.saves
         weights = partial(self.weights, at.slot)
@@ -164,7 +164,7 @@ class Layer(StreamedModule):
         return self._ready(at, returned).backward(self.made, dh, accumulator)
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
-        """What has come back for the next micro-batch, once; nothing if nothing has left."""
+        """The tensors that have come back for the next micro-batch; none if none have left."""
         if self.offload is None or not self._offloads:
             if self.offload is not None:
                 self.offload.fetch_ahead()  # for a layer that will ask for it

@@ -236,7 +236,7 @@ class Head(StreamedModule):
         dh = [dict.fromkeys(routed, weighed[i % len(weighed)]) for i in range(len(h))]
         if ranks.rank:
             return [], dh
-        total = sum(share * each for share, each in zip(shares, balances, strict=True))
+        total = sum(share * balance for share, balance in zip(shares, balances, strict=True))
         return [loss.weight * total], dh
 
     def routed_total(self, h: State) -> Tensor:
@@ -255,17 +255,17 @@ class Head(StreamedModule):
             return batch, []
         here = slice(batch.before, batch.before + len(batch.micro))
         targets, extras = zip(*batch.judged, strict=True)
-        shapes = [each.shape for each in targets]
+        shapes = [target.shape for target in targets]
         log_probs = self.collectives.join(self.losses(slot, batch, h), shapes, here.start)
         work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
         nothing: Any = [None] * len(log_probs), [None] * len(log_probs), {}
         losses, weights, measured = self.device.run(COMPUTE, HEAD_NAME, work) or nothing
         batch.measured |= measured
-        micro = [
-            replace(each, loss=loss.weighed, given=[weight])
-            for each, weight in zip(batch.micro, weights[here], strict=True)
+        micro_batches = [
+            replace(micro, loss=loss.weighed, given=[weight])
+            for micro, weight in zip(batch.micro, weights[here], strict=True)
         ]
-        return replace(batch, micro=micro, normaliser=1.0), losses[here]
+        return replace(batch, micro=micro_batches, normaliser=1.0), losses[here]
 
     def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
         """Each micro-batch's share of the step's loss, without gradients."""

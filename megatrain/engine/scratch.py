@@ -43,7 +43,7 @@ class ScratchArena:
     def tables(
         self, names: Sequence[str], lengths: Sequence[int], summed: Sequence[int], *, kept: bool
     ) -> list[tuple[Buffer, Buffer]]:
-        """Where the rows of each table lie in a step, and the sums of their gradients.
+        """The places of each table's rows in a step, and of the sums of their gradients.
 
         That holds until the next call. The range grows if it must.
 
@@ -76,7 +76,7 @@ class ScratchArena:
 
 
 def _in_a_row(lengths: Sequence[int], offset: int) -> tuple[list[int], int]:
-    """Where each of some pieces starts that follow each other from `offset`, and their end."""
+    """The starts of pieces that follow each other from `offset`, and their end."""
     starts = []
     for length in lengths:
         starts.append(offset)

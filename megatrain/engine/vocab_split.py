@@ -146,7 +146,7 @@ class VocabRows(WholeHead):
         count: float,
         accumulator: GradAccumulator,
     ) -> tuple[Tensor, Activations]:
-        """As `WholeHead.gradients_of`, with the last rows; gradients are for the other rows."""
+        """See `WholeHead`; with the last rows. The gradients are for the other rows."""
         values = self.see(weights, micro, values)
         gradients = self.gradients(micro, values, count)
         self.backward(weights, micro, values, gradients, names, accumulator)
@@ -204,7 +204,7 @@ class VocabRows(WholeHead):
             with torch.enable_grad():
                 hidden_CD = hidden_ND[None, chunk].detach().requires_grad_()
                 logits = self._logits(weights, micro, hidden_CD)
-            of_chunk = (None if each is None else each[chunk] for each in per_token)
+            of_chunk = (None if of is None else of[chunk] for of in per_token)
             gradient = self._gradient_of(logits.detach(), *of_chunk)
             inputs = [hidden_CD, *sources]
             grads = torch.autograd.grad(logits, inputs, gradient, allow_unused=True)

@@ -182,9 +182,9 @@ def require_same(values: Sequence[Mapping[str, str]]) -> None:
                 continue
             pairs = enumerate(zip(value, wanted, strict=False))
             at = max(0, next((i for i, (a, b) in pairs if a != b), 0) - 50)
-            here, there = (in_one_line(text[at:], 200) for text in (value, wanted))
+            texts = (in_one_line(text[at:], 200) for text in (value, wanted))
             raise InputError(
-                f"rank {rank} has another {name} than rank 0: {here} instead of {there}; "
+                f"rank {rank} has another {name} than rank 0: {' instead of '.join(texts)}; "
                 "start all ranks alike"
             )
 
@@ -338,9 +338,9 @@ def connected(group: ProcessGroup, device: torch.device, hosts: int = 1) -> Rank
     whole = replace(whole, on_host=names.count(names[rank]), saves=slow, hosts=hosts)  # slow disks
     if hosts == 1:
         return _connect(whole, device)
-    each = len(members) // hosts
-    first = rank - rank % each
-    parts = members[first : first + each], members[rank % each :: each]
+    size = len(members) // hosts
+    first = rank - rank % size
+    parts = members[first : first + size], members[rank % size :: size]
     shards, replicas = (
         ALONE if len(part) == 1 else _connect(_opened(part, device), device) for part in parts
     )

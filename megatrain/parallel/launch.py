@@ -42,9 +42,9 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // devices)))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # device/cuda.py
-    given = ["--standalone", "--nproc-per-node", str(devices), "-m", "megatrain", *arguments]
+    options = ["--standalone", "--nproc-per-node", str(devices), "-m", "megatrain", *arguments]
     try:
-        run(parse_args(given))
+        run(parse_args(options))
     except ChildFailedError as error:
         return max(1, error.get_first_failure()[1].exitcode)
     except SignalException as signal:  # which the processes have been told, and obeyed

@@ -23,12 +23,12 @@ class SequenceRanks(ProcessGroups):
 
     beneath: ProcessGroup | None = None
 
-    def exchange_blocks(self, received: Tensor, given: Tensor) -> None:
-        """Block n of `given` `[size, ...]` goes to rank n; `received` has theirs, in their order.
+    def exchange_blocks(self, received: Tensor, sent: Tensor) -> None:
+        """Block n of `sent` `[size, ...]` goes to rank n; `received` has theirs, in their order.
 
         Both are contiguous.
         """
-        to, source = (each.view(self.size, -1).view(torch.uint8) for each in (received, given))
+        to, source = (t.view(self.size, -1).view(torch.uint8) for t in (received, sent))
         with self._peer_errors():
             dist.all_to_all_single(to, source, group=self.beneath)
 
@@ -63,8 +63,8 @@ def _communicator(host: ProcessGroup, device: torch.device) -> ProcessGroup:
     if device.type == "cpu":
         return host
     members = dist.get_process_group_ranks(host)
-    made: Any = dist.new_group(members, patience(), "nccl", use_local_synchronization=True)
+    group: Any = dist.new_group(members, patience(), "nccl", use_local_synchronization=True)
     values = torch.ones(len(members), device=device)
-    dist.all_to_all_single(torch.empty_like(values), values, group=made)
+    dist.all_to_all_single(torch.empty_like(values), values, group=group)
     torch.get_device_module(device).synchronize()
-    return made
+    return group

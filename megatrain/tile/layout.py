@@ -28,7 +28,7 @@ MOST_ELEMENTS = 1 << 40
 
 
 class TileKind(Enum):
-    """What the parameters of a tile are; the value is for people."""
+    """The kinds of a tile's parameters; the value is for people."""
 
     EMBEDDING = "embedding"
     PROLOGUE = "prologue"
@@ -69,7 +69,7 @@ class Entry:
 
 
 class TileLayout:
-    """Where each parameter of a tile lies.
+    """The places of a tile's parameters.
 
     Attributes:
         name: for messages, traces and files (`layer 3`, `embedding`, `head`).
@@ -129,7 +129,7 @@ class TileLayout:
 
     @cached_property
     def unpacked(self) -> "TileLayout":
-        """Where parameters lie once they are unpacked; what is not packed lies where it did."""
+        """The places of parameters once they are unpacked; of what is not packed the same."""
         if not self.is_packed:
             return self
         parameters = [(e.name, torch.Size(e.shape), e.group) for e in self.entries]

@@ -46,7 +46,7 @@ FAULTS = [
     ),
     Fault(
         "clipping", "engine", "tile.index] += square", "tile.index] = square",
-        "of a layer in slices the last one alone counts in the norm", ("parity/test_split.py",),
+        "of a head in slices the last one alone counts in the norm", ("parity/test_split.py",),
     ),
     Fault(
         "clipping", "engine", "self.squares.data[-1] = 0", "pass",
