@@ -4,7 +4,7 @@ import copy
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -42,6 +42,13 @@ MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hun
 LONGEST_REASON = 400
 _COUNTED = re.compile(r"(layers?|experts)$")
 _LARGE = 1 << 28  # values; no buffer of a known model has nearly as many
+# How configurations name the number of a layer's experts, and of those that a token chooses.
+_EVERY = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_OF_A_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_top_k", "moe_k"),
+)
+
 _loaded: WeakKeyDictionary[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]]
 _loaded = WeakKeyDictionary()  # opening an engine asks three times for the same
 
@@ -192,6 +199,16 @@ def configs(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, Pre
     for key in config.sub_configs:
         if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
             yield from configs(inner, f"{path}.{key}".lstrip("."))
+
+
+def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:
+    """The share of a parameter that computes with a token: the chosen of experts `[E, I, O]`."""
+    text = config.get_text_config(decoder=True)
+    every, chosen = (
+        next((n for name in names if type(n := getattr(text, name, None)) is int), 0)
+        for names in (_EVERY, _OF_A_TOKEN)
+    )
+    return chosen / every if chosen and len(shape) == 3 and shape[0] == every else 1.0
 
 
 def _refuse_code_of_others(config: PreTrainedConfig, *, chosen: bool) -> None:

@@ -7,7 +7,6 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -39,6 +38,8 @@ from megatrain.model.safetensors_io import (
     Stored,
     write_shard,
 )
+
+Piece = tuple[list[Described], Callable[[], list[Tensor]]]  # tensors that are made together
 
 SHARD_FILE = "model-{:05d}-of-{:05d}.safetensors"
 # What an export replaces in a folder that it finds; all else there (tokenizer, notes) stays.
@@ -90,22 +91,14 @@ def write_weights(
         file_dtype = usual.get(name, dtype) if is_parameter else reference.dtype
         file_dtype = (as_came or {}).get(first, file_dtype)
         metas[name] = torch.empty(reference.shape, dtype=file_dtype, device="meta")
-    position = {name: i for i, name in enumerate(metas)}
-    batches = sorted(_plan_export(model, metas), key=lambda batch: position[batch.inputs[0]])
-
-    def converted(batch: _ExportBatch) -> list[Tensor]:
-        values = {n: _value(model, tensors, saved[n]).to(batch.dtype) for n in batch.inputs}
-        return batch.convert(model, values)
-
-    pieces: list[tuple[Sequence[Described], Callable[[], list[Tensor]]]]
-    pieces = [(batch.outputs, partial(converted, batch)) for batch in batches]
+    pieces = _pieces(model, metas, lambda name: _value(model, tensors, saved[name]))
     pieces += [
-        ((Described(name, tensor.dtype, tensor.shape),), partial(lambda t: [t.values()], tensor))
+        ([Described(name, tensor.dtype, tensor.shape)], partial(lambda t: [t.values()], tensor))
         for name, tensor in (carried or {}).items()
     ]
     # Wide elements first, which keeps every tensor of a shard aligned.
     pieces.sort(key=lambda piece: -piece[0][0].dtype.itemsize)
-    described = [each for outputs, _ in pieces for each in outputs]
+    described = [output for outputs, _ in pieces for output in outputs]
     with _exported(folder, described, beside or {}) as new:
         write_configs(new, model, dtype)
         values = (value for _, make in pieces for value in make())
@@ -254,63 +247,47 @@ def _split(described: list[Described], max_shard_bytes: int) -> list[list[Descri
     return shards
 
 
-@dataclass(frozen=True)
-class _ExportBatch:
-    """Checkpoint tensors that are made together.
-
-    Attributes:
-        inputs: the model's names, as `revert_weight_conversion` takes them.
-        dtype: of inputs and outputs.
-        outputs: what comes out, in the order in which `convert` returns it.
-        converted: False where the tensor is only renamed.
-    """
-
-    inputs: tuple[str, ...]
-    dtype: torch.dtype
-    outputs: tuple[Described, ...]
-    converted: bool
-
-    def convert(self, model: PreTrainedModel, values: dict[str, Tensor]) -> list[Tensor]:
-        """The outputs' values, computed from the inputs' values."""
-        if not self.converted:
-            return list(values.values())
-        converted = revert_weight_conversion(model, values)
-        return [_one(converted[output.name]) for output in self.outputs]
-
-
-def _plan_export(model: PreTrainedModel, metas: Mapping[str, Tensor]) -> list[_ExportBatch]:
-    """How the model's tensors become those of a checkpoint in the layout it has on the hub.
+def _pieces(
+    model: PreTrainedModel, metas: Mapping[str, Tensor], value: Callable[[str], Tensor]
+) -> list[Piece]:
+    """A model's tensors in the layout that it has on the hub, in the order of `metas`.
 
     Args:
-        model: tells the conversions.
         metas: a meta tensor of shape and dtype for each name that is to be saved.
+        value: gives the values of a name.
 
     Raises:
         RunFailed: transformers' conversion cannot be done one parameter at a time.
     """
+
+    def made_of(names: Sequence[str], dtype: torch.dtype, outputs: list[Described]) -> list[Tensor]:
+        values = {name: value(name).to(dtype) for name in names}
+        if len(outputs) == len(names) == 1 and outputs[0].name in renamed:
+            return list(values.values())
+        converted = revert_weight_conversion(model, values)
+        return [_one(converted[output.name]) for output in outputs]
+
     whole = revert_weight_conversion(model, dict(metas))
     name_of = {id(meta): name for name, meta in metas.items()}
-    batches = [
-        _ExportBatch((name_of[id(meta)],), meta.dtype, (_describe(name, meta),), converted=False)
-        for name, meta in whole.items()
-        if id(meta) in name_of
-    ]
-    renamed = {name for batch in batches for name in batch.inputs}
-    remaining = {name: meta for name, meta in metas.items() if name not in renamed}
-    for group in _groups(model, remaining):
+    renamed = {name for name, meta in whole.items() if id(meta) in name_of}
+    pieces: dict[str, Piece] = {}  # by the first name that they are made of
+    for name in renamed:
+        outputs, source = [_describe(name, whole[name])], name_of[id(whole[name])]
+        pieces[source] = outputs, partial(made_of, [source], metas[source].dtype, outputs)
+    for group in _groups(model, {name: m for name, m in metas.items() if name not in pieces}):
         # Parameters that are merged share a dtype; the widest loses nothing.
         dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
         values = {name: metas[name].to(dtype) for name in group}
         converted = revert_weight_conversion(model, values)
-        outputs = tuple(_describe(name, _one(value)) for name, value in converted.items())
-        batches.append(_ExportBatch(group, dtype, outputs, converted=True))
-    planned = sorted((output.name, output.shape) for batch in batches for output in batch.outputs)
+        outputs = [_describe(name, _one(tensor)) for name, tensor in converted.items()]
+        pieces[group[0]] = outputs, partial(made_of, group, dtype, outputs)
+    planned = sorted((o.name, o.shape) for outputs, _ in pieces.values() for o in outputs)
     if planned != sorted((name, tuple(_one(meta).shape)) for name, meta in whole.items()):
         raise RunFailed(
             f"{type(model).__name__} cannot be exported layer by layer: transformers converts "
             "its weights all at once; save a checkpoint instead"
         )
-    return batches
+    return [pieces[name] for name in metas if name in pieces]
 
 
 def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[str, ...]]:

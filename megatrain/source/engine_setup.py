@@ -12,7 +12,7 @@ from megatrain.device import Recording
 from megatrain.device.plane_file import PlaneFile, disk_bytes
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model.adapters import adapted
-from megatrain.model.experts import share_of_a_token
+from megatrain.model.build import share_of_a_token
 from megatrain.model.rebuilt import difference
 from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
