@@ -45,8 +45,10 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         sampled=f"{run.metrics.sampled:,.0f}",
         timeline=sections.picture(draw_step, run.spans),
         recorded_step=run.recorded_step or "",
-        facts=sections.facts(run),
-        config=sections.configuration(run),
+        files={
+            "Machine, versions and placement": sections.as_yaml(run.environment),
+            "Configuration": sections.as_yaml(run.config),
+        },
         **sections.breakdown_tables(run.breakdown),
     )
     return output

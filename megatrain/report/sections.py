@@ -1,4 +1,4 @@
-"""The parts of a report in the order of the page: figures, charts, where the time went, facts."""
+"""The parts of a report in the order of the page: figures, charts, where the time went, files."""
 
 import base64
 import io
@@ -30,6 +30,7 @@ def figures(run: Run) -> list[tuple[str, str, str]]:
     parameters = run.parameters or 0
     values = [
         ("Loss", _shown(metrics.last("loss")), _trend(metrics)),
+        ("Parameters", f"{parameters:,}" if parameters else None, ""),
         ("Tokens", _shown(tokens or None), f"{metrics.num_steps:,} steps"),
         ("Time", duration(seconds) if seconds else None, "in steps"),
         ("Throughput", _shown(metrics.median("tokens_per_second")), "tokens/s, median"),
@@ -176,47 +177,6 @@ def _seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
 
 
-def facts(run: Run) -> list[tuple[str, Any]]:
-    """Model, machine, versions and placement."""
-    environment = run.environment
-    gpu, packages = environment.get("gpu"), environment.get("packages")
-    versions = {"Python": environment.get("python")}
-    versions |= packages if isinstance(packages, dict) else {}
-    limit, cores = real(environment.get("host_limit_bytes")), environment.get("usable_cores")
-    memory, driver = real(at(gpu, "memory_bytes")), at(gpu, "driver")
-    parts = (at(gpu, "name"), memory and gib(memory), driver and f"driver {driver}")
-    rows = [
-        ("model", _model(run.config)),
-        ("parameters", f"{run.parameters:,}" if run.parameters else None),
-        ("precision", at(run.config, "engine", "precision") or "bf16"),
-        ("placement", _placement(environment.get("placement"))),
-        ("device", ", ".join(str(part) for part in parts if part) or environment.get("device")),
-        ("processor", f"{environment.get('cpu') or ''} ({cores} cores usable)" if cores else None),
-        ("host memory", limit and gib(limit)),
-        ("system", f"{environment.get('system') or ''} {environment.get('kernel') or ''}".strip()),
-        ("commit", environment.get("commit")),
-        ("versions", ", ".join(f"{name} {v}" for name, v in versions.items() if v)),
-    ]
-    return [(title, value) for title, value in rows if value]
-
-
-def configuration(run: Run) -> str:
-    """The run file."""
-    config = dict(run.config)
-    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else ""
-
-
-def _model(config: Mapping[str, Any]) -> str | None:
-    if path := at(config, "model", "path"):
-        return str(path)
-    kind = at(config, "model", "config", "model_type")
-    return f"{kind}, weights drawn at random" if kind else None
-
-
-def _placement(placement: Any) -> str:
-    choices = placement.items() if isinstance(placement, dict) else ()
-    return ", ".join(
-        f"{name} {', '.join(map(str, value)) or 'none' if isinstance(value, list) else value}"
-        for name, value in choices
-        if value is not None
-    )
+def as_yaml(content: Mapping[str, Any]) -> str:
+    """The content of a file of the run, for people."""
+    return yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True) if content else ""
