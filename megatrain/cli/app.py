@@ -123,10 +123,7 @@ def branch(
     overrides: Overrides = None,
     fresh: Annotated[
         bool,
-        typer.Option(
-            "--fresh",
-            help="Take the weights alone and begin at step 1. Everything but the model may change.",
-        ),
+        typer.Option("--fresh", help="Take the weights alone, begin at step 1, change all else."),
     ] = False,
 ) -> None:
     """Go on from where a run is, in another folder and with other settings.
@@ -181,14 +178,10 @@ def plan(
     ] = None,
     overrides: Overrides = None,
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan for this model: a shape (7B), a folder, a config.json or a hub id."
-        ),
+        str | None, typer.Option(help="Plan for a shape (7B), a folder, a config.json or a hub id.")
     ] = None,
     gpu: Annotated[
-        str | None,
-        typer.Option(help="Plan for this GPU, as 4090 or H200; the default is the one here."),
+        str | None, typer.Option(help="Plan for this GPU, as 4090; the default is the one here.")
     ] = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -205,29 +198,19 @@ def plan(
         int | None, typer.Option(min=1, help="Take so many rows at once; otherwise chosen.")
     ] = None,
     total_tokens: Annotated[
-        float | None,
-        typer.Option(min=1, max=1e18, help="Count with so many tokens of the whole run, as 1e9."),
+        float | None, typer.Option(min=1, max=1e18, help="Count so many tokens of the run, as 1e9.")
     ] = None,
     gpus: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="Plan for so many GPUs on each host; the default is 1."),
+        int | None, typer.Option(min=1, max=64, help="Plan for so many GPUs on each host.")
     ] = None,
     hosts: Annotated[
         int, typer.Option(min=1, max=1024, help="Plan for so many hosts, with --gpus each.")
     ] = 1,
     network: Annotated[
-        float | None,
-        typer.Option(
-            min=0.01,
-            max=1e5,
-            help="Count with so many GB/s between hosts, each way; the default is 12.5.",
-        ),
+        float | None, typer.Option(min=0.01, max=1e5, help="Take so many GB/s between hosts.")
     ] = None,
     clip: Annotated[
-        bool | None,
-        typer.Option(
-            "--clip/--no-clip", help="Clip by the exact norm of all gradients; on by default."
-        ),
+        bool | None, typer.Option("--clip/--no-clip", help="Clip by the exact norm; the default.")
     ] = None,
     precision: ComputeDtype = None,
     states: States = None,
@@ -238,12 +221,7 @@ def plan(
         str | None, typer.Option(help="Let planes take so much of a disk, as 200GiB.")
     ] = None,
     disk_tbw: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            max=1e9,
-            help="Count with so many terabytes that the drive may be written, as 600.",
-        ),
+        float | None, typer.Option(min=1, max=1e9, help="Wear the drive by so many terabytes.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -268,8 +246,7 @@ def export(
         typer.Option(help="Write tensors in this dtype; otherwise as they are."),
     ] = None,
     merged: Annotated[
-        bool,
-        typer.Option("--merged", help="Write the model with its adapter merged."),
+        bool, typer.Option("--merged", help="Write the model with its adapter merged.")
     ] = False,
     base_model: BaseModel = None,
 ) -> None:
@@ -300,17 +277,15 @@ TopP = Annotated[
     typer.Option(
         min=0.0,
         max=1.0,
-        help="Draw from the likeliest tokens whose probabilities add up to this. The default is "
-        "the model's own, or 0.95.",
+        help="Draw from the likeliest tokens of this probability in all; the default is the "
+        "model's, or 0.95.",
     ),
 ]
 TopK = Annotated[
-    int | None,
-    typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0 means all of them."),
+    int | None, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")
 ]
 RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(min=0.01, help="Above 1, make tokens less likely that are there already."),
+    float | None, typer.Option(min=0.01, help="Above 1, make tokens less likely that were there.")
 ]
 Seed = Annotated[
     int, typer.Option(min=0, max=seeds.LARGEST, help="Draw with this seed of random numbers.")
@@ -326,10 +301,7 @@ def generate(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            help="Continue the prompts of this file: one on each line, or in a .jsonl file "
-            "`prompt` or `messages`."
-        ),
+        typer.Option(help="Continue each line of a file; .jsonl: each `prompt`, `messages`."),
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Take each text as a message, by the chat template.")
@@ -405,9 +377,7 @@ def report(
 
 
 @app.command()
-def demo(
-    overrides: Overrides = None,
-) -> None:
+def demo(overrides: Overrides = None) -> None:
     """Train a small model on Python's own library.
 
     Then sample from it, and show where the memory was. Nothing is downloaded.

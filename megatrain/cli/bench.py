@@ -48,10 +48,7 @@ def step(
     sequences: Annotated[int, typer.Option(min=1, help="Take so many rows a step.")] = 96,
     sequence_length: Annotated[int, typer.Option(min=2, help="Take so many tokens a row.")] = 1024,
     micro_batch: Annotated[
-        str,
-        typer.Option(
-            callback=_rows, help="Take so many rows at once; auto chooses with the placement."
-        ),
+        str, typer.Option(callback=_rows, help="Take so many rows at once, or auto.")
     ] = "16",
     max_grad_norm: Annotated[
         float, typer.Option(min=0.0, help="Clip by this global norm; 0 does not clip.")
@@ -65,10 +62,7 @@ def step(
     base: FrozenBase = "bf16",
     placement: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="Set a choice of the placement. It may be given several times.",
-        ),
+        typer.Option(metavar="NAME=VALUE", help="Set a choice of the placement, of several."),
     ] = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
@@ -77,8 +71,7 @@ def step(
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Take only so many layers.")] = None,
     documents: Annotated[
-        int | None,
-        typer.Option(min=1, help="Pack each row of so many documents, of random lengths."),
+        int | None, typer.Option(min=1, help="Pack each row of so many random documents.")
     ] = None,
     warmup: Annotated[
         int, typer.Option(min=0, help="Take so many steps before the measured ones.")
@@ -89,8 +82,7 @@ def step(
     ] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
     timeline: Annotated[
-        Path | None,
-        typer.Option(help="Write one step's Perfetto trace to this file, and its picture beside."),
+        Path | None, typer.Option(help="Write one step's trace to this file, its picture beside.")
     ] = None,
 ) -> None:
     """Time whole training steps on random tokens: model TFLOPS, memory, spread."""

@@ -254,7 +254,7 @@ USAGE = {  # typer's runner calls the program "root"
     "plan --tokens 0": "--tokens: ",
     "plan --tokens many": "got 'many'; see `root plan --help`",
     "export a b --dtype fp16": "--dtype: 'fp16' is not one of 'float32', 'bfloat16', 'float16'",
-    "bench step --shape 8b": "--shape: '8b' is not one of toy, 0.5b",
+    "bench step --shape 8b": "--shape: '8b' is not one of 'toy', '0.5b',",
     "bench stp": "no such command 'stp'. Did you mean 'step'?; see `root bench --help`",
     "generate m": "give --prompt",
     "generate m --prompt a --precision fp8": "--precision: 'fp8' is not one of 'bf16', 'fp32'",
