@@ -1,1 +1,1 @@
-"""What every part may use: bytes and times, JSON and YAML, seeds, whole files, huge pages."""
+"""Helpers of every part: bytes and times, JSON and YAML, seeds, whole files, huge pages."""

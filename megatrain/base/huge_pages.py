@@ -15,7 +15,7 @@ def mapping(num_bytes: int, flags: int = 0) -> mmap.mmap:
     Raises:
         OSError: there is no room.
     """
-    made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        made.madvise(mmap.MADV_HUGEPAGE)
-    return made
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages

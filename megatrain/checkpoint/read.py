@@ -64,7 +64,9 @@ def _read(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int, *, partly
             raise
     records = checkpoint.manifest.tiles
     of_tile = {record.name: record.version for record in records}
-    of_parameter = {each.name: record.version for record in records for each in record.parameters}
+    of_parameter = {
+        parameter.name: record.version for record in records for parameter in record.parameters
+    }
     for tile in tiles:
         first = next((entry.name for entry in tile.layout.entries), None)
         tile.version = of_tile.get(tile.name, 0) if first is None else of_parameter.get(first, 0)
@@ -155,8 +157,8 @@ def _ranges(
             kind = planes_of(target_tile).get(name)
             if kind is None or not kind.has(entry):
                 continue
-            here, own = target_tile.place(entry)
-            at = kind.place(parameter.offset + own.start, parameter.offset + own.stop)
+            here, part = target_tile.place(entry)
+            at = kind.place(parameter.offset + part.start, parameter.offset + part.stop)
             to = kind.place(here.start, here.stop)
             start = plane.start + at.start * size
             target = target_tile.planes[kind].piece(to.start, to.stop).as_bytes()

@@ -338,7 +338,7 @@ class Saver:
             self._spare.prepare(pieces, leaving=leaving, background=background)
             return str(folder)
 
-        require_same([{"folder to save to": each} for each in self._ranks.agree(prepare)])
+        require_same([{"folder to save to": path} for path in self._ranks.agree(prepare)])
         ranks = self._ranks.second_group
         self.last = Saving(self._device, folder, contents, jobs, self._spare, ranks)
         try:

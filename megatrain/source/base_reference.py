@@ -223,9 +223,9 @@ def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
 
     The base is read twice: to be checked first. Raises InputError: as `read_left_out`.
     """
-    own, left = masters(checkpoint), checkpoint.settings.left_out
+    saved, left = masters(checkpoint), checkpoint.settings.left_out
     if left is None:
-        return own
+        return saved
     read_left_out(checkpoint, model, lambda name, values: None)
     base = _open(checkpoint, left)
     whole = stored_values(base, plain(model))
@@ -240,7 +240,7 @@ def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
 
     names = left_out_names(checkpoint, model)
     of_base = {mine: partial(read, name, mine) for name, mine in names.items() if name in whole}
-    return {**own, **of_base}
+    return {**saved, **of_base}
 
 
 def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:

@@ -72,8 +72,8 @@ def _load(source: Source, spec: ModelSpec, store: Store, seed: int, share: Share
     if source.saved is not None:
         drawn = _read_saved(source, source.saved, store, write)
     elif source.folder is not None:
-        own = {name: mine for mine, name in source.names.items()}
-        packed = {own.get(name, name) for name in spec.packed}
+        stored_names = {name: stored for stored, name in source.names.items()}
+        packed = {stored_names.get(name, name) for name in spec.packed}
         model, threads = plain(source.model), update_threads()
         missing = read_weights(source.folder, model, write, threads=threads, packed=packed)
         if missing:

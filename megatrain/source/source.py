@@ -122,19 +122,22 @@ def open_source(
     scores: bool = False,
     **code: Any,
 ) -> Source:
-    """Open a model like `open_plain`, or one that has, or is given, an adapter.
+    """Open a model: its structure, and where its weights are.
 
     Args:
-        model: as `open_plain` takes it, a PeftModel, the folder of an adapter, or a source, which
-            is returned as it is.
+        model: a module, a configuration, a checkpoint, a folder or a hub id of a causal language
+            model; a PeftModel, the folder of an adapter; or a source, which is returned as it is.
         adapter: a LoraConfig of PEFT, or its keys: what the model is trained with.
         base: how frozen linear layers are kept.
         router_aux_loss_coef: of the routers' loss; None: as the model's configuration says.
         base_model: where the base of the model's adapter is, if not where that says.
         resumes: of a checkpoint the optimizer's state is taken, too, so that training goes on.
-        scores: as for `open_plain`; an adapter that has a sequence head asks for it itself.
+        scores: of a folder, hub id or configuration the model that gives a score of each row; an
+            adapter that has a sequence head asks for it itself.
+        code: trust_remote_code and attn_implementation, as `empty_model` takes them.
 
-    Raises InputError: as `open_plain`; PEFT refuses the adapter, or the model has one already.
+    Raises InputError: it cannot be read or is not a causal language model; PEFT refuses the
+    adapter, or the model has one already.
     """
     if isinstance(model, Source):
         return model
@@ -143,11 +146,11 @@ def open_source(
         if base_model is not None:
             raise InputError("a PeftModel has its base in it; leave base_model out")
         inner, configs, active = peft.unwrapped(model)
-        source = open_plain(inner, **code)
+        source = _open_plain(inner, **code)
         noted(source.model, configs, active)
     elif (folder := adapter_folder(model)) is not None:
         config, base_path = folder_adapter(folder, base_model)
-        source = open_plain(base_path, scores=scores or peft.of_scores(config), **code)
+        source = _open_plain(base_path, scores=scores or peft.of_scores(config), **code)
         if adapted(source.model) is not None:
             raise _not_merged(folder, base_path)
         source = _grown(source, config)
@@ -158,7 +161,7 @@ def open_source(
             model = with_base(model, base_model)
         elif base_model is not None:
             raise no_adapter(model if isinstance(model, str | Path) else "the model")
-        source = open_plain(model, resumes=resumes, scores=scores, **code)
+        source = _open_plain(model, resumes=resumes, scores=scores, **code)
     if router_aux_loss_coef is not None:
         ask_for(source.model, router_aux_loss_coef)
         ask_for(plain(source.model), router_aux_loss_coef)  # which merged exports are made of
@@ -245,20 +248,10 @@ def _grown(source: Source, config: Any) -> Source:
     return source
 
 
-def open_plain(
-    model: PreTrainedModel | PreTrainedConfig | Alike | Checkpoint | str | Path,
-    *,
-    resumes: bool = False,
-    scores: bool = False,
-    **code: Any,
-) -> Source:
-    """Structure of a model given as a module, a configuration, a checkpoint, a folder or a hub id.
+def _open_plain(model: Any, *, resumes: bool = False, scores: bool = False, **code: Any) -> Source:
+    """The source of a model that is given no adapter; a folder's has none itself.
 
-    Args:
-        scores: of a folder, hub id or configuration the model that gives a score of each row.
-        code: trust_remote_code and attn_implementation, as `empty_model` takes them.
-
-    Raises InputError: it cannot be read or is not a causal language model.
+    Args: as `open_source`; `code`: trust_remote_code and attn_implementation.
     """
     model = _resolved(model)
     if isinstance(model, Checkpoint):

@@ -178,7 +178,7 @@ def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
     if name == "adafactor":
         raise InputError(f"{checkpoint.folder}: trained with Adafactor. {NO_ADAFACTOR}")
     rule = RULES.get(name)
-    known = set() if rule is None else {each.name for each in fields(rule)}
+    known = set() if rule is None else {setting.name for setting in fields(rule)}
     if rule is None or settings.keys() != known:
         raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
     wanted = {choice: value for choice, value in wanted.items() if value is not None}

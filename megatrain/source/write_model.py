@@ -91,7 +91,7 @@ def write_model(
     """Write the model; of one with an adapter that alone, in float32, or with `merged` the whole.
 
     Args:
-        masters: functions that give each parameter's exact values, by name.
+        masters: functions that give kind parameter's exact values, by name.
         dtype: of all floating tensors; None: the source's, and what is not trained as it came.
 
     Raises:
@@ -117,7 +117,7 @@ def write_model(
     if adapters is not None:
         whole, held = merged_into_base(model, values), adapters.held
         unchanged = {n for n in held if n in values and whole[held[n]] is values[n]}
-        as_came = {held[n]: each for n, each in as_came.items() if n in unchanged}
+        as_came = {held[n]: kind for n, kind in as_came.items() if n in unchanged}
         model, values = adapters.base, whole
     write_weights(
         folder,
@@ -162,7 +162,7 @@ def write_saved(
         read = stored_values(stored, base)
         source.untrained = Untrained(dtypes=stored_types(stored, base))
     types, adapter = source.untrained.dtypes, dict[str, Tensor]()
-    source.untrained.dtypes = {names.get(name, name): each for name, each in types.items()}
+    source.untrained.dtypes = {names.get(name, name): kind for name, kind in types.items()}
     if merged or adapted(model) is None:
         source.untrained.carried = carried(stored, base)
     read_adapter(source, adapter.__setitem__)
