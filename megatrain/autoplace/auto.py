@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from megatrain.autoplace.fits import check_fits
-from megatrain.autoplace.spill import fastest
+from megatrain.autoplace.search import fastest
 from megatrain.base.units import gib
 from megatrain.device import available_bytes
 from megatrain.errors import InputError
@@ -23,7 +23,7 @@ from megatrain.forecast.second_model import second_needs
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Generation, Workload
 from megatrain.loss import CROSS_ENTROPY, Loss
-from megatrain.machine import Machine, present_cpu, present_machine
+from megatrain.machine import present_cpu, present_machine
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import CPU_PLACEMENT, Placement, Planned
 from megatrain.source.engine_setup import EngineSetup
@@ -65,95 +65,90 @@ def settle(
         InputError: a size is not a number of 1 or more; on any rank, there is no such disk.
         DoesNotFit: nothing does, or what was given does not.
     """
-    sizes = ("tokens_per_step", "sequence_length", "micro_batch")
-    for name, value in zip(sizes, (tokens_per_step, sequence_length, micro_batch), strict=True):
+    sizes = {
+        "tokens_per_step": tokens_per_step,
+        "sequence_length": sequence_length,
+        "micro_batch": micro_batch,
+    }
+    for name, value in sizes.items():
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"{name} is {value!r}; it must be an integer of at least 1, or None")
-    opened.ranks.agree(lambda: opened.disk_bytes)
-    length = sequence_length or min(SEQUENCE_LENGTH, tokens_per_step or TOKENS, _longest(opened))
-    clip = opened.max_grad_norm is not None
-    size = tokens_per_step or TOKENS, length, micro_batch
-    workload = Workload(*size, clip, opened.precision, loss=loss, generation=generation)
-    if opened.model.rule is not None:
-        workload = replace(workload, rule=opened.model.rule)
-    if opened.ranks.size > 1:
-        workload = replace(workload, sequence_ranks=opened.sequence_ranks.size)
-        workload = workload.shared(opened.ranks.shards.size, opened.ranks.hosts)
-    settled = (
-        Settled(placement, micro_batch)
-        if isinstance(placement, Placement)
-        else _chosen(opened, workload)
+    ranks, model, trained = opened.ranks, opened.model, opened.model.optimizer is not None
+    ranks.agree(lambda: opened.disk_bytes)
+    text = opened.source.model.config.get_text_config(decoder=True)
+    longest = getattr(text, "max_position_embeddings", None) or SEQUENCE_LENGTH
+    workload = Workload(
+        tokens_per_step or TOKENS,
+        sequence_length or min(SEQUENCE_LENGTH, tokens_per_step or TOKENS, longest),
+        micro_batch,
+        opened.max_grad_norm is not None,
+        opened.precision,
+        loss=loss,
+        generation=generation,
     )
-    known = tokens_per_step is not None and sequence_length is not None
-    trained = opened.model.optimizer is not None
+    if model.rule is not None:
+        workload = replace(workload, rule=model.rule)
+    if ranks.size > 1:
+        workload = replace(workload, sequence_ranks=opened.sequence_ranks.size)
+        workload = workload.shared(ranks.shards.size, ranks.hosts)
+    if isinstance(placement, Placement):
+        settled = Settled(placement, micro_batch)
+    elif ranks.size > 1:  # one rank looks, and all take what it finds
+        chosen = ranks.agree(lambda: None if ranks.rank else _chosen(opened, workload))[0]
+        assert chosen is not None
+        settled = chosen
+    else:
+        settled = _chosen(opened, workload)
     if trained and opened.disk is not None and not settled.placement.on_disk:
         _log.info(
             "disk: nothing rests in %s; placement.disk_moments says of how many tiles moments do",
             opened.disk,
         )
-    if trained and opened.device.kind == "cpu" and opened.dtype == torch.bfloat16:
-        _tell_pace()
-    told = None
-    if known and trained and opened.device.kind == "cpu" and opened.ranks.size == 1:
-        told = foretold_on_cpu(opened.model.spec, settled.placement, workload)
-    reference = None
+    foretold = reference = None
+    if trained and opened.device.kind == "cpu":
+        capability = torch.backends.cpu.get_cpu_capability()
+        if opened.dtype == torch.bfloat16 and capability in ("NO AVX", "AVX2"):
+            _log.warning(  # torch falls back to plain loops there
+                "precision bf16 on a CPU with %s: products take many times as long as in fp32; "
+                "take precision fp32 there",
+                capability,
+            )
+        if tokens_per_step and sequence_length and ranks.size == 1:
+            foretold = foretold_on_cpu(model.spec, settled.placement, workload)
     if generation is not None and generation.reference:
-        size_of_rank = workload.tokens_per_step, workload.all_ranks
-        reference = second_needs(opened.model.spec, opened.dtype, *size_of_rank)
+        tokens, all_ranks = workload.tokens_per_step, workload.all_ranks
+        reference = second_needs(model.spec, opened.dtype, tokens, all_ranks)
     check_fits(
         opened.device,
-        opened.model,
+        model,
         settled.placement,
         opened.dtype,
         opened.host_limit,
-        clip=clip,
-        tokens=tokens_per_step and -(-tokens_per_step // opened.ranks.size),
-        foretold=told,
+        clip=workload.clip,
+        tokens=tokens_per_step and -(-tokens_per_step // ranks.size),
+        foretold=foretold,
         reference=reference,
     )
     _log.log(PASSING, "taking memory, and bringing weights there...")
     return settled
 
 
-def _tell_pace() -> None:
-    """Warn of bf16 on a CPU without instructions for it: torch falls back to plain loops there."""
-    has = torch.backends.cpu.get_cpu_capability()
-    if has in ("NO AVX", "AVX2"):
-        _log.warning(
-            "precision bf16 on a CPU with %s: products take many times as long as in fp32; "
-            "take precision fp32 there",
-            has,
-        )
-
-
-def _longest(opened: EngineSetup) -> int:
-    """Tokens of the longest row that the model is made for."""
-    text = opened.source.model.config.get_text_config(decoder=True)
-    return getattr(text, "max_position_embeddings", None) or SEQUENCE_LENGTH
-
-
 def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
-    ranks = opened.ranks
-    if ranks.size > 1:  # what one finds, all take
-        found = ranks.agree(lambda: None if ranks.rank else _for_rank(opened, workload))[0]
-        assert found is not None
-        return found
-    return _for_rank(opened, workload)
-
-
-def _for_rank(opened: EngineSetup, workload: Workload) -> Settled:
     if opened.device.kind != "cuda":
         return Settled(CPU_PLACEMENT, workload.micro_batch)
     if opened.model.optimizer is None:
         return Settled(_to_run(opened), workload.micro_batch)
-    found = _foreseen(opened, workload)
-    if found is None:
+    best = _fastest(opened, workload)
+    if best is None:
         placement = Placement(slots=3, head_tokens=8192, compile=can_compile())
         return Settled(placement, workload.micro_batch)
-    rows = found.micro_batch
-    size, graphs = rows * found.sequence_length, found.placement.save_activations > 0
-    planned = Planned(found.tokens_per_step, size, found.host_bytes, graphs)
-    return Settled(found.placement, rows, planned)
+    planned = Planned(
+        best.tokens_per_step,
+        best.micro_batch * best.sequence_length,
+        best.host_bytes,
+        graphs=best.placement.save_activations > 0,
+    )
+    return Settled(best.placement, best.micro_batch, planned)
 
 
 def _to_run(opened: EngineSetup) -> Placement:
@@ -168,45 +163,40 @@ def _to_run(opened: EngineSetup) -> Placement:
     return Placement(slots=3, head_tokens=8192, resident=names)
 
 
-def _foreseen(opened: EngineSetup, workload: Workload) -> Forecast | None:
-    """What `choose` finds for this device as it is now, with the reasons in the log.
+def _fastest(opened: EngineSetup, workload: Workload) -> Forecast | None:
+    """The fastest forecast for this device as it is now, with the reasons in the log.
 
     None: nothing is known of the machine, or what the model computes cannot be foreseen.
     """
-    device = opened.device
+    device, ranks = opened.device, opened.ranks
     machine = present_machine(str(device.torch_device), precision=workload.precision)
     if machine is None:
         _log.info("placement: all is streamed, since this GPU is neither measured nor listed")
         return None
-    ranks = opened.ranks
-    links = ranks.shards.link_gbps, ranks.replicas.link_gbps
-    machine = machine.shared(ranks.on_host, *links)
+    machine = machine.shared(ranks.on_host, ranks.shards.link_gbps, ranks.replicas.link_gbps)
     # What the process has of its context is in neither free nor taken bytes.
-    there = available_bytes(device) + machine.device_context_bytes
-    memory = min(there, device.memory()["device_total_bytes"])
-    host = min(machine.host_memory_bytes, opened.host_limit or machine.host_memory_bytes)
+    memory = available_bytes(device) + machine.device_context_bytes
+    host = machine.host_memory_bytes
+    machine = replace(
+        machine,
+        device_memory_bytes=min(memory, device.memory()["device_total_bytes"]),
+        host_memory_bytes=min(host, opened.host_limit or host),
+        disk_space_bytes=opened.disk_bytes,
+    )
     _log.log(PASSING, "looking for the fastest way that fits...")
+    forecasts, workload = ForecastCache(opened.model.spec), replace(workload, compile=can_compile())
     try:
-        found = choose(
-            opened.model.spec,
-            replace(
-                machine,
-                device_memory_bytes=memory,
-                host_memory_bytes=host,
-                disk_space_bytes=opened.disk_bytes,
-            ),
-            replace(workload, compile=can_compile()),
-        )
+        best = fastest(forecasts, machine, workload)
     except NotForeseeable as error:
         _log.info("placement: all is streamed, since %s", error)
         return None
-    for line in reasons(found):
+    for line in _reasons(best):
         _log.info("placement: %s", line)
-    return found
+    return best
 
 
 def foretold_on_cpu(spec: ModelSpec, placement: Placement, workload: Workload) -> Forecast | None:
-    """What a step takes of the host's memory where the device is the CPU; nothing of its time.
+    """The host memory of a step where the device is the CPU; nothing of its time.
 
     None: what the model computes cannot be foreseen.
     """
@@ -219,18 +209,21 @@ def foretold_on_cpu(spec: ModelSpec, placement: Placement, workload: Workload) -
         return None
 
 
-def reasons(found: Forecast) -> list[str]:
-    """What was chosen and why, in two lines."""
-    placement, machine = found.placement, found.machine
-    resident = len(placement.resident)
-    rows = f"{found.micro_batch} row{'s' * (found.micro_batch > 1)}"
-    offloaded = placement.offload_activations
+def _reasons(best: Forecast) -> list[str]:
+    """The choices and their reasons, in two lines."""
+    placement, machine = best.placement, best.machine
+
+    def counted(number: int, what: str) -> str:
+        return f"{number} {what}{'s' * (number > 1)}"
+
     graphs = f"{placement.save_activations} kept graphs"
     graphs += f" ({placement.save_all} of them whole)" * bool(placement.save_all)
+    offloaded = placement.offload_activations
     graphs += f" and {offloaded} on the host" * bool(offloaded)
     graphs += f" in {placement.passes} passes" * (placement.passes > 1)
-    count = placement.keep_weights
-    tiles = f", weights of {count} tile{'s' * (count > 1)} stay on the device" * bool(count)
+    tiles = ""
+    if placement.keep_weights:
+        tiles += f", weights of {counted(placement.keep_weights, 'tile')} stay on the device"
     if placement.chunk_tokens is not None:
         where = placement.save_attention
         kept = "attention computed twice" if where == "none" else f"attention kept on the {where}"
@@ -239,35 +232,20 @@ def reasons(found: Forecast) -> list[str]:
         tiles += f", the head in slices of at most {gib(placement.max_stream_bytes)}"
     for planes in ("moments", "remainder", "weights"):
         count = getattr(placement, f"disk_{planes}")
-        tiles += f", {planes} of {count} tile{'s' * (count > 1)} on the disk" * bool(count)
+        tiles += f", {planes} of {counted(count, 'tile')} on the disk" * bool(count)
     return [
-        f"micro-batches of {rows}, {placement.slots} slots, {resident} resident tiles, "
-        f"{graphs}, boundaries on the {placement.layer_inputs}{tiles}",
-        f"{found.seconds:.3g} s a step expected ({found.model_tflops:.0f} model TFLOPS), "
-        f"{found.critical_path[found.binds] / found.seconds:.0%} of it bound by {found.binds}; "
-        f"{gib(found.device_peak_bytes)} of {gib(machine.device_memory_bytes)} on the device, "
-        f"{gib(found.host_peak_bytes)} of {gib(machine.host_memory_bytes)} on the host",
+        f"micro-batches of {counted(best.micro_batch, 'row')}, {placement.slots} slots, "
+        f"{len(placement.resident)} resident tiles, {graphs}, "
+        f"boundaries on the {placement.layer_inputs}{tiles}",
+        f"{best.seconds:.3g} s a step expected ({best.model_tflops:.0f} model TFLOPS), "
+        f"{best.critical_path[best.binds] / best.seconds:.0%} of it bound by {best.binds}; "
+        f"{gib(best.device_peak_bytes)} of {gib(machine.device_memory_bytes)} on the device, "
+        f"{gib(best.host_peak_bytes)} of {gib(machine.host_memory_bytes)} on the host",
     ]
 
 
 def can_compile() -> bool:
-    """Whether Triton can build its kernels here: it is installed, and there is a C compiler."""
+    """True if Triton can build its kernels here: it is installed, and there is a C compiler."""
     compilers = (os.environ.get("CC"), "gcc", "clang")
-    found = any(shutil.which(name) for name in compilers if name)
-    return found and importlib.util.find_spec("triton") is not None
-
-
-def choose(
-    spec: ModelSpec, machine: Machine, workload: Workload, *, forecasts: ForecastCache | None = None
-) -> Forecast:
-    """The fastest placement (and rows of a micro-batch, if None) that fits the machine's memory.
-
-    Args:
-        machine: `device_memory_bytes`, `host_memory_bytes`, `disk_space_bytes` are the budgets.
-        forecasts: of the same spec, to be used again.
-
-    Raises:
-        DoesNotFit: nothing fits; names the least memory that would do.
-        NotForeseeable: what the model computes depends on its values.
-    """
-    return fastest(forecasts or ForecastCache(spec), machine, workload)
+    compiler = any(shutil.which(name) for name in compilers if name)
+    return compiler and importlib.util.find_spec("triton") is not None

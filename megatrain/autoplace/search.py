@@ -1,33 +1,123 @@
-"""The search for a placement: the fastest by forecast among those that fit.
+"""The fastest placement by forecast that fits, or the least memory with which one would.
 
 First the candidate (autoplace/candidates.py). One that fits leaves memory to spend on tiles that
-rest on the device and on kept graphs. What each way of spending could bring at best is known from
-the candidate's forecast (autoplace/spend.py). The most promising are forecast in full.
+rest on the device and on kept graphs. How long a step likely takes with each way of spending is
+known from the candidate's forecast (autoplace/spend.py); the most promising are forecast in full.
 """
 
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 from megatrain.autoplace.candidates import MOST_SLOTS, Candidates
-from megatrain.autoplace.min_memory import MinMemory
-from megatrain.autoplace.spend import Budget, MemoryPlans
+from megatrain.autoplace.first_tiles import disk_bytes
+from megatrain.autoplace.spend import Budget, Spending
 from megatrain.base.units import gib, size
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.simulate import Forecast
+from megatrain.forecast.op_counter import NotForeseeable
+from megatrain.forecast.simulate import STEADY, Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.loss import JointLoss
-from megatrain.machine import Machine
+from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
+from megatrain.telemetry.known_gpus import most_memory
+from megatrain.tile import TileKind, TileLayout
 
-# Candidates of a family. What these leave free on the device may buy more than they cost:
-# boundaries on the host, and fewer slots and smaller chunks besides.
+# Candidates of a family. What these leave free on the device may buy more than they cost: layer
+# inputs on the host, and fewer slots and smaller chunks besides.
 _SPARING = (1, 3)
 
 _TRIED = 3  # ways of spending that are forecast in full
 # Numbers of passes that are tried, besides one for each micro-batch; ways forecast in full of them.
 _PASSES, _TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 2
-_MANY = 12  # micro-batches from which on a forecast takes so long that little is tried
+_SPILLS_TRIED = 3  # of what may be on a disk and likely fits, from the least on
+
+# Host bytes that are as hard to come by as one of the device.
+_DEVICE_WORTH = 8
+# Of what is needed: candidates that differ by less are alike, and the fewest micro-batches decide.
+_ALIKE = 0.01
+# Micro-batches: more of them are looked at only where the device is too small for fewer. What a
+# layer works with hardly counts any more.
+_MANY = 24
+
+
+def fastest(
+    forecasts: ForecastCache, machine: Machine, workload: Workload, *, thorough: bool = True
+) -> Forecast:
+    """The fastest forecast that fits; nothing is on the disk unless nothing fits without.
+
+    Args:
+        machine: its memory and disk space are the budgets.
+        thorough: if not, the search stops at the first candidate and its most promising way.
+
+    Raises:
+        DoesNotFit: nothing does.
+    """
+
+    def search(spilled: Mapping[str, int]) -> Search:
+        return Search(forecasts, machine, workload, spilled, thorough=thorough)
+
+    spills = _spills(forecasts, machine, workload)
+    if len(spills) == 1:
+        return search(spills[0]).best()
+    first = bisect_left(spills, True, key=lambda spilled: search(spilled).has_candidate())
+    for spilled in spills[first : first + _SPILLS_TRIED]:
+        with suppress(DoesNotFit):
+            return search(spilled).best()
+    needed = least(forecasts, machine, workload)
+    if Budget(machine).fits(needed):
+        return needed
+    raise DoesNotFit(_lacking(machine, needed.machine))
+
+
+def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:
+    """The forecast that lacks least memory, on the machine with the memory that it lacks besides.
+
+    Where the host lacks some, all that can be is on the disk.
+    """
+    *_, most = _spills(forecasts, machine, workload)
+    without = Search(forecasts, machine, workload)
+    if not most or not without.host_is_short():
+        found = without.least()
+        if not most or found.machine.host_memory_bytes <= machine.host_memory_bytes:
+            return found
+    return Search(forecasts, machine, workload, most).least()
+
+
+def could_fit(forecasts: ForecastCache, machine: Machine, workload: Workload) -> bool:
+    """True if there likely is a way; quicker to tell than the fastest one."""
+    *_, most = _spills(forecasts, machine, workload)
+    return Search(forecasts, machine, workload, most).could_fit()
+
+
+def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> list[dict[str, int]]:
+    """Choices of what rests on a disk: nothing, and more and more of what it has room for."""
+    space = machine.disk_space_bytes or 0
+    if not space:
+        return [{}]
+    layouts = forecasts.model(workload).layouts
+    key = "spills", workload.rule, workload.ranks, workload.dtype
+    spills = forecasts.once(key, lambda: [*_all_spills(layouts, workload)])
+    return [{}, *(choices for choices, num_bytes in spills if num_bytes <= space)]
+
+
+def _all_spills(
+    layouts: Sequence[TileLayout], workload: Workload
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Moments of one tile more each time, then remainders, then weights; and how many bytes."""
+    layers = sum(t.kind is TileKind.LAYER for t in layouts)
+    tiles = sum(t.trainable_numel > 0 for t in layouts)
+    counts = {"disk_moments": tiles, "disk_remainder": tiles, "disk_weights": layers}
+    choices: dict[str, Any] = {}
+    ways = []
+    for name, most in counts.items():
+        ways += [choices | {name: count + 1} for count in range(most)]
+        choices |= {name: most}
+    placements = (Placement(**way) for way in ways)
+    yield from zip(ways, disk_bytes(layouts, workload, placements), strict=True)
 
 
 class Search:
@@ -38,54 +128,252 @@ class Search:
         forecasts: ForecastCache,
         machine: Machine,
         workload: Workload,
+        spilled: Mapping[str, int] | None = None,
         *,
         thorough: bool = True,
-        spilled: Mapping[str, int] | None = None,
     ) -> None:
-        """Take a workload and a machine.
-
-        Args:
-            thorough: if not, the search stops at the first candidate and its most promising way.
-            spilled: choices of what rests on a disk (autoplace/spill.py); None: nothing.
-        """
-        self._forecasts, self._workload = forecasts, workload
+        """Args: `spilled`: choices of what rests on a disk; None: nothing."""
+        self._forecasts, self._machine, self._workload = forecasts, machine, workload
         self._thorough = thorough
-        self._candidates = Candidates(forecasts, machine, workload, spilled or {})
+        self._candidates = Candidates(forecasts, workload, spilled or {})
         self._budget = Budget(machine)
         self._tiles = self._candidates.tiles
-        self._min_memory = MinMemory(self._candidates, self._budget)
 
     def best(self) -> Forecast:
         """The fastest forecast that fits. Raises DoesNotFit."""
         sizes, least = self._candidates.sizes(), None
         while sizes:
-            candidates = self._fitting_frames(sizes)
-            best = self._fastest(candidates)
+            frames = self._fitting_frames(sizes)
+            best = self._fastest(frames)
             if best is not None:
                 return best
             least = least or self.least()
             if not self._budget.fits(least):
-                raise DoesNotFit(_lacking(self._budget.machine, least.machine))
-            tried = min((candidate.micro_batch for candidate in candidates), default=0)
+                raise DoesNotFit(_lacking(self._machine, least.machine))
+            tried = min((frame.micro_batch for frame in frames), default=0)
             sizes = [rows for rows in sizes if rows < tried]
         return least or self.least()
 
-    def _fastest(self, candidates: list[Forecast]) -> Forecast | None:
+    def has_candidate(self) -> bool:
+        """True if a search likely finds a candidate.
+
+        The largest micro-batches are what it begins with, the smallest take least.
+        """
+        return any(self._first_look(family, rows) for rows, family in self._ends())
+
+    def could_fit(self) -> bool:
+        """True if there likely is a way."""
+        return self.has_candidate() or any(
+            not any(self._lacks(*self._with_tiles(placement, rows)[1]))
+            for rows, family in self._ends()
+            for placement in self._most_sparing(family)
+            if not any(self._lacks(*self._with_tiles(placement)[1]))
+        )
+
+    def _ends(self) -> Iterator[tuple[int, list[Placement]]]:
+        """The sparing candidates of the largest and of the smallest micro-batches."""
+        most, *_, fewest = [*(sizes := self._candidates.sizes()), sizes[-1]]
+        for rows in dict.fromkeys((most, fewest)):
+            yield from ((rows, family) for family in self._families(rows))
+
+    def host_is_short(self) -> bool:
+        """True if what lasts as long as an engine has no room on the host; no step is followed."""
+        return all(
+            self._with_tiles(placement)[1][1] > self._budget.host
+            for family in self._families(self._candidates.sizes()[-1])
+            for placement in self._most_sparing(family)
+        )
+
+    def least(self) -> Forecast:
+        """The forecast that lacks least memory, on the machine with the memory that it lacks.
+
+        More host memory is not asked for *and* a larger device where one of them would do. A device
+        that is larger than any would not.
+        """
+        sizes = self._candidates.sizes()
+        few = [rows for rows in sizes if rows * _MANY >= self._workload.rows] or sizes
+        number, place, taken = self._lacking_least(few[-1])
+        if taken[0] > self._budget.device and few[-1] > sizes[-1]:
+            few = sizes
+            number, place, taken = self._lacking_least(sizes[-1])
+
+        def hardly_more(placement: Placement, rows: int, steps: int = 1) -> bool:
+            now = self._lacks(*self._with_tiles(placement, rows, steps)[1])
+            pairs = zip(now, self._lacks(*taken), taken, strict=True)
+            return all(now <= then + (then and _ALIKE * total) for now, then, total in pairs)
+
+        for rows in few:
+            family = self._families(rows)[number]
+            if hardly_more(family[place], rows):
+                found = next(each for each in family if hardly_more(each, rows))
+                if hardly_more(found, rows, STEADY):
+                    break
+        placement, peaks = self._with_tiles(found, rows, STEADY)
+        needed = map(max, peaks, self._peaks(placement, rows, 1), self._least_bytes(placement))
+        return replace(self._of(placement, rows), machine=self._budget.raised(*needed))
+
+    def _lacking_least(self, rows: int) -> tuple[int, int, tuple[int, int]]:
+        """The candidate that lacks least, with tiles moved.
+
+        Returns:
+            Numbers of its family and in it; bytes on device and host.
+        """
+        sparing = [
+            (number, family.index(placement), placement)
+            for number, family in enumerate(self._families(rows))
+            for placement in self._most_sparing(family)
+        ]
+        alone = any(self._least_bytes(each)[0] <= self._budget.device for *_, each in sparing)
+        most = max(self._budget.device, most_memory())
+
+        def rank(peaks: tuple[int, int]) -> tuple[bool, bool, int]:
+            on_device, on_host = self._lacks(*peaks)
+            both = alone and on_device > 0 and on_host > 0
+            return peaks[0] > most, both, _DEVICE_WORTH * on_device + on_host
+
+        bounds = [rank(self._with_tiles(placement)[1]) for *_, placement in sparing]
+        best = None
+        for bound, (number, place, placement) in sorted(
+            zip(bounds, sparing, strict=True), key=lambda pair: pair[0]
+        ):
+            if best is not None and rank(best[2]) <= bound:
+                break
+            peaks = self._with_tiles(placement, rows)[1]
+            if best is None or rank(peaks) < rank(best[2]):
+                best = number, place, peaks
+        assert best is not None
+        return best
+
+    def _families(self, rows: int) -> list[list[Placement]]:
+        """The sparing candidates of all families."""
+        splits = (self._candidates.families(rows, split=split) for split in (False, True))
+        return [[c for c in family if c.slots < MOST_SLOTS] for each in splits for family in each]
+
+    def _most_sparing(self, family: list[Placement]) -> list[Placement]:
+        """The candidates that take least, with layer inputs on the host and on the device."""
+        last = range(len(family))[::-1]
+        places = sorted(last, key=lambda place: self._least_bytes(family[place])[0])
+        least = {family[place].layer_inputs: family[place] for place in reversed(places)}
+        return sorted(least.values(), key=lambda placement: placement.layer_inputs, reverse=True)
+
+    def _first_look(self, family: list[Placement], rows: int) -> bool:
+        """True if one of a family's most sparing candidates has room."""
+        return any(
+            not any(self._lacks(*self._with_tiles(placement)[1]))
+            and self._holds(*self._peaks(placement, rows, 1))
+            for placement in self._most_sparing(family)
+        )
+
+    def _lacks(self, device: int, host: int) -> tuple[int, int]:
+        return max(0, device - self._budget.device), max(0, host - self._budget.host)
+
+    def _least_bytes(self, placement: Placement) -> tuple[int, int]:
+        """Bytes on device and host without which a candidate cannot be, told at once.
+
+        Memory that a layer or the head computes with is left out.
+        """
+        needs = self._forecasts.needs(self._workload, placement)
+        device = self._machine.device_context_bytes + mapping_bytes(sum(needs.host.values()))
+        host = self._forecasts.least_host_bytes(self._machine, self._workload, placement)
+        return device + sum(needs.device.values()), host
+
+    def _peaks(self, placement: Placement, rows: int, steps: int) -> tuple[int, int]:
+        """Bytes on device and host at the peak; of the first step alone memory is known."""
+        try:
+            frame = self._of(placement, rows, steps)
+        except NotForeseeable:
+            if placement.chunk_tokens is None:
+                raise
+            return 1 << 62, 1 << 62  # these layers cannot be foreseen in tiles
+        return frame.device_peak_bytes, frame.host_peak_bytes
+
+    def _with_tiles(
+        self, placement: Placement, rows: int | None = None, steps: int = 1
+    ) -> tuple[Placement, tuple[int, int]]:
+        """The placement with tiles on the device as far as the host lacks room; its peaks.
+
+        Args: `rows`: of a micro-batch; None: peaks are `_least_bytes`.
+        """
+        tiles, count, most = self._tiles, 0, len(self._tiles.tiles)
+        while True:
+            moved = replace(placement, resident=tiles.names(count))
+            peaks = self._peaks(moved, rows, steps) if rows else self._least_bytes(moved)
+            room = self._budget.device - peaks[0] + tiles.device_bytes(count)
+            lacking = peaks[1] + tiles.host_bytes(count) - self._budget.host
+            if peaks[0] > self._budget.device:
+                most = max(0, count - 1)  # each number is tried once from the top
+            before, count = count, max(0, min(tiles.fewest(lacking), tiles.most(room), most))
+            if (count <= before and peaks[0] <= self._budget.device) or count == before:
+                break
+        return moved, peaks
+
+    def _of(self, placement: Placement, rows: int, steps: int = STEADY) -> Forecast:
+        return self._forecasts.of(self._machine, placement, self._workload, rows, steps)
+
+    def _fitting_frames(self, sizes: list[int]) -> list[Forecast]:
+        """Candidates that fit, of the two largest micro-batches that do, and more sparing ones."""
+        frames = self._first_fitting(sizes, split=False)
+        # Where memory is short, a head in ranges may leave room for what is worth more.
+        short = all(frame.placement.slots < MOST_SLOTS for frame in frames)
+        if not frames or short:
+            rows = min((frame.micro_batch for frame in frames), default=0)
+            frames += self._first_fitting([n for n in sizes if n >= rows], split=True)
+        if not frames or not self._thorough:
+            return frames
+        best = min(frames, key=lambda frame: frame.seconds)
+        rows, split = best.micro_batch, best.placement.max_stream_bytes
+        placements = {frame.placement for frame in frames if frame.micro_batch == rows}
+        families = self._candidates.families(rows, split=split is not None)
+        for family in families:
+            first = next((n for n, each in enumerate(family) if each in placements), len(family))
+            sparing = [self._of(family[n], rows) for n in _SPARING if n > first]
+            frames += [frame for frame in sparing if self._fits_moved(frame)]
+        return frames
+
+    def _first_fitting(self, sizes: list[int], *, split: bool) -> list[Forecast]:
+        """Of every family the first candidate that fits; of the two largest sizes with any."""
+        frames: list[Forecast] = []
+        wanted = 2 if self._thorough else 1
+        for rows in sizes:
+            families = self._candidates.families(rows, split=split)
+            fitting = [*filter(None, (self._first_of(family, rows) for family in families))]
+            frames += fitting
+            wanted -= bool(fitting)
+            if not wanted:
+                break
+        return frames
+
+    def _first_of(self, family: list[Placement], rows: int) -> Forecast | None:
+        """The first candidate that fits."""
+        for candidate in family if self._first_look(family, rows) else ():
+            if self._holds(*self._peaks(candidate, rows, 1)):
+                frame = self._of(candidate, rows)
+                if self._fits_moved(frame):
+                    return frame
+        return None
+
+    def _fits_moved(self, frame: Forecast) -> bool:
+        return self._holds(frame.device_peak_bytes, frame.host_peak_bytes)
+
+    def _holds(self, device: int, host: int) -> bool:
+        """True if there is room once tiles that the host lacks it for have moved to the device."""
+        fewest = self._tiles.fewest(host - self._budget.host)
+        return fewest <= self._tiles.most(self._budget.device - device)
+
+    def _fastest(self, frames: list[Forecast]) -> Forecast | None:
         """The fastest forecast of a way to spend what the candidates leave; None: nothing fits."""
-        spending = [self._plans(candidate) for candidate in candidates]
-        fitting = [candidate for candidate in candidates if self._budget.fits(candidate)]
-        best = min(fitting, key=lambda candidate: candidate.seconds, default=None)
-        many = all(self._many(candidate.micro_batch) for candidate in candidates)
-        tried = 1 if many or not self._thorough else _TRIED
-        best = _best_spent(best, spending, tried)
+        spending = [self._spending(frame) for frame in frames]
+        fitting = [frame for frame in frames if self._budget.fits(frame)]
+        best = min(fitting, key=lambda frame: frame.seconds, default=None)
+        best = _best_spent(best, spending, _TRIED if self._thorough else 1)
         if best is None or not self._thorough:
             return best
-        return _best_spent(best, self._in_passes(best), min(tried, _TRIED_IN_PASSES))
+        return _best_spent(best, self._in_passes(best), _TRIED_IN_PASSES)
 
-    def _plans(self, candidate: Forecast, passes: int = 1) -> MemoryPlans:
-        return MemoryPlans(self._forecasts, self._workload, candidate, self._budget, passes)
+    def _spending(self, frame: Forecast, passes: int = 1) -> Spending:
+        return Spending(self._forecasts, self._workload, frame, self._budget, passes)
 
-    def _in_passes(self, best: Forecast) -> list[MemoryPlans]:
+    def _in_passes(self, best: Forecast) -> list[Spending]:
         """Ways that take a step of small micro-batches in several passes.
 
         They start from the candidate with most overlap; none, where `best` runs rows in chunks of
@@ -96,105 +384,35 @@ class Search:
             return []
         if best.placement.chunk_tokens is not None or self._tiles.sums_bytes > self._budget.device:
             return []
-        found = []
+        spending = []
         for rows in self._candidates.sizes_in_passes():
-            placement = self._candidates.families(rows)[0][0]
             count = -(-self._workload.rows // rows)
-            if not placement.keep_rows or placement.max_stream_bytes is not None or count == 1:
-                continue
-            candidate = self._candidates.of(placement, rows)
-            passes = sorted({n for n in _PASSES if n < count} | {count})
-            found += [self._plans(candidate, n) for n in passes]
-        return found
-
-    def could_fit(self) -> bool:
-        """Whether there likely is a way; quicker to tell than what is fastest."""
-        return self._min_memory.could_fit()
-
-    def host_is_short(self) -> bool:
-        """Whether the host surely lacks memory; quicker to tell than what lacks least."""
-        return self._min_memory.host_is_short()
-
-    def least(self) -> Forecast:
-        """What lacks least, on the machine with the memory that it lacks besides."""
-        return self._min_memory.least()
-
-    def _fitting_frames(self, sizes: list[int]) -> list[Forecast]:
-        """Candidates that fit, of the two largest micro-batches that do, and more sparing ones."""
-        found = self._found(sizes, split=False)
-        # Where memory is short, a head in ranges may leave room for what is worth more.
-        short = all(candidate.placement.slots < MOST_SLOTS for candidate in found)
-        if not found or short:
-            least = min((candidate.micro_batch for candidate in found), default=0)
-            found += self._found([rows for rows in sizes if rows >= least], split=True)
-        if not found:
-            return []
-        best = min(found, key=lambda candidate: candidate.seconds)
-        if self._thorough and not self._many(best.micro_batch):
-            rows = best.micro_batch
-            sparing = (self._candidates.of(each, rows) for each in self._sparing(found, best))
-            found += [candidate for candidate in sparing if self._holds(candidate)]
-        return found
-
-    def _sparing(self, found: list[Forecast], best: Forecast) -> Iterator[Placement]:
-        """Placements of each family that spare more than the first one that was found."""
-        there = {
-            candidate.placement for candidate in found if candidate.micro_batch == best.micro_batch
-        }
-        split = best.placement.max_stream_bytes
-        families = self._candidates.families(best.micro_batch, split=split is not None)
-        for family in families:
-            first = next((n for n, each in enumerate(family) if each in there), len(family))
-            yield from (family[n] for n in _SPARING if n > first and family[n] not in there)
-
-    def _found(self, sizes: list[int], *, split: bool) -> list[Forecast]:
-        found: list[Forecast] = []
-        wanted = 2 if self._thorough else 1
-        for rows in sizes:
-            families = self._candidates.families(rows, split=split)
-            fitting = [f for family in families for f in self._first_fitting(family, rows)]
-            found += fitting
-            wanted -= bool(fitting)
-            if not wanted or (found and self._many(rows)):
-                break
-        return found
-
-    def _many(self, rows: int) -> bool:
-        return -(-self._workload.rows // rows) >= _MANY
-
-    def _first_fitting(self, family: list[Placement], rows: int) -> list[Forecast]:
-        hopeful = (each for each in family if self._min_memory.hopeful(each, rows))
-        fitting = filter(self._holds, (self._candidates.of(each, rows) for each in hopeful))
-        return [*islice(fitting, 1)]
-
-    def _holds(self, found: Forecast) -> bool:
-        """Whether there is room, if tiles that the host lacks it for move to the device."""
-        most = self._tiles.most(self._budget.spare(found))
-        return self._tiles.fewest(-self._budget.host_spare(found)) <= most
+            if count > 1:
+                frame = self._of(self._candidates.families(rows)[0][0], rows)
+                passes = sorted({n for n in _PASSES if n < count} | {count})
+                spending += [self._spending(frame, n) for n in passes]
+        return spending
 
 
-def _best_spent(best: Forecast | None, spending: list[MemoryPlans], tried: int) -> Forecast | None:
+def _best_spent(best: Forecast | None, spending: list[Spending], tried: int) -> Forecast | None:
     """The fastest of `best` and the most promising ways; more are tried while nothing fits."""
-    found = [(plan, plans) for plans in spending for plan in plans.all()]
-    for number, (plan, plans) in enumerate(sorted(found, key=lambda pair: pair[0].likely)):
-        if best is not None and (number >= tried or not plan.promises(best)):
+    pairs = [(way, frame) for frame in spending for way in frame.all()]
+    for number, (way, frame) in enumerate(sorted(pairs, key=lambda pair: pair[0].likely)):
+        if best is not None and (number >= tried or not way.promises(best)):
             continue
-        spent = plans.spent(plan)
+        spent = frame.spent(way)
         if spent is not None and (best is None or spent.seconds < best.seconds):
             best = spent
     return best
 
 
-def _lacking(there: Machine, least: Machine) -> str:
-    """What the most sparing way lacks."""
-    kinds = [
-        (needed, of, allowed)
-        for of, needed, allowed in (
-            ("device", least.device_memory_bytes, there.device_memory_bytes),
-            ("host", least.host_memory_bytes, there.host_memory_bytes),
-        )
-        if needed > allowed
-    ]
-    needed = " and ".join(f"{size(needed)} of {of} memory" for needed, of, _ in kinds)
-    allowed = " and ".join(gib(allowed) for *_, allowed in kinds)
-    return f"it needs at least {needed}; {allowed} are allowed"
+def _lacking(machine: Machine, needed: Machine) -> str:
+    """The memory that the most sparing way lacks."""
+    kinds = {
+        "device": (needed.device_memory_bytes, machine.device_memory_bytes),
+        "host": (needed.host_memory_bytes, machine.host_memory_bytes),
+    }
+    short = {name: pair for name, pair in kinds.items() if pair[0] > pair[1]}
+    least = " and ".join(f"{size(least)} of {name} memory" for name, (least, _) in short.items())
+    allowed = " and ".join(gib(allowed) for _, allowed in short.values())
+    return f"it needs at least {least}; {allowed} are allowed"

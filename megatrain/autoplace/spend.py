@@ -1,10 +1,9 @@
 """What a candidate's spare memory can buy: resident tiles, weights that stay, kept graphs, passes.
 
-A candidate is a forecast with nothing resident and nothing kept (autoplace/candidates.py). What
-each way of spending could bring at best is known from it: no resource does less work than it must.
+How long a step takes with each way of spending is estimated from the candidate's forecast.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -18,7 +17,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.placement import Placement
-from megatrain.tile import TileKind, TileLayout
+from megatrain.tile import TileKind
 
 # Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
 _USED = 0.95
@@ -30,80 +29,36 @@ _LIBRARIES = 0.08
 _HOPELESS = 1.2  # times the seconds of the fastest, and likely: a way is not followed
 
 
-@dataclass(frozen=True)
 class Budget:
-    """Memory that a machine lends."""
+    """Memory that a machine lends: `device` and `host` bytes may be used."""
 
-    machine: Machine
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._libraries = int(_LIBRARIES * machine.device_context_bytes)
+        total = machine.device_memory_bytes
+        self.device = min(int(_USED * total), total - self._libraries)
+        self.host = int(_USED * machine.host_memory_bytes)
 
-    @property
-    def device(self) -> int:
-        """Bytes of the device that may be used."""
-        total = self.machine.device_memory_bytes
-        return min(int(_USED * total), total - self._libraries)
-
-    @property
-    def _libraries(self) -> int:
-        return int(_LIBRARIES * self.machine.device_context_bytes)
-
-    @property
-    def host(self) -> int:
-        """Bytes of host memory that may be used."""
-        return int(_USED * self.machine.host_memory_bytes)
-
-    def spare(self, found: Forecast) -> int:
+    def spare(self, frame: Forecast) -> int:
         """Device bytes left; negative: it does not fit."""
-        return self.device - found.device_peak_bytes
+        return self.device - frame.device_peak_bytes
 
-    def host_spare(self, found: Forecast) -> int:
+    def host_spare(self, frame: Forecast) -> int:
         """Host bytes left; negative: it does not fit."""
-        return self.host - found.host_peak_bytes
+        return self.host - frame.host_peak_bytes
 
-    def fits(self, found: Forecast) -> bool:
-        """Whether device and host have room for a forecast."""
-        return self.spare(found) >= 0 and self.host_spare(found) >= 0
+    def fits(self, frame: Forecast) -> bool:
+        """True if device and host have room for a forecast."""
+        return self.spare(frame) >= 0 and self.host_spare(frame) >= 0
 
     def raised(self, device: int, host: int) -> Machine:
         """The machine, with its memory raised to hold so many bytes where it has less."""
-        there = self.machine
-        on_device, on_host = there.device_memory_bytes, there.host_memory_bytes
+        on_device, on_host = self.machine.device_memory_bytes, self.machine.host_memory_bytes
         if device > self.device:
             on_device = max(int(device / _USED), device + self._libraries) + 2
         if host > self.host:
             on_host = int(host / _USED) + 2
-        return replace(there, device_memory_bytes=on_device, host_memory_bytes=on_host)
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """A candidate and what its spare memory is spent on; it takes `seconds` at least.
-
-    It will likely take `likely`.
-    """
-
-    candidate: Forecast
-    resident: tuple[str, ...]
-    staying: int
-    passes: int
-    graphs: "Graphs"
-    seconds: float
-    likely: float
-
-    def promises(self, best: Forecast) -> bool:
-        """Whether it may be faster: what is likely has been at most a sixth too much."""
-        return self.seconds < best.seconds and self.likely < _HOPELESS * best.seconds
-
-    def placement(self, graphs: "Graphs") -> Placement:
-        """The candidate's placement, spent this way, with `graphs` kept."""
-        return replace(
-            self.candidate.placement,
-            resident=self.resident,
-            keep_weights=self.staying,
-            passes=self.passes,
-            save_activations=graphs.kept,
-            save_all=graphs.whole,
-            offload_activations=graphs.offloaded,
-        )
+        return replace(self.machine, device_memory_bytes=on_device, host_memory_bytes=on_host)
 
 
 class Graphs(NamedTuple):
@@ -114,43 +69,58 @@ class Graphs(NamedTuple):
     offloaded: int
 
 
-class MemoryPlans:
+_NONE = Graphs(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of spending: it takes `least` seconds or more, and likely takes `likely`."""
+
+    resident: int
+    staying: int
+    graphs: Graphs
+    least: float
+    likely: float
+
+    def promises(self, best: Forecast) -> bool:
+        """True if it may be faster: what is likely has been at most a sixth too much."""
+        return self.least < best.seconds and self.likely < _HOPELESS * best.seconds
+
+
+class Spending:
     """The ways to spend the memory that one candidate leaves, in a number of passes."""
 
     def __init__(
         self,
         forecasts: ForecastCache,
         workload: Workload,
-        candidate: Forecast,
+        frame: Forecast,
         budget: Budget,
         passes: int = 1,
     ) -> None:
-        self._forecasts, self._workload, self._frame = forecasts, workload, candidate
+        self._forecasts, self._workload, self._frame = forecasts, workload, frame
         self._budget, self._passes = budget, passes
         self._layers = len(forecasts.spec.layers)
-        self._micro = -(-workload.rows // candidate.micro_batch)
-        self._at_once = -(-self._micro // passes)
-        measured = forecasts.measured(workload, candidate.placement.chunk_tokens)
-        self._work = measured.layer(0, candidate.micro_batch)
-        placement = replace(candidate.placement, passes=passes)
-        self._first = first_tiles(forecasts, workload, placement)
-        self._tiles = self._first.tiles
+        self._micro = -(-workload.rows // frame.micro_batch)
+        at_once = -(-self._micro // passes)
+        measured = forecasts.measured(workload, frame.placement.chunk_tokens)
+        self._work = measured.layer(0, frame.micro_batch)
+        self._first = first_tiles(forecasts, workload, replace(frame.placement, passes=passes))
         self._costs = CostModel(budget.machine, workload.rule)
-
-    @property
-    def _graph(self) -> int:
-        """Bytes of a layer's graph."""
-        return self._work.keeping.kept_bytes * self._at_once
-
-    @property
-    def _rest(self) -> int:
-        """Bytes that a whole graph takes beyond the half that `save_activations` keeps."""
-        return self._work.again.kept_bytes * self._at_once - self._graph
+        # Bytes of a layer's graph, and what a whole one takes beyond the half that is usually kept.
+        self._graph = self._work.keeping.kept_bytes * at_once
+        self._rest = self._work.again.kept_bytes * at_once - self._graph
+        self._attention = self._work.again.attention_bytes * at_once
+        self._spare = budget.spare(frame)
+        if passes > 1:
+            waiting = frame.device_bytes.get(ACTIVATIONS, 0)
+            less = waiting * (self._micro - at_once) // self._micro
+            self._spare += less - self._first.sums_bytes
 
     def _more(self, where: Literal["device", "host"]) -> int:
         """Bytes that a graph takes there beyond the attention results that wait without it."""
         kept = self._frame.placement.save_attention == where
-        return max(1, self._graph - kept * self._work.again.attention_bytes * self._at_once)
+        return max(1, self._graph - kept * self._attention)
 
     def _held(self, num_bytes: int, offload: int) -> Graphs:
         """The graphs that fit in so many bytes of the device, as many as wanted on the host."""
@@ -159,156 +129,130 @@ class MemoryPlans:
         left = num_bytes - kept * self._more("device") if kept == self._layers else 0
         return Graphs(kept, min(kept, left // self._rest) if self._rest > 0 else 0, offload)
 
-    @property
-    def _spare(self) -> int:
-        """Device bytes that the candidate leaves in this number of passes."""
-        spare = self._budget.spare(self._frame)
-        if self._passes == 1:
-            return spare
-        waiting = self._frame.device_bytes.get(ACTIVATIONS, 0)
-        less = waiting * (self._micro - self._at_once) // self._micro
-        return spare - self._first.sums_bytes + less
-
-    def all(self) -> Iterator[MemoryPlan]:
+    def all(self) -> Iterator[Way]:
         """Every way that is worth a look."""
-        first = self._first
-        spare, host_spare = self._spare, self._budget.host_spare(self._frame)
-        least, fitting = first.fewest(-host_spare), first.most(spare)
-        if least > len(self._tiles):
+        first, tiles = self._first, self._first.tiles
+        host_spare = self._budget.host_spare(self._frame)
+        least, fitting = first.fewest(-host_spare), first.most(self._spare)
+        if least > len(tiles):
             return  # the host has no room even if every tile leaves it
-        begin = 1 + [tile.kind for tile in self._tiles].index(TileKind.LAYER)
-        parts = (least + (fitting - least) * part // 4 for part in (0, 1, 2, 3, 4))
+        begin = 1 + [tile.kind for tile in tiles].index(TileKind.LAYER)
+        parts = (least + (fitting - least) * part // 4 for part in range(5))
         for count in sorted({0, begin, *parts}):
-            if not least <= count <= fitting or (count and not self._tiles[count - 1].numel):
+            if not least <= count <= fitting or (count and not tiles[count - 1].numel):
                 continue  # too few, too many, or one that brings nothing
-            left, left_on_host = first.device_bytes(count), first.host_bytes(count)
             rest = first.rest(count)
             for staying in sorted({0, min(1, len(rest)), len(rest) * (self._passes > 1)}):
                 weights = self._workload.dtype.itemsize * streamed_numel(rest[:staying])
-                room = spare - left - weights, host_spare + left_on_host
-                yield from self._graphs(count, staying, *room)
+                spare = self._spare - first.device_bytes(count) - weights
+                for graphs in self._graphs(spare, host_spare + first.host_bytes(count)):
+                    yield Way(count, staying, graphs, *self._seconds(count, staying, graphs))
 
-    def _graphs(
-        self, count: int, staying: int, spare: int, host_spare: int
-    ) -> Iterator[MemoryPlan]:
-        """Ways with `count` resident tiles and the weights of `staying` other tiles."""
+    def _graphs(self, spare: int, host_spare: int) -> set[Graphs]:
+        """Graphs to keep: with none on the host, all that it holds, those that leave unnoticed."""
         if spare < 0:
-            return
-        resident = self._first.names(count)
-        told = set()
-        for offload in self._offloads(host_spare):
-            lanes = (LEAVING + RETURNING) * self._work.keeping.kept_bytes if offload else 0
-            if lanes > spare:
-                continue
-            graphs = self._held(spare - lanes, offload)
-            if graphs in told:
-                continue  # as many are left by those that stay on the device
-            told.add(graphs)
-            times = self._times(count, staying, graphs)
-            yield MemoryPlan(self._frame, resident, staying, self._passes, graphs, *times)
-
-    def _offloads(self, host_spare: int) -> list[int]:
-        """Numbers of graphs on the host: none, all that it holds, those that leave unnoticed."""
+            return set()
         if not self._graph:
-            return [0]
+            return {self._held(spare, 0)}
         most = min(self._layers, host_spare // self._more("host"))
-        unnoticed = int(self._forward() / self._leaving())
-        found = {0, most, min(most, unnoticed), min(most, unnoticed) // 2}
-        return sorted(count for count in found if count >= 0)
+        unnoticed = min(most, int(self._forward() / self._costs.copy(COPY_OUT, self._graph)))
+        lanes = (LEAVING + RETURNING) * self._work.keeping.kept_bytes
+        return {
+            self._held(spare - lanes * (offload > 0), offload)
+            for offload in (0, most, unnoticed, unnoticed // 2)
+            if offload >= 0 and lanes * (offload > 0) <= spare
+        }
 
     def _forward(self) -> float:
         """Seconds of the layers' forward."""
         return self._layers * self._micro * self._costs.seconds(self._work.forward)
 
-    def _leaving(self) -> float:
-        """Seconds that a graph takes to the host."""
-        return self._costs.copy(COPY_OUT, self._graph)
-
-    def _times(self, count: int, staying: int, graphs: Graphs) -> tuple[float, float]:
+    def _seconds(self, count: int, staying: int, graphs: Graphs) -> tuple[float, float]:
         """Seconds that the busiest resource takes at least, and those that the step likely takes.
 
-        What compute waits for in the candidate are tiles on their way or in their updates, which no
-        bound tells; it waits less as fewer are streamed. With clipping, updates run beside the
-        first pass's forward alone. In a forward weights cross twice as fast as in a backward. A
-        head that takes the slots of layers, and the layer after it, come while nothing computes.
+        Compute waits in the candidate for tiles on their way or in their updates, which no bound
+        tells; it waits less as fewer are streamed. With clipping, updates run beside the first
+        pass's forward alone. In a forward weights cross twice as fast as in a backward. A head that
+        takes the slots of layers, and the layer after it, come while nothing computes.
         """
-        all_tiles, gone = self._tiles, self._tiles[:count]
-        left = 1 - sum(t.numel for t in gone) / sum(t.numel for t in all_tiles)
-        crossing = 1 - streamed_numel(gone) / streamed_numel(all_tiles)
-        bounds, compute = self._frame.bounds, self._compute(graphs) + self._updating(gone)
-        crossed = graphs.offloaded * self._passes  # a graph of a pass each
-        returning = self._costs.copy(COPY_IN, self._graph)
-        rest = self._first.rest(count)
-        stays = streamed_numel(rest[:staying]) / streamed_numel(all_tiles)
-        arriving = bounds[COPY_IN] * ((crossing - stays) * self._passes + stays / 2)
-        late = max(0.0, arriving / 2 - self._forward()) if self._passes > 1 else 0.0
-        itemsize = self._workload.dtype.itemsize
-        exposed = self._costs.copy(COPY_IN, itemsize * streamed_numel(rest[:2]))
-        late += exposed * (self._passes - 1) if rest and not staying else -exposed
+        first, passes, copy = self._first, self._passes, self._costs.copy
+        tiles, resident, rest = first.tiles, first.tiles[:count], first.rest(count)
+        itemsize, bounds = self._workload.dtype.itemsize, self._frame.bounds
+        left = 1 - sum(t.numel for t in resident) / sum(t.numel for t in tiles)
+        crossing = 1 - streamed_numel(resident) / streamed_numel(tiles)
+        stays = streamed_numel(rest[:staying]) / streamed_numel(tiles)
+        arriving = bounds[COPY_IN] * ((crossing - stays) * passes + stays / 2)
+        late = max(0.0, arriving / 2 - self._forward()) if passes > 1 else 0.0
+        exposed = copy(COPY_IN, itemsize * streamed_numel(rest[:2]))
+        late += exposed * (passes - 1) if rest and not staying else -exposed
         alone = 0.0
-        if self._passes > 1 and self._workload.clip:
-            alone = max(0.0, bounds[UPDATE] * left - self._forward() / self._passes)
-        spent = replace(self._frame.placement, resident=self._first.names(count))
-        spent = replace(spent, keep_weights=staying, passes=self._passes)
-        read = self._costs.copy(DISK_WEIGHTS, itemsize * self._first.read_numel(spent))
+        if passes > 1 and self._workload.clip:
+            alone = max(0.0, bounds[UPDATE] * left - self._forward() / passes)
+        crossed = graphs.offloaded * passes  # a graph of a pass each
+        leaving = crossed * copy(COPY_OUT, self._graph)
+        compute = self._compute(graphs) + max(0.0, leaving - self._forward())
+        # Of tiles that rest on the device a rule without a kernel there launches its operations.
+        rule = self._workload.rule
+        compute += self._costs.launching_updates(
+            sum(
+                entry.numel / tile.ranks
+                for tile in resident
+                for entry in tile.trainable
+                if not rule.directing or rule.directed(entry)  # the others are AdamW's
+            )
+        )
+        read = copy(DISK_WEIGHTS, itemsize * first.read_numel(self._placement(count, staying)))
         least = max(
             compute + alone,
             bounds[UPDATE] * left,
-            arriving + crossed * returning,
-            bounds[COPY_OUT] * crossing + crossed * self._leaving(),
+            arriving + crossed * copy(COPY_IN, self._graph),
+            bounds[COPY_OUT] * crossing + leaving,
             read,
         )
         waited = self._frame.seconds - bounds[COMPUTE]
         # The candidate waits for a disk once; other passes do again.
-        again = read * (1 - 1 / self._passes)
+        again = read * (1 - 1 / passes)
         return least, max(least, compute + late + max(waited * left, alone) + again)
 
-    def _updating(self, resident: Sequence[TileLayout]) -> float:
-        """Seconds of the device's updates, where the rule has no kernel for them."""
-        rule = self._workload.rule
-        numel = sum(
-            entry.numel / tile.ranks
-            for tile in resident
-            for entry in tile.trainable
-            if not rule.directing or rule.directed(entry)  # the others are AdamW's
-        )
-        return self._costs.launching_updates(numel)
-
     def _compute(self, graphs: Graphs) -> float:
-        """Seconds of computing, and of waiting for lanes to the host."""
+        """Seconds of computing."""
         work, seconds = self._work, self._costs.seconds
         saved = sum(map(seconds, work.computed_twice))
         if self._frame.placement.save_attention != "none":
             saved -= seconds(work.again) - seconds(work.again._replace(attention_flops=0))
         halves = seconds(work.keeping) + seconds(work.kept_backward)
         whole = halves - seconds(work.again) - seconds(work.backward)
-        late = max(0.0, graphs.offloaded * self._passes * self._leaving() - self._forward())
         spared = (graphs.kept + graphs.offloaded) * max(0.0, saved - halves) * self._micro
-        spared += graphs.whole * max(0.0, whole) * self._micro
-        return self._frame.bounds[COMPUTE] - spared + late
+        return self._frame.bounds[COMPUTE] - spared - graphs.whole * max(0.0, whole) * self._micro
 
-    def spent(self, plan: MemoryPlan) -> Forecast | None:
+    def _placement(self, count: int, staying: int, graphs: Graphs = _NONE) -> Placement:
+        return replace(
+            self._frame.placement,
+            resident=self._first.names(count),
+            keep_weights=staying,
+            passes=self._passes,
+            save_activations=graphs.kept,
+            save_all=graphs.whole,
+            offload_activations=graphs.offloaded,
+        )
+
+    def spent(self, way: Way) -> Forecast | None:
         """The forecast of a way; fewer graphs are kept if it does not fit, more if it leaves room.
 
-        None: it does not fit without any. Where no graph is on the host, the host holds as much
-        however many wait on the device: one that has no room then has none for other graphs.
+        None: it does not fit without any.
         """
-        graphs, best = plan.graphs, None
-        alone = self._budget.machine, self._workload, plan.placement(Graphs(0, 0, 0))
-        if self._forecasts.least_host_bytes(*alone) > self._budget.host:
-            return None
+        graphs, best, rows = way.graphs, None, self._frame.micro_batch
         for _ in range(3):
-            placement = plan.placement(graphs)
-            found = self._forecasts.of(
-                self._budget.machine, placement, self._workload, plan.candidate.micro_batch
-            )
-            if self._budget.fits(found) and (best is None or found.seconds < best.seconds):
-                best = found
-            if self._budget.host_spare(found) < 0 and not graphs.offloaded:
-                break
+            placement = self._placement(way.resident, way.staying, graphs)
+            spent = self._forecasts.of(self._budget.machine, placement, self._workload, rows)
+            if self._budget.fits(spent) and (best is None or spent.seconds < best.seconds):
+                best = spent
+            short = self._budget.host_spare(spent)
+            if short < 0 and not graphs.offloaded:
+                break  # graphs on the device spare the host nothing
             held = graphs.kept * self._more("device") + graphs.whole * max(0, self._rest)
-            room = held + self._budget.spare(found)
-            more_on_host = min(0, self._budget.host_spare(found) // self._more("host"))
+            room = held + self._budget.spare(spent)
+            more_on_host = min(0, short // self._more("host"))
             before, graphs = graphs, self._held(room, graphs.offloaded + more_on_host)
             if room < 0 or graphs == before:
                 break

@@ -31,7 +31,7 @@ from megatrain.forecast.ledger import (
 )
 from megatrain.forecast.op_counter import Work, added
 from megatrain.forecast.profile import Profile
-from megatrain.forecast.profile_head import projected, some_rows
+from megatrain.forecast.profile_head import some_rows
 from megatrain.model.capture import Call, Ref
 from megatrain.model.program import MicroBatch
 from megatrain.tile import TileLayout
@@ -140,7 +140,7 @@ class Declared:
 
     def _work(self, layer: Layer, rows: int) -> LayerWork:
         if isinstance(layer, Epilogue):
-            return projected(self._measured, rows, self._head_tokens)
+            return self._measured.projected(rows, self._head_tokens)
         return self._measured.layer(layer.visit, rows)
 
     def _produced(self, layer: Layer) -> Sequence[Ref]:
@@ -305,7 +305,7 @@ class Declared:
         if isinstance(head.computed, VocabRows):
             see, values = self._see(head, slot, micro, values)
             hidden, lse, picked = (Ref(head.visit, HIDDEN + leaf) for leaf in range(3))
-            projected_bytes = projected(self._measured, rows, self._head_tokens).outputs[HIDDEN]
+            projected_bytes = self._measured.projected(rows, self._head_tokens).outputs[HIDDEN]
             size = 4 * prod(projected_bytes.sizes) * number  # in fp32
             made = {
                 hidden: ledger.hold(ACTIVATIONS, size),

@@ -29,6 +29,10 @@ class Shape:
         first, *others = self.sizes
         return Shape((first * rows // measured, *others), self.dtype)
 
+    def of_tokens(self, rows: int, tokens: int) -> "Shape":
+        """The shape `[rows, tokens, ...]`, of an activation that has these two dimensions."""
+        return Shape((rows, tokens, *self.sizes[2:]), self.dtype)
+
     def empty(self, device: str) -> Tensor:
         return torch.empty(self.sizes, dtype=self.dtype, device=device)
 

@@ -21,15 +21,10 @@ from megatrain.engine.batch import Batch
 from megatrain.engine.head import WholeHead
 from megatrain.engine.modules import Head
 from megatrain.engine.sink import GradAccumulator
+from megatrain.engine.vocab_split import HIDDEN
 from megatrain.forecast.groups import Group, groups
 from megatrain.forecast.layer_work import LayerWork, Shape
-from megatrain.forecast.meta_loss import (
-    TWO_VISITS,
-    chunks_left_out,
-    cross_entropy,
-    few_chunks,
-    few_losses,
-)
+from megatrain.forecast.meta_loss import TWO_VISITS, cross_entropy
 from megatrain.forecast.op_counter import OneAttention, OpCounter, Work, foreseeing
 from megatrain.forecast.profile_chunks import TileWork, foretold, tiled
 from megatrain.forecast.profile_layer import Trace, compiled_work, eager_work, traced
@@ -45,6 +40,8 @@ from megatrain.tile import TileLayout
 _CPU = torch.device("cpu")
 
 Found = TypeVar("Found")
+
+_CHUNKS_RUN = 3  # of a head's; the logits of so many take more memory than what is of all tokens
 
 
 class _AnyRows(Rows):
@@ -78,7 +75,6 @@ class Profile:
         self.program.train(True)
         self._known: dict[Hashable, Any] = {}
         self._outputs: dict[int, tuple[int, dict[int, Shape]]] = {}  # of a kind, for so many rows
-        self._heads: dict[tuple, dict[int, Work]] = {}  # by chunks, and by rows: at most two
         self._traces: dict[int, dict[int, Trace]] = {}  # of a kind, by rows: at most two
         self._micro: dict[int, tuple[dict[Ref, Shape], list[Call], int]] = {}
 
@@ -161,23 +157,16 @@ class Profile:
         self, layout: TileLayout, rows: int, head_tokens: int, loss: Loss = CROSS_ENTROPY
     ) -> Work:
         """The work of epilogue, logits, loss and their gradients."""
-        measure = partial(self._head, layout, rows, head_tokens, loss, Head.loss_and_vjp)
-        return self._in_chunks(("head", head_tokens, loss), rows, measure)
-
-    def _in_chunks(self, key: tuple, rows: int, measure: Callable[[], Work]) -> Work:
-        """The work of a head. Two are run, others follow from these where equal chunks are left
-        out: then all is affine in the rows. A single row is a case of its own, as with layers.
-        """
-        tokens, chunk = rows * self.tokens, key[1]
-        if rows == 1 or tokens % chunk or not chunks_left_out(tokens, chunk):
-            return self.once((*key, rows), measure)
-        known = self._heads.setdefault(key, {})
-        if rows not in known and len(known) == 2:
-            (first, one), (second, two) = known.items()
-            return one.between(two, rows - first, second - first)
-        if rows not in known:
-            known[rows] = measure()
-        return known[rows]
+        tokens = rows * self.tokens
+        run = partial(self._head, layout, rows, head_tokens, loss, Head.loss_and_vjp)
+        work = in_chunks(tokens, head_tokens, run)
+        if tokens // head_tokens > _CHUNKS_RUN:  # all tokens may take more than a chunk's logits
+            epilogue = self.projected(rows, head_tokens)
+            hidden = sum(shape.num_bytes for shape in epilogue.outputs.values())
+            work = work._replace(
+                peak_bytes=max(work.peak_bytes, epilogue.backward.peak_bytes + 2 * hidden)
+            )
+        return work
 
     def head_losses(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
         """The work of the visit that a loss of all tokens together needs first."""
@@ -185,8 +174,32 @@ class Profile:
         def visit(head: Head, slot: Buffer, batch: Batch, h: Any, accumulator: Any) -> Any:
             return head.losses(slot, batch, h)
 
-        measure = partial(self._head, layout, rows, head_tokens, TWO_VISITS, visit)
-        return self._in_chunks(("head losses", head_tokens), rows, measure)
+        return self._head(layout, rows, head_tokens, TWO_VISITS, visit, rows * self.tokens)
+
+    def projected(self, rows: int, head_tokens: int) -> LayerWork:
+        """The work of what comes before the projection."""
+
+        def measure() -> LayerWork:
+            tiles = self.tiles_of_head(head_tokens)
+            with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
+                micro, spec = self.micro_batch(rows), self.spec
+                shapes = {ref: self.shape(ref, rows) for ref in spec.epilogue_inputs}
+                values = {ref: s.empty("cpu").requires_grad_() for ref, s in shapes.items()}
+                weights = {
+                    name: torch.empty(
+                        self.parameters[name].shape, dtype=self.dtype
+                    ).requires_grad_()
+                    for name in spec.epilogue
+                    if name not in spec.projection.names
+                }
+
+                def run() -> Activations:
+                    hidden = self.program.projected(weights, micro, values)
+                    return {Ref(len(spec.layers), HIDDEN): hidden}
+
+                return eager_work(run, [*values.values(), *weights.values()])
+
+        return self.once(("projected", rows, head_tokens), measure)
 
     def shape(self, ref: Ref, rows: int) -> Shape:
         """The shape of an activation, whatever rows its layer was measured with."""
@@ -308,27 +321,49 @@ class Profile:
         head_tokens: int,
         loss: Loss,
         visit: Callable[[Head, Buffer, Batch, Any, GradAccumulator], Any],
+        tokens: int,
     ) -> Work:
-        tiles = self.tiles_of_head(head_tokens)
-        with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
-            counter = OpCounter()
-            planes = dict.fromkeys(tile_planes(None, self.dtype), Buffer("", torch.empty(0)))
-            tile = Tile(0, layout, planes)
-            slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
-            sums = Buffer("sums", torch.empty(layout.trainable_numel))
-            given = [torch.empty(rows, self.tokens) for _ in loss.inputs]
-            micro = replace(self.micro_batch(rows), loss=loss, given=given)
-            refs = [*self.spec.epilogue_inputs, *self.spec.routed]
-            h = [{ref: self.shape(ref, rows).empty("cpu") for ref in refs}]
-            batch = Batch([micro], 1, rows * self.tokens, torch.zeros(1), 0)
-            few = partial(few_chunks, counter), partial(few_losses, counter)
-            whole = WholeHead(self.program, head_tokens, self._summed, *few)
-            head = Head(CpuDevice(), self.program, tile, whole)
-            counter.ignore((slot.data, sums.data, h, micro.inputs, micro.targets, given))
-            with counter:
-                result = visit(head, slot, batch, h, GradAccumulator(tile, sums))
-            del result
-            return counter.work._replace(peak_bytes=counter.peak_bytes)
+        """The work of a head for the first `tokens` of so many rows."""
+        # A single row is a case of its own: what would be copied of several can be looked at.
+        several = rows > 1 and not (rows * self.tokens) % 2 and not head_tokens % 2
+        sizes = (2, tokens // 2) if several else (1, tokens)
+
+        def measure() -> Work:
+            tiles = self.tiles_of_head(head_tokens)
+            with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
+                planes = dict.fromkeys(tile_planes(None, self.dtype), Buffer("", torch.empty(0)))
+                tile = Tile(0, layout, planes)
+                slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
+                sums = Buffer("sums", torch.empty(layout.trainable_numel))
+                beside = [torch.empty(sizes) for _ in loss.inputs]
+                micro = replace(self.micro_batch(*sizes), loss=loss, given=beside)
+                shapes = {
+                    ref: self.shape(ref, rows)
+                    for ref in (*self.spec.epilogue_inputs, *self.spec.routed)
+                }
+                h = [{ref: shape.of_tokens(*sizes).empty("cpu") for ref, shape in shapes.items()}]
+                batch = Batch([micro], 1, tokens, torch.zeros(1), 0)
+                whole = WholeHead(self.program, head_tokens, self._summed)
+                head, counter = Head(CpuDevice(), self.program, tile, whole), OpCounter()
+                counter.ignore((slot.data, sums.data, h, micro.inputs, micro.targets, beside))
+                with counter:
+                    result = visit(head, slot, batch, h, GradAccumulator(tile, sums))
+                del result
+                return counter.work._replace(peak_bytes=counter.peak_bytes)
+
+        return self.once(("head", visit.__name__, loss, head_tokens, *sizes), measure)
+
+
+def in_chunks(tokens: int, chunk: int, run: Callable[[int], Work]) -> Work:
+    """The work of all tokens, of which chunks are computed one after the other.
+
+    Of many chunks three are run, and four: each one more takes as much as the fourth.
+    """
+    left_out = max(0, tokens // chunk - _CHUNKS_RUN)
+    few = run(tokens - left_out * chunk)
+    if not left_out:
+        return few
+    return few.between(run(tokens - (left_out - 1) * chunk), left_out, 1)
 
 
 def _as_fakes(calls: list[Call]) -> list[Call]:

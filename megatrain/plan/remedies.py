@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from megatrain.autoplace.spill import could_fit, fastest, least
+from megatrain.autoplace.search import could_fit, fastest, least
 from megatrain.base.units import GIB, align, size
 from megatrain.device.base import COMPUTE
 from megatrain.errors import DoesNotFit

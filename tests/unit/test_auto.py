@@ -75,7 +75,7 @@ def test_sizes_that_nobody_gives_are_stated_ones(
     monkeypatch: pytest.MonkeyPatch, tokens: Any, length: Any, wanted: tuple[int, int]
 ) -> None:
     seen: list[Workload] = []
-    monkeypatch.setattr(auto, "_foreseen", lambda opened, workload: seen.append(workload))
+    monkeypatch.setattr(auto, "_fastest", lambda opened, workload: seen.append(workload))
     settled(monkeypatch, opened(), tokens, length, loss=DPO())
     assert [(each.tokens_per_step, each.sequence_length) for each in seen] == [wanted]
     assert seen[0].loss == DPO()
@@ -86,8 +86,8 @@ def test_of_several_ranks_each_is_planned_with_its_part(monkeypatch: pytest.Monk
     alone, ranks = opened(), Alike(0, 3, on_host=3, link_gbps=0.25)
     model = Model(alone.model.spec, alone.model.optimizer, ranks.size)
     seen: list[Forecast] = []
-    choose = auto.choose
-    monkeypatch.setattr(auto, "choose", lambda *given: seen.append(choose(*given)) or seen[-1])
+    search = auto.fastest
+    monkeypatch.setattr(auto, "fastest", lambda *given: seen.append(search(*given)) or seen[-1])
     machine = small_machine(1e6, host_gib=12)
     found = settled(monkeypatch, replace(alone, model=model, ranks=ranks), machine=machine)
     assert found.planned is not None and found.planned.tokens_per_step == 64 * 3  # of 8 rows
@@ -110,9 +110,9 @@ def test_of_several_hosts_each_rank_is_planned_with_the_rest(
     alone, ranks = opened(), Measured(0, 6, on_host=2, link_gbps=0.25, hosts=3)
     model = Model(alone.model.spec, alone.model.optimizer, 2, 3)
     seen: list[tuple[Any, Workload]] = []
-    choose = auto.choose
+    search = auto.fastest
     monkeypatch.setattr(
-        auto, "choose", lambda spec, *given: seen.append(given) or choose(spec, *given)
+        auto, "fastest", lambda cache, *given: seen.append(given) or search(cache, *given)
     )
     asked = replace(alone, model=model, ranks=ranks)
     settled(monkeypatch, asked, machine=small_machine(1e6, host_gib=12))
@@ -126,7 +126,7 @@ def test_rows_are_no_longer_than_the_model_allows(monkeypatch: pytest.MonkeyPatc
     asked, seen = opened(), []
     config: PreTrainedModel | Any = asked.source.model.config
     config.max_position_embeddings = 128
-    monkeypatch.setattr(auto, "_foreseen", lambda opened, workload: seen.append(workload))
+    monkeypatch.setattr(auto, "_fastest", lambda opened, workload: seen.append(workload))
     settled(monkeypatch, asked, None, None)
     assert seen[0].sequence_length == 128
 

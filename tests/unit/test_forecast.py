@@ -414,20 +414,6 @@ def test_weights_on_their_way_count_where_little_follows_them() -> None:
     assert process(0, "layer 0") == process(0) + down
 
 
-@pytest.mark.parametrize("rows", few([2, 8, 9], 2))
-def test_chunks_of_a_head_that_are_alike_are_counted_once(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = next(t for t in Model.trained(tiny_spec(), AdamW()).layouts if t.name == "head")
-    found = []
-    for run in (3, 1000):
-        monkeypatch.setattr("megatrain.forecast.meta_loss._CHUNKS_RUN", run)
-        profile = Profile(tiny_spec(), torch.bfloat16, TOKENS, compiled=True)
-        profile.layer(0, 4)  # shapes of other rows follow from it
-        found.append(profile.head(layout, rows, TOKENS // 3))
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("gbps", [1, 64])
 def test_the_second_step_is_like_those_that_follow(gbps: float) -> None:
     machine, cache = replace(small_machine(), update_gbps=gbps), ForecastCache(tiny_spec())

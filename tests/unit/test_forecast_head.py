@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.predictions import model_forecasts
 from megatrain import AdamW, Engine, Placement
-from megatrain.autoplace.search import Search
+from megatrain.autoplace.search import fastest
 from megatrain.base.units import GIB, MIB
 from megatrain.device import Buffer
 from megatrain.forecast import op_counter
@@ -172,5 +172,5 @@ def test_where_memory_is_short_it_goes_to_larger_pieces() -> None:
     """0.5B, 16 x 1024 in 1920 MiB: half as many launches are worth two lanes of the host."""
     machine = replace(machine_for("H200", 60 * GIB, 16), device_memory_bytes=1920 * MIB)
     workload = Workload(16 * 1024, 1024, None, True, "bf16", True)
-    found = Search(model_forecasts("0.5b", None, 1024), machine, workload).best()
+    found = fastest(model_forecasts("0.5b", None, 1024), machine, workload)
     assert (found.micro_batch, found.placement.layer_input_lanes) == (8, 2)

@@ -8,8 +8,7 @@ import pytest
 from megatrain import Muon
 from megatrain.autoplace.candidates import Candidates
 from megatrain.autoplace.first_tiles import FirstTiles, disk_bytes
-from megatrain.autoplace.search import Search
-from megatrain.autoplace.spill import fastest
+from megatrain.autoplace.search import fastest, least
 from megatrain.device import disk
 from megatrain.device.base import DISK_STREAMS, GATHER, HOSTS, REDUCE
 from megatrain.errors import DoesNotFit
@@ -73,9 +72,9 @@ def test_planes_on_a_disk_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, part = (next(disk_bytes(each, WHOLE, [Placement(**choices)])) for each in layouts)
     assert part == pytest.approx(whole / RANKS, rel=0.02)
     tight = replace(shared, device_memory_bytes=1 << 20, host_memory_bytes=1 << 30)
-    least = Search(FORECASTS, tight, SHARED).least().machine
+    enough = least(FORECASTS, tight, SHARED).machine
     half = 4 * sum(each.trainable_numel for each in layouts[1]) // RANKS  # of the moments
-    short = replace(least, host_memory_bytes=least.host_memory_bytes - half)
+    short = replace(enough, host_memory_bytes=enough.host_memory_bytes - half)
     with pytest.raises(DoesNotFit):
         fastest(FORECASTS, short, SHARED)
     chosen = fastest(FORECASTS, replace(short, disk_space_bytes=1 << 30), SHARED).placement
@@ -115,7 +114,7 @@ def test_what_rests_on_the_device_is_counted_as_the_engine_cuts_it() -> None:
 def test_slices_are_gathered_and_summed_as_a_whole() -> None:
     """Of ranges of the head's rows a rank has any part: twice as much crosses the link."""
     forecasts, machine = ForecastCache(wide_spec()), small_machine().shared(RANKS, link_gbps=8.0)
-    slice_bytes = Candidates(forecasts, machine, SHARED).slice_bytes
+    slice_bytes = Candidates(forecasts, SHARED).slice_bytes
     assert slice_bytes is not None
     whole, cut = (
         forecasts.of(machine, Placement(slots=3, max_stream_bytes=each), SHARED, 4)

@@ -1,64 +1,60 @@
 """The search: it stays within the budgets, uses what there is, and says what it did."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise, product
 from typing import Literal
 
 import pytest
-from transformers import LlamaConfig
 
 from megatrain import Placement
-from megatrain.autoplace import auto, candidates
-from megatrain.autoplace.search import Search
-from megatrain.autoplace.spend import Budget, Graphs, MemoryPlans
-from megatrain.autoplace.spill import could_fit, fastest, least
+from megatrain.autoplace import candidates, search
+from megatrain.autoplace.first_tiles import FirstTiles
+from megatrain.autoplace.search import could_fit, fastest, least
 from megatrain.base.units import size
 from megatrain.device import disk
 from megatrain.errors import DoesNotFit
+from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.loss import DPO
 from megatrain.machine import Machine
-from megatrain.model.probe import spec
+from megatrain.model.spec import ModelSpec
 from megatrain.plan import planner
-from megatrain.source.source import open_source
+from tests.sweeps import quick
 from tests.unit.forecast_cases import (
-    H200,
     small_machine,
-    tiny_config,
     tiny_spec,
     wide_spec,
 )
 
+MIB = 2**20
 FORECASTS = ForecastCache(tiny_spec(4))
 FEW_LAYERS = ForecastCache(tiny_spec(2))
 WORKLOAD = Workload(512, 64, None, True, "bf16", True)
 
 
-def choose(device_mib: float, host_gib: float = 1e6, **given: object) -> auto.Forecast:
+def choose(device_mib: float, host_gib: float = 1e6, **given: object) -> Forecast:
     forecasts = given.pop("forecasts", FORECASTS)
     workload = replace(WORKLOAD, **given)  # type: ignore[arg-type]
-    machine = small_machine(device_mib, host_gib)
-    return auto.choose(tiny_spec(), machine, workload, forecasts=forecasts)  # type: ignore[arg-type]
+    return fastest(forecasts, small_machine(device_mib, host_gib), workload)  # type: ignore[arg-type]
 
 
 @cache
 def least_mib(forecasts: ForecastCache = FORECASTS) -> float:
     """Device memory that the most frugal way needs."""
-    least = Search(forecasts, small_machine(1.0), WORKLOAD).least()
-    return least.machine.device_memory_bytes / 2**20
+    return least(forecasts, small_machine(1.0), WORKLOAD).machine.device_memory_bytes / MIB
 
 
 def test_no_more_goes_to_a_disk_than_the_host_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moments first, then remainders, then weights; lanes count, and the disk's space holds."""
     monkeypatch.setattr(disk, "PIECE", 4096)
     short = small_machine(1.1 * least_mib(FEW_LAYERS), host_gib=1.0)
-    least = Search(FEW_LAYERS, short, WORKLOAD).least().machine
-    enough = replace(least, disk_space_bytes=1 << 40)
+    enough = replace(least(FEW_LAYERS, short, WORKLOAD).machine, disk_space_bytes=1 << 40)
     tiles = FEW_LAYERS.model(WORKLOAD).layouts
     moments = 8 * sum(each.trainable_numel for each in tiles)
 
@@ -120,7 +116,8 @@ def test_a_plan_says_where_a_disk_would_do(monkeypatch: pytest.MonkeyPatch) -> N
 def test_beside_weights_on_a_disk_no_head_is_tried_in_slices() -> None:
     short = replace(small_machine(1.0, host_gib=1.0), disk_space_bytes=1 << 40)
     forecasts = ForecastCache(wide_spec())
-    assert Search(forecasts, short, WORKLOAD).least().placement.max_stream_bytes
+    without = replace(short, disk_space_bytes=None)
+    assert least(forecasts, without, WORKLOAD).placement.max_stream_bytes
     assert not could_fit(forecasts, short, WORKLOAD)  # with weights on the disk
 
 
@@ -143,44 +140,20 @@ def test_with_much_memory_nothing_is_recomputed_and_no_update_waited_for() -> No
 STEP = replace(WORKLOAD, tokens_per_step=16384, micro_batch=8)  # 32 micro-batches
 
 
-def test_a_step_is_taken_in_passes_where_all_its_graphs_do_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_is_taken_in_passes_where_all_its_graphs_do_not_fit() -> None:
     machine = small_machine(110)
-    found = Search(FORECASTS, machine, STEP).best()
+    found = fastest(FORECASTS, machine, STEP)
     assert found.placement.passes > 1 and found.device_peak_bytes <= machine.device_memory_bytes
-    joint = Search(FORECASTS, machine, replace(STEP, loss=DPO())).best()  # sees all tokens at once
-    monkeypatch.setattr(Search, "_in_passes", lambda *given: [])
-    other = Search(FORECASTS, machine, STEP).best()
-    assert other.placement.passes == 1 and found.seconds < 0.97 * other.seconds
-    assert joint.placement.passes == 1 and joint.seconds > other.seconds
+    joint = fastest(FORECASTS, machine, replace(STEP, loss=DPO()))  # sees all tokens at once
+    assert joint.placement.passes == 1 and found.seconds < 0.97 * joint.seconds
 
 
 def test_weights_stay_where_the_bus_is_slow() -> None:
     machine = small_machine(60)
     slow = replace(machine, to_device_gbps=0.1 * machine.to_device_gbps)
-    found = Search(FORECASTS, slow, STEP).best()
+    found = fastest(FORECASTS, slow, STEP)
     assert found.placement.passes > 1 and found.placement.keep_weights == 5
     assert found.binds == "compute" and found.device_peak_bytes <= 0.95 * 60 * 2**20
-
-
-@pytest.mark.parametrize("clip", [True, False])
-def test_what_passes_leave_and_bring_is_known(clip: bool) -> None:
-    """By hand: the graphs of a pass, all sums, and the compute of the step."""
-    asked = Search(FORECASTS, small_machine(1e4), replace(STEP, clip=clip))
-    candidate = asked._candidates.of(Placement(slots=3, compile=True), 8)
-    by_hand = replace(candidate.placement, passes=4, save_activations=4, save_all=4)
-    told = asked._candidates.of(by_hand, 8)
-    ways = asked._plans(candidate, 4)
-    staying = replace(by_hand, keep_weights=5)
-    for count, found in ((0, told), (5, asked._candidates.of(staying, 8))):
-        seconds, _ = ways._times(0, count, Graphs(4, 4, 0))
-        assert seconds <= 1.001 * found.seconds
-    assert ways._compute(Graphs(4, 4, 0)) == pytest.approx(told.bounds["compute"], rel=0.02)
-    graphs = 4 * (ways._more("device") + ways._rest)
-    left = asked._budget.spare(told) + told.device_bytes["kept graphs"]
-    assert graphs == pytest.approx(told.device_bytes["kept graphs"], rel=0.02)
-    assert ways._spare == pytest.approx(left, abs=0.1 * told.device_bytes["gradient sums"])
 
 
 def test_what_does_not_fit_is_refused_with_the_least_that_would() -> None:
@@ -201,12 +174,12 @@ def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
     forecasts = ForecastCache(wide_spec())
     layer = 2 * sum(p.numel() for p in wide_spec().layers[0].module.parameters())
 
-    def found(device_mib: float) -> auto.Forecast:
+    def found(device_mib: float) -> Forecast:
         chosen = choose(device_mib, forecasts=forecasts)
         assert chosen.device_peak_bytes <= 0.95 * device_mib * 2**20
         return chosen
 
-    whole = Search(forecasts, small_machine(1.0), WORKLOAD)._candidates.families(1)[0]
+    whole = candidates.Candidates(forecasts, WORKLOAD).families(1)[0]
     frames = [forecasts.of(small_machine(), candidate, WORKLOAD, 1) for candidate in whole]
     least_whole = min(candidate.device_peak_bytes for candidate in frames) / 0.95 / 2**20
     assert found(1.3 * least_whole).placement.max_stream_bytes is None
@@ -221,10 +194,10 @@ def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
 def test_micro_batches_are_even_and_a_given_one_is_kept() -> None:
     assert choose(1e4, tokens_per_step=64 * 9, forecasts=FEW_LAYERS).micro_batch == 9
     assert choose(1e4, micro_batch=3, forecasts=FEW_LAYERS).micro_batch == 3
-    sizes = Search(FORECASTS, H200, WORKLOAD)._candidates.sizes()
+    sizes = candidates.Candidates(FORECASTS, WORKLOAD).sizes()
     assert sizes == [8, 4, 2, 1]  # of short rows, too
     workload = Workload(96 * 1024, 1024, None, True, "bf16", True)
-    sizes = Search(FORECASTS, H200, workload)._candidates.sizes()
+    sizes = candidates.Candidates(FORECASTS, workload).sizes()
     assert sizes == [48, 32, 16, 8, 4, 2, 1]
 
 
@@ -244,7 +217,7 @@ class Grid:
     graphs: Sequence[tuple[int, int]]
 
     @cached_property
-    def forecasts(self) -> list[auto.Forecast]:
+    def forecasts(self) -> list[Forecast]:
         names = [t.name for t in FORECASTS.model(Workload()).layouts if t.name != "unused"]
         every = product(self.rows, self.places, self.resident, self.graphs)
         return [
@@ -267,8 +240,12 @@ class Grid:
     def check(self, device_mib: float, host_mib: float) -> None:
         """None that fits is much faster than what is found."""
         best = choose(device_mib, host_mib / 1024)
-        budget = Budget(small_machine(device_mib, host_mib / 1024))
-        fitting = [other for other in self.forecasts if budget.fits(other)]
+        fitting = [
+            other
+            for other in self.forecasts
+            if other.device_peak_bytes <= 0.95 * device_mib * MIB
+            and other.host_peak_bytes <= 0.95 * host_mib * MIB
+        ]
         assert fitting
         fastest = min(fitting, key=lambda other: other.seconds)
         assert best.seconds <= fastest.seconds * 1.05, (fastest.placement, fastest.micro_batch)
@@ -313,9 +290,9 @@ def fast_bus(device_mib: float, host_gib: float) -> Machine:
 
 
 def test_host_memory_is_spent_on_graphs_where_the_device_has_no_room() -> None:
-    def with_host(mib: float) -> auto.Forecast:
+    def with_host(mib: float) -> Forecast:
         machine, workload = fast_bus(16.0, mib / 1024), replace(WORKLOAD, micro_batch=2)
-        return auto.choose(tiny_spec(), machine, workload, forecasts=FORECASTS)
+        return fastest(FORECASTS, machine, workload)
 
     much, little = with_host(1e6), with_host(just_mib() + 5)
     assert much.placement.offload_activations >= 3
@@ -334,62 +311,19 @@ def test_tiles_rest_on_the_device_where_the_host_lacks_room() -> None:
         choose(10, too_few)
 
 
-@pytest.mark.parametrize("clip", [True, False])
-def test_what_is_told_without_a_forecast_is_never_too_much(clip: bool) -> None:
-    asked = Search(FORECASTS, small_machine(), replace(WORKLOAD, clip=clip))
-    for placement in asked._candidates.families(8)[0]:
-        device, host = asked._candidates.min_bytes(placement, 8)
-        told = asked._candidates.of(placement, 8)
-        assert 0.9 * told.device_peak_bytes < device <= told.device_peak_bytes
-        assert 0.9 * told.host_peak_bytes < host <= 1.001 * told.host_peak_bytes
-
-
-@pytest.mark.parametrize("number", range(7))
-def test_one_step_tells_more_than_none(number: int) -> None:
-    asked = Search(FORECASTS, small_machine(), WORKLOAD)
-    placement = asked._candidates.families(1)[0][number]
-    closer, told = (
-        asked._candidates.one_step_bytes(placement, 1),
-        asked._candidates.of(placement, 1),
-    )
-    assert 0.95 * told.device_peak_bytes < closer[0] <= told.device_peak_bytes
-    assert 0.999 * told.host_peak_bytes < closer[1] <= told.host_peak_bytes
-
-
-def test_a_machine_without_room_for_the_planes_is_told_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machine = small_machine(1.0, just_mib() / 2 / 1024)
-
-    def measure(*given: object) -> None:
-        raise AssertionError("a layer was measured")
-
-    monkeypatch.setattr("megatrain.forecast.profile.Profile.layer", measure)
-    assert not Search(FORECASTS, machine, WORKLOAD).could_fit()
-
-
-def test_a_large_head_s_gradient_is_counted_once() -> None:
-    config = LlamaConfig(**tiny_config().to_dict() | {"vocab_size": 32768})
-    large = ForecastCache(spec(open_source(config).model))
-    asked = Search(large, small_machine(), replace(WORKLOAD, tokens_per_step=128))
-    [fastest, *_] = asked._candidates.families(2)[0]
-    told = asked._candidates.of(fastest, 2).device_peak_bytes
-    assert 0.9 * told < asked._candidates.min_bytes(fastest, 2)[0] <= told
-
-
 @pytest.fixture
 def soon_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "_LONG", 1024)
     monkeypatch.setattr(candidates, "_TILE", 128)
 
 
-def long_row(device_mib: float, attention_tflops: float, host_gib: float = 1e6) -> auto.Forecast:
+def long_row(device_mib: float, attention_tflops: float, host_gib: float = 1e6) -> Forecast:
     machine = replace(
         fast_bus(device_mib, host_gib),
         attention_forward_tflops=attention_tflops,
         attention_backward_tflops=attention_tflops,
     )
-    return auto.choose(tiny_spec(), machine, Workload(2048, 2048), forecasts=FEW_LAYERS)
+    return fastest(FEW_LAYERS, machine, Workload(2048, 2048))
 
 
 def test_a_long_row_runs_in_tiles_where_attention_is_most_of_it(soon_long: None) -> None:
@@ -402,49 +336,12 @@ def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(
     soon_long: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workload = Workload(2048, 2048, None, True, "bf16", True)
-    least = Search(FEW_LAYERS, fast_bus(1.0, 1e6), workload).least().machine
-    budget = least.device_memory_bytes / 2**20
+    needed = least(FEW_LAYERS, fast_bus(1.0, 1e6), workload).machine
+    budget = needed.device_memory_bytes / 2**20
     assert long_row(budget, 20.0).placement.chunk_tokens == 128
     monkeypatch.setattr(candidates, "_LONG", 1 << 20)
     with pytest.raises(DoesNotFit):
         long_row(budget, 20.0)
-
-
-def long_search(device_mib: float, host_mib: float = 1e9) -> Search:
-    workload = Workload(2048, 2048, None, True, "bf16", True)
-    return Search(FORECASTS, fast_bus(device_mib, host_mib / 1024), workload)
-
-
-def hand_made(**choices: object) -> auto.Forecast:
-    asked, given = long_search(1.0), {"slots": 2, "compile": True, "head_tokens": 512}
-    return asked._candidates.of(Placement(**given | {"chunk_tokens": 128} | choices), 1)  # type: ignore[arg-type]
-
-
-def test_a_long_row_fits_with_one_lane_for_boundaries(soon_long: None) -> None:
-    frugal = {"layer_input_lanes": 1, "gradient_lanes": 2, "keep_rows": False}
-    told = hand_made(layer_inputs="host", **frugal)
-    found = long_search(0.1 + told.device_peak_bytes / 0.95 / 2**20).best()
-    assert found.seconds <= 1.05 * told.seconds
-
-
-@pytest.mark.parametrize("where", ["device", "host"])
-def test_what_a_graph_spares_and_takes_beside_kept_attention_is_known(
-    soon_long: None, where: str
-) -> None:
-    candidate, kept = (hand_made(save_attention=where, save_activations=count) for count in (0, 4))
-    asked = long_search(1e4)
-    ways = MemoryPlans(FORECASTS, asked._workload, candidate, asked._budget)
-    assert ways._compute(Graphs(4, 0, 0)) == pytest.approx(kept.bounds["compute"], rel=0.02)
-    graphs = kept.device_bytes["kept graphs"] - candidate.device_bytes.get("kept attention", 0)
-    assert 4 * ways._more("device") == pytest.approx(graphs, rel=0.06)
-
-
-def test_of_each_way_to_run_a_long_row_the_sparing_frames_are_tried(soon_long: None) -> None:
-    """What fits as it is may leave too little for the graphs that are worth most."""
-    asked = long_search(1e4)
-    tried = [candidate.placement for candidate in asked._fitting_frames([1])]
-    for family in asked._candidates.families(1):
-        assert [family[0], family[1], family[3]] == [each for each in family if each in tried]
 
 
 def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
@@ -455,7 +352,7 @@ def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
 
     monkeypatch.setattr("megatrain.forecast.profile.tiled", refuse)
     forecasts = ForecastCache(tiny_spec(2))
-    found = auto.choose(tiny_spec(), small_machine(64.0), Workload(2048, 2048), forecasts=forecasts)
+    found = fastest(forecasts, small_machine(64.0), Workload(2048, 2048))
     assert found.placement.chunk_tokens is None
 
 
@@ -480,3 +377,128 @@ def test_a_forecast_is_plain_data() -> None:
     assert data["binds"] == next(iter(data["critical_path"])) and data["micro_batch"] == 8
     assert Placement(**data["placement"] | {"resident": tuple(data["placement"]["resident"])})
     assert replace(small_machine(), **data["machine"]).device_memory_bytes
+
+
+@pytest.fixture
+def a_small_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside its gigabytes a tiny model's bytes would not count."""
+    monkeypatch.setattr(simulate, "PROCESS_BYTES", 20 * MIB)
+    monkeypatch.setattr(simulate, "_EARLY_PROCESS_BYTES", 10 * MIB)
+
+
+def machine(device_mib: float, host_mib: float) -> Machine:
+    return small_machine(device_mib, host_mib / 1024)
+
+
+@cache
+def small_forecasts(model: Callable[[], ModelSpec]) -> ForecastCache:
+    """Made while a process counts as small."""
+    return ForecastCache(model())
+
+
+def few_layers() -> ModelSpec:
+    return tiny_spec(3)
+
+
+def checked(forecasts: ForecastCache, there: Machine, workload: Workload) -> Machine:
+    """The machine with the least memory, tried out."""
+    assert not could_fit(forecasts, there, workload)
+    needed = least(forecasts, there, workload)
+    enough = needed.machine
+    assert could_fit(forecasts, enough, workload)
+    for found in (needed, fastest(forecasts, enough, workload)):
+        assert found.device_peak_bytes <= 0.95 * enough.device_memory_bytes
+        assert found.host_peak_bytes <= 0.95 * enough.host_memory_bytes
+    for kind in ("device_memory_bytes", "host_memory_bytes"):
+        size = getattr(enough, kind)
+        if size > getattr(there, kind):
+            with pytest.raises(DoesNotFit):
+                fastest(forecasts, replace(enough, **{kind: int(0.97 * size)}), workload)
+    return enough
+
+
+PLENTY = 1e6
+NO_CLIP = replace(WORKLOAD, clip=False)
+# Device and host memory in MiB, which of it is too little, the model, the workload.
+LEAST = {
+    "host": (24, 30, "host", few_layers, WORKLOAD),
+    "host, a device for half of it": (50, 20, "host", few_layers, WORKLOAD),
+    "host, a device for all": (PLENTY, 10, "host", few_layers, WORKLOAD),
+    "device": (4, PLENTY, "device", few_layers, WORKLOAD),
+    "device, host for boundaries that wait on it": (4, 72, "device", few_layers, WORKLOAD),
+    "both": (4, 30, "device and host", few_layers, WORKLOAD),
+    "no clipping": (24, 30, "host", few_layers, NO_CLIP),
+    "no clipping, device": (4, PLENTY, "device", few_layers, NO_CLIP),
+    "fp32": (50, 30, "host", few_layers, replace(WORKLOAD, precision="fp32")),
+    "micro-batch": (24, 30, "host", few_layers, replace(WORKLOAD, micro_batch=8)),
+    "micro-batch, device": (8, PLENTY, "device", few_layers, replace(WORKLOAD, micro_batch=8)),
+    "many micro-batches": (24, 30, "host", few_layers, replace(WORKLOAD, micro_batch=1)),
+    "a large head": (30, 40, "host", wide_spec, WORKLOAD),
+    "a large head, device": (10, PLENTY, "device", wide_spec, WORKLOAD),
+}
+OFTEN = (
+    *("host", "device", "device, host for boundaries that wait on it", "both", "no clipping"),
+    *("micro-batch, device", "a large head, device"),
+)
+
+
+@pytest.mark.parametrize("name", quick(LEAST, OFTEN))
+def test_the_least_is_enough_and_no_less_is(name: str, a_small_process: None) -> None:
+    device, host, short, model, workload = LEAST[name]
+    there = machine(device, host)
+    enough = checked(small_forecasts(model), there, workload)
+    assert (enough.device_memory_bytes > there.device_memory_bytes) == ("device" in short)
+    assert (enough.host_memory_bytes > there.host_memory_bytes) == ("host" in short)
+
+
+def test_no_larger_device_is_asked_for_than_there_are(
+    a_small_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for more of both, where boundaries on the device would do if there were such a one."""
+    many = replace(WORKLOAD, tokens_per_step=32_768)
+
+    def asked() -> tuple[float, float]:
+        found = least(small_forecasts(few_layers), machine(16, 60), many).machine
+        return found.device_memory_bytes / MIB, found.host_memory_bytes / MIB
+
+    device, host = asked()
+    assert device > 64 and host == 60
+    monkeypatch.setattr(search, "most_memory", lambda: 64 * MIB)
+    device, host = asked()
+    assert 16 < device < 64 and host > 60
+
+
+def test_tiles_on_the_device_need_not_be_on_the_host(a_small_process: None) -> None:
+    without, some, many = (
+        least(small_forecasts(few_layers), machine(device, 30), WORKLOAD) for device in (12, 24, 50)
+    )
+    assert not without.placement.resident
+    assert some.placement.resident[:2] == ("embedding", "prologue")
+    assert len(many.placement.resident) > len(some.placement.resident)
+    hosts = [found.machine.host_memory_bytes for found in (without, some, many)]
+    assert hosts[0] > 1.1 * hosts[1] > 1.1**2 * hosts[2]
+
+
+@pytest.mark.exhaustive
+def test_long_rows_in_tiles_are_counted_too(soon_long: None, a_small_process: None) -> None:
+    long = replace(WORKLOAD, tokens_per_step=2048, sequence_length=2048)
+    forecasts = ForecastCache(tiny_spec(2))
+    for device, host in ((8, PLENTY), (40, 30)):
+        checked(forecasts, machine(device, host), long)
+
+
+@pytest.mark.parametrize("spilled", [(0, 0), (3, 0), (8, 2), (8, 8)])
+def test_what_tiles_spare_the_host_is_what_a_forecast_says(spilled: tuple[int, int]) -> None:
+    """What a tile has on a disk spares the host nothing, and others may go there in its place."""
+    forecasts, there = ForecastCache(tiny_spec()), machine(PLENTY, PLENTY)
+    moments, remainder = spilled
+    placement = Placement(compile=True, disk_moments=moments, disk_remainder=remainder)
+    tiles = FirstTiles(forecasts.model(WORKLOAD).layouts, WORKLOAD, placement)
+
+    def on_host(count: int) -> int:
+        resident = replace(placement, resident=tiles.names(count))
+        found = forecasts.of(there, resident, WORKLOAD, 8, steps=1).host_parts
+        return sum(found[part] for part in ("weights", "remainder", "moments", "gradients"))
+
+    for count in (1, 4, 7):
+        assert on_host(0) - on_host(count) == tiles.host_bytes(count)

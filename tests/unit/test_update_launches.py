@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatrain import SGD, AdamW, Engine, Lion, Muon, Placement, kernels
-from megatrain.autoplace.spill import fastest
+from megatrain.autoplace.search import fastest
 from megatrain.base.units import GIB
 from megatrain.cli.shapes import qwen2_config
 from megatrain.device.base import COMPUTE, Buffer, Kind, Name
