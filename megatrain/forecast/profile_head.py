@@ -52,11 +52,10 @@ def some_rows(
 
         return measured.once(("rows", *shapes.values(), head_tokens, tokens), measure)
 
-    see, backward = (
-        in_chunks(rows * measured.tokens, head_tokens, lambda tokens, part=part: run(tokens)[part])
-        for part in (0, 1)
-    )
-    return see, backward
+    def work(number: int) -> Work:
+        return in_chunks(rows * measured.tokens, head_tokens, lambda tokens: run(tokens)[number])
+
+    return work(0), work(1)
 
 
 def _both(
