@@ -27,8 +27,7 @@ from megatrain.telemetry.flops import model_tflops
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.telemetry.pictures import draw_step
-from megatrain.telemetry.recorder import StepRecorder
-from megatrain.telemetry.timeline import breakdown, chrome_trace
+from megatrain.telemetry.timeline import StepRecorder, breakdown, chrome_trace
 
 ROWS = 16  # of a micro-batch, where nobody chooses
 

@@ -132,12 +132,14 @@ class Remedy:
 
     def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each difference in words and in keys of a run file, the cheapest first."""
-        old, new, batch = self.asked, self.new, {"training.batch_size": self.new.rows}
+        old, new, lines = self.asked, self.new, _lines(self.new)
+        batch = {"training.batch_size": new.rows // lines}
         if old.micro_batch != new.micro_batch:
             rows = "one row" if new.micro_batch == 1 else f"{new.micro_batch} rows"
             free = "leave micro-batches to MegaTrain"
             words = free if new.micro_batch is None else f"take micro-batches of {rows}"
-            yield words, {"training.micro_batch_size": new.micro_batch}
+            size_of_run = new.micro_batch and new.micro_batch // lines
+            yield words, {"training.micro_batch_size": size_of_run}
         if old.placement != new.placement:
             yield "leave the placement to MegaTrain", {"engine.placement": "auto"}
         if old.precision != new.precision:
@@ -287,9 +289,14 @@ def _to_auto(asked: Workload) -> list[Workload]:
     return [workload for workload in free if workload != asked]
 
 
+def _lines(workload: Workload) -> int:
+    """Rows that one row of the data has: a pair of replies has two."""
+    return getattr(workload.loss, "lines", 1)
+
+
 def _one_row(asked: Workload) -> list[Workload]:
-    large = asked.placement is not None and asked.micro_batch not in (None, 1)
-    return [replace(asked, micro_batch=1)] if large else []
+    large = asked.placement is not None and asked.micro_batch not in (None, _lines(asked))
+    return [replace(asked, micro_batch=_lines(asked))] if large else []
 
 
 def _bf16(asked: Workload) -> list[Workload]:
@@ -303,7 +310,7 @@ def _fewer_tokens(asked: Workload) -> list[Workload]:
             tokens_per_step=rows * asked.sequence_length,
             micro_batch=None if asked.micro_batch is None else min(asked.micro_batch, rows),
         )
-        for rows in _halves(asked.rows, 1)
+        for rows in (n * _lines(asked) for n in _halves(asked.rows // _lines(asked), 1))
     ]
 
 

@@ -9,8 +9,14 @@ from typing import TypeVar
 from megatrain.device.base import COMPUTE
 from megatrain.run_folder.layout import TIMELINE
 from megatrain.telemetry.pictures import draw_step
-from megatrain.telemetry.recorder import Recording, StepRecorder
-from megatrain.telemetry.timeline import Breakdown, Span, breakdown, chrome_trace
+from megatrain.telemetry.timeline import (
+    Breakdown,
+    Recording,
+    Span,
+    StepRecorder,
+    breakdown,
+    chrome_trace,
+)
 
 PICTURE = "timeline.png"
 

@@ -10,6 +10,7 @@ from megatrain.base.units import GIB, parse_bytes
 from megatrain.errors import InputError
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
+from megatrain.loss import DPO
 from megatrain.machine import Machine, machine_for
 from megatrain.model.probe import spec
 from megatrain.optim import Lion
@@ -420,3 +421,13 @@ def test_a_given_placement_is_planned_as_it_is():
     assert not plan.fits and plan.missing_host_bytes > 0 and plan.missing_device_bytes > 0
     assert plan.forecast.host_peak_bytes <= plan.forecast.machine.host_memory_bytes
     assert Planner(found).fitting(plan.forecast.machine, ask).seconds > 0
+
+
+def test_a_batch_of_pairs_has_two_rows_each():
+    """A run file counts pairs: of 4,096 tokens in rows of 256 there are 8."""
+    remedy = found_for(TOY, asked(device_gib=4.5, loss=DPO()))[0]
+    assert remedy.text == "take 2,048 tokens a step"
+    assert remedy.settings == {"training.batch_size": 4}
+    ask = asked(device_gib=4, loss=DPO(), placement=PLACED, micro_batch=8)
+    remedy = found_for(TOY, ask)[0]
+    assert remedy.settings["training.micro_batch_size"] == remedy.new.micro_batch // 2 >= 1
