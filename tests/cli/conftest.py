@@ -25,7 +25,7 @@ def no_more_than_needed(request, monkeypatch):
 
 @pytest.fixture
 def megatrain(monkeypatch, tmp_path):
-    """Runs the command in an empty folder; `.exit_code`, `.stdout`, `.stderr`."""
+    """Runs the command in an empty folder; `megatrain.done` is for what must end well."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -33,6 +33,12 @@ def megatrain(monkeypatch, tmp_path):
     def run(*arguments):
         return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
+    def done(*arguments):
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        return result
+
+    run.done = done
     return run
 
 

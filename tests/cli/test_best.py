@@ -41,8 +41,7 @@ def same_weights(one, other):
 
 def test_the_best_state_stays_and_is_exported(megatrain, run_file, tmp_path, caplog):
     run = run_file.parent / "run"
-    result = megatrain("train", run_file, *sets(**WORSE, **BEST))
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("train", run_file, *sets(**WORSE, **BEST))
     losses = {record["step"]: record["eval_loss"] for record in evaluations(run)}
     best = min(losses, key=losses.get)
     assert best < 8
@@ -51,17 +50,17 @@ def test_the_best_state_stays_and_is_exported(megatrain, run_file, tmp_path, cap
     assert noted["best"] == {"step": best, "eval_loss": losses[best]} and noted["done"] == 8
     assert f"the model of step {best}, the best (eval_loss {losses[best]:.4g})" in result.stdout
     step = run / "checkpoints" / f"step-{best:08d}"
-    assert megatrain("export", step, tmp_path / "out").exit_code == 0
+    megatrain.done("export", step, tmp_path / "out")
     assert same_weights(run / "model", tmp_path / "out")
     assert {path.name for path in (run / "model").iterdir()} >= {"tokenizer.json", "config.json"}
-    assert megatrain("export", run, tmp_path / "card").exit_code == 0
+    megatrain.done("export", run, tmp_path / "card")
     assert f"all parameters, {best} steps of" in (tmp_path / "card" / "README.md").read_text()
     again = megatrain("train", run_file, "--resume", *sets(**WORSE, **BEST))
     assert again.exit_code == 0 and "8 steps done" in again.stdout
     assert "going on" not in caplog.text
     last = BEST | {"checkpoint__load_best": False}
     for choice, is_best in ((last, False), (BEST, True)):
-        assert megatrain("train", run_file, "--resume", *sets(**WORSE, **choice)).exit_code == 0
+        megatrain.done("train", run_file, "--resume", *sets(**WORSE, **choice))
         assert same_weights(run / "model", tmp_path / "out") is is_best
     shutil.rmtree(step)
     (run / "finished.json").unlink()
@@ -73,23 +72,21 @@ def test_the_best_state_stays_and_is_exported(megatrain, run_file, tmp_path, cap
 def test_a_branch_takes_the_best_state_along(megatrain, run_file, tmp_path):
     run, new = run_file.parent / "run", tmp_path / "new"
     slow = {"schedule__name": "constant_with_warmup"}
-    assert megatrain("train", run_file, *sets(**WORSE | slow, **BEST)).exit_code == 0
+    megatrain.done("train", run_file, *sets(**WORSE | slow, **BEST))
     best = checkpoint_steps(run)[0]
-    result = megatrain("branch", run, new, *sets(training__steps=9))
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("branch", run, new, *sets(training__steps=9))
     assert f"the model of step {best}, the best" in result.stdout
     assert checkpoint_steps(new) == [best, 9] and same_weights(new / "model", run / "model")
     shutil.rmtree(new)
     plain = sets(training__steps=9, checkpoint__best=None, checkpoint__load_best=False)
-    assert megatrain("branch", run, new, *plain).exit_code == 0
+    megatrain.done("branch", run, new, *plain)
     assert best not in checkpoint_steps(new)
 
 
 def test_a_run_ends_early_and_a_resumed_one_at_the_same_step(megatrain, run_file):
     run = run_file.parent / "run"
     early = sets(**WORSE, training__early_stopping={"patience": 2})
-    result = megatrain("train", run_file, *early)
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("train", run_file, *early)
     losses = [record["eval_loss"] for record in evaluations(run)]
     best = losses.index(min(losses)) + 1
     assert len(losses) == best + 2 < 8 and checkpoint_steps(run) == [best + 2]
@@ -100,9 +97,8 @@ def test_a_run_ends_early_and_a_resumed_one_at_the_same_step(megatrain, run_file
     shutil.move(run, run_file.parent / "whole")
     first = sets(**WORSE | {"training__steps": best + 1})
     slow = sets(schedule__name="constant_with_warmup")  # alike however long the run is
-    assert megatrain("train", run_file, *first, *slow).exit_code == 0
-    resumed = megatrain("train", run_file, "--resume", *early, *slow)
-    assert resumed.exit_code == 0, resumed.output
+    megatrain.done("train", run_file, *first, *slow)
+    megatrain.done("train", run_file, "--resume", *early, *slow)
     assert [record["eval_loss"] for record in evaluations(run)] == losses
     patient = sets(**WORSE, training__early_stopping={"patience": 9})
     assert "8 steps done;" in megatrain("train", run_file, "--resume", *patient, *slow).stdout
@@ -133,8 +129,7 @@ def test_named_sets_have_metrics_of_their_own(megatrain, run_file, tmp_path):
     paths = {name: str(write_rows(tmp_path / f"{name}.jsonl", rows))
              for name, rows in (("short", 12), ("long", 60))}  # fmt: skip
     named = sets(data__eval_fraction=0, data__eval_path=paths, checkpoint__best="eval_short_loss")
-    result = megatrain("train", run_file, *named)
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("train", run_file, *named)
     *_, last = evaluations(run_file.parent / "run")
     parts = [last["eval_short_loss"], last["eval_long_loss"]]
     assert min(parts) < last["eval_loss"] < max(parts)

@@ -39,15 +39,13 @@ def test_a_model_may_be_a_run_a_checkpoint_or_an_export(
         tree["model"] = {"path": str(place)}
         tree["output"]["folder"] = str(tmp_path / f"from-{number}")
         run_file.write_text(yaml.safe_dump(tree))
-        result = megatrain("train", run_file, *sets(training__steps=2, training__eval_every=None))
-        assert result.exit_code == 0, result.output
+        megatrain.done("train", run_file, *sets(training__steps=2, training__eval_every=None))
         seen.append(losses(tmp_path / f"from-{number}"))
         exported = weights(tmp_path / f"from-{number}" / "model")
     assert seen[0] == seen[1] == seen[2]
     assert seen[0][0][1] < losses(trained[0])[0][1]  # it begins where the other one ended
     assert exported.keys() == weights(trained[0] / "model").keys()
-    again = megatrain("data", run_file)
-    assert again.exit_code == 0, again.output
+    megatrain.done("data", run_file)
     result = megatrain("data", run_file, *sets(model__path=str(tmp_path)))
     assert result.exit_code == 2
     assert f"{tmp_path}: a folder of runs; name one of them, such as {tmp_path}/" in result.stderr
@@ -57,11 +55,9 @@ def test_a_branch_goes_on_with_other_settings(megatrain, run_file, trained, tmp_
     """Where the settings are the same, a branch is what the run would have been."""
     longer = sets(training__steps=8)
     plain, other = tmp_path / "plain", tmp_path / "other"
-    result = megatrain("branch", trained[0], plain, *longer)
-    assert result.exit_code == 0, result.output
-    assert megatrain("branch", trained[0], other, *longer, *sets(optimizer__lr=0.1)).exit_code == 0
-    whole = megatrain("train", run_file, *longer, *sets(output__folder=str(tmp_path / "whole")))
-    assert whole.exit_code == 0, whole.output
+    megatrain.done("branch", trained[0], plain, *longer)
+    megatrain.done("branch", trained[0], other, *longer, *sets(optimizer__lr=0.1))
+    megatrain.done("train", run_file, *longer, *sets(output__folder=str(tmp_path / "whole")))
     assert losses(plain)[:6] == losses(trained[0])[:6] == losses(other)[:6]
     assert [step for step, _ in losses(plain)] == list(range(1, 9))
     assert losses(plain)[6] == losses(other)[6]  # the first step's update is seen in the next one
@@ -74,8 +70,7 @@ def test_a_schedule_ends_at_its_own_rate_after_another_learning_rate(megatrain, 
     """Of the run it was 0.01: a floor that is taken as a share of that would be another one."""
     schedule = {"name": "cosine_with_min_lr", "warmup_steps": 0, "options": {"min_lr": 0.002}}
     changed = sets(schedule=schedule, optimizer__lr=0.1, training__steps=8)
-    result = megatrain("branch", trained[0], tmp_path / "other", *changed)
-    assert result.exit_code == 0, result.output
+    megatrain.done("branch", trained[0], tmp_path / "other", *changed)
     lines = (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()
     rate = [line["lr"] for line in map(json.loads, lines) if "lr" in line][-1]
     assert rate == pytest.approx(0.002 + 0.098 * (1 + math.cos(math.pi * 7 / 8)) / 2)
@@ -85,8 +80,7 @@ def test_a_fresh_branch_takes_the_weights_alone(megatrain, trained, tmp_path):
     changed = sets(optimizer={"name": "lion", "lr": 1e-3}, training__steps=2)
     changed += sets(training__eval_every=None, training__batch_size=2, engine__precision="bf16")
     new = tmp_path / "new"
-    result = megatrain("branch", trained[0], new, "--fresh", *changed)
-    assert result.exit_code == 0, result.output
+    megatrain.done("branch", trained[0], new, "--fresh", *changed)
     assert [step for step, _ in losses(new)] == [1, 2]
     assert losses(new)[0][1] < losses(trained[0])[0][1]
     (checkpoint,) = (new / "checkpoints").iterdir()

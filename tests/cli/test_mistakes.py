@@ -143,8 +143,7 @@ def test_a_disk_without_room_for_the_next_checkpoint(megatrain, run_file, traine
     result = megatrain("train", run_file, "--resume", *longer)
     assert_refused(result, "left, and the next checkpoint takes 8192.0 GiB; free ", code=3)
     none = sets(checkpoint={"every": None, "at_end": False})
-    result = megatrain("train", run_file, "--resume", *longer, *none)
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", run_file, "--resume", *longer, *none)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -166,13 +165,11 @@ def test_a_rate_that_is_0_throughout_is_said(megatrain, run_file, caplog):
 def test_a_disk_that_nothing_rests_on_is_said(megatrain, run_file, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "disk").mkdir()
-    result = megatrain("train", run_file, *sets(engine__disk="~/disk", training__steps=1))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", run_file, *sets(engine__disk="~/disk", training__steps=1))
     assert "disk: nothing rests in ~/disk; placement.disk_moments says" in caplog.text
     caplog.clear()
     there = sets(engine__disk="~/disk", engine__placement={"slots": 1, "disk_moments": 1})
-    result = megatrain("train", run_file, *there, *sets(output__folder="other"))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", run_file, *there, *sets(output__folder="other"))
     assert "nothing rests" not in caplog.text
 
 
@@ -182,8 +179,7 @@ def test_a_warm_up_that_is_longer_than_the_run_is_said(megatrain, run_file, capl
         ({"schedule__warmup_steps": 5}, False),
         ({"schedule__warmup_steps": 6}, True),
     ):
-        result = megatrain("train", run_file, *sets(output__folder=f"{said}", **warmup))
-        assert result.exit_code == 0, result.output
+        megatrain.done("train", run_file, *sets(output__folder=f"{said}", **warmup))
         assert (long in caplog.text) == said
 
 

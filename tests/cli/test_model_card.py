@@ -12,7 +12,7 @@ from megatrain.train.card import write_card
 def test_an_export_of_a_run_tells_where_it_comes_from(megatrain, trained, talker, tmp_path):
     for number, place in enumerate([trained[0], talker / "checkpoints" / "step-00000040"]):
         out = tmp_path / f"out-{number}"
-        assert megatrain("export", place, out).exit_code == 0
+        megatrain.done("export", place, out)
         card = ModelCard.load(out / "README.md")
         assert card.data.library_name == "transformers" and "megatrain" in card.data.tags
         assert card.data.base_model is None  # a folder of this machine is nobody else's
@@ -36,7 +36,7 @@ def test_what_the_hub_has_is_named_in_the_header(megatrain, trained, tmp_path):
     written = config[config.index("  config:") : config.index("  tokenizer:")]
     config = config.replace(written, "  config: null\n")
     (run / "config.yaml").write_text(config)
-    assert megatrain("export", run, tmp_path / "out").exit_code == 0
+    megatrain.done("export", run, tmp_path / "out")
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.base_model, card.data.license) == ("some/base", None)
 
@@ -73,5 +73,5 @@ def test_a_model_with_a_template_that_learnt_texts_is_no_chat_model(base, tmp_pa
 def test_a_model_of_no_run_gets_no_card(megatrain, trained, tmp_path):
     shutil.copytree(trained[0] / "model", tmp_path / "model")
     (tmp_path / "config.yaml").write_text("of: something else")
-    assert megatrain("export", tmp_path / "model", tmp_path / "out").exit_code == 0
+    megatrain.done("export", tmp_path / "model", tmp_path / "out")
     assert not (tmp_path / "out" / "README.md").exists()

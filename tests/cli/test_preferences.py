@@ -82,8 +82,7 @@ def test_a_run_moves_preferences_and_goes_on_exactly(
     file = preference_file([row(number) for number in range(20)], **loss)
 
     def trained(folder, *options):
-        result = megatrain("train", file, *sets(output__folder=str(folder)), *options)
-        assert result.exit_code == 0, result.output
+        result = megatrain.done("train", file, *sets(output__folder=str(folder)), *options)
         return result.output, load_file(folder / "model" / "model.safetensors")
 
     run, length = tmp_path / "run", sets(training__steps=6)
@@ -104,7 +103,7 @@ def test_a_run_moves_preferences_and_goes_on_exactly(
     assert "margin" in said
     if loss["name"] == "dpo":
         assert evaluated[-1]["eval_rewards/accuracies"] == 1.0
-        assert megatrain("report", tmp_path / "whole").exit_code == 0
+        megatrain.done("report", tmp_path / "whole")
         assert "Margin of rewards" in (tmp_path / "whole" / "report.html").read_text()
 
 
@@ -115,8 +114,7 @@ def test_a_run_moves_preferences_and_goes_on_exactly(
 )
 def test_other_losses_of_replies_train(megatrain, preference_file, tmp_path, loss):
     file = preference_file([pair(number) for number in range(20)], **loss)
-    result = megatrain("train", file)
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", file)
     records = [record for record in read(tmp_path / "run") if "eval_loss" in record]
     assert records[-1]["eval_loss"] < records[0]["eval_loss"]
     assert records[-1]["eval_rewards/margins"] > records[0]["eval_rewards/margins"]
@@ -127,10 +125,9 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
     rows = [pair(number) for number in range(20)]
     file = preference_file(rows, name="reward", center_rewards_coefficient=0.01)
     length = sets(training__steps=6)
-    assert megatrain("train", file, *length, *sets(output__folder="whole")).exit_code == 0
-    assert megatrain("train", file, *sets(training__steps=2)).exit_code == 0
-    result = megatrain("train", file, *length, "--resume")
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", file, *length, *sets(output__folder="whole"))
+    megatrain.done("train", file, *sets(training__steps=2))
+    megatrain.done("train", file, *length, "--resume")
     assert not (tmp_path / "run" / "references.json").exists()
     whole, parts = (load_file(tmp_path / f / "model" / FILE) for f in ("whole", "run"))
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
@@ -143,7 +140,7 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
                                            return_dict=True) for each in (GOOD, BAD)]  # fmt: skip
     good, bad = (model(input_ids=each["input_ids"]).logits.item() for each in talks)
     assert good > bad
-    assert megatrain("export", tmp_path / "run", tmp_path / "out").exit_code == 0
+    megatrain.done("export", tmp_path / "run", tmp_path / "out")
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.pipeline_tag == "text-classification"
     assert "a reward model" in card.text and "Preferred replies of the evaluation" in card.text
@@ -154,8 +151,7 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
     expected = model(**inputs).logits.item()
     found = scope["score"](scope["text"], add_special_tokens=False)
     assert found[0]["score"] == pytest.approx(expected, abs=1e-4)
-    result = megatrain("plan", file, "--gpu", "4090")
-    assert result.exit_code == 0, result.output
+    megatrain.done("plan", file, "--gpu", "4090")
     result = megatrain("generate", tmp_path / "run", "--prompt", "a cat")
     assert result.exit_code == 2 and "scores of rows" in result.stderr
 
@@ -167,10 +163,9 @@ def test_a_reward_model_may_be_an_adapter(megatrain, preference_file, tmp_path):
     file = preference_file(rows, name="reward")
     adapter = {"adapter__method": "lora", "adapter__r": 8, "optimizer__lr": 0.01}
     length = sets(training__steps=6, **adapter)
-    assert megatrain("train", file, *length, *sets(output__folder="whole")).exit_code == 0
-    assert megatrain("train", file, *sets(training__steps=2, **adapter)).exit_code == 0
-    result = megatrain("train", file, *length, "--resume")
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", file, *length, *sets(output__folder="whole"))
+    megatrain.done("train", file, *sets(training__steps=2, **adapter))
+    megatrain.done("train", file, *length, "--resume")
     name = "adapter_model.safetensors"
     whole, parts = (load_file(tmp_path / f / "model" / name) for f in ("whole", "run"))
     assert "base_model.model.score.weight" in whole
@@ -181,32 +176,28 @@ def test_a_reward_model_may_be_an_adapter(megatrain, preference_file, tmp_path):
     manifest = json.loads((saved / "manifest.json").read_text())
     assert manifest["settings"]["left_out"]["path"].endswith("model")
 
-    assert megatrain("export", tmp_path / "run", tmp_path / "out").exit_code == 0
+    megatrain.done("export", tmp_path / "run", tmp_path / "out")
     card = ModelCard.load(tmp_path / "out" / "README.md").text
     code = card.partition("```python\n")[2].partition("```")[0]
     scope: dict = {}
     exec(code.replace("PATH OR ID OF THIS FOLDER", str(tmp_path / "out")), scope)
     found = scope["score"](scope["text"], add_special_tokens=False)[0]["score"]
-    export = megatrain("export", tmp_path / "run", tmp_path / "merged", "--merged")
-    assert export.exit_code == 0, export.output
+    megatrain.done("export", tmp_path / "run", tmp_path / "merged", "--merged")
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
     inputs = scope["score"].tokenizer(scope["text"], return_tensors="pt", add_special_tokens=False)
     assert merged(**inputs).logits.item() == pytest.approx(found, abs=1e-4)
 
     again = sets(model__path=str(tmp_path / "out"), output__folder="again", training__steps=1)
-    result = megatrain("train", file, *again)
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", file, *again)
     [first] = [record for record in read(tmp_path / "again") if "grad_norm" in record]
     assert first["rewards/accuracies"] == 1.0  # it goes on with what it has learnt
-    result = megatrain("plan", file, *length, "--gpu", "4090")
-    assert result.exit_code == 0, result.output
+    megatrain.done("plan", file, *length, "--gpu", "4090")
 
 
 def test_an_adapter_of_texts_has_no_head_to_score_with(megatrain, preference_file, tmp_path):
     rows = [pair(number) for number in range(20)]
     learnt = {"adapter__method": "lora", "training__steps": 1}
-    result = megatrain("train", preference_file(rows, name="simpo"), *sets(**learnt))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", preference_file(rows, name="simpo"), *sets(**learnt))
     path = tmp_path / "run" / "model"
     result = megatrain(
         "train", preference_file(rows, name="reward"),
@@ -233,8 +224,7 @@ def test_margins_of_the_data_are_taken_off(megatrain, preference_file, tmp_path)
     logs = []
     for margin in (True, False):
         how = sets(output__folder=str(tmp_path / str(margin)), loss__margin=margin)
-        result = megatrain("train", file, *still, *how)
-        assert result.exit_code == 0, result.output
+        megatrain.done("train", file, *still, *how)
         logs.append(read(tmp_path / str(margin))[-1])
     [with_margins, without] = logs
     for name, each in margins.items():
@@ -265,7 +255,7 @@ def test_margins_that_are_no_numbers_are_refused(megatrain, preference_file, mar
 
 def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp_path, caplog):
     file = preference_file([pair(number) for number in range(20)], name="dpo")
-    assert megatrain("train", file, *sets(training__steps=1)).exit_code == 0
+    megatrain.done("train", file, *sets(training__steps=1))
     references = tmp_path / "run" / "references.json"
     kept, more = references.read_text(), (*sets(training__steps=2), "--resume")
     other = tmp_path / "other.jsonl"
@@ -279,16 +269,14 @@ def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp
         assert result.exit_code == 2
         assert f"references.json: {said}" in result.stderr
     references.write_text(kept)
-    new = megatrain("branch", tmp_path / "run", tmp_path / "new", *more[:-1])
-    assert new.exit_code == 0, new.output
+    megatrain.done("branch", tmp_path / "run", tmp_path / "new", *more[:-1])
     assert (tmp_path / "new" / "references.json").read_text() == kept
     assert megatrain("train", file, *more, *changed).exit_code == 2
     parts = json.loads(kept)
     del parts["crc32"]
     parts["sums"]["train"][0][0] += 1.0
     references.write_text(json.dumps(parts))  # as an earlier version, and damaged
-    again = megatrain("train", file, *more)
-    assert again.exit_code == 0, again.output
+    megatrain.done("train", file, *more)
     assert "references.json has no checksum" in caplog.text
     assert references.read_text() == kept
 
@@ -349,7 +337,7 @@ def test_preferences_with_an_adapter_are_those_of_one_rank(megatrain, preference
     tree["adapter"] = {"method": "lora", "r": 2, "target_modules": "all-linear"}
     tree["training"] |= {"micro_batch_size": 1, "batch_size": 2, "steps": 3}
     file.write_text(yaml.safe_dump(tree))
-    assert megatrain("train", file, *sets(output__folder="one")).exit_code == 0
+    megatrain.done("train", file, *sets(output__folder="one"))
     run_ranks(2, tmp_path, run_of(file, str(tmp_path / "several")))
     one, several = (tmp_path / "one", tmp_path / "several")
     sums = [json.loads((run / "references.json").read_text())["sums"] for run in (one, several)]
@@ -376,8 +364,7 @@ def test_what_a_reference_has_said_holds_where_the_base_has_moved(
 
     def trained(steps, *options, **given):
         chosen = sets(model__path=str(here), training__steps=steps, **given)
-        result = megatrain("train", file, *lora, *chosen, *options)
-        assert result.exit_code == 0, result.output
+        megatrain.done("train", file, *lora, *chosen, *options)
 
     trained(1)
     here.rename(there)

@@ -70,7 +70,7 @@ def run_of(
 def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, caplog) -> None:
     """A rank of two dies, three are told to stop, and one finishes, as one that does all of it."""
     changed = [part for each in CHANGED for part in ("--set", each)]
-    assert megatrain("train", run_file, *changed, "--set", "output.folder=one").exit_code == 0
+    megatrain.done("train", run_file, *changed, "--set", "output.folder=one")
     folder = tmp_path / "several"
 
     def dies(done: int) -> None:
@@ -99,8 +99,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, c
     started = json.loads((folder / "environment.json").read_text())
     assert (started["devices"], started["ranks"], started["hosts"]) == (["cpu"] * 3, 3, 1)
     assert load(folder).engine.devices == 3  # as it would be started again
-    done = megatrain("train", folder, "--resume", *sets(engine__devices=1))
-    assert done.exit_code == 0, done.output
+    megatrain.done("train", folder, "--resume", *sets(engine__devices=1))
     assert "going on after step 5" in caplog.text
     assert_same_run(tmp_path / "one", tmp_path / "several")
 
@@ -132,13 +131,11 @@ def test_a_run_of_ranks_that_share_rows_is_that_of_one(megatrain, run_file, tmp_
     """Two stop on the way, and go on as one; rows are filled up to different lengths."""
     changed = ("data.packing=false", "training.micro_batch_size=2", "training.steps=4")
     given = [part for each in (*CHANGED, *changed) for part in ("--set", each)]
-    one = megatrain("train", run_file, *given, "--set", "output.folder=one")
-    assert one.exit_code == 0, one.output
+    megatrain.done("train", run_file, *given, "--set", "output.folder=one")
     several = str(tmp_path / "several")
     work = run_of(run_file, several, *changed, "engine.sequence_parallel=2", at=stopped_at(2))
     assert run_ranks(2, tmp_path, work) == ["SIGTERM"] * 2
-    done = megatrain("train", several, "--resume", "--set", "engine.sequence_parallel=1")
-    assert done.exit_code == 0, done.output
+    megatrain.done("train", several, "--resume", "--set", "engine.sequence_parallel=1")
     assert_same_run(tmp_path / "one", tmp_path / "several")
 
 
@@ -159,8 +156,7 @@ def test_a_streamed_run_with_samples_is_that_of_one(megatrain, run_file, tmp_pat
     held.write_text("".join((tmp_path / "rows.jsonl").read_text().splitlines(True)[:9]))
     streamed = (*STREAMED, f"data.eval_path={held}")
     changed = [part for each in CHANGED + streamed for part in ("--set", each)]
-    one = megatrain("train", run_file, *changed, "--set", "output.folder=one")
-    assert one.exit_code == 0, one.output
+    megatrain.done("train", run_file, *changed, "--set", "output.folder=one")
     several = str(tmp_path / "several")
     for size, resume in ((2, False), (3, True)):
         (tmp_path / str(size)).mkdir()

@@ -118,8 +118,7 @@ def file_of(rollout_file, served, tmp_path):
 def test_a_run_learns_from_a_servers_replies(megatrain, file_of, served, tmp_path):
     """Log-probabilities agree at each step, so that the server has each step's weights."""
     served.faults["/v1/completions"] = 503  # for a moment
-    result = megatrain("train", file_of({"num_iterations": 2}), *sets(training__steps=5))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", file_of({"num_iterations": 2}), *sets(training__steps=5))
     records = test_rollouts.read(tmp_path / "run")
     far = "sampling/sampling_logp_difference/max"
     assert [far in record for record in records] == [True, False, True, False, True]
@@ -192,8 +191,7 @@ def test_an_address_where_nobody_answers_is_refused(megatrain, file_of, served):
 
 def test_an_adapter_is_merged_for_the_server(megatrain, file_of, served, tmp_path):
     adapter = {"adapter__method": "lora", "adapter__r": 4, "training__steps": 2}
-    result = megatrain("train", file_of(), *sets(**adapter))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", file_of(), *sets(**adapter))
     records = test_rollouts.read(tmp_path / "run")
     assert [r["sampling/sampling_logp_difference/max"] < 1e-4 for r in records] == [True, True]
     assert served.loaded == 2
@@ -218,8 +216,7 @@ def test_replies_far_from_the_engine_are_not_learnt_from_unless_told(
 ):
     """The default is TRL's: a whole reply whose ratio is above 3 counts for nothing."""
     served.faults |= {"far": 0.4, "at once": True}  # of 8 tokens e^3.2
-    result = megatrain("train", file_of(), *sets(training__steps=1, loss__beta=0.0))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", file_of(), *sets(training__steps=1, loss__beta=0.0))
     [record] = test_rollouts.read(tmp_path / "run")
     assert record["sampling/importance_sampling_ratio/min"] == 0
     assert record["sampling/importance_sampling_ratio/max"] < 3
@@ -265,8 +262,7 @@ def test_a_run_killed_after_its_export_goes_on_with_its_folder(
     assert megatrain("train", file_of()).exit_code == 137
     assert (tmp_path / "weights" / "config.json").exists()
     monkeypatch.setattr(Engine, "save_pretrained", saved)
-    result = megatrain("train", file_of(), *sets(output__folder=str(tmp_path / "again")))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", file_of(), *sets(output__folder=str(tmp_path / "again")))
 
 
 @pytest.mark.exhaustive
@@ -274,8 +270,7 @@ def test_ranks_learn_from_the_replies_of_one_server(megatrain, file_of, served, 
     """The first rank speaks with it; two ranks begin, three go on between steps of one rollout."""
     file = file_of({"num_iterations": 2}, server_weights=str(tmp_path / "of one"))
     changed = [part for each in CHANGED for part in ("--set", each)]
-    one = megatrain("train", file, *changed, *sets(output__folder="one", training__steps=5))
-    assert one.exit_code == 0, one.output
+    megatrain.done("train", file, *changed, *sets(output__folder="one", training__steps=5))
     asked, loaded = _completions(served), served.loaded
     for size, resume in ((2, False), (3, True)):
         (tmp_path / str(size)).mkdir()

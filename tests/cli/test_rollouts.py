@@ -134,8 +134,7 @@ def test_a_run_learns_from_replies_and_goes_on_exactly(megatrain, rollout_file, 
     file = rollout_file(loss, weights=[1.0, 0.5], temperature=0.8)
 
     def trained(folder, *options):
-        result = megatrain("train", file, *sets(output__folder=str(folder)), *options)
-        assert result.exit_code == 0, result.output
+        result = megatrain.done("train", file, *sets(output__folder=str(folder)), *options)
         return result.output, load_file(folder / "model" / "model.safetensors")
 
     said, whole = trained(tmp_path / "whole")
@@ -213,7 +212,7 @@ def test_a_reward_is_learnt(megatrain, rollout_file, tmp_path, loss):
     """Replies whose tokens all have even numbers; at first about half of them have."""
     file = rollout_file(loss | {"num_generations": 6}, ["even"])
     longer = sets(training__steps=60, optimizer__lr=0.01)
-    assert megatrain("train", file, *longer).exit_code == 0
+    megatrain.done("train", file, *longer)
     rewards = [record["reward"] for record in read(tmp_path / "run") if "reward" in record]
     assert sum(rewards[:5]) / 5 < 0.7
     assert sum(rewards[-5:]) / 5 > 0.97
@@ -223,7 +222,7 @@ def test_a_reward_is_learnt(megatrain, rollout_file, tmp_path, loss):
 def test_the_reference_of_an_adapter_is_its_base(megatrain, rollout_file, tmp_path):
     file = rollout_file({"name": "grpo", "beta": 0.1})
     adapter = {"method": "lora", "r": 4, "target_modules": "all-linear"}
-    assert megatrain("train", file, *sets(training__steps=3, adapter=adapter)).exit_code == 0
+    megatrain.done("train", file, *sets(training__steps=3, adapter=adapter))
     first, *_, last = [record["kl"] for record in read(tmp_path / "run")]
     assert first == pytest.approx(0, abs=1e-6) and last > 1e-5
 
@@ -236,8 +235,7 @@ def test_held_out_prompts_are_rewarded(megatrain, rollout_file, tmp_path):
         "checkpoint__best": "eval_reward",
     }
     early = {"training__early_stopping": {"patience": 9}, "training__steps": 2}
-    result = megatrain("train", file, *sets(**held, **early))
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("train", file, *sets(**held, **early))
     first, last = [record for record in read(tmp_path / "run") if "eval_seconds" in record]
     assert (first["step"], first["eval_seen"]) == (1, 1)
     assert (last["step"], last["eval_seen"]) == (2, 2)
@@ -245,7 +243,7 @@ def test_held_out_prompts_are_rewarded(megatrain, rollout_file, tmp_path):
     assert first["eval_rewards/short/mean"] == pytest.approx(-length / 8)
     assert first["eval_reward"] < 0
     assert "evaluation reward" in result.output
-    assert megatrain("report", tmp_path / "run").exit_code == 0
+    megatrain.done("report", tmp_path / "run")
     assert "Mean reward" in (tmp_path / "run" / "report.html").read_text()
 
 
@@ -258,7 +256,7 @@ def test_each_reply_of_an_evaluation_is_rewarded_once(megatrain, rollout_file, t
         data.write_text(json.dumps({"prompt": text}))
         held[name] = str(data)
     how = {"data__eval_path": held, "training__eval_every": 1, "training__steps": 1}
-    assert megatrain("train", file, *sets(**how)).exit_code == 0
+    megatrain.done("train", file, *sets(**how))
     calls = [json.loads(line)[0] for line in (tmp_path / "noted").read_text().splitlines()]
     assert calls[1:] == [["the cat", "a dog"]]
     record = next(record for record in read(tmp_path / "run") if "eval_seconds" in record)
@@ -268,7 +266,7 @@ def test_each_reply_of_an_evaluation_is_rewarded_once(megatrain, rollout_file, t
 def test_other_prompts_and_replies_come_each_step(megatrain, rollout_file, tmp_path):
     file = rollout_file({"name": "grpo"}, ["note"], temperature=0.7, top_k=40, batch_size=5)
     (tmp_path / "rewards.py").write_text(NOTE)
-    assert megatrain("train", file, *sets(training__steps=2)).exit_code == 0
+    megatrain.done("train", file, *sets(training__steps=2))
     steps = [json.loads(line) for line in (tmp_path / "noted").read_text().splitlines()]
     for prompts, ids in steps:
         assert len(prompts) == len(ids) == 12
@@ -277,14 +275,14 @@ def test_other_prompts_and_replies_come_each_step(megatrain, rollout_file, tmp_p
         assert len({str(group[0]) for group in groups}) == 4
         assert len({tuple(each) for each in ids}) > 6
     again = sets(training__steps=1, data__kind="chat", output__folder=str(tmp_path / "chat"))
-    assert megatrain("train", file, *again).exit_code == 0
+    megatrain.done("train", file, *again)
     *_, (asked, _) = [json.loads(line) for line in (tmp_path / "noted").read_text().splitlines()]
     assert all(prompt[0]["role"] == "user" for prompt in asked)
     (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "the cat"}))
     one = {"data__path": str(tmp_path / "one.jsonl"), "training__batch_size": 1}
     still = {"optimizer__lr": 1e-12, "training__steps": 2, "training__micro_batch_size": 1}
     folder = {"output__folder": str(tmp_path / "one")}
-    assert megatrain("train", file, *sets(**one, **still, **folder)).exit_code == 0
+    megatrain.done("train", file, *sets(**one, **still, **folder))
     lines = (tmp_path / "noted").read_text().splitlines()[-2:]
     (asked, first), (same, second) = map(json.loads, lines)
     assert asked == same and first != second  # of one prompt, by one model
@@ -322,7 +320,7 @@ def test_what_functions_do_to_their_arguments_changes_nothing(megatrain, rollout
         file = rollout_file({"name": "grpo"}, rewards)
         folder = tmp_path / rewards[0]
         how = sets(output__folder=str(folder), training__steps=1)
-        assert megatrain("train", file, *how).exit_code == 0
+        megatrain.done("train", file, *how)
         records.append(read(folder)[0])
     first, second = records
     assert first["loss"] == second["loss"] and first["grad_norm"] == second["grad_norm"] > 0
@@ -331,7 +329,7 @@ def test_what_functions_do_to_their_arguments_changes_nothing(megatrain, rollout
 
 def test_replies_of_another_loss_are_not_learnt_from(megatrain, rollout_file):
     file = rollout_file({"name": "grpo", "beta": 0.1, "num_iterations": 2})
-    assert megatrain("train", file, *sets(training__steps=1)).exit_code == 0
+    megatrain.done("train", file, *sets(training__steps=1))
     result = megatrain("train", file, "--resume", *sets(loss__beta=0.0))
     assert result.exit_code == 2
     assert "made for another loss.name, loss.beta or rollout" in result.stderr.replace("\n", " ")
@@ -343,7 +341,7 @@ def test_a_run_goes_on_with_the_reference_that_it_began_with(
 ):
     copied = shutil.copytree(base, tmp_path / "base")
     file, there = rollout_file({"name": "grpo", "beta": 0.1}), sets(model__path=str(copied))
-    assert megatrain("train", file, *there, *sets(training__steps=1)).exit_code == 0
+    megatrain.done("train", file, *there, *sets(training__steps=1))
     weights = copied / "model.safetensors"
     changed = {name: 2 * each for name, each in load_file(weights).items()}
     save_file(changed, weights, metadata={"format": "pt"})
@@ -358,13 +356,13 @@ def test_a_run_goes_on_with_the_reference_that_it_began_with(
 def test_replies_drawn_at_another_temperature_are_not_learnt_from(megatrain, rollout_file):
     """Old log-probabilities are at the temperature of then: ratios to them would be of both."""
     file = rollout_file({"name": "grpo", "num_iterations": 2}, temperature=0.8)
-    assert megatrain("train", file, *sets(training__steps=1)).exit_code == 0
+    megatrain.done("train", file, *sets(training__steps=1))
     hot = sets(rollout__temperature=1.2)
     result = megatrain("train", file, "--resume", *hot, *sets(training__steps=2))
     assert result.exit_code == 2, result.output
     said = " ".join(result.stderr.split())
     assert "for another rollout.temperature (0.8, and now 1.2); set it back" in said
-    assert megatrain("train", file, "--resume", *sets(training__steps=2)).exit_code == 0
+    megatrain.done("train", file, "--resume", *sets(training__steps=2))
     result = megatrain("train", file, "--resume", *hot, *sets(training__steps=3))
     assert result.exit_code == 0, result.output  # none are left: new ones are drawn
 
@@ -413,7 +411,7 @@ IN_VAIN = {
 @pytest.mark.parametrize("words", IN_VAIN)
 def test_steps_that_learn_nothing_of_rewards_are_said(megatrain, rollout_file, caplog, words):
     file = rollout_file({"name": "grpo"} | IN_VAIN[words], ("alike",))
-    assert megatrain("train", file, *sets(training__steps=3)).exit_code == 0
+    megatrain.done("train", file, *sets(training__steps=3))
     assert words in caplog.text and "step 3: " in caplog.text
     assert ("step 2: " in caplog.text) == ("no reply has ended" in words)
 
@@ -424,7 +422,7 @@ def test_rloo_learns_the_divergence_where_rewards_are_alike(megatrain, rollout_f
         file = rollout_file({"name": "rloo", "beta": beta}, ("alike",))
         folder = tmp_path / f"beta-{beta}"
         chosen = sets(training__steps=3, output__folder=str(folder))
-        assert megatrain("train", file, *chosen).exit_code == 0
+        megatrain.done("train", file, *chosen)
         norms = [record["grad_norm"] for record in read(folder)]
         assert norms[0] == 0 < norms[1] and (norms[2] > 0) == (beta > 0)
 
@@ -445,7 +443,7 @@ def test_replies_are_drawn_as_the_run_file_says(megatrain, rollout_file, tmp_pat
         (tmp_path / "noted").unlink(missing_ok=True)
         again = sets(rollout__rewards=["rewards.py:note"], training__steps=1)
         again += sets(output__folder=str(tmp_path / f"run-{len(list(tmp_path.iterdir()))}"))
-        assert megatrain("train", file, *again).exit_code == 0
+        megatrain.done("train", file, *again)
         (line,) = (tmp_path / "noted").read_text().splitlines()
         return json.loads(line)[1]
 
@@ -457,8 +455,7 @@ def test_replies_are_drawn_as_the_run_file_says(megatrain, rollout_file, tmp_pat
 
 def test_a_step_whose_replies_nobody_rewards_may_be_left_out(megatrain, rollout_file, tmp_path):
     file = rollout_file({"name": "grpo", "num_iterations": 2}, ["at_first"])
-    result = megatrain("train", file, *sets(training__on_nonfinite="skip", training__steps=3))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", file, *sets(training__on_nonfinite="skip", training__steps=3))
     first, *others = read(tmp_path / "run")
     assert "rewarded any of the 12 replies" in first["skipped"] and "loss" not in first
     assert all("loss" in record for record in others)
@@ -468,8 +465,7 @@ def test_a_step_whose_replies_nobody_rewards_may_be_left_out(megatrain, rollout_
 def test_an_evaluation_whose_replies_nobody_rewards_is_told_of(megatrain, rollout_file, caplog):
     file = rollout_file({"name": "grpo"}, ["at_end"])
     held = sets(data__eval_fraction=0.2, training__eval_every=1, training__steps=1)
-    result = megatrain("train", file, *held)
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", file, *held)
     assert "rewarded any of 4 replies: this evaluation has no reward" in caplog.text
 
 
@@ -532,8 +528,7 @@ def test_ranks_learn_from_the_replies_of_one(megatrain, rollout_file, tmp_path, 
         module.write(NOTE)
     held = (*held, "optimizer={name: sgd, lr: 0.1}")  # AdamW makes noise of sums visible
     changed = [part for each in (*CHANGED, *held) for part in ("--set", each)]
-    one = megatrain("train", file, *changed, *sets(output__folder="one"))
-    assert one.exit_code == 0, one.output
+    megatrain.done("train", file, *changed, *sets(output__folder="one"))
     noted = (tmp_path / "noted").read_text()
     (tmp_path / "noted").unlink()
     for size, resume in ((2, False), (3, True)):

@@ -19,9 +19,8 @@ def records(run):
 
 def test_each_evaluation_has_samples_and_nothing_else_changes(megatrain, run_file):
     run, plain = run_file.parent / "run", run_file.parent / "plain"
-    result = megatrain("train", run_file, *sets(**SAMPLES))
-    assert result.exit_code == 0, result.output
-    assert megatrain("train", run_file, *sets(output__folder=str(plain))).exit_code == 0
+    result = megatrain.done("train", run_file, *sets(**SAMPLES))
+    megatrain.done("train", run_file, *sets(output__folder=str(plain)))
     made = [record["samples"] for record in records(run) if "samples" in record]
     assert [[each["prompt"] for each in some] for some in made] == [["the cat", "a dog ran"]] * 2
     assert all(each["text"] for each in made[-1])
@@ -38,7 +37,7 @@ def test_samples_that_do_not_fit_cost_one_warning(megatrain, run_file, monkeypat
         raise DoesNotFit("no room for keys and values")
 
     monkeypatch.setattr(evaluations, "generate", generate)
-    assert megatrain("train", run_file, *sets(**SAMPLES)).exit_code == 0
+    megatrain.done("train", run_file, *sets(**SAMPLES))
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert told == ["no samples from here on: no room for keys and values"]
 
@@ -64,8 +63,7 @@ def test_frozen_parameters_stay_also_on_resume(megatrain, run_file):
     for steps, how in ((1, ()), (3, ()), (5, ("--resume",))):
         name = str(folder / ("short" if steps == 1 else "run"))
         changes = sets(**choices, output__folder=name, training__steps=steps)
-        result = megatrain("train", run_file, *how, *changes)
-        assert result.exit_code == 0, result.output
+        megatrain.done("train", run_file, *how, *changes)
     short, run = (load_file(folder / n / "model" / "model.safetensors") for n in ("short", "run"))
     changed = {name for name in run if not run[name].equal(short[name])}
     assert changed == {n for n in run if n != "model.embed_tokens.weight" and "layernorm" not in n}
@@ -95,10 +93,9 @@ def test_a_resumed_run_draws_the_noise_of_one_that_was_not_interrupted(megatrain
         for steps in lengths:
             how = ("--resume",) if steps != lengths[0] else ()
             changes = sets(**even, output__folder=str(folder / name), training__steps=steps)
-            result = megatrain("train", run_file, *how, *changes)
-            assert result.exit_code == 0, result.output
+            megatrain.done("train", run_file, *how, *changes)
         found.append([r["loss"] for r in records(folder / name) if "loss" in r])
     assert found[0] == found[1]
     quiet = sets(**even | {"training__neftune_alpha": None}, output__folder=str(folder / "quiet"))
-    assert megatrain("train", run_file, *quiet).exit_code == 0
+    megatrain.done("train", run_file, *quiet)
     assert records(folder / "quiet")[0]["loss"] != found[0][0]

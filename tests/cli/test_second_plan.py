@@ -23,8 +23,7 @@ from tests.unit.forecast_cases import H200
 
 
 def forecast(megatrain, file, *options):
-    result = megatrain("plan", file, "--gpu", "4090", "--json", *options)
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("plan", file, "--gpu", "4090", "--json", *options)
     return json.loads(result.stdout)["forecast"]
 
 
@@ -97,8 +96,7 @@ def test_the_seconds_of_a_reference_are_those_of_a_forward(rows):
 
 def test_a_kept_teacher_is_told_and_has_to_fit_alone(megatrain, distilling):  # noqa: F811
     file = distilling(teacher_log_probs="kept")
-    result = megatrain("plan", file, "--gpu", "4090")
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("plan", file, "--gpu", "4090")
     assert "of host memory before training, and is gone then" in " ".join(result.output.split())
     result = megatrain("plan", file, "--gpu", "4090", "--host-memory", "2GiB")
     assert result.exit_code == 3, result.output

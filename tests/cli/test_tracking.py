@@ -26,10 +26,9 @@ def scalars(folder):
 
 def test_tensorboard_has_the_metrics_of_a_run_and_of_its_continuation(megatrain, run_file):
     run = run_file.parent / "run"
-    assert megatrain("train", run_file, *TENSORBOARD).exit_code == 0
+    megatrain.done("train", run_file, *TENSORBOARD)
     longer = ("--set", "training.steps=5")
-    result = megatrain("train", run_file, "--resume", *TENSORBOARD, *longer)
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", run_file, "--resume", *TENSORBOARD, *longer)
     records = list(read_metrics(run / "metrics.jsonl"))
     found = scalars(run / "tracking" / "tensorboard")
     for there, here in (("train/loss", "loss"), ("eval/loss", "eval_loss"),
@@ -44,8 +43,7 @@ def test_a_tracker_that_fails_costs_one_warning(megatrain, run_file, monkeypatch
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(TensorBoardTracker, "log", log)
-    result = megatrain("train", run_file, *TENSORBOARD)
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", run_file, *TENSORBOARD)
     told = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert told == ["tensorboard: no route; it gets no more, the run goes on"]
     assert (run_file.parent / "run" / "model" / "model.safetensors").is_file()
@@ -62,7 +60,7 @@ def test_a_tracker_that_does_not_start_is_refused_and_leaves_nothing(
         result = megatrain("train", run_file, *TENSORBOARD)
     assert_refused(result, "tracking.to: tensorboard does not start: not logged in")
     assert [path.name for path in (run_file.parent / "run").iterdir()] == [".lock"]
-    assert megatrain("train", run_file, *TENSORBOARD).exit_code == 0
+    megatrain.done("train", run_file, *TENSORBOARD)
 
 
 def test_what_is_not_installed_is_refused_with_what_to_install(megatrain, run_file, monkeypatch):

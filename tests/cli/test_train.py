@@ -60,8 +60,7 @@ def test_metrics_hold_every_step_and_every_evaluation(trained):
 def test_the_resolved_config_repeats_the_run_bit_for_bit(megatrain, trained, tmp_path):
     folder, _ = trained
     again = tmp_path / "again"
-    result = megatrain("train", folder / "config.yaml", *sets(output__folder=str(again)))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", folder / "config.yaml", *sets(output__folder=str(again)))
     first, second = (weights(path / "model") for path in (folder, again))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -72,7 +71,7 @@ def test_labels_are_smoothed_in_steps_but_not_in_evaluations(megatrain, run_file
     found = []
     for share in (0.0, 0.5):
         smooth = ("--set", f"loss.label_smoothing={share}", "--set", f"output.folder=run{share}")
-        assert megatrain("train", run_file, *options, *smooth).exit_code == 0
+        megatrain.done("train", run_file, *options, *smooth)
         found.append(read_metrics(tmp_path / f"run{share}" / "metrics.jsonl"))
     for plain, smoothed in zip(*found, strict=True):
         if "eval_loss" in plain:
@@ -85,8 +84,7 @@ def test_a_schedule_is_tried_with_the_rate_of_the_run(megatrain, run_file):
     """An end of 0.005 is below this run's rate, and above torch's usual one."""
     options = ["--set", "schedule.options={lr_end: 0.005}"]
     chosen = sets(schedule__name="polynomial", training__steps=1)
-    result = megatrain("train", run_file, *chosen, *options)
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", run_file, *chosen, *options)
 
 
 @pytest.mark.parametrize("name", ["polynomial", "inverse_sqrt"])
@@ -94,10 +92,8 @@ def test_a_schedule_is_not_asked_what_follows_the_last_step(megatrain, run_file,
     """Both divide by zero there."""
     chosen = sets(schedule__name=name, training__steps=2, schedule__warmup_steps=2)
     options = [] if name == "polynomial" else ["--set", "schedule.options={timescale: 0}"]
-    result = megatrain("train", run_file, *chosen, *options)
-    assert result.exit_code == 0, result.output
-    result = megatrain("train", run_file, *chosen, *options, "--resume")
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", run_file, *chosen, *options)
+    megatrain.done("train", run_file, *chosen, *options, "--resume")
 
 
 def weights(folder):
@@ -124,8 +120,7 @@ def test_a_pretrained_model_keeps_its_dtype(megatrain, run_file, tmp_path, token
     tree = yaml.safe_load(run_file.read_text())
     tree["model"] = {"path": str(source)}
     run_file.write_text(yaml.safe_dump(tree))
-    result = megatrain("train", run_file, *sets(training__steps=1))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", run_file, *sets(training__steps=1))
     before, after = weights(source), weights(tmp_path / "run" / "model")
     assert {name: value.dtype for name, value in before.items()} == {
         name: value.dtype for name, value in after.items()
@@ -160,8 +155,7 @@ def test_chat_with_epochs_and_no_evaluation(
         "training__steps": None,
         "training__epochs": 2,
     }
-    result = megatrain("train", run_file, *sets(**overrides))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", run_file, *sets(**overrides))
     records = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]  # 12 rows, 4 a step, twice
     assert records[-1]["epoch"] == 2
@@ -170,7 +164,7 @@ def test_chat_with_epochs_and_no_evaluation(
 def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):
     folder, _ = trained
     out = tmp_path / "exported"
-    assert megatrain("export", folder, out, "--dtype", "bfloat16").exit_code == 0
+    megatrain.done("export", folder, out, "--dtype", "bfloat16")
     before, after = weights(folder / "model"), weights(out)
     assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before)
     assert {value.dtype for value in after.values()} == {torch.bfloat16}
@@ -204,7 +198,7 @@ def test_a_choice_that_the_optimizer_was_not_made_with_is_refused(megatrain, run
     """Of a key that is newer than the run nothing is known but what its rule is."""
     muon = {"name": "muon", "lr": 1e-2}
     chosen = sets(training__steps=2, checkpoint__every=1, training__eval_every=None)
-    assert megatrain("train", run_file, *chosen, "--set", f"optimizer={muon}").exit_code == 0
+    megatrain.done("train", run_file, *chosen, "--set", f"optimizer={muon}")
     free = (*resume.FREE_KEYS["optimizer"], "ns_precision")
     monkeypatch.setitem(resume.FREE_KEYS, "optimizer", free)
     fp32 = muon | {"ns_precision": "fp32"}
@@ -246,7 +240,7 @@ def test_a_streamed_run_keeps_no_tokens_and_is_resumed_exactly(
     for steps in (5, 12):
         resumed = ["--resume"] if steps == 12 else []
         options = sets(output__folder=str(parts), training__steps=steps)
-        assert megatrain("train", run_file, *options, *resumed).exit_code == 0
+        megatrain.done("train", run_file, *options, *resumed)
     first, second = (load_file(f / "model" / "model.safetensors") for f in (whole, parts))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert max(record["epoch"] for record in read_metrics(whole / "metrics.jsonl")) >= 1
@@ -256,6 +250,5 @@ def test_a_streamed_run_keeps_no_tokens_and_is_resumed_exactly(
 
 
 def test_tokens_are_cached_outside_of_the_run(megatrain, run_file, tmp_path):
-    result = megatrain("train", run_file, *sets(training__steps=1, data__cache_dir=None))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", run_file, *sets(training__steps=1, data__cache_dir=None))
     assert any((tmp_path / "xdg" / "megatrain").rglob("*"))
