@@ -255,10 +255,15 @@ def inner(module: Any) -> nn.Module:
     return module.original_module if is_copy(module) else module.get_base_layer()
 
 
-def stripped(model: Model) -> Model:
-    """A copy of a model without weights, without its adapters; its configuration is the same."""
+def with_its_config(model: Model) -> Model:
+    """A copy of a model without weights that has the same configuration, not a copy of it."""
     config: Any = model.config
-    base = copy.deepcopy(model, {id(part): part for part in (config, config.get_text_config())})
+    return copy.deepcopy(model, {id(part): part for part in (config, config.get_text_config())})
+
+
+def stripped(model: Model) -> Model:
+    """A copy of a model without weights, without its adapters."""
+    base = with_its_config(model)
     for path, module in list(wrappers(base)):
         if base_path(path) != path:
             continue  # inside of another one, of the same module

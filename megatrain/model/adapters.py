@@ -126,7 +126,7 @@ def with_adapters(
     Raises:
         InputError: PEFT cannot put them there.
     """
-    model = copy.deepcopy(base)
+    model = peft.with_its_config(base)
     configs = copy.deepcopy(configs)  # PEFT writes into them what they mean in this model
     peft.inject(model, configs, active)
     _adapted[model] = Adapted(base, *peft.base_names(model), configs, active)
