@@ -28,7 +28,7 @@ USUAL = (
 REST = (
     "untied, clipped",
     "resident, in passes",
-    "muon, experts",
+    "muon, None",
 )
 
 

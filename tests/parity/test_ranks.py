@@ -509,7 +509,7 @@ def saved_state(folder: Path) -> dict[str, torch.Tensor]:
         for each in record.parameters:
             for plane, values in stored.items():
                 per = GROUP if "scale" in plane else 1
-                part = values[each.offset // per : -(-(each.offset + each.numel) // per)]
+                part = values[each.offset // per : -(-(each.offset + each.entry.numel) // per)]
                 found[f"{plane} of {each.name}"] = part
     return found
 
