@@ -10,21 +10,21 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
-from megatrain.device import Buffer, free_bytes
+from megatrain.device import Buffer
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.batch import Batch, Intake, MicroBatches, halved
 from megatrain.engine.host_memory_guard import HostMemoryGuard
 from megatrain.engine.modules import Head, State
-from megatrain.engine.step import Parts, TrainingParts, forward_only, train_step
+from megatrain.engine.step import Parts, Result, TrainingParts, forward_only, train_step
 from megatrain.engine.update import Report, StepResult, UpdatedTile
-from megatrain.engine.whole_model import held_bytes, is_whole, whole_model
+from megatrain.engine.whole_model import is_whole, whole_model
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import (
     CROSS_ENTROPY,
@@ -59,12 +59,9 @@ _LEANER = (
     "and layers save nothing for the backward"
 )
 
-Result = TypeVar("Result")
 
 # What holds memory, and goes when the engine is closed.
 _BUILT = (*("_parts", "_store", "_saver", "_program", "_policies", "_host", "_intake", "_checks"),)
-
-_HELD = 0.9  # of the memory that is free; the rest is for the work
 
 
 @contextmanager
@@ -99,7 +96,7 @@ class PlacedEngine:
         self._steps, self.label_shift = 0, self._spec.label_shift
         self.num_logits = self._spec.num_logits
         self._lean = False  # steps save nothing, in half micro-batches: one had no memory
-        self._ranks = opened.ranks
+        self.ranks = opened.ranks
         try:
             check_shared(opened, placement)
             self._build(opened, placement, planned)
@@ -118,7 +115,7 @@ class PlacedEngine:
             rule=opened.model.rule,
             placement=placement,
             open_file=opened.open_file,
-            rank=self._ranks.shards.rank,
+            rank=self.ranks.shards.rank,
         )
         self.num_parameters = sum(layout.num_parameters for layout in layouts)
         self.num_trained = sum(layout.num_trained for layout in layouts)
@@ -130,11 +127,11 @@ class PlacedEngine:
             placement.save_bytes,
             opened.host_limit,
             reverse=opened.max_grad_norm is None,
-            ranks=self._ranks,
+            ranks=self.ranks,
         )
         with self._undisturbed():
             source = opened.source
-            load_weights(source, self._spec, self._store, opened.seed, self._ranks)
+            load_weights(source, self._spec, self._store, opened.seed, self.ranks)
         if opened.source.saved is not None and opened.source.resumes:
             settings = opened.source.saved.settings
             self._steps = settings.steps
@@ -152,7 +149,7 @@ class PlacedEngine:
             self._store,
             self._dtype,
             placement,
-            self._ranks,
+            self.ranks,
             opened.verify if self.optimizer is not None else "off",
         )
         self._checks = assembly.checks
@@ -236,7 +233,7 @@ class PlacedEngine:
             micro_batches = halved(micro_batches)
         batch = self._prepare(micro_batches, loss, norm_limit)
         if router_shares is not None:
-            require_alone(self._ranks, "a loss of routers of each micro-batch")
+            require_alone(self.ranks, "a loss of routers of each micro-batch")
         batch.router_shares = router_shares
         self._parts.update.norm_limit, self._parts.update.expected = norm_limit, expected
         try:
@@ -268,7 +265,7 @@ class PlacedEngine:
 
     def _can_be_leaner(self, parts: TrainingParts, batch: Batch) -> bool:
         """True if a step that had no memory may be tried again; ranks cannot agree on it."""
-        whole = self._lean or parts.update.torn or self._ranks.size > 1
+        whole = self._lean or parts.update.torn or self.ranks.size > 1
         rows = max(len(micro.inputs["input_ids"]) for micro in batch.micro)
         kept = any(policy != RECOMPUTE for policy in self._policies())
         return not whole and (rows > 1 or kept)
@@ -322,18 +319,15 @@ class PlacedEngine:
         Raises:
             InputError: layers or the head are streamed in slices (`is_whole` says so before).
         """
-        check_call(self._ranks, self._spec, self._steps, None, NO_LABELS, None)
+        check_call(self.ranks, self._spec, self._steps, None, NO_LABELS, None)
         require_whole_rows(self._opened.sequence_ranks, "the model as a whole, for texts,")
         if self._spec.capture.scores_rows:
             raise InputError("the model gives scores of rows, and no texts; use Engine.rewards")
         self.flush()
         self._program.train(False)
         parts, spec, store = self._parts, self._spec, self._store
-        held = spare is not None and not self._ranks.together
-        if held:
-            free = free_bytes(self.device, self._opened.host_limit)
-            held = held_bytes(parts, spec, store) + (spare or 0) <= _HELD * free
-        whole = whole_model(self.device, parts, spec, store, self._ranks, held=held, apart=apart)
+        limit = self._opened.host_limit
+        whole = whole_model(self.device, parts, spec, store, self.ranks, limit, spare, apart=apart)
         with self._undisturbed(), whole as model:
             yield model
 
@@ -345,7 +339,7 @@ class PlacedEngine:
         Raises:
             InputError: there are several ranks, or the base is packed.
         """
-        require_alone(self._ranks, "weights without a copy")
+        require_alone(self.ranks, "weights without a copy")
         if self._opened.source.base != "bf16":
             raise InputError(f"base is {self._opened.source.base!r}: it has no weights to hand out")
         for tile in (tile for tile in self._store.tiles if tile.layout.entries):
@@ -365,14 +359,9 @@ class PlacedEngine:
         return self._opened.source.model.generation_config
 
     @property
-    def ranks(self) -> Ranks:
-        """The ranks that share the model."""
-        return self._ranks
-
-    @property
     def batch_ranks(self) -> Ranks:
         """The ranks that take micro-batches of their own; one, where all share every row."""
-        return ALONE if self._opened.sequence_ranks.together else self._ranks
+        return ALONE if self._opened.sequence_ranks.together else self.ranks
 
     @property
     def balances_experts(self) -> bool:
@@ -387,11 +376,8 @@ class PlacedEngine:
     def _forward_only(
         self, batch: Batch, finish: Callable[[Head, Buffer, Batch, State], Result]
     ) -> Result:
-        def end(head: Head, weights: Buffer, h: State) -> Result:
-            return finish(head, weights, batch, h)
-
         with self._undisturbed():
-            return forward_only(self._parts, batch, end)
+            return forward_only(self._parts, batch, finish)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -414,7 +400,7 @@ class PlacedEngine:
     def _prepare(self, micro_batches: MicroBatches, loss: Any, limit: float | None = None) -> Batch:
         """Args: `limit`: of the gradient's norm, in a step; None: nothing is trained."""
         trained = None if limit is None else self.optimizer
-        check_call(self._ranks, self._spec, self._steps, trained, loss, limit)
+        check_call(self.ranks, self._spec, self._steps, trained, loss, limit)
         with torch.inference_mode(False), cpu_by_default():
             labelled = None if loss is NO_LABELS else loss
             batch = self._intake.batch(micro_batches, labelled, self._steps)
@@ -447,7 +433,7 @@ class PlacedEngine:
         """Every distinct parameter: name and a copy of its fp32 master on the CPU; by all ranks."""
         self.flush()
         for tile, entry in self._store.entries():
-            yield entry.name, tile.whole_master(entry, self._ranks)
+            yield entry.name, tile.whole_master(entry, self.ranks)
 
     def save_pretrained(
         self, folder: str | Path, *, dtype: torch.dtype | str | None = None, merged: bool = False
@@ -476,8 +462,8 @@ class PlacedEngine:
             write_model(Path(folder), source, masters, dtype=dtype, merged=merged)
 
         entries = self._store.entries()
-        masters = {e.name: partial(t.whole_master, e, self._ranks) for t, e in entries}
-        self._ranks.serve(masters, write)
+        masters = {e.name: partial(t.whole_master, e, self.ranks) for t, e in entries}
+        self.ranks.serve(masters, write)
 
     def save(
         self,
@@ -520,7 +506,7 @@ class PlacedEngine:
         written = partial(write_documents, source=source, carries=settings.left_out is None)
         contents = Contents(settings, as_json(extra or {}), written, attach, keep)
         background = self.optimizer is not None and not wait
-        self._ranks.agree(lambda: self._checks.compare_all(wait=False))
+        self.ranks.agree(lambda: self._checks.compare_all(wait=False))
         saving = self._saver.begin(folder, contents, background=background)
         if wait:
             saving.wait()
@@ -545,7 +531,7 @@ class PlacedEngine:
             placement=self.placement.as_dict(),
             groups=() if optimizer is None else tuple(optimizer.saved_groups()),
             num_steps=0 if optimizer is None else optimizer.num_steps,
-            left_out=base_reference(source.model, source.origin, entries, folder, self._ranks),
+            left_out=base_reference(source.model, source.origin, entries, folder, self.ranks),
         )
 
     @property

@@ -9,7 +9,7 @@ of them. What waits for what, where things are, and on which device: that is in 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from megatrain.engine.vocab_split import VocabShard
 from megatrain.placement import ActivationPolicy
 
 Unit = Prologue | Layer | VocabShard
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -99,11 +100,13 @@ def forward(
     return h
 
 
-def forward_only(parts: Parts, batch: Batch, finish: Callable[[Head, Buffer, State], Any]) -> Any:
-    """The forward sweep alone, ended by `finish(head, weights, h)`: loss, logits, anything."""
+def forward_only(
+    parts: Parts, batch: Batch, finish: Callable[[Head, Buffer, Batch, State], Result]
+) -> Result:
+    """The forward sweep alone, ended by `finish(head, weights, batch, h)`: loss, logits, ..."""
     parts.embedding.fetch(batch)
     parts.stream.begin([*parts.trunk, parts.head])
     h = forward(parts, batch, lambda unit, h: None, train=False)
     for head, weights in parts.stream.visit([parts.head]):
-        result = finish(head, weights, h)
+        result = finish(head, weights, batch, h)
     return result

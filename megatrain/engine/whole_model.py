@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from megatrain.device import Buffer, Device
+from megatrain.device import Buffer, Device, free_bytes
 from megatrain.device.base import COPY_IN
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.step import Parts
@@ -27,12 +27,14 @@ from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.capture import stand_in
 from megatrain.model.spec import ModelSpec
-from megatrain.parallel.distributed import ALONE, Ranks
+from megatrain.parallel.distributed import Ranks
 from megatrain.store.store import Store, Tile
 from megatrain.tile import Entry
 
 # cuDNN's attention is planned anew for each length, and each new token makes another one.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+_HELD = 0.9  # of the memory that is free; the rest is for the work
 
 _HARMLESS = ("__get__", "dim", "size", "is_floating_point", "requires_grad_")  # of a table
 
@@ -43,8 +45,8 @@ def is_whole(parts: Parts, spec: ModelSpec) -> bool:
     return len(units) == len(spec.layers) + 2 and isinstance(parts.head.tile, Tile)
 
 
-def held_bytes(parts: Parts, spec: ModelSpec, store: Store) -> int:
-    """Device memory that `whole_model` takes with `held`."""
+def _held_bytes(parts: Parts, spec: ModelSpec, store: Store) -> int:
+    """Device memory that all weights take, beside those that are there."""
     units = [unit for unit in (*parts.trunk, parts.head) if not parts.stream.keeps(unit.tile)]
     numel = sum(tile.layout.unpacked.numel for tile in {unit.tile.whole for unit in units})
     tables = sum(entry.numel for _, entry in store.entries() if entry.name in spec.gathered)
@@ -57,16 +59,17 @@ def whole_model(
     parts: Parts,
     spec: ModelSpec,
     store: Store,
-    ranks: Ranks = ALONE,
+    ranks: Ranks,
+    host_limit: int | None,
+    spare: int | None,
     *,
-    held: bool = False,
-    apart: bool = False,
+    apart: bool,
 ) -> Iterator[PreTrainedModel]:
     """The model of `spec`, in the mode that it is in; within this context it can be called.
 
-    With `held` all its weights are on the device meanwhile, brought there once. Several `ranks`
-    call it equally often, with ids of one shape, and none with `held`. All are given the logits of
-    the first one, unless each calls it with ids of its own (`apart`).
+    All its weights are on the device meanwhile, brought there once, if that leaves `spare` bytes
+    and there is one rank. Several `ranks` call it equally often, with ids of one shape. All have
+    the logits of the first one, unless each calls it with ids of its own (`apart`).
 
     Raises:
         InputError: layers or head are streamed in slices.
@@ -86,6 +89,10 @@ def whole_model(
         nothing = torch.full((), torch.nan, device=device.torch_device, dtype=dtype)
         for name in {first, *spec.unused}:
             places.put(name, nothing.expand(model.get_parameter(name).shape))
+        held = False
+        if spare is not None and not ranks.together:
+            needed = spare + _held_bytes(parts, spec, store)
+            held = needed <= _HELD * free_bytes(device, host_limit)
         if held:
             _hold(device, places, parts, spec, store)
             opened.enter_context(to_generate())

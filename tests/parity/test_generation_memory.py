@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LlamaConfig
 
-import megatrain.api
 from megatrain import AdamW, DoesNotFit, Engine, Placement
 from megatrain.autoplace import fits
 from megatrain.autoplace.auto import foretold_on_cpu
@@ -19,6 +18,7 @@ from megatrain.checkpoint import open_checkpoint
 from megatrain.compat.torch import pytree
 from megatrain.config import Config
 from megatrain.device import CpuDevice
+from megatrain.engine import whole_model
 from megatrain.forecast.generation import generation_bytes
 from megatrain.forecast.second_model import second_needs
 from megatrain.forecast.workload import Generation, Workload
@@ -86,7 +86,7 @@ def _real(value: Any) -> bool:
 def test_generation_takes_what_is_foretold(
     precision: Any, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(megatrain.api, "_HELD", 0)  # weights are streamed
+    monkeypatch.setattr(whole_model, "_HELD", 0)  # weights are streamed
     prompts = torch.randint(1, 500, (ROWS, TOKENS - NEW)).tolist()
     prompts[0] = prompts[0][3:]
     sampling = Sampling(max_new_tokens=NEW, temperature=0.7, top_p=0.9)

@@ -17,6 +17,7 @@ from megatrain.device import TraceDevice, disk
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.batch import prepare
+from megatrain.engine.modules import Head
 from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.model.probe import spec
@@ -291,5 +292,5 @@ def trace(
                 assembly.checks.put_comparisons()
             files = [tile_file(tile, tile.name) for tile in store.tiles]
             Snapshot(StagingBlocks(device, 0, None)).start(device, files)
-        forward_only(parts, batch, lambda head, slot, h: head.loss(slot, batch, h))
+        forward_only(parts, batch, Head.loss)
     return device
