@@ -201,14 +201,6 @@ class Change:
             "not supported"
         )
 
-    def spoil(self) -> bool:
-        """Put NaN in place of a tensor that was left behind: whoever reads it shows it."""
-        value = getattr(self.module, self.name, None)
-        if isinstance(value, Tensor) and value.is_floating_point():
-            setattr(self.module, self.name, torch.full_like(value, torch.nan))
-            return True
-        return False
-
 
 class Watch:
     """Notices a forward that changes attributes or buffers of its own modules.
