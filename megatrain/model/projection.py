@@ -53,8 +53,16 @@ def find_projection(head: Head, shapes: dict[str, torch.Size], num_logits: int) 
     others = [name for name in shapes if name not in names]
     if others:
         return Projection(names, num, f"which computes with {others[0]} before its table")
+    few = {name: torch.Size((_ROWS, *shapes[name][1:])) for name in names}
+    weights, hidden = _random(few, shapes[names[0]][1])
+
+    def at_once_and_in_parts() -> tuple[Tensor, Tensor]:
+        parts = (slice(None), slice(_FIRST), slice(_FIRST, None))
+        logits = [head({name: w[part] for name, w in weights.items()}, hidden) for part in parts]
+        return logits[0], torch.cat(logits[1:], -1)
+
     with torch.no_grad(), without_modes():
-        alone = _acts_on_rows_alone(head, names, shapes[names[0]][1])
+        alone = _agree(at_once_and_in_parts)
     return Projection(names, num, "" if alone else "whose logits depend on each other")
 
 
@@ -91,32 +99,23 @@ def _knows_the_place(head: Head, shapes: dict[str, torch.Size], width: int) -> b
     """True if logits depend on the place in a row; None: such weights cannot be tried."""
     if sum(size.numel() for size in shapes.values()) > _MOST:
         return None
+    weights, hidden = _random(shapes, width)
+    late = slice(_TOKENS, None)
+    same = _agree(lambda: (head(weights, hidden)[:, late], head(weights, hidden[:, late])))
+    return None if same is None else not same
+
+
+def _random(shapes: dict[str, torch.Size], width: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Weights, and hidden states `[1, C, D]`."""
     generator = torch.Generator().manual_seed(0)
     weights = {n: torch.randn(s, generator=generator) / width**0.5 for n, s in shapes.items()}
-    hidden = torch.randn(1, 2 * _TOKENS, width, generator=generator)
+    return weights, torch.randn(1, 2 * _TOKENS, width, generator=generator)
+
+
+def _agree(run: Callable[[], tuple[Tensor, Tensor]]) -> bool | None:
+    """True if what a head makes in two ways is the same; None: it fails."""
     try:
-        whole, part = head(weights, hidden), head(weights, hidden[:, _TOKENS:])
+        one, other = run()
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
         return None
-    return not torch.allclose(whole[:, _TOKENS:], part, 1e-4, 1e-5, equal_nan=True)
-
-
-def _acts_on_rows_alone(head: Head, names: tuple[str, ...], width: int) -> bool:
-    """True if a few random rows give the same logits at once and in two parts."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    table, *biases = names
-    rows = {table: random(_ROWS, width) / width**0.5} | {name: random(_ROWS) for name in biases}
-    hidden = random(1, _TOKENS, width)
-    try:
-        whole, first, rest = (
-            head({name: weight[part] for name, weight in rows.items()}, hidden)
-            for part in (slice(None), slice(_FIRST), slice(_FIRST, None))
-        )
-        parts = torch.cat([first, rest], -1)
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-        return False
-    return whole.shape == (1, _TOKENS, _ROWS) and torch.allclose(whole, parts, 1e-4, 1e-5)
+    return one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-5, equal_nan=True)
