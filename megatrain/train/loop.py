@@ -345,9 +345,9 @@ def write_model(job: Job, step: int | None) -> None:
 
 
 def draw(run: Path) -> None:
-    """Draw the loss over the steps, and write the run as one page; the run goes before both."""
+    """Write the run as one page, and draw the loss over the steps; the run goes before both."""
     try:
-        draw_loss(list(read_metrics(run / METRICS)), run / "loss.png")
         write_report(run)
+        draw_loss(list(read_metrics(run / METRICS)), run / "loss.png")
     except Exception as error:  # `megatrain report` can write them at any time
-        log.warning("no loss.png or report.html: %s", error)
+        log.warning("no report.html or loss.png: %s", error)
