@@ -142,7 +142,6 @@ def data(
     run: Annotated[Path, typer.Argument(help="The run file (YAML).")],
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(min=0, help="Show so many rows.")] = 2,
-    html: Annotated[Path | None, typer.Option(help="Also write a page to this file.")] = None,
 ) -> None:
     """Show the data of a run as it will be trained on; the model's weights are not needed.
 
@@ -150,7 +149,7 @@ def data(
     """
     from megatrain.cli.data import show_data
 
-    show_data(run, overrides or [], rows, html)
+    show_data(run, overrides or [], rows)
 
 
 @app.command()

@@ -13,12 +13,11 @@ from megatrain.telemetry.console import say
 
 _BAR = 40  # characters of the longest bar
 _LONGEST = 3000  # characters of a document that are shown
-_PAGE_ROWS = 50
 _SOURCES = 20
 
 
-def show_data(run: Path, overrides: Sequence[str], rows: int, html: Path | None) -> None:
-    """Print the data of a run file, and write its page if asked for.
+def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
+    """Print the data of a run file.
 
     Raises:
         InputError: the run file or its data cannot be used.
@@ -42,12 +41,6 @@ def show_data(run: Path, overrides: Sequence[str], rows: int, html: Path | None)
         print(f"{title}: {held.num_tokens:,} tokens in {len(held):,} rows")
     for row in range(min(rows, len(training))):
         _print_row(console, row, shown(training, row, tokenizer))
-    if html is not None:
-        from megatrain.report import write_data_page
-
-        pages = [shown(training, row, tokenizer) for row in range(min(_PAGE_ROWS, len(training)))]
-        write_data_page(html, run.stem, summary, pages)
-        print(f"\n{html}")
 
 
 def _print_summary(console: Console, name: str, summary: Summary) -> None:

@@ -1,3 +1,3 @@
 """`megatrain report`: a run as one page. Read `page.py` first."""
 
-from megatrain.report.page import write_data_page, write_report
+from megatrain.report.page import write_report

@@ -15,6 +15,8 @@ def test_a_finished_run_has_a_page(megatrain, trained, tmp_path):
         assert part in page.text, part
     assert "Host memory, GiB: " in page.text and "Device memory" not in page.text  # on the CPU
     assert "is not there" not in page.text
+    result = megatrain("report", folder, "--output", folder / "metrics.jsonl")
+    assert result.exit_code == 2 and "name one that ends in .html" in result.stderr
 
 
 def test_a_page_appears_in_the_folder_and_leaves_nothing_else(megatrain, trained, tmp_path):
