@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -123,20 +123,16 @@ def driver(device: str) -> Iterator[tuple[Any, Any] | None]:
     """NVML and its handle of the GPU that torch calls `device`; None where there is none."""
     try:
         import pynvml
-    except ImportError:
-        yield None
-        return
-    try:
+
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except Exception:  # no library, or no driver
         yield None
         return
     try:
-        try:
+        handle = None
+        with suppress(pynvml.NVMLError, ValueError):
             handle = _handle(pynvml, int(device.partition(":")[2] or 0))
-        except (pynvml.NVMLError, ValueError):
-            handle = None
-        yield None if handle is None or not device.startswith("cuda") else (pynvml, handle)
+        yield (pynvml, handle) if handle is not None and device.startswith("cuda") else None
     finally:
         pynvml.nvmlShutdown()
 

@@ -1,17 +1,14 @@
 """The doctor: what it measures, what it says, and that nothing stops it."""
 
-import io
 import json
 import os
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from megatrain import kernels
 from megatrain.base.units import GIB, MIB
-from megatrain.cli.doctor import show
 from megatrain.device import CpuDevice
 from megatrain.machine import Machine, cache
 from megatrain.plan import doctor, rates
@@ -263,14 +260,3 @@ def test_a_gpu_that_cannot_be_opened_is_said(gpu_machine, monkeypatch):
     diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)
     assert "busy or unavailable" in diagnosis.findings[0].what
     assert diagnosis.kept is None
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_what_is_wrong_is_wrapped_at_words_in_a_terminal_alone(terminal):
-    finding = SimpleNamespace(what="few cores", remedy="allow this process more", wrong=True)
-    diagnosis = SimpleNamespace(facts=HEALTHY, measurements=[], findings=[finding], kept=None,
-                                not_kept="too small", seconds=1.0)  # fmt: skip
-    out = io.StringIO()
-    show(diagnosis, Console(file=out, force_terminal=terminal, width=16, legacy_windows=False))
-    remedy = "  allow this \nprocess more\n" if terminal else "  allow this process more\n"
-    assert remedy in out.getvalue()
