@@ -240,7 +240,7 @@ def _is_downloaded(implementation: str) -> bool:
 
 
 def loaded_types(
-    model: PreTrainedModel, dtype: torch.dtype, made: PreTrainedModel | None = None
+    model: PreTrainedModel, dtype: torch.dtype, built: PreTrainedModel | None = None
 ) -> dict[str, torch.dtype]:
     """The dtype of each parameter and buffer that `from_pretrained(folder, dtype=dtype)` makes.
 
@@ -248,7 +248,7 @@ def loaded_types(
     load others so (`_keep_in_fp32_modules_strict`: routers and their biases).
 
     Args:
-        made: what the class makes of the configuration in `dtype`, where that is at hand.
+        built: what the class makes of the configuration in `dtype`, where that is at hand.
     """
     known = _loaded.setdefault(model, {})
     if dtype in known:
@@ -258,12 +258,12 @@ def loaded_types(
         every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
         known[dtype] = {name: types.get(names.get(name, ""), dtype) for name, _ in every}
         return known[dtype]
-    if made is None:
+    if built is None:
         with weightless():
-            made = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
+            built = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
     plan = [re.compile(pattern.replace("*", ".*")) for pattern in in_fp32(model, dtype)]
-    stored = made.state_dict().keys()
-    tensors = chain(made.named_parameters(remove_duplicate=False), made.named_buffers())
+    stored = built.state_dict().keys()
+    tensors = chain(built.named_parameters(remove_duplicate=False), built.named_buffers())
     known[dtype] = {
         name: torch.float32
         if name in stored

@@ -129,19 +129,19 @@ class Uses:
     read: set[int] = field(default_factory=set)
     derived: dict[int, Tensor] = field(default_factory=dict)
 
-    def note(self, given: Iterable[Any], result: Any, *, of_rows: bool) -> None:
+    def note(self, arguments: Iterable[Any], result: Any, *, of_rows: bool) -> None:
         """Take down an operation; `of_rows`: it looks up rows, and reads no other."""
         ids = {
             id(leaf)
-            for each in given
-            for leaf in ([each] if isinstance(each, Tensor) else pytree.tree_leaves(each))
+            for x in arguments
+            for leaf in ([x] if isinstance(x, Tensor) else pytree.tree_leaves(x))
         }
         self.touched |= ids
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        if made and not of_rows:
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if tensors and not of_rows:
             self.read |= ids
         if not ids.isdisjoint(self.derived):
-            self.derived.update((id(tensor), tensor) for tensor in made)
+            self.derived.update((id(tensor), tensor) for tensor in tensors)
 
 
 class Lookups(TorchFunctionMode):

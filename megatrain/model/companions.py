@@ -87,18 +87,18 @@ def read_files(paths: Mapping[str, Path]) -> dict[str, bytes]:
     return contents
 
 
-def write_companions(folder: Path, given: Companions) -> None:
-    """Write all of `given` into a folder."""
-    for name, data in given.items():
+def write_companions(folder: Path, files: Companions) -> None:
+    """Write all of `files` into a folder."""
+    for name, data in files.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)  # it may be a link to another folder's file
         target.write_bytes(data)
 
 
-def set_generation(model: PreTrainedModel, given: Companions) -> None:
+def set_generation(model: PreTrainedModel, files: Companions) -> None:
     """Give a model the generation settings among its companions, if there are any."""
-    if (data := given.get(GENERATION)) is None or not model.can_generate():
+    if (data := files.get(GENERATION)) is None or not model.can_generate():
         return
     try:
         model.generation_config = GenerationConfig(**parse_json(data))

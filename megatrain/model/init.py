@@ -76,18 +76,18 @@ def initialise(
             with _seeded(seed, index, threads):
                 _draw(part, owners)
             values += (_taken(module, name, p, full, kept) for module, name, p, full in shells)
-        for (module, name, _, full), each in zip(shells, values, strict=True):
-            if full in wanted and each is not None:
-                write(full, each)
+        for (module, name, _, full), drawn in zip(shells, values, strict=True):
+            if full in wanted and drawn is not None:
+                write(full, drawn)
             elif full in wanted:
                 left[full] = (type(module), name)
     if left:
         # A new model of the class, of which only what is left has values.
         places = set(left.values())
         with _seeded(seed, len(parts), threads), torch.device("cpu"), _without_values(places):
-            made = dict(type(model)(copy.deepcopy(model.config)).named_parameters())
+            fresh = dict(type(model)(copy.deepcopy(model.config)).named_parameters())
         for full in left:
-            write(full, kept(full, made[full].detach()))
+            write(full, kept(full, fresh[full].detach()))
 
 
 def _taken(

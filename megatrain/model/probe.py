@@ -180,17 +180,17 @@ class _Probe:
         self, weights: dict[str, Tensor], output: Any, inputs: Mapping, rows: Rows
     ) -> list[Any]:
         """All that layers are given in another run, and what comes of their outputs."""
-        found: list[Any] = []
+        seen: list[Any] = []
         visits = iter(self.layers)
 
         def replay(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-            found.extend(pytree.tree_leaves((args, kwargs)))
+            seen.extend(pytree.tree_leaves((args, kwargs)))
             kind = next(visits).kind
             return pytree.tree_unflatten(list(kind.example), kind.output_spec)
 
         with torch.no_grad(), self.capture.stop_at_trunk():
-            found.append(last_hidden(self.capture.forward(replay, weights, inputs, rows)))
-        return [*found, self._logits(weights, output, inputs)]
+            seen.append(last_hidden(self.capture.forward(replay, weights, inputs, rows)))
+        return [*seen, self._logits(weights, output, inputs)]
 
     def _find_trunk(self) -> None:
         path = self.stack_name.split(".")

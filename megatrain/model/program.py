@@ -85,7 +85,7 @@ class ModelProgram:
         for kind in self.kinds:
             move_buffers(kind.module, device)
         kinds = self.kinds if float8 else []
-        self.float8 = [each for kind in kinds for each in float8_linears(kind.module, device)]
+        self.float8 = [linear for kind in kinds for linear in float8_linears(kind.module, device)]
         if float8 and not self.float8:
             raise InputError(
                 "precision is 'fp8', but no layer has an nn.Linear of sizes that are multiples of "
@@ -276,14 +276,14 @@ class ModelProgram:
     def _run(self, handler: Any, weights: Weights, batch: MicroBatch, inputs: Mapping) -> Any:
         outer = {**self._outer, **{k: w for k, w in weights.items() if k in self._outer}}
 
-        def unwatched(*given: Any) -> Any:
+        def unwatched(*call: Any) -> Any:
             with without_torch_function():  # only the model's own lookups are of interest
-                return handler(*given)
+                return handler(*call)
 
         documents = batch.documents if self.attends_by_lengths else {}
         with without_masks() if documents else nullcontext(), finding_once(batch.found):
-            given = {**self.capture.inputs(inputs), **documents}
-            return self.capture.forward(unwatched, outer, given, batch.rows)
+            arguments = {**self.capture.inputs(inputs), **documents}
+            return self.capture.forward(unwatched, outer, arguments, batch.rows)
 
 
 def _expect(layer: Layer, called: nn.Module | None) -> None:

@@ -124,8 +124,8 @@ def _nf4(
     size = sum(pieces[part].num_bytes for part in order) + 4 * nested if whole else 0
     if not whole or not packing.takes(shape) or size != packing.bytes_of(shape):
         raise InputError(f"{file}: the parts of {name!r} do not make up its shape; {DAMAGED}")
-    maps = pieces[".quant_map"].read(), pieces[".nested_quant_map"].read() if nested else None
-    if not is_nf4(*maps):
+    scale_codes = pieces[".nested_quant_map"].read() if nested else None
+    if not is_nf4(pieces[".quant_map"].read(), scale_codes):
         raise InputError(f"{file}: {name!r} is quantised with other codes than NF4's; {_REMEDY}")
     mean = torch.tensor([offset] if nested else [], dtype=torch.float32)
 

@@ -131,7 +131,7 @@ class SequenceShare:
 
     def judged(self, losses: Sequence[Judged]) -> list[Judged]:
         """The share of targets, and of what a loss takes beside them."""
-        return [(self._cut(t, IGNORED), [self._cut(g, 0) for g in given]) for t, given in losses]
+        return [(self._cut(t, IGNORED), [self._cut(g, 0) for g in beside]) for t, beside in losses]
 
     def _cut(self, whole: Tensor, fill: int) -> Tensor:
         if self._size == 1:
@@ -141,14 +141,14 @@ class SequenceShare:
         filled = F.pad(whole, (0, 0) * (whole.ndim - 2) + (0, short), value=fill)
         return filled[:, self.ranks.rank * of_rank :][:, :of_rank].contiguous()
 
-    def joined(self, found: Sequence[Tensor], micro_batches: Sequence[Micro]) -> list[Tensor]:
+    def joined(self, parts: Sequence[Tensor], micro_batches: Sequence[Micro]) -> list[Tensor]:
         """Whole rows `[B, T, ...]` on the CPU, of the shares that all ranks have found."""
         if self._size == 1:
-            return [each.cpu() for each in found]
-        every = self.ranks.all_gather_object([each.cpu() for each in found])
+            return [part.cpu() for part in parts]
+        every = self.ranks.all_gather_object([part.cpu() for part in parts])
         rows = (torch.cat(shares, 1) for shares in zip(*every, strict=True))
         pairs = zip(rows, micro_batches, strict=True)
-        return [each[:, : micro["input_ids"].shape[1]] for each, micro in pairs]
+        return [part[:, : micro["input_ids"].shape[1]] for part, micro in pairs]
 
 
 WHOLE = SequenceShare()

@@ -102,10 +102,10 @@ class ModelSpec:
     @property
     def computed(self) -> list[str]:
         """Parameters that the forward computes with."""
-        own = (
-            f"{each.name}.{n}" for each in self.layers for n, _ in each.module.named_parameters()
+        of_layers = (
+            f"{layer.name}.{n}" for layer in self.layers for n, _ in layer.module.named_parameters()
         )
-        return [*self.gathered, *self.prologue, *own, *self.epilogue]
+        return [*self.gathered, *self.prologue, *of_layers, *self.epilogue]
 
     @cached_property
     def read(self) -> set[Ref]:

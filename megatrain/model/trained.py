@@ -51,6 +51,10 @@ class Trained:
                 )
         for name, parameter in model.named_parameters():
             if self.train_only is not None:
-                parameter.requires_grad_(any(re.search(each, name) for each in self.train_only))
-            if any(re.search(each, name) for each in self.freeze):
+                parameter.requires_grad_(_matches(self.train_only, name))
+            if _matches(self.freeze, name):
                 parameter.requires_grad_(False)
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)

@@ -212,7 +212,7 @@ class Watch:
     def __init__(self, module: nn.Module, path: str, but: Collection[nn.Module] = ()) -> None:
         """Args: `but` modules that do not run."""
         self.module, self.path = module, path
-        self._but = {id(part) for each in but for part in each.modules()}
+        self._but = {id(part) for left in but for part in left.modules()}
         self.before = dict(self._state())
 
     def changes(self) -> list[Change]:
