@@ -61,7 +61,7 @@ class Piece:
         offset: of the first one in the file.
         tier: where the plane rests.
         memory: host memory that has them now: the plane itself, staging or spare memory.
-        block: number of the spare block that it takes.
+        block: the spare block that it takes.
     """
 
     plane: Buffer
@@ -69,7 +69,7 @@ class Piece:
     offset: int
     tier: Tier
     memory: Tensor | None = None
-    block: int | None = None
+    block: Tensor | None = None
     stage: Stage = Stage.WAITING
 
     @property
@@ -151,14 +151,13 @@ def saved_numel(plane: Plane, layout: TileLayout, stop: int) -> int:
 class StagingBlocks:
     """Host memory for what saves have not written when it changes, or leaves the device.
 
-    Blocks of a piece each, taken when they are first needed and kept from save to save. Some are
-    only for what leaves the device: its writers could wait for ever if all blocks were held by
-    what is written after it.
+    Blocks of a piece each, taken when they are first needed and kept from save to save.
 
     Attributes:
         num_bytes: taken.
-        free: blocks for whoever needs one.
-        free_to_leave: those only for what leaves the device.
+        free: blocks that nobody has.
+        reserved: so many are left to what leaves the device: its writers could wait for ever if all
+            blocks were held by what is written after it.
     """
 
     def __init__(self, device: Device, most_bytes: int | None, host_limit: int | None) -> None:
@@ -167,12 +166,9 @@ class StagingBlocks:
         host_limit: bytes that the process may have; None: what the machine allows.
         """
         self._device, self._most_bytes, self._host_limit = device, most_bytes, host_limit
-        self._blocks: list[Tensor] = []
-        self._to_leave: set[int] = set()
         self._complete = False
-        self.num_bytes = 0
-        self.free: list[int] = []
-        self.free_to_leave: list[int] = []
+        self.num_bytes = self.reserved = 0
+        self.free: list[Tensor] = []
 
     def prepare(self, planes: Sequence[int], *, leaving: bool, background: bool) -> None:
         """Take the memory for a save of planes of so many bytes, as much as there is.
@@ -183,9 +179,9 @@ class StagingBlocks:
 
         Raises DoesNotFit: there is not even enough to leave the device through.
         """
-        if leaving and not self._to_leave:
-            self._to_leave.update(range(len(self._blocks), len(self._blocks) + TO_LEAVE))
+        if leaving and not self.reserved:
             self._add(TO_LEAVE, pinned=True)
+            self.reserved = TO_LEAVE
         if background and not self._complete:
             self._complete = True
             most = self._most_bytes
@@ -204,16 +200,7 @@ class StagingBlocks:
         size = blocks * files.PIECE_BYTES
         buffer = self._device.host("spare room of saves", size, torch.uint8, pinned=pinned)
         self.num_bytes += size
-        self._blocks += buffer.data.split(files.PIECE_BYTES)
-        for number in range(len(self._blocks) - blocks, len(self._blocks)):
-            self.give(number)
-
-    def give(self, block: int) -> None:
-        """A block that nobody needs any more."""
-        (self.free_to_leave if block in self._to_leave else self.free).append(block)
-
-    def __getitem__(self, block: int) -> Tensor:
-        return self._blocks[block]
+        self.free += buffer.data.split(files.PIECE_BYTES)
 
 
 def useful_bytes(planes: Sequence[int]) -> int:
@@ -299,11 +286,10 @@ class Snapshot:
         """Whole pages for a piece that leaves, when there are some; None: nobody wants it."""
         with self._changed:
             while not self._abandoned:
-                free = self._spare.free or self._spare.free_to_leave
-                if free:
-                    piece.block = free.pop()
+                if self._spare.free:
+                    piece.block = self._spare.free.pop()
                     self.moved_bytes += piece.num_bytes
-                    return self._spare[piece.block][: align(piece.num_bytes, _PAGE)]
+                    return piece.block[: align(piece.num_bytes, _PAGE)]
                 self.waited += 1
                 self._changed.wait()
             return None
@@ -324,15 +310,15 @@ class Snapshot:
             block = self._block_for(piece)
             if block is not None:
                 assert piece.memory is not None
-                spare = self._spare[block][: piece.num_bytes]
+                spare = block[: piece.num_bytes]
                 kernels.copy(spare, piece.memory, threads=update_threads())
                 self._change(piece, Stage.READY, spare)
 
-    def _block_for(self, piece: Piece) -> int | None:
+    def _block_for(self, piece: Piece) -> Tensor | None:
         """A spare block for a piece that needs one; waits for it, or for the piece's writer."""
         with self._changed:
             while not (self._abandoned or piece.stage is Stage.WRITTEN or piece.block is not None):
-                if piece.stage is Stage.READY and self._spare.free:
+                if piece.stage is Stage.READY and len(self._spare.free) > self._spare.reserved:
                     piece.block, piece.stage = self._spare.free.pop(), Stage.MOVING
                     self.moved_bytes += piece.num_bytes
                     return piece.block
@@ -375,5 +361,5 @@ class Snapshot:
 
     def _free(self, piece: Piece) -> None:
         if piece.block is not None:
-            self._spare.give(piece.block)
+            self._spare.free.append(piece.block)
             piece.block, piece.stage, piece.memory = None, Stage.WRITTEN, None
