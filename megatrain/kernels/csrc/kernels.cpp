@@ -353,22 +353,26 @@ template <typename Rule, typename Weight, typename Remainder, typename Grad>
 void update(const UpdateArguments& arguments, int64_t begin, int64_t end, PlaneSums* sums) {
     const UpdateArguments a = arguments;
     int64_t i = Groups<Rule, Weight, Remainder, Grad>::update(a, begin, end, sums);
+    // With sums fewer at a time: what is summed twice, and the next ones, stay in the cache.
+    const int most = sums == nullptr ? kBlock : kBlock / 2;
     for (int n; i < end; i += n) {
-        n = end - i < kBlock ? int(end - i) : kBlock;
-        see_before<Rule, Weight, Remainder, Grad>(a, i, n, sums);
+        n = end - i < most ? int(end - i) : most;
+        if (n == kBlock) {
+            update_block<Rule, Weight, Remainder, Grad>(a, i, kBlock);
+            continue;
+        }
         if (sums != nullptr) {
             fetch(a.weights, i + n, n, sizeof(Weight));
             fetch(a.remainder, i + n, n, sizeof(Remainder));
+            see_before<Rule, Weight, Remainder, Grad>(a, i, n, sums);
+            fetch(a.exp_avg, i + n, n, Rule::kStateBytes);
             fetch(a.grad, i + n, n, sizeof(Grad));
         }
-        if (n == kBlock)
-            update_block<Rule, Weight, Remainder, Grad>(a, i, kBlock);
-        else
-            update_block<Rule, Weight, Remainder, Grad>(a, i, n);
-        if (sums == nullptr) continue;
-        fetch(a.exp_avg, i + n, n, Rule::kStateBytes);
-        fetch(a.exp_avg_sq, i + n, n, Rule::kStateBytes);
-        see<Rule, Weight, Remainder>(a, i, n, sums->lanes[1]);
+        update_block<Rule, Weight, Remainder, Grad>(a, i, n);
+        if (sums != nullptr) {
+            fetch(a.exp_avg_sq, i + n, n, Rule::kStateBytes);
+            see<Rule, Weight, Remainder>(a, i, n, sums->lanes[1]);
+        }
     }
 }
 
