@@ -77,7 +77,11 @@ def export(
         write_companions(folder, companions(source))
         if dtype is not None and (folder / "config.json").is_file():
             _name_dtype(folder / "config.json", dtype)
-            _name_size(folder / "model.safetensors.index.json", total_bytes)
+            if (path := folder / "model.safetensors.index.json").is_file():  # of several shards
+                index = json.loads(path.read_text(encoding="utf-8"))
+                index.setdefault("metadata", {})["total_size"] = total_bytes
+                text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+                path.write_text(text, encoding="utf-8")
         if base is not None:
             write_config(folder_adapter(source, base)[0], folder)
         _tell_run(folder, source)
@@ -124,11 +128,3 @@ def _name_dtype(path: Path, dtype: str) -> None:
             part.pop("torch_dtype", None)
             part["dtype"] = dtype
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _name_size(path: Path, total_bytes: int) -> None:
-    """The index of a model of several shards names their total."""
-    if path.is_file():
-        index = json.loads(path.read_text(encoding="utf-8"))
-        index.setdefault("metadata", {})["total_size"] = total_bytes
-        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

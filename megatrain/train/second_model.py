@@ -242,7 +242,12 @@ def prepare_replies(
         replies.train_with(loss, pad=pad if isinstance(loss, Reward) else -1)
     if not sets or config.loss.reference != "kept":
         return None
-    keys = {name: _key(config, replies) for name, replies in sets.items()}
+    model = config.model.model_dump(mode="json", include={"path", "config"})
+    model["adapter"] = config.adapter.model_dump(mode="json")
+    keys = {
+        name: json.dumps([data.fingerprint, data.lines, len(data), model], sort_keys=True)
+        for name, data in sets.items()
+    }
 
     def computed(model: Engine) -> References:
         at_once = max(1, config.training.batch_size // rows)
@@ -267,12 +272,6 @@ def prepare_replies(
     for name, replies in sets.items():
         replies.compare_with(known.sums[name])
     return known
-
-
-def _key(config: Config, data: ReplyDataset) -> str:
-    model, adapter = config.model.model_dump(mode="json"), config.adapter.model_dump(mode="json")
-    of_model = {name: model[name] for name in ("path", "config")} | {"adapter": adapter}
-    return json.dumps([data.fingerprint, data.lines, len(data), of_model], sort_keys=True)
 
 
 def _placeless(key: str) -> list[Any]:
