@@ -242,10 +242,10 @@ def prepare_replies(
         replies.train_with(loss, pad=pad if isinstance(loss, Reward) else -1)
     if not sets or config.loss.reference != "kept":
         return None
-    model = config.model.model_dump(mode="json", include={"path", "config"})
-    model["adapter"] = config.adapter.model_dump(mode="json")
+    of_model = config.model.model_dump(mode="json", include={"path", "config"})
+    of_model["adapter"] = config.adapter.model_dump(mode="json")
     keys = {
-        name: json.dumps([data.fingerprint, data.lines, len(data), model], sort_keys=True)
+        name: json.dumps([data.fingerprint, data.lines, len(data), of_model], sort_keys=True)
         for name, data in sets.items()
     }
 
