@@ -69,12 +69,6 @@ def test_what_was_attached_comes_along(tmp_path) -> None:
     assert same({n: read(tmp_path / "out")[n] for n in masters(engine)}, masters(engine))
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_a_folder_that_is_not_there_is_said_to_be_none(merged, tmp_path) -> None:
-    with pytest.raises(InputError, match="step-3: no finished model there"):
-        export(str(tmp_path / "run" / "checkpoints" / "step-3"), tmp_path / "out", merged=merged)
-
-
 def test_damaged_weights_are_not_exported(tmp_path) -> None:
     trained(tmp_path / "saved", precision="bf16")
     tile = tmp_path / "saved" / "tiles" / "0002-layer-0.safetensors"
