@@ -68,15 +68,6 @@ def test_writing_a_parameter_touches_no_other() -> None:
         assert torch.equal(tile.read_master(entry), torch.full(entry.shape, 1.1))
 
 
-def test_a_transposed_view_is_written_in_its_own_order() -> None:
-    kept = store()
-    tile, entry = next(kept.entries())
-    source = torch.randn(SHAPE[::-1]).T
-    assert not source.is_contiguous()
-    tile.write_master(entry, source)
-    assert torch.equal(tile.read_master(entry), source)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_master_read_is_a_copy(dtype: torch.dtype) -> None:
     kept = store(dtype)
@@ -104,15 +95,6 @@ def test_without_training_there_are_weights_only() -> None:
         assert all(not tile.states and tile.remainder is None for tile in kept.tiles)
         planes = kept.bytes_by_plane()
         assert planes["weights"] > 0 == planes["remainder"] + planes["moments"]
-
-
-def test_what_rests_on_the_device_is_not_counted_as_host_memory() -> None:
-    whole, part = (
-        store().bytes_by_plane(),
-        store(placement=Placement(resident=("first",))).bytes_by_plane(),
-    )
-    assert 0 < part["moments"] < whole["moments"]
-    assert part["weights"] < whole["weights"]
 
 
 def test_a_tile_that_does_not_exist_cannot_rest_on_the_device() -> None:
