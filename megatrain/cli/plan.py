@@ -83,6 +83,7 @@ def run_plan(options: Options) -> None:
             hosts=options["hosts"],
             network_gbps=options["network"],
             disk_terabytes=options["disk_tbw"],
+            must_clip=run is not None and run.training.refuses is not None,
             warnings=warnings,
         )
     finally:

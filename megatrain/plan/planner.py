@@ -118,6 +118,7 @@ def make_plan(
     hosts: int = 1,
     network_gbps: float | None = None,
     disk_terabytes: float | None = None,
+    must_clip: bool = False,
     warnings: Sequence[str] = (),
 ) -> Plan:
     """Plan a run.
@@ -125,6 +126,7 @@ def make_plan(
     Args:
         gpus: of each of so many `hosts`, with `network_gbps` from one host to the others, each way.
         disk_terabytes: may be written to the drive that planes rest on (its TBW).
+        must_clip: no remedy may go without clipping.
     """
     plans = Planner(spec)
     warnings = list(warnings)
@@ -155,7 +157,7 @@ def make_plan(
         machine=machine,
         forecast=forecast,
         fits=fits,
-        remedies=[] if fits else remedies(plans, machine, workload, forecast),
+        remedies=[] if fits else remedies(plans, machine, workload, forecast, must_clip=must_clip),
         tiles=tiles,
         compute_bound_tokens=compute_bound_tokens(
             forecast.bounds, forecast.tokens_per_step, forecast.sequence_length

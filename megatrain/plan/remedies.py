@@ -168,13 +168,22 @@ class Remedy:
             yield f"{use}{host} of host memory", {"engine.host_memory": host}
 
 
-def remedies(plans: Planner, machine: Machine, asked: Workload, least: Forecast) -> list[Remedy]:
+def remedies(
+    plans: Planner,
+    machine: Machine,
+    asked: Workload,
+    least: Forecast,
+    *,
+    must_clip: bool = False,
+) -> list[Remedy]:
     """Three that fit, or as many as there are, those with the least hardware first.
 
     Args:
         least: what lacks least, with the memory that it lacks.
+        must_clip: the run cannot go without, as it refuses steps by their norm.
     """
-    fitting = islice(_fitting(plans, machine, asked, least), SHOWN)
+    changes = [change for change in _CHANGES if not (must_clip and change is _no_clipping)]
+    fitting = islice(_fitting(plans, machine, asked, least, changes), SHOWN)
     listed = [Remedy(asked, machine, new, forecast) for new, forecast in fitting]
     return sorted(listed, key=lambda remedy: remedy.price)
 
@@ -189,10 +198,16 @@ def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_leng
     return max(1, math.ceil(needed / sequence_length)) * sequence_length
 
 
-def _fitting(plans: Planner, machine: Machine, asked: Workload, least: Forecast) -> Fitting:
+def _fitting(
+    plans: Planner,
+    machine: Machine,
+    asked: Workload,
+    least: Forecast,
+    changes: Sequence[Change],
+) -> Fitting:
     """Workloads that fit: by one change, by several that do not do alone, by memory, by a GPU."""
     helpless = []
-    for change in _CHANGES:
+    for change in changes:
         if change is _to_auto and machine.unified:
             continue  # there is nothing to choose
         alone = [*_changed(plans, machine, asked, [change])]

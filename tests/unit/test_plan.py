@@ -144,6 +144,12 @@ def test_host_memory_is_saved_by_not_clipping_or_bought():
     assert found[1] == "let it use 24.0 GiB of host memory"
 
 
+def test_a_run_that_refuses_steps_by_their_norm_keeps_clipping():
+    ask = asked(host_gib=22)
+    told = remedies(TOY, *ask, TOY.least(*ask), must_clip=True)
+    assert told and not any("clip" in remedy.text for remedy in told)
+
+
 def test_changes_that_do_not_do_alone_do_together():
     found = texts(asked(device_gib=4.5, host_gib=22))
     assert found[0] == "take 2,048 tokens a step and do not clip gradients"
