@@ -54,9 +54,9 @@ def find_projection(head: Head, shapes: dict[str, torch.Size], num_logits: int) 
     if others:
         return Projection(names, num, f"which computes with {others[0]} before its table")
     few = {name: torch.Size((_ROWS, *shapes[name][1:])) for name in names}
-    weights, hidden = _random(few, shapes[names[0]][1])
 
     def at_once_and_in_parts() -> tuple[Tensor, Tensor]:
+        weights, hidden = _random(few, shapes[names[0]][1])
         parts = (slice(None), slice(_FIRST), slice(_FIRST, None))
         logits = [head({name: w[part] for name, w in weights.items()}, hidden) for part in parts]
         return logits[0], torch.cat(logits[1:], -1)
