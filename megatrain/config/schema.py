@@ -287,7 +287,8 @@ class Config(Section):
         if self.data.streaming and training.steps is None:
             yield "data.streaming needs training.steps: an epoch's length is not known"
         if self.model.base != "bf16" and precision != "bf16":
-            yield f"model.base {self.model.base} needs engine.precision bf16, not {precision}"
+            base = self.model.base
+            yield f"model.base {base} needs engine.precision bf16, not {precision}; set one to bf16"
         if self.optimizer.ns_precision == "fp32" and precision != "fp32":
             yield "optimizer.ns_precision fp32 needs engine.precision fp32; take bf16"
         if training.refuses is not None and not self.updates_wait_for_the_norm:

@@ -109,9 +109,10 @@ class NamedSection(Section):
             return values
         foreign = cls.model_fields.keys() - defaults.keys() - {"name"}
         if wrong := sorted(key for key in foreign if values.get(key) is not None):
+            section = cls.__name__.removesuffix("Section").lower()
             raise ValueError(
                 f"{name} has no {' and no '.join(wrong)}; it has {', '.join(defaults)} (to leave a "
-                f"file's keys out: --set 'SECTION={{name: {name}, ...}}')"
+                f"file's keys out: --set '{section}={{name: {name}, ...}}')"
             )
         return defaults | {key: value for key, value in values.items() if value is not None}
 

@@ -205,7 +205,7 @@ MISTAKES = [
     (
         ["optimizer.name=lion", "optimizer.eps=1e-8", "optimizer.master=32"],
         "optimizer: lion has no eps and no master; it has lr, betas, weight_decay, no_decay (to "
-        "leave a file's keys out: --set 'SECTION={name: lion, ...}')",
+        "leave a file's keys out: --set 'optimizer={name: lion, ...}')",
     ),
     (
         ["optimizer.name=muon", "optimizer.ns_precision=fp32"],
@@ -300,7 +300,7 @@ MISTAKES = [
         "warmup_stable_decay has no option num_stable_steps",
     ),
     (["engine={devices: 2, device: 'cuda:1'}"], "2 devices cannot all be cuda:1; take cuda"),
-    (["model.base=fp8", "engine.precision=fp8"], "model.base fp8 needs engine.precision bf16"),
+    (["model.base=fp8", "engine.precision=fp8"], "model.base fp8 needs engine.precision bf16, not fp8; set"),
     (["schedule.name=constant", "schedule.warmup_steps=3"], "take constant_with_warmup"),
     (["engine.disk_space=1GiB"], "engine: disk_space needs disk: a folder on the disk"),
     (
