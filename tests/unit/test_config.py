@@ -300,7 +300,10 @@ MISTAKES = [
         "warmup_stable_decay has no option num_stable_steps",
     ),
     (["engine={devices: 2, device: 'cuda:1'}"], "2 devices cannot all be cuda:1; take cuda"),
-    (["model.base=fp8", "engine.precision=fp8"], "model.base fp8 needs engine.precision bf16, not fp8; set"),
+    (
+        ["model.base=fp8", "engine.precision=fp8"],
+        "base fp8 needs engine.precision bf16, not fp8; set one",
+    ),
     (["schedule.name=constant", "schedule.warmup_steps=3"], "take constant_with_warmup"),
     (["engine.disk_space=1GiB"], "engine: disk_space needs disk: a folder on the disk"),
     (
