@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatrain.autoplace.auto import settle
-from megatrain.autoplace.fits import limits, told_bytes
+from megatrain.autoplace.fits import limits, parse_limit
 from megatrain.checkpoint import open_checkpoint
 from megatrain.device import Buffer, Device, Recording, open_device
 from megatrain.engine.batch import Batch, MicroBatches
@@ -167,7 +167,7 @@ class Engine(PlacedEngine):
                 precision,
                 recording,
                 host_limit,
-                told_bytes("disk_space", disk_space),
+                parse_limit("disk_space", disk_space),
                 disk,
                 seed,
                 ranks,

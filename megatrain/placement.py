@@ -45,8 +45,10 @@ def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Precision = Literal["bf16", "fp32", "fp8"]
-Verify = Literal["step", "save", "off"]  # when planes are compared with their checksums
 """The dtype that layers are computed in; fp8: bf16, but for the products of linear modules."""
+
+Verify = Literal["step", "save", "off"]
+"""The time at which planes are compared with their checksums."""
 
 Saves = Literal["nothing", "attention", "graph", "all"]
 

@@ -140,10 +140,10 @@ def _refusal(place: str, needs: Counter[str], rest: int, allowed: int) -> str:
 
 def limits(device_memory: Any, host_memory: Any) -> tuple[int | None, int | None]:
     """Both limits in bytes, given as the user writes them. Raises InputError."""
-    return told_bytes("device_memory", device_memory), told_bytes("host_memory", host_memory)
+    return parse_limit("device_memory", device_memory), parse_limit("host_memory", host_memory)
 
 
-def told_bytes(name: str, value: Any) -> int | None:
+def parse_limit(name: str, value: Any) -> int | None:
     """A limit in bytes, given as the user writes it; None for none. Raises InputError."""
     if value is None:
         return None

@@ -95,12 +95,14 @@ class Collectives:
         self._run(stream, f"sum {what}", self.ranks.all_reduce, numbers)
         return self._device.record(stream)
 
-    def join(self, mine: Sequence[Any], shapes: Sequence[Sequence[int]], first: int) -> list[Any]:
-        """fp32 tensors of all ranks, in their order, for COMPUTE, which makes this rank's own.
+    def gather_by_sum(
+        self, mine: Sequence[Any], shapes: Sequence[Sequence[int]], first: int
+    ) -> list[Any]:
+        """Each rank computes its own fp32 tensors; all ranks get all of them, in rank order.
 
         Args:
-            mine: its own; None each where nothing is computed, and in what is returned.
-            shapes: of all; `first`: the number of this rank's first one.
+            mine: this rank's; a device that computes nothing takes and returns None for each.
+            shapes: those of all ranks' tensors; `first`: the index of this rank's first one.
         """
         if not self.ranks.together:
             return list(mine)
@@ -108,20 +110,19 @@ class Collectives:
         every = device.empty("numbers of all ranks", sum(sizes), torch.float32)
         parts = every.data.split(sizes)
 
-        def note() -> None:
-            every.data.zero_()  # the others': a sum with zeros keeps every bit
+        def copy_mine() -> None:
+            every.data.zero_()  # the other ranks' places: a sum with zeros keeps every bit
             for part, values in zip(parts[first:], mine, strict=False):
                 part.copy_(values.flatten())
 
-        device.run(COMPUTE, "note own numbers", note, writes=[every])
+        device.run(COMPUTE, "note own numbers", copy_mine, writes=[every])
         device.wait(COMPUTE, self.all_reduce(every, "numbers of all ranks"), "numbers of all ranks")
 
-        def take() -> list[Any]:
+        def shaped() -> list[Any]:
             return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
-        return device.run(COMPUTE, "take numbers of all ranks", take, [every]) or [None] * len(
-            sizes
-        )
+        gathered = device.run(COMPUTE, "take numbers of all ranks", shaped, [every])
+        return gathered or [None] * len(sizes)
 
     def _run(
         self, stream: str, name: str, work: Any, buffer: Buffer, kind: Kind = Kind.COLLECTIVE

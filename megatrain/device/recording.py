@@ -117,7 +117,10 @@ class Recording(_Passing):
 
 
 def _update_bytes(reads: Buffers, writes: Buffers) -> int:
-    """Bytes that an update moves through host memory: it reads the gradient and all it writes."""
-    numel = max((buffer.data.numel() for buffer in writes), default=0)
-    gradient = sum(buffer.data[:numel].nbytes for buffer in reads)  # a shared buffer is longer
-    return gradient + 2 * sum(buffer.data.nbytes for buffer in writes)
+    """Bytes that an update moves through host memory: it reads gradients, reads and writes planes.
+
+    A gradient's buffer may serve several tiles, so it may be longer than the planes of this one.
+    """
+    numel = max((plane.data.numel() for plane in writes), default=0)
+    gradients = sum(buffer.data[:numel].nbytes for buffer in reads)
+    return gradients + 2 * sum(plane.data.nbytes for plane in writes)

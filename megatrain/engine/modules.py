@@ -226,7 +226,8 @@ class Head(StreamedModule):
         shares, results = batch.router_shares or [1.0], []
         for part in [h] if batch.router_shares is None else [[values] for values in h]:
             total = self.device.run(COMPUTE, HEAD_NAME, partial(self.routed_total, part))
-            totals = self.collectives.join([total], [spec.routed_shape] * ranks.size, ranks.rank)
+            shapes = [spec.routed_shape] * ranks.size
+            totals = self.collectives.gather_by_sum([total], shapes, ranks.rank)
             results.append(self.device.run(COMPUTE, HEAD_NAME, partial(loss.balance, totals)))
         if None in results:  # nothing is computed
             return [], [{} for _ in h]
@@ -256,7 +257,7 @@ class Head(StreamedModule):
         here = slice(batch.before, batch.before + len(batch.micro))
         targets, extras = zip(*batch.judged, strict=True)
         shapes = [target.shape for target in targets]
-        log_probs = self.collectives.join(self.losses(slot, batch, h), shapes, here.start)
+        log_probs = self.collectives.gather_by_sum(self.losses(slot, batch, h), shapes, here.start)
         work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
         nothing: Any = [None] * len(log_probs), [None] * len(log_probs), {}
         losses, weights, measured = self.device.run(COMPUTE, HEAD_NAME, work) or nothing

@@ -3,8 +3,8 @@
 Layer-major: every micro-batch passes a layer before the next layer's weights are used, so weights
 cross the bus twice however many micro-batches there are. A step may take its micro-batches in
 several passes through both sweeps: then fewer graphs wait at once, which leaves room to save more
-of them. What waits for what, where things are, and on which device: that is in `stream`, `saved`,
-`sink`, `embedding`, `update`.
+of them. `stream`, `boundaries`, `saved_tensors`, `sink`, `embedding` and `update` say where tensors
+are and what waits for what.
 """
 
 from collections.abc import Callable, Sequence

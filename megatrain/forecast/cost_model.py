@@ -300,10 +300,10 @@ def _disk_gbps(machine: Machine) -> float:
 
 
 def _update_bytes(reads: Sequence[Buffer], writes: Sequence[Buffer]) -> int:
-    """The gradient is read, all else read and written; a shared buffer is longer than its tile."""
-    numel = max((buffer.data.numel() for buffer in writes), default=0)
-    gradient = sum(buffer.data[:numel].nbytes for buffer in reads)
-    return gradient + 2 * sum(buffer.data.nbytes for buffer in writes)
+    """As `device/recording.py` counts an update's bytes."""
+    numel = max((plane.data.numel() for plane in writes), default=0)
+    gradients = sum(buffer.data[:numel].nbytes for buffer in reads)
+    return gradients + 2 * sum(plane.data.nbytes for plane in writes)
 
 
 def _overlap(one: Sequence[Span], other: Sequence[Span]) -> float:

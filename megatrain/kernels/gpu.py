@@ -89,7 +89,7 @@ def _update(
     weights, remainder, exp_avg, exp_avg_sq, scale1, scale2, grad, numel,
     decay, weight1, beta2, weight2, root_correction2, eps, negative_step_size, grad_scale,
     number, seed,
-    SPLIT: tl.constexpr, SMALL: tl.constexpr, STATES: tl.constexpr,
+    REMAINDER_BYTES: tl.constexpr, SMALL: tl.constexpr, STATES: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
@@ -97,10 +97,10 @@ def _update(
     inside, some = at < numel, group * GROUP < numel
     m, v = _load(exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, STATES)
     g = tl.load(grad + at, inside, other=0).to(tl.float32) * grad_scale
-    if SPLIT:
+    if REMAINDER_BYTES:
         high = tl.load(weights + at, inside, other=0).to(tl.int16, bitcast=True).to(tl.int32)
         low = tl.load(remainder + at, inside, other=0).to(tl.int32)
-        if SPLIT == 1:
+        if REMAINDER_BYTES == 1:
             low = low << 8
         param = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
@@ -114,7 +114,7 @@ def _update(
     v = tl.fma(libdevice.mul_rn(weight2, g), g, libdevice.mul_rn(v, beta2))
     root = tl.sqrt_rn(v)
     denominator = root
-    if STATES == "fp32":  # elsewhere it is 1
+    if STATES == "fp32":  # with int8 and bf16 it is 1: `eps` and the step size contain it
         denominator = tl.div_rn(root, root_correction2)
     denominator = libdevice.add_rn(denominator, eps)
     param = libdevice.add_rn(param, tl.div_rn(libdevice.mul_rn(negative_step_size, m), denominator))
@@ -122,17 +122,17 @@ def _update(
         m, v, root, exp_avg, exp_avg_sq, scale1, scale2, at, inside, group, some, number, seed,
         STATES,
     )  # fmt: skip
-    if SPLIT:
+    if REMAINDER_BYTES:
         bits = param.to(tl.int32, bitcast=True)
         nan, quiet = param != param, (bits >> 16) | 0x40
-        if SPLIT == 1:
+        if REMAINDER_BYTES == 1:
             first, place = number + group * GROUP, tl.arange(0, GROUP)[None, :]
             key = _mixed(seed.to(tl.uint32) + (first >> 32).to(tl.uint32)) + first.to(tl.uint32)
             words = _mixed((key + (place // 4).to(tl.uint32)) ^ 0xFFFFFFFF)
             bits += ((words >> (8 * (place % 4)).to(tl.uint32)) & 0xFF).to(tl.int32)
         high = tl.where(nan, quiet, (bits + 0x8000) >> 16)
         tl.store(weights + at, high.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
-        if SPLIT == 1:
+        if REMAINDER_BYTES == 1:
             tl.store(remainder + at, tl.where(nan, 0, bits >> 8).to(tl.int8), inside)
         else:
             tl.store(remainder + at, tl.where(nan, 0, bits).to(tl.int16), inside)
@@ -151,6 +151,6 @@ def adamw(tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
         *(scales or (exp_avg, exp_avg_sq)), grad, numel,
         by.decay, by.weight1, by.beta2, by.weight2, by.root_correction2, by.eps,
         by.negative_step_size, options.grad_scale, options.at, states.mixed(options.step),
-        SPLIT=0 if remainder is None else remainder.element_size(), SMALL=by.weight1 < 0.5,
-        STATES=_KINDS[exp_avg.dtype], GROUPS=_GROUPS, GROUP=states.GROUP,
+        REMAINDER_BYTES=0 if remainder is None else remainder.element_size(),
+        SMALL=by.weight1 < 0.5, STATES=_KINDS[exp_avg.dtype], GROUPS=_GROUPS, GROUP=states.GROUP,
     )  # fmt: skip

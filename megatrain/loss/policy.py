@@ -39,7 +39,7 @@ class ImportanceSampling:
         name = "importance sampling"
         check_type(name, self.mode, Mode, "mode")
         low, high = self._bounds
-        if not -math.inf <= low < high <= math.inf or high <= 0:
+        if not -math.inf <= low < high <= math.inf or high <= 0:  # NaN fails the first, too
             raise InputError(
                 f"{name}'s clip_max is {self.clip_max!r} and its clip_min {self.clip_min!r}; "
                 "clip_max must be above 0 and above clip_min"

@@ -442,15 +442,17 @@ class Reward(PairLoss):
         replies = self.replies(log_prob_N, targets_N, *extras)
         if not self.margin:
             return self.pairs(*replies).sum()
+        # `replies` sums what it is given as log-probabilities: scores above, here margins.
         margins = self.replies(extras[self.inputs.index("margin")], targets_N, *extras)[0].log_prob
         return self.pairs(replies[0]._replace(reference=margins), replies[1]).sum()
 
     def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
-        losses = -F.logsigmoid(chosen.gain - rejected.gain)  # a margin is less gain
+        # `log_prob` is a reply's score; `reference` its margin or 0, so `gain` is score - margin.
+        losses = -F.logsigmoid(chosen.gain - rejected.gain)
         if self.center_rewards_coefficient is None:
             return losses
-        both = (chosen.log_prob + rejected.log_prob).square()
-        return losses + self.center_rewards_coefficient * both
+        squares = (chosen.log_prob + rejected.log_prob).square()
+        return losses + self.center_rewards_coefficient * squares
 
     def rewards(self, replies: Replies) -> Tensor:
         return replies.log_prob

@@ -57,7 +57,7 @@ class Untrained:
     def export_dtype(self, dtype: torch.dtype | str | None) -> torch.dtype | None:
         """The dtype of an export, which may be given by its name.
 
-        Raises InputError: none has this one, or it has more bits than there are.
+        Raises InputError: unknown dtype, or not bf16 where the tiles hold only bf16 bits.
         """
         chosen = _EXPORTED.get(dtype) if isinstance(dtype, str) else dtype
         if chosen not in _EXPORTED.values() and dtype is not None:

@@ -102,8 +102,8 @@ def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
 def critical_path(spans: Iterable[Span]) -> Counter[str]:
     """Seconds of each stream on the critical path, which add up to the end of the last span.
 
-    Followed from that end to the beginning: before each span comes the one whose end it began at,
-    of its own stream if that has one. `launches` is where nothing ended: the caller is behind.
+    Walks back from the last end: a span's predecessor ended when the span began, on the same stream
+    if possible. `launches` has times before which no span ended: the caller was late to launch.
     """
     ends: defaultdict[int, dict[str, Span]] = defaultdict(dict)  # nanoseconds
     for span in spans:

@@ -98,16 +98,18 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
     return [row]
 
 
-def enough(step: Step, ranks: Ranks) -> Step:
-    """The step's rows in at least one micro-batch for each rank, as far as there are rows."""
+def split_for_ranks(step: Step, ranks: Ranks) -> Step:
+    """Halve the largest micro-batches until each rank can have one, or each has a single row."""
     micros = list(step)
     while len(micros) < ranks.size:
         rows = [len(micro["input_ids"]) for micro in micros]
         if (most := max(rows)) == 1:
             break
-        at, first = rows.index(most), most - most // 2
-        halves = slice(first), slice(first, None)
-        micros[at : at + 1] = [{n: v[half] for n, v in micros[at].items()} for half in halves]
+        largest, middle = rows.index(most), most - most // 2
+        halves = slice(middle), slice(middle, None)
+        micros[largest : largest + 1] = [
+            {name: values[half] for name, values in micros[largest].items()} for half in halves
+        ]
     return micros
 
 

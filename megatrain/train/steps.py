@@ -24,7 +24,7 @@ from megatrain.telemetry.memory import process_bytes
 from megatrain.telemetry.metrics import MetricsWriter
 from megatrain.train.resume import RunState
 from megatrain.train.setup import Job
-from megatrain.train.sharing import by_all, check_rows, enough, part_of
+from megatrain.train.sharing import by_all, check_rows, part_of, split_for_ranks
 from megatrain.train.timeline import RunTimeline
 
 _REMEMBERED = 100  # gradient norms that the median is taken of
@@ -132,7 +132,7 @@ class Steps:
             check_rows(job.ranks, step_rows)
             ranks, counted = job.engine.batch_ranks, job.engine.balances_experts
             tokens = sum(micro["input_ids"].numel() for micro in step_rows)
-            rows = part_of(enough(step_rows, ranks), ranks, counted=counted)
+            rows = part_of(split_for_ranks(step_rows, ranks), ranks, counted=counted)
             if job.second is not None:
                 rows, logged = job.second.beside(rows)
             return rows, tokens, logged
