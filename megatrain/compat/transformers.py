@@ -196,12 +196,12 @@ def unpacked() -> AbstractContextManager[None]:
 
 
 def finding_once(packed: list[Tensor | None]) -> AbstractContextManager[None]:
-    """Within this context a forward is given what it found of packed rows when it ran before.
+    """Within this context a forward gets the document indices that an earlier run computed.
 
     Looking at the positions' values waits for the device.
 
     Args:
-        packed: what the same forward of the same rows has found, look by look; it is added to.
+        packed: results of the same forward for the same rows, in order; new ones are appended.
     """
     look, looks = masking_utils.find_packed_sequence_indices, count()
 

@@ -60,7 +60,7 @@ def open_dataset(
         kind: "text", "chat": replies, "auto": by the fields, "pairs", "margins", "rated": compared.
         fields: our name of a field -> the data's, or None: passed over on purpose.
         bad_rows: end at the first that cannot be used, or leave them out and list them.
-        weights, repeat: shares of the tokens, one for each source; see `packing.mixed`.
+        weights, repeat: shares of the tokens, one for each source; see `row_packing.mixed`.
         seed: decides which documents share rows and which are held out.
         vocab_size: the model's; greater ids are refused.
         overlong: what to do with conversations longer than a row. (Text is always split.)

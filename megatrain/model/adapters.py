@@ -1,6 +1,6 @@
 """Models with adapters: a transformers model whose modules PEFT has wrapped.
 
-Everything that follows a forward takes such a model as it is. Folders of the base are read and
+Code that follows a forward takes such a model unchanged. Folders of the base are read and
 written by the base's names, which `Adapted` maps.
 """
 
@@ -30,8 +30,8 @@ class Adapted:
 
     Attributes:
         base: the model without them and without weights.
-        held: names of the base's parameters and buffers in the model, and in the base.
-        copies: names of what is trained in the place of a module of the base, and in the base.
+        held: for names of parameters and buffers in the model, their names in the base.
+        copies: the same for copies of modules that are trained in place of the base's.
         configs: PEFT's, by the adapters' names.
         active: the adapter that is computed with; all others are frozen.
     """
@@ -44,17 +44,17 @@ class Adapted:
 
     @property
     def names(self) -> dict[str, str]:
-        """The name in the model of what the base has, by its name there."""
+        """For each name in the base, the name in the model."""
         return {name: mine for mine, name in self.held.items()}
 
     @property
     def replaced(self) -> set[str]:
-        """Names in the base of what nothing computes with: the active adapter has a copy of it."""
+        """Names in the base of unused tensors: the active adapter computes with a copy."""
         of_active = f".modules_to_save.{self.active}."
         return {base_name for name, base_name in self.copies.items() if of_active in name}
 
     def as_json(self) -> dict[str, Any]:
-        """For checkpoints; see `restored`."""
+        """The adapters as JSON for checkpoints; `restored` reads it."""
         configs = {name: peft.as_json(config) for name, config in self.configs.items()}
         return {"active": self.active, "configs": configs}
 
@@ -68,7 +68,7 @@ def adapted(model: nn.Module) -> Adapted | None:
 
 
 def require_held(model: PreTrainedModel) -> None:
-    """Raises InputError: no adapter's folder holds what is trained, or tokens that were added."""
+    """Raises InputError: an adapter's folder would lack trained tensors or rows of added tokens."""
     adapters = adapted(model)
     if adapters is None:
         return
@@ -85,7 +85,7 @@ def require_held(model: PreTrainedModel) -> None:
 
 
 def _check_added_tokens(adapters: Adapted) -> None:
-    """Raises InputError: the base has rows of tokens that it does not have where it is saved."""
+    """Raises InputError: the base has rows of added tokens that its saved folder lacks."""
     config, base = adapters.configs[adapters.active], adapters.base
     if not config.base_model_name_or_path:
         return
@@ -113,7 +113,7 @@ def _check_added_tokens(adapters: Adapted) -> None:
 
 
 def plain(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its adapters, without weights; one that has none as it is."""
+    """The model without its adapters and weights; a model without adapters comes back as it is."""
     adapters = adapted(model)
     return model if adapters is None else adapters.base
 
@@ -121,13 +121,13 @@ def plain(model: PreTrainedModel) -> PreTrainedModel:
 def with_adapters(
     base: PreTrainedModel, configs: Mapping[str, Any], active: str = "default"
 ) -> PreTrainedModel:
-    """A copy of a model without weights that has adapters, without weights, too.
+    """A copy of a model without weights, with adapters, which have no weights either.
 
     Raises:
         InputError: PEFT cannot put them there.
     """
     model = peft.with_its_config(base)
-    configs = copy.deepcopy(configs)  # PEFT writes into them what they mean in this model
+    configs = copy.deepcopy(configs)  # PEFT fills in this model's values
     peft.inject(model, configs, active)
     _adapted[model] = Adapted(base, *peft.base_names(model), configs, active)
     return model
@@ -137,7 +137,7 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
     """`with_adapters` for one new adapter, whose configuration is checked further.
 
     Raises:
-        InputError: also for what PEFT passes over: names that nothing in the model has.
+        InputError: also for names that match nothing in the model, which PEFT ignores.
     """
     model = with_adapters(base, {"default": config})
     modules = [f".{name}" for name, _ in base.named_modules()]
@@ -158,7 +158,7 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
 
 
 def _check_patterns(model: PreTrainedModel, config: Any) -> None:
-    """Raises InputError: a pattern, or the number of a layer, is of nothing that is adapted."""
+    """Raises InputError: a pattern or a layer's number matches no adapted module."""
     taken = set()
     for path, module in peft.wrappers(model):
         if not peft.is_copy(module):
@@ -181,14 +181,14 @@ def _check_patterns(model: PreTrainedModel, config: Any) -> None:
 
 
 def _listed(value: Any) -> list[Any]:
-    """The names, or numbers, of a key that may be one number or a regular expression."""
+    """A key's names or numbers as a list; the key may be one number or a regular expression."""
     if isinstance(value, str) or value is None:
         return []
     return [value] if isinstance(value, int) else sorted(value)
 
 
 def noted(model: PreTrainedModel, configs: Mapping[str, Any], active: str) -> PreTrainedModel:
-    """The model inside a PeftModel, its weights taken out, as one with adapters."""
+    """The model inside a PeftModel, without its weights, registered as one with adapters."""
     peft.tidy(model)
     base = peft.stripped(model)
     _adapted[model] = Adapted(base, *peft.base_names(model), configs, active)
@@ -196,7 +196,7 @@ def noted(model: PreTrainedModel, configs: Mapping[str, Any], active: str) -> Pr
 
 
 def restored(base: PreTrainedModel, saved: Mapping[str, Any]) -> PreTrainedModel:
-    """The model with adapters of which `as_json` was saved.
+    """The model with the adapters that `as_json` described.
 
     Raises:
         InputError: this version of PEFT does not know them.
@@ -211,11 +211,11 @@ def restored(base: PreTrainedModel, saved: Mapping[str, Any]) -> PreTrainedModel
 def draw_adapters(
     model: PreTrainedModel, read: Values, write: Callable[[str, Tensor], None], seed: int
 ) -> None:
-    """Hand the values to `write` with which adapters begin; the base's weights are in place.
+    """Hand the adapters' initial values to `write`; the base's weights are in place.
 
     Args:
         read: functions that give the base's parameters, by their names in the model.
-        seed: of what is drawn; torch's default generator is seeded anew for each module.
+        seed: of random values; torch's default generator is seeded anew for each module.
     """
     adapters = _adapted[model]
     first = {id(p): name for name, p in model.named_parameters()}

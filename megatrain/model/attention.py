@@ -1,4 +1,4 @@
-"""Attention's results kept from a forward, given again when the layer is computed again.
+"""Keeps attention's results in the forward for when the backward computes the layer again.
 
 Recomputing attention over a row of 512 k tokens is a fifth of a step. Its results (the output and
 the logarithms of the softmax's sums) are all that its backward needs besides queries, keys and
@@ -26,7 +26,7 @@ _OPERATIONS = {
 
 
 def _is_attention(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Attention without dropout: that one draws random numbers, which must be drawn again."""
+    """True for attention without dropout, whose random numbers would have to be drawn again."""
     if schema_of(func).name not in _OPERATIONS:
         return False
     names = [argument.name for argument in schema_of(func).arguments]

@@ -50,7 +50,7 @@ _OF_A_TOKEN = (
 )
 
 _loaded: WeakKeyDictionary[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]]
-_loaded = WeakKeyDictionary()  # opening an engine asks three times for the same
+_loaded = WeakKeyDictionary()  # opening an engine loads the same one three times
 
 
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -25,7 +25,7 @@ from megatrain.errors import InputError
 from megatrain.model.layer_template import containers
 from megatrain.model.unsupported import refuse_lookup
 
-PROLOGUE = -1  # the "visit" that what runs before the first layer counts as
+PROLOGUE = -1  # the "visit" of all that runs before the first layer
 
 
 @dataclass(frozen=True, order=True)
@@ -55,7 +55,7 @@ def identity(tensor: Tensor) -> Hashable:
 
 
 def _memory(tensor: Tensor) -> tuple:
-    """The place of a tensor's first value, also of one without data."""
+    """The address of a tensor's first value; meta tensors have a stand-in for it."""
     return memory_of(tensor), tensor.storage_offset()
 
 

@@ -1,7 +1,7 @@
 """Files that go along with a model's weights: tokenizer, templates, code, licence.
 
-These files still hold when the weights have been trained. Other formats of the weights, their
-indices, what a trainer left behind and READMEs, which tell of the source, do not.
+These files stay valid when the weights have been trained. Other formats of the weights, their
+indices, a trainer's leftovers and READMEs, which describe the source, do not.
 """
 
 import json
@@ -66,7 +66,7 @@ def companions(folder: Path) -> dict[str, bytes]:
 
 
 def read_files(paths: Mapping[str, Path]) -> dict[str, bytes]:
-    """The bytes of files, by name; what is too large to be held is left out, and named in the log.
+    """The bytes of files, by name; files too large to hold are left out and named in the log.
 
     Raises:
         InputError: one cannot be read.
@@ -102,7 +102,7 @@ def set_generation(model: PreTrainedModel, files: Companions) -> None:
         return
     try:
         model.generation_config = GenerationConfig(**parse_json(data))
-    except Exception as error:  # transformers checks each value in a way of its own
+    except Exception as error:  # transformers raises many types, one for each check
         log.warning("%s is left aside: %s", GENERATION, first_line(error))
 
 

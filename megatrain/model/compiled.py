@@ -1,4 +1,4 @@
-"""torch.compile with news: what is being compiled, and how much has been."""
+"""torch.compile, with log lines about what is being compiled."""
 
 import logging
 from collections.abc import Callable
@@ -19,8 +19,8 @@ _numbers = count()  # of what is compiled in this process
 def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") -> Callable[..., Any]:
     """`function` through torch.compile; says so at the first call, which may take a minute.
 
-    The sizes of the first call keep what is compiled for them: once a function has been given
-    others, torch.compile makes graphs for any size, and takes them for the first ones as well.
+    Sizes of the first call keep their own graphs: once a function has been called with
+    others, torch.compile makes graphs for any size and uses them for the first sizes, too.
 
     Args: `name` in torch's own messages and traces; the function's if none is given.
     """
@@ -28,7 +28,7 @@ def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") ->
     keep_tuning_off_the_host()
     code_name = f"{name or getattr(function, '__name__', what)}_{next(_numbers)}"
     usual, others = (torch.compile(_with_own_code(function, code_name)) for _ in range(2))
-    first: dict[int, list[torch.Size]] = {}  # by how many tensors there are: some have more buffers
+    first: dict[int, list[torch.Size]] = {}  # by the number of tensors: it differs with buffers
 
     def call(*args: Any, **kwargs: Any) -> Any:
         sizes = _sizes(args, kwargs)
@@ -47,13 +47,13 @@ def _sizes(*values: Any) -> list[torch.Size]:
 
 
 def _with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A copy of a function or a method, with a code object of its own, and that name.
+    """A copy of a function or a method under another name, with a new code object.
 
-    torch.compile keeps what it has compiled with the code object: kinds and purposes that shared
-    one would take each other's graphs, and use up its limit on how many there may be. By file,
-    line and name it keeps which sizes have changed, and no longer compiles for those that are
-    given (torch/_dynamo/pgo.py): the second model of a process would have kernels for any size.
-    What has the same name learns from each other: the second size is compiled for any.
+    torch.compile keeps compiled graphs by code object: kinds of layers that shared one would take
+    each other's graphs and use up its limit on their number. It also remembers, by file, line and
+    name, sizes that have varied, and compiles kernels for any size from then on
+    (torch/_dynamo/pgo.py). Functions of the same name would share that memory: the second model
+    of a process would get the slower kernels.
     """
     if isinstance(function, MethodType):
         return MethodType(_with_own_code(function.__func__, name), function.__self__)

@@ -31,19 +31,19 @@ from megatrain.parallel.distributed import ALONE, Ranks
 
 _log = logging.getLogger(__name__)
 
-# Of how losses vary, in fp32 and bf16 alike: where documents are apart the difference is 0, or some
+# As shares of the losses' spread: where documents are apart the difference is 0, or some
 # 1e-6 where experts take tokens in another order; in all families that mix documents it was above
 # 1e-2.
 TOLERANCE = 1e-4
 NOISES = 10  # times the noise of such other orders, which is measured
-# What changes more than this with the document after it has been seen by it, or sees it.
+# A document that changes more than this with its neighbour is mixed with it.
 MOST_NOISE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # A document whose losses change less than this with its own beginning says nothing about others.
 LEAST_CONTEXT = 1e-3
 
 _WITH_MASKS = ("sdpa", "eager", BY_LENGTHS)  # the others read lengths
 _COMPARED = 4096  # tokens of a row that is tried with masks, too
-_SHORT = 5  # tokens of the short documents that are tried; less are no context
+_SHORT = 5  # tokens of the short documents that are tried; fewer give no context
 _MIXED = (
     "{} does not keep the documents of a packed row (position_ids that start anew) apart; train it "
     "without packing (data.packing: false)"
@@ -61,8 +61,8 @@ class DocumentCheck:
         tried: Callable[[list[Micro]], tuple[Any, list[Tensor]]],
         check_masks: Callable[[Sequence[Micro]], None],
     ) -> None:
-        """Args: `tried` gives calls and the tokens' losses of micro-batches, `[B, T]`;
-        `check_masks` raises DoesNotFit, as the program attends now.
+        """Args: `tried` computes calls and losses `[B, T]` of micro-batches;
+        `check_masks` raises DoesNotFit if the attention in use needs masks that do not fit.
         """
         self._model_type, self._dtype, self._tried = config.model_type, program.dtype, tried
         self._program, self._check_masks = program, check_masks
@@ -70,10 +70,10 @@ class DocumentCheck:
         self._apart: set[tuple[bool, int]] = set()
 
     def check(self, micro_batches: Sequence[Micro], ranks: Ranks = ALONE) -> None:
-        """Try packed rows of a kind that has not come before to any of the ranks, on all of them.
+        """Try packed rows of a kind that is new to some rank, on all ranks.
 
-        Of one kind are rows of lengths between the same two whole numbers of the configuration
-        (windows, kernels, rates, what else it has) or powers of two, alone or several at a time.
+        Rows are of one kind if their lengths lie between the same two whole numbers of the config
+        (windows, kernel sizes...) or powers of two; single rows and several are two kinds.
 
         Raises:
             InputError: the model's documents see each other.
@@ -83,7 +83,7 @@ class DocumentCheck:
         new = {self._kind(micro): micro for micro in reversed(untried)}
         if self._program.may_attend_by_lengths and not all(map(self._lengths_do, new.values())):
             self._program.may_attend_by_lengths = False
-            self._apart.clear()  # that was told by lengths
+            self._apart.clear()  # those trials attended by lengths
             untried = self._untried(micro_batches, ranks)
 
         def room() -> int:
@@ -110,7 +110,7 @@ class DocumentCheck:
         return rows > 1, bisect(self._limits, tokens)
 
     def _lengths_do(self, micro: Micro) -> bool:
-        """True if attention that is told the documents' lengths gives what it gives with masks.
+        """True if attention by the documents' lengths gives the same losses as by masks.
 
         If so the program attends by lengths from then on, else by masks.
         """
@@ -121,7 +121,7 @@ class DocumentCheck:
             _, [by_lengths] = self._tried([row])
         except DoesNotFit:
             raise
-        except Exception as error:  # of the model's own code, which need not take them
+        except Exception as error:  # the model's own code may not take lengths
             _log.info("documents are kept apart by masks, not by their lengths: %s", error)
             self._program.attend(BY_MASKS)
             return False
@@ -132,15 +132,15 @@ class DocumentCheck:
         return equal
 
     def _keeps_apart(self, micro: Micro, at_once: int) -> bool:
-        """False if what is before a token hardly changes its loss: then nothing has been tried."""
-        for seed in range(2):  # experts that are chosen otherwise by a rounding come once
-            tried = comparisons(micro, seed)
-            rows = [row for comparison in tried for row in comparison.micro_batches]
+        """False if earlier tokens hardly change a token's loss: then the trial proves nothing."""
+        for seed in range(2):  # rounding may change the choice of experts, hardly twice
+            compared = comparisons(micro, seed)
+            rows = [row for comparison in compared for row in comparison.micro_batches]
             groups = [rows[at : at + at_once] for at in range(0, len(rows), at_once)]
             losses = [loss.cpu() for group in groups for loss in self._tried(group)[1]]
             if not all(bool(loss.isfinite().all()) for loss in losses):
-                return False  # the step itself tells
-            pairs = zip(tried, losses[::2], losses[1::2], strict=True)
+                return False  # the step itself reports the error
+            pairs = zip(compared, losses[::2], losses[1::2], strict=True)
             changes = [comparison.differences(*pair) for comparison, *pair in pairs]
             noise, seen, context = (max(values) for values in zip(*changes, strict=True))
             if noise <= MOST_NOISE[self._dtype] and seen <= TOLERANCE + NOISES * noise:
@@ -149,9 +149,9 @@ class DocumentCheck:
 
 
 def check_documents(spec: ModelSpec) -> None:
-    """Refuse a model whose layers are given masks that show a document the one before it.
+    """Refuse a model whose own masks let a document see the one before it.
 
-    That is known before there is data. What passes is still tried in steps, by `DocumentCheck`.
+    This needs no data. `DocumentCheck` still tries models that pass, in their steps.
 
     Raises:
         InputError: it is such a model.
@@ -162,7 +162,7 @@ def check_documents(spec: ModelSpec) -> None:
     shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
     tables = {n: torch.zeros(1, *shapes[n][1:], requires_grad=True) for n in spec.gathered}
     weights = {name: torch.zeros(shapes[name], requires_grad=True) for name in spec.prologue}
-    first, size = 6, 13  # tokens: as many as no head is wide
+    first, size = 6, 13  # tokens; numbers that are no usual width of a head
     ids = torch.zeros(1, size, dtype=torch.long)
     positions = torch.cat([torch.arange(first), torch.arange(size - first)])[None]
     rows = Rows(ids, ids, tables, ids[0, :1])
@@ -181,7 +181,7 @@ class Comparison:
     """Rows of documents of these lengths, once with some tokens changed in each row.
 
     Attributes:
-        changed_T: which tokens; of a document all, or the first ones.
+        changed_T: which tokens are changed: all of a document, or its first ones.
         micro_batches: the rows as they are, and with these tokens changed.
     """
 
@@ -190,10 +190,10 @@ class Comparison:
     micro_batches: list[Micro]
 
     def differences(self, one_BT: Tensor, other_BT: Tensor) -> tuple[float, float, float]:
-        """How much losses change, by their spread: the root mean square of a document.
+        """Root mean square change of a document's losses, divided by the losses' spread.
 
-        That of the most changed document before the changed tokens, of the most changed one after
-        them, and of what follows them in their own document.
+        Of the most changed document before the changed tokens, of the most changed one after
+        them, and of the tokens that follow them in their own document.
         """
         change_BT = (one_BT - other_BT) / spread_of(one_BT)
         parts = (x.split(self.lengths, -1) for x in (change_BT, ~self.changed_T))
@@ -210,7 +210,7 @@ class Comparison:
 
 
 def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
-    """Documents as they come, and short ones between long ones, in rows of the same length."""
+    """The documents of a row as they are, and short ones between long ones in a row as long."""
     shape = min(micro["position_ids"].shape[0], 2), micro["position_ids"].shape[1]
     pool, tokens = at_least_two(torch.unique(micro["input_ids"])), shape[1]
     tried: list[Comparison] = []
@@ -234,7 +234,7 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
         first = 1 if len(lengths) > 2 else 0
         add(lengths, [n if at % 2 == first else 0 for at, n in enumerate(lengths)])
 
-    if max(lengths := _lengths(micro)) > 1:  # else no token of theirs is predicted
+    if max(lengths := _lengths(micro)) > 1:  # else no token is predicted
         every_second(lengths)
     short = min(_SHORT, tokens // 4)
     if short:
@@ -247,7 +247,7 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
 
 
 def _lengths(micro: Micro) -> list[int]:
-    """Lengths of the documents in the row that has most of them, and one of two tokens or more."""
+    """Lengths of the documents in the row with most documents, one of at least two tokens."""
     positions_BT = micro["position_ids"]
     begins_BT = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
     count_B = begins_BT.sum(1).where(~begins_BT.all(1), -1)
@@ -257,23 +257,23 @@ def _lengths(micro: Micro) -> list[int]:
 
 
 def at_least_two(pool: Tensor) -> Tensor:
-    """The tokens of `pool`, and another one if there is a single one: any will do."""
+    """The tokens of `pool`; if there is only one, some other token is added."""
     return pool if len(pool) > 1 else torch.cat([pool, pool - 1 if int(pool) else pool + 1])
 
 
 def spread_of(losses: Tensor) -> float:
-    """The standard deviation of losses, but for those that are 0: of tokens without a label."""
+    """The standard deviation of the losses that are not 0, which tokens without a label have."""
     counted = losses[losses != 0]
     return (float(counted.std(correction=0)) if len(counted) > 1 else 0.0) or 1.0
 
 
 def change_of(losses: Tensor, others: Tensor) -> float:
-    """The root mean square of how losses change, by their spread."""
+    """The root mean square change of losses, divided by their spread."""
     return float((losses - others).square().mean().sqrt()) / spread_of(losses)
 
 
 def limits_of(config: PreTrainedConfig) -> list[int]:
-    """Lengths of rows at which what a model does may change: its whole numbers, powers of two."""
+    """Row lengths at which a model may act differently: its config's whole numbers, powers of 2."""
     powers = (1 << exponent for exponent in range(1, 31))
     return sorted({*powers, *_whole_numbers(config.to_dict())})
 
@@ -300,7 +300,7 @@ def check_masks(
         itemsize: bytes of a number in the compute dtype; torch turns a mask of bools into numbers.
 
     Raises:
-        DoesNotFit: with what the mask is for.
+        DoesNotFit: the message says why the mask is needed.
     """
     if attention_of(config) not in _WITH_MASKS:
         return

@@ -83,14 +83,14 @@ def told_by_lengths(position_ids: Tensor, device: torch.device) -> dict[str, Any
 
 
 def takes_lengths(model: PreTrainedModel) -> bool:
-    """True if a model says that it tells flash attention all that its masks do."""
+    """True if a model declares that flash attention can replace its masks."""
     return takes_flash_attention(model) and attention_of(model.config) == BY_MASKS
 
 
 def chosen_attention(name: str | None) -> str | None:
-    """The implementation that a model was opened with, of the one that stands for it meanwhile.
+    """The attention that a model was opened with, for the one that replaces it in training.
 
-    A checkpoint says the former: the latter is of a step, and no other program knows its name.
+    Checkpoints name the former: no other program knows the latter.
     """
     return BY_MASKS if name is not None and name.startswith(OURS) else name
 
@@ -114,7 +114,7 @@ def without_masks() -> Iterator[None]:
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    custom = kwargs.get("use_vmap")  # a mask of the model's own, beside order, window and documents
+    custom = kwargs.get("use_vmap")  # an extra mask, beside order, window and documents
     return None if _told.get() and not custom else sdpa_mask(*args, **kwargs)
 
 
@@ -173,7 +173,7 @@ def _varlen(
 
 
 def _mask_of(edges: Tensor, rows: int, tokens: int, window: int | None) -> Tensor:
-    """`[B, 1, T, T]` bools: what each token sees."""
+    """`[B, 1, T, T]` bools: the tokens that each token sees."""
     at = torch.arange(rows * tokens, device=edges.device, dtype=edges.dtype)
     document_BT = torch.searchsorted(edges, at, right=True).view(rows, 1, tokens)
     place_T = at[:tokens]

@@ -42,7 +42,7 @@ from megatrain.model.safetensors_io import (
 Piece = tuple[list[Described], Callable[[], list[Tensor]]]  # tensors that are made together
 
 SHARD_FILE = "model-{:05d}-of-{:05d}.safetensors"
-# What an export replaces in a folder that it finds; all else there (tokenizer, notes) stays.
+# Files that an export replaces in an existing folder; others (tokenizer, notes) stay.
 REPLACED = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
     r"|config\.json|generation_config\.json|adapter_(config\.json|model\.safetensors)"
@@ -72,10 +72,10 @@ def write_weights(
             on the CPU. Persistent buffers may be among them; others are taken from the model.
         dtype: of the model in the files. Parameters that its class keeps in float32 whatever
             the model's dtype stay so, and buffers keep their own.
-        as_came: dtypes of what is written in another one all the same, by first name.
-        beside: more files, of the model's source. Its generation_config.json is taken for the
-            model's; of others, one that the folder has already stays.
-        carried: more tensors, which are written under their names with the bits that they have.
+        as_came: dtypes of tensors that are not written in `dtype`, by first name.
+        beside: more files, from the model's source. Its generation_config.json replaces the
+            model's; any other file is written only if the folder lacks it.
+        carried: more tensors, which are written unchanged under their names.
         max_shard_bytes: a larger tensor gets a shard of its own.
 
     Raises:
@@ -115,27 +115,30 @@ def write_adapter(
 ) -> None:
     """Write the active adapter of a model as PEFT does, which `PeftModel.from_pretrained` loads.
 
-    Args: as `write_weights`; of `beside` what is not of a model's own.
+    Args: as `write_weights`; files of `beside` named in `REPLACED` are skipped.
 
     Raises:
         InputError: `folder` is a file.
         RunFailed: not enough disk space, or the disk cannot be written; nothing is left behind.
     """
-    whole = adapted(model)
-    assert whole is not None
+    adapter = adapted(model)
+    assert adapter is not None
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    names = peft.file_names(model, whole.active)
+    names = peft.file_names(model, adapter.active)
     described = [Described(name, dtype, shapes[of_model]) for name, of_model in names.items()]
     beside = {n: data for n, data in (beside or {}).items() if not REPLACED.fullmatch(n)}
     with _exported(folder, described, beside) as new:
         values = (tensors[of_model]().to(dtype) for of_model in names.values())
         write_shard(new / peft.WEIGHTS_FILE, described, values)
-        peft.write_config(whole.configs[whole.active], new, scores=scores_rows(model))
+        peft.write_config(adapter.configs[adapter.active], new, scores=scores_rows(model))
 
 
 @contextmanager
 def _exported(folder: Path, described: list[Described], beside: Companions) -> Iterator[Path]:
-    """A folder that replaces `folder` when the body has succeeded, its other files beside."""
+    """Yield a new folder, which takes the place of `folder` after the body, with its other files.
+
+    Raises: as `write_weights`.
+    """
     folder = Path(folder).resolve()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; give a folder to export to")
@@ -270,7 +273,7 @@ def _pieces(
     whole = revert_weight_conversion(model, dict(metas))
     name_of = {id(meta): name for name, meta in metas.items()}
     renamed = {name for name, meta in whole.items() if id(meta) in name_of}
-    pieces: dict[str, Piece] = {}  # by the first name that they are made of
+    pieces: dict[str, Piece] = {}  # by the first of the names that they are made of
     for name in renamed:
         outputs, source = [_describe(name, whole[name])], name_of[id(whole[name])]
         pieces[source] = outputs, partial(made_of, [source], metas[source].dtype, outputs)
@@ -291,9 +294,9 @@ def _pieces(
 
 
 def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
-    """Names that one converter takes together."""
+    """Groups of names; one converter takes each group together."""
     conversions = conversions_of(model)
-    if conversions is None:  # transformers' rule for a model that was never loaded
+    if conversions is None:  # as transformers does for a model that was never loaded
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     converters = [
         conversion.reverse_transform()

@@ -1,7 +1,7 @@
-"""Describes a module, but for its weights, by values that can be compared.
+"""Describes all of a module except its weights by values that can be compared.
 
 Two layers whose signatures are equal compute the same function of their weights and buffers. What
-cannot be proven equal differs: an object that is not understood is equal to itself alone.
+cannot be proven equal differs: an object of an unknown kind is equal to itself alone.
 """
 
 import enum
@@ -34,7 +34,7 @@ _SMALL = 1 << 16  # values of a tensor that is compared by them
 
 @dataclass(frozen=True, eq=False)
 class Is:
-    """Equal to one that holds the very same object, which it keeps alive."""
+    """Compares an object by identity, and keeps it alive."""
 
     value: Any
 
@@ -49,7 +49,7 @@ class Reader:
     """Makes values of objects, whatever they hold.
 
     Attributes:
-        strays: weights that it came upon elsewhere than registered in a module of `root`.
+        strays: weights that objects hold without being registered in a module of `root`.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Reader:
         """Make a reader of a module.
 
         Args:
-            left_out: names of attributes of modules that are not read.
-            by_identity: tell apart an object from an equal one that takes its place.
+            left_out: names of modules' attributes to ignore.
+            by_identity: also an equal object in another's place counts as a difference.
         """
         self._left_out, self._by_identity = {*_OF_EVERY_MODULE, *left_out}, by_identity
         self._own = {id(p) for p in root.parameters()}
@@ -139,7 +139,7 @@ class Reader:
         for parameter in parameters_of(module).values():
             if parameter is not None and id(parameter) not in self._own:
                 self.strays.append(parameter)
-        # Weights and buffers are given to a template: what counts is which are the same.
+        # A template gets weights and buffers anew; only which of them are shared counts.
         weights: list[Any] = []
         for name, tensor in [*parameters_of(module).items(), *buffers_of(module).items()]:
             if tensor is None or self._met(tensor):
@@ -150,7 +150,7 @@ class Reader:
         return tuple(self.attributes(module)), tuple(weights), children
 
     def attributes(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
-        """A module's own plain attributes by name, and what its class may keep."""
+        """A module's plain attributes by name, and attributes that its class keeps."""
         self._met(module)
         for name, value in sorted(vars(module).items()):
             if name not in self._left_out:
@@ -167,7 +167,7 @@ class Reader:
 
 
 def value_of(tensor: Tensor) -> Any:
-    """A tensor by type, shape and values; a large one by its identity."""
+    """A tensor's type, shape and values; for a large one its identity."""
     plain = type(tensor) is Tensor and tensor.layout == torch.strided
     if not tensor.is_meta and not (plain and tensor.numel() <= _SMALL):
         return Is(tensor)
@@ -177,7 +177,7 @@ def value_of(tensor: Tensor) -> Any:
 
 
 def _is_transparent(cls: type) -> bool:
-    """True if objects of a class hold what Python shows of them, and nothing else."""
+    """True if objects of a class hold no state that Python code cannot see."""
     builtin = (base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
     return all(base is object or base in _CONTAINERS for base in builtin)
 

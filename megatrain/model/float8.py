@@ -23,7 +23,7 @@ ROUTERS = frozenset(("gate", "router"))  # a small error of theirs would choose 
 def convert(module: nn.Module, device: torch.device) -> list[nn.Module]:
     """Let the linear modules of a layer's template compute in float8; returns them.
 
-    Elsewhere than on a GPU the casts are real and products are taken in the type of the inputs.
+    Without a GPU the casts are real and products are computed in the type of the inputs.
 
     Raises:
         InputError: as `require_float8`.
@@ -39,7 +39,7 @@ def convert(module: nn.Module, device: torch.device) -> list[nn.Module]:
 
 def require_float8(device: torch.device) -> None:
     """Raises InputError: torchao is not installed, or the GPU has no float8."""
-    logging.disable(logging.WARNING)  # torchao tells which of its own kernels it cannot load
+    logging.disable(logging.WARNING)  # torchao warns of kernels that it cannot load
     try:
         import torchao.float8  # noqa: F401
     except ImportError as error:
@@ -60,8 +60,8 @@ def require_float8(device: torch.device) -> None:
 def in_own_type(converted: list[nn.Module]) -> Iterator[None]:
     """Within this context modules that were converted compute in the type of their inputs.
 
-    A scale is of all tokens that are computed together, so in float8 what comes out for one of them
-    changes with the others: no comparison of single tokens could be told from that.
+    One scale serves all tokens that are computed together, so in float8 the output for one of them
+    changes with the others, and a comparison of single tokens would prove nothing.
     """
     kinds = [type(module) for module in converted]
     for module in converted:
@@ -74,7 +74,7 @@ def in_own_type(converted: list[nn.Module]) -> Iterator[None]:
 
 
 def _takes(module: nn.Module, name: str) -> bool:
-    """True if a module is a plain linear one whose output nothing else reads, as a router's."""
+    """True for a plain linear module, no router, of sizes that float8 products can have."""
     if type(module) is not nn.Linear or name.rpartition(".")[2] in ROUTERS:
         return False
     return "forward" not in vars(module) and all(

@@ -42,16 +42,16 @@ def initialise(
     """Draw every parameter by the class's own `_init_weights` and hand it to `write`.
 
     Values are drawn in fp32 in host memory, which holds one layer of them at a time: no device
-    needs room for it, and none has a say in what is drawn, nor has the number of `threads`. Normal
-    distribution, scaled projections and all else are the model's own choice; what `_init_weights`
+    needs room for it. Values depend neither on the device nor on the number of `threads`. Normal
+    distribution, scaled projections and all else are the model class's choice; what `_init_weights`
     leaves alone is as the constructor makes it. torch's default generator is seeded anew.
 
     Args:
         write: takes each parameter's Hugging Face name and its values, once.
         only: names to write; None for all.
-        kept: makes what `write` gets of a parameter's name and values.
-        alike: layers that follow one of the same modules and shapes get its values, and are not
-            drawn: for measurements, where values have no say.
+        kept: from a parameter's name and values, the value to pass to `write`.
+        alike: layers with the same modules and shapes as an earlier one get its values and are not
+            drawn: for measurements, where values do not matter.
     """
     model = spec.capture.model
     paths = {id(module): path for path, module in model.named_modules()}
@@ -82,7 +82,7 @@ def initialise(
             elif full in wanted:
                 left[full] = (type(module), name)
     if left:
-        # A new model of the class, of which only what is left has values.
+        # A new model of the class; only parameters of this part have values.
         places = set(left.values())
         with _seeded(seed, len(parts), threads), torch.device("cpu"), _without_values(places):
             fresh = dict(type(model)(copy.deepcopy(model.config)).named_parameters())
@@ -93,7 +93,7 @@ def initialise(
 def _taken(
     module: nn.Module, name: str, shell: nn.Parameter, full: str, kept: Callable[..., Tensor]
 ) -> Tensor | None:
-    """The values that were drawn in the place of `shell`, as they are kept; None: none were."""
+    """The values drawn in place of `shell`, passed through `kept`; None: none were drawn."""
     values, parameters_of(module)[name] = parameters_of(module)[name], shell
     assert values is not None
     # A minimum is NaN if anything is; `isnan` would take a byte for each value.
@@ -102,7 +102,7 @@ def _taken(
 
 
 def most_drawn_at_once(spec: ModelSpec) -> int:
-    """Values that `initialise` holds at once beside what `write` keeps: of the largest part."""
+    """Number of values in the largest part, which `initialise` holds beside what `write` keeps."""
     return max(
         sum(p.numel() for module in part for p in module.parameters(recurse=False))
         for part in _parts(spec.capture.model, spec)
@@ -111,7 +111,7 @@ def most_drawn_at_once(spec: ModelSpec) -> int:
 
 @contextmanager
 def _seeded(seed: int, index: int, threads: int) -> Iterator[None]:
-    """Within this context random numbers are those of part `index`."""
+    """Within this context random numbers are seeded for part `index`."""
     torch.default_generator.manual_seed(derived_seed(seed, index))
     first = derived_seed(seed) + index * _PART_SEEDS
     with ThreadPoolExecutor(threads) as pool, _InPieces(pool, first):
@@ -119,7 +119,7 @@ def _seeded(seed: int, index: int, threads: int) -> Iterator[None]:
 
 
 class _InPieces(TorchDispatchMode):
-    """Has the values of large tensors drawn by many threads, each piece from its own generator."""
+    """Draws the values of large tensors in many threads, each piece from its own generator."""
 
     def __init__(self, pool: ThreadPoolExecutor, seed: int) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def _draw(part: list[nn.Module], owners: Owners) -> None:
     """Give the modules of `part` real parameters; NaN is left where the class sets nothing."""
     for module in part:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            # Tied ones are drawn apart, as transformers ties them after it has initialised them.
+            # Tied ones are drawn separately: transformers ties them after it has initialised them.
             values = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
             parameters_of(module)[name] = nn.Parameter(values)
     for module in part:

@@ -17,7 +17,7 @@ from megatrain.model.routers import taken
 from megatrain.model.token_chunks import ChunkedOverTokens, draws, parts
 from megatrain.placement import Saves
 
-# What a call is for; each is compiled for itself.
+# Purposes of a call; each is compiled separately.
 PURPOSES = ("forward", "recompute", "repeat", "keep", "keep_all")
 FORWARD, RECOMPUTE, REPEAT, KEEP, KEEP_ALL = PURPOSES
 _NEWS = (
@@ -50,7 +50,7 @@ class LayerTemplate:
     arguments: tuple[tuple, dict[str, Any]] = ((), {})
     example: list[Any] = field(default_factory=list)
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    routes: bool = False  # the last of what a call returns is of its routers (model/routers.py)
+    routes: bool = False  # a call's last output is its routers' sums (model/routers.py)
     random: bool | None = None  # whether it draws random numbers in training; None: not tried yet
 
     def call(
@@ -61,10 +61,10 @@ class LayerTemplate:
         saves: Saves | None = None,
         counted_N: Tensor | None = None,
     ) -> list[Tensor | Any]:
-        """The layer's outputs as a flat list; `saves`: what a graph that waits holds.
+        """The layer's outputs as a flat list; `saves`: which tensors a waiting graph holds.
 
-        After what it returns comes what it put into containers among its arguments, and what the
-        loss of its routers is of, if that is asked for; `counted_N` says which tokens count in it.
+        After its return value come the values that it put into its arguments' containers, then
+        the sums for its routers' loss, if wanted; `counted_N` says which tokens count in that.
         """
         purpose = RECOMPUTE if torch.is_grad_enabled() else FORWARD
         if saves == "nothing":
@@ -89,14 +89,14 @@ class LayerTemplate:
         return bool(self.compiled) and not self.random
 
     def compile(self, name: str) -> None:
-        """Compile the call, apart for each purpose (torch.compile, at the first call)."""
+        """Compile the call separately for each purpose (torch.compile, at the first call)."""
         for purpose, news in zip(PURPOSES, _NEWS, strict=True):
             function = compile_and_tell(_apply, f"{name} ({news})", purpose)
             share = _SHARES.get(purpose)
             self.compiled[purpose] = function if share is None else _in_budget(function, share)
 
     def tile(self, tokens: int, name: str, *, compiled: bool) -> None:
-        """Run what acts on every token alone over tiles of `tokens`; compile no more than that."""
+        """Run parts that act on each token alone in tiles of `tokens`; compile only those parts."""
 
         def fast(function: Callable[..., Any], what: str) -> Callable[..., Any]:
             return compile_and_tell(function, f"{name}, {what}") if compiled else function
@@ -133,7 +133,7 @@ def _apply(
     kwargs: dict,
     counted_N: Tensor | None = None,
 ) -> Any:
-    """The layer's output, what it put into each container among its arguments, its routers'."""
+    """The layer's output, its additions to containers among the arguments, its routers' sums."""
     shared = containers(args, kwargs)
     before = [dict(container) for container in shared]
     output = functional_call(module, weights, args, kwargs)
@@ -201,7 +201,7 @@ class NumberRead(RunFailed):
 
 
 def without_index(module: nn.Module) -> nn.Module:
-    """`module`, its layer numbers hidden in place: whoever reads one gets a `NumberRead`."""
+    """Hide the layer numbers of `module` in place: reading one raises `NumberRead`."""
     for child in module.modules():
         names = tuple(name for name in INDEX_ATTRIBUTES if name in vars(child))
         for name in names:

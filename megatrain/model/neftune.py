@@ -10,11 +10,11 @@ from megatrain.errors import InputError
 
 
 def add_noise(model: PreTrainedModel, alpha: float) -> None:
-    """Let a model in training mode add noise to what its token embedding makes `[B, T, D]`.
+    """Let a model in training mode add noise to its token embeddings `[B, T, D]`.
 
     Uniform within `alpha / sqrt(T * D)` of 0 (Jain et al. 2023, arXiv 2310.05914, where T is the
-    length of the row, padding included, as in transformers). The numbers are those that the
-    device's generator draws there.
+    length of the row, padding included, as in transformers). The noise comes from the
+    device's default generator.
 
     Raises:
         InputError: the model has no token embedding of that kind.

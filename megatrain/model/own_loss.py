@@ -1,10 +1,10 @@
 """Checks that a model's own loss is the cross entropy of its labels; else it is refused.
 
 transformers' models compute a loss in their forward where labels are given. Here the loss is
-computed apart, so that logits never exist as a whole. A class of transformers, or of a folder's
-code, is tried at the model's own head, on a few random hidden states: what it adds to its loss
-would be left out otherwise. A user's own code can do what no trial shows, so there the loss must be
-the very tensor that transformers' loss function has made of the labels and the logits.
+computed separately, so that logits never exist as a whole. A class of transformers or a folder's
+code, is tried at the model's head on a few random hidden states: anything it adds to its loss
+would be lost otherwise. A user's code can do what no trial shows, so its loss must be
+the very tensor that transformers' loss function computed from the labels and the logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -118,7 +118,7 @@ def _is_known(function: Callable[..., Any]) -> bool:
 
 
 def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> None:
-    """Raises Unsupported: what the model adds for its routers is something else, or not known."""
+    """Raises Unsupported: the loss that the model adds for its routers is unknown or another."""
     if not spec.routed:
         raise Unsupported(
             f"output_router_logits is on in the model's configuration, and no layer of {name} has "
@@ -141,7 +141,7 @@ def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> No
 
 
 def _labels(model: PreTrainedModel) -> Tensor:
-    """Some tokens, special ones among them: a loss may leave them out, or weigh them."""
+    """Labels that include special tokens: a loss may leave those out, or weigh them."""
     text = model.config.get_text_config(decoder=True)
     special = {v for k, v in vars(text).items() if k.endswith("_token_id") and type(v) is int}
     labels_BT = torch.arange(_SHAPE[0] * _SHAPE[1]).remainder(text.vocab_size).view(_SHAPE)
@@ -154,7 +154,7 @@ def _labels(model: PreTrainedModel) -> Tensor:
 def _loss_of_model(
     spec: ModelSpec, labels_BT: Tensor, routed: tuple[Tensor, ...] = (), **more: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """Loss of the model's own forward, None if it has none, and logits, of random hidden states.
+    """The loss (None: there is none) and logits of the model's forward on random hidden states.
 
     Args:
         routed: logits `[B * T, E]` of routers, whose loss is added.
@@ -186,7 +186,7 @@ def _loss_of_model(
 
 @contextmanager
 def _vocabulary(spec: ModelSpec) -> Iterator[None]:
-    """Let the model's loss know of all logits: a padded table has more rows than tokens are known.
+    """Set the vocabulary size to the number of logits, which padding of the table may exceed.
 
     transformers' losses would take the logits of several tokens for those of one.
     """

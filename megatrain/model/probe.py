@@ -179,7 +179,7 @@ class _Probe:
     def _again(
         self, weights: dict[str, Tensor], output: Any, inputs: Mapping, rows: Rows
     ) -> list[Any]:
-        """All that layers are given in another run, and what comes of their outputs."""
+        """The layers' arguments in another run, and the results computed from their outputs."""
         seen: list[Any] = []
         visits = iter(self.layers)
 
@@ -221,7 +221,7 @@ class _Probe:
     def _tables(
         self, weights: dict[str, Tensor], ids: Tensor, inputs: Mapping[str, Any]
     ) -> tuple[list[str], list[int]]:
-        """Tables of which the prologue reads rows alone: the batch's ids', and fixed ones."""
+        """Tables from which the prologue takes rows and no more: of the batch's ids, or fixed."""
         uses = Uses()
         arguments: list[Any] = []
 
@@ -287,7 +287,7 @@ class _Probe:
         if key in self.kinds:
             return self.kinds[key]
         kind, reads = self._template(module, path, numbered=False), NumberRead.count
-        with suppress(Exception):  # whatever a forward makes of a number that is not there
+        with suppress(Exception):  # a forward may fail in any way without the number
             example(kind, path, module, args, kwargs)
             if NumberRead.count == reads:
                 self.kinds[key] = kind
@@ -351,7 +351,7 @@ class _Probe:
         )
 
     def _logits(self, weights: dict[str, Tensor], output: Any, inputs: Mapping) -> Tensor:
-        # Of another size than the run's rows: what is pooled in the trunk gives as many as those.
+        # Not the run's row count: a value pooled in the trunk has as many rows as the run.
         hidden = last_hidden(output).detach()[:1, :3].clone().requires_grad_()
         few = {**inputs, "input_ids": inputs["input_ids"][:1, :3]}
         try:

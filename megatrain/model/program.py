@@ -46,15 +46,15 @@ class MicroBatch:
     """One micro-batch on the device.
 
     Attributes:
-        inputs: `input_ids` `[B, T]` and what else is given of what the model's forward takes.
+        inputs: `input_ids` `[B, T]` and other arguments of the model's forward.
         targets: `[B, T]` token that each position predicts, -100 for none.
         rows: the step's embedding rows, as this micro-batch indexes them.
         loss: of the step.
-        given: `[B, T]` or `[B, T, K]` what the loss takes beside the targets, in its order.
-        documents: what says where the documents of packed rows end (model/documents.py).
+        given: `[B, T]` or `[B, T, K]`, the loss's inputs beside the targets, in its order.
+        documents: arguments that say where documents of packed rows end (model/documents.py).
         counted_N: 1 for a token, 0 for padding; None: all are tokens.
         calls: the layers' arguments, known once the prologue has run.
-        found: of packed rows, likewise, in the order in which the model's forward looks for them.
+        document_indices: of each token in packed rows, one tensor for each time the forward asks.
     """
 
     inputs: dict[str, Tensor]
@@ -65,7 +65,7 @@ class MicroBatch:
     documents: Mapping[str, Any] = field(default_factory=dict)
     counted_N: Tensor | None = None
     calls: list[Call] = field(default_factory=list)
-    found: list[Tensor | None] = field(default_factory=list)
+    document_indices: list[Tensor | None] = field(default_factory=list)
 
 
 class ModelProgram:
@@ -117,22 +117,22 @@ class ModelProgram:
             kind.compile(f"layer kind {number} of {len(self.kinds)}")
 
     def tile(self, tokens: int, *, compiled: bool) -> None:
-        """Run what acts on every token alone over tiles of `tokens`; the rest stays eager."""
+        """Run parts that act on every token alone in tiles of `tokens`; the rest stays eager."""
         for number, kind in enumerate(self.kinds, 1):
             kind.tile(tokens, f"layer kind {number} of {len(self.kinds)}", compiled=compiled)
 
     def attend(self, name: str) -> None:
-        """Attend by an implementation: by masks, or one that takes its place."""
+        """Choose the implementation of attention: with masks, or one that replaces them."""
         attend([self.capture.model, *(kind.module for kind in self.kinds)], name)
         self.attends_by_lengths = name == BY_LENGTHS
 
     def tile_epilogue(self, tokens: int) -> None:
-        """Run what follows the layers over tiles of `tokens`, where it acts on every token alone.
+        """Run modules after the layers in tiles of `tokens`, if they act on every token alone.
 
         A final norm computes in fp32: for a long row that is more than all layers work with.
         """
         for name, part in self.rest:
-            part.__dict__.pop("forward", None)  # it may have run in other tiles
+            part.__dict__.pop("forward", None)  # it may have been wrapped for other tiles
             part.forward = ChunkedOverTokens(part, name, tokens, lambda function, what: function)
 
     @cached_property
@@ -235,13 +235,13 @@ class ModelProgram:
         return last_hidden(self.epilogue(weights, batch, values)).contiguous()
 
     def projection(self, weights: Weights, batch: MicroBatch, hidden_BTD: Tensor) -> Tensor:
-        """Logits `[B, T, R]` of as many rows of the head's table as `weights` has."""
+        """Logits `[B, T, R]` for the R rows of the head's table that `weights` holds."""
         return self.logits(weights, batch, with_hidden(self.spec.trunk, hidden_BTD))
 
     def _replay(self, batch: MicroBatch, values: Activations) -> Any:
-        """A handler that gives the layers' real outputs where they are known, else zeros."""
+        """A handler that returns the layers' real outputs where they are known, else zeros."""
         count = iter(range(len(self.spec.layers)))
-        zeros: dict[int, Tensor] = {}  # by example: made once, a kernel each
+        zeros: dict[int, Tensor] = {}  # by the example's id: each costs a kernel launch
 
         def handler(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = next(count)
@@ -281,7 +281,7 @@ class ModelProgram:
                 return handler(*call)
 
         documents = batch.documents if self.attends_by_lengths else {}
-        with without_masks() if documents else nullcontext(), finding_once(batch.found):
+        with without_masks() if documents else nullcontext(), finding_once(batch.document_indices):
             arguments = {**self.capture.inputs(inputs), **documents}
             return self.capture.forward(unwatched, outer, arguments, batch.rows)
 
@@ -292,7 +292,7 @@ def _expect(layer: Layer, called: nn.Module | None) -> None:
 
 
 def _own_buffers(layer: Layer, types: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """The layer's buffers that differ from its template's, in the types they are computed in."""
+    """The layer's buffers that differ from its template's, in the types of the computation."""
     shared = dict(layer.kind.module.named_buffers())
     buffers = {
         name: buffer.to(types.get(f"{layer.name}.{name}", buffer.dtype))

@@ -1,8 +1,8 @@
 """The head's projection, some rows of its table at a time.
 
 A language-model head multiplies hidden states with a table that has a row for each token of the
-vocabulary. What models do to logits besides (scale them, cap them) acts on each alone. So the
-logits of some tokens are what the model's own forward gives with a shorter table. Whether that is
+vocabulary. Further steps of models (scaling, capping) act on each logit alone. So the
+model's own forward with a shorter table gives the logits of some tokens. Whether that is
 so is tried, on a few random rows.
 
 Legend: C tokens, D width, R rows of the table.
@@ -28,7 +28,7 @@ class Projection:
     Attributes:
         names: of the parameters with one row (of the table) or element (of its bias) a token.
         num: how many rows they have.
-        obstacle: what keeps it from being taken some rows at a time; empty if nothing does.
+        obstacle: the reason why it cannot be taken some rows at a time; empty: it can.
     """
 
     names: tuple[str, ...]
@@ -45,7 +45,7 @@ def find_projection(head: Head, shapes: dict[str, torch.Size], num_logits: int) 
     Args:
         head: weights and hidden states `[1, C, D]` to logits `[1, C, R]`, by the model's own code.
         shapes: of all parameters that it computes with.
-        num_logits: that it makes with them.
+        num_logits: number of logits that it makes with them.
     """
     num, names = num_logits, _names(shapes, num_logits)
     if not names:
@@ -75,7 +75,7 @@ def _names(shapes: dict[str, torch.Size], num_logits: int) -> tuple[str, ...]:
 
 
 def mixes_tokens(head: Head, shapes: dict[str, torch.Size], num_logits: int, width: int) -> bool:
-    """True if a token's logits depend on other tokens, or on where it is in the row.
+    """True if a token's logits depend on other tokens, or on its place in the row.
 
     Tried with one hidden state that is NaN, then with random weights, of few rows of the table if
     the head can be computed with them.
@@ -106,14 +106,14 @@ def _knows_the_place(head: Head, shapes: dict[str, torch.Size], width: int) -> b
 
 
 def _random(shapes: dict[str, torch.Size], width: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Weights, and hidden states `[1, C, D]`."""
+    """Random weights, and random hidden states `[1, C, D]`."""
     generator = torch.Generator().manual_seed(0)
     weights = {n: torch.randn(s, generator=generator) / width**0.5 for n, s in shapes.items()}
     return weights, torch.randn(1, 2 * _TOKENS, width, generator=generator)
 
 
 def _agree(run: Callable[[], tuple[Tensor, Tensor]]) -> bool | None:
-    """True if what a head makes in two ways is the same; None: it fails."""
+    """True if both ways of computing a head's logits agree; None: one fails."""
     try:
         one, other = run()
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):

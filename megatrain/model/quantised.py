@@ -1,4 +1,4 @@
-"""Weights that a folder has in fewer bytes: NF4 of bitsandbytes, float8 of torchao.
+"""Weights that a folder stores quantised: NF4 of bitsandbytes, float8 of torchao.
 
 Several tensors of a file are one weight; they become the bytes in which a tile keeps it, and no
 value changes. https://github.com/bitsandbytes-foundation/bitsandbytes (QuantState.as_dict),
@@ -44,13 +44,13 @@ class Quantised(Stored):
 
 
 def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8", "nf4"] | None:
-    """How a model's folder has its weights; None: as they are.
+    """How a model's folder quantises its weights; None: it does not.
 
     Args:
-        config: of its config.json.
+        config: the content of its config.json.
 
     Raises:
-        InputError: in a way that is not taken.
+        InputError: the way of quantising is not supported.
     """
     how = config.get("quantization_config")
     if how is None:
@@ -77,7 +77,7 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
 
 
 def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors of a folder, with quantised weights in the place of their parts.
+    """The tensors of a folder, each quantised weight as one in place of its parts.
 
     Raises:
         InputError: they are quantised otherwise than `quantised_base` says, or parts are damaged.

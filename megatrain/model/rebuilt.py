@@ -1,7 +1,7 @@
 """Copies of models without weights, and whether a model is what its configuration makes.
 
-Whoever is given a checkpoint or an export builds the model anew from config.json. Weights, which of
-them are frozen, and buffers are saved; what else somebody has changed in the object would be lost.
+A checkpoint or an export is loaded by building the model anew from config.json. Weights, which of
+them are frozen, and buffers are saved; other changes to the object would be lost.
 """
 
 import copy
@@ -39,7 +39,7 @@ from megatrain.model.export import saved_config
 from megatrain.model.fingerprint import Reader
 from megatrain.model.unsupported import Unsupported, refuse_hooks, refuse_weights
 
-# What says nothing of the numbers that a forward gives, or is compared by itself.
+# Attributes that do not affect a forward's numbers, or are compared elsewhere.
 _LEFT_OUT = {
     "forward",
     "generation_config",
@@ -67,9 +67,9 @@ def difference(
 
     Args:
         model: without its weights; its buffers are real.
-        dtype: of its source, in which exports are written.
-        computed: in which its class has computed its buffers.
-        with_code: if its class came with a folder, the code goes along.
+        dtype: that of its source, in which exports are written.
+        computed: dtype in which its class has computed its buffers.
+        with_code: the code of its class is saved with the model.
     """
     whole, whole_model = adapted(model), model
     if whole is not None:
@@ -133,7 +133,7 @@ def _unlike(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _parts(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
-    """Modules, their classes, and the names and shapes of what they hold."""
+    """Modules by name: their classes, and the names and shapes of their tensors."""
     mine, others = (dict(m.named_modules(remove_duplicate=False)) for m in (model, again))
     for path in [*mine, *others]:
         if path not in others or path not in mine:
@@ -152,7 +152,7 @@ def _parts(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _held(model: nn.Module) -> dict[str, str]:
-    """Each parameter and buffer in words: its kind and shape, or what it is tied to."""
+    """Each parameter and buffer in words: its kind and shape, or the one that it is tied to."""
     in_words: dict[str, str] = {}
     first: dict[int, str] = {}
     kept = model.state_dict(keep_vars=True).keys()
@@ -169,7 +169,7 @@ def _held(model: nn.Module) -> dict[str, str]:
 def _buffers(
     model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]
 ) -> Iterator[tuple[str, str]]:
-    """Buffers that files of weights do not have, which the class computes."""
+    """Buffers that files of weights lack because the class computes them."""
     kept, mine = model.state_dict(keep_vars=True).keys(), dict(model.named_buffers())
     for name, buffer in again.named_buffers():
         if name not in kept and not _equal(mine[name], buffer.to(dtypes.get(name, buffer.dtype))):
@@ -184,7 +184,7 @@ _NOTHING = object()
 
 @dataclass(frozen=True, eq=False)
 class _Values:
-    """Equal to what holds an equal tensor, or one without values."""
+    """Compares tensors by value; one without values is equal to any."""
 
     tensor: Tensor
 
@@ -193,7 +193,7 @@ class _Values:
 
 
 class _Compared(Reader):
-    """Makes values that are equal for attributes of two models that are made alike."""
+    """Makes values for comparison, equal for attributes of two models that are built alike."""
 
     def of(self, value: Any) -> Any:
         """The value to compare for an attribute."""
@@ -218,7 +218,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _as_json(config: PreTrainedConfig) -> Any:
-    """All of a configuration, and of those inside, that a forward's numbers depend on."""
+    """All fields of a configuration, and of those inside, that a forward's numbers depend on."""
     tree = _without(json.loads(config.to_json_string(use_diff=False)))
     chosen = [(attention_of(part), experts_of(part)) for _, part in configs(config)]
     return tree, chosen
@@ -279,7 +279,7 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
                 memo[id(value)] = value.detach().clone()
         try:
             copied = copy.deepcopy(model, memo)
-        except Exception as error:  # whatever a user's own attributes make of being copied
+        except Exception as error:  # copying a user's attributes may fail in any way
             raise InputError(
                 f"the model given cannot be copied: {in_one_line(error, LONGEST_REASON)}"
             ) from error

@@ -38,7 +38,7 @@ class RouterLoss:
     chosen: int
 
     def sums(self, logits_NE: Tensor, counted_N: Tensor | None) -> Tensor:
-        """How often each expert is chosen, and the sum of its probabilities: `[1, 2E]`, fp32.
+        """For each expert the count of choices, then the sum of probabilities: `[1, 2E]`, fp32.
 
         Args:
             counted_N: 1 for a token, 0 for padding; None: all are tokens.
@@ -49,11 +49,11 @@ class RouterLoss:
         return (both if counted_N is None else both * counted_N[:, None]).sum(0, keepdim=True)
 
     def total(self, sums: Sequence[Tensor]) -> Tensor:
-        """The sum of `sums`, as one of them."""
+        """The `sums` of several parts added up."""
         return torch.cat(list(sums)).double().sum(0, keepdim=True).float()
 
     def balance(self, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The balance (scalar), not weighed; how the step's loss changes with each of `sums`."""
+        """The unweighted balance (scalar), and the gradient of the step's loss by `sums`."""
         often_E, share_E = torch.cat(list(sums)).double().sum(0).chunk(2)
         tokens = often_E.sum() / self.chosen
         slope_E = len(often_E) * often_E / tokens.square()
@@ -62,7 +62,7 @@ class RouterLoss:
 
 
 class Tap:
-    """Stands for a router's forward, and keeps the logits that it makes until they are taken."""
+    """Replaces a router's forward, and keeps its logits until they are taken."""
 
     def __init__(self, router: nn.Module, index: int, loss: RouterLoss) -> None:
         self._forward, self._index, self._loss = router.forward, index, loss
@@ -81,14 +81,14 @@ class Tap:
 
 
 def taken(layer: nn.Module, counted_N: Tensor | None) -> list[Tensor]:
-    """One tensor of sums of all routers of a layer whose forward has just run; none without any."""
+    """The sums of a layer's routers after its forward, as one tensor; empty without routers."""
     forwards = (vars(part).get("forward") for part in layer.modules())
     sums = [forward.take(counted_N) for forward in forwards if isinstance(forward, Tap)]
     return [torch.cat(sums).sum(0, keepdim=True)] if sums else []
 
 
 def tap(layer: nn.Module, path: str, model: PreTrainedModel, loss: RouterLoss) -> bool:
-    """Let a layer's template keep what its routers make; whether it has any."""
+    """Let a layer's template keep its routers' logits; returns True if it has routers."""
     has_routers = False
     for kind, index, place in recorded_routers(model):
         for name, part in layer.named_modules():
@@ -102,7 +102,7 @@ def ask_for(model: PreTrainedModel, weight: float) -> None:
     """Set the weight of the routers' loss in the model's configuration; 0: there is none.
 
     Raises:
-        InputError: it is no weight, or the model has no such loss.
+        InputError: the weight is no usable number, or the model has no such loss.
     """
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < inf:
         raise InputError(f"router_aux_loss_coef is {weight!r}; it must be a number from 0 on")
@@ -124,7 +124,7 @@ def router_loss(model: PreTrainedModel) -> RouterLoss | None:
     """The loss that the model's configuration asks for (`output_router_logits`); None: none.
 
     Raises:
-        Unsupported: it asks for the loss, and the model does not say of what.
+        Unsupported: it asks for the loss, and the model does not name its routers.
     """
     text = model.config.get_text_config(decoder=True)
     parts = (model, text, model.config)

@@ -72,7 +72,7 @@ def _share(ranks: int, size: int, out: Tensor) -> Tensor:
 
 @contextmanager
 def rows_of(tokens: int) -> Iterator[None]:
-    """Within this context masks that matter in rows of so many tokens are refused."""
+    """Within this context masks that change anything in rows of this length are refused."""
     token = _tried.set(tokens)
     try:
         yield
@@ -84,7 +84,7 @@ def attention_of(size: int, ranks: SequenceRanks | None = None) -> str:
     """The name of the implementation for `size` ranks, each of which has its share of every row.
 
     Args:
-        ranks: None: for a trial by one process, the rows of a micro-batch are the shares of one.
+        ranks: None: in a trial by one process, a micro-batch's rows are the shares of one row.
     """
     number = len(_ranks)
     _ranks.append(ranks)
@@ -155,7 +155,7 @@ def _mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> None:
-    """No mask: attention is told by its order. Raises InputError where that is not all."""
+    """No mask: attention is causal. Raises InputError where the mask would say more."""
     tokens = _tried.get()
     if tokens is not None and local_size is not None and local_size < tokens:
         raise InputError(_refused(f"its attention reaches {local_size} tokens, rows have {tokens}"))

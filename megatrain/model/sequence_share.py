@@ -43,11 +43,11 @@ class SequenceShare:
     """A rank's share of every row; that of a rank that is alone is all of it."""
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
-        """Args: `ranks` that share every row."""
+        """Args: `ranks`: those that share every row."""
         self.ranks, self._size = ranks, ranks.size
 
     def tokens(self, whole: int) -> int:
-        """Tokens of a share of a row of so many."""
+        """Number of tokens in a share of a row of this length."""
         return -(-whole // self._size)
 
     def check(
@@ -57,7 +57,7 @@ class SequenceShare:
         loss: Loss | None,
         max_tokens: int | None,
     ) -> int:
-        """A checksum of what all ranks have to be given alike.
+        """A checksum of the inputs that must be equal on all ranks.
 
         Args:
             losses: targets `[B, T]` of each micro-batch, and what the loss takes beside them.
@@ -120,7 +120,7 @@ class SequenceShare:
             )
 
     def micro(self, micro: Micro) -> Micro:
-        """The share of a micro-batch, without labels; what it needs of a mask is in the order."""
+        """The share of a micro-batch, without labels and masks: attention is causal."""
         if self._size == 1:
             return micro
         ids = self._cut(micro["input_ids"], 0)
@@ -130,7 +130,7 @@ class SequenceShare:
         return {"input_ids": ids, "position_ids": places}
 
     def judged(self, losses: Sequence[Judged]) -> list[Judged]:
-        """The share of targets, and of what a loss takes beside them."""
+        """The share of targets, and of the loss's other inputs."""
         return [(self._cut(t, IGNORED), [self._cut(g, 0) for g in beside]) for t, beside in losses]
 
     def _cut(self, whole: Tensor, fill: int) -> Tensor:
@@ -142,7 +142,7 @@ class SequenceShare:
         return filled[:, self.ranks.rank * of_rank :][:, :of_rank].contiguous()
 
     def joined(self, parts: Sequence[Tensor], micro_batches: Sequence[Micro]) -> list[Tensor]:
-        """Whole rows `[B, T, ...]` on the CPU, of the shares that all ranks have found."""
+        """Whole rows `[B, T, ...]` on the CPU, joined from the shares of all ranks."""
         if self._size == 1:
             return [part.cpu() for part in parts]
         every = self.ranks.all_gather_object([part.cpu() for part in parts])
@@ -164,7 +164,7 @@ class RowTrial:
         program: ModelProgram,
         losses: Callable[[list[Micro]], tuple[list[Sequence[Call]], list[Tensor]]],
     ) -> None:
-        """Args: `losses` gives what layers are called with, of whole rows, and the losses `[B, T]`.
+        """Args: `losses` computes the layers' arguments, for whole rows, and the losses `[B, T]`.
 
         Raises:
             InputError: the model is one that ranks cannot share the rows of.
@@ -232,8 +232,8 @@ class RowTrial:
             raise InputError(self._refused(reason))
 
     def _rows(self, tokens: int, pool: Tensor) -> list[Micro]:
-        """A row without positions, with them, with those of shares; its shares; each alone."""
-        pool = at_least_two(pool)  # of a single token attention tells nothing
+        """A row without positions, with them, with the shares' ones; its shares; each alone."""
+        pool = at_least_two(pool)  # with a single token attention shows nothing
         size, of_rank = self._share.ranks.size, max(2, self._share.tokens(tokens))
         short = min(_TOKENS, of_rank)
         generator = torch.Generator().manual_seed(0)
@@ -257,11 +257,11 @@ class RowTrial:
 
 
 def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
-    """True if layers are given the same of a share alone as of it in the whole row."""
+    """True if a share alone gives layers the same arguments as the share in its whole row."""
     calls = zip(every, alone, strict=True)
     for whole, part in (p for a, b in calls for p in zip(a.leaves, b.leaves, strict=True)):
         if not (isinstance(whole, Tensor) and whole.is_floating_point()):
-            continue  # an activation, which the losses tell of, or no number
+            continue  # an activation, which the losses cover, or no number
         if whole.ndim != part.ndim:
             return False
         for dim, (long, short) in enumerate(zip(whole.shape, part.shape, strict=True)):

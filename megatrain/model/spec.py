@@ -38,7 +38,7 @@ class ModelSpec:
 
     Attributes:
         layers: in visiting order.
-        label_shift: how many tokens a label is after the logits that it is compared with.
+        label_shift: how many tokens a label lies behind the logits that it is compared with.
         outputs: per layer, the activations that anything later reads.
         epilogue_inputs: activations that the epilogue reads.
         gathered: embedding tables looked up only by the batch's own token ids; their rows are
@@ -46,14 +46,14 @@ class ModelSpec:
         constants: token ids whose rows the prologue reads whatever the batch holds.
         prologue, epilogue: names of the other parameters used before and after the layers.
         head: names of those that the head computes with, after the trunk.
-        num_logits: of a token.
-        trunk: what the trunk returns, but for its hidden states.
-        fixed: those of all that no gradient reaches (plain training leaves them alone, too).
+        num_logits: number of a token's logits.
+        trunk: the trunk's output without its hidden states.
+        fixed: parameters that no gradient reaches (plain training leaves them alone, too).
         unused: parameters that text training never touches; they stay as they are.
         wide: parameters whose source has bits that bf16 does not hold.
         packed: how frozen parameters are kept that are not kept in bf16.
-        router_loss: what the model's configuration asks for; None: nothing.
-        routed: what it is of: the sums of each layer's routers.
+        router_loss: the routers' loss that the configuration asks for; None: none.
+        routed: activations with the sums of each layer's routers, for that loss.
     """
 
     capture: Capture

@@ -25,7 +25,7 @@ from megatrain.model.zeros import ZeroProducts, zero_pages
 
 
 def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Size]) -> None:
-    """Let the model make what it makes once, for good: the frequencies for long rows, say.
+    """Let the model make what it makes only once, such as the frequencies for long rows.
 
     Raises:
         Unsupported: that is no tensor, or depends on what the first batch holds.
@@ -91,7 +91,7 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
     weights = zeros | buffers
     watch, versions = Watch(kind.module, path), [version_of(b) for b in buffers.values()]
     randomness = OtherRandomness()
-    containers(args, kwargs)  # what the run puts into them, their copies do not have
+    containers(args, kwargs)  # copies lack what the run puts into the containers
     kind.arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
     with torch.no_grad(), ZeroProducts(zeros.values()):
         kind.example = kind.call(weights, args, kwargs)
@@ -108,7 +108,7 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
 
 
 def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
-    """True if NaN in place of what an earlier run has left behind shows in the outputs of `run`.
+    """True if NaN in place of an earlier run's leftovers shows in the outputs of `run`.
 
     Raises:
         Unsupported: something was left behind that NaN cannot stand for.
@@ -124,7 +124,7 @@ def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
 
 
 def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
-    """Refuse what has changed since `watch` began, but for buffers that each run writes anew.
+    """Refuse changes since `watch` began, except in buffers that each run writes anew.
 
     Args:
         again: runs the forward, for everything that comes out of it.
@@ -142,7 +142,7 @@ def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
 
 
 class OtherRandomness:
-    """Notices random numbers that are not torch's, which a recomputation would not draw again."""
+    """Notices random numbers from elsewhere than torch, which a recomputation would not repeat."""
 
     def __init__(self) -> None:
         self._before = self._state()

@@ -31,7 +31,7 @@ _OTHER_KERNELS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple[str, nn.Module]]:
-    """Modules that may run in tiles, by name; with `names`: that have only these parameters."""
+    """Modules that may run in tiles, by name; with `names`: only those with no other parameters."""
     return [
         (name, part)
         for name, part in module.named_modules()
@@ -44,7 +44,7 @@ def parts(module: nn.Module, names: Collection[str] | None = None) -> list[tuple
 
 
 def behaves(part: nn.Module) -> bool:
-    """True if a module or one inside has its own forward, other than tiles."""
+    """True if a module, or one inside, has an instance's forward other than tiles."""
     return any(
         not isinstance(vars(child).get("forward"), (ChunkedOverTokens, type(None)))
         for child in part.modules()
@@ -162,7 +162,7 @@ def _tiles(total: int, tokens: int) -> Iterator[slice]:
 
 
 class _Whole(TorchDispatchMode):
-    """Notes whether all tensors made are of floating point: choices among tokens are not."""
+    """Notes if any tensor made is no floating-point one: choices among tokens are not."""
 
     only_floats = True
 
@@ -179,7 +179,7 @@ def acts_on_tokens_alone(run: Callable[[Tensor], Any], like_BTD: Tensor) -> bool
 
     Tried on random tokens: a token that changes may change no bit of another's result; fewer tokens
     give the same, but for rounding; nothing random and no integers (an index, a choice of experts)
-    come in on the way. Whatever fails in any way is not taken.
+    occur on the way. A part that fails in any way is not taken.
     """
     generator = torch.Generator(like_BTD.device).manual_seed(0)
     shape = (*_TRIAL_SHAPE, like_BTD.shape[-1])
@@ -214,7 +214,7 @@ def draws(function: Callable[[], Any], tensors: Mapping[str, Tensor]) -> bool:
     """True if a call draws torch's random numbers; their state is put back.
 
     Args:
-        tensors: some that it computes with, for their device.
+        tensors: some of the call's inputs; they name its device.
     """
     generators = [(torch.get_rng_state, torch.set_rng_state)]
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))

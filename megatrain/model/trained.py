@@ -16,15 +16,15 @@ class Trained:
     A tied parameter has its first name alone, that of the embedding.
 
     Attributes:
-        freeze: what they match is not trained.
-        train_only: nothing else than what they match is trained; None: as the model has it.
+        freeze: parameters that match are not trained.
+        train_only: only parameters that match are trained; None: as the model says.
     """
 
     freeze: Sequence[str] = ()
     train_only: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        """Raises InputError: what should be a list of regular expressions is none."""
+        """Raises InputError: a field is no list of regular expressions."""
         for key, patterns in (("freeze", self.freeze), ("train_only", self.train_only or ())):
             if not isinstance(patterns, tuple | list):
                 raise InputError(f"{key} is {patterns!r}; it must be a list of patterns")

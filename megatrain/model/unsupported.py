@@ -55,7 +55,7 @@ def refuse_settings(config: PreTrainedConfig) -> None:
 
 
 def draws_for_layers(config: PreTrainedConfig) -> bool:
-    """True if the forward draws Python's random numbers to choose layers; none are left out."""
+    """True if the forward draws Python's random numbers to skip layers, even if it skips none."""
     parts = (config, config.get_text_config(decoder=True))
     return any("layerdrop" in name for part in parts for name in vars(part))
 
@@ -82,7 +82,7 @@ def refuse_rounding(
 
 
 def refuse_weights(model: nn.Module) -> None:
-    """Refuse weights that a copy without their memory would lose something of.
+    """Refuse weights with properties that a copy without their memory would lose.
 
     Raises:
         Unsupported: hooks of gradients, other types than torch's, fp64, memory that is shared.
@@ -132,7 +132,7 @@ def _span(tensor: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def refuse_behaviour(model: nn.Module) -> None:
-    """Refuse what modules do that would be done at another time, more than once, or not at all.
+    """Refuse actions of modules that would happen at other times, more than once, or never.
 
     Raises:
         Unsupported: names the module.
@@ -180,7 +180,7 @@ def _is_of(function: Any, package: str) -> bool:
 
 
 def refuse_lookup(*args: Any, **kwargs: Any) -> None:
-    """Refuse a call of `F.embedding` with settings that an embedding may not have either."""
+    """Refuse a call of `F.embedding` with settings that are refused for `nn.Embedding`."""
     arguments = inspect.signature(torch.nn.functional.embedding).bind(*args, **kwargs).arguments
     for name, usual in _TABLE_SETTINGS.items():
         if arguments.get(name, usual) != usual:
@@ -210,7 +210,7 @@ class Watch:
     """
 
     def __init__(self, module: nn.Module, path: str, but: Collection[nn.Module] = ()) -> None:
-        """Args: `but` modules that do not run."""
+        """Args: `but`: modules to ignore, which do not run."""
         self.module, self.path = module, path
         self._but = {id(part) for left in but for part in left.modules()}
         self.before = dict(self._state())

@@ -141,7 +141,7 @@ def source_dtype(folder: Path) -> torch.dtype:
 
 @dataclass
 class Recipe:
-    """How one target, or several from one converter, come out of stored tensors."""
+    """How one target, or several of one converter, are made from stored tensors."""
 
     target: str  # with a converter: the name its outputs are derived from
     converter: WeightConverter | None
@@ -154,7 +154,7 @@ class Recipe:
         return stored if self.converter is None else 2 * stored
 
     def build(self, model: PreTrainedModel, load: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
-        """The finished tensors under the model's names; `load` gives a stored one's values."""
+        """The finished tensors by the model's names; `load` gives the values of a stored tensor."""
         if self.converter is None:
             return {self.target: load(self.sources[0][1])}
         converter = copy.deepcopy(self.converter)  # it collects tensors, and may be run again
@@ -186,7 +186,7 @@ def read_weights(
             `_weight_conversions` is set as `from_pretrained` does.
         write: takes the values; an exception from it ends the load and is raised again.
         threads: how many tensors are read at once, within IN_FLIGHT_BYTES.
-        packed: names of those that are handed over as the bytes that a tile keeps, uint8, where
+        packed: names of tensors that are passed as the bytes that a tile keeps, uint8, where
             the folder has them quantised; all others as their values.
 
     Returns:
@@ -206,7 +206,7 @@ def lazy_weights(folder: Path, model: PreTrainedModel) -> dict[str, Callable[[],
     """For each parameter and buffer of `model`, by its first name, a function that reads it.
 
     Raises:
-        InputError: as `read_weights`, but for what is read only when it is asked for.
+        InputError: as `read_weights`; damaged tensor data shows only when its function is called.
     """
     recipes, first_name, _ = _checked(folder, model)
 
@@ -223,7 +223,7 @@ def lazy_weights(folder: Path, model: PreTrainedModel) -> dict[str, Callable[[],
 def _checked(
     folder: Path, model: PreTrainedModel
 ) -> tuple[list[Recipe], dict[str, str], tuple[str, ...]]:
-    """How each distinct tensor is read, each name's first name, and what may be left out and is."""
+    """A recipe for each distinct tensor, each name's first name, and permitted missing names."""
     plan = _planned(folder, model)
     recipes = _without_tied_copies(plan.recipes, plan.first_name)
     missing = set(plan.first_name.values()) - {plan.first_name[name] for name in plan.dtypes}
@@ -254,7 +254,7 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
 
 
 def stored_packings(folder: Path, model: PreTrainedModel) -> dict[str, WeightFormat]:
-    """How `folder` has each quantised parameter of `model`, by its first name.
+    """How `folder` packs each quantised parameter of `model`, by its first name.
 
     Raises:
         InputError: as `stored_types`.
@@ -283,8 +283,8 @@ class _Plan(NamedTuple):
     Attributes:
         unexpected: tensors without a place in the model, each behind the name that it would have
             there; several may become one.
-        dtypes: of what comes out, by name.
-        first_name: of the tensor that a name stands for.
+        dtypes: of the tensors made, by name.
+        first_name: for each name, the first name of the same tensor.
     """
 
     recipes: list[Recipe]
@@ -386,7 +386,7 @@ def _check_tensor(
 
 
 def _without_tied_copies(recipes: list[Recipe], first_name: Mapping[str, str]) -> list[Recipe]:
-    """One recipe for each distinct parameter; a second copy must say the same.
+    """One recipe for each distinct parameter; further copies must be equal.
 
     transformers reads a checkpoint whose copies differ as untied, whatever its config says; that
     would be another model than the one that is being trained.
@@ -422,7 +422,7 @@ def _check_complete(
     missing: set[str],
     unexpected: Sequence[tuple[str, Stored]],
 ) -> tuple[str, ...]:
-    """Refuse what the class does not declare ignorable; returns the missing that it does."""
+    """Refuse missing or unknown names unless the class permits them; returns those missing."""
     names = {name for name, _ in unexpected}
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=names)
     drop_ignorable(model, report)
@@ -447,7 +447,7 @@ def _check_complete(
 
 
 def _further_layers(model: PreTrainedModel) -> re.Pattern[str]:
-    """Names in layers behind the last, of which the configuration says that they predict tokens.
+    """Names in layers behind the last that predict further tokens, as the configuration says.
 
     transformers lets checkpoints have them for the numbers of layers that published models have.
     """
@@ -500,7 +500,7 @@ def _read_all(
 
 
 def _end(reads: dict[Future[None], int]) -> None:
-    """Wait for at least one of the reads, and take those that have ended out."""
+    """Wait until at least one of the reads has ended, and remove the ended ones."""
     for ended in wait(reads, return_when=FIRST_COMPLETED).done:
         del reads[ended]
         ended.result()

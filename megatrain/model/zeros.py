@@ -20,7 +20,7 @@ _UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" e
 
 
 def zero_pages(shape: Sequence[int], *, requires_grad: bool = False) -> Tensor:
-    """fp32 zeros that nobody writes: the system shows one page of zeros in all places.
+    """fp32 zeros that nobody writes: the system maps one page of zeros everywhere.
 
     `torch.zeros` fills its memory, which for a 72B model's tables and one layer takes 13 GiB.
     """
@@ -33,14 +33,14 @@ def zero_pages(shape: Sequence[int], *, requires_grad: bool = False) -> Tensor:
 
 
 class ZeroProducts(TorchFunctionMode):
-    """Within this context linear layers whose weight is all zeros give what they do, at once.
+    """Within this context linear layers whose weight is all zeros skip the multiplication.
 
     The product of an input with zeros is zero, or NaN where the input is not finite, as the real
     product would say. That of all weights of one layer of 120B takes half a second.
     """
 
     def __init__(self, zeros: Iterable[Tensor], beginning: int = 0) -> None:
-        """Args: of the weights, so many values at the `beginning` may be others than zero."""
+        """Args: `beginning`: number of first values of a weight that need not be zero."""
         super().__init__()
         self._beginning = beginning
         self._zeros = {id(weight): weight for weight in zeros if weight.numel() > beginning}

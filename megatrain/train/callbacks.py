@@ -1,4 +1,4 @@
-"""Hugging Face's `TrainerCallback` in a run: called at its events, and heeded where it asks."""
+"""Hugging Face's `TrainerCallback` in a run: calls at its events, and obeys its requests."""
 
 import json
 import logging
@@ -40,12 +40,12 @@ _TRACKERS = {
 class Callbacks:
     """Calls those of a run at Trainer's events, in its order; their `model` is the engine.
 
-    What they ask for by `TrainerControl` is done at the step's end, but for `should_epoch_stop`.
-    Each of several ranks calls its own; what one asks for is done by all.
+    Requests through `TrainerControl` are met at the step's end, except `should_epoch_stop`.
+    Each rank calls its own; all ranks meet the requests of each.
     """
 
     def __init__(self, callbacks: Sequence[Any], job: Job) -> None:
-        """Prepare callbacks, or classes of them.
+        """Prepare callbacks; classes are instantiated.
 
         Raises InputError: one is no `TrainerCallback`, or has an event that never comes.
         """
@@ -74,7 +74,7 @@ class Callbacks:
         self._control = TrainerControl()
         self._epoch_begins, self._epoch_ends = True, False
         self._epochs_done = int(job.loader.epoch)
-        self._evaluated = -1  # the step of the last evaluation that they know of
+        self._evaluated = -1  # the step of the last evaluation that callbacks have seen
         if resumed is not None:
             longer = resumed.differs(config, "training", "steps", "epochs")
             self._load(resumed.callbacks, longer=longer)
@@ -92,7 +92,7 @@ class Callbacks:
                 exported[type(callback).__name__].append(callback.state()["attributes"])
             more = {"evaluated": self._evaluated, "of": exported}
             return state | json.loads(json.dumps(more, allow_nan=False))
-        except Exception as error:  # theirs; the run goes before
+        except Exception as error:  # of a user's code; the run goes on
             log.warning("callbacks will begin anew on resume: %s", first_line(error))
             return state
 
@@ -100,7 +100,7 @@ class Callbacks:
         return [bool(getattr(self._control, flag)) for flag in _ASKED]
 
     def _load(self, saved: Mapping[str, Any], *, longer: bool) -> None:
-        """Args: `longer`: the run was given another length, so that no end asked for counts."""
+        """Args: `longer`: the run's length has changed, so earlier requests to stop lapse."""
         if not self._all:
             return
         for flag, asked in zip(_ASKED, saved.get("asked", ()), strict=False):
@@ -112,7 +112,7 @@ class Callbacks:
                 setattr(callback, name, value)
 
     def begin(self, logged: Sequence[Mapping[str, Any]]) -> None:
-        """The first step comes next; the lines that the log has of earlier ones."""
+        """Tell callbacks that training begins. Args: the log's records of earlier steps."""
         for record in logged:
             self._state.epoch = record.get("epoch", self._state.epoch)
             evaluated = is_evaluation(record)
@@ -130,7 +130,7 @@ class Callbacks:
         return ends
 
     def end(self) -> None:
-        """Tell callbacks that the run is over; all that it writes is there."""
+        """Tell callbacks that the run is over and all its files are written."""
         seconds, steps = time.perf_counter() - self._started, len(self._losses)
         logs = {"train_runtime": seconds, "train_steps_per_second": steps / seconds}
         self._log(logs | ({"train_loss": sum(self._losses) / steps} if steps else {}))
@@ -142,20 +142,20 @@ class Callbacks:
         return self._control.should_training_stop
 
     def take(self, flag: str) -> bool:
-        """True if one has asked, by this flag of TrainerControl, since the last call."""
+        """True if a callback has set this flag of TrainerControl since the last call."""
         asked = getattr(self._control, flag)
         setattr(self._control, flag, False)
         return asked
 
     def step_begins(self) -> None:
-        """The next step comes."""
+        """Tell callbacks that the next step begins."""
         if self._epoch_begins:
             self.call("on_epoch_begin")
             self._epoch_begins = False
         self.call("on_step_begin")
 
     def call(self, event: str, **more: Any) -> None:
-        """An event that needs nothing more than what all are given; all ranks' come together."""
+        """Call an event that has no further arguments, and combine the requests of all ranks."""
         if not self._all:
             return
         asked = self._job.ranks.agree(lambda: self._called(event, **more))
@@ -189,7 +189,7 @@ class Callbacks:
         return self._asked()
 
     def _read_once(self) -> dict[str, Any]:
-        """All that callbacks get and the run has read already, or never reads."""
+        """Values that callbacks see but the run does not read again; changed ones are refused."""
         tokenizer, schedule = self._job.tokenizer, self._job.schedule
         read = {f"args.{name}": value for name, value in vars(self._arguments).items()}
         read |= {f"state.{name}": getattr(self._state, name) for name in _OF_THE_RUN}
@@ -212,7 +212,7 @@ class Callbacks:
             self._log(_losses(record))
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
-        """An evaluation is done; its line of the log. One that they know of is passed over."""
+        """Tell callbacks of an evaluation's record, unless they have seen it."""
         if record["step"] <= self._evaluated:
             return
         self._evaluated = record["step"]
@@ -221,13 +221,13 @@ class Callbacks:
         self.call("on_evaluate", metrics={**metrics, "epoch": self._state.epoch})
 
     def found_best(self, step: int, value: float | None) -> None:
-        """The best state so far; after `evaluated`, as in Trainer."""
+        """Note the best state so far; called after `evaluated`, as in Trainer."""
         self._state.best_metric, self._state.best_global_step = value, step
         if self._saves_best:
             self._state.best_model_checkpoint = str(checkpoint_folder(self._job.folder, step))
 
     def saved(self, step: int) -> None:
-        """The checkpoint of `step` is whole; later ones may have been taken meanwhile."""
+        """Tell callbacks that the checkpoint of `step` is whole; later steps may be done by now."""
         now, self._state.global_step = self._state.global_step, step
         self.call("on_save")
         self._state.global_step = now
@@ -245,7 +245,7 @@ class Callbacks:
 
 
 def names_of(callbacks: Any) -> str:
-    """The names of callbacks, be they usable or not."""
+    """The names of callbacks, even of unusable ones."""
     if not isinstance(callbacks, list | tuple):
         return repr(callbacks)
     return str([(c if isinstance(c, type) else type(c)).__name__ for c in callbacks])
@@ -263,7 +263,8 @@ def _checked(callbacks: Any) -> list[Any]:
             if getattr(kind, event, None) is not getattr(TrainerCallback, event, None):
                 raise InputError(
                     f"callbacks: {name}.{event} would never be called: a step goes through its "
-                    "micro-batches layer by layer, and updates a layer as it can; take on_step_end"
+                    "micro-batches layer by layer, and updates a layer when its gradient is ready; "
+                    "take on_step_end"
                 )
         if name in _TRACKERS:
             raise InputError(f"callbacks: {name} asks for a transformers model; {_TRACKERS[name]}")
@@ -305,7 +306,7 @@ def _arguments(job: Job) -> Any:
         greater_is_better=config.larger_is_better,
         seed=config.training.seed,
         report_to="none",
-        use_cpu=True,  # it is not asked where to compute
+        use_cpu=True,  # else it would look for a device
     )
     arguments.load_best_model_at_end = config.checkpoint.load_best
     arguments.bf16 = config.engine.precision == "bf16"

@@ -76,7 +76,7 @@ def write_card(folder: Path, run: Path, step: int | None = None) -> None:
     try:
         draw_loss(records, folder / CURVE)
         parts.insert(5, f"![Loss over the steps]({CURVE})")
-    except Exception as error:  # the model goes before
+    except Exception as error:  # the model matters more than its card
         log.warning("no loss curve: %s", error)
     text = "\n\n".join(part for part in parts if part)
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n").save(folder / CARD)
@@ -87,7 +87,7 @@ def _is_hub_id(path: str) -> bool:
 
 
 def _short(paths: Any) -> Any:
-    """Paths, in whatever they are in, without the folders of this machine."""
+    """A value in which each path is cut to its last part."""
     if isinstance(paths, Mapping):
         return {name: _short(path) for name, path in paths.items()}
     if isinstance(paths, list):
@@ -105,7 +105,7 @@ def _license(source: str | None) -> str | None:
         card = Path(cached) if isinstance(cached, str) else card
     try:
         name = ModelCard.load(card).data.get("license") if card.is_file() else None
-    except Exception as error:  # written by hand
+    except Exception as error:  # people write it by hand
         log.warning("%s: not read: %s", card, first_line(error))
         return None
     return name if isinstance(name, str) else None

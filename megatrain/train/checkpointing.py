@@ -1,4 +1,4 @@
-"""A run's checkpoints: when they are made, what becomes of them, which of them stay."""
+"""A run's checkpoints: when they are made, and which of them are kept."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -27,14 +27,14 @@ class Checkpointing:
 
     job: Job
     saved: int  # the step of the newest whole checkpoint, 0 if there is none
-    best: Callable[[], int | None]  # the step of the best state that has a checkpoint, which stays
-    call: Callable[[int], None]  # gets the step of a checkpoint when it is whole
+    best: Callable[[], int | None]  # the step of the best saved state; its checkpoint is kept
+    call: Callable[[int], None]  # called with the step of each checkpoint once it is whole
     _running: tuple[int, Saving] | None = None
-    _retry: int | None = None  # the step after which a failed one is tried again
-    _stays: bool = False  # the next one stays for ever
+    _retry: int | None = None  # the step after which a failed save is tried again
+    _stays: bool = False  # the next checkpoint is never deleted
 
     def after(self, state: RunState, *, asked: bool, last: bool) -> None:
-        """A step is done: start a checkpoint if one is due; the one before it is written first."""
+        """After a step, start a checkpoint if one is due, once the one before it is written."""
         every, step = self.job.config.checkpoint.every, state.step
         due = self.job.config.checkpoint.at_end if last else every is not None and step % every == 0
         tried_again = self._retry is not None and step >= self._retry
@@ -46,14 +46,14 @@ class Checkpointing:
             self._begin(state)
 
     def keep_best(self, state: RunState) -> None:
-        """The state is the best so far: save it, unless it is or is being saved."""
+        """Save the state, the best so far, unless its checkpoint is written or begun."""
         if self._running is not None and self._running[0] != state.step:
             self._settle(wait=True)
         if self._running is None and self.saved != state.step:
             self._begin(state)
 
     def now(self, state: RunState) -> None:
-        """Have this state on disk when the call returns. Raises RunFailed: it cannot be written."""
+        """Save this state and wait for it. Raises RunFailed: it cannot be written."""
         self._settle(wait=True)
         if self.saved == state.step:
             return
@@ -71,7 +71,7 @@ class Checkpointing:
 
     @contextmanager
     def rescue(self, state: Callable[[], RunState]) -> Iterator[None]:
-        """When the block fails, save the state that it has left whole, then fail all the same."""
+        """When the block fails, save the state if it is whole, then raise the error."""
         try:
             yield
         except Exception as error:

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 def open_data(
     config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[PackedDataset | RowStream | Prompts, dict[str, PackedDataset | Prompts]]:
-    """Training rows, and evaluation rows by name: of their own files, or held out.
+    """Training rows, and evaluation rows by name: from separate files, or held out.
 
     A single evaluation set's name is empty.
 
@@ -126,7 +126,7 @@ def run_ends(
     tokenizer: PreTrainedTokenizerBase,
     training: PackedDataset | RowStream | Prompts,
 ) -> list[int]:
-    """The tokens that end what the run teaches, beside those that the model knows already."""
+    """The tokens that end the taught texts and that the model does not know as ends yet."""
     ends = [] if model.eos_token is None else [tokenizer.eos_token_id]
     if training.kind != "text" and tokenizer.chat_template:  # completions need none
         if (turn := end_of_turn(tokenizer)) is None:
@@ -165,7 +165,7 @@ def data_alone(
 
 
 def _reading(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> dict[str, Any]:
-    """Arguments of all that reads data."""
+    """Keyword arguments for reading data."""
     data = config.data
     return dict(
         tokenizer=tokenizer,
@@ -179,13 +179,13 @@ def _reading(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 
 
 def _packing(config: Config) -> dict[str, Any]:
-    """Arguments of what makes rows of tokens."""
+    """Keyword arguments for making rows of tokens."""
     data = config.data
     return dict(sequence_length=data.sequence_length, packing=data.packing, overlong=data.overlong)
 
 
 def _tokenising_progress() -> Callable[[int, int], None]:
-    """Says now and then how far the tokenising of long data has come."""
+    """Logs now and then how far the tokenising of long data has come."""
     due = math.inf  # the first call only starts the clock: short data needs no news
 
     def progress(documents: int, tokens: int) -> None:

@@ -21,7 +21,7 @@ from megatrain.train.setup import Job
 from megatrain.train.sharing import logprobs, part_of
 from megatrain.train.signals import Signals
 
-_Parts = list[tuple[Step, int]]  # rows that pass at once, and their labelled tokens
+_Parts = list[tuple[Step, int]]  # rows computed at once, and their number of labelled tokens
 _MOST_NATS = 700  # beyond, a perplexity is no number
 _SHOWN = 160  # characters of a sample in a line
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class Evaluations:
     """The evaluations of a run; each is done once, however often the run is resumed.
 
-    A signal ends one that is not the last: it is made up for when the run goes on.
+    A signal ends an evaluation that is not the last; a resumed run repeats it.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Evaluations:
             self.trained(record)
 
     def trained(self, record: Mapping[str, Any]) -> None:
-        """Take a line of the log in: the loss of training is said beside that of an evaluation."""
+        """Note a record of the log: training's mean loss is logged beside an evaluation's."""
         if is_evaluation(record):
             self._trained.clear()
         elif isinstance(record.get("loss"), float):
@@ -67,7 +67,7 @@ class Evaluations:
     def after(
         self, step: int, say: Callable[[str], None], *, final: bool, asked: bool = False
     ) -> Mapping[str, Any] | None:
-        """Evaluate if it is due after `step`, or asked for; returns the line that the log has."""
+        """Evaluate if it is due after `step`, or asked for; returns the log's record."""
         due = final or asked or (step > 0 and self._every is not None and step % self._every == 0)
         if not (due and self._sets) or step in self._done:
             return None
@@ -86,7 +86,7 @@ class Evaluations:
         return record
 
     def _scores(self, *, final: bool) -> dict[str, float] | None:
-        """Metrics over all sets, and of each named one; None: given up."""
+        """Metrics over all sets, and of each named one; None: stopped."""
         if self._job.rollouts is not None:
             return self._of_prompts(self._job.rollouts, final=final)
         results: dict[str, list[Any]] = {}
@@ -103,7 +103,7 @@ class Evaluations:
         return metrics
 
     def _measured(self, part: Step, count: int) -> list[Any]:
-        """Summed loss and right labels of a part, or of a joint loss what it needs of each row."""
+        """Summed loss and count of right labels; for a joint loss its inputs for each row."""
         if isinstance(self._loss, JointLoss):
             scores = isinstance(self._loss, Reward)
             return logprobs(self._engine, plain_rows(part), self._job.ranks, scores=scores)
@@ -127,10 +127,12 @@ class Evaluations:
         return {f"eval_{prefix}{name}": value for name, value in values.items()}
 
     def _of_prompts(self, rollouts: Rollouts, *, final: bool) -> dict[str, float] | None:
-        """Rewards of one reply to each prompt, over all sets and of each."""
+        """Rewards of one reply to each prompt, over all sets and of each set."""
         replies: dict[str, Any] = {}
         for name, prompts in self._sets.items():
-            replies[name] = rollouts.tried(prompts, lambda: bool(self._signals.stop) and not final)
+            replies[name] = rollouts.evaluation_replies(
+                prompts, lambda: bool(self._signals.stop) and not final
+            )
             if replies[name] is None:
                 return None
         return {f"eval_{key}": value for key, value in rollouts.rewarded(replies).items()}
@@ -151,7 +153,7 @@ class Evaluations:
         return "  ".join(parts)
 
     def _sampled(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """The likeliest continuation of each prompt of `training.samples`, as the log has it.
+        """The likeliest continuation of each prompt of `training.samples`, as the log's record.
 
         A failure to generate costs a warning, not the run; but where one of several ranks alone
         fails, while the others wait for it, all end.
@@ -179,7 +181,7 @@ def _parts(rows: Step, at_once: int) -> _Parts:
     parts = [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
     counts = [sum(num_labelled(targets_of(micro["labels"])) for micro in part) for part in parts]
     labelled = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
-    return labelled or [(part, 0) for part in parts[:1]]  # which is refused
+    return labelled or [(part, 0) for part in parts[:1]]  # the engine refuses it
 
 
 class Watch:
@@ -190,17 +192,17 @@ class Watch:
     """
 
     def __init__(self, config: Config, logged: Iterable[Mapping[str, Any]]) -> None:
-        """Args: `logged`: the run's log so far."""
+        """Args: `logged`: the records of the run so far."""
         self.metric = config.watched
         self._sign = -1.0 if config.larger_is_better else 1.0
         self._rule = config.training.early_stopping
-        self._values: dict[int, float] = {}  # of each evaluated step; small ones are good
+        self._values: dict[int, float] = {}  # by evaluated step; smaller is better
         self._reference, self._waited = math.inf, 0
         for record in logged:
             self.see(record)
 
     def see(self, record: Mapping[str, Any]) -> bool:
-        """Take a line of the log in; True if it is an evaluation better than all before."""
+        """Note a record of the log; True if it is an evaluation better than all before."""
         if self.metric not in record:
             return False
         value = record[self.metric]
@@ -221,7 +223,7 @@ class Watch:
 
     @property
     def ranked(self) -> list[int]:
-        """The evaluated steps, the best first; the earlier one of two alike."""
+        """The evaluated steps, best first; of equal ones the earlier first."""
         return sorted(self._values, key=lambda step: (self._values[step], step))
 
     def best_of(self, steps: Collection[int]) -> int | None:

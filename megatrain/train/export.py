@@ -32,14 +32,14 @@ def export(
     merged: bool = False,
     base_model: str | None = None,
 ) -> None:
-    """Write the model of `run` to `out`, whole or not at all; of a run, with a model card.
+    """Write the model of `run` to `out`, whole or not at all; a run's model gets a model card.
 
     Args:
         run: a checkpoint, a model folder, or a run's folder: its finished model, or its newest
             whole checkpoint. Of a checkpoint, float32 gives the exact masters.
         dtype: float32, bfloat16 or float16 for all floating tensors; None keeps each as it is, and
             those of a checkpoint in the dtype of the model that the run began with.
-        merged: of a model with an adapter the whole, not the adapter alone.
+        merged: write a model with an adapter as one model, not the adapter alone.
         base_model: where the adapter's base is now; an adapter alone names it.
 
     Raises:
@@ -104,7 +104,7 @@ def _tell_run(folder: Path, source: Path) -> None:
 
 
 def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:
-    """One shard in memory at a time, never the model; returns its bytes."""
+    """Write a shard in another dtype; returns its bytes. One shard is in memory at a time."""
     try:
         with safe_open(source, framework="pt") as file:
             metadata = file.metadata()
@@ -115,13 +115,13 @@ def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:
         raise InputError(f"{source}: unreadable: {error}") from error
     try:
         save_file(tensors, target, metadata=metadata)
-    except SafetensorError as error:  # of the disk, too
+    except SafetensorError as error:  # it stands for errors of the disk, too
         raise RunFailed(f"{target}: cannot be written: {error}") from error
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _name_dtype(path: Path, dtype: str) -> None:
-    """`config.json` names the dtype once, and once more in each nested configuration."""
+    """Set the dtype in `config.json`, also in each nested configuration."""
     config = json.loads(path.read_text(encoding="utf-8"))
     for part in [config, *(value for value in config.values() if isinstance(value, dict))]:
         if part is config or "dtype" in part or "torch_dtype" in part:

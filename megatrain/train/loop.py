@@ -58,7 +58,7 @@ class Outcome:
 
     `stopped`: the signal that ended it early, with the run saved. `parameters` and `memory`: of the
     engine; nothing if the run was finished before. `early`: why it ended before its last step.
-    `best`: the state that the model is of, where that is not the last.
+    `best`: names the state that the model has, unless that is the last.
     """
 
     folder: Path
@@ -122,7 +122,7 @@ def train(
         ranks = stack.enter_context(joined())
         check_shared(config, ranks, callbacks=names_of(callbacks))
         config = _as_started(config, ranks)
-        if ranks.rank:  # what a run says is said once
+        if ranks.rank:  # only the first rank logs
             logging.getLogger("megatrain").setLevel(logging.ERROR)
             config = config.model_copy(update={"tracking": type(config.tracking)()})
         with signals.interruptible():
@@ -138,9 +138,9 @@ def train(
 
 
 def _as_started(config: Config, ranks: Ranks) -> Config:
-    """The configuration with the devices of this host that take part, as torchrun has started them.
+    """The configuration with as many devices as ranks that torchrun has started on this host.
 
-    Raises InputError: more are wanted than this process.
+    Raises InputError: it asks for several devices, and torchrun has not started the run.
     """
     if ranks.size == 1 and config.engine.devices > 1:
         raise InputError(
@@ -167,7 +167,7 @@ def _run(job: Job, signals: Signals, callbacks: Sequence[Any]) -> Outcome:
             else:
                 best = run.finish()
             called.end()
-        finally:  # pictures can be drawn at any time; whoever stops a run may have none to spare
+        finally:  # plots can be drawn later; whoever stops a run may be in a hurry
             if job.ranks.rank == 0:
                 draw(folder)
                 run.timeline.draw()
@@ -223,7 +223,7 @@ class _Run:
         return self.watch.best_of(checkpoints(self._folder))
 
     def take_steps(self) -> None:
-        """All steps, or those until an early end; a failure leaves what was learnt on the disk."""
+        """Take all steps, or those until an early end; a failure saves the state first."""
         total = self._job.total_steps
         console = Console(quiet=True) if self._job.ranks.rank else None
         every, done = self._config.output.log_every, self.steps.done
@@ -232,10 +232,10 @@ class _Run:
         try:
             with progress, self.checkpoints.rescue(lambda: self.state):
                 self.callbacks.begin(self._logged)
-                for record in self._logged:  # the last one may have come after the save
+                for record in self._logged:  # the last evaluation may have come after the save
                     if is_evaluation(record):
                         self._heed(record)
-                self._evaluate(progress.say)  # a kill may have come before it
+                self._evaluate(progress.say)  # a kill may have prevented it
                 while self.steps.done < total and not (self.signals.stop or self.early):
                     self._step(progress)
         except MegatrainError:
@@ -255,7 +255,7 @@ class _Run:
         self.signals.share(self._job.ranks)
         self._save_and_evaluate(progress.say)
         if self.callbacks.epoch(more=not (self._is_last or self.signals.stop or self.early)):
-            self._save_and_evaluate(progress.say)  # what they asked for at its end
+            self._save_and_evaluate(progress.say)  # callbacks' requests at the end
 
     def _save_and_evaluate(self, say: Callable[[str], None]) -> None:
         asked = self.signals.take_save() | self.callbacks.take("should_save")
@@ -275,7 +275,7 @@ class _Run:
             self.checkpoints.after(self.state, asked=asked, last=self.early is not None)
 
     def _heed(self, record: Mapping[str, Any]) -> bool:
-        """Take an evaluation in; True if it is of the best state so far."""
+        """Note an evaluation; True if its state is the best so far."""
         self.callbacks.evaluated(record)
         is_best, step = self.watch.see(record), record["step"]
         if is_best:
@@ -283,7 +283,7 @@ class _Run:
         return is_best
 
     def finish(self) -> str | None:
-        """Write the model; returns the state that it is of where that is not the last."""
+        """Write the model; returns words for its state unless that is the last."""
         steps, config, best = self.steps.done, self._config, None
         with self.checkpoints.rescue(lambda: self.state):
             self.checkpoints.finish()
@@ -305,7 +305,7 @@ class _Run:
 
 
 def describe_run(job: Job, devices: Sequence[tuple[str, bool]]) -> None:
-    """Write the resolved configuration, which makes the folder a run's, and where it is done.
+    """Write the resolved configuration, which makes the folder a run's, and the machine's data.
 
     Args: `devices`: the name of each rank's device, and True for the first rank of a host.
     """
@@ -345,7 +345,7 @@ def write_model(job: Job, step: int | None) -> None:
 
 
 def draw(run: Path) -> None:
-    """Write the run as one page, and draw the loss over the steps; the run goes before both."""
+    """Write the run as one page, and draw the loss over the steps; errors only warn."""
     try:
         write_report(run)
         draw_loss(list(read_metrics(run / METRICS)), run / "loss.png")

@@ -1,4 +1,4 @@
-"""A run that begins, goes on, or branches from another, in a folder of its own."""
+"""Opens a run in its folder: one that begins, goes on, or branches from another."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ from megatrain.train.resume import (
 from megatrain.train.setup import Job, prepare
 from megatrain.train.sharing import check_folder, from_first
 
-# Keys that say what the checkpoint's own tokenizer has already.
+# Settings that the tokenizer saved in the checkpoint already includes.
 _WITH_WEIGHTS = ("tokenizer", "chat_template", "eos_token")
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def open_run(
 ) -> Job | Path:
     """A run in its folder, which is locked, ready for the next step; `stack` gives both back.
 
-    Of a run that has ended its folder. Of several `ranks` the first one makes and locks the folder.
+    Returns only the folder if the run has finished. The first rank makes and locks the folder.
 
     Raises:
         InputError: configuration, data, model, folder or checkpoint cannot be used.
@@ -77,7 +77,7 @@ def open_run(
 def _made_folder(config: Config, name: str, stack: ExitStack) -> Path:
     folder = make_run_folder(config.output.folder, name)
     stack.enter_context(locked(folder))
-    require_empty(folder, "output.folder: ")  # another run may have been faster
+    require_empty(folder, "output.folder: ")  # another run may have taken it meanwhile
     return folder
 
 
@@ -103,7 +103,7 @@ def _open_earlier(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) 
 
 
 def _go_on(folder: Path, config: Config, ranks: Ranks) -> Job:
-    """Open the newest checkpoint that is whole: damaged tiles are found only when all are read."""
+    """Open the newest whole checkpoint: damaged tiles show only when all tiles are read."""
     for start in find_starts(folder, config):
         say_differences(config, start.state)
         try:

@@ -196,15 +196,16 @@ class Rollouts:
         times = f"{self._in_vain} of {self._rollouts} rollouts so far"
         log.warning("step %d: %s (%s); %s", step, reason, times, remedy)
 
-    def tried(self, prompts: Prompts, stop: Callable[[], bool]) -> list[Reply] | None:
-        """One reply to each prompt, with the same random numbers each time; None: given up."""
+    def evaluation_replies(self, prompts: Prompts, stop: Callable[[], bool]) -> list[Reply] | None:
+        """One reply to each prompt, with the same random numbers each time; None: stopped."""
         size = self._at_once
         replies: list[Reply] = []
         for first in range(0, len(prompts), size):
             if stop():
                 return None
             rows = range(first, min(first + size, len(prompts)))
-            replies += self._replies(prompts.batch(rows), 1, -1 - first)
+            seed_number = -1 - first  # negative: its seeds are not those of training
+            replies += self._replies(prompts.batch(rows), 1, seed_number)
         return replies
 
     def rewarded(self, sets: Mapping[str, Sequence[Reply]]) -> dict[str, float]:
@@ -434,8 +435,9 @@ def _differences(
     if not len(distances):
         return {}
     mean = float(distances.mean())
-    cut = settings.top_p < 1 or settings.top_k or settings.repetition_penalty != 1
-    if not cut and not mean <= _FAR:
+    # Then the server's log-probabilities are rightly far from the engine's.
+    sampler_changes_probs = settings.top_p < 1 or settings.top_k or settings.repetition_penalty != 1
+    if not sampler_changes_probs and not mean <= _FAR:
         raise RunFailed(
             f"rollout.server {settings.server}: log-probabilities of its tokens are {mean:.3g} "
             "from the engine's in the mean: it serves other weights, or was started without "

@@ -411,7 +411,7 @@ class _Asking:
         training, length = self.teacher.config.training, self.teacher.config.data.sequence_length
         usual = training.micro_batch_size or usual_micro_batch(length)
         self.rows = min(usual, -(-training.batch_size // self.ranks.size))
-        self.each = max(self.rows, training.batch_size // self.rows * self.rows)  # of a sweep
+        self.rows_per_sweep = max(self.rows, training.batch_size // self.rows * self.rows)
 
     def __enter__(self) -> Self:
         return self
@@ -431,11 +431,11 @@ class _Asking:
         """The teacher's answers for the rows from `done` on."""
         count, news = len(self.data), time.monotonic()
         log.info("asking the teacher of %s rows (%s)", f"{count - done:,}", self.name.strip())
-        for first in range(done, count, self.each):
+        for first in range(done, count, self.rows_per_sweep):
             self.ranks.all_gather_object(first)
             yield from self._sweep(first)
             if time.monotonic() - news > _SECONDS_BETWEEN_NEWS:
-                news, last = time.monotonic(), min(first + self.each, count)
+                news, last = time.monotonic(), min(first + self.rows_per_sweep, count)
                 log.info("the teacher has answered for %s of %s rows", f"{last:,}", f"{count:,}")
 
     def follow(self) -> None:
@@ -456,7 +456,7 @@ class _Asking:
                 micro_batch=self.rows,
                 group=self.ranks.host,
             )
-        last, engine = min(first + self.each, len(self.data)), self.engine
+        last, engine = min(first + self.rows_per_sweep, len(self.data)), self.engine
         starts = range(first, last, self.rows)
         step = [self.data.batch(range(at, min(at + self.rows, last))) for at in starts]
         return by_parts(self.ranks, step, lambda part: list(self.teacher.answers(engine, part)))

@@ -276,11 +276,11 @@ def _loader(config: Config, training: PackedDataset | RowStream | Prompts) -> St
 
 
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
-    """Rows as configured, as the resumed run had them, as the engine has chosen, or the usual."""
-    lines = config.loss.lines
-    fitting = max(1, usual_micro_batch(config.data.sequence_length) // lines)
+    """Examples in a micro-batch: configured, else of the resumed run, the engine's, the usual."""
+    rows_per_example = config.loss.lines
+    fitting = max(1, usual_micro_batch(config.data.sequence_length) // rows_per_example)
     before = None if start is None else start.state.data.get("rows_per_micro_batch")
-    chosen = engine.micro_batch and max(1, engine.micro_batch // lines)
+    chosen = engine.micro_batch and max(1, engine.micro_batch // rows_per_example)
     choices = (config.training.micro_batch_size, before, chosen, fitting)
     rows = next(rows for rows in choices if isinstance(rows, int) and rows > 0)
     return min(rows, config.training.batch_size)

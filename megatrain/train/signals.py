@@ -38,7 +38,7 @@ class Signals:
     def __init__(self) -> None:
         self.stop: str | None = None
         self._shared = False
-        self._heard: str | None = None  # this process, of several ranks
+        self._heard: str | None = None  # asked of this process; `stop` is agreed by all ranks
         self._stopped = 0.0  # when
         self._save = False
         self._interruptible = False
@@ -66,7 +66,7 @@ class Signals:
         return asked
 
     def share(self, ranks: Ranks) -> None:
-        """Heed what any of several ranks has been told, and from now on nothing but that."""
+        """Agree with all ranks on requests that any has had; from now on only agreed ones count."""
         if ranks.size == 1:
             return
         if not self._shared:
