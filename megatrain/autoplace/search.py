@@ -244,11 +244,16 @@ class Search:
         return [[c for c in family if c.slots < MOST_SLOTS] for each in splits for family in each]
 
     def _most_sparing(self, family: list[Placement]) -> list[Placement]:
-        """The candidates that take least, with layer inputs on the host and on the device."""
-        last = range(len(family))[::-1]
-        places = sorted(last, key=lambda place: self._least_bytes(family[place])[0])
-        least = {family[place].layer_inputs: family[place] for place in reversed(places)}
-        return sorted(least.values(), key=lambda placement: placement.layer_inputs, reverse=True)
+        """The candidates that take least, with layer inputs on the host and on the device.
+
+        Of each kind the last, whose head computes least at once, and the one that holds least.
+        """
+        sparing = []
+        for where in ("host", "device"):
+            alike = [placement for placement in family if placement.layer_inputs == where]
+            sparing += alike[-1:]
+            sparing += [min(alike, key=lambda each: self._least_bytes(each)[0])] if alike else []
+        return [*dict.fromkeys(sparing)]
 
     def _first_look(self, family: list[Placement], rows: int) -> bool:
         """True if one of a family's most sparing candidates has room."""
@@ -268,7 +273,7 @@ class Search:
         """
         needs = self._forecasts.needs(self._workload, placement)
         device = self._machine.device_context_bytes + mapping_bytes(sum(needs.host.values()))
-        if rows is not None and placement.chunk_tokens is None:
+        if rows is not None and placement.chunk_tokens is placement.max_stream_bytes is None:
             works = self._forecasts.measured(self._workload).layer(0, rows).computed_twice
             device += max(0, max(work.peak_bytes for work in works) - needs.device[UNSUMMED])
         host = self._forecasts.least_host_bytes(self._machine, self._workload, placement)
