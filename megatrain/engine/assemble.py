@@ -45,7 +45,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass
 class Assembly:
-    """Everything that `parts` is made of.
+    """Everything that `inference` and `training` build the parts of a step from.
 
     The forecast moves gradients and planes in fewer pieces (forecast/assembly.py).
     """
@@ -83,7 +83,7 @@ class Assembly:
 
     @cached_property
     def vocab_slices(self) -> VocabSlices | None:
-        """The slices of the head, if it is split; as small as layers, they need no more slots."""
+        """The slices of the head, if it is split; each fits where a layer does."""
         tile, most, size = self.head, self.placement.max_stream_bytes, self.dtype.itemsize
         if not most:
             return None
@@ -97,7 +97,7 @@ class Assembly:
 
     @cached_property
     def visited(self) -> list[Tile | TileSlice]:
-        """All that is computed with as a whole: tiles, and the slices of a head."""
+        """Everything that is streamed in one piece: tiles, and the slices of a split head."""
         slices = self.vocab_slices
         head = [self.head] if slices is None else [slices.rest, *slices.rows]
         return [self.prologue, *self.layers, *head]
@@ -112,7 +112,7 @@ class Assembly:
         return lambda layout, *memory: layout.unpack(*memory, fast)
 
     def disk_staging(self) -> DiskStaging:
-        """The way of planes from a disk to their updates, and back."""
+        """Moves planes from a disk to their updates, and back."""
         return DiskStaging(self.device, self.store.tiles)
 
     def inference(self) -> Parts:
@@ -229,7 +229,7 @@ class Assembly:
 
 
 def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
-    """Host memory by what it holds: planes, gradients, rows and boundaries on their way."""
+    """Bytes of host memory by use: planes, gradients, rows and boundaries in transit."""
     sizes = {f"host_{k}_bytes": v for k, v in store.bytes_by_plane().items()}
     sizes["host_rows_bytes"] = parts.embedding.host_bytes
     sizes["host_disk_lanes_bytes"] = parts.stream.disk.host_bytes
@@ -243,13 +243,13 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
 
 
 def kept_offload(parts: Parts) -> HostOffload | None:
-    """The way of graphs and attention results to the host; None: nothing waits there."""
+    """Moves graphs and attention results to the host and back; None: none are saved there."""
     offloads = (unit.offload for unit in parts.trunk if isinstance(unit, Layer))
     return next((offload for offload in offloads if offload is not None), None)
 
 
 def _end_backward(trunk: Sequence[Unit]) -> None:
-    """Let the backward end at the first unit that is trained, which keeps all that it reads."""
+    """Let the backward end at the first trained unit, which then saves all of its inputs."""
     frozen = [*takewhile(lambda unit: not unit.trained, trunk)]
     for unit in frozen:
         unit.needs_backward = False

@@ -41,27 +41,28 @@ _NOT_HEEDED = {  # of a forward: how it is run, or what stands in place of token
 
 @dataclass
 class Batch:
-    """One step's micro-batches; of several ranks, those of this one.
+    """This rank's micro-batches of one step.
 
     Attributes:
         micro: on the device.
         normaliser: what the loss is divided by, over all micro-batches of all ranks.
         num_tokens: all positions, padding included.
         unique_U: the token ids whose rows are gathered (CPU); `micro[i].rows.index` points into it.
-            Of several ranks: of all their tokens, in an equal block for each rank that keeps such
-            rows in its part of the table, filled up with ids that occur before.
+            With several ranks: the ids of all their tokens, in one block of equal size for each
+            rank that keeps their rows; a block is filled up with an id of its own or of an earlier
+            block.
         seed: makes the random numbers of this step.
         first: number of `micro[0]` in the step.
-        before: how many micro-batches the ranks before this one have; random numbers follow
-            the place among those of all ranks.
-        own: where in `unique_U` the rows are that this rank keeps.
+        before: micro-batches of the ranks before this one; random numbers depend on a
+            micro-batch's number among those of all ranks.
+        own: the slice of `unique_U` whose rows this rank keeps.
         all_tokens: positions of all ranks.
         most: micro-batches of the rank that has the most; others may have passes without any.
-        judged: targets and what the loss takes beside them, on the device; of a joint loss those
-            of the micro-batches of all ranks.
-        measured: what a joint loss measures, on the device, once the head has been visited.
-        router_shares: how much the routers' loss of each micro-batch counts; None: it is one loss
-            of all tokens together.
+        loss_inputs: each micro-batch's targets and the loss's other inputs, on the device; for a
+            joint loss the micro-batches of all ranks.
+        measured: the measures of a joint loss, on the device, once the head has been visited.
+        router_shares: the weight of each micro-batch's router loss; None: routers have one loss of
+            all tokens together.
     """
 
     micro: list[MicroBatch]
@@ -70,7 +71,7 @@ class Batch:
     unique_U: Tensor
     seed: int
     first: int = 0
-    judged: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
+    loss_inputs: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
     measured: dict[str, Tensor] = field(default_factory=dict)
     before: int = 0
     own: slice = field(default_factory=lambda: slice(None))
@@ -84,7 +85,7 @@ class Batch:
         return self.unique_U[self.own]
 
     def passes(self, count: int) -> list["Batch"]:
-        """The micro-batches in at most `count` groups, in order, as even as can be."""
+        """Split the micro-batches, in order, into at most `count` groups of about equal size."""
         count = min(count, max(self.most, len(self.micro)))
         ends = [len(self.micro) * part // count for part in range(count + 1)]
         return [
@@ -113,14 +114,14 @@ def prepare(
 
     Args:
         takes: whether the model's forward takes a tensor of this name, beside `input_ids`.
-        loss: that micro-batches have labels for, and the tensors that it asks for; None: neither.
-        label_shift: how many tokens a label is after what predicts it.
+        loss: micro-batches must have labels and the loss's inputs; None: they need neither.
+        label_shift: tokens from the position that predicts a label to the label.
         constants: token ids whose rows are needed besides the batch's own.
         max_tokens: positions that the model has; None: any number.
-        by_lengths: whether attention may be told the lengths of packed documents.
-        ranks: who take the step together, each with micro-batches of its own; all call this.
-        rows_each: rows of the table that each rank keeps, if there are several.
-        share: of every row, if ranks share rows; then all give the same micro-batches.
+        by_lengths: attention may be passed the lengths of packed documents.
+        ranks: take the step together, each with its own micro-batches; all call this.
+        rows_each: rows of the table that each of several ranks keeps.
+        share: this rank's part of shared rows; then all ranks pass the same micro-batches.
 
     Raises:
         InputError: of any rank: no micro-batch, unknown keys, wrong shapes or types, ids outside
@@ -129,26 +130,26 @@ def prepare(
     """
     shares: list[Mapping[str, Tensor]] = []
 
-    def part() -> _Part:
+    def check_and_share() -> _Part:
         if not isinstance(micro_batches, list | tuple) or not micro_batches:
             got = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
             raise InputError(f"a step needs a list of at least one micro-batch; it got {got}")
         for index, micro in enumerate(micro_batches):
             _check(f"micro-batch {index}", micro, vocab_size, takes, loss, max_tokens)
-        losses = [] if loss is None else [_judged(m, loss, label_shift) for m in micro_batches]
+        losses = [] if loss is None else [_loss_inputs(m, loss, label_shift) for m in micro_batches]
         checksum = share.check(micro_batches, losses, loss, max_tokens)
         shares[:] = [share.micro(micro) for micro in micro_batches]
         ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
         unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
         return _Part(share.judged(losses), unique, len(shares), len(ids), checksum)
 
-    parts = ranks.agree(part)
+    parts = ranks.agree(check_and_share)
     require_same([{"checksum of the step's rows": str(part.checksum)} for part in parts])
-    losses = [judged for part in parts for judged in part.losses]
+    losses = [inputs for part in parts for inputs in part.losses]
     normaliser = 0.0 if loss is None else loss.normaliser(*zip(*losses, strict=True))
     if loss is not None and normaliser == 0:
         raise InputError("no token of this step has a label; check the data's labels (all -100)")
-    unique_U, of_rank = _by_owner([part.unique for part in parts], ranks.shards, rows_each)
+    unique_U, own = _by_owner([part.unique for part in parts], ranks.shards, rows_each)
     mine = parts[ranks.rank]
     batch = Batch(
         [_moved(micro, takes, unique_U, device, by_lengths) for micro in shares],
@@ -157,25 +158,25 @@ def prepare(
         unique_U,
         seed,
         before=sum(part.num for part in parts[: ranks.rank]),
-        own=of_rank,
+        own=own,
         all_tokens=sum(part.num_tokens for part in parts),
         most=max(part.num for part in parts),
     )
     if loss is not None:
         joint = isinstance(loss, JointLoss)
         for targets, extras in losses if joint else mine.losses:
-            batch.judged.append((targets.to(device), [extra.to(device) for extra in extras]))
-        judged = batch.judged[batch.before if joint else 0 :]
-        for micro, (targets, extras) in zip(batch.micro, judged, strict=False):
-            micro.targets, micro.loss, micro.given = targets, loss, extras
+            batch.loss_inputs.append((targets.to(device), [extra.to(device) for extra in extras]))
+        local = batch.loss_inputs[batch.before if joint else 0 :]
+        for micro, (targets, extras) in zip(batch.micro, local, strict=False):
+            micro.targets, micro.loss, micro.extras = targets, loss, extras
     return batch
 
 
 class Intake:
-    """Checks an engine's micro-batches, tries what is new in them, and brings them to its device.
+    """Checks an engine's micro-batches, tests new kinds of rows on the model, moves them to device.
 
     Attributes:
-        share: of every row, that of this rank.
+        share: this rank's tokens of every row.
     """
 
     def __init__(
@@ -185,16 +186,16 @@ class Intake:
         rows_each: int,
         losses: Callable[[Batch], list[Tensor]],
     ) -> None:
-        """Args: `rows_each`: as for `prepare`; `losses` of the tokens of a batch, `[B, T]` each."""
+        """Args: `rows_each`: as for `prepare`; `losses` computes a batch's losses `[B, T]`."""
         config = setup.source.model.config
         self._setup, self._program, self._config = setup, program, config
         self._rows_each, self._losses, self._steps = rows_each, losses, 0
         self.share = SequenceShare(setup.sequence_ranks)
-        self._documents = DocumentCheck(config, program, self._tried, self._check_masks)
-        self._row_trial = RowTrial(self.share, config, program, self._tried)
+        self._documents = DocumentCheck(config, program, self._run_trial, self._check_masks)
+        self._row_trial = RowTrial(self.share, config, program, self._run_trial)
 
     def batch(self, micro_batches: MicroBatches, loss: Loss | None, steps: int) -> Batch:
-        """One step's batch after so many steps; see `prepare`."""
+        """The batch of the step that follows `steps` steps; see `prepare`."""
         self._steps, micro_batches = steps, _as_int64(micro_batches)
         batch = self._prepared(micro_batches, loss, self.share)
         self._documents.check(micro_batches, self._setup.ranks)
@@ -228,29 +229,29 @@ class Intake:
             itemsize = self._program.dtype.itemsize
             check_masks(micro_batches, text, itemsize, available_bytes(device))
 
-    def _tried(self, micro_batches: MicroBatches) -> tuple[list[Sequence[Call]], list[Tensor]]:
+    def _run_trial(self, micro_batches: MicroBatches) -> tuple[list[Sequence[Call]], list[Tensor]]:
         self._program.train(False)
         loss = TOKEN_SCORE if self._program.spec.capture.scores_rows else CROSS_ENTROPY
         batch = self._prepared(micro_batches, loss, WHOLE)
         with self._program.eager(), in_own_type(self._program.float8):
             losses = [loss.cpu() for loss in self._losses(batch)]
-        of_first = self._setup.ranks.all_gather_object(losses)[0]  # so that all decide alike
-        return [micro.calls for micro in batch.micro], of_first
+        by_rank = self._setup.ranks.all_gather_object(losses)
+        return [micro.calls for micro in batch.micro], by_rank[0]  # so that all ranks decide alike
 
 
 def _as_int64(micro_batches: Any) -> Any:
-    """The same with narrower integers, and masks of truth values, as int64."""
+    """Convert narrower integers, and boolean attention masks, to int64."""
     if not isinstance(micro_batches, list | tuple):
         return micro_batches
     return [
-        {name: _wide(name, value) for name, value in micro.items()}
+        {name: _widened(name, value) for name, value in micro.items()}
         if isinstance(micro, Mapping)
         else micro
         for micro in micro_batches
     ]
 
 
-def _wide(name: str, value: Any) -> Any:
+def _widened(name: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     mask = name == "attention_mask" and value.dtype == torch.bool
@@ -258,7 +259,7 @@ def _wide(name: str, value: Any) -> Any:
 
 
 def halved(micro_batches: MicroBatches) -> list[Mapping[str, Tensor]]:
-    """The micro-batches cut by rows, each into two if it has two."""
+    """Split the rows of each micro-batch into two halves; a single row stays as it is."""
     parts = [(micro, -(-len(micro["input_ids"]) // 2)) for micro in micro_batches]
     return [
         {name: value[at : at + rows] for name, value in micro.items()}
@@ -268,7 +269,7 @@ def halved(micro_batches: MicroBatches) -> list[Mapping[str, Tensor]]:
 
 
 def _by_owner(ids: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
-    """The ids of all ranks in a block for each that keeps them, ascending; this rank's place."""
+    """All ranks' ids, ascending, in equal blocks by the rank that keeps them; this rank's slice."""
     if len(ids) == 1:
         return ids[0], slice(None)
     every_U = torch.unique(torch.cat(list(ids)))
@@ -285,7 +286,7 @@ def _by_owner(ids: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tens
 
 
 class _Part(NamedTuple):
-    """One rank's share of a step, as far as all ranks have to know it."""
+    """The facts of one rank's micro-batches that all ranks need."""
 
     losses: list[Judged]
     unique: Tensor
@@ -294,8 +295,8 @@ class _Part(NamedTuple):
     checksum: int
 
 
-def _judged(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
-    """A micro-batch's targets, and the tensors that the loss takes beside them."""
+def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
+    """A micro-batch's targets, and the loss's other inputs."""
     numbers = [name for name in (*loss.inputs, *loss.choices) if name not in loss.choices[:1]]
     extras = [
         targets_of(micro[name].float() if name in numbers else micro[name], shift, 0)
@@ -409,7 +410,7 @@ def _check_ids(where: str, ids: Tensor, vocab_size: int) -> None:
 
 
 def most_tokens(config: PreTrainedConfig) -> int | None:
-    """Tokens of the longest row that a model is made for; None: any number."""
+    """The most tokens that a row may have in this model; None: any number."""
     text = config.get_text_config(decoder=True)
     limits = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
     return next((n for n in limits if isinstance(n, int) and n > 0), None)

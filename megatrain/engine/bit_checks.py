@@ -34,7 +34,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class _Part:
-    """Values `start` to before `stop` of a tile's plane: what is trained of it, or what is not."""
+    """Values `start` to `stop` (excluded) of a tile's plane: its trained ones, or all others."""
 
     tile: Tile
     plane: Plane
@@ -74,8 +74,8 @@ def _updated_parts(tile: Tile) -> list[_Part]:
     return [part for part in _parts(tile) if part.trained and not part.plane.on_device]
 
 
-def _no_blocks(numel: int, buffer: Buffer) -> Tensor:
-    """The checksum of nothing, for the first values of a plane, where it is computed."""
+def _zero_sums(numel: int, buffer: Buffer) -> Tensor:
+    """A checksum of zeros, to be added to, for a plane's first `numel` values; on its device."""
     device = "cpu" if isinstance(buffer, disk.DiskBuffer) else buffer.data.device
     count = -(-numel * buffer.data.itemsize // SUMMED_BYTES)
     return torch.zeros(count, 2, dtype=torch.int64, device=device)
@@ -83,7 +83,7 @@ def _no_blocks(numel: int, buffer: Buffer) -> Tensor:
 
 @dataclass
 class UpdateSums:
-    """Checksums of what an update of a tile reads and writes, by plane; `gradient` of that."""
+    """Checksums of the planes that a tile's update reads and writes, and of the gradient."""
 
     read: Mapping[Plane, Tensor]
     written: Mapping[Plane, Tensor]
@@ -98,9 +98,11 @@ class UpdateSums:
         group: Mapping[str, object],
         options: UpdateOptions,
     ) -> None:
-        """Update a range of `planes`, in their order in `part`, and sum it before and after.
+        """Update a range of `planes`, and add it to the checksums, before and after.
 
-        Args: `start`: its first element among this rank's of the tile.
+        Args:
+            planes: in the order of `part`.
+            start: the range's first element, counted from this rank's first one of the tile.
         """
         first = [0 if p is None else p.place(start, start).start * p.dtype.itemsize for p in planes]
         sums = Checksums(
@@ -115,16 +117,16 @@ class UpdateSums:
         for blocks in (sums.read, sums.written):
             if blocks is sums.written:
                 rule.update(part, group, options)
-            for plane, to, at in zip(data, blocks, sums.first, strict=True):
-                if plane is not None and to is not None:
-                    kernels.checksum(plane.view(torch.uint8), to, at, threads=options.threads)
+            for plane, total, at in zip(data, blocks, sums.first, strict=True):
+                if plane is not None and total is not None:
+                    kernels.checksum(plane.view(torch.uint8), total, at, threads=options.threads)
 
 
 class BitChecks:
     """The checksums of an engine's tiles.
 
     Attributes:
-        flag: on the device: how often something there has differed; for the report of a step.
+        flag: the number of differences on the device, counted there; part of a step's report.
     """
 
     def __init__(
@@ -132,14 +134,16 @@ class BitChecks:
     ) -> None:
         self._device, self._tiles, self._threads = device, tiles, threads
         self._makes, self._compares = verify != "off", verify == "step"
-        self._kept: dict[tuple[int, str, bool], Tensor] = {}
+        self._checksums: dict[tuple[int, str, bool], Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
-        self._noted: list[tuple[str, Tensor, Tensor]] = []  # on the device, since the last report
+        self._differences: list[
+            tuple[str, Tensor, Tensor]
+        ] = []  # on the device, since the last report
         self.flag = device.empty("planes that differ", 1, torch.float32)
         device.run(COMPUTE, "clear flag", self.flag.data.zero_, writes=[self.flag])
 
     def seal(self) -> None:
-        """Sum all planes as they are now; with `save` not those on a disk."""
+        """Take checksums of all planes as they are now; with `verify="save"` not of disk planes."""
         for part in (p for t in self._tiles if self._makes for p in _parts(t)):
             if part.tier is Tier.DEVICE:
                 name = Name(Kind.PLAIN, f"sum {part.tile.name}")
@@ -148,11 +152,11 @@ class BitChecks:
                 self._keep(part)
 
     def _keep(self, part: _Part) -> None:
-        self._kept[part.key] = self._sum(part.buffer, part.start, part.stop)
+        self._checksums[part.key] = self._sum(part.buffer, part.start, part.stop)
 
     def _sum(self, buffer: Buffer, start: int, stop: int, at: int = 0) -> Tensor:
-        """The checksum of some values of a buffer, whose first one is value `at` of its plane."""
-        size, blocks = buffer.data.itemsize, _no_blocks(at + stop, buffer)
+        """The checksum of a range of a buffer that begins at value `at` of its plane."""
+        size, blocks = buffer.data.itemsize, _zero_sums(at + stop, buffer)
         for first in range(start, stop, disk.PIECE):
             values = buffer.values(slice(first, min(first + disk.PIECE, stop))).view(torch.uint8)
             kernels.checksum(values, blocks, (at + first) * size, threads=self._threads)
@@ -164,8 +168,8 @@ class BitChecks:
             if frozen := [p for p in _parts(tile) if not p.trained and p.tier is not Tier.DEVICE]:
                 self._compare_on(UPDATE, tile, frozen)
 
-    def landed(self, tile: Tile, gradient: Buffer, landed: Any) -> None:
-        """A gradient, there at `landed`, waits for its update: sum it."""
+    def sum_gradient(self, tile: Tile, gradient: Buffer, landed: Any) -> None:
+        """Take the checksum of a gradient that waits for its update; it arrives at `landed`."""
         if not self._compares:
             return
         stream = tile.rests.updates
@@ -177,8 +181,8 @@ class BitChecks:
 
         self._device.run(stream, Name(Kind.PLAIN, f"sum gradient of {tile.name}"), work, [gradient])
 
-    def compare_there(self, gradients: Sequence[tuple[Tile, Buffer]]) -> None:
-        """Before the updates of a step: compare all that rests on the device, gradients as well."""
+    def compare_on_device(self, gradients: Sequence[tuple[Tile, Buffer]]) -> None:
+        """Before a step's updates: compare the planes and gradients that rest on the device."""
         if not self._compares:
             return
         for tile in self._tiles:
@@ -192,82 +196,85 @@ class BitChecks:
     def _compare_gradient(self, tile: Tile, gradient: Buffer) -> None:
         if (landed := self._gradients.pop(tile.index, None)) is not None:
             now = self._sum(gradient, 0, own_numel(tile))
-            self._note(f"{tile.name}: the gradient (device)", landed, now)
+            self._count_difference(f"{tile.name}: the gradient (device)", landed, now)
 
     def _compare_on(self, stream: str, tile: Tile, parts: Sequence[_Part]) -> None:
         def work() -> None:
             for part in parts:
-                if (kept := self._kept.get(part.key)) is None:
+                if (kept := self._checksums.get(part.key)) is None:
                     continue
                 now = self._sum(part.buffer, part.start, part.stop)
                 if stream == COMPUTE:
-                    self._note(part.text, kept, now)
+                    self._count_difference(part.text, kept, now)
                 else:
                     _require_equal(part.text, kept, now, part.buffer)
 
         name, reads = Name(Kind.PLAIN, f"check {tile.name}"), [part.buffer for part in parts]
         self._device.run(stream, name, work, reads, [self.flag] if stream == COMPUTE else [])
 
-    def _note(self, text: str, kept: Tensor, now: Tensor) -> None:
-        """Count a difference on the device, where nobody waits for it."""
+    def _count_difference(self, text: str, kept: Tensor, now: Tensor) -> None:
+        """Count a difference on the device, without waiting for it; `report` raises it."""
         kept = kept.to(now.device)
         self.flag.data.add_((kept != now).any())
-        self._noted.append((text, kept, now))
+        self._differences.append((text, kept, now))
 
     def report(self, differing: float) -> None:
-        """Take what a step's report says. Raises RunFailed: a plane on a rank's device differs."""
-        noted, self._noted = self._noted, []
+        """Read a step's count. Raises RunFailed: a plane on some rank's device differs."""
+        compared, self._differences = self._differences, []
         if not differing:
             return
-        for difference in noted:
-            _require_equal(*difference)
+        for comparison in compared:
+            _require_equal(*comparison)
         raise RunFailed("a plane on the device of another rank has changed; see what that one says")
 
-    def of_update(self, tile: Tile, host_gradient: Buffer) -> UpdateSums | None:
-        """The checksums to be made by an update that is put on its stream; None: none are."""
+    def update_sums(self, tile: Tile, host_gradient: Buffer) -> UpdateSums | None:
+        """Empty checksums for a tile's update to fill; None: this run takes none."""
         if not self._makes:
             return None
         parts = [p for p in _updated_parts(tile) if p.tier is not Tier.DEVICE]
         compared = parts if self._compares else []
         gradient = None
         if self._compares and tile.rests.gradient is not Tier.DEVICE:
-            gradient = _no_blocks(own_numel(tile), host_gradient)
+            gradient = _zero_sums(own_numel(tile), host_gradient)
         return UpdateSums(
-            {p.plane: _no_blocks(p.stop, p.buffer) for p in compared},
-            {p.plane: _no_blocks(p.stop, p.buffer) for p in parts},
+            {p.plane: _zero_sums(p.stop, p.buffer) for p in compared},
+            {p.plane: _zero_sums(p.stop, p.buffer) for p in parts},
             gradient,
         )
 
     def updated(self, tile: Tile, sums: UpdateSums) -> None:
-        """After an update, on its stream: compare what it has read; keep what it has written."""
+        """After an update, on its stream: compare checksums of its reads, keep those of writes."""
         for part in _updated_parts(tile):
             if part.tier is Tier.DEVICE:
                 self._keep(part)
                 continue
-            kept, read = self._kept.get(part.key), sums.read.get(part.plane)
+            kept, read = self._checksums.get(part.key), sums.read.get(part.plane)
             if kept is not None and read is not None:
                 _require_equal(part.text, kept, read, part.buffer)
-            self._kept[part.key] = sums.written[part.plane]
+            self._checksums[part.key] = sums.written[part.plane]
         landed = self._gradients.pop(tile.index, None)
         if landed is not None and sums.gradient is not None:
             _require_equal(f"{tile.name}: the gradient (host)", landed, sums.gradient)
 
     @contextmanager
     def averaging(self, tile: Tile, state: Buffer, start: int) -> Iterator[None]:
-        """In work on the device that changes a directed state, from value `start` of its plane."""
+        """Around work on the device that changes a state: compare before, take a new one after.
+
+        Args: `start`: the state's first value in its plane.
+        """
         [part] = [p for p in _parts(tile) if p.plane.on_device]
-        kept, size = self._kept.get(part.key), len(state.data)
+        kept, size = self._checksums.get(part.key), len(state.data)
         if self._compares and kept is not None:
             now = self._sum(state, 0, size, start)
-            self._note(part.text, kept[: len(now)], now)
+            self._count_difference(part.text, kept[: len(now)], now)
         yield
         if self._makes:
-            self._kept[part.key] = self._sum(state, 0, size, start)
+            self._checksums[part.key] = self._sum(state, 0, size, start)
 
     def compare_all(self, *, wait: bool = True) -> None:
         """Compare all planes with their checksums.
 
-        Args: `wait`: for those, too, that do not rest on the device; else a save waits.
+        Args: `wait` for planes that do not rest on the device, too; else a save waits for them.
 
         Raises:
             RunFailed: one has changed.
@@ -276,18 +283,18 @@ class BitChecks:
             return
         self.put_comparisons()
         resident = [p for t in self._tiles for p in _parts(t) if p.tier is Tier.DEVICE]
-        if resident or self._noted:
+        if resident or self._differences:
             self._device.synchronize(self._device.record(COMPUTE), "resident version to check")
             self.report(float(self.flag.data))
         for part in resident:
-            if (kept := self._kept.get(part.key)) is not None:
+            if (kept := self._checksums.get(part.key)) is not None:
                 now = self._sum(part.buffer, part.start, part.stop)
                 _require_equal(part.text, kept, now, part.buffer)
         for tile in self._tiles if wait else ():
             self._device.synchronize(tile.updated, "planes compared")
 
     def put_comparisons(self) -> None:
-        """Compare what does not rest on the device, on UPDATE; a save waits for that."""
+        """Put comparisons of host and disk planes on UPDATE; a save waits for them."""
         for tile in self._tiles if self._makes else ():
             if parts := [part for part in _parts(tile) if part.tier is not Tier.DEVICE]:
                 self._device.wait(UPDATE, tile.written, "disk version to check")
@@ -321,11 +328,13 @@ def _require_equal(text: str, kept: Tensor, now: Tensor, buffer: Buffer | None =
 
 
 def flipped_bit(sum: int, weighted: int) -> tuple[int, int, int] | None:
-    """The 64-bit word of a block and the bit in it that alone make these differences of a checksum.
+    """The word and bit of a block whose flip explains these differences of both checksums.
 
-    A flipped bit adds a power of two to the sum, and that times the word's place to the other one.
-    The upper bits leave some places open, modulo 2^64: the first one, and how many more there are.
-    None: no single bit makes them.
+    Flipping bit b of word w changes `sum` by 2^b and `weighted` by w * 2^b, modulo 2^64: for high
+    bits several words fit.
+
+    Returns:
+        `(first word that fits, bit, number of further words that fit)`; None: no single bit does.
     """
     for sign in (1, -1):
         change, placed = (sign * total % 2**64 for total in (sum, weighted))

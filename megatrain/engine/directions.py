@@ -48,7 +48,7 @@ class _Room:
 
 
 def give_way(device: Device, tile: Tile, stream: str) -> None:
-    """Let a stream wait for a save that still reads the tile's planes, which it then overwrites."""
+    """Before a stream overwrites a tile's planes, let it wait for a save that still reads them."""
     for reader in tile.readers:
         device.wait(stream, reader.event, reader.wait)
         if reader.set_aside is not None:
@@ -57,7 +57,7 @@ def give_way(device: Device, tile: Tile, stream: str) -> None:
 
 
 class Directions:
-    """The work of a rule on gradients on the device; with most rules there is none."""
+    """Replaces gradients by a rule's directions on the device; most rules have none."""
 
     def __init__(
         self,
@@ -68,25 +68,25 @@ class Directions:
         collectives: Collectives,
         checks: BitChecks,
     ) -> None:
-        """Args: `proceed`: the step's loss; where it is not finite no state is changed.
+        """Args: `proceed`: the step's loss; while it is not finite no state is changed.
 
         Raises:
-            InputError: the rule would direct what is no parameter of a layer.
+            InputError: the rule would direct a parameter outside of the layers.
         """
         self._device, self._rule, self._proceed = device, rule, proceed
         self._collectives, self._checks = collectives, checks
         directed = {t.index: [e for e in t.layout.trainable if rule.directed(e)] for t in tiles}
-        self._of = {index: entries for index, entries in directed.items() if entries}
-        self._turn, self._coming = 0, {}  # type: ignore[var-annotated]
-        with_state = [tile for tile in tiles if tile.index in self._of]
+        self._directed = {index: entries for index, entries in directed.items() if entries}
+        self._next_room, self._fetched = 0, {}  # type: ignore[var-annotated]
+        with_state = [tile for tile in tiles if tile.index in self._directed]
         outside = [tile for tile in with_state if tile.layout.kind is not TileKind.LAYER]
         if outside:
-            name = self._of[outside[0].index][0].name
+            name = self._directed[outside[0].index][0].name
             raise InputError(
                 f"{type(rule).__name__} takes {name!r} for a matrix of a layer, but it is outside "
                 "of the layers; choose another optimizer"
             )
-        numels = [self._range(t)[1] - self._range(t)[0] for t in with_state if self._comes(t)]
+        numels = [self._range(t)[1] - self._range(t)[0] for t in with_state if self._state_moves(t)]
         self._disk = DiskTransfer(device, [self._state(tile) for tile in with_state])
         self._rooms = [
             _Room(device.empty(Name(Memory.GRADIENTS, name), max(numels), torch.float32), None)
@@ -96,9 +96,9 @@ class Directions:
             device.run(COMPUTE, "allocate state of directions", lambda: None, writes=[room.buffer])
             room.free = device.record(COMPUTE)
 
-    def of(self, tile: Tile) -> bool:
+    def has_any(self, tile: Tile) -> bool:
         """True if a tile has parameters whose gradients become directions."""
-        return tile.index in self._of
+        return tile.index in self._directed
 
     def _state(self, tile: Tile) -> Buffer:
         start, stop = self._range(tile)
@@ -106,56 +106,60 @@ class Directions:
         return whole.piece(start, stop)
 
     def _range(self, tile: Tile) -> tuple[int, int]:
-        """The bounds of what is directed in this rank's block; the first one rounded down."""
-        (first, *_), (*_, last), block = self._of[tile.index], self._of[tile.index], tile.trained
+        """The bounds of the directed part of this rank's block; the first one rounded down."""
+        (first, *_), (*_, last), block = (
+            self._directed[tile.index],
+            self._directed[tile.index],
+            tile.trained,
+        )
         start = max(0, first.offset - block.start) // _FLOATS * _FLOATS
         return start, max(start, min(last.offset + last.numel, block.stop) - block.start)
 
-    def _here(self, tile: Tile) -> Iterator[tuple[Entry, int, int]]:
-        """Parameters that are directed, from which to before which element of the tile."""
+    def _parameters_here(self, tile: Tile) -> Iterator[tuple[Entry, int, int]]:
+        """Directed parameters in this rank's block, each with `(start, stop)` in the tile."""
         block = tile.trained
-        for entry in self._of[tile.index]:
+        for entry in self._directed[tile.index]:
             start = max(entry.offset, block.start)
             stop = min(entry.offset + entry.numel, block.stop)
             if start < stop:
                 yield entry, start, stop
 
-    def _comes(self, tile: Tile) -> bool:
+    def _state_moves(self, tile: Tile) -> bool:
         return tile.rests.moments is not Tier.DEVICE
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of lanes from and to a disk."""
+        """Bytes of host memory of the lanes from and to a disk."""
         return self._disk.host_bytes
 
-    def bring(self, tile: Tile) -> None:
-        """Start the state's way in; its tile's gradient is going to be complete."""
-        if not self.of(tile) or not self._comes(tile):
+    def fetch_state(self, tile: Tile) -> None:
+        """Start copying the state to the device, ahead of the time its gradient is complete."""
+        if not self.has_any(tile) or not self._state_moves(tile):
             return
-        room, device = self._rooms[self._turn % _ROOMS], self._device
-        self._turn += 1
-        self._coming[tile.index], state = room, self._state(tile)
+        room, device = self._rooms[self._next_room % _ROOMS], self._device
+        self._next_room += 1
+        self._fetched[tile.index], state = room, self._state(tile)
         to, on_disk = room.buffer.piece(0, len(state.data)), tile.rests.moments is Tier.DISK
         device.wait(DISK_WEIGHTS if on_disk else COPY_IN, room.free, "directions' room free")
         if on_disk:
             room.ready = self._disk.bring(tile, state, to)
             return
-        # That it is the newest one is seen to: the tile's weights have come in on this stream.
+        # It is the newest state: the tile's weights were loaded on this stream after its update.
         device.copy(COPY_IN, to, state)
         room.ready = device.record(COPY_IN)
 
-    def turn(
+    def replace_gradients(
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float = 1.0
     ) -> None:
-        """Put directions in the place of gradients times `scale`; `settings` by parameter.
+        """Replace gradients times `scale` by directions; `settings` by parameter.
 
-        Of several ranks, each has its block of gradients, states and directions.
+        Each rank does this for its block of gradients, states and directions.
         """
-        if not self.of(tile):
+        if not self.has_any(tile):
             return
         self._average(tile, sums, settings, scale)
         self._collectives.complete(sums, f"averages of {tile.name}")
-        rule, here = self._rule, [*self._here(tile)]
+        rule, here = self._rule, [*self._parameters_here(tile)]
 
         def work() -> None:
             for entry, start, stop in here:
@@ -166,15 +170,15 @@ class Directions:
     def _average(
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float
     ) -> None:
-        """Bring the state up to date; what directions are made of takes the gradients' place."""
-        device, whole, room = self._device, self._state(tile), self._coming.pop(tile.index, None)
+        """Update the state with the gradients; the averages replace the gradients."""
+        device, whole, room = self._device, self._state(tile), self._fetched.pop(tile.index, None)
         state = whole
         if room is None:
             give_way(self._device, tile, COMPUTE)
         else:
             device.wait(COMPUTE, room.ready, "directions' state arrived")
             state = room.buffer.piece(0, len(whole.data))
-        at, rule, here = self._range(tile)[0], self._rule, self._here(tile)
+        at, rule, here = self._range(tile)[0], self._rule, self._parameters_here(tile)
         first, checks = tile.trained.start + at, self._checks
 
         def work() -> None:
@@ -201,7 +205,7 @@ class Directions:
 
 
 def _matrices(entry: Entry, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A parameter in its tile's flat plane; of a tensor of several matrices those of a range."""
+    """A parameter's view in the tile's flat plane; of stacked matrices those within the range."""
     values = entry.view(flat)
     if len(entry.shape) < 3:
         return values

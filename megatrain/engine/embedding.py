@@ -37,13 +37,13 @@ _NOWHERE = Buffer("nowhere", torch.empty(0))
 
 @dataclass(eq=False)
 class _Table:
-    """One gathered table, of which this rank keeps some rows or all, and its rows of a step.
+    """An embedding table, of which this rank keeps some or all rows, and buffers for a step's rows.
 
     Attributes:
         tied: the head streams it as well.
-        rows, sums: on the device, and the sums of their gradients.
-        staging: on the host.
-        free: the copy that read `staging` is done.
+        rows, sums: a step's rows on the device, and the sums of their gradients.
+        staging: a step's rows on the host.
+        free: event after which `staging` may be written again.
     """
 
     tile: Tile
@@ -60,7 +60,10 @@ class _Table:
 
     @property
     def rows_each(self) -> int:
-        """Rows that each rank keeps, but for those at the end. Raises InputError: none has any."""
+        """Rows that each rank keeps (the last ranks may have fewer).
+
+        Raises InputError: the ranks cannot share the table.
+        """
         ranks = self.tile.layout.ranks
         if ranks == 1:
             return self.entry.shape[0]
@@ -73,15 +76,15 @@ class _Table:
             )
         return (stops[self.entry.offset] - self.entry.offset) // ranks // self.width
 
-    def of(self, plane: Buffer) -> Tensor:
-        """The rows of a plane that are here, `[rows, D]`."""
+    def rows_of(self, plane: Buffer) -> Tensor:
+        """The table's rows in this rank's part of a plane, `[rows, D]`."""
         return plane.data[self.tile.place(self.entry)[0]].view(-1, self.width)
 
-    def ids(self, batch: Batch) -> Tensor:
-        """Which rows of `of` a step needs."""
+    def local_ids(self, batch: Batch) -> Tensor:
+        """The rows of `rows_of` that a step needs."""
         return batch.own_U - self.tile.place(self.entry)[1].start // self.width
 
-    def first(self, buffer: Buffer, unique_U: Tensor) -> Tensor:
+    def as_rows(self, buffer: Buffer, unique_U: Tensor) -> Tensor:
         """The beginning of `rows`, `sums` or `staging` as `[U, D]`.
 
         For work on a host thread this is taken when the work is put on: by the time it runs, a
@@ -89,8 +92,8 @@ class _Table:
         """
         return buffer.data[: len(unique_U) * self.width].view(-1, self.width)
 
-    def own(self, buffer: Buffer, batch: Batch) -> Buffer:
-        """The rows of this rank in `rows` or `sums`."""
+    def own_rows(self, buffer: Buffer, batch: Batch) -> Buffer:
+        """The part of `rows` or `sums` that holds this rank's rows."""
         start, stop, _ = batch.own.indices(len(batch.unique_U))
         return buffer.piece(start * self.width, stop * self.width)
 
@@ -128,31 +131,31 @@ class Embedding:
 
     @property
     def rows_each(self) -> int:
-        """Rows of the tables that each rank keeps; there is one table where ranks are several."""
+        """Rows of the tables that each rank keeps; with several ranks there is only one table."""
         return max((table.rows_each for table in self._tables), default=1)
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory held for rows on their way."""
+        """Bytes of pinned host memory for rows in transit."""
         return sum(table.staging.data.nbytes for table in self._tables)
 
     def fetch(self, batch: Batch) -> None:
-        """Start the rows' way to the device and hand them to every micro-batch."""
+        """Start copying a step's rows to the device, and give them to every micro-batch."""
         self._lay_out(len(batch.unique_U))
         for table in self._tables:
             if table.tile.rests.weights is Tier.HOST:
                 self._gather(table, table.tile.weights, table.tile.updated, batch)
             self._bring(table, batch)
-            rows_UD = table.first(table.rows, batch.unique_U)
+            rows_UD = table.as_rows(table.rows, batch.unique_U)
             for micro in batch.micro:
                 micro.rows.tables[table.entry.name] = rows_UD
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for the rows that a step of `num_tokens` tokens can need."""
+        """Allocate buffers for the most rows that a step of `num_tokens` tokens can need."""
         self._lay_out(min(num_tokens, max((t.entry.shape[0] for t in self._tables), default=0)))
 
     def _lay_out(self, num_rows: int) -> None:
-        """Room for `num_rows` rows of each table; it grows geometrically, so a run settles soon."""
+        """Allocate buffers for `num_rows` rows of each table; they grow geometrically."""
         grows = num_rows > self._capacity
         if grows:
             self._capacity = max(num_rows, self._capacity * 3 // 2)
@@ -175,11 +178,11 @@ class Embedding:
                 table.free = None
 
     def _bring(self, table: _Table, batch: Batch) -> None:
-        """Bring a table's rows to the device, from the table or from where they were gathered."""
+        """Put a table's rows into `rows`, from the table on the device or from staging."""
         if table.tile.rests.weights is Tier.DEVICE:
-            self._gather_there(table, batch)
+            self._gather_on_device(table, batch)
         else:
-            self._arrive(table, batch)
+            self._copy_staged(table, batch)
         arrived = table.rows.piece(0, len(batch.unique_U) * table.width)
         stream = COMPUTE if table.tile.rests.weights is Tier.DEVICE else COPY_IN
         ready = self._collectives.all_gather([arrived], table.entry.name, stream)
@@ -201,7 +204,7 @@ class Embedding:
         return [table.sums for table in self._tables]
 
     def prepare_gradients(self, batch: Batch) -> None:
-        """The rows are here again; sums of their gradients and their squares begin at zero."""
+        """Put the rows on the device again; clear the sums of their gradients and squares."""
         for table in self._tables:
             if not self._keep_rows:
                 self._bring(table, batch)
@@ -222,8 +225,8 @@ class Embedding:
                 gradient = gradients[table.entry.name].reshape(-1)
                 table.sums.data[: gradient.numel()].add_(gradient)
 
-    def give(self, batch: Batch) -> None:
-        """Send the row gradients to their tiles' gradients on the host."""
+    def send_gradients(self, batch: Batch) -> None:
+        """Add the row gradients to their tiles' gradients, on the host or the device."""
         ready: dict[int, tuple[Tile, HostGrad, Any]] = {}
         for table in self._tables:
             if table.entry.group is None:
@@ -232,7 +235,7 @@ class Embedding:
             sums = table.sums.piece(0, len(batch.unique_U) * table.width)
             self._collectives.reduce_scatter(sums, table.entry.name)
             if table.tile.rests.gradient is Tier.DEVICE:
-                ready[index] = self._add_there(table, batch)
+                ready[index] = self._add_on_device(table, batch)
                 continue
             if table.tied:
                 host_grad, landed = self.sink.landed[index]
@@ -244,24 +247,24 @@ class Embedding:
         for arguments in ready.values():
             self.sink.updates.ready(*arguments)
 
-    def _gather_there(self, table: _Table, batch: Batch) -> None:
-        """Rows of a table that rests on the device."""
-        out_UD = table.own(table.rows, batch).data.view(-1, table.width)
+    def _gather_on_device(self, table: _Table, batch: Batch) -> None:
+        """Gather rows of a table that rests on the device."""
+        out_UD = table.own_rows(table.rows, batch).data.view(-1, table.width)
 
         def work() -> None:
-            ids_U = table.ids(batch).to(out_UD.device)
-            torch.index_select(table.of(table.tile.weights), 0, ids_U, out=out_UD)
+            ids_U = table.local_ids(batch).to(out_UD.device)
+            torch.index_select(table.rows_of(table.tile.weights), 0, ids_U, out=out_UD)
 
         self._device.run(COMPUTE, "gather", work, [table.tile.weights], [table.rows])
 
-    def _add_there(self, table: _Table, batch: Batch) -> tuple[Tile, HostGrad, Any]:
-        """Add the row gradients of a table that rests on the device to its gradient there."""
+    def _add_on_device(self, table: _Table, batch: Batch) -> tuple[Tile, HostGrad, Any]:
+        """Add row gradients to a table's gradient that rests on the device."""
         host_grad = self.sink.claim(table.tile, COMPUTE)
-        sums_UD = table.own(table.sums, batch).data.view(-1, table.width)
+        sums_UD = table.own_rows(table.sums, batch).data.view(-1, table.width)
 
         def work() -> None:
-            ids_U = table.ids(batch).to(sums_UD.device)
-            plane = table.of(host_grad.buffer)
+            ids_U = table.local_ids(batch).to(sums_UD.device)
+            plane = table.rows_of(host_grad.buffer)
             if table.tied:
                 rows_UD = plane[ids_U].float()
                 self.sink.measure_rows(sums_UD, rows_UD)
@@ -276,20 +279,20 @@ class Embedding:
         return table.tile, host_grad, self._device.record(COMPUTE)
 
     def _gather(self, table: _Table, plane: Buffer, after: Any, batch: Batch) -> None:
-        """Rows of a host plane into the staging room, by a host thread."""
-        ids_U = table.ids(batch)
-        out_UD = table.first(table.staging, ids_U)
+        """Gather rows of a host plane into `staging`, on a host thread."""
+        ids_U = table.local_ids(batch)
+        out_UD = table.as_rows(table.staging, ids_U)
 
         def work() -> None:
-            kernels.gather_rows(table.of(plane), ids_U, out_UD, threads=self._threads)
+            kernels.gather_rows(table.rows_of(plane), ids_U, out_UD, threads=self._threads)
 
         self._device.wait(ROWS, after, "rows due")
         self._device.wait(ROWS, table.free, "staging free")
         self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [table.staging])
 
-    def _arrive(self, table: _Table, batch: Batch) -> None:
+    def _copy_staged(self, table: _Table, batch: Batch) -> None:
         """Copy staged rows to the device, by COPY_IN."""
-        device, rows = self._device, table.own(table.rows, batch)
+        device, rows = self._device, table.own_rows(table.rows, batch)
         device.wait(COPY_IN, device.record(ROWS), "rows gathered")
         device.wait(COPY_IN, device.record(COMPUTE), "row room free")
         device.copy(COPY_IN, rows, table.staging, len(rows.data))
@@ -304,11 +307,11 @@ class Embedding:
         return host_grad
 
     def _add_dense(self, table: _Table, host_grad: HostGrad, landed: Any, batch: Batch) -> None:
-        """Add the head's gradient of these rows to the sums, correcting the measured square."""
+        """Add the head's gradient of these rows to `sums`, and correct the measured squares."""
         self._gather(table, host_grad.buffer, landed, batch)
-        self._arrive(table, batch)
+        self._copy_staged(table, batch)
         self._device.wait(COMPUTE, table.free, "rows arrived")
-        rows, sums = table.own(table.rows, batch).data, table.own(table.sums, batch).data
+        rows, sums = table.own_rows(table.rows, batch).data, table.own_rows(table.sums, batch).data
 
         def work() -> None:
             rows_UD, sums_UD = rows.view(-1, table.width).float(), sums.view(-1, table.width)
@@ -319,8 +322,8 @@ class Embedding:
         self._device.run(COMPUTE, "add tied rows", work, [table.rows], writes)
 
     def _measure(self, table: _Table, batch: Batch) -> None:
-        """Round the sums for their way out; an untied table's square is taken here."""
-        rows, sums = table.own(table.rows, batch).data, table.own(table.sums, batch).data
+        """Round the sums into `rows`, which are sent out; measure an untied table's squares."""
+        rows, sums = table.own_rows(table.rows, batch).data, table.own_rows(table.sums, batch).data
 
         def work() -> None:
             if not table.tied:
@@ -331,11 +334,15 @@ class Embedding:
         self._device.run(COMPUTE, "measure rows", work, [table.sums], writes)
 
     def _scatter(self, table: _Table, host_grad: HostGrad, batch: Batch) -> Any:
-        device, ids_U, rows = self._device, table.ids(batch), table.own(table.rows, batch)
-        rows_UD = table.first(table.staging, ids_U)
+        device, ids_U, rows = (
+            self._device,
+            table.local_ids(batch),
+            table.own_rows(table.rows, batch),
+        )
+        rows_UD = table.as_rows(table.staging, ids_U)
 
         def work() -> None:
-            plane = table.of(host_grad.buffer)
+            plane = table.rows_of(host_grad.buffer)
             kernels.scatter_rows(plane, ids_U, rows_UD, threads=self._threads)
 
         device.wait(COPY_OUT, device.record(COMPUTE), "row gradients ready")

@@ -16,7 +16,7 @@ from megatrain.model.program import Activations, MicroBatch, ModelProgram
 
 
 class WholeHead:
-    """Epilogue and projection, whose logits exist for `tokens` at once."""
+    """Epilogue and projection; logits exist for at most `tokens` positions at once."""
 
     def __init__(
         self,
@@ -24,11 +24,11 @@ class WholeHead:
         tokens: int,
         summed: Callable[[Loss], Summed],
         chunked: Callable[..., tuple[Tensor, Tensor]] = chunked_loss_gradients,
-        each: Callable[..., Tensor] = chunked_losses,
+        token_losses: Callable[..., Tensor] = chunked_losses,
     ) -> None:
-        """Args: `summed` gives that of a loss, compiled or as it is."""
+        """Args: `summed` returns a loss's function of summed losses, compiled or not."""
         self._program, self._tokens, self._summed = program, tokens, summed
-        self._chunked, self._each = chunked, each
+        self._chunked, self._token_losses = chunked, token_losses
 
     def gradients_of(
         self,
@@ -39,12 +39,14 @@ class WholeHead:
         count: float,
         accumulator: GradAccumulator,
     ) -> tuple[Tensor, Activations]:
-        """A share of the step's loss, and gradients of `values`; the weights' are accumulated.
+        """This micro-batch's share of the step's loss, and the gradients of `values`.
+
+        Adds the weights' gradients to `accumulator`.
 
         Args:
             weights: as autograd leaves.
-            names: of those that have gradients.
-            count: what the step's loss is divided by.
+            names: the weights that have gradients.
+            count: divisor of the step's loss.
         """
         parameters = [weights[name] for name in names]
         inputs = {
@@ -63,7 +65,7 @@ class WholeHead:
             self._summed(micro.loss),
             parameters,
             lambda gradients: accumulator.add(names, gradients),
-            flat(micro.given),
+            flat(micro.extras),
         )
         sources = [*(inputs[ref] for ref in differentiable), *parameters]
         grads = torch.autograd.grad(hidden_ND, sources, gradient_ND, allow_unused=True)
@@ -75,16 +77,16 @@ class WholeHead:
         summed = self._summed(micro.loss)
         with torch.no_grad():
             logits_of, hidden_ND, targets_N = self._chunks(weights, micro, values)
-            extras = flat(micro.given)
+            extras = flat(micro.extras)
             parts = chunk_results(logits_of, hidden_ND, targets_N, self._tokens, summed, extras)
             return sum(parts, torch.zeros((), dtype=torch.float32, device=hidden_ND.device))
 
     def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         """Each token's loss `[N]`, fp32; 0 where nothing is predicted."""
-        tokens = -(-self._tokens // 4)  # nothing here is compiled, which takes some times as much
+        tokens = -(-self._tokens // 4)  # this code is not compiled, so it takes more memory a token
         with torch.no_grad():
             chunks = self._chunks(weights, micro, values)
-            return self._each(*chunks, tokens, micro.loss.each_of, flat(micro.given))
+            return self._token_losses(*chunks, tokens, micro.loss.each_of, flat(micro.extras))
 
     def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         """`[B, T, V]`, fp32, on the CPU."""
@@ -95,7 +97,7 @@ class WholeHead:
     def _chunks(
         self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations
     ) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
-        """A function to logits of a chunk of hidden states; all hidden states, all targets."""
+        """A function from a chunk of hidden states to logits; all hidden states; all targets."""
         output = self._program.epilogue(weights, micro, values)
         hidden = last_hidden(output)
         assert micro.targets is not None

@@ -28,7 +28,7 @@ _CAUTION = 1.05
 
 
 class HostMemoryGuard:
-    """Says before each step if what could wait on the host may, and gives it up if not."""
+    """Decides before each step whether host memory suffices for tensors that layers save there."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class HostMemoryGuard:
         alike: Ranks,
     ) -> None:
         """Args:
-        limit_bytes: that the process may take in all; None: what the machine allows.
-        planned: a step for which there is room; None: the first one shows what steps take.
-        alike: ranks that have to compute the same again, since they exchange within layers.
+        limit_bytes: host memory that the process may take in all; None: what the machine allows.
+        planned: a step that has room; None: the first step is measured.
+        alike: ranks that must decide alike, since they exchange tensors within layers.
         """
         self._held, self._limit, self._alike = partial(host_bytes, store, parts), limit_bytes, alike
         self._offload, self._planned = kept_offload(parts), planned
@@ -52,7 +52,7 @@ class HostMemoryGuard:
             self._seen = {name: (planned.host_bytes[name], tokens) for name in (_KEPT, *_OTHERS)}
 
     def holds(self, batch: Batch) -> bool:
-        """True if the placement was chosen for a step as large; otherwise that is said once."""
+        """True if the placement was chosen for steps as large; else a warning says so, once."""
         largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
         planned = self._planned
         if planned is None or planned.holds(batch.num_tokens, largest):
@@ -69,7 +69,7 @@ class HostMemoryGuard:
 
     @contextmanager
     def of(self, num_tokens: int) -> Iterator[bool]:
-        """Around a step: True if the host has room for what layers save in `num_tokens`."""
+        """Around a step: True if the host has room for what layers save of `num_tokens` tokens."""
         if self._offload is None:
             yield True
             return
@@ -81,7 +81,7 @@ class HostMemoryGuard:
                 self._seen[name] = held[name], num_tokens
 
     def release(self) -> None:
-        """Give back, between two steps, what layers save on the host takes there and on its way."""
+        """Free, between two steps, the host and device memory of tensors saved on the host."""
         if self._offload is not None:
             self._offload.release()
 

@@ -255,7 +255,7 @@ class Head(StreamedModule):
         if not isinstance(loss, JointLoss):
             return batch, []
         here = slice(batch.before, batch.before + len(batch.micro))
-        targets, extras = zip(*batch.judged, strict=True)
+        targets, extras = zip(*batch.loss_inputs, strict=True)
         shapes = [target.shape for target in targets]
         log_probs = self.collectives.gather_by_sum(self.losses(slot, batch, h), shapes, here.start)
         work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
@@ -263,7 +263,7 @@ class Head(StreamedModule):
         losses, weights, measured = self.device.run(COMPUTE, HEAD_NAME, work) or nothing
         batch.measured |= measured
         micro_batches = [
-            replace(micro, loss=loss.weighed, given=[weight])
+            replace(micro, loss=loss.weighed, extras=[weight])
             for micro, weight in zip(batch.micro, weights[here], strict=True)
         ]
         return replace(batch, micro=micro_batches, normaliser=1.0), losses[here]

@@ -84,7 +84,7 @@ def train_step(parts: TrainingParts, batch: Batch) -> Report:
             dh = unit.vjp(weights, group, saved.take(unit), dh, accumulator)
             sink.put(accumulator)
 
-    parts.embedding.give(batch)
+    parts.embedding.send_gradients(batch)
     return update.finish(sink)
 
 

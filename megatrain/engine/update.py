@@ -165,8 +165,8 @@ class Update:
         """A tile's gradient is complete in `host_grad` at `landed`."""
         if self.waits(tile) or tile.rests.updates == COMPUTE:
             self._pending.append((tile, host_grad, landed))
-            if not self.directions.of(tile):  # whose gradient is going to be replaced
-                self._checks.landed(tile, host_grad.buffer, landed)
+            if not self.directions.has_any(tile):  # whose gradient is going to be replaced
+                self._checks.sum_gradient(tile, host_grad.buffer, landed)
         else:
             self._start(tile, host_grad, landed, 1.0)
 
@@ -203,7 +203,7 @@ class Update:
         """
         numbers, device = self._numbers, self._device
         squares, flag = sink.squares, self._checks.flag
-        self._checks.compare_there([(tile, grad.buffer) for tile, grad, _ in self._pending])
+        self._checks.compare_on_device([(tile, grad.buffer) for tile, grad, _ in self._pending])
 
         def note() -> None:
             torch.cat((squares.data, flag.data), out=numbers.data[1:])
@@ -222,10 +222,10 @@ class Update:
         # The backward ends with what the next forward begins with: rows of a table, layer 0, ...
         for tile, host_grad, landed in reversed(self._pending):
             scale = self._scale(report.grad_norm) if self.waits(tile) else 1.0
-            if self.waits(tile) and self.directions.of(tile):
-                self.directions.bring(tile)
+            if self.waits(tile) and self.directions.has_any(tile):
+                self.directions.fetch_state(tile)
                 accumulator = sink.recall(tile, host_grad)
-                self.directions.turn(tile, accumulator.sums, self._settings, scale)
+                self.directions.replace_gradients(tile, accumulator.sums, self._settings, scale)
                 landed = sink.send(accumulator, host_grad)
             self._start(tile, host_grad, landed, scale)
         self._started = []
@@ -272,7 +272,7 @@ class Update:
         give_way(self._device, tile, stream)
         tile.version += 1
         self._started.append(tile)
-        every, sums = list(self._runs(tile)), self._checks.of_update(tile, host_grad.buffer)
+        every, sums = list(self._runs(tile)), self._checks.update_sums(tile, host_grad.buffer)
         name = Name(Kind.UPDATE, f"update {tile.name}")
         for first, last, part in self.disk.visit(tile):
             pieces = (run.within(first, last) for run in every)
@@ -307,12 +307,12 @@ class Update:
     def expect(self, tile: Tile | TileSlice) -> None:
         """A tile's gradient is going to be complete on the device."""
         if not self.waits(tile.whole):
-            self.directions.bring(tile.whole)
+            self.directions.fetch_state(tile.whole)
 
     def direct(self, tile: Tile | TileSlice, sums: Buffer) -> None:
         """The gradient in `sums` is complete: put the rule's directions, if any, in its place."""
         if not self.waits(tile.whole):
-            self.directions.turn(tile.whole, sums, self._settings)
+            self.directions.replace_gradients(tile.whole, sums, self._settings)
 
     def _apply(
         self,

@@ -94,7 +94,7 @@ class VocabRows(WholeHead):
     ) -> Activations:
         hidden_ND, places_N = hidden_BTD.flatten(0, 1), _targets(micro) - self._start
         loss, chunks = micro.loss, list[Activations]()
-        ids_NK = loss.chosen(flat(micro.given))
+        ids_NK = loss.chosen(flat(micro.extras))
         for chunk in self._chunk_slices(len(hidden_ND)):
             logits = self._logits(weights, micro, hidden_ND[None, chunk])
             lse_C, picked_C = self._statistics_of(logits, places_N[chunk])
@@ -128,7 +128,7 @@ class VocabRows(WholeHead):
         return self.losses(weights, micro, values).sum(0)
 
     def _losses(self, micro: MicroBatch, values: Activations) -> Tensor:
-        return micro.loss.each(self._all_rows(values), _targets(micro), *flat(micro.given))
+        return micro.loss.each(self._all_rows(values), _targets(micro), *flat(micro.extras))
 
     def _all_rows(self, values: Activations) -> Statistics:
         mean_N = values[self.sum] / self._num if self.sum in values else None
@@ -159,7 +159,7 @@ class VocabRows(WholeHead):
             count: what the step's loss is divided by.
         """
         slopes = micro.loss.slopes(
-            self._all_rows(values), _targets(micro), flat(micro.given), count
+            self._all_rows(values), _targets(micro), flat(micro.extras), count
         )
         weights_N = torch.zeros_like(values[self.lse])
         if slopes.log_prob is not None:
@@ -192,7 +192,7 @@ class VocabRows(WholeHead):
         """
         hidden_ND = values[self.hidden].flatten(0, 1)
         total_ND = gradients[self.hidden].view(hidden_ND.shape)
-        places_N, ids_NK = _targets(micro) - self._start, micro.loss.chosen(flat(micro.given))
+        places_N, ids_NK = _targets(micro) - self._start, micro.loss.chosen(flat(micro.extras))
         per_token = [
             *(places_N, gradients[self.lse], gradients[self.picked]),
             *(gradients.get(self.lse_slope), gradients.get(self.sum)),

@@ -117,7 +117,7 @@ class Profile:
             tokens = rows * self.tokens
             batch = Batch(micro, tokens, tokens, unique_U, seed=0)
             batch.most, batch.all_tokens = len(micro), tokens
-            batch.judged = [(each.rows.ids, []) for each in micro]
+            batch.loss_inputs = [(each.rows.ids, []) for each in micro]
             return batch
 
         return self.once(("batch", rows, micro_batch, most, passes), made)
@@ -336,7 +336,7 @@ class Profile:
                 slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
                 sums = Buffer("sums", torch.empty(layout.trainable_numel))
                 beside = [torch.empty(sizes) for _ in loss.inputs]
-                micro = replace(self.micro_batch(*sizes), loss=loss, given=beside)
+                micro = replace(self.micro_batch(*sizes), loss=loss, extras=beside)
                 shapes = {
                     ref: self.shape(ref, rows)
                     for ref in (*self.spec.epilogue_inputs, *self.spec.routed)

@@ -50,7 +50,7 @@ class MicroBatch:
         targets: `[B, T]` token that each position predicts, -100 for none.
         rows: the step's embedding rows, as this micro-batch indexes them.
         loss: of the step.
-        given: `[B, T]` or `[B, T, K]`, the loss's inputs beside the targets, in its order.
+        extras: `[B, T]` or `[B, T, K]`, the loss's inputs beside the targets, in its order.
         documents: arguments that say where documents of packed rows end (model/documents.py).
         counted_N: 1 for a token, 0 for padding; None: all are tokens.
         calls: the layers' arguments, known once the prologue has run.
@@ -61,7 +61,7 @@ class MicroBatch:
     targets: Tensor | None
     rows: Rows
     loss: Loss = CROSS_ENTROPY
-    given: Sequence[Tensor] = ()
+    extras: Sequence[Tensor] = ()
     documents: Mapping[str, Any] = field(default_factory=dict)
     counted_N: Tensor | None = None
     calls: list[Call] = field(default_factory=list)
