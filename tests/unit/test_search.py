@@ -103,7 +103,7 @@ def test_with_a_disk_the_host_is_told_to_lack_what_cannot_be_on_it(
 
 def test_a_plan_says_where_a_disk_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "PIECE", 4096)
-    monkeypatch.setattr(planner, "remedies", lambda *asked: [])
+    monkeypatch.setattr(planner, "remedies", lambda *asked, **settings: [])
     short = small_machine(2 * least_mib(FEW_LAYERS), host_gib=1.0)
     enough = least(FEW_LAYERS, replace(short, disk_space_bytes=1 << 40), WORKLOAD).machine
 
