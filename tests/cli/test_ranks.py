@@ -25,7 +25,7 @@ from megatrain.parallel.distributed import ProcessGroups, patience
 from megatrain.parallel.launch import joined
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train
-from megatrain.train.sharing import enough, part_of
+from megatrain.train.sharing import part_of, split_for_ranks
 from megatrain.train.steps import Steps
 from tests.cli.cases import sets
 from tests.parity.ranks import run_ranks
@@ -248,7 +248,7 @@ def test_micro_batches_are_cut_for_ranks_that_would_have_none() -> None:
         ((1, 1), 4, [1, 1]),
     ):
         parts = numbers[: sum(rows)].split(rows)
-        found = enough([{"input_ids": p, "labels": p + 1} for p in parts], Alike(0, count))
+        found = split_for_ranks([{"input_ids": p, "labels": p + 1} for p in parts], Alike(0, count))
         assert [len(each["input_ids"]) for each in found] == wanted
         for name, more in (("input_ids", 0), ("labels", 1)):
             joined = torch.cat([each[name] for each in found])
