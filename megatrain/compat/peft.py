@@ -1,4 +1,4 @@
-"""All that is asked of PEFT, an extra: it wraps modules of a model, and we follow its forward."""
+"""All uses of PEFT, an optional dependency: it wraps modules of a model."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ from megatrain.errors import InputError, in_one_line
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# The keys of LoraConfig that are followed; another one must be as it is by default.
+# The keys of LoraConfig that are supported; others must keep their defaults.
 KEYS = frozenset((
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out",
     "bias", "use_rslora", "modules_to_save", "init_lora_weights", "layers_to_transform",
@@ -28,7 +28,7 @@ _OF_FILES = frozenset((
     "auto_mapping", "peft_version",
 ))  # fmt: skip
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-FILE_PREFIX = "base_model.model."  # of names of the model's parameters in such a file
+FILE_PREFIX = "base_model.model."  # of the parameters' names in an adapter's file
 _SCORES, _HEAD = "SEQ_CLS", "score"  # PEFT's task of models that score rows; their head
 _HEADS = {"classifier", _HEAD}  # names that PEFT adds to modules_to_save for this task
 _INITS = (True, False, "gaussian")  # others change the base's weights, or need data
@@ -88,7 +88,7 @@ def lora_config(keys: Mapping[str, Any]) -> Any:
 
 
 def check(config: Any) -> None:
-    """Raises InputError: a configuration is not LoRA's, or asks for what is not followed."""
+    """Raises InputError: a configuration is not LoRA's, or has an unsupported setting."""
     lora = _library().LoraConfig
     if type(config) is not lora:
         raise InputError(
@@ -107,17 +107,17 @@ def check(config: Any) -> None:
 
 
 def of_scores(config: Any) -> bool:
-    """True if an adapter was made for a model that scores rows, whose head it has."""
+    """True if an adapter is for a model that scores rows, and includes the head."""
     return config.task_type == _SCORES or _HEAD in (config.modules_to_save or ())
 
 
 def scoring(config: Any) -> Any:
-    """A copy of a configuration for a model that scores rows: its head is trained as a whole.
+    """A copy of a configuration for a model that scores rows, with the whole head trained.
 
-    So does PEFT for this task.
+    PEFT does so for this task.
 
     Raises:
-        InputError: it is for another task.
+        InputError: the configuration is for another task.
     """
     if config.task_type not in (None, _SCORES):
         raise InputError(
@@ -144,9 +144,9 @@ def from_json(values: Mapping[str, Any]) -> Any:
 
 
 def write_config(config: Any, folder: Path, *, scores: bool = False) -> None:
-    """Write `adapter_config.json` of an adapter that is to be loaded.
+    """Write an adapter's `adapter_config.json`, ready to be loaded by PEFT.
 
-    Args: `scores`, if its model scores rows.
+    Args: `scores`: True if its model scores rows.
     """
     copied = copy.copy(config)
     copied.inference_mode = True
@@ -156,13 +156,13 @@ def write_config(config: Any, folder: Path, *, scores: bool = False) -> None:
 
 
 def is_base(folder: Path, config: Any) -> bool:
-    """True if the base of an adapter is in this folder."""
+    """True if this folder is the base that an adapter names."""
     base = config.base_model_name_or_path
     return base is not None and Path(base).expanduser().resolve() == folder.resolve()
 
 
 def heads_named(config: Any) -> set[str]:
-    """Names in `modules_to_save` that PEFT itself adds, whether a model has them or not."""
+    """Names that PEFT adds to `modules_to_save`, even if a model lacks them."""
     return _HEADS if config.task_type == _SCORES else set()
 
 
@@ -170,7 +170,7 @@ def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
     """Put adapters into a model without weights, in place.
 
     Raises:
-        InputError: PEFT refuses, such as names of modules that are not there.
+        InputError: PEFT refuses, for example unknown names of modules.
     """
     try:
         for name, config in configs.items():
@@ -184,7 +184,7 @@ def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
     adapted = [f".{base_path(path)}.{parameter_of(module)}" for path, module in wrappers(model)]
     for config in configs.values():
         for name in getattr(config, "target_parameters", None) or ():
-            if not any(path.endswith(f".{name}") for path in adapted):  # of which PEFT only warns
+            if not any(path.endswith(f".{name}") for path in adapted):  # PEFT would only warn
                 raise InputError(
                     f"adapter: the model has no parameter {name!r} (target_parameters)"
                 )
@@ -194,11 +194,11 @@ def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
 
 
 def tidy(model: nn.Module) -> None:
-    """Take from wrappers what only their construction has asked for: names and devices.
+    """Remove attributes of wrappers that only their construction needs: names and devices.
 
-    Layers that are alike otherwise would not be. And let those of parameters leave the base's
-    modules as they are: PEFT registers a parametrization in each forward, and what a template is
-    bound to would come out of that as buffers.
+    They would make like layers differ. Also keep wrappers of parameters from changing the base's
+    modules: PEFT registers a parametrization in each forward, which would turn the weights bound
+    to a template into buffers.
     """
     for _, module in wrappers(model):
         if parameter_of(module) is not None:
@@ -256,7 +256,7 @@ def inner(module: Any) -> nn.Module:
 
 
 def with_its_config(model: Model) -> Model:
-    """A copy of a model without weights that has the same configuration, not a copy of it."""
+    """A copy of a model without weights that shares the original's configuration."""
     config: Any = model.config
     return copy.deepcopy(model, {id(part): part for part in (config, config.get_text_config())})
 
@@ -266,10 +266,10 @@ def stripped(model: Model) -> Model:
     base = with_its_config(model)
     for path, module in list(wrappers(base)):
         if base_path(path) != path:
-            continue  # inside of another one, of the same module
+            continue  # inside another wrapper of the same module
         parent, _, name = path.rpartition(".")
         setattr(base.get_submodule(parent), name, inner(module))
-    # A hook of the embedding has gone with a wrapper, and what is left of its handle has no copy.
+    # The embedding's hook is gone with its wrapper, and the rest of its handle cannot be copied.
     for name in ("peft_config", "_require_grads_hook", "_require_grads_hooks"):
         vars(base).pop(name, None)
     return base
@@ -291,7 +291,7 @@ def parameter_of(module: Any) -> str | None:
 
 
 def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """For names of the model that the base has, the name there; for those of copies, likewise."""
+    """The base's names for names in the model: of its own tensors, and of trained copies."""
     held: dict[str, str] = {}
     copies: dict[str, str] = {}
     paths = {path for path, _ in wrappers(model)}
@@ -311,7 +311,7 @@ def base_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def file_names(model: nn.Module, active: str) -> dict[str, str]:
-    """The tensors of a file of an adapter: each name there, and the parameter's in the model."""
+    """For each tensor name in an adapter's file, the parameter's name in the model."""
     first = {id(p): name for name, p in model.named_parameters()}
     every = dict(model.named_parameters(remove_duplicate=False))
     held = _library().get_peft_model_state_dict(
@@ -321,10 +321,10 @@ def file_names(model: nn.Module, active: str) -> dict[str, str]:
 
 
 def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values that PEFT begins an adapter of a module with, by names in the wrapper.
+    """The initial values that PEFT gives a module's adapter, by names in the wrapper.
 
     Args:
-        base: weights of the wrapped module; may be empty, where they have no say.
+        base: weights of the wrapped module; may be empty tensors where they do not matter.
     """
     within = copy.deepcopy(inner(module)).to_empty(device="cpu").float()
     within.load_state_dict(base, strict=False)

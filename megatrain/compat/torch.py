@@ -37,12 +37,12 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Equal for tensors in the same allocation, also without data."""
+    """A key that is equal for tensors in the same allocation, even without data."""
     return tensor.untyped_storage()._cdata
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor has been written to."""
+    """The number of writes to the tensor."""
     return tensor._version
 
 
@@ -57,17 +57,17 @@ def packet_of(operation: Any) -> Any:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters, to be read and replaced, whatever is put there."""
+    """A module's dictionary of its own parameters, which may be changed."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own buffers, to be read and replaced."""
+    """A module's dictionary of its own buffers, which may be changed."""
     return module._buffers
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's children, one that stands under two names twice."""
+    """A module's children by name; one under two names comes twice."""
     return module._modules
 
 
@@ -93,7 +93,7 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 
 def recomputing(share: float) -> AbstractContextManager[None]:
-    """Functions compiled within keep `share` of their activations; the context may be reused."""
+    """A reusable context; functions compiled within keep `share` of their activations."""
     return torch._functorch.config.patch(activation_memory_budget=share)
 
 
@@ -101,8 +101,8 @@ def let_triton_launch() -> None:
     """Have Triton launch compiled kernels: it lets go of Python's lock meanwhile, torch does not.
 
     A launch blocks when the GPU's queue is full, and the GPU may be waiting for a host thread that
-    needs the lock: an update, or one that an update waits for (a save's writers). Nothing moved any
-    more then (torch 2.11, H200; torch/csrc/inductor/static_launcher/cuda.cpp).
+    needs the lock: an update, or one that an update waits for (a save's writers). That was a
+    deadlock (torch 2.11, H200; torch/csrc/inductor/static_launcher/cuda.cpp).
     """
     import torch._inductor.config as inductor
 
@@ -110,7 +110,7 @@ def let_triton_launch() -> None:
 
 
 def keep_tuning_off_the_host() -> None:
-    """Compiled kernels that overwrite more than a GiB take their first configuration unmeasured.
+    """Have compiled kernels that overwrite over a GiB take their first configuration untimed.
 
     To time a kernel's configurations, Inductor copies what the kernel overwrites to pinned host
     memory, in sizes rounded up to a power of two. The attention logits of gpt-oss at 4,096 tokens
@@ -134,8 +134,8 @@ def keep_tuning_off_the_host() -> None:
 
 
 def num_compilations() -> int:
-    """Graphs that torch.compile has made in this process; one made anew counts again."""
-    import torch._dynamo.utils  # takes a second where nothing has been compiled
+    """Number of graphs that torch.compile has made in this process, recompiled ones included."""
+    import torch._dynamo.utils  # the import takes a second
 
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
@@ -160,8 +160,8 @@ def flash_attention(
     """Causal attention of `[N, H, D]` within documents, which end at `edges` (int32), on a GPU.
 
     Args:
-        longest: no document has more tokens.
-        window: how many tokens each sees, itself included; None: all before it.
+        longest: the most tokens of a document.
+        window: number of tokens that each sees, itself included; None: all before it.
     """
     left = None if window is None else window - 1
     right = None if window is None else 0

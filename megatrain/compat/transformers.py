@@ -76,14 +76,14 @@ def scores_rows(model: object) -> bool:
 
 
 def exports_state(callback: Any) -> bool:
-    """True if a callback of transformers says what is to be saved of it."""
-    from transformers.trainer_callback import ExportableState  # brings PEFT, which takes long
+    """True if a callback of transformers has a state to save."""
+    from transformers.trainer_callback import ExportableState  # imports PEFT, which takes long
 
     return isinstance(callback, ExportableState)
 
 
 def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int, str]]:
-    """Routers as a model records them: class of module, index of the result, place in the layer."""
+    """A model's recorded routers: class of module, index of its output, place in the layer."""
     routers: dict[tuple[type[nn.Module], int, str], None] = {}
     for module in model.modules():
         recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
@@ -97,9 +97,9 @@ def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int,
 
 
 def counts_tokens(config: PreTrainedConfig) -> bool:
-    """True if the cache of a model says how many tokens it has; one of states alone does not.
+    """True if a model's cache counts its tokens; a cache of states alone does not.
 
-    Of a configuration that counts its layers in a way of its own (Blt) there is none.
+    False also for configurations that count layers under other names (Blt).
     """
     try:
         DynamicCache(config=config).get_seq_length()
@@ -114,12 +114,12 @@ def attention_of(config: PreTrainedConfig) -> str | None:
 
 
 def set_attention(config: PreTrainedConfig, name: Any) -> None:
-    """Name the implementation of attention, of a wrapper in the configurations inside, too."""
+    """Set the implementation of attention, also in nested configurations."""
     config._attn_implementation = name
 
 
 def takes_flash_attention(model: nn.Module) -> bool:
-    """True if a model's class says that flash attention computes what its masks say."""
+    """True if a model's class declares flash attention equal to its masks."""
     return bool(getattr(model, "_supports_flash_attn", False))
 
 
@@ -129,22 +129,22 @@ def experts_of(config: PreTrainedConfig) -> str | None:
 
 
 def set_experts(config: PreTrainedConfig, name: Any) -> None:
-    """Name the implementation of experts, of a wrapper in the configurations inside, too."""
+    """Set the implementation of experts, also in nested configurations."""
     config._experts_implementation = name
 
 
 def model_of(kind: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> Any:
-    """A new model of a class, in the dtype that the options name."""
+    """A new model of a class; the options name its dtype."""
     return kind._from_config(config, **options)
 
 
 def initialise(owner: PreTrainedModel, module: nn.Module) -> None:
-    """Give a module's parameters their random values, as the model that it belongs to does."""
+    """Initialise a module's parameters at random, by its model's rules."""
     owner._init_weights(module)
 
 
 def drop_ignorable(model: PreTrainedModel, report: Any) -> None:
-    """Take from `report.missing_keys`, `.unexpected_keys` what the class declares ignorable."""
+    """Remove names from `report` that the model's class declares ignorable."""
     model._adjust_missing_and_unexpected_keys(report)
 
 
@@ -154,22 +154,22 @@ def not_saved(model: PreTrainedModel) -> set[str]:
 
 
 def in_fp32(model: PreTrainedModel, dtype: Any) -> list[str]:
-    """Patterns of names that are in fp32 in a model of this dtype."""
+    """Patterns of names that stay in fp32 in a model of this dtype."""
     return list(model._get_dtype_plan(dtype))
 
 
 def conversions_of(model: PreTrainedModel) -> list[Any] | None:
-    """The conversions that were used when the model was loaded; None: it never was."""
+    """The conversions used when the model was loaded; None: it never was."""
     return getattr(model, "_weight_conversions", None)
 
 
 def set_conversions(model: PreTrainedModel, used: list[Any]) -> None:
-    """Note them where transformers looks, to give a checkpoint its own layout back."""
+    """Note conversions where transformers looks when it saves in the checkpoint's layout."""
     model._weight_conversions = used
 
 
 def without_checkpointing(model: nn.Module) -> None:
-    """Turn off what transformers adds for its users' own training, in place.
+    """Turn off transformers' gradient checkpointing and recording, in place.
 
     Layers are computed again in the backward in any case; recording hooks do nothing here.
     """
@@ -225,7 +225,7 @@ def _finding(find: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
 
 
 def num_items(trainer: Any, batch: Mapping[str, Tensor]) -> float | None:
-    """The number that a Trainer divides the loss of a batch by; None: its mean is taken."""
+    """The divisor of a batch's loss in a Trainer; None: it takes the mean."""
     items = trainer._get_num_items_in_batch([batch], trainer.args.device)
     return None if items is None else float(items)
 

@@ -2,8 +2,8 @@
 
 Read in this order: `sources` (which files), `readers` (their rows, checked), `encoders`
 (tokens), `token_store` (kept on disk), `row_packing` (which share a row), `dataset` (batches),
-`loader` (their endless order); `row_stream` stands for the last three where tokens are not kept.
-`tokenise` ties them together.
+`loader` (their endless order); `row_stream` replaces the last three if tokens are not kept.
+`tokenise` calls them in turn.
 """
 
 from megatrain.data.dataset import MicroBatch, PackedDataset

@@ -1,4 +1,4 @@
-"""Messages of any of the usual shapes, checked: who speaks, what, and which replies are learnt."""
+"""Messages in any usual format, checked: roles, contents, and the replies to learn."""
 
 import re
 from collections.abc import Mapping, Sequence, Set
@@ -11,13 +11,13 @@ from megatrain.errors import InputError
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# ShareGPT's and LLaMA-Factory's names of the roles, which some write into `role`, too.
+# ShareGPT's and LLaMA-Factory's names of roles, which some data have in `role`, too.
 SPEAKERS = {
     **{role: role for role in ROLES}, "human": "user", "gpt": "assistant", "chatgpt": "assistant",
     "model": "assistant", "bot": "assistant", "function_call": "assistant", "observation": "tool",
     "function_response": "tool", "tool_response": "tool",
 }  # fmt: skip
-# Types of parts, and the fields that say the same.
+# Types of content parts, and the message fields with the same meaning.
 _PARTS = {
     "text": "content", "reasoning": "reasoning_content", "thinking": "reasoning_content",
     "tool_call": "tool_calls",
@@ -25,9 +25,9 @@ _PARTS = {
 
 
 class Conversation(NamedTuple):
-    """Messages as a chat template takes them, and what it is given besides.
+    """Messages for a chat template, and its other inputs.
 
-    learnt: of each message, whether it is a reply to learn.
+    learnt: for each message, True if it is a reply to learn.
     """
 
     messages: list[Message]
@@ -36,14 +36,14 @@ class Conversation(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
     def upto(self, turn: int) -> "Conversation":
-        """Only the messages before `turn`."""
+        """The conversation up to, without, message `turn`."""
         return self._replace(messages=self.messages[:turn], learnt=self.learnt[:turn])
 
 
 def messages(value: object, name: str, where: str) -> tuple[list[Message], list[bool]]:
-    """The messages of the field `name`, and of each whether it is a reply to learn.
+    """The messages in the field `name`, and for each one, True if it is a reply to learn.
 
-    Raises InputError: they are malformed, or say something that would not be heeded.
+    Raises InputError: they are malformed, or have a field that would be ignored.
     """
     value = from_json(value, name, where)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
@@ -54,7 +54,7 @@ def messages(value: object, name: str, where: str) -> tuple[list[Message], list[
 
 
 def from_json(value: object, name: str, where: str) -> object:
-    """A list or object that a table keeps as JSON, as each row has another shape."""
+    """A list or object, decoded if a table stores it as JSON."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:
@@ -120,7 +120,7 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
 
 
 def _learnt(message: Message, where: str) -> bool:
-    """Takes the weight out of a message (OpenAI's, or `loss_weight`); whether it is learnt."""
+    """Remove a message's weight (OpenAI's, or `loss_weight`); returns True if it is learnt."""
     reply = message["role"] == "assistant"
     for name in ("weight", "loss_weight"):
         weight = message.pop(name, None)
@@ -135,7 +135,7 @@ def _learnt(message: Message, where: str) -> bool:
 
 
 def _of_parts(parts: Sequence[object], message: Message, where: str) -> Message:
-    """Content in parts as fields: text, and of replies reasoning and calls of tools."""
+    """Message fields made of content parts: text, in replies also reasoning and tool calls."""
     texts_of: dict[str, list[str]] = {"content": [], "reasoning_content": [], "tool_calls": []}
     for part in parts:
         kind = str(part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__)
@@ -158,7 +158,7 @@ def _of_parts(parts: Sequence[object], message: Message, where: str) -> Message:
 
 
 def _call(call: object, where: str) -> dict[str, Any]:
-    """A call in the API's form, its arguments an object: templates would escape JSON once more."""
+    """A call in the API's form; arguments become an object, as templates would escape JSON."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InputError(f"{where}: 'tool_calls' must each have a function with a name")
@@ -193,11 +193,11 @@ _KEYS = {name: re.compile(rf"""["']{name}["']\s*:""") for name in ("role", "from
 
 
 def text_or_messages(value: object, name: str, where: str) -> object:
-    """A list of messages that a table keeps as JSON; any other string is text, as it stands.
+    """A list of messages if a table stores one as JSON; any other string is plain text.
 
     A text may begin as JSON does ("[INST]", a list of numbers), or be JSON (a reply in a format).
 
-    Raises InputError: a string is meant as messages, and is no JSON.
+    Raises InputError: a string looks like messages, but is no valid JSON.
     """
     if not isinstance(value, str) or not _BEGINS.match(value):
         return value

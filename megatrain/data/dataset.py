@@ -30,7 +30,7 @@ from megatrain.errors import InputError
 MicroBatch = dict[str, torch.Tensor]
 Overlong = Literal["truncate", "drop", "error"]
 
-_WIDTH_MULTIPLE = 8  # of unpacked batches: what matrix units want
+_WIDTH_MULTIPLE = 8  # of tokens in unpacked batches, for matrix units
 _MAX_PLACES = 8  # named in one description
 
 
@@ -99,7 +99,7 @@ class PackedDataset:
     it follows from the tokens and settings, not from paths or times.
 
     Attributes:
-        store: the tokens. documents: which of it are learnt from.
+        store: the tokens. documents: numbers of the documents to learn from.
     """
 
     _answers: TeacherFile | None = None
@@ -121,12 +121,12 @@ class PackedDataset:
 
     @property
     def kind(self) -> Literal["text", "chat", "pairs", "rated"]:
-        """Documents, or conversations (completions of prompts included); of these replies."""
+        """The kind of the data: text, chat (completions included), pairs or rated."""
         return self._layout.kind
 
     @property
     def sequence_length(self) -> int:
-        """Tokens in a row, at most."""
+        """The most tokens in a row."""
         return self._layout.sequence_length
 
     @property
@@ -190,16 +190,16 @@ class PackedDataset:
             yield self.batch(range(start, min(start + rows_per_micro_batch, len(self))))
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
-        """A micro-batch of rows as `Layout.batch` makes it, with what is kept beside the rows."""
+        """A micro-batch of rows as `Layout.batch` makes it, with the rows' kept answers."""
         batch = self._layout.batch([list(self.pieces(row)) for row in rows])
         return batch if self._answers is None else batch | self._answers.of(rows, batch["labels"])
 
     def learn_from(self, answers: TeacherFile) -> None:
-        """Give micro-batches a teacher's answers for each label as well."""
+        """Add a teacher's answers for each label to micro-batches."""
         self._answers = answers
 
     def describe(self, row: int) -> str:
-        """The origin of a row's tokens: `file:line`, and the token where a piece begins."""
+        """The origin of a row in words: `file:line`, and the token where a piece begins."""
         places = self.places(row)
         more = len(places) - _MAX_PLACES
         return ", ".join(places[:_MAX_PLACES]) + (f" and {more} more" if more > 0 else "")
@@ -213,7 +213,7 @@ class PackedDataset:
         ]
 
     def pieces(self, row: int) -> Iterator[tuple[Ints, Ints]]:
-        """Ids and labels (-100: only read) of each segment of a row; its first is not predicted."""
+        """Ids and labels (-100: not predicted) of each segment of a row."""
         segments = self._segments(row)
         columns = segments.document, segments.begin, segments.end
         for document, begin, end in zip(*(column.tolist() for column in columns), strict=True):
@@ -278,7 +278,7 @@ def _shorten(
 def _report_alike(
     store: TokenStore, cut: NDArray[np.bool_], lengths: NDArray[np.int64], whole: NDArray[np.bool_]
 ) -> None:
-    """Warn of pairs whose replies differ only after the place where both are cut."""
+    """Warn of pairs whose replies are equal once both are cut."""
     alike = []
     for pair in np.flatnonzero(cut.reshape(-1, 2).all(1) & whole).tolist():
         begins = (store.begin(document) for document in (2 * pair, 2 * pair + 1))

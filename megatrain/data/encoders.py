@@ -1,7 +1,7 @@
 """Examples as documents of tokens: texts, completions of prompts, and conversations.
 
-All of a text is learnt, of a prompt's row its completion, of conversations the replies. Where the
-chat template marks replies with `{% generation %}`, these marks decide, else `reply_spans` finds
+In a text all tokens are learnt, after a prompt its completion, in conversations the replies. If the
+chat template marks replies with `{% generation %}`, the marks decide, else `reply_spans` finds
 them. The end-of-turn token belongs to the reply; white space which the template writes after that
 does not.
 """
@@ -31,15 +31,15 @@ from megatrain.data.tokenizer import (
 from megatrain.errors import InputError
 
 _NO_PLACE = "use a template that has, or leave it out"
-_BATCH_PIECES, _BATCH_CHARS = 1024, 1 << 22  # enough for all cores, little enough for memory
+_BATCH_PIECES, _BATCH_CHARS = 1024, 1 << 22  # in a batch: enough for all cores
 
 
 class Document(NamedTuple):
     """A tokenised document (or piece of one), where it came from, and which tokens to predict.
 
     ids: [n] int32. targets: [n] bool; a document without any true one has nothing to learn from.
-    good: of replies that are compared or rated, whether it is the better one, or a good one.
-    margin: by how much the better of its pair is so.
+    good: True if a compared reply is the better one, or a rated one is good.
+    margin: by how much the pair's better reply is preferred.
     """
 
     source: int
@@ -88,14 +88,14 @@ class TextEncoder:
 
     @cached_property
     def _added(self) -> set[int]:
-        """Ids of added tokens, which only completions need: some tokenizers have none to tell."""
+        """Ids of added tokens, read only when needed: some tokenizers cannot list them."""
         return added_ids(self._tokenizer)
 
     def completion(self, placed: PlacedExample) -> Document:
-        """A prompt, which is only read, and its completion with the end token, which is learnt.
+        """A prompt, not learnt, and its completion with the end token, which is learnt.
 
-        A token that holds the end of the one and the beginning of the other is learnt, but not a
-        special one of the prompt that takes white space of the completion in.
+        A token that spans the prompt's end and the completion's beginning is learnt, but not a
+        special token of the prompt that includes white space of the completion.
 
         Raises:
             InputError: the tokenizer cannot say where a token came from; an id is outside the
@@ -119,7 +119,7 @@ class TextEncoder:
 
 
 def absent(special: list[int], present: list[int]) -> list[int]:
-    """The special tokens to put where a text has `present`: none where these are the same."""
+    """The special tokens to add where a text has `present`: none if they are there."""
     return [] if present == special else special
 
 
@@ -193,7 +193,7 @@ class ChatEncoder:
 
 
 def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:
-    """Raises InputError: the template would leave out what the conversation has."""
+    """Raises InputError: the template would leave out a part of the conversation."""
     if talk.tools and not template.has_place(talk, "tools"):
         raise InputError(f"{where}: the chat template has no place for 'tools': {_NO_PLACE}")
     for turn, message in enumerate(talk.messages, start=1):
@@ -221,7 +221,7 @@ def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:
 
 
 class Encoder:
-    """Tokenises examples as each asks for it."""
+    """Tokenises examples, each by its type."""
 
     def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
         self._tokenizer = tokenizer

@@ -19,7 +19,7 @@ SHOWN = 20  # rows left out and unread fields that are listed
 
 
 def _teaches_silence(example: Example) -> bool:
-    """True if a reply to learn says nothing, as where a table has no answer."""
+    """True if a reply to learn is empty, for example where a table has no answer."""
     if isinstance(example, Rated):
         return any(map(_teaches_silence, example.replies))
     if isinstance(example, Completion):
@@ -49,12 +49,12 @@ class PlacedExample(NamedTuple):
 
 
 class Examples:
-    """All examples of some sources in order, and what was found on the way.
+    """All examples of some sources in order; notes findings on the way.
 
     Those up to `after` (source, number) are read, but passed over.
 
     Attributes:
-        notes: what was found, as JSON keeps it. kind: text or chat. formats: a title -> [number of
+        notes: all findings, for JSON. kind: text or chat. formats: title -> [number of
             sources, name of the first]. unread: fields that were passed over. num_bad, bad: rows
             that were left out, and the first of them with the reason. empty: rows that teach an
             empty reply, and the first of them.

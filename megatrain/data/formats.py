@@ -1,6 +1,6 @@
 """The formats that rows come in, found by their fields.
 
-A format is the names of its fields and a function; each field may go by several names. Their shapes
+A format has names of fields and a function; each field may have several names. The formats
 are those of TRL's dataset formats, OpenAI's chat, Alpaca and ShareGPT (as LLaMA-Factory reads it).
 """
 
@@ -40,7 +40,7 @@ class Format:
     """Fields by our name, each with the names that it goes by in data.
 
     Attributes:
-        title: what the user is told.
+        title: its name in messages.
         needs: fields without which a row has another format.
         may: fields that a row may have besides.
         read: an example of the fields found, by our names.
@@ -53,9 +53,9 @@ class Format:
     read: Callable[[DataRow, str], Example]
 
     def names(self, row: DataRow, fields: Fields, where: str) -> dict[str, str] | None:
-        """Our name -> the row's, of each field it has; None where one is missing.
+        """Our name -> the row's, for each field of the row; None: a needed field is missing.
 
-        Raises InputError: two fields could be the same one of ours.
+        Raises InputError: two fields of the row could be the same field.
         """
         names: dict[str, str] = {}
         for name, aliases in {**self.needs, **self.may}.items():
@@ -76,7 +76,7 @@ class Format:
         return names
 
 
-# Names that questions and answers go by.
+# Names of the fields of questions and answers.
 _QUESTIONS = ("question", "prompt", "query", "problem", "input", "user")
 _ANSWERS = ("answer", "response", "solution", "output", "assistant")
 _TALKS = {"messages": ("messages", "conversations", "conversation")}
@@ -119,14 +119,14 @@ _NAMES = {
     a for form in _EVERY for names in (form.needs, form.may) for n in names.values() for a in n
 }
 _OF_MESSAGES = ("role", "content")
-_PROMPTER = "prompter"  # who asks, in OpenAssistant's messages
-# What a reply rests on: were it passed over, another conversation would be learnt.
+_PROMPTER = "prompter"  # the user's role in OpenAssistant's messages
+# Fields that a reply depends on: without them another conversation would be learnt.
 _BESIDE = ("instruction", "input", "context", "history", "choices", "options")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows are read: which formats may be found, and which names fields have.
+    """How to read rows: the formats to look for, and the names of fields.
 
     fields: our name -> the data's; null: a field of the data that is passed over on purpose.
     """
@@ -135,20 +135,20 @@ class Reading:
     fields: Fields
 
     def __post_init__(self) -> None:
-        """Raises InputError: a name of ours is none."""
+        """Raises InputError: an unknown name of ours."""
         for name, theirs in self.fields.items():
             if theirs is not None and name not in (*KNOWN, *_OF_MESSAGES):
                 known = ", ".join((*KNOWN, *_OF_MESSAGES))
                 raise InputError(f"data.fields: {name!r:.40} is not a field; fields are {known}")
 
     def wanted(self, column: str) -> bool:
-        """True if a column of a table is to be read at all."""
+        """True if a column of a table should be read."""
         mapped = column in self.fields.values()
         known = column in (*_NAMES, *_BESIDE, "role") or says_training(column)
         return mapped or (column not in self.fields and known)
 
     def find(self, row: DataRow, where: str) -> Format:
-        """The format of a row. Raises InputError: none fits, or none that can be trained."""
+        """The format of a row. Raises InputError: none fits, or only one that cannot be trained."""
         mapped = {name for name, theirs in self.fields.items() if theirs is not None}
         mapped -= set(_OF_MESSAGES)
         forms = _OF_REPLIES.get(self.kind) or [f for f in FORMATS if self.kind in ("auto", f.kind)]
@@ -166,9 +166,9 @@ class Reading:
         )
 
     def example(self, form: Format, row: DataRow, where: str) -> tuple[Example, list[str]]:
-        """The example that a row of this format gives, and the names of fields that are not read.
+        """The example in a row of this format, and the names of unread fields.
 
-        Raises InputError: it is malformed, of another format, or says what would not be heeded.
+        Raises InputError: the row is malformed, of another format, or asks for what is ignored.
         """
         names = form.names(row, self.fields, where)
         rest = {n: v for n, v in row.items()
@@ -236,7 +236,7 @@ class Reading:
         return f"no format is known by these fields ({known}; data.fields maps others)"
 
     def _refuse_message(self, form: Format, row: DataRow, where: str) -> None:
-        """Raises InputError: the row is one message, whose content is no text of its own."""
+        """Raises InputError: the row is a single message of a conversation, not a text."""
         spoken = form is FORMATS[-1] or row.get("role") in (*SPEAKERS, _PROMPTER)
         if form.kind == "text" and spoken and "role" in row and "role" not in self.fields:
             raise InputError(
@@ -245,7 +245,7 @@ class Reading:
             )
 
     def _perhaps(self, row: DataRow, forms: Sequence[Format], where: str) -> str:
-        """A suggestion where a field has other capitals or spaces than ours, or holds a list."""
+        """A suggestion if a field differs from ours in capitals or spaces, or holds a list."""
         for name in (n for n, v in row.items() if isinstance(v, list) and objects(v)):
             if {"role", "from"} & set(row[name][0]):
                 return f": perhaps data.fields: {{messages: {name}}}"
@@ -260,7 +260,7 @@ class Reading:
         return ""
 
     def _refuse_known(self, row: DataRow, where: str) -> None:
-        """Raises InputError: the row is of a format that no loss here is for."""
+        """Raises InputError: the row has a known format for which there is no loss here."""
         if self.kind == "rated":
             self._refuse_rated(row, where)
         rest = {n: v for n, v in row.items() if n not in self.fields}
@@ -272,7 +272,7 @@ class Reading:
             )
 
     def _refuse_rated(self, row: DataRow, where: str) -> None:
-        """Raises InputError: a reply is rated, but it is not there as a prompt and a completion."""
+        """Raises InputError: a row has a rating, but not a prompt and a completion."""
         filled = {n for n, v in row.items() if n not in self.fields and not empty(v)}
         if filled.isdisjoint(RATED.needs["label"]):
             return

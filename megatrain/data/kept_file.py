@@ -1,4 +1,4 @@
-"""Files that runs keep and read again: each read is compared with checksums made when written.
+"""Files that runs write and read again; each read is checked against checksums.
 
 Nothing is memory-mapped. A mapped file that somebody cuts short kills the process with SIGBUS, and
 a page that was right when it was mapped need not stay so; a read fails in one line, and the run can
@@ -13,15 +13,15 @@ from pathlib import Path
 from megatrain.base.units import KIB
 from megatrain.errors import RunFailed
 
-# Of one checksum: a row of 4,096 tokens touches two blocks at most, sums take 0.01 % of the bytes.
+# Bytes for one checksum: a row of 4,096 tokens touches two blocks at most, sums take 0.01 %.
 BLOCK_BYTES = 32 * KIB
 
 
 class BlockSums:
-    """CRC-32 of each block of bytes that go to a file. It tells every flip of up to three bits."""
+    """CRC-32 of each block of a file's bytes. It detects every flip of up to three bits."""
 
     def __init__(self, sums: bytes = b"") -> None:
-        """Args: `sums`: what `to_bytes` has given of a whole file."""
+        """Args: `sums`: the result of `to_bytes` for a whole file."""
         self._sums = array("I", sums)
         self._num_bytes = 0
 
@@ -41,12 +41,12 @@ class BlockSums:
         return zlib.crc32(data) == self._sums[block]
 
     def to_bytes(self) -> bytes:
-        """All sums."""
+        """All sums as bytes."""
         return self._sums.tobytes()
 
 
 class KeptFile:
-    """Bytes of a file which must stay as they were when they were written.
+    """A file to read, whose bytes must be as they were written.
 
     Attributes:
         identity: its size, and when it was written (ns).
@@ -63,7 +63,7 @@ class KeptFile:
         self.identity = status.st_size, status.st_mtime_ns
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Exactly these bytes; any thread may ask.
+        """Exactly these bytes; any thread may call it.
 
         Raises RunFailed: they cannot be read, or a block that has some of them is not as written.
         """
@@ -79,7 +79,7 @@ class KeptFile:
         return data[offset - start :][:num_bytes]
 
     def damage(self, what: str, offset: int, num_bytes: int) -> RunFailed:
-        """The error of a part whose bytes are not as they were written."""
+        """The error for a part whose bytes are not as they were written."""
         return RunFailed(
             f"{self._path}: {what} ({num_bytes:,} bytes at byte {offset:,}) is not as it was "
             "written: the disk or memory is faulty, or another program has changed it; delete "

@@ -28,7 +28,7 @@ class StepLoader:
     Args:
         dataset: the rows.
         rows_per_step: rows of one optimizer step.
-        rows_per_micro_batch: rows that pass a layer together; the last of a step may have fewer.
+        rows_per_micro_batch: rows that pass a layer together; a step's last may have fewer.
         seed: of the order of rows.
         workers: steps prepared ahead, each by a thread; 0 prepares a step when it is asked for.
 
@@ -54,7 +54,7 @@ class StepLoader:
         self._rows_per_step = rows_per_step
         self._rows_per_micro_batch = rows_per_micro_batch
         self._seed = seed
-        self._resumed_at = (0, 0)  # (steps, rows) taken when rows_per_step became what it is
+        self._resumed_at = (0, 0)  # (steps, rows) taken when rows_per_step was last set
         self._steps = 0
         self._order = functools.lru_cache(maxsize=2)(
             lambda epoch: shuffled(self._num_rows, 1, seed, epoch)
@@ -83,7 +83,7 @@ class StepLoader:
         return self._first_row(self._steps) / self._num_rows
 
     def steps_of(self, epochs: float) -> int:
-        """Steps until every row has been taken so many times; the last may begin another epoch."""
+        """Number of steps for so many epochs; the last step may begin another epoch."""
         return math.ceil(round(epochs * self._num_rows / self._rows_per_step, 6))
 
     @property
@@ -97,7 +97,7 @@ class StepLoader:
         self._rows_per_micro_batch = rows
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the steps handed out, as JSON can keep it; and how rows are taken."""
+        """The position after the last step returned, and the loader's settings, for JSON."""
         return {**self._position(), "rows_per_micro_batch": self._rows_per_micro_batch}
 
     def _position(self) -> dict[str, int | str]:
@@ -179,7 +179,7 @@ class StepLoader:
 
 
 class StreamLoader(StepLoader):
-    """Steps of a stream, whose rows come in their order; closes the stream, too."""
+    """Steps from a stream's rows in their order; `close` also closes the stream."""
 
     def __init__(self, dataset: RowStream, **options: Any) -> None:
         super().__init__(dataset, **options)

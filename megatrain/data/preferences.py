@@ -1,4 +1,4 @@
-"""Replies that are compared, or rated as good or bad: rows with what losses ask of them."""
+"""Replies that are compared, or rated good or bad: rows with the inputs of their losses."""
 
 from collections.abc import Iterable, Sequence
 
@@ -18,13 +18,13 @@ _NUMBERS = ("pair", "example")
 
 
 def plain_rows(step: list[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches with what a forward takes and labels, without what losses alone read."""
+    """The micro-batches with labels and a forward's inputs, without those of losses."""
     names = (*PLAIN, "position_ids")
     return [{name: micro[name] for name in names if name in micro} for micro in step]
 
 
 def numbered(step: list[MicroBatch]) -> list[MicroBatch]:
-    """Micro-batches whose numbers of pairs or replies are unique in the step."""
+    """Micro-batches with their pairs or replies numbered anew, unique in the step."""
     for name in _NUMBERS:
         first = 0.0
         for micro in step:
@@ -35,9 +35,9 @@ def numbered(step: list[MicroBatch]) -> list[MicroBatch]:
 
 
 class ReplyDataset(PackedDataset):
-    """Pairs, each a row of two lines of tokens, or rated replies. No two replies share a line.
+    """Pairs, each a row of two lines of tokens, or rated replies; each reply has a line.
 
-    Before rows are taken, `train_with` says which loss they are for.
+    Call `train_with` first: it says which loss the rows are for.
     """
 
     _loss: PairLoss | KTO
@@ -47,7 +47,7 @@ class ReplyDataset(PackedDataset):
     def train_with(self, loss: PairLoss | KTO, *, pad: int = -1) -> None:
         """Give micro-batches the inputs of a loss.
 
-        Args: `pad`: the model's token for padding, before which rows end; of scores of rows alone.
+        Args: `pad`: the model's padding token, for losses that score rows.
         """
         self._loss, self._pad = loss, pad
 
@@ -61,11 +61,11 @@ class ReplyDataset(PackedDataset):
 
     @property
     def lines(self) -> int:
-        """Lines of tokens that a row has."""
+        """Number of lines of tokens in a row."""
         return self._loss.lines
 
     def plain(self, rows: Sequence[int]) -> MicroBatch:
-        """Rows as `Layout.batch` lays them out, a line for each reply, and nothing besides."""
+        """Rows as `Layout.batch` lays them out, a line for each reply, without a loss's inputs."""
         return self._layout.batch([[line] for row in rows for line in self.replies(row)])
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
@@ -84,7 +84,7 @@ class ReplyDataset(PackedDataset):
             batch["margin"] = margins[:, None].expand(labels.shape).float().contiguous()
         if self._reference is not None:
             batch["reference_logp"] = at_first_label(self._reference[list(rows)].view(-1), labels)
-        if "reply" in self._loss.inputs:  # of chosen texts the prompts are learnt as well
+        if "reply" in self._loss.inputs:  # in chosen texts prompts are learnt as well
             batch["reply"] = (labels != IGNORED).float()
             present = batch.get("attention_mask", torch.ones_like(ids)) == 1
             present &= torch.arange(labels.shape[1]) > 0
@@ -101,7 +101,7 @@ class ReplyDataset(PackedDataset):
         return [good, -1][: self.lines]
 
     def replies(self, row: int) -> Iterable[tuple[Ints, Ints]]:
-        """Ids and labels of each line of a row; in KTO the second is a mismatched reply."""
+        """Ids and labels of each line of a row; KTO adds a mismatched reply as the second."""
         yield from self.pieces(row)
         if self.kind == "rated" and self.lines == 2:
             yield self._mismatched(row)
@@ -122,7 +122,7 @@ class ReplyDataset(PackedDataset):
 def scored(ids: Tensor, mask: Tensor | None, pad: int) -> Tensor:
     """`[B, T]`: 0 at the token where transformers' models score a row, -100 elsewhere.
 
-    It is the last one that is not `pad`; tokens that `mask` leaves out are none.
+    This is the last token that is neither `pad` nor masked by `mask`.
     """
     present = (ids != pad) if mask is None else (ids != pad) & (mask == 1)
     last = (torch.arange(ids.shape[1]) * present).argmax(1, keepdim=True)
@@ -134,6 +134,6 @@ def _first_label(labels: Ints) -> int:
 
 
 def at_first_label(sums: Tensor, labels: Tensor) -> Tensor:
-    """`[B, T]` numbers of lines, each at the line's first label, 0 elsewhere."""
+    """`[B, T]`: each line's number at its first label, 0 elsewhere."""
     first = (labels != IGNORED).float().argmax(1)
     return torch.zeros(labels.shape).scatter(1, first[:, None], sums.float()[:, None])

@@ -11,11 +11,11 @@ import numpy as np
 from megatrain.data.dataset import PackedDataset
 from megatrain.data.row_packing import Ints, Segments
 
-MOST_READ = 200_000  # documents that are compared with those held out: some seconds
+MOST_READ = 200_000  # documents compared with held-out ones, which takes seconds
 
 
 class SourceCount(NamedTuple):
-    """The documents of one source that have something to learn, and their tokens."""
+    """Number of a source's documents with something to learn, and of their tokens."""
 
     name: str
     documents: int
@@ -23,14 +23,14 @@ class SourceCount(NamedTuple):
 
 
 class TextRun(NamedTuple):
-    """Text of neighbouring tokens which are all learnt, or all only read."""
+    """Text of neighbouring tokens that are all learnt, or all not."""
 
     text: str
     learnt: bool
 
 
 class ShownDocument(NamedTuple):
-    """A document in a row, or a part of it: where it comes from and what is learnt of it."""
+    """A document in a row, or a part of it: its place and its learnt and unlearnt text."""
 
     place: str
     num_tokens: int
@@ -38,17 +38,17 @@ class ShownDocument(NamedTuple):
 
 
 class Summary:
-    """A data set in numbers; made by reading every token once or twice.
+    """A data set in numbers, from reading every token once or twice.
 
     Attributes:
         kind: text, chat, pairs or rated. formats: their titles.
         num_tokens: in all rows, padding not counted; num_learnt: those of them that are learnt.
         fill: the share of the rows' room that holds tokens, 0 to 1.
-        folder: of all sources, where they have one; their names and places are inside of it.
+        folder: common to all sources, if any; their names and places are relative to it.
         lengths: [documents] tokens of each, after the rule for those longer than a row.
         num_cut, num_cut_tokens: conversations that are longer than a row, and what is cut off them.
         num_useless: documents without anything to learn. num_bad: rows that were left out.
-        num_repeated: documents whose tokens an earlier one has; repeated: one, and the earlier.
+        num_repeated: documents equal to earlier ones; repeated: one of them, and the earlier.
     """
 
     def __init__(self, data: PackedDataset) -> None:
@@ -87,7 +87,7 @@ class Summary:
         return names.get(self.kind, "conversations")
 
     def facts(self) -> list[str]:
-        """How many documents, rows and tokens there are, in sentences."""
+        """Numbers of documents, rows and tokens, in sentences."""
         share = self.num_learnt / self.num_tokens
         formats = [name for name in self.formats if name != self.what]
         of = f" ({', '.join(formats)})" if formats else ""
@@ -118,7 +118,7 @@ class Summary:
         return notes
 
     def histogram(self) -> list[tuple[int, int, int]]:
-        """(shortest, longest, documents) of lengths between powers of two, without empty ends."""
+        """(shortest, longest, documents) per range between powers of two, without empty ends."""
         powers = np.ceil(np.log2(np.maximum(self.lengths, 1))).astype(np.int64)
         counts = np.bincount(powers)
         first = int(np.flatnonzero(counts)[0])
@@ -129,9 +129,9 @@ class Summary:
 
 
 def also_trained(held_out: PackedDataset, training: PackedDataset) -> str | None:
-    """A sentence on documents that are held out and trained on, too; None: there are none.
+    """A sentence on held-out documents that are trained on, too; None: there are none.
 
-    Of the trained ones those that are as long as one that is held out are read, MOST_READ at most.
+    Compares at most MOST_READ trained documents, of lengths that held-out ones have.
     """
     as_long = np.isin(training.documents.lengths, held_out.documents.lengths)
     trained = {d: n for n, d in _digests(training, training.documents[as_long][:MOST_READ])}
@@ -155,14 +155,14 @@ def _digests(data: PackedDataset, documents: Segments) -> Iterator[tuple[int, by
 
 
 def folder_of(names: Sequence[str]) -> str:
-    """The folder that all files are in, with its slash; empty where they have none in common."""
+    """The folder common to all files, with its slash; empty if there is none."""
     if not all(map(os.path.isabs, names)):
         return ""
     return os.path.join(os.path.commonpath([os.path.dirname(name) for name in names]), "")
 
 
 def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
-    """A row as it is trained."""
+    """The documents of a row as they are trained."""
     places, folder = data.places(row), folder_of(data.store.names)
     return [
         ShownDocument(place.removeprefix(folder), len(ids), _runs(ids, labels, tokenizer))
@@ -172,7 +172,7 @@ def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
 
 def _runs(ids: Ints, labels: Ints, tokenizer: Any) -> list[TextRun]:
     learnt = labels != -100
-    learnt[:1] = False  # nothing comes before it to predict it from
+    learnt[:1] = False  # no token before it predicts it
     edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(ids)]
     return [
         TextRun(

@@ -1,4 +1,4 @@
-"""Prompts as tokens, where replies to them end, and rows of prompts that a run answers itself."""
+"""Prompts as tokens, the ends of replies, and rows of prompts for rollouts."""
 
 import hashlib
 import json
@@ -34,9 +34,9 @@ _LONGER = Conversation([*_TALK.messages, _TALK.messages[0]], [*_TALK.learnt, Fal
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int | None, where: str) -> list[int]:
-    """A text as the beginning of a document, or messages up to where a reply begins.
+    """Tokens of a text as a document's beginning, or of messages up to the reply's beginning.
 
-    Raises InputError: nothing to go on from, or the tokenizer or its template refuses it.
+    Raises InputError: the prompt is empty, or the tokenizer or its template refuses it.
     """
     if isinstance(prompt, str):
         text, (lead, _) = prompt, surroundings(tokenizer)
@@ -57,7 +57,7 @@ def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int | None, where: st
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """The token that the chat template ends a reply with, be it only where another turn follows.
+    """The token with which the chat template ends a reply, perhaps only before another turn.
 
     None: there is no template, or it ends replies otherwise.
     """
@@ -85,9 +85,9 @@ def _end_of_reply(tokenizer: Any, talk: Conversation) -> int | None:
 
 
 def unmet_opening(tokenizer: Any) -> str:
-    """The text that asks for a reply, where the template writes plain replies after another.
+    """The template's opening of a new reply, if plain replies in a conversation begin otherwise.
 
-    Such as `<think>`, which it leaves out before replies without reasoning.
+    For example with `<think>`, which it leaves out before replies without reasoning.
     """
     template, where = Template(tokenizer), "the chat template"
     try:
@@ -113,13 +113,13 @@ class PromptRow(NamedTuple):
 
 
 class Prompts:
-    """Rows that are prompts, in the order of the data; the whole of it rests in memory.
+    """Rows that are prompts, in the order of the data; all are held in memory.
 
     Args: `seed` decides which rows `hold_out` takes.
 
     Attributes:
-        kind: what rows are.
-        packing: no row holds several.
+        kind: the kind of the rows.
+        packing: always false: no row holds several prompts.
     """
 
     kind: ClassVar[str] = "prompts"
@@ -144,7 +144,7 @@ class Prompts:
         return len(self._rows[row].ids)
 
     def batch(self, rows: Sequence[int]) -> list[PromptRow]:
-        """The prompts of some rows."""
+        """The prompts of these rows."""
         return [self._rows[row] for row in rows]
 
     def describe(self, row: int) -> str:
@@ -179,13 +179,13 @@ def open_prompts(
     hub_split: str = "train",
     seed: int = 0,
 ) -> Prompts:
-    """Reads rows with a `prompt`: a text, or messages that end with what is to be replied to.
+    """Reads rows with a `prompt`: a text, or messages that ask for a reply.
 
     Args:
         source, bad_rows, hub_config, hub_split: as of `open_dataset`. seed: as of `Prompts`.
         longest: tokens of a prompt; longer ones are never cut.
-        fields: any name -> the data's, under which reward functions read it; None: passed over.
-        drop: leave longer prompts out; else they end the run.
+        fields: name for reward functions -> the data's name; None: the field is ignored.
+        drop: leave longer prompts out; else they are an error.
         chat: texts are messages of a user.
 
     Raises InputError: a row cannot be used; names the file and line, and the remedy.

@@ -22,7 +22,7 @@ from megatrain.data.sources import DataSource, HubSplit, SourceFile
 from megatrain.data.tables import DataRow, Wanted, read_arrow, read_csv, read_hub, read_parquet
 from megatrain.errors import InputError
 
-# What a file begins with that is neither rows nor text, whatever its name says.
+# First bytes of files that are neither rows nor text, whatever their name says.
 _BEGINNINGS = {
     b"version https://git-lfs.github.com/spec/": (
         "a pointer of Git LFS, not the file: run git lfs pull"
@@ -47,7 +47,7 @@ _UNPACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, 
 
 
 def open_file(file: SourceFile) -> IO[bytes]:
-    """A file's bytes, unpacked. Raises InputError: what unpacks it is not installed."""
+    """A file's bytes, unpacked. Raises InputError: the library that unpacks it is missing."""
     packed = file.path.suffix.lower()
     if packed in _UNPACKED:
         unpacked: IO[bytes] = _UNPACKED[packed](file.path, "rb")
@@ -63,7 +63,7 @@ def open_file(file: SourceFile) -> IO[bytes]:
 
 @contextmanager
 def reading(file: SourceFile) -> Iterator[None]:
-    """Turns errors of reading a file, or bytes of another format, into one line that names it.
+    """Turns read errors, also of a wrong format, into one line that names the file.
 
     Raises InputError: it cannot be read, or is plainly something else.
     """
@@ -76,7 +76,7 @@ def reading(file: SourceFile) -> Iterator[None]:
 
 
 def _refuse_other(file: SourceFile) -> None:
-    """Raises InputError: the file begins as no file of its name does."""
+    """Raises InputError: the file's first bytes contradict its name."""
     with file.path.open("rb") as stream:
         begins = stream.read(64)
     packed = file.path.suffix.lower() in (*_UNPACKED, ".zst")
@@ -91,7 +91,7 @@ def _refuse_other(file: SourceFile) -> None:
 PIECE_BYTES = 256 * 1024  # long documents are tokenised in pieces of about this size
 _BOM = "\ufeff"
 MAX_LINE_BYTES = 32 * MIB  # parsed JSON can take 20 times its text
-# A list of rows (not of messages) that is all a file has, under the name of no field of rows.
+# A list of rows (not of messages) as the file's only field, whose name no row's field has.
 _WRAPPED = re.compile(
     r'\s*\{\s*"(train|data|rows|examples|samples|items|records|instances|dataset)"\s*:\s*'
     r'\[(?=\s*\{\s*"(?!(?:role|content|from|value)"))'
@@ -116,7 +116,7 @@ class TextPiece(NamedTuple):
 
 
 def read_text(file: SourceFile) -> Iterator[TextPiece]:
-    """The pieces of a UTF-8 text file, which is one document; cut at line ends where there are any.
+    """The pieces of a UTF-8 text file, which is one document; cut at line ends if possible.
 
     Raises InputError: unreadable, not UTF-8, or with NUL bytes; with the offset in the file.
     """
@@ -143,7 +143,7 @@ def read_text(file: SourceFile) -> Iterator[TextPiece]:
 
 
 def split_text(text: str, line: int) -> Iterator[TextPiece]:
-    """A document that came as one string, in pieces of at most `PIECE_BYTES` characters."""
+    """The pieces, of at most `PIECE_BYTES` characters, of a document given as one string."""
     start = 0
     if not text:
         yield TextPiece(line, text, first=True, last=True)
@@ -156,9 +156,9 @@ def split_text(text: str, line: int) -> Iterator[TextPiece]:
 
 
 def read_rows(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow | InputError]]:
-    """The rows of a source with their number, counted from 1; of tables only `wanted` columns.
+    """The rows of a source, numbered from 1; of tables only the `wanted` columns.
 
-    A row that is malformed by itself comes as its error, and those after it follow.
+    A malformed row is yielded as an error, and reading goes on after it.
 
     Raises InputError: the source is unreadable, malformed or empty.
     """
@@ -190,7 +190,7 @@ def _read_file(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow 
 def _ending_of_rows(text: str, *, whole: bool) -> str | None:
     """`.jsonl` if the first two lines (or the only one) are JSON objects, `.json` for other rows.
 
-    None: the text is no rows. Args: `whole`: it is all of the file.
+    None: the text has no rows. Args: `whole`: True if it is all of the file.
     """
     lines = [line for line in text.split("\n", 16) if line.strip()][:2]
     try:
@@ -203,7 +203,7 @@ def _ending_of_rows(text: str, *, whole: bool) -> str | None:
 
 
 def _begins_with_rows(text: str, *, whole: bool) -> bool:
-    """True if a text begins with a list of JSON objects, or with two, that have fields of rows."""
+    """True if a text begins with a list of JSON objects, or two objects, with fields of rows."""
     begins = _WRAPPED.match(text) or _LIST.match(text)
     place = begins.end() if begins else 0
     for _ in range(1 if begins else 2):
@@ -265,9 +265,9 @@ def _read_jsonl(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, Data
 
 
 def _read_json(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, DataRow]]:
-    """The objects of a list, or objects that follow one another; one of them in memory.
+    """The objects of a list, or consecutive objects; one at a time is in memory.
 
-    The list may be all that an object has, as {"train": [...]}.
+    The list may be the only field of an object: {"train": [...]}.
     """
     decode = json.JSONDecoder(object_pairs_hook=each_key_once).raw_decode
     reader = codecs.getreader("utf-8-sig")(stream)
@@ -313,7 +313,7 @@ def _more_than_a_list(file: SourceFile, wrapped: re.Match[str] | None) -> InputE
 def _decoded(
     decode: Callable[[str, int], tuple[object, int]], text: str, place: int, where: str, ended: bool
 ) -> tuple[DataRow | None, int]:
-    """A row and where it ends; none while it is not all there."""
+    """A row and its end in the text; None while it is incomplete."""
     try:
         row, end = decode(text, place)
     except json.JSONDecodeError as error:

@@ -1,6 +1,6 @@
-"""Fields which say how a row is to be trained, and which nothing here heeds: refused, not dropped.
+"""Fields that say how to train a row, and that are not supported: refused, not ignored.
 
-A row that is trained as if such a field were not there is trained wrongly without a word.
+A row trained without regard to such a field would be trained wrongly without a word.
 """
 
 import re
@@ -35,7 +35,7 @@ _ROW_OF_TURNS = dict.fromkeys(
      "chat_template_kwargs"),
     _PLACE,
 )  # fmt: skip
-BESIDE_PROMPTS = (*_OF_MEDIA, *_ROW_OF_TURNS)  # a reply to the prompt would rest on them
+BESIDE_PROMPTS = (*_OF_MEDIA, *_ROW_OF_TURNS)  # a reply to the prompt would depend on them
 _WEIGHT = re.compile(r"(.+_)?(weights?|masks?)")
 
 _MESSAGE = {
@@ -44,7 +44,7 @@ _MESSAGE = {
     "function_call": "it is not read: write it as 'tool_calls'",
     **_OF_MEDIA,
 }
-# What a template may read, in place of calls and tools; elsewhere nobody does.
+# Fields that a template may read, in place of calls and tools; nothing else reads them.
 OF_CALLS = {
     "function_calls": "write it as 'tool_calls'",
     "functions": "write it as 'tools' of the row",
@@ -54,12 +54,12 @@ _MESSAGE_WEIGHT = re.compile(r"(.+_)?(weights?|masks?|masked|train|training|trai
 
 
 def says_training(column: str) -> bool:
-    """True if a column of a table may say how its rows are to be trained."""
+    """True if a table's column may say how to train its rows."""
     return column in _ROW or column in _ROW_OF_TURNS or _WEIGHT.fullmatch(column) is not None
 
 
 def refuse_unheeded(rest: Mapping[str, Any], where: str, *, text: bool) -> None:
-    """Raises InputError: a field that was not read asks for another training than there will be."""
+    """Raises InputError: an unread field asks for training that is not supported."""
     known = _ROW if text else _ROW | _ROW_OF_TURNS
     for name, value in rest.items():
         remedy = known.get(name) or (_WEIGHTS if _WEIGHT.fullmatch(name) else None)
@@ -75,7 +75,7 @@ def refuse_unheeded(rest: Mapping[str, Any], where: str, *, text: bool) -> None:
 
 
 def refuse_unheeded_of_message(message: Mapping[str, Any], where: str) -> None:
-    """Raises InputError: a field of the message asks for what it would not get."""
+    """Raises InputError: a message's field asks for training that is not supported."""
     for name in message:
         remedy = _MESSAGE.get(name) or (_WEIGHTS if _MESSAGE_WEIGHT.fullmatch(name) else None)
         if remedy is not None and not empty(message[name]):
@@ -83,7 +83,7 @@ def refuse_unheeded_of_message(message: Mapping[str, Any], where: str) -> None:
 
 
 def empty(value: object) -> bool:
-    """True if a value says nothing: tables fill absent ones with null."""
+    """True if a value is null or empty: tables fill absent ones with null."""
     return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
@@ -93,12 +93,12 @@ def objects(values: list[Any]) -> bool:
 
 
 def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """The first names, on one line whatever is in them."""
+    """The first names, escaped so that they fit on one line."""
     return ", ".join(f"{name!r:.40}" for name in [*names][:12]) or "none (or null)"
 
 
 def number(value: Any, name: str, where: str) -> float:
-    """A finite number of a row's field. Raises InputError: it is something else."""
+    """A row's field as a finite number. Raises InputError: it is something else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGE:
         raise InputError(f"{where}: {name!r} must be a number, not {value!r:.40}")
     return float(value)

@@ -1,6 +1,6 @@
-"""Caches of keys and values: if a model works with one, how large it is, and that of a talk.
+"""Caches of keys and values: if a model works with one, its size, and reuse in a chat.
 
-Short trials of the model tell the first two, and whether padding changes what it says.
+Short trials of the model show the first two, and whether padding changes its logits.
 """
 
 import logging
@@ -20,7 +20,7 @@ from megatrain.generate.models import Recomputed
 
 _TRIED = (2, 3)  # tokens of the prompts whose caches are compared
 
-# Of each layer: bytes of a row with the lengths tried, and the tokens that it keeps at most.
+# For each layer: bytes of a row at both lengths, and the most tokens that it keeps.
 _Layers = list[tuple[int, int, int | None]]
 _known: WeakKeyDictionary[PreTrainedModel, _Layers | None] = WeakKeyDictionary()
 
@@ -52,7 +52,7 @@ def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
 def check_cache(
     device: Device, model: PreTrainedModel, rows: int, tokens: int, past: Any = None
 ) -> None:
-    """Raises DoesNotFit unless the device has room for the cache, of which `past` is there."""
+    """Raises DoesNotFit unless the device has room for the cache; `past` is allocated already."""
     if isinstance(model, Recomputed):
         return
     taken = sum(num_bytes for num_bytes, _ in _layers(past))
@@ -142,10 +142,10 @@ def _logits(model: PreTrainedModel, padding: int) -> Tensor:
 
 
 class Kept:
-    """The cache of the last text, and the tokens that it is of.
+    """The cache of the last text, and that text's tokens.
 
-    Only where each layer keeps every token: windows and states cannot be taken back to where a
-    template goes on otherwise.
+    Kept only if each layer keeps every token: windows and states cannot be cut back to where a
+    new text differs.
     """
 
     def __init__(self) -> None:
@@ -153,9 +153,9 @@ class Kept:
         self._cache: Any = None
 
     def take(self, ids: Sequence[int]) -> Any:
-        """The cache of as much of the beginning of `ids` as there is; None: of nothing.
+        """The cache of the longest kept beginning of `ids`; None: nothing is kept.
 
-        Whoever takes it changes it: nothing is kept until `keep`.
+        The caller changes the cache, so nothing is kept until `keep`.
         """
         cache, self._cache = self._cache, None
         if cache is None:
@@ -171,7 +171,7 @@ class Kept:
         return cache
 
     def keep(self, ids: Sequence[int], cache: Any) -> None:
-        """Keep the cache of a text that was made; `ids` are those of its prompt and its own."""
+        """Keep a text's cache; `ids` are the tokens of its prompt and its reply."""
         whole = isinstance(cache, DynamicCache) and all(
             type(x) is DynamicLayer for x in cache.layers
         )

@@ -38,7 +38,7 @@ class Resident:
     """A model on a device, ready to run.
 
     Attributes:
-        is_whole, ranks: as an engine says it.
+        is_whole, ranks: as those of `Engine`.
     """
 
     is_whole = True
@@ -87,7 +87,7 @@ class Resident:
     def whole_model(
         self, *, spare: int | None = None, apart: bool = False
     ) -> Iterator[PreTrainedModel]:
-        """The model; random numbers drawn within do not count outside."""
+        """The model; the context restores the state of random generators."""
         gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
         with torch.random.fork_rng(devices=gpus), to_generate():
             yield self._model
@@ -104,7 +104,7 @@ TextModel = Engine | Resident
 
 
 def _fill(model: PreTrainedModel, values: dict[str, Tensor]) -> None:
-    """Put parameters and persistent buffers in all places that they have."""
+    """Put parameters and persistent buffers under all their names, tied ones too."""
     # Of a weight without gradients, torch's matmul may make a copy for each row.
     filled = {
         id(parameter): nn.Parameter(values[name], requires_grad=values[name].is_floating_point())
@@ -120,7 +120,7 @@ def _fill(model: PreTrainedModel, values: dict[str, Tensor]) -> None:
                 buffers_of(module)[name] = buffers[id(buffer)]
 
 
-# Of the memory that is free: so much may weights take, the rest is for the work and the cache.
+# Share of free memory that weights may take; the rest is for activations and the cache.
 _SHARE = 0.85
 
 
@@ -172,7 +172,7 @@ class Recomputed(PreTrainedModel, GenerationMixin):
     """An engine as a model that transformers can generate with."""
 
     def __init__(self, engine: TextModel) -> None:
-        super().__init__(PreTrainedConfig())  # nothing is known of how it computes
+        super().__init__(PreTrainedConfig())  # an empty one: nothing in it is read
         self._engine = engine
         self.generation_config = engine.generation_config
 

@@ -1,4 +1,4 @@
-"""How tokens are drawn, as `generate` of transformers is told; and by numbers of each row's own."""
+"""How tokens are drawn: options for transformers' `generate`, and seeds for single rows."""
 
 import copy
 import logging
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 class Sampling:
     """How tokens are drawn.
 
-    Of what is None the model's own settings decide, where it has some; else 0.8 and 0.95.
+    None takes the model's setting, if it has one; else temperature 0.8 and top_p 0.95.
 
     Attributes:
         temperature: 0: always the likeliest token.
@@ -78,7 +78,7 @@ class Sampling:
         pad: int,
         cached: bool,
     ) -> GenerationConfig:
-        """All that `generate` is told.
+        """The settings for transformers' `generate`.
 
         Args:
             of_model: the model's settings.
@@ -105,7 +105,7 @@ class Sampling:
 
 
 def _not_followed(config: GenerationConfig) -> list[str]:
-    """The settings that generation here does not follow, which is said once."""
+    """The settings that generation here does not follow; they are logged once."""
     known = _FOLLOWED | _REPLACED
     names = [
         name
@@ -123,10 +123,10 @@ def _say(names: str) -> None:
 
 
 class OnlyNumbers(LogitsProcessor):
-    """Ends where logits are NaN or infinite, of which torch draws nothing, or anything."""
+    """Raises where logits are NaN or infinite, of which torch would draw anything."""
 
     def __call__(self, input_ids: Tensor, scores_RV: Tensor) -> Tensor:
-        """The logits as they are. Raises RunFailed: of some row none is the largest."""
+        """Return the logits unchanged. Raises RunFailed: a row has no finite largest logit."""
         if not scores_RV.amax(-1).isfinite().all():
             raise RunFailed(
                 "the model's logits are NaN or infinite, so no token can be drawn: its weights, or "
@@ -136,7 +136,7 @@ class OnlyNumbers(LogitsProcessor):
 
 
 class OwnDraws(LogitsProcessor):
-    """Leaves of each row's logits the token that is drawn: inverse transform sampling.
+    """Draws each row's token by inverse transform sampling, and masks all others.
 
     A row's random numbers follow from the seed and its own number alone.
     """
@@ -144,7 +144,7 @@ class OwnDraws(LogitsProcessor):
     def __init__(
         self, settings: GenerationConfig, seed: int, rows: Sequence[int], device: torch.device
     ) -> None:
-        """Args: `settings` say from which tokens, and how many are drawn at most; rows' numbers."""
+        """Args: `settings`: which tokens, and how many at most; the rows' numbers."""
         self._at, generator = 0, torch.Generator()
         numbers = [
             torch.rand(
@@ -173,7 +173,7 @@ class OwnDraws(LogitsProcessor):
 
 
 class AllEnded(StoppingCriteria):
-    """Ends the rows of all ranks together, so that each takes as many forwards as the others."""
+    """Stops the rows of all ranks together, so that all ranks take as many forwards."""
 
     def __init__(self, ranks: Ranks, stops: Collection[int], ended_R: Tensor) -> None:
         """Args: `ended_R`: rows that nobody waits for, bool on the device."""
@@ -181,7 +181,7 @@ class AllEnded(StoppingCriteria):
         self._stops = torch.tensor(sorted(stops), dtype=torch.int64, device=ended_R.device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **rest: Any) -> Tensor:
-        """True for each row if all rows of all ranks have had a stop."""
+        """True for each row if all rows of all ranks have a stop token."""
         self._ended_R = self._ended_R | torch.isin(input_ids[:, -1], self._stops)
         open_ones = (~self._ended_R).sum(dtype=torch.float32)[None]
         self._ranks.all_reduce(open_ones)
@@ -196,7 +196,7 @@ def drawn_apart(
     ranks: Ranks,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Options of `generate` beside `settings`, which lose what these options do.
+    """Options for `generate` that replace some `settings`, which are removed.
 
     Args: `rows`: the numbers of this rank's rows, of which the first `num_used` are waited for.
     """

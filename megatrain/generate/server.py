@@ -2,8 +2,8 @@
 
 By the server's HTTP interface: its completions for replies
 (https://docs.vllm.ai/en/latest/serving/openai_compatible_server), `reload_weights` for weights
-(https://docs.vllm.ai/en/latest/features/sleep_mode). What it has for single weights needs NCCL or
-CUDA IPC, so weights go as a whole.
+(https://docs.vllm.ai/en/latest/features/sleep_mode). Its interface for single weights needs NCCL or
+CUDA IPC, so all weights go together.
 """
 
 import json
@@ -26,7 +26,7 @@ _DEV = "start it with VLLM_SERVER_DEV_MODE=1, which lets it load weights"
 
 
 class Continued(NamedTuple):
-    """A server's reply to a prompt; `ended`: by itself; `log_probs`: of each token."""
+    """A server's reply to a prompt; `ended`: by a stop token; `log_probs`: of each token."""
 
     ids: list[int]
     ended: bool
@@ -37,7 +37,7 @@ class Server:
     """A vLLM server.
 
     Attributes:
-        model: the name under which it serves one.
+        model: the name of the model that it serves.
     """
 
     def __init__(self, address: str, *, vocab_size: int, length: int, seconds: float) -> None:
@@ -59,7 +59,7 @@ class Server:
             )
 
     def load(self, folder: Path) -> None:
-        """Take the weights of a folder that the server sees under the same path.
+        """Have the server load the weights of a folder that it sees under the same path.
 
         Raises RunFailed: it cannot.
         """
@@ -71,7 +71,7 @@ class Server:
     def continued(
         self, ids: Sequence[Sequence[int]], count: int, sampling: Sampling, stops: Collection[int]
     ) -> list[Continued]:
-        """`count` replies to each prompt, beside one another.
+        """`count` replies to each prompt, one prompt after the other.
 
         Args: `sampling` with all settings; `stops`: tokens that end a reply.
 
@@ -133,7 +133,7 @@ class Server:
         return replies
 
     def _asked(self, path: str, body: Any = None) -> Any:
-        """The server's answer as JSON; {} for nothing. Sent again where nobody answers."""
+        """The server's answer as JSON; {} if it is empty. Retries if there is no answer."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(self.address + path, data, {"Content-Type": "application/json"})
         for wait in (*_WAITS, None):

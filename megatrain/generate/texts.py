@@ -42,8 +42,8 @@ def generate(
         prompts: texts to continue, and messages to reply to.
         sampling: None: the model's own settings.
         batch_size: prompts that are continued together.
-        streamer: transformers' streamer, which gets the tokens as they come; of one prompt.
-        kept: the cache of the text before, of one prompt that may begin as that text did.
+        streamer: transformers' streamer, which gets each new token; for a single prompt.
+        kept: the cache of the text before; for a single prompt, which may begin like that text.
 
     Raises:
         InputError: a prompt that cannot be used, or leaves no room in the model's context.
@@ -97,9 +97,9 @@ def continued(
         source, sampling, batch_size, streamer, kept: as of `generate`.
         ids: the tokens of each prompt.
         of_model, stops, pad: as of `Sampling.settings`.
-        apart: what is drawn for a prompt follows from the seed and its place in `ids` alone, so
-            that several ranks share a batch. `of_model` says nothing of how tokens are drawn.
-        tokenizer: which `of_model.stop_strings` are told by.
+        apart: tokens drawn for a prompt follow from the seed and its place in `ids` alone, so
+            that several ranks share a batch. `of_model` has no sampling settings then.
+        tokenizer: for `of_model.stop_strings`.
     """
     limit, share = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
     out: dict[int, list[int]] = {}
@@ -142,7 +142,7 @@ def continued(
 def _batches(
     source: TextModel, model: PreTrainedModel, ids: Sequence[Sequence[int]], batch_size: int
 ) -> list[list[int]]:
-    """Which rows are continued together: in their order, where padding changes nothing."""
+    """Batches of rows: in their order, of equal lengths where padding would change results."""
     every = list(range(len(ids)))
     parts = [every]
     uneven = batch_size > 1 and len({len(row) for row in ids}) > 1
@@ -159,7 +159,7 @@ def _batches(
 def _running(
     source: TextModel, rows: int, tokens: int, *, apart: bool = False
 ) -> Iterator[PreTrainedModel]:
-    """The model for rows of so many tokens; its weights on the device if these leave the room.
+    """The model for rows of this length; its weights are on the device if they fit beside it.
 
     Args: `apart`: each of several ranks has rows of its own.
     """
@@ -180,11 +180,11 @@ def _running(
 
 @contextmanager
 def _set(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
-    """Settings that transformers takes where it is told none; nothing is a loss of routers."""
+    """Within this context the model has these settings and no loss of routers."""
     before, model.generation_config = model.generation_config, settings
     configs = (model.config, model.config.get_text_config(decoder=True))
     asking = [config for config in configs if getattr(config, "output_router_logits", False)]
-    for config in asking:  # of one token and the mask of all it would be none
+    for config in asking:  # with a cache it gets one token and the mask of all
         config.output_router_logits = False
     try:
         yield
@@ -195,7 +195,7 @@ def _set(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
 
 
 def stop_ids(source: TextModel, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> set[int]:
-    """The tokens that end a text: the model's, the tokenizer's, and in a chat the template's."""
+    """The tokens that end a text: the model's, the tokenizer's, in a chat also the template's."""
     eos = source.generation_config.eos_token_id
     ends = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id}
     if chat:
@@ -204,7 +204,7 @@ def stop_ids(source: TextModel, tokenizer: PreTrainedTokenizerBase, *, chat: boo
 
 
 def _room(source: TextModel, ids: Sequence[Sequence[int]], wanted: int) -> int:
-    """How long a row may get. Raises InputError: a prompt leaves no room for any token."""
+    """The longest possible row. Raises InputError: a prompt leaves no room for any token."""
     config = source.config.get_text_config(decoder=True)
     limit: int | None = getattr(config, "max_position_embeddings", None)
     if limit is None or limit < 1 or not ids:

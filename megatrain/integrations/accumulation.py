@@ -1,6 +1,6 @@
-"""How a Trainer adds the micro-batches of a step: with a divisor for each, not over all rows.
+"""Adds a step's micro-batches as a Trainer does: with a divisor for each, not over all rows.
 
-A micro-batch counts by what its own step of the Trainer has. Where a stream without a length ends
+A micro-batch is weighted by the Trainer's step it is in. Where a stream without a length ends
 within a step, the Trainer adds the gradient of that part to that of the next step.
 """
 
@@ -32,13 +32,13 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatchMeans(PairLoss):
-    """Mixed in before a loss of pairs: its mean over each micro-batch, added up by shares.
+    """Mix-in for a loss of pairs: its mean over each micro-batch, weighted by shares.
 
     Micro-batches hold whole pairs, each reply a row. Measures are the means of those of each
     micro-batch.
 
     Attributes:
-        shares: what the mean of each micro-batch counts.
+        shares: the weight of each micro-batch's mean.
     """
 
     shares: tuple[float, ...] = (1.0,)
@@ -50,7 +50,7 @@ class MicroBatchMeans(PairLoss):
         extras: Sequence[Sequence[Tensor]],
         normaliser: float,
     ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-        """See `JointLoss.weigh`; the normaliser of all pairs is of no use here."""
+        """See `JointLoss.weigh`; the normaliser of all pairs is not used."""
         losses, weights, measured = [], [], []
         for micro in zip(log_probs, targets, extras, self.shares, strict=True):
             row_log_probs, labels, beside, share = micro
@@ -86,10 +86,10 @@ def shares(step: Sequence[Waiting]) -> tuple[float, ...]:
 
 
 def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]], Loss]:
-    """The micro-batches with weights of their labels where they need some, and the loss.
+    """The micro-batches, with weights for their labels if needed, and the loss.
 
     Args:
-        shift: how many tokens a label is after what predicts it.
+        shift: how many tokens a label lies behind the logits that predict it.
 
     Raises InputError: the Trainer would divide by 0.
     """

@@ -1,4 +1,4 @@
-"""Checks of a trainer's class, options and settings: it may ask for nothing that is not done."""
+"""Refuses trainers' classes, options and settings that would not be honoured."""
 
 from collections.abc import Callable
 from copy import copy
@@ -19,15 +19,15 @@ _ALIGNED = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id")  # by a
 
 
 def refuse(name: str, why: str) -> NoReturn:
-    """Raises InputError: `name` asks for what would not be done."""
+    """Raises InputError: `name` would not be honoured."""
     raise InputError(f"StreamedTrainer cannot heed {name}: {why}")
 
 
 def check_class(kind: type, mixed_in: type) -> None:
-    """Raises InputError: a class, or whoever has changed one, overrides what is never called.
+    """Raises InputError: a class, perhaps patched, overrides a method that is never called.
 
     Args:
-        mixed_in: `StreamedTrainer`, whose own methods are those that are called.
+        mixed_in: `StreamedTrainer`, whose methods are the ones called.
     """
     library = _library(kind)
     trainers = [c for c in library if any(base.__name__ == "Trainer" for base in c.__mro__)]
@@ -49,7 +49,7 @@ def check_class(kind: type, mixed_in: type) -> None:
 
 
 def decisive_methods(kind: type) -> tuple[str, ...]:
-    """The names of a trainer's class that nobody else may give another meaning."""
+    """The names of a trainer's class that no subclass or patch may redefine."""
     names = {name for owner in _library(kind) for name in vars(owner)}
     known = taken.HEEDED_METHODS | taken.NO_MEANING_METHODS
     return tuple(sorted(name for name in names - known if not name.startswith("__")))
@@ -58,7 +58,7 @@ def decisive_methods(kind: type) -> tuple[str, ...]:
 def by_name(
     made_by: Callable[..., None], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments after a trainer's model, by name where `made_by` has names for them."""
+    """The positional arguments after a trainer's model, by the names that `made_by` has."""
     parameters = [*signature(made_by).parameters.values()][1:]
     if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters):
         return arguments, options
@@ -68,7 +68,7 @@ def by_name(
 
 
 def check_options(kind: type, options: dict[str, Any]) -> None:
-    """Raises InputError: a trainer is made with something that is not heeded."""
+    """Raises InputError: a trainer is made with an option that is not honoured."""
     names = {name for owner in _library(kind) for name in signature(owner.__init__).parameters}  # type: ignore[misc]
     for name in sorted(names - taken.HEEDED_OPTIONS - {"self", "model"}):
         if options.get(name) not in (None, (None, None)):
@@ -76,7 +76,7 @@ def check_options(kind: type, options: dict[str, Any]) -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Raises InputError: an argument is set that is not heeded, or is unknown."""
+    """Raises InputError: an argument is set that is not honoured, or is unknown."""
     library = next((c for c in type(args).__mro__ if _of_library(c.__module__)), None)
     if library is None:
         return
@@ -94,7 +94,7 @@ def check_arguments(args: Any) -> None:
 
 
 class DecisiveSettings:
-    """The settings that decide a trainer's steps, read when it was made; they must not change."""
+    """The settings that decide a trainer's steps, read when it is made; they must not change."""
 
     def __init__(self, trainer: Any, mixed_in: type) -> None:
         self._values, self._mixed_in = _decisive(trainer), mixed_in

@@ -1,4 +1,4 @@
-"""The model of a Trainer by its hub id or folder, as TRL's arguments say how to load it."""
+"""Loads a Trainer's model by its hub id or folder, as TRL's arguments say."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,15 +22,15 @@ from megatrain.integrations.taken import REFUSED_OPTIONS
 
 
 def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> Any:
-    """The model that is given, or named; then also its tokenizer.
+    """The model given, or loaded by its name, then also its tokenizer.
 
     Args:
-        args: whose `model_init_kwargs` say how; `device_map` has no meaning here.
-        options: of the Trainer; a `processing_class` may be put there.
-        scores: it has a head that scores rows.
+        args: their `model_init_kwargs` say how to load; `device_map` has no meaning here.
+        options: the Trainer's; a `processing_class` may be added.
+        scores: the model needs a head that scores rows.
 
     Raises:
-        InputError: it is no model, or one with another head; or something says how to load one that
+        InputError: it is no model, or one with another head; or arguments say how to load one that
             is loaded; or it would be quantised.
     """
     how = dict(getattr(args, "model_init_kwargs", None) or {})
@@ -52,14 +52,14 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         named = {name: how[name] for name in ("revision", "trust_remote_code") if name in how}
         options["processing_class"] = load_tokenizer(model, **named)
     if scores:
-        set_seed(args.seed)  # a head that is not in the files is drawn
+        set_seed(args.seed)  # a head that the files lack is random
         return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **how)
     return AutoModelForCausalLM.from_pretrained(model, **how)
 
 
 @contextmanager
 def changed(args: Any, **values: Any) -> Iterator[None]:
-    """Within this context those of the arguments that there are have other values."""
+    """Within this context these arguments, if `args` has them, have other values."""
     before = {name: getattr(args, name) for name in values if hasattr(args, name)}
     for name in before:
         setattr(args, name, values[name])
@@ -71,9 +71,9 @@ def changed(args: Any, **values: Any) -> Iterator[None]:
 
 
 def without_dropout(model: Any) -> None:
-    """Switch dropout off in configurations, too, where TRL's `disable_dropout` has in modules.
+    """Switch dropout off in configurations, too, as TRL's `disable_dropout` does in modules.
 
-    Raises InputError: a layer keeps dropout that is no module, which TRL leaves on.
+    Raises InputError: a layer has dropout outside of a module, which TRL leaves on.
     """
     for name, module in model.named_modules():
         for setting, value in vars(module).items():

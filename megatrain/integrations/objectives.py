@@ -1,7 +1,7 @@
 """Losses of trainers: cross entropy, or with DPOTrainer and RewardTrainer a loss of pairs.
 
-Those two give micro-batches whose first half of rows are chosen replies, and the second those
-rejected.
+Micro-batches of those two have chosen replies in the first half of their rows, and rejected
+ones in the second.
 """
 
 from collections.abc import Sequence
@@ -18,25 +18,25 @@ from megatrain.integrations.heeded import refuse
 from megatrain.loss import CROSS_ENTROPY, DPO, DpoVariant, JointLoss, Loss, Replies, Reward
 
 _PLAIN = ("input_ids", "labels", "attention_mask")
-MicroBatches = list[dict[str, Tensor]]  # of micro-batches
+MicroBatches = list[dict[str, Tensor]]
 _LOSSES = ("nll", "chunked_nll")  # of SFTTrainer, mathematically one
 
 
 @dataclass(frozen=True)
 class TrlDPO(MicroBatchMeans, DPO):
-    """DPO as DPOTrainer adds micro-batches, with the `length` of each reply that it counts."""
+    """DPO as DPOTrainer computes it, with its count of each reply's tokens as `length`."""
 
     inputs: ClassVar[tuple[str, ...]] = (*DPO.inputs, "length")
 
     def replies(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> list[Replies]:
         replies = super().replies(log_prob_N, targets_N, *extras)
-        lengths = super().replies(extras[-1], targets_N, *extras)  # of each label the same
+        lengths = super().replies(extras[-1], targets_N, *extras)  # one value per label
         return [one._replace(length=of.mean) for one, of in zip(replies, lengths, strict=True)]
 
 
 @dataclass(frozen=True)
 class TrlReward(MicroBatchMeans, Reward):
-    """Reward, as RewardTrainer adds micro-batches; measures have the names that it gives them."""
+    """Reward as RewardTrainer computes it; measures have its names."""
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
         chosen, rejected = (
@@ -52,7 +52,7 @@ class Objective:
     """Cross entropy, as Trainer and SFTTrainer minimise it.
 
     Attributes:
-        loss: of steps; `step` may add to it what the step's micro-batches have.
+        loss: of steps; `step` may adapt it to the step's micro-batches.
     """
 
     loss: Loss = CROSS_ENTROPY
@@ -71,7 +71,7 @@ class Objective:
     def value(
         self, rows: MicroBatches, loss: Any, engine: Engine
     ) -> tuple[float, dict[str, float]]:
-        """The loss of a step without its update, and what it measures."""
+        """The loss of a step without its update, and its measures."""
         return engine.evaluate(rows, loss), {}
 
 
@@ -83,7 +83,7 @@ class _Pairs(Objective):
         raise NotImplementedError
 
     def log_probs(self, rows: MicroBatches, engine: Engine) -> list[Tensor]:
-        """The log-probability of each label, which the loss is a function of."""
+        """The log-probability of each label; the loss is a function of these."""
         return engine.logprobs(rows)
 
     def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, Loss]:
@@ -136,7 +136,7 @@ class Scores(_Pairs):
     """The loss of RewardTrainer, with margins where the data have them."""
 
     def __init__(self, args: Any, pad: int) -> None:
-        """Args: `pad` is the token that fills rows up."""
+        """Args: `pad`: the token that fills rows up."""
         self.loss, self.pad = TrlReward(args.center_rewards_coefficient), pad
 
     def rows(self, step: MicroBatches) -> MicroBatches:
@@ -157,9 +157,9 @@ class Scores(_Pairs):
 
 
 def check_padding(pad_of_model: int | None, pad: int) -> None:
-    """Raises InputError: a model's own token for padding is not the tokenizer's, or there is none.
+    """Raises InputError: the model's padding token is not the tokenizer's, or there is none.
 
-    A model is built otherwise with one: the token's embedding is never trained.
+    Models are built differently with a padding token: its embedding is never trained.
     """
     if pad_of_model != pad:
         refuse(
@@ -170,7 +170,7 @@ def check_padding(pad_of_model: int | None, pad: int) -> None:
 
 
 def check_new_adapters(model: Any) -> None:
-    """Raises InputError: DPOTrainer's reference, the base alone, is not the model with adapters."""
+    """Raises InputError: new adapters change the model from DPOTrainer's reference, the base."""
     for config in model.peft_config.values():
         if not getattr(config, "init_lora_weights", True):
             refuse(

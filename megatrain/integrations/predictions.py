@@ -17,9 +17,9 @@ class Predictions:
     """The predictions of one evaluation.
 
     Attributes:
-        batches: that it has; None: nobody knows.
+        batches: their number; None: unknown.
         keeps: the Trainer keeps the logits of all batches, and copies them with each one.
-        limit_bytes: of host memory that the process may take; None: any.
+        limit_bytes: host memory that the process may take; None: no limit.
     """
 
     batches: int | None
@@ -61,7 +61,7 @@ class Predictions:
 
 
 def length(dataloader: Any) -> int | None:
-    """Batches of a data loader; None: of a stream, which has no length."""
+    """The number of a data loader's batches; None: a stream, which has no length."""
     try:
         return len(dataloader)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The model that a Trainer's loop and callbacks see: it has no weights, and says so when asked."""
+"""The model that a Trainer's loop and callbacks see: it has no weights and refuses access."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -11,7 +11,7 @@ from megatrain.api import Engine
 from megatrain.compat.peft import is_peft_model
 from megatrain.errors import InputError
 
-_FACTS = bool | int | float | str | None  # what anybody may read
+_FACTS = bool | int | float | str | None  # types of attributes that anybody may read
 
 
 def refuse_weights(name: str, *_: Any, **__: Any) -> NoReturn:
@@ -40,19 +40,19 @@ class StreamedParameter:
 
 
 class ModelStandIn:
-    """The attributes that a Trainer reads of its model; all others that a model has are refused.
+    """Has the attributes that a Trainer reads of its model; all others of a model are refused.
 
     Attributes:
         training: whether the loop trains, and does not evaluate.
     """
 
     main_input_name = "input_ids"
-    _names: set[str]  # of what the model has
+    _names: set[str]  # of the model's attributes
     _counts: dict[tuple[bool, bool], int]
     _generates: bool
 
     def __init__(self, model: Any, *, generates: bool = True) -> None:
-        """Args: `model` is the one that is streamed, of which nothing is kept."""
+        """Args: `model`: the streamed one, which is not kept."""
         if not hasattr(model, "named_modules"):
             refuse_weights("a copy")
         inner = model.get_base_model() if is_peft_model(model) else model
@@ -66,13 +66,13 @@ class ModelStandIn:
         vars(self).update(training=True, _names=names, _counts=counts, _generates=generates)
 
     def open(self, engine: Engine, save: Callable[..., None], dropped: Callable[[], None]) -> None:
-        """Stand for an engine's model.
+        """Begin to stand for an engine's model.
 
         Args:
             save: called as `save_pretrained`.
             dropped: called where gradients are to be dropped.
         """
-        # Trainers change them: tokens of the one are exported, the other is what the model is of.
+        # Trainers change them: the one's tokens are exported, the other describes the model.
         vars(self).update(config=deepcopy(engine.config), zero_grad=lambda *_: dropped())
         vars(self).update(save_pretrained=save)
         if self._generates:
@@ -99,17 +99,17 @@ class ModelStandIn:
         return self.train(False)
 
     def parameters(self, recurse: bool = True) -> Iterator[StreamedParameter]:
-        """Two that can be counted: all that are trained, and all others."""
+        """Two stand-ins that can be counted: one for all trained weights, one for all others."""
         trained = self.num_parameters(only_trainable=True)
         yield StreamedParameter(trained, True)
         yield StreamedParameter(self.num_parameters() - trained, False)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """All distinct ones, of those that are asked for."""
+        """The number of values in all distinct parameters that were asked for."""
         return self._counts[only_trainable, exclude_embeddings]
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """The engine chooses what it computes again."""
+        """Does nothing: the engine chooses what it computes again."""
 
     activation_checkpointing_enable = gradient_checkpointing_enable
 

@@ -1,4 +1,4 @@
-"""Which names of Trainer, SFTTrainer, DPOTrainer, RewardTrainer and their arguments are heeded.
+"""The names of Trainer, SFTTrainer, DPOTrainer, RewardTrainer and their arguments.
 
 Of transformers 5.23 and trl 1.16. `HEEDED` are read, or called, where a plain trainer does so;
 `FIXED` are read when the trainer is made, and must not change later; `NO_MEANING` decide nothing of
@@ -145,7 +145,7 @@ REFUSED_ARGUMENTS = {  # where they are set: what to do instead
     "use_weighting": "leave it out",
 }
 
-# What a trainer is made with, beside the model.
+# Constructor options of a trainer, beside the model.
 HEEDED_OPTIONS = _names(
     """args callbacks compute_metrics data_collator eval_dataset formatting_func peft_config
     preprocess_logits_for_metrics processing_class ref_model train_dataset"""

@@ -53,17 +53,17 @@ _FOLLOWS = "it follows from the Trainer's arguments"
 _ROUTERS = ("output_router_logits", "router_aux_loss_coef")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
-_Trainer: Any = object  # whose class this one is mixed into
+_Trainer: Any = object  # the class that this one is mixed into
 
 
 class StreamedTrainer(_Trainer):
-    """Mixed in before `Trainer` or TRL's SFT-, DPO- or RewardTrainer; trains with an Engine.
+    """Mix-in before `Trainer` or TRL's SFT-, DPO- or RewardTrainer; trains with an Engine.
 
     With `DPOTrainer` the reference, `ref_model` or the model as it is given, is streamed by an
     engine of its own (2 bytes a parameter in bf16).
 
     Attributes:
-        engine: whose masters are trained. The model given is copied: drop it.
+        engine: trains its copy of the model; drop the model given.
         engine_options: further arguments of `Engine`, such as placement and device_memory.
     """
 
@@ -73,7 +73,7 @@ class StreamedTrainer(_Trainer):
         """Takes the arguments of the class that it is mixed into.
 
         Raises:
-            InputError: a setting that the engine cannot heed, by its name; or a model that cannot
+            InputError: a setting that the engine cannot honour, by its name; or a model that cannot
                 be streamed.
         """
         self.model: Any
@@ -96,7 +96,7 @@ class StreamedTrainer(_Trainer):
         reference, wrapped = options.pop("ref_model", None), is_peft_model(model)
         if paired and args is None:
             raise InputError("StreamedTrainer needs args=DPOConfig(...)")
-        # TRL is given the model, and makes no reference: it need not compute what it knows already.
+        # TRL gets the model and needs no reference of its own: ours computes the log-probabilities.
         with changed(args, model_init_kwargs=None, precompute_ref_log_probs=True):
             super().__init__(model, *arguments, **options)
         heeded.check_arguments(self.args)
@@ -131,7 +131,7 @@ class StreamedTrainer(_Trainer):
         self._open_engines(model_given, reference)
 
     def _open_engines(self, model: Any, reference: Any) -> None:
-        """That of the model, and that of a reference; where one fails, no other stays open."""
+        """Open the model's engine, and a reference's; if one fails, both are closed."""
         how = _settings(self.args)
         with ExitStack() as held:
             if isinstance(self._objective, Preferences):
@@ -139,7 +139,7 @@ class StreamedTrainer(_Trainer):
             how |= self.engine_options
             weight = getattr(self, "router_aux_loss_coef", 0.0)
             if hasattr(self, "_metrics") and (weight or len(self._routers) == len(_ROUTERS)):
-                # A trainer of TRL asks by its own setting.
+                # TRL's trainers have their own setting for the routers' loss.
                 ask_for(model.get_base_model() if is_peft_model(model) else model, weight)
             engine = Engine(
                 model,
@@ -157,7 +157,7 @@ class StreamedTrainer(_Trainer):
         return dataset
 
     def _take(self, engine: Engine) -> None:
-        """Train with an engine."""
+        """Take an engine to train with."""
         assert engine.optimizer is not None
         self.engine = engine
         self._stand_in.open(engine, self._export, self._drop)
@@ -166,7 +166,7 @@ class StreamedTrainer(_Trainer):
         self._settings = heeded.DecisiveSettings(self, StreamedTrainer)
 
     def _refuse(self) -> None:
-        """Raises InputError: a setting asks for what would not be done."""
+        """Raises InputError: a setting would not be honoured."""
         args = self.args
         optimizers = self.optimizer is not None or self.lr_scheduler is not None
         asked, precision = self.accelerator.mixed_precision, "bf16" if args.bf16 else "no"
@@ -193,17 +193,17 @@ class StreamedTrainer(_Trainer):
         """Leave the model where it is: the engine copies it to host memory."""
 
     def _wrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
-        """The model that the loop calls."""
+        """The stand-in that the loop calls."""
         return self.model_wrapped
 
     def _clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:
-        """0: the norm is known once the step is taken, and `log` puts it in its place."""
+        """Return 0: the norm is known only after the step; `log` fills it in."""
         return torch.zeros(())
 
     _get_grad_norm = _clip_grad_norm
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The engine's, with the rates and so on that the arguments have now."""
+        """The engine's optimizer, with the settings that the arguments have now."""
         streamed = self.engine.optimizer
         assert streamed is not None
         if self.optimizer is None:
@@ -217,7 +217,7 @@ class StreamedTrainer(_Trainer):
         return self.optimizer
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train as the class it is mixed into; drops what is left of a step that was broken off."""
+        """Train as the base class does; drops micro-batches of a step that was broken off."""
         self._waiting.clear()
         self._settings.check(self)
         return super().train(*arguments, **options)
@@ -225,7 +225,7 @@ class StreamedTrainer(_Trainer):
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Keep the micro-batch until the optimizer's step; the loss is added there."""
+        """Keep the micro-batch until the optimizer's step, which counts its loss."""
         model.train()
         items = None if num_items_in_batch is None else float(num_items_in_batch)
         count = self.current_gradient_accumulation_steps
@@ -233,7 +233,7 @@ class StreamedTrainer(_Trainer):
         return torch.zeros((), device=self.args.device)
 
     def _update(self) -> None:
-        """Take the step of the micro-batches that wait: the optimizer's, as the loop calls it."""
+        """Take a step with the waiting micro-batches; the loop calls it as the optimizer's step."""
         self._settings.check(self)
         self.create_optimizer()
         self.engine.max_grad_norm = self.args.max_grad_norm or None
@@ -249,18 +249,18 @@ class StreamedTrainer(_Trainer):
         self._tr_loss += loss
 
     def _drop(self) -> None:
-        """Raises InputError: gradients are to be dropped that the engine has not computed yet."""
+        """Raises InputError: `zero_grad` before the step would drop gradients not computed yet."""
         if self._waiting:
             refuse("zero_grad within a step", "the engine takes a step as a whole; leave it out")
 
     def _finalize_training(self, *arguments: Any) -> Any:
-        """Count a step that was broken off in the loss, then do as the class it is mixed into."""
+        """Count a step that was broken off in the loss, then do as the base class does."""
         if self._waiting:
             self._count(*self._value(self._waiting))
         return super()._finalize_training(*arguments)
 
     def _value(self, waiting: list[Waiting]) -> tuple[float, dict[str, float]]:
-        """The loss of micro-batches without an update, with that of routers, and its measures."""
+        """The loss of micro-batches without an update, the routers' included, and its measures."""
         rows, loss = self._objective.step(waiting, self.engine)
         value, measures = self._objective.value(rows, loss, self.engine)
         if self.engine.balances_experts:
@@ -271,20 +271,20 @@ class StreamedTrainer(_Trainer):
         return value, measures
 
     def _router_shares(self, waiting: list[Waiting]) -> list[float] | None:
-        """How much the routers' loss of each micro-batch counts: with TRL, the mean over them."""
+        """The weight of each micro-batch's routers' loss: with TRL, the mean over them."""
         if not self.engine.balances_experts:
             return None
         mean = hasattr(self, "_metrics")
         return [1 / m.num_micro if mean or m.items is None else 1.0 for m in waiting]
 
     def _measured(self, mode: str, measures: Mapping[str, float]) -> None:
-        """Add measures whose means a trainer of TRL logs with its next line."""
+        """Add measures; TRL's trainers log their means with the next line."""
         if hasattr(self, "_metrics"):
             for name, value in measures.items():
                 self._metrics[mode][name].append(value)
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
-        """Evaluate as the class it is mixed into, within the host memory for logits."""
+        """Evaluate as the base class does, within the host memory for logits."""
         self._settings.check(self)
         if self.optimizer is None:  # as Trainer says where no run has prepared the model
             self.model_preparation_time = 0.0
@@ -301,7 +301,7 @@ class StreamedTrainer(_Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The loss of a batch, and if more is asked for its logits and labels.
+        """The loss of a batch, and unless `prediction_loss_only` its logits and labels.
 
         Raises InputError: logits of pairs are asked for, or more than the host has room for.
         """
@@ -324,13 +324,13 @@ class StreamedTrainer(_Trainer):
         return None if hasattr(self, "_metrics") else num_items(self, rows)
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Log, with the last step's norm of the gradient and what its loss measured."""
+        """Log, with the last step's gradient norm and its loss's measures."""
         if "grad_norm" in logs and self._last is not None:
             logs.update(self._last.measures, grad_norm=self._last.grad_norm)
         super().log(logs, *arguments, **options)
 
     def _export(self, folder: str | Path, **options: Any) -> None:
-        """Save as the engine does, with what the model's source says of its routers' loss."""
+        """Save as the engine does; the routers' loss is as in the model's source."""
         text = self.engine.config.get_text_config()
         trained = {name: getattr(text, name) for name in self._routers}
         text.update(self._routers)
@@ -385,7 +385,7 @@ def _settings(args: Any) -> dict[str, Any]:
 
 
 def _optimizer(args: Any, kept: set[str]) -> AdamW:
-    """That of TrainingArguments; parameters named in `kept` do not decay."""
+    """The optimizer of TrainingArguments; parameters named in `kept` do not decay."""
     return AdamW(
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
@@ -396,9 +396,9 @@ def _optimizer(args: Any, kept: set[str]) -> AdamW:
 
 
 def _on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A micro-batch as the engine takes it: lengths of packed rows are in the positions.
+    """A micro-batch for the engine: positions tell the lengths of documents in packed rows.
 
-    Settings of a forward that are as the engine has them are left out; the engine refuses others.
+    Settings of a forward that match the engine's are left out; the engine refuses others.
     """
     left_out = _LENGTHS if "position_ids" in inputs else ()
     return {

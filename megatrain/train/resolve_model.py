@@ -33,7 +33,7 @@ _COUNTS = (
     "num_key_value_heads", "vocab_size",
 )  # fmt: skip
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-_HEAD_BYTES, _PAGE_BYTES, _PAGES = 1 << 20, 4096, 64  # that a file is known by
+_HEAD_BYTES, _PAGE_BYTES, _PAGES = 1 << 20, 4096, 64  # the parts of a file that are hashed
 
 
 def trained_model(run: str) -> Checkpoint | str:
@@ -66,8 +66,8 @@ class ResolvedModel:
     Attributes:
         section: with the folder of the configuration and the tokenizer as its path. Of an adapter's
             folder that is its base's, and a tokenizer that lies beside the adapter is named.
-        source: an engine takes it; None: the model is written out.
-        base_model: where the base of its adapter is now, as an engine takes it; None: as it says.
+        source: for `Engine`; None: the run file writes out a configuration.
+        base_model: where its adapter's base is now, for `Engine`; None: where the adapter says.
     """
 
     section: ModelSection
@@ -95,12 +95,12 @@ class ResolvedModel:
         return cls.of(begun_from(config))
 
     def taken(self, tokenizer: PreTrainedTokenizerBase) -> Checkpoint | PreTrainedConfig | str:
-        """The source as an engine takes it. Raises InputError: what is written out is no model."""
+        """The source for `Engine`. Raises InputError: the written-out configuration is no model."""
         return model_config(self.section, tokenizer) if self.source is None else self.source
 
     @cached_property
     def key(self) -> str:
-        """A hash of the model's files: of their names, sizes, times and some of their bytes.
+        """A hash of the model's files: their names, sizes, times and some of their bytes.
 
         Of a file the first MiB counts, with the names and places of its tensors, and 64 pages that
         are spread over the rest: not all bytes, for they would take as long to read as the model.
@@ -170,7 +170,7 @@ def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> Non
 
 
 def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """Vocabulary size and special tokens are the tokenizer's unless `fields` says otherwise."""
+    """The configuration of `fields`, with the tokenizer's vocabulary size and special tokens."""
     model_type = fields.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         hint = nearest(model_type, [str(name) for name in CONFIG_MAPPING])

@@ -1,4 +1,4 @@
-"""Resuming: from which checkpoint, with which other settings, and with what of the log."""
+"""Resuming: the checkpoint to start from, the settings that may change, the log's rest."""
 
 import logging
 import os
@@ -14,8 +14,8 @@ from megatrain.errors import InputError
 from megatrain.run_folder.layout import checkpoint_folder, checkpoints, require_plain
 from megatrain.telemetry.metrics import lines
 
-# What a resumed run may do differently: it still learns the same model from the same rows. Paths of
-# data and tokenizer are free because the data position knows the rows themselves (a fingerprint).
+# Settings that a resumed run may change: it still learns the same model from the same rows. Paths
+# of data and tokenizer may change because the data position has a fingerprint of the rows.
 _FREE_SECTIONS = ("loss", "rollout", "schedule", "checkpoint", "output", "tracking")
 FREE_KEYS = {
     "model": (
@@ -54,7 +54,7 @@ class RunState:
     schedule: Mapping[str, Any] = field(default_factory=dict)
 
     def differs(self, config: Config, section: str, *keys: str) -> bool:
-        """True if a section, or any of these keys of it, is another one in `config`."""
+        """True if a section, or any of these keys of it, has another value in `config`."""
         changed = _differences(self.config, config)
         return any(of == section and (not keys or key in keys) for of, key, *_ in changed)
 
@@ -86,7 +86,7 @@ class Start:
 
 
 class Damaged(InputError):
-    """A checkpoint is not what was saved, which only shows when all of it is read."""
+    """A checkpoint is damaged, which only shows when all of it is read."""
 
 
 def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None:
@@ -106,7 +106,7 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
 
 
 def say_differences(config: Config, state: RunState) -> None:
-    """Say what the run does otherwise from here on."""
+    """Log the settings that change from here on."""
     for section, key, before, now in _differences(state.config, config):
         if section not in ("output", "checkpoint", "tracking"):
             log.info("resume: %s.%s was %s, is %s now", section, key, shown(before), shown(now))
@@ -122,7 +122,7 @@ def _differences(before: Mapping[str, Any], config: Config) -> Iterator[tuple[st
 
 
 def cut_metrics(path: Path, step: int) -> list[Mapping[str, Any]]:
-    """Take from a metrics file what came after `step`, or was cut short; returns what is left.
+    """Delete the lines of a metrics file after `step` and cut-off ones; returns the rest.
 
     One `truncate`: it needs no room on the disk, and a kill leaves the old or the new file.
 

@@ -66,13 +66,13 @@ class Rewards:
         return torch.stack(rewards, 1)
 
     def together(self, each_RF: Tensor) -> Tensor:
-        """The weighted sum `[R]`; NaN of a reply that no function has rewarded."""
+        """The weighted sum `[R]`; NaN for a reply that no function has rewarded."""
         summed = (each_RF * torch.tensor(self._weights, dtype=torch.float64)).nansum(1)
         return summed.masked_fill(each_RF.isnan().all(1), math.nan)
 
 
 def _waited_for(values: Any) -> Any:
-    """The result of an `async` function; in a thread, for notebooks have a loop running."""
+    """The result of an `async` function, run in a thread because notebooks have a running loop."""
 
     async def awaited() -> Any:
         return await values
@@ -101,7 +101,7 @@ def _column(name: str, returned: Any, count: int) -> Tensor:
 
 
 def _module(where: str) -> ModuleType:
-    """A module of this Python or of a file, run once however many of its functions reward."""
+    """A module by import name or file, loaded once however many of its functions are used."""
     try:
         return _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except Exception as error:  # the module's own code runs
@@ -125,7 +125,7 @@ def _file(path: Path) -> ModuleType:
 
 
 def measured(each_RF: Tensor, together_R: Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Means and standard deviations over replies, by TRL's names; nothing of no numbers."""
+    """Means and standard deviations over replies, by TRL's names; NaN is left out."""
     columns = {f"rewards/{name}": each_RF[:, at] for at, name in enumerate(names)}
     named = {f"{name}/mean": (f"{name}/std", values) for name, values in columns.items()}
     measures: dict[str, float] = {}

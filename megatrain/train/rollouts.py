@@ -1,4 +1,4 @@
-"""Replies that the model makes of prompts itself, rewarded: what steps of GRPO and RLOO learn.
+"""Generates the model's replies to prompts and rewards them, for steps of GRPO and RLOO.
 
 A rollout is a function of the prompts, the weights and a seed that follows from the run's and the
 rollout's number, so that a run goes on as it would have. One that several steps learn from is kept
@@ -33,25 +33,25 @@ from megatrain.train.sharing import from_first, logprobs
 
 log = logging.getLogger(__name__)
 
-# Names that lines of the log have already; functions may log nothing under them.
+# Names of the log's own values; reward functions may not log under them.
 _TAKEN = re.compile(
     r"(eval_|rewards/|completions/|clip_ratio/|sampling/).*|((generate|reward|logprobs|train)_)?seconds|"
     r"step|epoch|loss|aux_loss|grad_norm|lr|kl|cispo_clip_ratio|reward|reward_std|tokens|"
     r"tokens_per_second|frac_reward_zero_std|model_tflops|mfu|device_peak_bytes|host_bytes|busy|"
     r"idle|skipped|failed|rows|samples"
 )
-_SEED = 0x726F6C6C  # apart from the seeds of steps
-_MARK = ".rollouts"  # in folders that rollouts write weights to
-_FAR = 0.5  # nats; bf16 is some hundredths off
+_SEED = 0x726F6C6C  # separates these seeds from those of steps
+_MARK = ".rollouts"  # a file that marks folders to which rollouts write weights
+_FAR = 0.5  # nats; bf16 causes some hundredths
 
 
 class Reply(NamedTuple):
-    """A reply of the model to a prompt; `ended`: by itself."""
+    """A reply of the model to a prompt; `ended`: by a stop token, not by its length."""
 
     row: PromptRow
     ids: list[int]
     ended: bool
-    log_probs: Sequence[float] = ()  # of each token, as a server says
+    log_probs: Sequence[float] = ()  # of each token, from a server
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Rollouts:
     """Makes the micro-batches of each step.
 
     Several `ranks` make a part of the replies each; the first one rewards them all. `loader` gives
-    prompts; `reference`: an engine with the reference model; `step` was taken last.
+    prompts; `reference`: an engine with the reference model; `step`: the last one taken.
     """
 
     config: Config
@@ -102,7 +102,7 @@ class Rollouts:
         return self._step, logged
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows that steps to come will learn from again, as JSON; none between rollouts."""
+        """The replies that later steps will learn from again, as JSON; none between rollouts."""
         if self._left == 0:
             return {}
         rows = [{name: t.tolist() for name, t in micro.items()} for micro in self._step]
@@ -115,7 +115,7 @@ class Rollouts:
         """
         try:
             self._left = int(state.get("left", 0))
-            temperature = float(state.get("temperature", 1))  # always 1 where it is not said
+            temperature = float(state.get("temperature", 1))  # older checkpoints do not say it
             self._step = [
                 {
                     name: torch.tensor(rows, dtype=torch.int64 if name in PLAIN else torch.float32)
@@ -209,9 +209,9 @@ class Rollouts:
         return replies
 
     def rewarded(self, sets: Mapping[str, Sequence[Reply]]) -> dict[str, float]:
-        """Values for the log of replies that nothing is learnt from: of all, and of each named set.
+        """Values for the log from evaluation replies: over all, and over each named set.
 
-        Functions are called once, with the replies of all sets; what they log is of all.
+        Functions are called once, with the replies of all sets; so their own log values cover all.
         """
         logged: dict[str, Any] = {}
         every = [reply for replies in sets.values() for reply in replies]
@@ -249,7 +249,7 @@ class Rollouts:
             self.engine,
             [row.ids for row in every],
             sampling,
-            GenerationConfig(),  # nothing of the model's own settings: they bend what is drawn
+            GenerationConfig(),  # not the model's settings, which change the distribution
             stops=stops,
             pad=self._pad,
             batch_size=self._at_once,
@@ -277,12 +277,12 @@ class Rollouts:
             )
             return rewards, values
 
-        each_RF, values = from_first(self.ranks, rewarded)  # functions may do more than reward
+        each_RF, values = from_first(self.ranks, rewarded)  # functions may have side effects
         logged |= values
         return each_RF
 
     def _with_logprobs(self, replies: Sequence[Reply]) -> tuple[Step, Tensor, list[int]]:
-        """Micro-batches, of like length; the divergence of each reply; which they are, in order."""
+        """Micro-batches of like lengths; each reply's divergence; the order of the replies."""
         rows = [_row(reply, mask=self._loss.mask_truncated_completions) for reply in replies]
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
         size = self.loader.rows_per_micro_batch * self._loss.lines
@@ -306,7 +306,7 @@ class Rollouts:
 
 
 def _row(reply: Reply, *, mask: bool) -> tuple[Any, Any]:
-    """Ids and labels: those of the reply, unless it is masked for it did not end."""
+    """Ids and labels; the reply is labelled unless it is masked because it did not end."""
     ids = np.array([*reply.row.ids, *reply.ids], np.int64)
     learnt = np.arange(len(ids)) >= len(reply.row.ids)
     return ids, np.where(learnt & (reply.ended or not mask), ids, IGNORED)
@@ -329,13 +329,13 @@ def _described(replies: Sequence[Reply]) -> dict[str, float]:
 
 
 class Served:
-    """Replies of a server that has the engine's weights whenever it replies.
+    """Replies from a server, which gets the engine's weights before it replies.
 
     Of several ranks the first one speaks with it.
     """
 
     def __init__(self, config: Config, engine: Engine, ranks: Ranks) -> None:
-        """Bring the server the weights as they are. Raises InputError: it cannot be used."""
+        """Send the server the current weights. Raises InputError: it cannot be used."""
         self._settings, self._engine, self._brought = config.rollout, engine, -1
         self._ranks = ranks
         self._export: dict[str, Any] = {"merged": config.adapter.method is not None}
@@ -371,13 +371,13 @@ class Served:
     def replies(
         self, ids: Sequence[Sequence[int]], count: int, sampling: Sampling, stops: Collection[int]
     ) -> list[Continued]:
-        """`count` replies to each prompt, beside one another, by the weights of this step."""
+        """`count` replies to each prompt, one prompt after the other, by this step's weights."""
         self._bring_weights()
         return from_first(self._ranks, lambda: self._server.continued(ids, count, sampling, stops))
 
 
 def _claim(folder: Path) -> None:
-    """Make it a folder of rollouts. Raises InputError: it has other files."""
+    """Mark the folder as one for rollouts. Raises InputError: it has other files."""
     mark = folder / _MARK
     if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
         raise InputError(
@@ -394,17 +394,17 @@ def compare(
     drawn_at: Sequence[Sequence[float]],
     by: ImportanceSampling | None,
 ) -> dict[str, float]:
-    """Put into micro-batches how each label counts; returns lines of the log, by TRL's names.
+    """Add each label's weight to micro-batches; returns values for the log, by TRL's names.
 
     Args:
         step: micro-batches with `old_logp`, of one reply in each row.
-        drawn_at: log-probabilities of each reply's tokens as the server says, row after row.
-        by: what corrects for them; None: nothing does, and nothing is put in.
+        drawn_at: the server's log-probabilities of each reply's tokens, row after row.
+        by: the correction for their difference; None: none, and micro-batches stay as they are.
 
-    Raises RunFailed: the engine's are so far from them that the server has other weights.
+    Raises RunFailed: the engine's differ so much that the server must have other weights.
     """
     rows = [row for m in step for row in zip(m["labels"], m["old_logp"], strict=True)]
-    pairs: list[tuple[Tensor, Tensor]] = []  # of each reply's labels, the engine's and theirs
+    pairs: list[tuple[Tensor, Tensor]] = []  # log-probabilities of a reply: engine's, server's
     for (labels, ours), drawn in zip(rows, drawn_at, strict=True):
         used = labels != IGNORED
         theirs = torch.tensor(drawn if used.any() else [], dtype=torch.float32)
@@ -418,7 +418,7 @@ def compare(
         micro["importance_sampling_ratio"] = torch.zeros_like(micro["old_logp"])
         for row, labels in zip(micro["importance_sampling_ratio"], micro["labels"], strict=True):
             row[labels != IGNORED] = next(remaining)
-    if by.of_replies:  # one ratio of each: 1 where a reply has nothing to learn
+    if by.of_replies:  # one ratio for each reply: 1 where it has nothing to learn
         ratios = [ratio[:1] if len(ratio) else torch.ones(1) for ratio in ratios]
     if len(every := torch.cat(ratios)):
         name = "sampling/importance_sampling_ratio"

@@ -1,4 +1,4 @@
-"""The learning rate of each step of a run: what transformers' schedules make of it."""
+"""The learning rate of each step of a run, by transformers' schedules."""
 
 import logging
 import warnings
@@ -15,7 +15,7 @@ from megatrain.errors import InputError
 
 log = logging.getLogger(__name__)
 
-_ROUNDED = 1 + 1e-9  # how far above itself a rate may come out
+_ROUNDED = 1 + 1e-9  # tolerance: rounding may raise a rate by so much
 
 
 def make_schedule(
@@ -46,7 +46,7 @@ def make_schedule(
             scheduler.base_lrs = list(saved["base_lrs"])
         if 0 < done < total_steps or further:
             scheduler.last_epoch = done + further - 1
-            with warnings.catch_warnings():  # torch misses the optimizer's steps, taken long ago
+            with warnings.catch_warnings():  # torch misses the steps before a resume
                 warnings.simplefilter("ignore", UserWarning)
                 scheduler.step()
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
@@ -55,8 +55,8 @@ def make_schedule(
 
 
 def schedule_state(schedule: LRScheduler, total_steps: int, done: int) -> dict[str, Any]:
-    """The parts of a schedule that callbacks may change: its rates, and steps beyond `done`."""
-    usual = min(done, total_steps - 1)  # it is not asked what follows the last step
+    """The parts of a schedule that callbacks may change: its rates, and extra steps."""
+    usual = min(done, total_steps - 1)  # a schedule need not be defined after the last step
     return {"base_lrs": list(schedule.base_lrs), "further": schedule.last_epoch - usual}
 
 

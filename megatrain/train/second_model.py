@@ -1,6 +1,6 @@
 """A frozen second model beside the one that is trained: a reference of replies, or a teacher.
 
-Its answers are computed once and kept, or it is streamed with each step. The reference is the model
+Its answers are computed once and kept, or computed in each step. The reference is the model
 as the run begins; with a new adapter that is the base.
 """
 
@@ -52,7 +52,7 @@ from megatrain.train.resolve_model import ResolvedModel, check_sequence_length, 
 from megatrain.train.resume import Start
 from megatrain.train.sharing import by_parts, logprobs
 
-_FORMAT = 2  # of kept answers: raise it when the same teacher would be asked otherwise
+_FORMAT = 2  # of kept answers: raise it when the same teacher would get other questions
 _NOT_KEPT = -1e9  # in place of a log-probability
 _SECONDS_BETWEEN_NEWS = 30.0
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SecondModel:
-    """A frozen model in host memory, which gives each micro-batch further tensors.
+    """A frozen model in host memory, which computes further tensors for each micro-batch.
 
     Several ranks share it, and each asks it of its own micro-batches. `name`: in metrics, of the
     seconds that it takes; `answers`: the tensors for each micro-batch of a step.
@@ -71,13 +71,13 @@ class SecondModel:
     answers: Callable[[Engine, Step], list[MicroBatch]]
 
     def beside(self, step: Step) -> tuple[Step, dict[str, float]]:
-        """`with_answers`, and the metric of the seconds that it took."""
+        """`with_answers`, and a metric: the seconds that it took."""
         started = time.perf_counter()
         answered = self.with_answers(step)
         return answered, {f"{self.name}_seconds": round(time.perf_counter() - started, 6)}
 
     def with_answers(self, step: Step) -> Step:
-        """The micro-batches, each with the tensors that this model gives it."""
+        """The micro-batches, each with the tensors that this model computes for it."""
         answers = self.answers(self.engine, step)
         return [micro | more for micro, more in zip(step, answers, strict=True)]
 
@@ -93,8 +93,8 @@ def second_model(
 ) -> "tuple[SecondModel | None, References | None]":
     """The model that is streamed beside each step of a run, and its record; None: there is none.
 
-    The reference of replies that the model makes itself is known, too; their rollouts open it.
-    Data sets get the answers of a teacher that are kept. This model is opened before the one that
+    For rollouts only the record is returned; the rollouts open their reference themselves.
+    Data sets get a teacher's kept answers. This model is opened before the one that
     is trained, so that `auto` places the latter in the memory that is left.
 
     Raises:
@@ -132,7 +132,7 @@ def begun_model(
     """The model as the run begins, in an engine that trains nothing; `group`: as `Engine`'s."""
     log.info("the reference model rests in host memory beside the one that is trained")
     placement = config.engine.placement
-    if isinstance(placement, dict):  # its layers are of the kinds that the trained model has
+    if isinstance(placement, dict):  # its layers are of the same kinds as the trained model's
         compiled = bool(placement.get("compile", False))
     else:
         on_gpu = config.engine.device != "cpu" and find_gpu("cuda") is not None
@@ -168,7 +168,7 @@ class References:
     """The record of a run's second model.
 
     `sums`: a reference's log-probabilities of each line of a data set `[rows, lines]`, if they are
-    kept. `keys` tell a data set's tokens, template and settings, and the model, from others.
+    kept. `keys`: hashes of a data set's tokens, template and settings, and of the model.
     """
 
     sums: dict[str, Tensor]
@@ -206,9 +206,9 @@ def _crc32(kept: dict[str, Any]) -> int:
 
 
 def _same_model(key: str, start: Start | None) -> References:
-    """The record of a second model that is known by `key`.
+    """The record of a second model with this `key`.
 
-    Raises InputError: a run goes on, and its second model was another one.
+    Raises InputError: a run goes on, and began with another second model.
     """
     if start is not None and References.read(start.run).keys != {"model": key}:
         raise InputError(
@@ -232,7 +232,7 @@ def prepare_replies(
 
     Args: `begun`: opens the model as the run began, for a run whose sums have no checksum.
 
-    Raises InputError: a run goes on, and what it has kept is of other data or another model.
+    Raises InputError: a run goes on, and its kept answers are for other data or another model.
     """
     loss = config.loss.loss()
     sets = {name: rows for name, rows in data.items() if isinstance(rows, ReplyDataset)}
@@ -275,7 +275,7 @@ def prepare_replies(
 
 
 def _placeless(key: str) -> list[Any]:
-    """A key without the place of the model, which may move; checkpoints tell if it changes."""
+    """A key without the model's path, which may move; checkpoints show if the model changes."""
     *data, of_model = json.loads(key)
     return [data, {name: value for name, value in of_model.items() if name != "path"}]
 
@@ -295,7 +295,7 @@ def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int, ranks: Ra
 class Teacher:
     """A model whose likeliest tokens the trained model learns, which has `vocab_size` tokens.
 
-    `key` tells its weights from others.
+    `key`: a hash of its weights.
     """
 
     config: Config
@@ -316,13 +316,13 @@ class Teacher:
         loss, rows = self.config.loss, plain_rows(step)
         most = loss.top_k or 1
         labelled = any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows)
-        if any(engine.ranks.all_gather_object(labelled)):  # it is asked by all ranks or none
+        if any(engine.ranks.all_gather_object(labelled)):  # all ranks compute its forward, or none
             answers = engine.top_logprobs(rows, most, loss.temperature or 1.0)
         else:
             shapes = [(*micro["labels"].shape, most) for micro in rows]
             answers = [(torch.zeros(s, dtype=torch.int64), torch.zeros(s)) for s in shapes]
         for micro, (ids, log_probs) in zip(rows, answers, strict=True):
-            strange = ids >= self.vocab_size  # rows of its table that stand for no token
+            strange = ids >= self.vocab_size  # padding rows of its table
             kept = log_probs.masked_fill(strange, _NOT_KEPT)
             yield micro["labels"], ids.masked_fill(strange, 0), kept
 
@@ -332,7 +332,7 @@ class Teacher:
         return [{IDS: ids, LOG_PROBS: log_probs} for _, ids, log_probs in answers]
 
     def key_of(self, data: PackedDataset) -> str:
-        """A hash of all that the answers depend on: data, weights, and how they are asked for."""
+        """A hash of all that the answers depend on: data, weights and settings."""
         loss, precision = self.config.loss, self.config.engine.precision
         asked = [loss.top_k, loss.temperature, precision, self.vocab_size]
         parts = [_FORMAT, self.key, data.fingerprint, len(data), asked]
@@ -385,7 +385,7 @@ def keep_answers(teacher: Teacher, sets: dict[str, PackedDataset], ranks: Ranks)
     Several `ranks` compute them together, and the first one writes them to the folder of all.
 
     Raises:
-        InputError: it cannot be asked, or the answers cannot be kept.
+        InputError: the teacher cannot be used, or the answers cannot be kept.
         DoesNotFit: more memory is needed than there is.
     """
     top_k = teacher.config.loss.top_k or 1
@@ -443,7 +443,7 @@ class _Asking:
         while (first := self.ranks.all_gather_object(0)[0]) is not None:
             try:
                 self._sweep(first)
-            except MegatrainError:  # of all ranks, of which the first one says that it ends
+            except MegatrainError:  # all ranks raise it; the first one reports it
                 self.ranks.all_gather_object(None)
                 raise
 

@@ -70,7 +70,7 @@ class Job:
 
     Attributes:
         folder: of the run, once it is made.
-        own_tokenizer: True if the tokenizer is another than that in the model's folder.
+        own_tokenizer: True if the tokenizer is not the one in the model's folder.
         ends: tokens that end what is taught, which the model may not know yet.
         kind: texts, chats, or the kind of replies that are trained.
         evaluation: micro-batches of each evaluation set, or its prompts.
@@ -99,7 +99,7 @@ class Job:
     stack: ExitStack = field(default_factory=ExitStack)
 
     def write_tokenizer(self, folder: Path) -> None:
-        """Give a folder with the engine's model the run's tokenizer and the ends that it learnt.
+        """Write the run's tokenizer and learnt end tokens to a folder with the engine's model.
 
         The tokenizer of the model's source is there already, byte for byte.
         """
@@ -119,12 +119,12 @@ class Job:
 def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) -> Job:
     """Read tokenizer, data and model, and build the engine; nothing is written.
 
-    With `start` the engine's state comes from its checkpoint and the job goes on from there. What
-    fails gives all memory back: the run may begin from an earlier checkpoint.
+    With `start` the engine's state comes from its checkpoint and the job goes on from there. On
+    failure all memory is given back: the run may begin from an earlier checkpoint.
 
     Raises:
-        InputError: a part of the configuration, data or model that cannot be used.
-        Damaged: the checkpoint cannot.
+        InputError: a part of the configuration, data or model cannot be used.
+        Damaged: the checkpoint is damaged.
         DoesNotFit: more memory is needed than there is.
     """
     with ExitStack() as stack:
@@ -210,7 +210,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
 def _schedule(
     config: Config, engine: Engine, total_steps: int, done: int, start: Start | None
 ) -> LRScheduler:
-    """The schedule; of a run that goes on with what callbacks have changed of it and of rates."""
+    """The schedule; on resume with the changes that callbacks have made to it and to rates."""
     optimizer, state = engine.optimizer, start.state if start else None
     keeps = state is not None and not state.differs(config, "optimizer", "lr")
     saved = state.schedule if state is not None and keeps else None
@@ -226,7 +226,7 @@ def _schedule(
 
 
 def steps_of(epochs: float, config: Config, loader: StepLoader) -> int:
-    """Steps of the run in so many epochs: several may learn from the same replies."""
+    """Number of steps in the run's epochs; several steps may learn from the same replies."""
     return (config.loss.num_iterations or 1) * loader.steps_of(epochs)
 
 
@@ -301,7 +301,7 @@ def _go_to(loader: StepLoader, start: Start | None, total_steps: int) -> int:
 
 
 def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) -> Source:
-    """The model without its weights, and what of it is trained. Raises InputError: no such run."""
+    """The model without weights, its trained part marked. Raises InputError: it cannot be used."""
     section = config.model
     source = open_source(
         written if begun.source is None else begun.source,
@@ -356,7 +356,7 @@ def _engine(
             stack.enter_context(engine)
     except DoesNotFit as error:
         if config.engine.device != "cpu" and find_gpu("cuda") is None:
-            raise  # plans are for a GPU, or where the CPU was asked for
+            raise  # no plan for a CPU that nobody asked for
         plan = "`megatrain plan` with this run file names what would make it fit"
         raise DoesNotFit(f"{error}; {plan}") from error
     engine.require_held()  # else the run's model could not be written at its end
@@ -414,7 +414,7 @@ def _saved_engine(
 
 
 def check_device(config: Config, ranks: Ranks) -> None:
-    """Look for the device of this rank, and say where a run that may choose takes the CPU.
+    """Check this rank's device, and log it if `auto` falls back to the CPU.
 
     Raises InputError: there is no such device, or it cannot do what the run asks of it.
     """
@@ -437,14 +437,14 @@ def check_device(config: Config, ranks: Ranks) -> None:
 
 
 def check_disk(config: Config, model: Source | Start | None, total_steps: int | None) -> None:
-    """See whether the disk has room for the checkpoints that there will be at once, and the model.
+    """Check that the disk has room for the checkpoints kept at the same time, and the model.
 
     Args:
-        model: without weights; what requires gradients is trained. Of a run that goes on its
+        model: without weights; what requires gradients is trained. For a run that goes on, its
             start: there must be room for one more checkpoint.
         total_steps: None: not known yet, so that only one checkpoint is counted.
 
-    Raises DoesNotFit: it has not.
+    Raises DoesNotFit: it lacks room.
     """
     if isinstance(model, Start):
         folder, remedies = model.checkpoint.parent, []
@@ -476,7 +476,7 @@ def check_disk(config: Config, model: Source | Start | None, total_steps: int | 
 
 
 def _checkpoints_at_once(config: Config, total_steps: int | None) -> int:
-    """While the newest is written, those that stay are there, too."""
+    """Number of checkpoints on the disk while the newest is written beside the kept ones."""
     settings = config.checkpoint
     if total_steps is None:
         return int(settings.at_end)
@@ -487,7 +487,7 @@ def _checkpoints_at_once(config: Config, total_steps: int | None) -> int:
 
 
 def _bytes_of(config: Config, source: Source) -> tuple[int, int]:
-    """The least that a checkpoint takes, and the model at the run's end."""
+    """The least bytes of a checkpoint, and the bytes of the model at the run's end."""
     parameters = list(source.model.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters) - trained

@@ -70,9 +70,9 @@ def check_folder(ranks: Ranks, folder: Path) -> None:
 
 
 def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
-    """The micro-batches of this rank: the next ones, of about as many tokens as each other's.
+    """This rank's consecutive micro-batches; all ranks get about as many tokens.
 
-    Where there are none, a row without a label, which adds nothing.
+    A rank without any gets a row without labels, which adds nothing.
 
     Args: `counted`: tokens without a label count, too (the loss of routers), if no mask hides them.
     """
@@ -121,7 +121,7 @@ def by_all(ranks: Ranks, make: Callable[[], T]) -> T:
 
 
 def check_rows(ranks: Ranks, step: Step) -> None:
-    """Raises InputError: a rank has read, or made, other rows than rank 0."""
+    """Raises InputError: a rank has other rows than rank 0."""
     if ranks.size == 1:
         return
     checksum = 0
@@ -145,7 +145,7 @@ def logprobs(
 
 
 def by_parts(ranks: Ranks, step: Step, make: Callable[[Step], list[T]]) -> list[T]:
-    """Make something of each micro-batch; all ranks get all results, and each makes a part."""
+    """Compute a result for each micro-batch, split over the ranks; all ranks get all results."""
     part = part_of(step, ranks)
     results = make(part)
     if not any(part[0] is micro for micro in step):
@@ -154,7 +154,7 @@ def by_parts(ranks: Ranks, step: Step, make: Callable[[Step], list[T]]) -> list[
 
 
 def in_turn(ranks: Ranks, make: Callable[[], T]) -> T:
-    """Let rank 0 make something, and then the others, who find what it has left on the disk."""
+    """Call `make` on rank 0, then on the others, which find rank 0's files on the disk."""
     results: list[T] = []
     ranks.agree(lambda: None if ranks.rank else results.append(make()))
     ranks.agree(lambda: results.append(make()) if ranks.rank else None)
@@ -162,5 +162,5 @@ def in_turn(ranks: Ranks, make: Callable[[], T]) -> T:
 
 
 def from_first(ranks: Ranks, make: Callable[[], T]) -> T:
-    """Make something on rank 0, and give it to all ranks."""
+    """Call `make` on rank 0, and return its result on all ranks."""
     return ranks.agree(lambda: None if ranks.rank else make())[0]  # type: ignore[return-value]

@@ -59,7 +59,7 @@ class Steps:
         self.state = self._state()
 
     def take(self) -> Mapping[str, Any]:
-        """The next step; returns the line that it has in the log.
+        """Take the next step; returns its record for the log.
 
         Raises:
             RunFailed: it could not be done; the message names it and its rows. The engine's state
@@ -97,7 +97,7 @@ class Steps:
         return record
 
     def _measured(self, step: int, micro_batches: Step) -> Any:
-        """Take the step; where loss or norm jump, only if they do so twice."""
+        """Take the step; a loss or norm that jumps is computed again before it is believed."""
 
         def take(limit: float, expected: tuple[float, float] | None = None) -> Any:
             def work() -> Any:
@@ -121,7 +121,7 @@ class Steps:
             return take(self._refusals.norm_limit, error.measured)
 
     def _rows(self, step: int) -> tuple[Step, int, Mapping[str, Any]]:
-        """Micro-batches of this rank, tokens of all, and values for the log of their making."""
+        """This rank's micro-batches, the number of all ranks' tokens, and values for the log."""
         job = self._job
         logged: Mapping[str, Any] = {}
         try:
@@ -136,7 +136,7 @@ class Steps:
             if job.second is not None:
                 rows, logged = job.second.beside(rows)
             return rows, tokens, logged
-        except (RunFailed, DoesNotFit):  # of replies that were to be made
+        except (RunFailed, DoesNotFit):  # they name the replies that failed
             raise
         except Exception as error:
             log.error("the rows of step %d cannot be read", step, exc_info=error)
@@ -158,7 +158,7 @@ class Steps:
         return RunFailed(f"step {step}: {error}; its rows: {in_one_line(rows, 300)}")
 
     def _places(self) -> str:
-        """The places that the rows of the running step come from."""
+        """The places in the data that the running step's rows come from."""
         return self._job.loader.describe().partition(": ")[2]
 
     def _state(self) -> RunState:
@@ -203,7 +203,7 @@ class BadSteps:
         return times * statistics.median(self._norms) if len(self._norms) >= _ENOUGH else math.inf
 
     def passed(self, grad_norm: float) -> None:
-        """A step was good."""
+        """Note that a step succeeded with this gradient norm."""
         self._norms.append(grad_norm)
         self._skipped = 0
 
@@ -224,7 +224,7 @@ class BadSteps:
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory, as JSON can keep it."""
+        """The remembered norms and counts, as JSON."""
         return {"norms": list(self._norms), "skipped": self._skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ class RunTimeline:
     An early one, and every so many after it. The newest is in `timeline.json`.
 
     Attributes:
-        breakdown: of the time of the step just done; None: it was not recorded.
+        breakdown: of the last step's time; None: it was not recorded.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RunTimeline:
     ) -> None:
         """Args:
         recording: as `Engine.recording`.
-        steps: that this process will do.
+        steps: number of steps that this process will take.
         every: steps of the run between two recorded ones, at least 2; None: one early step is all.
         """
         self._recorder = StepRecorder(recording)

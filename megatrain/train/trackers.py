@@ -22,7 +22,7 @@ _CLASSES = {
     "wandb": "WandBTracker",
     "mlflow": "MLflowTracker",
 }
-_IDS = "runs.json"  # by tracker, its name of a run, under which a resumed one goes on
+_IDS = "runs.json"  # for each tracker its run id, which a resumed run continues
 _ID_OF = {"wandb": attrgetter("id"), "mlflow": attrgetter("info.run_id")}
 _SHOWN_AS = {"lr": "learning_rate"}
 
@@ -45,7 +45,7 @@ class Trackers:
     """
 
     def __init__(self, config: Config, run: Path, first: int) -> None:
-        """Start them; `first`: the step that the run goes on after.
+        """Start them; `first`: steps that the run has done already.
 
         Raises InputError: one cannot start.
         """
@@ -77,7 +77,7 @@ class Trackers:
         (folder / _IDS).write_text(json.dumps(ids) + "\n", encoding="utf-8")
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Pass a line of `metrics.jsonl` on; what is no number stays there."""
+        """Pass the numbers of a line of `metrics.jsonl` on."""
         shown = {
             _name(key): value
             for key, value in record.items()
@@ -101,7 +101,7 @@ class Trackers:
 
 
 def _options(name: str, config: Config, run: Path, first: int, known: Any) -> dict[str, Any]:
-    """Arguments of accelerate's class; `known`: the tracker's name of a run that goes on."""
+    """Arguments of accelerate's class; `known`: the tracker's id of a resumed run."""
     settings, folder = config.tracking, run / TRACKING
     title = settings.run_name or run.resolve().name
     options: dict[str, Any] = {"run_name": settings.project, "name": title}
@@ -130,14 +130,14 @@ def _options(name: str, config: Config, run: Path, first: int, known: Any) -> di
 
 
 def _name(key: str) -> str:
-    """`eval_loss` is `eval/loss` there, `loss` is `train/loss`."""
+    """The trackers' name of a metric: `eval/loss` for `eval_loss`, `train/loss` for `loss`."""
     if key.startswith("eval_"):
         return f"eval/{key.removeprefix('eval_')}"
     return f"train/{_SHOWN_AS.get(key, key)}"
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """The run file as `section.key: value`, what is no plain value as text."""
+    """The run file as `section.key: value`; values other than plain ones become text."""
     plain = bool | int | float | str
     return {
         f"{section}.{key}": value if isinstance(value, plain) else str(value)
