@@ -17,7 +17,7 @@ _STEP = 256  # bytes: every tensor starts on a boundary that the widest loads li
 
 @dataclass
 class _Lane:
-    """A piece of device memory through which items leave or return (bytes)."""
+    """Bytes of device memory through which items leave or return."""
 
     name: str
     buffer: Buffer | None = None
@@ -37,7 +37,7 @@ class _Item:
 
 @dataclass
 class _Rooms:
-    """Host memory of one group of items, in as few ranges as possible."""
+    """The host ranges of one group of items, as few as possible."""
 
     buffers: list[Buffer] = field(default_factory=list)
     at: int = 0  # the range in use
@@ -45,7 +45,7 @@ class _Rooms:
 
 
 class HostOffload:
-    """Takes items (a few tensors each) to the host and brings them back, `returning` at a time."""
+    """Moves items (a few tensors each) to the host and back, `returning` of them at a time."""
 
     def __init__(self, device: Device, what: str, leaving: int, returning: int) -> None:
         self._device, self._what = device, what
@@ -54,23 +54,23 @@ class HostOffload:
         self._rooms: dict[Hashable, _Rooms] = {}
         self._items: dict[Hashable, _Item] = {}
         self._order: list[Hashable] = []
-        self._sent = self._fetched = self._taken = 0
+        self._sent = self._fetched = self._num_taken = 0
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory held."""
+        """Bytes of pinned host memory held."""
         return sum(r.data.nbytes for rooms in self._rooms.values() for r in rooms.buffers)
 
     def begin(self) -> None:
-        """Forget everything; a step begins."""
+        """Begin a step: forget all items."""
         self._items.clear()
         self._order = []
-        self._fetched = self._taken = 0
+        self._fetched = self._num_taken = 0
         for rooms in self._rooms.values():
             rooms.at = rooms.offset = 0
 
     def release(self) -> None:
-        """Give all memory back, between two steps."""
+        """Free all memory, between two steps."""
         self.begin()
         for rooms in self._rooms.values():
             for room in rooms.buffers:
@@ -80,14 +80,14 @@ class HostOffload:
             lane.buffer = None
 
     def send(
-        self, group: Hashable, key: Hashable, tensors: Sequence[Tensor], rest: int = 0
+        self, group: Hashable, key: Hashable, tensors: Sequence[Tensor], later_bytes: int = 0
     ) -> None:
-        """Send an item out.
+        """Send an item to the host.
 
         Args:
-            group: items whose rooms lie together.
+            group: items of one group share host ranges.
             tensors: contiguous; empty where nothing is computed.
-            rest: bytes that the group will send after it in this step, as far as is known.
+            later_bytes: that the group will send after it in this step, as far as is known.
         """
         device, lane = self._device, self._out[self._sent % len(self._out)]
         self._sent += 1
@@ -98,23 +98,23 @@ class HostOffload:
         staged = Name(Kind.PACK, f"stage {self._what}")
         device.run(COMPUTE, staged, stage, writes=[buffer.piece(0, num_bytes)])
         device.wait(COPY_OUT, device.record(COMPUTE), f"{self._what} ready")
-        room = self._room(group, key, num_bytes, rest)
+        room = self._room(group, key, num_bytes, later_bytes)
         device.copy(COPY_OUT, room, buffer, num_bytes)
         lane.busy = device.record(COPY_OUT)
         sizes = [(tensor.shape, tensor.dtype, tensor.nbytes) for tensor in tensors]
         self._items[key] = _Item(room, num_bytes, sizes, lane.busy)
 
     def expect(self, *takes: Sequence[Hashable]) -> None:
-        """Take in the keys of the next `take`s, in their order, before all earlier ones."""
+        """Announce the keys of the next `take`s, in their order; they come before earlier ones."""
         self._order = [key for keys in takes for key in keys] + self._order
         for index in range(len(self._in), max(map(len, takes), default=0)):
             self._in.append(_Lane(f"returning {self._what} {index}"))
 
     def take(self, num: int) -> Iterator[tuple[list[list[Tensor]], list[Buffer]]]:
-        """The next `num` items, and the buffers they are in, until the iterator is asked again."""
+        """Yield the next `num` items and their buffers, which hold until the iterator goes on."""
         self.fetch_ahead()
-        lanes = [self._in[(self._taken + i) % len(self._in)] for i in range(num)]
-        keys = self._order[self._taken : self._taken + num]
+        lanes = [self._in[(self._num_taken + i) % len(self._in)] for i in range(num)]
+        keys = self._order[self._num_taken : self._num_taken + num]
         for lane in lanes:
             self._device.wait(COMPUTE, lane.ready, f"{self._what} returned")
         items = [
@@ -124,11 +124,11 @@ class HostOffload:
         done = self._device.record(COMPUTE)
         for lane in lanes:
             lane.busy = done
-        self._taken += num
+        self._num_taken += num
 
     def fetch_ahead(self) -> None:
         """Start the return of as many items as there are lanes."""
-        stop = min(self._taken + len(self._in), len(self._order))
+        stop = min(self._num_taken + len(self._in), len(self._order))
         while self._fetched < stop:
             item = self._items[self._order[self._fetched]]
             lane = self._in[self._fetched % len(self._in)]
@@ -148,8 +148,8 @@ class HostOffload:
             lane.busy = self._device.record(COMPUTE)
         return lane.buffer
 
-    def _room(self, group: Hashable, key: Hashable, num_bytes: int, rest: int) -> Buffer:
-        """A piece of the group's host ranges; ranges of an earlier step are used again in order."""
+    def _room(self, group: Hashable, key: Hashable, num_bytes: int, later_bytes: int) -> Buffer:
+        """A piece of the group's host ranges; ranges of earlier steps are reused in order."""
         rooms = self._rooms.setdefault(group, _Rooms())
         while rooms.at < len(rooms.buffers):
             data = rooms.buffers[rooms.at].data
@@ -161,7 +161,7 @@ class HostOffload:
                 self._device.free(rooms.buffers.pop(rooms.at))
         else:
             name = Name(Memory.LANES, f"{self._what} {group}")
-            size = num_bytes + rest
+            size = num_bytes + later_bytes
             rooms.buffers.append(self._device.host(name, size, torch.uint8, pinned=True))
         start = rooms.offset
         rooms.offset += num_bytes
@@ -170,7 +170,7 @@ class HostOffload:
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of an item."""
+    """Bytes of an item's tensors, each aligned."""
     stop = 0
     for tensor in tensors:
         stop = align(stop, _STEP) + tensor.nbytes

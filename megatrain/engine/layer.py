@@ -31,7 +31,7 @@ from megatrain.store.store import Tile
 
 @dataclass(frozen=True)
 class Turn:
-    """One micro-batch at a layer: its number, its tensors, the weights, the activations so far."""
+    """One micro-batch at a layer: its number, the slot of the weights, its tensors, activations."""
 
     index: int
     slot: Buffer
@@ -44,10 +44,10 @@ class Layer(StreamedModule):
 
     Attributes:
         name, backward_name: of its work.
-        policy: what of its forward is saved for its backward, and where.
+        policy: the tensors of its forward that are saved for its backward, and their place.
         inputs: the activations that it reads.
-        waiting: what waits from the forward to the backward, by micro-batch.
-        grad_inputs: the activations that its backward gives gradients of.
+        waiting: a graph or attention results that wait for the backward, by micro-batch.
+        grad_inputs: the activations whose gradients its backward computes.
     """
 
     kinds = (Kind.LAYER, Kind.LAYER_BACKWARD)
@@ -61,7 +61,7 @@ class Layer(StreamedModule):
         policy: ActivationPolicy = RECOMPUTE,
         offload: HostOffload | None = None,
     ) -> None:
-        """Args: `offload` takes to the host what `policy` saves there."""
+        """Args: `offload` moves tensors that `policy` saves on the host."""
         spec = program.spec
         super().__init__(device, program, tile, spec.layers[visit].name + ".")
         forward, backward = self.kinds
@@ -70,7 +70,7 @@ class Layer(StreamedModule):
         self.visit, self.policy, self.offload = visit, policy, offload
         self.inputs = spec.layers[visit].inputs
         self.grad_inputs = self.inputs
-        self.made = spec.outputs[visit]
+        self.outputs = spec.outputs[visit]
         before = spec.outputs[visit - 1] if visit else spec.prologue_outputs
         self.new_inputs = [ref for ref in before if ref in spec.read]
         self.live_out = spec.live_after[visit]
@@ -79,8 +79,8 @@ class Layer(StreamedModule):
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
         """A copy of the layer that follows the policy of its visit.
 
-        Both hold what waits in one dictionary, so that a step of either forgets what one of the
-        other, broken off, has left.
+        Both share one `waiting`, so that a step of either drops what an aborted step of the other
+        has left there.
         """
         other = copy.copy(self)
         other.policy = policies[self.visit]
@@ -105,8 +105,8 @@ class Layer(StreamedModule):
             work = partial(self.forward, Turn(index, slot, micro, h[index]), leaving, train=train)
             out.append(self.device.run(COMPUTE, self.name, work, [slot]))
             if leaving is not None and self.offload is not None:
-                rest = packed_bytes(leaving.memory) * (len(batch.micro) - 1 - index)
-                self.offload.send(self.visit, (self.visit, index), leaving.memory, rest)
+                later_bytes = packed_bytes(leaving.memory) * (len(batch.micro) - 1 - index)
+                self.offload.send(self.visit, (self.visit, index), leaving.memory, later_bytes)
                 leaving.memory = []
         if train and self._offloads and self.offload is not None:
             self.offload.expect(*([(self.visit, index)] for index in range(len(batch.micro))))
@@ -132,7 +132,7 @@ class Layer(StreamedModule):
             return self._call(self.weights(at.slot), at.micro, at.values)
 
     def saves(self, at: Turn) -> Saves | None:
-        """The part that is saved by a graph that waits for the backward; None: no graph waits."""
+        """The part of a graph that waits for the backward; None: no graph waits."""
         if self.policy.saves != "nothing":
             return None if self.policy.saves == "attention" else self.policy.saves
         weights = partial(self.weights, at.slot)
@@ -143,10 +143,10 @@ class Layer(StreamedModule):
     ) -> State:
         """Sum the weights' gradients in `accumulator`; return the gradients of the inputs.
 
-        What does not wait from the forward is computed again from `h`.
+        Tensors that the forward did not save are computed again from `h`.
         """
         out = []
-        for index, values in enumerate(h):  # `h` is asked for its end, which frees its lanes
+        for index, values in enumerate(h):  # `h` is exhausted, which frees its lanes
             self.seed(batch, index)
             at = Turn(index, slot, batch.micro[index], values)
             for returned, buffers in self._returned():
@@ -160,11 +160,11 @@ class Layer(StreamedModule):
     def backward(
         self, at: Turn, returned: list[Tensor], dh: Activations, accumulator: GradAccumulator
     ) -> Activations:
-        """The gradients of the inputs, of one micro-batch; `returned` has come from the host."""
-        return self._ready(at, returned).backward(self.made, dh, accumulator)
+        """One micro-batch's gradients of the inputs; `returned`: tensors back from the host."""
+        return self._ready(at, returned).backward(self.outputs, dh, accumulator)
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
-        """The tensors that have come back for the next micro-batch; none if none have left."""
+        """The next micro-batch's tensors, back from the host; none if none were sent there."""
         if self.offload is None or not self._offloads:
             if self.offload is not None:
                 self.offload.fetch_ahead()  # for a layer that will ask for it
@@ -174,7 +174,7 @@ class Layer(StreamedModule):
             yield tensors, buffers
 
     def _ready(self, at: Turn, returned: list[Tensor]) -> Graph:
-        """The graph of a micro-batch: it has waited, or is made now."""
+        """A micro-batch's graph: the one that waits, else one made now."""
         waiting = self.waiting.pop(at.index, None)
         if isinstance(waiting, KeptGraph):
             waiting.held.give_back(at.slot.data, at.values, returned)

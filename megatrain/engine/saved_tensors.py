@@ -24,32 +24,32 @@ class Graph:
     """One layer's graph of one micro-batch, ready for its backward."""
 
     inputs: Activations
-    made: dict[Ref, GradientEdge]
+    edges: dict[Ref, GradientEdge]
     sources: list[Tensor]
     names: list[str]
 
     @classmethod
     def of(
-        cls, inputs: Activations, made: Activations, sources: list[Tensor], names: list[str]
+        cls, inputs: Activations, outputs: Activations, sources: list[Tensor], names: list[str]
     ) -> "Graph":
-        """The graph that has made `made`."""
+        """The graph whose results are `outputs`."""
         edges = {
-            ref: get_gradient_edge(value) for ref, value in made.items() if value.requires_grad
+            ref: get_gradient_edge(value) for ref, value in outputs.items() if value.requires_grad
         }
         return cls(inputs, edges, sources, names)
 
     def let_go(self) -> None:
-        """Free the inputs' memory: autograd needs only to know which tensors they are."""
+        """Free the inputs' memory: autograd needs only their identity."""
         for value in self.inputs.values():
             value.data = value.data.new_empty(0)
 
     def backward(
-        self, made: Iterable[Ref], dh: Activations, accumulator: GradAccumulator
+        self, produced: Iterable[Ref], dh: Activations, accumulator: GradAccumulator
     ) -> Activations:
-        """Accumulate the weights' gradients; return `dh`, the inputs' in place of `made`'s."""
-        of_layer = set(made)
-        pairs = [(self.made[ref], dh[ref]) for ref in self.made if ref in dh]
-        rest = {ref: gradient for ref, gradient in dh.items() if ref not in of_layer}
+        """Accumulate the weights' gradients; in `dh`, replace the outputs' by the inputs'."""
+        layer_outputs = set(produced)
+        pairs = [(self.edges[ref], dh[ref]) for ref in self.edges if ref in dh]
+        rest = {ref: gradient for ref, gradient in dh.items() if ref not in layer_outputs}
         if not pairs:
             return rest
         outputs, gradients = zip(*pairs, strict=True)
@@ -61,7 +61,7 @@ class Graph:
 
 
 def add(total: Activations, refs: list[Ref], gradients: Iterable[Tensor | None]) -> Activations:
-    """`total` with more gradients of activations."""
+    """Add gradients of activations to `total`."""
     for ref, gradient in zip(refs, gradients, strict=False):
         if gradient is not None:
             total[ref] = total[ref] + gradient if ref in total else gradient
@@ -70,7 +70,7 @@ def add(total: Activations, refs: list[Ref], gradients: Iterable[Tensor | None])
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor as a piece of memory that is found again in the backward."""
+    """A tensor described by its place in memory that the backward can find again."""
 
     source: Any  # None: the weights; a Ref: an input; a number: one of `Leaving.memory`
     start: int  # bytes
@@ -93,10 +93,10 @@ class _View:
 
 
 class OffloadPlan:
-    """Tensors that leave as the whole allocations they lie in, so that all views are kept.
+    """Collects whole allocations to send to the host, so that all views of them are kept.
 
     Attributes:
-        memory: what leaves, in bytes.
+        memory: the allocations, as bytes.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class OffloadPlan:
         self._numbers: dict[int, int] = {}
 
     def view(self, tensor: Tensor) -> _View:
-        """The place at which the tensor will be found."""
+        """Plan to send the tensor's allocation; the tensor's place in it."""
         memory = memory_of(tensor)
         if memory not in self._numbers:
             self._numbers[memory] = len(self.memory)
@@ -119,7 +119,7 @@ def _view(tensor: Tensor, source: Any, begin: int) -> _View:
 
 
 class SavedTensors:
-    """The tensors that a kept graph saved. The graph is made within `saving()`."""
+    """The tensors saved by a graph that is made within `saving()` and waits for its backward."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class SavedTensors:
         outside: Iterable[Any],
         leaving: OffloadPlan | None,
     ) -> None:
-        """Args: `outside` are other arguments, which stay; None: so does all that it saves."""
+        """Args: `outside`: other arguments, which stay on the device; `leaving` None: all stay."""
         self._weights, self._inputs, self._leaving = weights, inputs, leaving
         self._returned: list[Tensor] = []
         self._known: dict[int, Any] = {
@@ -138,15 +138,15 @@ class SavedTensors:
         self._outside = {memory_of(leaf) for leaf in outside if isinstance(leaf, Tensor)}
 
     def saving(self) -> saved_tensors_hooks:
-        """Within this context a graph hands over what it saves."""
+        """Within this context autograd hands its saved tensors to this object."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def let_go(self) -> None:
-        """Hold no memory of weights and inputs any more, nor of what leaves."""
+        """Drop references to weights, inputs and tensors that leave, so that they can be freed."""
         self._weights, self._inputs, self._leaving = torch.empty(0), {}, None
 
     def give_back(self, weights: Tensor, inputs: Activations, returned: list[Tensor]) -> None:
-        """The backward comes: where weights and inputs are now, and what has come back."""
+        """Before the backward: set weights, inputs and tensors that are back from the host."""
         self._weights, self._inputs, self._returned = weights, inputs, returned
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -175,7 +175,7 @@ class SavedTensors:
 
 @dataclass
 class KeptGraph:
-    """A graph that waits, and what it saved."""
+    """A graph that waits, and the tensors that it saved."""
 
     graph: Graph
     held: SavedTensors

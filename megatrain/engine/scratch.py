@@ -22,12 +22,12 @@ _STEP = 128  # fp32 elements: every piece starts on a boundary that the widest l
 
 
 class ScratchArena:
-    """The range. All but the rows is touched by COMPUTE alone."""
+    """The memory range. Only COMPUTE touches it, except for the rows."""
 
-    def __init__(self, device: Device, numel: int, beside: int, dtype: torch.dtype) -> None:
-        """Args: `numel` gradient elements of the largest tile, `beside` of the prologue's."""
+    def __init__(self, device: Device, numel: int, prologue: int, dtype: torch.dtype) -> None:
+        """Args: `numel`: gradient elements of the largest tile; `prologue`: of that one."""
         self._device, self._dtype = device, dtype
-        self._numel, self._beside = align(numel, _STEP), align(beside, _STEP)
+        self._numel, self._prologue = align(numel, _STEP), align(prologue, _STEP)
         self._memory: Tensor
         self._overlapping: tuple[Buffer, ...] = ()
         self._take(self._numel)
@@ -43,16 +43,16 @@ class ScratchArena:
     def tables(
         self, names: Sequence[str], lengths: Sequence[int], summed: Sequence[int], *, kept: bool
     ) -> list[tuple[Buffer, Buffer]]:
-        """The places of each table's rows in a step, and of the sums of their gradients.
+        """Buffers for each table's rows in a step, and for the sums of their gradients.
 
-        That holds until the next call. The range grows if it must.
+        They hold until the next call. The range grows if it must.
 
         Args:
             lengths: elements of each table's rows; `summed`: of their gradients.
-            kept: the sums of tiles leave the rows alone.
+            kept: the tiles' `sums` must not overlap the rows.
         """
         self._overlapping = ()
-        sums, stop = _in_a_row(summed, self._beside)
+        sums, stop = _in_a_row(summed, self._prologue)
         in_fp32 = [-(-length * self._dtype.itemsize // 4) for length in lengths]
         rows, stop = _in_a_row(in_fp32, max(stop, self._numel) if kept else stop)
         if stop > len(self._memory):
@@ -69,14 +69,14 @@ class ScratchArena:
         ]
         every = [buffer for room in rooms for buffer in room]
         self._overlapping = tuple(sums for _, sums in rooms) if kept else tuple(every)
-        # What was here was the sums', in the order of COMPUTE; rows that went out have gone, since
-        # a step ends when all copies out have.
+        # Earlier sums in this memory were used in the order of COMPUTE; earlier rows have left,
+        # since a step ends when all its copies out have ended.
         self._device.run(COMPUTE, "lay out rows", lambda: None, writes=every)
         return rooms
 
 
 def _in_a_row(lengths: Sequence[int], offset: int) -> tuple[list[int], int]:
-    """The starts of pieces that follow each other from `offset`, and their end."""
+    """The starts of pieces placed one after the other from `offset`, and the end of the last."""
     starts = []
     for length in lengths:
         starts.append(offset)

@@ -54,30 +54,31 @@ class GradAccumulator:
 
 @dataclass
 class _Lane:
-    """A piece of a gradient on its way out, in the compute dtype."""
+    """Device memory for a piece of a gradient that is being sent, in the compute dtype."""
 
     buffer: Buffer
     left: Any = None  # the copy to the host is done
 
 
 class Updates(Protocol):
-    """The optimizer's side of a gradient's way out (engine/update.py)."""
+    """The calls that the sink makes for each gradient (see engine/update.py)."""
 
     def expect(self, tile: Tile | TileSlice) -> None:
-        """A tile's gradient is going to be complete."""
+        """Called ahead: a tile's gradient will be complete soon."""
 
     def direct(self, tile: Tile | TileSlice, sums: Buffer) -> None:
-        """The gradient in `sums` is complete and measured; what this leaves there is sent on."""
+        """Called with a complete, measured gradient; may change `sums` before they are sent."""
 
     def ready(self, tile: Tile, host_grad: HostGrad, landed: Any) -> None:
-        """A gradient is on its way; `landed` is the event of its arrival."""
+        """Called when a gradient has been sent; `landed` is the event of its arrival."""
 
 
 class Sink:
     """Takes each tile's gradient once per step, as a whole or slice by slice.
 
     Attributes:
-        landed: host gradients and events, by number, of tiles to whose gradients rows are added.
+        landed: by tile index, host gradients and arrival events of tiles with embedding rows, whose
+            gradients are added later.
         squares: on the device, the squared norm of each tile's gradient (fp32); the last element
             is that of rows (engine/embedding.py).
     """
@@ -94,9 +95,9 @@ class Sink:
         work: ScratchArena,
         collectives: Collectives,
     ) -> None:
-        """Args: `visited`: what accumulators are asked for; in several passes each has its own.
+        """Args: `visited`: tiles and slices that get accumulators; with several passes one each.
 
-        `waiting` tiles have a gradient each; others that rest on the host share some.
+        Tiles in `waiting` have a host gradient each; the others share a few.
         """
         self._device, self.updates, self._work = device, updates, work
         numel = max(tile.trained.stop - tile.trained.start for tile in tiles)
@@ -116,7 +117,7 @@ class Sink:
             )
             for tile in (visited if placement.passes > 1 else ())
         }
-        self._first, self._last, self._turn, self._collectives = True, True, 0, collectives
+        self._first, self._last, self._lane_index, self._collectives = True, True, 0, collectives
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
         layouts, tiers = [t.layout for t in waiting], [t.rests.gradient for t in waiting]
@@ -138,16 +139,16 @@ class Sink:
         self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
 
     def _most_at_once(self, layer: int, lanes: int | None) -> int:
-        """Elements of a lane, where the largest layer has so many."""
+        """Elements of a lane; `layer`: trainable elements of the largest layer."""
         return PIECE
 
     def _pieces(self, numel: int) -> Iterable[tuple[int, int]]:
-        """The bounds of the pieces of a gradient; an empty one has its turn, too."""
+        """The bounds of a gradient's pieces; an empty gradient has one empty piece."""
         starts = range(0, max(1, numel), self._piece)
         return ((start, min(start + self._piece, numel)) for start in starts)
 
     def begin(self, *, first: bool, last: bool) -> None:
-        """A pass of a step begins: its first, its last, both or neither."""
+        """Begin a pass of a step, which may be its first, its last or both."""
         self._first, self._last = first, last
 
     def accumulator(self, tile: Tile | TileSlice) -> GradAccumulator:
@@ -164,10 +165,7 @@ class Sink:
         return GradAccumulator(tile, sums)
 
     def put(self, accumulator: GradAccumulator) -> None:
-        """After the last pass, measure a gradient and send it out.
-
-        Of a tile in slices, the last one completes it.
-        """
+        """After the last pass, measure a gradient and send it; a tile's last slice completes it."""
         tile, sums, device = accumulator.tile, accumulator.sums, self._device
         if not self._last or not tile.whole.layout.trainable_numel:
             return
@@ -201,7 +199,7 @@ class Sink:
         return self._device.record(COPY_OUT)
 
     def recall(self, tile: Tile, host_grad: HostGrad) -> GradAccumulator:
-        """Copy a gradient that has left back into the accumulator that it was summed in."""
+        """Copy a gradient that was sent back into its accumulator."""
         device, trained = self._device, tile.trained
         numel = trained.stop - trained.start
         sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
@@ -223,8 +221,8 @@ class Sink:
         return GradAccumulator(tile, sums)
 
     def _next_lane(self) -> _Lane:
-        self._turn += 1
-        return self._lanes[self._turn % len(self._lanes)]
+        self._lane_index += 1
+        return self._lanes[self._lane_index % len(self._lanes)]
 
     def _send_piece(
         self, accumulator: GradAccumulator, host_grad: HostGrad, span: Span, start: int, stop: int
@@ -251,22 +249,22 @@ class Sink:
             self.updates.ready(tile.whole, host_grad, event)
 
     def expect_rows(self, tiles: Iterable[Tile]) -> None:
-        """Rows are added to the gradients of these (engine/embedding.py), then `ready` called."""
+        """For these tiles, engine/embedding.py adds row gradients and then calls `ready`."""
         self._with_rows = {tile.index for tile in tiles}
 
     def clear_rows(self) -> None:
-        """No rows are measured yet; in work on COMPUTE that writes `squares`, as the next."""
+        """Reset the rows' squared norm; call this within work on COMPUTE that writes `squares`."""
         self.squares.data[-1] = 0
 
     def measure_rows(self, rows: Tensor, dense: Tensor | None = None) -> None:
-        """Add `|rows|^2`; or `|rows + dense|^2 - |dense|^2` where `dense` was put, so measured."""
+        """Add `|rows|^2`; or `|rows + dense|^2 - |dense|^2`: `put` has measured `dense`."""
         if dense is None:
             self.squares.data[-1] += torch.linalg.vector_norm(rows) ** 2
         else:
             self.squares.data[-1] += torch.dot(rows.flatten(), (rows + 2 * dense).flatten())
 
     def claim(self, tile: Tile | TileSlice, stream: str) -> HostGrad:
-        """The host gradient for a tile's gradient; `stream` may write it after this."""
+        """The host gradient for a tile; later work of `stream` may write it."""
         if tile.index in self._own:
             return self._own[tile.index]
         if tile.rests.gradient is Tier.DEVICE:  # in the sums of passes, which stay until the update

@@ -54,7 +54,7 @@ class Stream:
         collectives: Collectives,
         unpack: Unpack,
     ) -> None:
-        """Make the slots: as many as the largest of `visited` takes, if the placement has fewer."""
+        """Allocate the slots: at least as many as the largest of `visited` takes."""
         layers = [tile for tile in tiles if tile.layout.kind is TileKind.LAYER]
         self.disk = DiskReader(device, [tile.weights for tile in layers])
         streamed = [tile.layout for tile in visited if tile.rests.streamed]
@@ -89,12 +89,12 @@ class Stream:
         self._loaded = self._visited = 0
 
     def keeps(self, tile: Tile | TileSlice) -> bool:
-        """True if the weights are on the device until they are updated."""
+        """True if the weights stay on the device until they are updated."""
         on_device = tile.rests.weights is Tier.DEVICE or tile.index in self._staying
         return on_device and not tile.layout.is_packed
 
     def begin(self, itinerary: Sequence[StreamedModule]) -> None:
-        """Set all visits of a step, both sweeps, and start the first loads."""
+        """Set a step's visits, of both sweeps, in their order; start the first loads."""
         self._itinerary, due = [], {i: place.version for i, place in self._staying.items()}
         for unit in itinerary:
             tile = unit.tile.whole
@@ -106,7 +106,7 @@ class Stream:
         self._load_until(self._distance)
 
     def _plan(self) -> Iterator[_Place]:
-        """Each visit's slots, in turn; a tile too large for the last ones takes the first."""
+        """Assign slots to visits in turn; a tile too large for the last slots takes the first."""
         start = 0
         for unit in self._itinerary:
             if (place := self._staying.get(unit.tile.index)) is not None:
@@ -128,10 +128,10 @@ class Stream:
         return Buffer(f"slots {start} to {stop - 1}", data, parts)
 
     def visit(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, Buffer]]:
-        """Each unit with its weights, which hold until the next one is asked for."""
+        """Yield each unit with its weights, which hold until the iterator goes on."""
         for unit in units:
             if unit.tile.rests.weights is Tier.DEVICE and not unit.tile.rests.stays:
-                yield unit, self._computed(unit.tile, unit.tile.weights)
+                yield unit, self._as_computed(unit.tile, unit.tile.weights)
                 continue
             place, position = self._staying.get(unit.tile.index), self._visited
             due = self._itinerary[position : position + 1] == [unit]
@@ -140,14 +140,14 @@ class Stream:
                 place = self._places[position]
             assert place is not None, "visits must follow the itinerary"
             self._device.wait(COMPUTE, place.ready, "weights arrived")
-            yield unit, self._computed(unit.tile, place.buffer)
+            yield unit, self._as_computed(unit.tile, place.buffer)
             done = self._device.record(COMPUTE)
             for slot in place.slots:
                 slot.free = done
             self._visited += due
 
-    def _computed(self, tile: Tile | TileSlice, weights: Buffer) -> Buffer:
-        """A tile's weights as layers are computed with them."""
+    def _as_computed(self, tile: Tile | TileSlice, weights: Buffer) -> Buffer:
+        """A tile's weights in the form that layers compute with: unpacked."""
         layout = tile.layout
         if not layout.is_packed:
             return weights
@@ -158,12 +158,12 @@ class Stream:
 
     def _load_until(self, position: int) -> None:
         last = min(position, len(self._itinerary) - 1)
-        while self._loaded <= last and not self._taken(self._places[self._loaded]):
+        while self._loaded <= last and not self._in_use(self._places[self._loaded]):
             self._load(self._itinerary[self._loaded].tile, self._places[self._loaded])
             self._loaded += 1
 
-    def _taken(self, place: _Place) -> bool:
-        """True if a visit to come, or the one at work, has its weights there."""
+    def _in_use(self, place: _Place) -> bool:
+        """True if the current visit, or one loaded ahead, has its weights in a slot of `place`."""
         ahead = self._places[self._visited : self._loaded]
         return any(slot in place.slots for other in ahead for slot in other.slots)
 
@@ -187,7 +187,7 @@ class Stream:
         place.ready = self._gather(tile, place.buffer, COPY_IN)
 
     def _gather(self, tile: Tile | TileSlice, whole: Buffer, stream: str) -> Any:
-        """Fetch the other ranks' part, beside what comes on `stream`; returns the event."""
+        """Gather the other ranks' parts; this rank's come on `stream`. Returns the event."""
         if isinstance(tile, TileSlice):
             return self._collectives.all_gather_uneven(
                 whole.piece(0, tile.layout.numel), tile.name, stream

@@ -25,12 +25,12 @@ RowRanges = Mapping[str, tuple[int, int] | None]
 
 @dataclass(eq=False)
 class TileSlice:
-    """Rows of some parameters of a tile; wherever a tile is streamed, this may be.
+    """Rows of some parameters of a tile, streamed in place of the tile.
 
     Attributes:
-        layout: of what is streamed.
-        spans: the places in the tile's planes of what this rank has of it.
-        begins, ends: its gradient is the tile's first, or last, of a step.
+        layout: of the streamed rows.
+        spans: the places of this rank's part in the tile's planes.
+        begins, ends: its gradient is the tile's first, or last, in a step.
     """
 
     whole: Tile
@@ -57,7 +57,7 @@ class TileSlice:
 
     @property
     def trained(self) -> slice:
-        """The elements whose gradient this rank measures: the first rank all, others none."""
+        """The elements whose gradient this rank measures: all on rank 0, none on others."""
         return slice(0, self.layout.trainable_numel if self.whole.rank == 0 else 0)
 
     @property
@@ -79,14 +79,14 @@ class VocabSlices:
 
 
 def slice_tile(tile: Tile, name: str, rows: RowRanges) -> TileSlice:
-    """Rows `[start, stop)` of each parameter in `rows`; None: the whole parameter."""
+    """Slice rows `[start, stop)` of each parameter in `rows`; None: the whole parameter."""
     layout = _layout(tile.layout, name, rows)
     spans: list[Span] = []
     for entry in layout.entries:
         full, place = tile.layout.by_name[entry.name], rows[entry.name]
         offset = full.offset + (place[0] * prod(entry.shape[1:]) if place else 0)
         numel = entry.numel
-        if place is None or place[1] == full.shape[0]:  # then with what is left free behind it
+        if place is None or place[1] == full.shape[0]:  # then with the padding after it
             end = align(full.offset + full.numel, ALIGNMENT)
             numel = min(align(numel, ALIGNMENT), end - offset)
         last = spans[-1] if spans else Span(0, 0, 0)
@@ -96,7 +96,7 @@ def slice_tile(tile: Tile, name: str, rows: RowRanges) -> TileSlice:
             spans.append(Span(offset, entry.offset, numel))
     if tile.layout.ranks == 1:
         return TileSlice(tile, layout, spans)
-    blocks = []  # of these ranges, what this rank has
+    blocks = []  # this rank's part of these ranges
     for span, block in itertools.product(spans, tile.spans):
         start, stop = max(span.start, block.at), min(span.stop, block.at + block.numel)
         if start < stop:
@@ -118,10 +118,10 @@ def _layout(tile: TileLayout, name: str, rows: RowRanges) -> TileLayout:
 def vocab_slices(
     tile: Tile, projection: Projection, max_stream_bytes: int, slot_bytes: int, itemsize: int
 ) -> VocabSlices:
-    """The slices of a head of more than `max_stream_bytes`; rows are as many as fit in a slot.
+    """Split a head larger than `max_stream_bytes`; a slice has as many rows as fit in a slot.
 
     Raises:
-        InputError: a slice would be larger.
+        InputError: a slice would be larger than `max_stream_bytes`.
     """
     for part, num_bytes in _parts_of_head(tile.layout, projection, itemsize):
         require_streamable(part, num_bytes, max_stream_bytes)
@@ -145,7 +145,7 @@ def vocab_slices(
 
 
 def least_split(spec: ModelSpec, layouts: Sequence[TileLayout], itemsize: int) -> int | None:
-    """The least `max_stream_bytes` for a model; None: its head needs no slices, or has none."""
+    """The least `max_stream_bytes` for a model; None: splitting its head would save nothing."""
     layers = [layout.numel * itemsize for layout in layouts if layout.kind is TileKind.LAYER]
     [head] = (layout for layout in layouts if layout.kind is TileKind.HEAD)
     parts = _parts_of_head(head, spec.projection, itemsize)
@@ -154,7 +154,7 @@ def least_split(spec: ModelSpec, layouts: Sequence[TileLayout], itemsize: int) -
 
 
 def require_streamable(part: str, num_bytes: int, max_stream_bytes: int) -> None:
-    """Raises InputError: what cannot be split is larger than `max_stream_bytes`."""
+    """Raises InputError: `part`, which cannot be split, is larger than `max_stream_bytes`."""
     if num_bytes > max_stream_bytes:
         raise InputError(
             f"placement.max_stream_bytes is {max_stream_bytes}, but {part} takes {num_bytes} "
@@ -165,7 +165,7 @@ def require_streamable(part: str, num_bytes: int, max_stream_bytes: int) -> None
 def _parts_of_head(
     tile: TileLayout, projection: Projection, itemsize: int
 ) -> list[tuple[str, int]]:
-    """The parts of the head that are streamed as a whole in any case, and their bytes."""
+    """The parts of the head that cannot be split, and their bytes."""
     if projection.obstacle:
         return [(f"the head, {projection.obstacle},", tile.numel * itemsize)]
     names = [entry.name for entry in tile.entries if entry.name not in projection.names]

@@ -41,10 +41,10 @@ _ALIKE = 0.05  # between two computations of one step; atomic additions differ f
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements of a tile from `start` to before `stop`, their settings and states.
+    """Elements `start` to `stop` (excluded) of a tile, their settings and states.
 
     Attributes:
-        directed: what is in the gradient's place is a direction, already clipped.
+        directed: the gradient has been replaced by a direction, already clipped.
     """
 
     group: dict[str, Any]
@@ -102,10 +102,10 @@ class Report:
 
 
 class Update:
-    """Starts each tile's update as soon as the rules allow.
+    """Starts each tile's update as early as possible.
 
     With clipping that is after the backward, when the norm is known: updates then run in visiting
-    order under the next step's forward. Without, it is the moment a gradient has landed.
+    order during the next step's forward. Without, it is as soon as a gradient has landed.
     """
 
     def __init__(
@@ -143,42 +143,42 @@ class Update:
 
     @property
     def deferred(self) -> bool:
-        """True if all updates do."""
+        """True if all updates wait for the global norm."""
         return self.max_grad_norm is not None and not self._unclipped
 
     @property
     def torn(self) -> bool:
-        """True if a step was broken off when some updates had begun: the state is of no step."""
+        """True if a step was aborted after some updates had begun: tiles are of different steps."""
         return self._torn or bool(self._started)
 
     def begin(self) -> None:
-        """A step begins; one that was broken off before its end leaves nothing to be done."""
+        """Begin a step; drop pending updates of an aborted one."""
         self._torn = self.torn
         self._checks.begin()
         self._pending, self._started = [], []
-        # What anybody changes in the groups after this is for the next step.
+        # Copies: later changes of the groups' settings are for the next step.
         self._group_of = self._optimizer.group_of()
         self._groups = [dict(group) for group in self._optimizer.param_groups]
         self._settings = {name: self._groups[index] for name, index in self._group_of.items()}
 
     def ready(self, tile: Tile, host_grad: HostGrad, landed: Any) -> None:
-        """A tile's gradient is complete in `host_grad` at `landed`."""
+        """Take a tile's gradient, complete in `host_grad` once `landed` has passed."""
         if self.waits(tile) or tile.rests.updates == COMPUTE:
             self._pending.append((tile, host_grad, landed))
-            if not self.directions.has_any(tile):  # whose gradient is going to be replaced
+            if not self.directions.has_any(tile):  # else its gradient will be replaced
                 self._checks.sum_gradient(tile, host_grad.buffer, landed)
         else:
             self._start(tile, host_grad, landed, 1.0)
 
     def guard(self, losses: list[Tensor]) -> None:
-        """Send the loss out; when updates do not wait for the norm, none passes a bad loss."""
+        """Sum the loss over ranks; unless all updates wait for the norm, skip them if it is bad."""
         numbers, device = self._numbers, self._device
         self._losses = losses
 
-        def note() -> None:
+        def collect() -> None:
             numbers.data[0] = torch.stack(losses).sum()
 
-        device.run(COMPUTE, "note loss", note, writes=[numbers])
+        device.run(COMPUTE, "note loss", collect, writes=[numbers])
         ready = self._collectives.all_reduce(numbers.piece(0, 1), "loss")
         if self.deferred:
             return
@@ -193,7 +193,7 @@ class Update:
         self._checked = device.record(UPDATE)
 
     def finish(self, sink: Sink) -> Report:
-        """Wait for the end of the backward; then start what had to wait for it.
+        """Wait for the end of the backward; then start the updates that waited for it.
 
         Raises:
             StepRefused: loss or norm is not finite, or the norm above `norm_limit`. Without
@@ -205,10 +205,10 @@ class Update:
         squares, flag = sink.squares, self._checks.flag
         self._checks.compare_on_device([(tile, grad.buffer) for tile, grad, _ in self._pending])
 
-        def note() -> None:
+        def collect() -> None:
             torch.cat((squares.data, flag.data), out=numbers.data[1:])
 
-        device.run(COMPUTE, "note norm", note, [squares, flag], [numbers])
+        device.run(COMPUTE, "note norm", collect, [squares, flag], [numbers])
         ready = self._collectives.all_reduce(numbers.piece(1, len(numbers.data)), "norm")
         device.wait(COPY_OUT, ready, "report ready")
         device.wait(COPY_OUT, self._checked, "loss checked")
@@ -219,7 +219,7 @@ class Update:
         total = sum(measured) / self._collectives.ranks.hosts  # each host has measured all
         report = Report(loss, math.sqrt(total) if total >= 0 else math.nan)
         self._check(report)
-        # The backward ends with what the next forward begins with: rows of a table, layer 0, ...
+        # The backward ends with the tiles that the next forward needs first: tables, layer 0, ...
         for tile, host_grad, landed in reversed(self._pending):
             scale = self._scale(report.grad_norm) if self.waits(tile) else 1.0
             if self.waits(tile) and self.directions.has_any(tile):
@@ -233,7 +233,7 @@ class Update:
 
     def _check(self, report: Report) -> None:
         measured = (report.loss, report.grad_norm)
-        if self.expected is not None and not all(map(_alike, measured, self.expected)):
+        if self.expected is not None and not all(map(_same_result, measured, self.expected)):
             now, before = (" and ".join(f"{n:.6g}" for n in e) for e in (measured, self.expected))
             raise RunFailed(
                 f"loss and gradient norm are {now}, and were {before} when the same step was "
@@ -272,10 +272,10 @@ class Update:
         give_way(self._device, tile, stream)
         tile.version += 1
         self._started.append(tile)
-        every, sums = list(self._runs(tile)), self._checks.update_sums(tile, host_grad.buffer)
+        all_runs, sums = list(self._runs(tile)), self._checks.update_sums(tile, host_grad.buffer)
         name = Name(Kind.UPDATE, f"update {tile.name}")
         for first, last, part in self.disk.visit(tile):
-            pieces = (run.within(first, last) for run in every)
+            pieces = (run.within(first, last) for run in all_runs)
             runs = [run for run in pieces if run.start < run.stop]
             work = partial(self._apply, part, first, host_grad, runs, tile.version, scale, sums)
             written = [buffer for plane, buffer in part.planes.items() if not plane.on_device]
@@ -305,12 +305,12 @@ class Update:
             yield run.within(tile.trained.start, tile.trained.stop)
 
     def expect(self, tile: Tile | TileSlice) -> None:
-        """A tile's gradient is going to be complete on the device."""
+        """Prepare for a tile's gradient, which will soon be complete on the device."""
         if not self.waits(tile.whole):
             self.directions.fetch_state(tile.whole)
 
     def direct(self, tile: Tile | TileSlice, sums: Buffer) -> None:
-        """The gradient in `sums` is complete: put the rule's directions, if any, in its place."""
+        """Replace the complete gradient in `sums` by the rule's directions, if it has any."""
         if not self.waits(tile.whole):
             self.directions.replace_gradients(tile.whole, sums, self._settings)
 
@@ -324,7 +324,7 @@ class Update:
         scale: float,
         sums: UpdateSums | None,
     ) -> None:
-        """Update a tile whose planes begin with its element `first`, and their runs with others."""
+        """Update `runs` of a tile, whose planes here begin with its element `first`."""
         if self._refused:
             return
         gradient, trained = host_grad.buffer.data, tile.trained.start
@@ -338,7 +338,7 @@ class Update:
                 tile.weights.data[here],
                 None if tile.remainder is None else tile.remainder.data[here],
                 [tile.states[p].data[p.place(here.start, here.stop)] for p in run.states],
-                # Sums of passes are rounded as those are that leave the device.
+                # Kept fp32 sums are rounded like gradients that are sent to the host.
                 gradient[run.start - trained : run.stop - trained].to(tile.weights.data.dtype),
             )
             at, clipping = tile.index * MOST_ELEMENTS + run.start, 1.0 if run.directed else scale
@@ -351,8 +351,8 @@ class Update:
                 sums.apply(self._optimizer.rule, part, planes, start, run.group, options)
 
 
-def _alike(now: float, before: float) -> bool:
-    """True if two results of one step are the same, but for the order of sums on a GPU."""
+def _same_result(now: float, before: float) -> bool:
+    """True if two results of one step differ at most by the order of sums on a GPU."""
     if not math.isfinite(before):
         return not math.isfinite(now)
     return math.isclose(now, before, rel_tol=_ALIKE)

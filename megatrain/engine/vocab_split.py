@@ -47,9 +47,9 @@ HIDDEN, LOGITS = 0, 7
 
 
 class VocabRows(WholeHead):
-    """The computation with some rows of the head's table, from `start` on, in chunks of `tokens`.
+    """Computes with rows `start` to its tile's last of the head's table, in chunks of `tokens`.
 
-    With the last rows this is a head: its loss, logits and gradients are those of all rows.
+    The instance with the last rows is a head: its loss, logits and gradients are those of all rows.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class VocabRows(WholeHead):
         statistics: Callable[..., tuple[Tensor, Tensor]] = range_statistics,
         gradient: Callable[..., Tensor] = range_gradient,
     ) -> None:
-        """Args: `statistics`, `gradient` of a chunk's logits; compiled, or as they are."""
+        """Args: `statistics`, `gradient`: functions of a chunk's logits, compiled or not."""
         super().__init__(program, tokens, lambda loss: loss.summed)
         self._start = start
         self._statistics_of, self._gradient_of = statistics, gradient
@@ -71,23 +71,24 @@ class VocabRows(WholeHead):
         self.lse_slope = self.largest  # nobody asks for the largest logit in a backward
         self._num = program.spec.num_logits
 
-    def see(
+    def add_statistics(
         self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations
     ) -> Activations:
-        """`values`, and what is known of the logits after these rows."""
+        """`values` with statistics of the logits of the table's rows up to these."""
         with torch.no_grad():
             if micro.targets is None:
                 logits = self._program.projection(weights, micro, values[self.hidden])
                 return {**values, Ref(self.first.visit, LOGITS + self._start): logits.float().cpu()}
-            seen = self._statistics(weights, micro, values[self.hidden])
+            statistics = self._statistics(weights, micro, values[self.hidden])
         if self.lse in values:
             joined: dict[Ref, Any] = {
                 self.lse: torch.logaddexp,
                 self.largest: torch.maximum,
                 self.top: partial(larger_logits, most=micro.loss.top_k),
             }  # others are added
-            seen = {ref: joined.get(ref, torch.add)(values[ref], n) for ref, n in seen.items()}
-        return {**values, **seen}
+            for ref, number in statistics.items():
+                statistics[ref] = joined.get(ref, torch.add)(values[ref], number)
+        return {**values, **statistics}
 
     def _statistics(
         self, weights: dict[str, Tensor], micro: MicroBatch, hidden_BTD: Tensor
@@ -98,30 +99,30 @@ class VocabRows(WholeHead):
         for chunk in self._chunk_slices(len(hidden_ND)):
             logits = self._logits(weights, micro, hidden_ND[None, chunk])
             lse_C, picked_C = self._statistics_of(logits, places_N[chunk])
-            seen = {self.lse: lse_C, self.picked: picked_C}
+            statistics = {self.lse: lse_C, self.picked: picked_C}
             if loss.uses_mean:
-                seen[self.sum] = logits.float().sum(1)
+                statistics[self.sum] = logits.float().sum(1)
             if loss.uses_margin:
-                seen[self.largest] = logits.float().amax(1)
+                statistics[self.largest] = logits.float().amax(1)
             if ids_NK is not None:
-                seen[self.chosen] = range_logits(logits, ids_NK[chunk] - self._start)
+                statistics[self.chosen] = range_logits(logits, ids_NK[chunk] - self._start)
             if loss.top_k:
-                seen[self.top] = largest_logits(logits, loss.top_k, self._start)
-            chunks.append(seen)
-        return {ref: torch.cat([seen[ref] for seen in chunks]) for ref in chunks[0]}
+                statistics[self.top] = largest_logits(logits, loss.top_k, self._start)
+            chunks.append(statistics)
+        return {ref: torch.cat([statistics[ref] for statistics in chunks]) for ref in chunks[0]}
 
     def _logits(self, weights: dict[str, Tensor], micro: MicroBatch, hidden_1CD: Tensor) -> Tensor:
-        """Logits `[C, R]` of a chunk for the rows that are here, at the loss's temperature."""
+        """A chunk's logits `[C, R]` for these rows, divided by the loss's temperature."""
         return micro.loss.tempered(self._program.projection(weights, micro, hidden_1CD)[0])
 
     def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        """All logits `[B, T, V]`, with the last rows."""
-        values = self.see(weights, micro, values)
+        """All logits `[B, T, V]`; only for the instance with the last rows."""
+        values = self.add_statistics(weights, micro, values)
         return torch.cat([values[ref] for ref in sorted(values) if ref >= self.first], -1)
 
     def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        """Each token's loss `[N]`, with the last rows; 0 where nothing is predicted."""
-        return self._losses(micro, self.see(weights, micro, values))
+        """Each token's loss `[N]`, 0 without a target; only for the instance with the last rows."""
+        return self._losses(micro, self.add_statistics(weights, micro, values))
 
     def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
         """The sum of `losses`."""
@@ -146,17 +147,17 @@ class VocabRows(WholeHead):
         count: float,
         accumulator: GradAccumulator,
     ) -> tuple[Tensor, Activations]:
-        """See `WholeHead`; with the last rows. The gradients are for the other rows."""
-        values = self.see(weights, micro, values)
+        """See `WholeHead`; for the instance with the last rows. Others continue the gradients."""
+        values = self.add_statistics(weights, micro, values)
         gradients = self.gradients(micro, values, count)
         self.backward(weights, micro, values, gradients, names, accumulator)
         return self._losses(micro, values).sum(0) / count, gradients
 
     def gradients(self, micro: MicroBatch, values: Activations, count: float) -> Activations:
-        """The fp32 gradient of what is projected, which `backward` adds to, and what it reads.
+        """The projected states' fp32 gradient, zeros that `backward` adds to, and its other inputs.
 
         Args:
-            count: what the step's loss is divided by.
+            count: divisor of the step's loss.
         """
         slopes = micro.loss.slopes(
             self._all_rows(values), _targets(micro), flat(micro.extras), count
@@ -183,12 +184,12 @@ class VocabRows(WholeHead):
         names: list[str],
         accumulator: GradAccumulator,
     ) -> None:
-        """Accumulate gradients of these rows; add to that of what is projected.
+        """Accumulate gradients of these rows; add their part to the projected states' gradient.
 
         Args:
-            values: what is projected, among others.
-            gradients: as `gradients` makes them.
-            names: of the weights that have gradients.
+            values: contains the projected states.
+            gradients: from `gradients`.
+            names: the weights that have gradients.
         """
         hidden_ND = values[self.hidden].flatten(0, 1)
         total_ND = gradients[self.hidden].view(hidden_ND.shape)
@@ -204,8 +205,8 @@ class VocabRows(WholeHead):
             with torch.enable_grad():
                 hidden_CD = hidden_ND[None, chunk].detach().requires_grad_()
                 logits = self._logits(weights, micro, hidden_CD)
-            of_chunk = (None if of is None else of[chunk] for of in per_token)
-            gradient = self._gradient_of(logits.detach(), *of_chunk)
+            per_chunk = (values if values is None else values[chunk] for values in per_token)
+            gradient = self._gradient_of(logits.detach(), *per_chunk)
             inputs = [hidden_CD, *sources]
             grads = torch.autograd.grad(logits, inputs, gradient, allow_unused=True)
             total_ND[chunk] += grads[0][0]
@@ -221,7 +222,7 @@ def _targets(micro: MicroBatch) -> Tensor:
 
 
 class Epilogue(Layer):
-    """The stage from the last layer's activations to what is projected; it saves nothing."""
+    """The stage from the last layer's activations to the projected states; it saves nothing."""
 
     kinds = (Kind.PART, Kind.PART_BACKWARD)
 
@@ -233,7 +234,7 @@ class Epilogue(Layer):
         self.backward_name = Name(Kind.HEAD, "head backward")
         self.inputs = self.grad_inputs = spec.epilogue_inputs
         self.new_inputs = [ref for ref in self.inputs if ref not in spec.read]
-        self.made = [Ref(self.visit, leaf) for leaf in range(LOGITS)]
+        self.outputs = [Ref(self.visit, leaf) for leaf in range(LOGITS)]
         self.live_out = frozenset(spec.routed)
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
@@ -250,11 +251,11 @@ class Epilogue(Layer):
         values: Activations,
         saves: Saves | None = None,
     ) -> Activations:
-        return {self.made[0]: self.program.projected(weights, micro, values)}
+        return {self.outputs[0]: self.program.projected(weights, micro, values)}
 
 
 class VocabShard(StreamedModule):
-    """The stage of a range of the table's rows that is not the last range."""
+    """The stage of one range of the table's rows, except the last range."""
 
     def __init__(
         self, device: Device, program: ModelProgram, tile_slice: TileSlice, rows: VocabRows
@@ -263,17 +264,17 @@ class VocabShard(StreamedModule):
         self.visit, self._rows, self.inputs = len(program.spec.layers), rows, [rows.hidden]
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
-        """The statistics of the logits so far, beside what is projected."""
-        return self.each(HEAD_NAME, batch, partial(self.see, slot), h, reads=[slot])
+        """Add statistics of the logits of these rows to every micro-batch's activations."""
+        return self.each(HEAD_NAME, batch, partial(self.add_statistics, slot), h, reads=[slot])
 
-    def see(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Activations:
-        """One micro-batch's activations, with the statistics of its logits so far."""
-        return self._rows.see(self.weights(slot), micro, values)
+    def add_statistics(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Activations:
+        """`run` for one micro-batch."""
+        return self._rows.add_statistics(self.weights(slot), micro, values)
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
     ) -> State:
-        """Accumulate gradients of the rows; add to that of what is projected."""
+        """Accumulate gradients of the rows; add to the projected states' gradient."""
         work, writes = partial(self.add_gradients, slot, accumulator), [accumulator.sums]
         self.each(HEAD_NAME, batch, work, h, dh, reads=[slot], writes=writes)
         return dh

@@ -143,8 +143,8 @@ class _Places:
     """The places in which modules hold each parameter, tied ones more than once."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._own = dict(model.named_parameters())
-        first = {id(parameter): name for name, parameter in self._own.items()}
+        self._parameters = dict(model.named_parameters())
+        first = {id(parameter): name for name, parameter in self._parameters.items()}
         self._held: defaultdict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in model.modules():
             for attribute, parameter in module.named_parameters(recurse=False):
@@ -159,7 +159,7 @@ class _Places:
 
     def restore(self) -> None:
         """Give all modules their own parameters back."""
-        for name, parameter in self._own.items():
+        for name, parameter in self._parameters.items():
             self._set(name, parameter)
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:
@@ -181,14 +181,14 @@ class _Tables(TorchFunctionMode):
         super().__init__()
         self._device, self._places, self._ranks = device.torch_device, places, ranks
         entries = {entry.name: (tile, entry) for tile, entry in store.entries()}
-        self._rest = {name: _Rows(*entries[name]) for name in spec.gathered}
+        self._rows = {name: _Rows(*entries[name]) for name in spec.gathered}
         self._dtype = store.tiles[0].weights.data.dtype
         self._tables: dict[int, tuple[nn.Parameter, _Rows]] = {}
 
     def put(self) -> None:
         """Stand-ins in their places: of a tied table the head has taken it."""
         self._tables = {}
-        for name, table in self._rest.items():
+        for name, table in self._rows.items():
             stand = self._places.put(name, stand_in(table.whole, self._device, self._dtype))
             self._tables[id(stand)] = stand, table
 
@@ -198,16 +198,16 @@ class _Tables(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.embedding and (table := self._of(args[1])) is not None:
+        if func is F.embedding and (table := self._rows_of(args[1])) is not None:
             if not self._ranks.together:
                 ids, own = args[0].to(table.own.device), table.own
                 return F.embedding(ids, own, *args[2:], **kwargs).to(self._device)
             return self._summed(table, args[0])
-        if func is Tensor.__getitem__ and (table := self._of(args[0])) is not None:
+        if func is Tensor.__getitem__ and (table := self._rows_of(args[0])) is not None:
             if not self._ranks.together:
                 return table.own[args[1]].to(self._device)
             return self._summed(table, args[1])
-        if any(self._of(each) is not None for each in args) and _name(func) not in _HARMLESS:
+        if any(self._rows_of(each) is not None for each in args) and _name(func) not in _HARMLESS:
             raise RunFailed(f"the model's forward uses an embedding table for {_name(func)}")
         return func(*args, **kwargs)
 
@@ -225,7 +225,7 @@ class _Tables(TorchFunctionMode):
         ranks.reduce_scatter(rows)
         return rows[ranks.rank].to(self._dtype)
 
-    def _of(self, value: Any) -> "_Rows | None":
+    def _rows_of(self, value: Any) -> "_Rows | None":
         return self._tables[id(value)][1] if id(value) in self._tables else None
 
 

@@ -106,7 +106,7 @@ class Declared:
             Layer.backward: self._backward,
             Prologue.forward: self._prologue,
             Prologue.backward: self._prologue_backward,
-            VocabShard.see: self._see,
+            VocabShard.add_statistics: self._see,
             VocabShard.add_gradients: self._rows_backward,
             Head.gradients: self._gradients,
             Head.token_losses: self._token_losses,
@@ -144,7 +144,7 @@ class Declared:
         return self._measured.layer(layer.visit, rows)
 
     def _produced(self, layer: Layer) -> Sequence[Ref]:
-        return layer.made[:1] if isinstance(layer, Epilogue) else layer.made
+        return layer.outputs[:1] if isinstance(layer, Epilogue) else layer.outputs
 
     def _visit(self, layer: Layer, rows: int) -> "_Visit":
         """The cost of a layer, for micro-batches of so many rows."""
@@ -234,8 +234,8 @@ class Declared:
             held = ledger.hold(WORKING_SET, first.kept_bytes)
             ledger.took(visit.produced_bytes)
         del waiting
-        rest = {ref: gradient for ref, gradient in dh.items() if ref not in layer.made}
-        if dh.keys().isdisjoint(visit.produced) and dh.keys().isdisjoint(layer.made):
+        rest = {ref: gradient for ref, gradient in dh.items() if ref not in layer.outputs}
+        if dh.keys().isdisjoint(visit.produced) and dh.keys().isdisjoint(layer.outputs):
             return done, rest
         # What is held already counts in the backward's peak.
         ledger.took(max(0, second.peak_bytes - first.kept_bytes))

@@ -38,7 +38,7 @@ def _range_gradient(
 def some_rows(
     measured: Profile, shapes: Mapping[str, torch.Size], rows: int, head_tokens: int
 ) -> tuple[Work, Work]:
-    """The work of rows of the table, of these shapes: of `VocabRows.see`, and of `backward`."""
+    """The work of `VocabRows.add_statistics` and of its `backward` for rows of these shapes."""
 
     def run(tokens: int) -> tuple[Work, Work]:
         *_, width = measured.projected(rows, head_tokens).outputs[HIDDEN].sizes
@@ -74,7 +74,7 @@ def _both(
     given = [weights, sums.data, values, micro.inputs, micro.targets]
     with OpCounter() as first:
         first.ignore(given)
-        values = computed.see(weights, micro, values)
+        values = computed.add_statistics(weights, micro, values)
     gradients = computed.gradients(micro, values, 1)
     with OpCounter() as second:
         second.ignore([*given, values, gradients])
