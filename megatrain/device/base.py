@@ -20,13 +20,13 @@ from megatrain.telemetry.memory import host_available_bytes
 COMPUTE = "compute"  # layers, in order
 COPY_IN = "copy in"  # host to device
 COPY_OUT = "copy out"  # device to host
-GATHER = "gather"  # between devices: the ranks' shards of what comes in
+GATHER = "gather"  # between devices: all ranks' shards of weights and rows
 REDUCE = "reduce"  # between devices: sums over the ranks
-HOSTS = "hosts"  # between devices: sums over hosts that keep the model each
+HOSTS = "hosts"  # between devices: sums over hosts that each keep the whole model
 DEVICE_STREAMS = (COMPUTE, COPY_IN, COPY_OUT, GATHER, REDUCE, HOSTS)
 UPDATE = "update"  # a host thread: optimizer
 ROWS = "rows"  # a host thread: embedding rows in and out of the host planes
-SAVE = "save"  # a host thread: gives a save's writers what they write
+SAVE = "save"  # a host thread: hands pieces of a save to its writers
 DISK_IN = "disk in"  # a host thread: planes that rest on a disk, ahead of their updates
 DISK_OUT = "disk out"  # a host thread: the same planes, updated
 DISK_WEIGHTS = "disk weights"  # a host thread: weights that rest on a disk, into their slots
@@ -35,7 +35,7 @@ HOST_STREAMS = (UPDATE, ROWS, SAVE, *DISK_STREAMS)
 
 
 class Kind(Enum):
-    """A kind of work, for whoever prices it; its name is for people."""
+    """A kind of work, by which forecasts price it; its name is for people."""
 
     LAYER = auto()  # forward
     LAYER_BACKWARD = auto()
@@ -44,12 +44,12 @@ class Kind(Enum):
     HEAD = auto()
     PROLOGUE = auto()  # the model's own forward around the layers, or its backward
     UPDATE = auto()
-    ROUND = auto()  # a gradient, to the type in which it leaves
-    PACK = auto()  # tensors, one after the other, before they leave
-    COLLECTIVE = auto()  # of all ranks together; each has a block before, or after
-    ALL_REDUCE = auto()  # of all ranks together; each has all of it before and after
-    PLAIN = auto()  # of the same buffers it always takes the same
-    NOTE = auto()  # nothing of the device
+    ROUND = auto()  # rounds a gradient to the dtype in which it is sent
+    PACK = auto()  # copies tensors one after the other before they are sent
+    COLLECTIVE = auto()  # all ranks together; each has one block, before or after
+    ALL_REDUCE = auto()  # all ranks together; each has the whole tensor before and after
+    PLAIN = auto()  # takes the same time whenever it has the same buffers
+    NOTE = auto()  # takes no device time
     OTHER = auto()
 
 
@@ -79,7 +79,7 @@ class Name(str):
 
 
 def kind_of(name: str, plain: Enum = Kind.OTHER) -> Enum:
-    """The kind of work or of a buffer by its name; `plain` where the name says nothing of it."""
+    """The kind of work or of a buffer, from its name; `plain` if the name has none."""
     return name.kind if isinstance(name, Name) else plain
 
 
@@ -98,8 +98,8 @@ MEMORY_KEYS = (
 class Buffer:
     """A named range of memory; `data` is flat (on the meta device where nothing is computed).
 
-    `parts` are buffers that lie, in whole or in part, in the same memory: who touches this one
-    touches them.
+    `parts` are buffers that share memory with this one: an access to this one counts as an access
+    to them.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Buffer:
         return (self.name, *(name for part in self.parts for name in part.names))
 
     def piece(self, start: int, stop: int) -> "Buffer":
-        """Elements `start` to `stop`; it counts as the whole where accesses are checked."""
+        """Elements `start` to `stop`; access checks take the piece for the whole buffer."""
         return Buffer(self.name, self.data[start:stop], self.parts)
 
     def as_bytes(self) -> "Buffer":
@@ -120,12 +120,12 @@ class Buffer:
         return replace(self, data=self.data.view(torch.uint8))
 
     def values(self, place: slice = slice(None)) -> Tensor:
-        """Elements as they are now; a copy where they rest on a disk."""
+        """The elements as they are now; a copy if they rest on a disk."""
         return self.data[place]
 
     @contextmanager
     def writing(self, place: slice) -> Iterator[Tensor]:
-        """Memory for elements that are all given new values within the block."""
+        """Memory for elements; the caller writes all of them within the `with` block."""
         yield self.data[place]
 
 
@@ -170,10 +170,10 @@ class Device(Protocol):
         return None
 
     def record(self, stream: str) -> Event:
-        """The point that `stream` has been filled up to."""
+        """An event that passes when all work put on `stream` so far is done."""
 
     def mark(self, stream: str) -> Any:
-        """A point in a device stream whose time is taken when it is reached."""
+        """A point in a device stream whose time is taken when the stream reaches it."""
 
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two marks that have been reached."""
@@ -186,10 +186,10 @@ class Device(Protocol):
         """Block the caller until `event` has passed. Raises RunFailed if a host stream died."""
 
     def read(self, buffer: Buffer) -> list[float]:
-        """The numbers in a host buffer, as the caller sees them now (zeros on `trace`)."""
+        """The numbers in a host buffer as they are now (zeros on `trace`)."""
 
     def seed(self, seed: int) -> None:
-        """Start the random numbers of work put on COMPUTE after this anew."""
+        """Reseed the random numbers of work put on COMPUTE after this."""
         return None
 
     def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
@@ -212,18 +212,18 @@ class Device(Protocol):
         return dict.fromkeys(MEMORY_KEYS, 0)
 
     def close(self) -> None:
-        """Finish all streams and give the memory back."""
+        """Finish all streams and free the memory."""
         return None
 
 
 def available_bytes(device: Device) -> int:
-    """Device memory that is this process's or nobody's."""
+    """Bytes of device memory that this process has or that are free."""
     memory = device.memory()
     return memory["device_free_bytes"] + memory["device_bytes"]
 
 
 def free_bytes(device: Device, host_limit: int | None = None) -> int:
-    """Memory where the device computes that nothing uses."""
+    """Unused bytes of the memory in which the device computes."""
     if device.kind != "cuda":
         return host_available_bytes(host_limit)
     memory = device.memory()

@@ -21,8 +21,8 @@ class Cost(NamedTuple):
 
     Attributes:
         seconds: of its stream.
-        launching: seconds of the caller, besides what it takes to put anything there.
-        blocking: whether the caller is held up until it is done.
+        launching: seconds of the calling thread beyond `Costs.put_seconds`.
+        blocking: the caller waits until it is done.
         num_bytes: of host memory moved.
         result: what `Device.run` returns.
     """
@@ -38,7 +38,7 @@ class Costs(Protocol):
     """The costs of work.
 
     Attributes:
-        put_seconds: of the caller, for anything that it puts on a stream of the device.
+        put_seconds: of the calling thread, for each piece of work on a stream of the device.
     """
 
     put_seconds: float

@@ -16,7 +16,7 @@ from megatrain.parallel.distributed import Ranks
 
 
 class Collectives:
-    """Gathers run beside sums, each on a stream and by a communicator of its own.
+    """Gathers and sums of all ranks, each on a separate stream and communicator.
 
     Where several hosts keep the model each, gathers and sums are of one host's ranks, and sums are
     then summed between the hosts, each rank's block by those that have the same.
@@ -26,7 +26,7 @@ class Collectives:
         self._device, self.ranks = device, ranks
 
     def all_gather(self, parts: Sequence[Buffer], what: str, stream: str = COPY_IN) -> Any:
-        """Fill buffers of one equal block a rank, whose own is on its way on `stream`.
+        """Fill buffers of one equal block for each rank; `stream` writes this rank's block.
 
         Returns:
             The event of their being whole.
@@ -40,18 +40,18 @@ class Collectives:
         return device.record(GATHER)
 
     def complete(self, values: Buffer, what: str) -> None:
-        """Give COMPUTE, which has its own block of a buffer, those of all ranks."""
+        """Let COMPUTE, which has written this rank's block of a buffer, have all ranks' blocks."""
         if self.ranks.shards.together:
             every = self.all_gather([values], what, COMPUTE)
             self._device.wait(COMPUTE, every, "blocks of all ranks")
 
     def clear(self, values: Buffer, stream: str) -> None:
-        """Zeros for what other ranks have of a buffer, which `all_gather_uneven` completes."""
+        """Clear a buffer of which this rank will write a part, before `all_gather_uneven`."""
         if self.ranks.shards.together:
             self._device.run(stream, f"clear {values.name}", values.data.zero_, writes=[values])
 
     def all_gather_uneven(self, values: Buffer, what: str, stream: str) -> Any:
-        """Fill a buffer of which each rank brings some elements on `stream`, beside zeros.
+        """Fill a buffer of which each rank has written some elements on `stream`, others zero.
 
         Returns:
             The event of its being whole.
@@ -66,7 +66,7 @@ class Collectives:
         return device.record(GATHER)
 
     def reduce_scatter(self, sums: Buffer, what: str, *, whole: bool = False) -> None:
-        """Sum a buffer over the ranks; COMPUTE has its own of equal blocks then, or the `whole`."""
+        """Sum a buffer over the ranks; COMPUTE gets this rank's block of it, or the `whole`."""
         device, shards, replicas = self._device, self.ranks.shards, self.ranks.replicas
         if not (self.ranks.together and len(sums.data)):
             return
@@ -87,7 +87,7 @@ class Collectives:
         device.wait(COMPUTE, done, "sums of all ranks")
 
     def all_reduce(self, numbers: Buffer, what: str) -> Any:
-        """Sum numbers that COMPUTE writes over the ranks; returns the event of its being done."""
+        """Sum numbers that COMPUTE has written over the ranks; returns the event of the end."""
         if not self.ranks.together:
             return self._device.record(COMPUTE)
         stream = REDUCE if self.ranks.shards.together else HOSTS  # where tiles are summed first

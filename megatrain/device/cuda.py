@@ -55,7 +55,7 @@ def count() -> int:
 
 
 def current() -> int:
-    """The number of the GPU that torch takes where none is named."""
+    """The index of the GPU that torch uses by default."""
     return torch.cuda.current_device()
 
 
@@ -73,7 +73,7 @@ class CudaDevice:
     kind = "cuda"
 
     def __init__(self, index: int = 0, *, shared: bool = False) -> None:
-        """Args: `shared`: with other ranks, so that there are streams for collectives, too."""
+        """Args: `shared`: one of several ranks, which need streams for collectives, too."""
         if shared:  # what waits on one stream holds up those that have its connection
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self.torch_device = torch.device("cuda", index)
@@ -128,7 +128,7 @@ class CudaDevice:
             _unpin(self._pinned.pop(buffer.data.data_ptr()))
 
     def _pin(self, name: str, flat: Tensor) -> bool:
-        """Lock a range for the bus. Whether that was allowed: without, copies work, and slowly."""
+        """Pin a range of host memory; False if that is not allowed: copies are slower then."""
         status = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.nbytes, 0))
         if status == 0:
             self._pinned[flat.data_ptr()] = flat
@@ -172,7 +172,7 @@ class CudaDevice:
         return None
 
     def fetch(self, to: Tensor, source: Tensor) -> None:
-        # A stream of its own, in which nothing waits for anything.
+        # On a separate stream, which waits for no other.
         queue = self._stream(_FETCH)
         with torch.cuda.stream(queue):
             to.copy_(source, non_blocking=True)
@@ -240,7 +240,7 @@ class CudaDevice:
         self._allow()
 
     def _allow(self) -> None:
-        """Bound what torch takes by what the driver leaves of the limit."""
+        """Bound torch's memory by the limit less the driver's own memory."""
         _, total = torch.cuda.mem_get_info(self.torch_device)
         allowed = total if self._limit is None else self._limit - self._context_bytes
         if allowed < MIB:
@@ -253,7 +253,7 @@ class CudaDevice:
 
     @property
     def _context_bytes(self) -> int:
-        """Bytes that the driver takes beside what torch hands out, as far as that is known."""
+        """Bytes that the driver takes besides torch's memory, as far as that is known."""
         return CONTEXT_BYTES + mapping_bytes(sum(flat.nbytes for flat in self._pinned.values()))
 
     def memory(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ PIECE = 1 << 23
 
 @dataclass
 class DiskRoom:
-    """The bytes asked for of one file, which is made when its size is known.
+    """Space for buffers in one file, which is made once all buffers are known.
 
     Attributes:
         file: None where nothing is computed.
@@ -30,7 +30,7 @@ class DiskRoom:
     lock: Lock = field(default_factory=Lock)  # of blocks that two ranges share
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype, moved: int) -> "DiskBuffer":
-        """Zeros from a block of their own on, of which `moved` at a time go to their updates."""
+        """Reserve zeros that begin with a block; updates move `moved` elements at a time."""
         at, self.num_bytes = self.num_bytes, self.num_bytes + align(numel * dtype.itemsize, BLOCK)
         data = torch.empty(numel, dtype=dtype, device="meta")
         return DiskBuffer(name, data, (), self, at, moved)
@@ -38,11 +38,11 @@ class DiskRoom:
 
 @dataclass(frozen=True, eq=False)
 class DiskBuffer(Buffer):
-    """A range of a file; `data` has its size alone.
+    """A range of a file; `data` is on the meta device and has only its size.
 
     Attributes:
         at: its first byte in the file.
-        moved: elements that are moved at a time, and count as one where accesses are checked.
+        moved: elements that are moved at a time; access checks take them for one.
         start: its first element in the plane.
     """
 
@@ -62,12 +62,12 @@ class DiskBuffer(Buffer):
         return DiskBuffer(self.name, data, self.parts, self.room, at, self.moved, first)
 
     def read(self, to: Tensor) -> None:
-        """Fill `to`, which is whole blocks, from the first byte on. Raises RunFailed."""
+        """Read whole blocks from the first byte on into `to`. Raises RunFailed."""
         assert self.room.file is not None
         self.room.file.read(self.at, to)
 
     def write(self, data: Tensor) -> None:
-        """Put whole blocks there from the first byte on. Raises RunFailed."""
+        """Write whole blocks from the first byte on. Raises RunFailed."""
         assert self.room.file is not None
         self.room.file.write(self.at, data)
 
@@ -81,18 +81,19 @@ class DiskBuffer(Buffer):
         blocks, memory, inside = self._blocks(place)
         yield memory[inside].view(self.data.dtype)
         with self.room.lock:
-            for edge, kept in (inside.start, slice(0, inside.start)), (
+            # Elements of others in the first and the last block keep their values.
+            for edge, others in (inside.start, slice(0, inside.start)), (
                 inside.stop, slice(inside.stop % BLOCK, BLOCK)
             ):  # fmt: skip
                 if edge % BLOCK:
                     first = edge // BLOCK * BLOCK
                     block = _memory(BLOCK)
                     replace(blocks, at=blocks.at + first).read(block)
-                    memory[first : first + BLOCK][kept] = block[kept]
+                    memory[first : first + BLOCK][others] = block[others]
             blocks.write(memory)
 
     def _blocks(self, place: slice) -> tuple["DiskBuffer", Tensor, slice]:
-        """The blocks that a range lies in, memory for them, and where it is in this."""
+        """The blocks that contain a range, memory for them, and the range's place in this."""
         size = self.data.itemsize
         start, stop, _ = place.indices(len(self.data))
         first = (self.at + start * size) // BLOCK * BLOCK
@@ -101,7 +102,7 @@ class DiskBuffer(Buffer):
 
 
 def _memory(num_bytes: int) -> Tensor:
-    """That begins with a block, as direct access demands."""
+    """Memory aligned to a block, as direct access demands."""
     room = torch.empty(num_bytes + BLOCK, dtype=torch.uint8)
     start = -room.data_ptr() % BLOCK
     return room[start : start + num_bytes]

@@ -24,12 +24,12 @@ _REMEMBERED = 4  # launches of a piece of one name: layers are of several kinds
 
 
 class LaunchThrottle:
-    """Holds the launching thread up, a few pieces of work ahead of the GPU."""
+    """Lets the launching thread run only a few pieces of work ahead of the GPU."""
 
     def __init__(
         self, record: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Args: `record` gives the point that the GPU's work has been filled up to, an event."""
+        """Args: `record` returns an event that passes when all launched work is done."""
         self._record, self._clock = record, clock
         self._points: deque[Any] = deque()
         self._awaited: dict[HostStream, int] = {}
@@ -38,16 +38,16 @@ class LaunchThrottle:
         )
 
     def note_wait(self, worker: HostStream, count: int) -> None:
-        """Some of the GPU's work has been told to wait for a mark of a host thread."""
+        """Note that work launched on the GPU waits for mark `count` of a host thread."""
         self._awaited[worker] = max(count, self._awaited.get(worker, 0))
 
     @contextmanager
     def piece(self, name: str) -> Iterator[None]:
-        """Around the launch of a piece of work."""
+        """Wait before the launch of a piece of work, and time the launch."""
         if len(self._points) == AHEAD:
             self._points.popleft().synchronize()
         self._points.append(self._record())
-        # Of a name that has not been launched yet nothing is known.
+        # A name that has not been launched yet counts as large.
         if max(self._seconds[name], default=_LARGE_SECONDS) >= _LARGE_SECONDS:
             # It may fill the queue by itself, so nothing in it may wait for a host thread.
             for worker, count in self._awaited.items():

@@ -95,7 +95,7 @@ class PlaneFile:
         self._move("write", offset, tensor)
 
     def close(self) -> None:
-        """Give the disk its room back; nothing may be under way."""
+        """Free the disk space; no read or write may be running."""
         self._handle.close()
 
     def _move(self, verb: str, offset: int, tensor: Tensor) -> None:
@@ -122,7 +122,7 @@ class PlaneFile:
 
 
 def _go_direct(handle: int) -> bool:
-    """Have the file's bytes pass the page cache; False where its file system has no such thing."""
+    """Switch the file to direct access (O_DIRECT); False if its file system has none."""
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A device that notes what another one does, and when."""
+"""A device that records what another device does, and when."""
 
 import time
 from collections import defaultdict

@@ -26,7 +26,7 @@ class DeviceBoundaries:
         self._kept = [{} for _ in range(num_micro)]
 
     def put(self, unit: StreamedModule, h: list[Activations]) -> None:
-        """Keep what `unit` is about to read and nobody has kept yet."""
+        """Keep those inputs of `unit` that no unit before it reads."""
 
         def keep(kept: Activations, values: Activations) -> None:
             kept.update({ref: values[ref] for ref in unit.new_inputs})
@@ -66,7 +66,7 @@ class HostBoundaries:
         self._offload.begin()
 
     def put(self, unit: StreamedModule, h: list[Activations]) -> None:
-        """Send out what `unit` is about to read and nobody has sent yet."""
+        """Send those inputs of `unit` to the host that no unit before it reads."""
         keys = [(index, ref) for index in range(self._num_micro) for ref in unit.new_inputs]
         # Where nothing is computed there are no values.
         values = [[h[index][ref].contiguous()] if h[index] else [] for index, ref in keys]

@@ -66,7 +66,7 @@ _BUILT = (*("_parts", "_store", "_saver", "_program", "_policies", "_host", "_in
 
 @contextmanager
 def cpu_by_default() -> Iterator[None]:
-    """Within, tensors are made on the CPU, whatever device torch's default is outside."""
+    """Within this context new tensors are on the CPU, whatever torch's default device is."""
     with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         yield
 
@@ -264,7 +264,7 @@ class PlacedEngine:
             return train_step(replace(parts, passes=1) if joint else parts, batch)
 
     def _can_be_leaner(self, parts: TrainingParts, batch: Batch) -> bool:
-        """True if a step that had no memory may be tried again; ranks cannot agree on it."""
+        """True if a step that ran out of memory may be tried again; several ranks cannot agree."""
         whole = self._lean or parts.update.torn or self.ranks.size > 1
         rows = max(len(micro.inputs["input_ids"]) for micro in batch.micro)
         kept = any(policy != RECOMPUTE for policy in self._policies())
@@ -355,17 +355,17 @@ class PlacedEngine:
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """How the model generates where nothing is said: that of its source."""
+        """The source's generation config: the defaults for `generate`."""
         return self._opened.source.model.generation_config
 
     @property
     def batch_ranks(self) -> Ranks:
-        """The ranks that take micro-batches of their own; one, where all share every row."""
+        """The ranks that each take different micro-batches; one if all ranks share every row."""
         return ALONE if self._opened.sequence_ranks.together else self.ranks
 
     @property
     def balances_experts(self) -> bool:
-        """True if the loss of a step has that of routers, of all tokens but padding."""
+        """True if a step's loss includes the routers' loss, over all tokens except padding."""
         return bool(self._spec.routed)
 
     @property
@@ -381,7 +381,7 @@ class PlacedEngine:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        """Keep the caller's random state, autograd modes and autocast apart from the step's."""
+        """Isolate a step from the caller's random state, autograd modes and autocast."""
         gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
         random = torch.random.fork_rng(devices=gpus)
         autocast = torch.autocast("cuda" if gpus else "cpu", enabled=False)
@@ -421,7 +421,7 @@ class PlacedEngine:
             spans.extend(self.device.stop())
 
     def flush(self) -> None:
-        """Wait until every update that has been started is done."""
+        """Wait until all started updates are done."""
         for tile in self._store.tiles:
             self._complete(tile)
 
@@ -430,7 +430,7 @@ class PlacedEngine:
         self.device.synchronize(tile.written, "version complete on disk")
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every distinct parameter: name and a copy of its fp32 master on the CPU; by all ranks."""
+        """Yield each parameter's name and a CPU copy of its fp32 master; all ranks call this."""
         self.flush()
         for tile, entry in self._store.entries():
             yield entry.name, tile.whole_master(entry, self.ranks)
@@ -546,14 +546,14 @@ class PlacedEngine:
         return self._steps
 
     def memory(self) -> dict[str, int]:
-        """Bytes by place: host planes, rows, gradients, boundaries; disk; device and its peak."""
+        """Bytes in use: host planes, rows, gradients, boundaries; disk; device and its peak."""
         sizes = host_bytes(self._store, self._parts)
         sizes["host_checkpoint_bytes"] = self._saver.host_bytes
         totals = {"host_bytes": sum(sizes.values()), "disk_bytes": self._store.disk.num_bytes}
         return {**sizes, **totals, **self.device.memory()}
 
     def close(self) -> None:
-        """Finish what runs, a save included, and give all memory back; the engine is done."""
+        """Wait for running work, a save included, and free all memory; the engine is unusable."""
         if "_parts" not in vars(self):
             return
         for part in (self._saver, self.device, self._store):

@@ -37,8 +37,8 @@ class StreamedModule:
     """The weights of one tile, or of a slice of one, as a function.
 
     Attributes:
-        tile: where its weights rest.
-        prefix: what the tile's parameter names have before the names that the function knows.
+        tile: holds its weights.
+        prefix: the start of the tile's parameter names that the function's names lack.
         visit: its place among the layers, from 0.
         inputs: the activations that it reads; `new_inputs`: those that no unit before it reads.
         needs_backward: it or a unit before it is trained, so that the backward comes here.
@@ -55,7 +55,7 @@ class StreamedModule:
         self.inputs, self.new_inputs = list[Ref](), list[Ref]()
 
     def begin(self) -> None:
-        """A step begins: drop what one that was broken off has left."""
+        """Begin a step: drop the remains of an aborted one."""
 
     @property
     def trained(self) -> bool:
@@ -63,7 +63,7 @@ class StreamedModule:
         return bool(self.tile.whole.layout.trainable_numel)
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
-        """The unit as it is where layers save what `policies` say; most units save nothing."""
+        """This unit with other activation policies; itself, if it saves nothing."""
         return self
 
     def weights(self, slot: Buffer) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class StreamedModule:
         return weights, names
 
     def seed(self, batch: Batch, index: int) -> None:
-        """Random numbers that depend on the place alone: a recomputed dropout is the same."""
+        """Seed by step, unit and micro-batch alone, so that a recomputed dropout is the same."""
         self.device.seed(derived_seed(batch.seed, self.visit, batch.before + batch.first + index))
 
     def each(
@@ -96,7 +96,7 @@ class StreamedModule:
     ) -> list[Any]:
         """Put `work(micro, its activations in each state)` on COMPUTE for every micro-batch."""
         results = []
-        # All of `states` are asked for their end, which frees what the last one lies in.
+        # Strict `zip` exhausts all of `states`, which frees the buffers of the last one.
         for index, arguments in enumerate(zip(batch.micro, *states, strict=True)):
             self.seed(batch, index)
             results.append(self.device.run(COMPUTE, name, partial(work, *arguments), reads, writes))
@@ -127,7 +127,7 @@ class Prologue(StreamedModule):
         """The first activations of one micro-batch."""
         tables = micro.rows.tables
         tables.update({n: table.detach().requires_grad_() for n, table in tables.items()})
-        with torch.enable_grad():  # what requires gradients here is an activation there
+        with torch.enable_grad():  # the program tells activations by `requires_grad`
             values = self.program.prologue(self._all_leaves(slot), micro)
         return {ref: value.detach() for ref, value in values.items()}
 
@@ -175,7 +175,7 @@ class Head(StreamedModule):
         computed: WholeHead,
         collectives: Collectives | None = None,
     ) -> None:
-        """Args: `collectives` of several ranks; None: there is one."""
+        """Args: `collectives`: None with a single rank."""
         super().__init__(device, program, tile)
         self.computed, self.visit = computed, len(program.spec.layers)
         self.collectives = collectives or Collectives(device, ALONE)
@@ -214,18 +214,18 @@ class Head(StreamedModule):
         return self.computed.gradients_of(weights, names, micro, values, count, accumulator)
 
     def balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], list[Activations]]:
-        """The loss of the routers of all layers, if the model has one; its slopes, by micro-batch.
+        """The routers' loss over all layers, if the model has one; its slopes, by micro-batch.
 
-        Takes what it is of out of `h`. It is of the tokens of all ranks, of which the first has the
-        loss, or of each micro-batch alone where the batch has shares for them.
+        Takes the routers' activations out of `h`. The loss is over the tokens of all ranks, and is
+        returned on rank 0; or over each micro-batch alone, if the batch has `router_shares`.
         """
         spec, ranks = self.program.spec, self.collectives.ranks
         loss, routed = spec.router_loss, spec.routed
         if loss is None:
             return [], [{} for _ in h]
         shares, results = batch.router_shares or [1.0], []
-        for part in [h] if batch.router_shares is None else [[values] for values in h]:
-            total = self.device.run(COMPUTE, HEAD_NAME, partial(self.routed_total, part))
+        for states in [h] if batch.router_shares is None else [[values] for values in h]:
+            total = self.device.run(COMPUTE, HEAD_NAME, partial(self.routed_total, states))
             shapes = [spec.routed_shape] * ranks.size
             totals = self.collectives.gather_by_sum([total], shapes, ranks.rank)
             results.append(self.device.run(COMPUTE, HEAD_NAME, partial(loss.balance, totals)))
@@ -241,15 +241,15 @@ class Head(StreamedModule):
         return [loss.weight * total], dh
 
     def routed_total(self, h: State) -> Tensor:
-        """The totals of what the routers of all layers chose, taken out of the activations."""
+        """The totals of all layers' routing, whose activations are taken out of `h`."""
         loss, routed = self.program.spec.router_loss, self.program.spec.routed
         assert loss is not None
         return loss.total([values.pop(ref) for values in h for ref in routed])
 
     def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
-        """For a joint loss: the batch with its labels weighed by the loss, and the losses.
+        """For a joint loss: the batch with weighed labels, and the losses; visits the head for it.
 
-        That takes a visit of the head. Any other loss: the batch as it is, and no losses.
+        For any other loss: the batch as it is, and no losses.
         """
         loss = batch.micro[0].loss if batch.micro else None
         if not isinstance(loss, JointLoss):
@@ -278,7 +278,7 @@ class Head(StreamedModule):
         return joint or self.each(HEAD_NAME, batch, share, h, reads=[slot])
 
     def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
-        """Each token's loss `[B, T]`, fp32 (or what else it has); 0 where nothing is predicted."""
+        """Each token's loss `[B, T]` (or numbers `[B, T, ...]`), fp32; 0 without a target."""
         return self.each(HEAD_NAME, batch, partial(self.token_losses, slot), h, reads=[slot])
 
     def token_losses(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Tensor:

@@ -46,7 +46,7 @@ def is_whole(parts: Parts, spec: ModelSpec) -> bool:
 
 
 def _held_bytes(parts: Parts, spec: ModelSpec, store: Store) -> int:
-    """Device memory that all weights take, beside those that are there."""
+    """Bytes of device memory that all weights need besides those already there."""
     units = [unit for unit in (*parts.trunk, parts.head) if not parts.stream.keeps(unit.tile)]
     numel = sum(tile.layout.unpacked.numel for tile in {unit.tile.whole for unit in units})
     tables = sum(entry.numel for _, entry in store.entries() if entry.name in spec.gathered)
@@ -65,11 +65,11 @@ def whole_model(
     *,
     apart: bool,
 ) -> Iterator[PreTrainedModel]:
-    """The model of `spec`, in the mode that it is in; within this context it can be called.
+    """Within this context the model of `spec` can be called, in its current mode (train or eval).
 
-    All its weights are on the device meanwhile, brought there once, if that leaves `spare` bytes
-    and there is one rank. Several `ranks` call it equally often, with ids of one shape. All have
-    the logits of the first one, unless each calls it with ids of its own (`apart`).
+    With one rank, all weights are copied to the device once if that leaves `spare` bytes. Several
+    `ranks` must call the model equally often, with ids of one shape. All get the logits of rank 0,
+    unless each passes its own ids (`apart`).
 
     Raises:
         InputError: layers or head are streamed in slices.
@@ -110,7 +110,7 @@ def whole_model(
 
 
 def _from_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None:
-    """Logits that ranks draw from must be the same to the bit, or they would part."""
+    """Replace logits by those of rank 0: ranks that draw from them must not diverge."""
     logits = output.logits.float()
     if ranks.rank:
         logits = torch.zeros_like(logits)  # 0 * -inf is no number
@@ -119,7 +119,7 @@ def _from_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None
 
 
 def _hold(device: Device, places: "_Places", parts: Parts, spec: ModelSpec, store: Store) -> None:
-    """Put all weights in their places; of those that move through slots, copies."""
+    """Put all weights into the model; copies of those that pass through slots."""
     for tile, entry in store.entries():
         if entry.name in spec.gathered:
             rows = entry.view(tile.weights.data)
@@ -134,13 +134,13 @@ def _hold(device: Device, places: "_Places", parts: Parts, spec: ModelSpec, stor
 
 @contextmanager
 def to_generate() -> Iterator[None]:
-    """No gradients, and attention whose lengths change from call to call."""
+    """Without gradients, and with attention kernels for lengths that change in each call."""
     with torch.no_grad(), sdpa_kernel(_ATTENTION):
         yield
 
 
 class _Places:
-    """The places in which modules hold each parameter, tied ones more than once."""
+    """The module attributes that hold each parameter; a tied one has several."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = dict(model.named_parameters())
@@ -152,7 +152,7 @@ class _Places:
 
     def put(self, name: str, values: Tensor) -> nn.Parameter:
         """Let the model compute with these values."""
-        # Of a weight without gradients, torch's matmul may make a copy for each row.
+        # With a weight that needs no gradient, torch's matmul may copy it for each row.
         parameter = nn.Parameter(values, requires_grad=values.is_floating_point())
         self._set(name, parameter)
         return parameter
@@ -168,7 +168,7 @@ class _Places:
 
 
 class _Tables(TorchFunctionMode):
-    """Looks rows of embedding tables up where these rest, instead of in their stand-ins."""
+    """Looks up rows of embedding tables in their planes instead of in stand-ins."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class _Tables(TorchFunctionMode):
         self._tables: dict[int, tuple[nn.Parameter, _Rows]] = {}
 
     def put(self) -> None:
-        """Stand-ins in their places: of a tied table the head has taken it."""
+        """Put stand-ins into the model again: the head has replaced that of a tied table."""
         self._tables = {}
         for name, table in self._rows.items():
             stand = self._places.put(name, stand_in(table.whole, self._device, self._dtype))
@@ -212,15 +212,15 @@ class _Tables(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _summed(self, table: "_Rows", ids: Tensor) -> Tensor:
-        """Rows of all ranks' parts of a table, for this rank's ids."""
+        """Rows for this rank's ids, from all ranks' parts of a table."""
         ranks = self._ranks
-        every = torch.zeros(ranks.size, *ids.shape, dtype=torch.int64, device=self._device)
-        every[ranks.rank] = ids
-        ranks.all_reduce(every)
-        every = every.to(table.own.device) - table.first
-        here = (every >= 0) & (every < len(table.own))
-        rows = torch.zeros(*every.shape, table.own.shape[1], device=every.device)
-        rows[here] = table.own[every[here]].float()  # a sum with zeros keeps every bit
+        all_ids = torch.zeros(ranks.size, *ids.shape, dtype=torch.int64, device=self._device)
+        all_ids[ranks.rank] = ids
+        ranks.all_reduce(all_ids)
+        places = all_ids.to(table.own.device) - table.first
+        is_here = (places >= 0) & (places < len(table.own))
+        rows = torch.zeros(*places.shape, table.own.shape[1], device=places.device)
+        rows[is_here] = table.own[places[is_here]].float()  # a sum with zeros keeps every bit
         rows = rows.to(self._device)
         ranks.reduce_scatter(rows)
         return rows[ranks.rank].to(self._dtype)
@@ -230,7 +230,7 @@ class _Tables(TorchFunctionMode):
 
 
 class _Rows:
-    """The rows of a table that are here, and a stand-in of all of it."""
+    """This rank's rows of a table, and a stand-in for the whole table."""
 
     def __init__(self, tile: Tile, entry: Entry) -> None:
         planes, part = tile.place(entry)
@@ -244,14 +244,14 @@ def _name(func: Any) -> str:
 
 
 class _Feed:
-    """Puts each unit's weights in place when the model's forward comes to it."""
+    """Puts each unit's weights into the model when its forward reaches the unit."""
 
     def __init__(self, parts: Parts, places: _Places, tables: _Tables) -> None:
         self._parts, self._places, self._tables = parts, places, tables
         self._visits: Iterator[tuple[StreamedModule, Buffer]] = iter(())
 
     def hooks(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> Iterable[Any]:
-        """Hooks on the model and its layers; whoever holds them removes them."""
+        """Register hooks on the model and its layers; the caller removes them."""
 
         def begin(module: nn.Module, args: Any) -> None:
             units: list[StreamedModule] = [*self._parts.trunk, self._parts.head]
@@ -275,7 +275,7 @@ class _Feed:
         yield model.register_forward_hook(end)
 
     def _next(self, number: int) -> None:
-        """The weights of the unit of this number, which is the next one."""
+        """Put in the weights of the next unit, which must have this number."""
         unit, slot = next(self._visits)
         if unit is not [*self._parts.trunk, self._parts.head][number]:
             raise RunFailed("the model's forward calls its layers in another order than it did")

@@ -34,12 +34,12 @@ from megatrain.errors import (
 T = TypeVar("T")
 
 _LONGEST = 1_000_000  # seconds
-# What says how fast the link is: so many gathers, with so many elements of each rank.
+# The link's rate is measured by so many gathers of so many elements of each rank.
 _GATHERS, _GATHERED = 4, 1 << 23
 
 
 def patience() -> timedelta:
-    """How long a rank waits for another one, which then counts as hanging. Raises InputError."""
+    """The time after which a rank that others wait for counts as hanging. Raises InputError."""
     seconds = os.environ.get("MEGATRAIN_RANK_TIMEOUT", "600")
     if not seconds.isdecimal() or not 0 < int(seconds) <= _LONGEST:
         raise InputError(
@@ -50,16 +50,16 @@ def patience() -> timedelta:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share a model; as it is here: alone.
+    """This process among those that share a model; this base class: a process that is alone.
 
     Attributes:
         rank: its number.
-        size: how many there are.
-        on_host: how many of them share this machine's memory and cores.
-        hosts: how many keep the whole model each, with `size / hosts` ranks that follow each other.
-        together: whether there are collectives.
-        host: their group of torch.distributed for what is on the host, CPU tensors and objects.
-        link_gbps: what a device receives of the others in a gather; None where nobody measured.
+        size: the number of ranks.
+        on_host: ranks that share this machine's memory and cores.
+        hosts: groups of `size / hosts` consecutive ranks that each keep the whole model.
+        together: True if there are collectives.
+        host: their group of torch.distributed for CPU tensors and objects.
+        link_gbps: GB/s that a device receives in a gather; None where nobody measured.
     """
 
     together: ClassVar[bool] = False
@@ -96,7 +96,7 @@ class Ranks:
 
     @property
     def second_group(self) -> "Ranks":
-        """The same ranks, for a thread that exchanges what it has beside the others'."""
+        """The same ranks with another communicator, for a thread that runs beside the main one."""
         return self
 
     def all_gather(self, whole: Tensor) -> None:
@@ -106,13 +106,13 @@ class Ranks:
         """Put the sum over all ranks into this rank's block of a tensor; the rest is undefined."""
 
     def all_gather_uneven(self, whole: Tensor) -> None:
-        """Fill a tensor of which each rank has some elements, and zeros in the others' place."""
+        """Fill a tensor of which each rank has some elements, and zeros in place of the others'."""
 
     def all_reduce(self, values: Tensor) -> None:
         """Put the sum over all ranks in the place of a tensor; every rank has the same bits."""
 
     def join(self, part: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
-        """An fp32 CPU tensor, of whose flat elements each rank has a part; alone: all, shaped."""
+        """Join an fp32 CPU tensor from the ranks' parts `place` of its flat elements."""
         return part
 
     def agree(self, make: Callable[[], T]) -> list[T]:
@@ -144,7 +144,7 @@ class Ranks:
         read: Mapping[str, Callable[[], Tensor]],
         work: Callable[[Mapping[str, Callable[[], Tensor]]], None],
     ) -> None:
-        """Let rank 0 do `work` with what all ranks read together, whenever and wherever it asks.
+        """Run `work` on rank 0; whenever it calls a function of `read`, all ranks call it.
 
         Raises:
             MegatrainError: `work` raises it; then all ranks raise.
@@ -153,14 +153,14 @@ class Ranks:
             return work(read)
         lock = threading.Lock()
 
-        def asked(name: str) -> Tensor:
+        def read_on_all(name: str) -> Tensor:
             with lock:
                 self.all_gather_object(name)
                 return read[name]()
 
         def first() -> None:
             try:
-                work({name: partial(asked, name) for name in read})
+                work({name: partial(read_on_all, name) for name in read})
             finally:
                 self.all_gather_object(None)
 
@@ -199,7 +199,7 @@ class Foreseen(Ranks):
 
 
 def _as_seen(error: BaseException) -> tuple[type[MegatrainError], str, bool]:
-    """An error as the other ranks raise it, and whether this one's is as they see it."""
+    """The type and message with which other ranks raise an error; True if this rank's are equal."""
     kind = next((k for k in (InputError, DoesNotFit) if isinstance(error, k)), RunFailed)
     known = isinstance(error, MegatrainError)
     return kind, str(error) if known else repr(error), known
@@ -210,9 +210,9 @@ class ProcessGroups(Ranks):
     """Ranks of an initialised torch.distributed.
 
     Attributes:
-        saves: as `host`, for a thread beside.
-        incoming, outgoing: of the device's gathers and sums, which run at the same time.
-        parts: `shards` and `replicas`, of several hosts.
+        saves: like `host`, for the thread of a save.
+        incoming, outgoing: groups for the device's gathers and sums, which run at the same time.
+        parts: `shards` and `replicas`, if there are several hosts.
     """
 
     together = True
@@ -287,17 +287,17 @@ class ProcessGroups(Ranks):
 
 
 def local_rank(group: object) -> int | None:
-    """The number of this process among those of its machine; None: it is alone."""
+    """The number of this process among those of its machine; None without a group."""
     if group is None:
         return None
     return int(os.environ.get("LOCAL_RANK", dist.get_rank() if dist.is_initialized() else 0))
 
 
 def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) -> Ranks:
-    """The ranks of a group, with communicators of their own: NCCL's for a GPU, gloo's for a CPU.
+    """The ranks of a group, with new communicators: NCCL's for a GPU, gloo's for a CPU.
 
-    Of a mesh of two dimensions, as HSDP takes it: hosts, and the ranks of each, who share a model.
-    All ranks of the group have to call this. The communicators live as long as torch.distributed.
+    A mesh may have two dimensions, as for HSDP: hosts, and the ranks of each, which share a model.
+    All ranks of the group must call this. The communicators live as long as torch.distributed.
 
     Raises:
         InputError: torch.distributed is not initialised, or this process is not in the group.
@@ -328,9 +328,9 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
     return connected(group, device, hosts)
 
 
-@cache  # a new group takes the name of one that was destroyed, and with it what that one left
+@cache  # a new group can get a destroyed group's name, and with it that group's leftover keys
 def connected(group: ProcessGroup, device: torch.device, hosts: int = 1) -> Ranks:
-    """The ranks of a group, also of a single one, on so many hosts that keep the model each."""
+    """The ranks of a group (one or more), on `hosts` hosts that each keep the whole model."""
     members, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     whole = _opened(members, device)
     names = whole.all_gather_object(socket.gethostname())
@@ -349,7 +349,7 @@ def connected(group: ProcessGroup, device: torch.device, hosts: int = 1) -> Rank
 
 
 def _opened(members: Sequence[int], device: torch.device) -> ProcessGroups:
-    """Some ranks, with communicators of their own."""
+    """Ranks of these members, with new communicators."""
 
     def opened(backend: str) -> Any:
         return dist.new_group(members, patience(), backend, use_local_synchronization=True)
@@ -362,7 +362,7 @@ def _opened(members: Sequence[int], device: torch.device) -> ProcessGroups:
 
 
 def _connect(ranks: ProcessGroups, device: torch.device) -> ProcessGroups:
-    """Let NCCL take its memory now: in a step that would wait for the device, which may wait."""
+    """Let NCCL allocate its memory now; within a step the allocation could deadlock."""
     return ranks if device.type == "cpu" else replace(ranks, link_gbps=_link_gbps(ranks, device))
 
 

@@ -31,9 +31,9 @@ def _restarts() -> int:
 
 
 def launch(devices: int, arguments: Sequence[str]) -> int:
-    """Be torchrun for `megatrain` with these arguments on so many devices; returns the exit code.
+    """Run `megatrain` with these arguments on `devices` devices by torchrun; returns the exit code.
 
-    What went wrong has been said by the process that failed.
+    A process that fails prints the reason itself.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -47,7 +47,7 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
         run(parse_args(options))
     except ChildFailedError as error:
         return max(1, error.get_first_failure()[1].exitcode)
-    except SignalException as signal:  # which the processes have been told, and obeyed
+    except SignalException as signal:  # torchrun has passed it on, and the processes have ended
         return 128 + int(signal.sigval)
     return 0
 

@@ -34,7 +34,7 @@ class SequenceRanks(ProcessGroups):
 
 
 def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Ranks:
-    """These ranks, if `number` of them share every row; alone, if none do. All ranks call this.
+    """The ranks that share every row: all of them, or this one alone. All ranks call this.
 
     Raises:
         InputError: `number` is neither 1 nor that of all ranks, or these are on several hosts, or
@@ -59,7 +59,7 @@ def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Rank
 
 @cache  # as of the other communicators: they live as long as torch.distributed
 def _communicator(host: ProcessGroup, device: torch.device) -> ProcessGroup:
-    """One for exchanges: on a GPU NCCL's own, which takes its memory now, not in a step."""
+    """A communicator for exchanges; on a GPU NCCL's, which allocates its memory now."""
     if device.type == "cpu":
         return host
     members = dist.get_process_group_ranks(host)

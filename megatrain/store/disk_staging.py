@@ -26,16 +26,16 @@ class Lane:
     """Host memory for one piece of all planes of a tile that rest on the disk."""
 
     buffer: Buffer
-    left: Any = None  # what was updated here is on the disk
+    left: Any = None  # event: the planes updated here are on the disk
 
 
 def own_numel(tile: Tile) -> int:
-    """Trained elements of a tile that are this rank's."""
+    """The number of a tile's trained elements in this rank's block."""
     return tile.trained.stop - tile.trained.start
 
 
 class DiskStaging:
-    """The way of planes from a disk to their updates, and back."""
+    """Moves planes from a disk to their updates, and back."""
 
     def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
         self._device = device
@@ -58,17 +58,17 @@ class DiskStaging:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that the lanes take."""
+        """Bytes of host memory of the lanes."""
         return sum(lane.buffer.data.nbytes for lane in self._lanes)
 
     def _bytes(self, plane: Plane) -> int:
-        """Bytes of a whole piece, in a lane."""
+        """Bytes that a full piece of a plane takes in a lane."""
         return align(plane.place(0, self._piece).stop * plane.dtype.itemsize, BLOCK)
 
     def visit(self, tile: Tile) -> Iterator[tuple[int, int, Tile]]:
-        """Pieces of a tile: from one element to before another, with planes of these in memory.
+        """Yield `(start, stop, tile)` for each piece of a tile, with its planes in memory.
 
-        What is put on UPDATE for a piece, before the next one is asked for, may change them.
+        Work put on UPDATE for a piece, before the iterator goes on, may change its planes.
         """
         device, planes, own = self._device, self._on_disk[tile.index], tile.trained
         if not planes:
@@ -81,15 +81,15 @@ class DiskStaging:
             parts = {p: b.piece(places[p].start, places[p].stop) for p, b in tile.planes.items()}
             lane = self._lanes[self._turn % len(self._lanes)]
             self._turn += 1
-            there = [plane for plane in planes if len(parts[plane].data)]  # a plane may end before
-            rooms = self._rooms(lane, {plane: parts[plane] for plane in there})
+            present = [plane for plane in planes if len(parts[plane].data)]  # some end earlier
+            rooms = self._rooms(lane, {plane: parts[plane] for plane in present})
             device.wait(DISK_IN, lane.left, "disk lane free")
-            for plane in there:
+            for plane in present:
                 device.copy(DISK_IN, rooms[plane], parts[plane])
             device.wait(UPDATE, device.record(DISK_IN), "disk planes arrived")
             yield own.start + start, own.start + stop, replace(tile, planes=parts | rooms)
             device.wait(DISK_OUT, device.record(UPDATE), "disk planes updated")
-            for plane in there:
+            for plane in present:
                 device.copy(DISK_OUT, parts[plane], rooms[plane])
             lane.left = tile.written = device.record(DISK_OUT)
 
@@ -104,18 +104,18 @@ class DiskStaging:
 
 
 class DiskReader:
-    """The way from a disk to the device: a host thread reads and copies pieces.
+    """Moves buffers from a disk to the device: a host thread reads and copies pieces.
 
-    Nothing but what uses them waits for them, so no queue of the device holds more than that.
+    Only work that uses a buffer waits for it, so no queue of the device holds up other work.
     """
 
     def __init__(self, device: Device, buffers: Sequence[Buffer]) -> None:
-        """Args: `buffers`: those that rest on a disk among these are going to be brought."""
+        """Args: `buffers`: those that rest on a disk may be read later."""
         self._device = device
-        there = [each.data for each in buffers if isinstance(each, disk.DiskBuffer)]
-        self._piece = min(disk.PIECE, max(map(len, there), default=0))
-        self._room = align(self._piece * max((each.itemsize for each in there), default=0), BLOCK)
-        self._lane = self._new_lane("in") if there else None
+        sizes = [buffer.data for buffer in buffers if isinstance(buffer, disk.DiskBuffer)]
+        self._piece = min(disk.PIECE, max(map(len, sizes), default=0))
+        self._room = align(self._piece * max((data.itemsize for data in sizes), default=0), BLOCK)
+        self._lane = self._new_lane("in") if sizes else None
 
     def _new_lane(self, way: str) -> torch.Tensor:
         name = Name(Memory.DISK, f"disk lane {way} the device")
@@ -123,20 +123,20 @@ class DiskReader:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that the lane takes."""
+        """Bytes of host memory of the lane."""
         return 0 if self._lane is None else self._lane.nbytes
 
     def bring(
         self, tile: Tile, source: Buffer, to: Buffer, spans: Sequence[Span] | None = None
     ) -> Any:
-        """Start the way of a tile's `source` to device memory that may be written; its arrival.
+        """Start copying a tile's `source` to free device memory; returns the event of its arrival.
 
-        Args: `spans`: where what of it belongs; None: all, in its order.
+        Args: `spans`: the places of its parts in `to`; None: all of it, in order.
         """
         device = self._device
         device.wait(DISK_WEIGHTS, tile.written, "disk weights due")
-        # `.data` is a tensor of its own to autograd, which otherwise takes what is written into one
-        # slot, by this thread while a layer is at work, for a change of all others.
+        # `.data` hides this thread's writes from autograd, which would take a write into one slot,
+        # while a layer computes, for a change of all slots.
         spans = [Span(0, 0, len(source.data))] if spans is None else spans
         work = partial(self._read, source, to.data.data, spans)
         device.run(DISK_WEIGHTS, f"{source.name} -> {to.name}", work, [source], [to])
@@ -146,12 +146,12 @@ class DiskReader:
         assert isinstance(source, disk.DiskBuffer) and self._lane is not None
         for start, part, lane in self._pieces(source.data, self._lane):
             source.piece(start, start + len(part)).read(lane)
-            there = lane[: part.nbytes].view(part.dtype)
+            values = lane[: part.nbytes].view(part.dtype)
             for span in spans:
                 first, last = max(start, span.start), min(start + len(part), span.stop)
                 if first < last:
                     into = to[span.at + first - span.start :][: last - first]
-                    self._device.fetch(into, there[first - start : last - start])
+                    self._device.fetch(into, values[first - start : last - start])
 
     def _pieces(
         self, whole: torch.Tensor, lane: torch.Tensor
@@ -162,7 +162,7 @@ class DiskReader:
 
 
 class DiskTransfer(DiskReader):
-    """And the way back, to planes that nothing else touches behind what is taken."""
+    """A DiskReader that also writes back, to planes that nothing else touches meanwhile."""
 
     def __init__(self, device: Device, buffers: Sequence[Buffer]) -> None:
         super().__init__(device, buffers)
@@ -173,7 +173,7 @@ class DiskTransfer(DiskReader):
         return 2 * super().host_bytes
 
     def take(self, tile: Tile, source: Buffer, to: Buffer) -> Any:
-        """Start the way of what is ready to a tile's `to`; the event of its having got there."""
+        """Start copying `source`, which is ready, to the plane `to`; returns the end's event."""
         work = partial(self._write, source.data, to)
         self._device.run(DISK_OUT, f"{source.name} -> {to.name}", work, [source], [to])
         tile.written = self._device.record(DISK_OUT)

@@ -32,7 +32,7 @@ _PINNED = (PlaneKind.WEIGHTS, PlaneKind.GRADIENT)
 
 @dataclass(frozen=True)
 class Span:
-    """`numel` elements of a tile's planes from `start` on, found at `at` in what is streamed."""
+    """`numel` elements from `start` on in a tile's planes, at `at` in the streamed weights."""
 
     start: int
     at: int
@@ -53,7 +53,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class Rests:
-    """The tiers of a tile's planes, by their kinds; how a step goes about it follows.
+    """The tier of each kind of plane of a tile.
 
     Attributes:
         stays: the device keeps a copy of weights that rest elsewhere, or in ranks' blocks.
@@ -77,7 +77,7 @@ class Rests:
 
     @property
     def updates(self) -> str:
-        """The stream of the tile's updates: on the device in the order of the layers' own work."""
+        """The stream of the tile's updates; COMPUTE if its state rests on the device."""
         return COMPUTE if self.moments is Tier.DEVICE else UPDATE
 
 
@@ -86,12 +86,12 @@ _RESIDENT = Rests(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)  # all of 
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads a tile's planes as they are now (a save): the next update gives way to it.
+    """A save that reads a tile's planes as they are now: the next update waits for it.
 
     Attributes:
         event: the update waits for it.
         wait: the name of this wait.
-        set_aside: copies what is still to be read, on the update's stream; None: nothing is.
+        set_aside: copies bytes that are still to be read, on the update's stream; None: no bytes.
     """
 
     event: Any
@@ -104,17 +104,17 @@ class Tile:
     """One tile's planes, with the offsets of its layout.
 
     Attributes:
-        planes: all that the tile keeps.
-        weights: what is streamed: bf16, or the fp32 master itself when computing in fp32.
+        planes: all planes of the tile.
+        weights: the plane that is streamed: bf16, or the fp32 master if layers compute in fp32.
         remainder: int16; `fp32 master = (weights << 16) + remainder`. int8, if the rule has it, for
             the upper byte of that. None in fp32. Frozen parameters that came in bf16 have none.
-        states: what the optimizer's rule keeps, in its order.
-        rests: where each of them does.
-        version: updates applied or on their way.
+        states: the planes of the optimizer's rule, in its order.
+        rests: the tier of each plane.
+        version: updates applied or started.
         updated: event of the newest update; None when there is nothing to wait for.
-        written: event of that update's planes having reached the disk that they rest on.
-        readers: whom the next update has to give way to.
-        rank: whose block of each part of the layout this is; planes hold this block alone.
+        written: event after which that update's planes are on the disk that they rest on.
+        readers: saves that the next update has to wait for.
+        rank: planes hold this rank's block of each part of the layout, and nothing else.
     """
 
     index: int
@@ -139,12 +139,12 @@ class Tile:
 
     @property
     def whole(self) -> "Tile":
-        """The tile that this is, or is a slice of."""
+        """The tile itself; TileSlice has the tile that it is a slice of."""
         return self
 
     @property
     def spans(self) -> list[Span]:
-        """The part of the planes that is streamed together: all, each block to its place."""
+        """This rank's blocks, with their places in the streamed weights."""
         if self.layout.ranks == 1:
             return [Span(0, 0, self.layout.numel)]
         spans, start = [], 0
@@ -154,7 +154,7 @@ class Tile:
         return spans
 
     def shards(self, plane: Plane, numel: int) -> Iterator[Span]:
-        """A plane's first values here: from `start` on, at `at` in the whole plane."""
+        """The spans of a plane's values on this rank, for the tile's first `numel` elements."""
         size = numel * plane.per
         for span in self.spans:
             if (length := min(span.numel, size - span.at)) > 0:
@@ -162,12 +162,12 @@ class Tile:
 
     @property
     def trained(self) -> slice:
-        """The elements of the tile whose gradient and states are this rank's."""
+        """The elements of the tile whose gradient and states this rank keeps."""
         own = self.layout.trainable_numel // self.layout.ranks
         return slice(self.rank * own, (self.rank + 1) * own)
 
     def place(self, entry: Entry) -> tuple[slice, slice]:
-        """The slice of the planes that holds a parameter, and the slice of the parameter."""
+        """The slice of the planes that holds a parameter, and the slice of the parameter in it."""
         first, last = entry.offset, entry.offset + entry.stored
         for span in self.spans:
             start, stop = max(first, span.at), min(last, span.at + span.numel)
@@ -177,9 +177,9 @@ class Tile:
         return slice(0, 0), slice(0, 0)
 
     def remainder_of(self, entry: Entry) -> Buffer | None:
-        """The plane that has the rest of a parameter's master; None: its weights are all of it."""
-        kept = (b for p, b in self.planes.items() if b is self.remainder and p.has(entry))
-        return next(kept, None)
+        """The remainder plane, if it has a part of this parameter's master; None: it has none."""
+        remainders = (b for p, b in self.planes.items() if b is self.remainder and p.has(entry))
+        return next(remainders, None)
 
     def write_master(self, entry: Entry, values: Tensor, threads: int = 1) -> None:
         """Set one parameter's master from CPU `values` of its shape, any float dtype."""
@@ -208,9 +208,9 @@ class Tile:
             remainder.copy_(low)
 
     def read_master(self, entry: Entry, threads: int = 1) -> Tensor:
-        """A copy of a parameter's fp32 master, on the CPU; of several ranks, the flat part here.
+        """A CPU copy of a parameter's fp32 master; with several ranks, this rank's flat part of it.
 
-        Of several ranks, not for what is packed.
+        With several ranks, not for packed parameters.
         """
         (place, own), rest = self.place(entry), self.remainder_of(entry)
         shape = entry.shape if self.layout.ranks == 1 else (own.stop - own.start,)
@@ -225,7 +225,7 @@ class Tile:
         return master.view(shape)
 
     def whole_master(self, entry: Entry, ranks: Ranks) -> Tensor:
-        """`read_master` with the parts of all ranks, which all call this."""
+        """A CPU copy of a parameter's whole fp32 master; all ranks call this."""
         if entry.packed is None or self.layout.ranks == 1:
             return ranks.shards.join(self.read_master(entry), self.place(entry)[1], entry.shape)
         place, own = self.place(entry)
@@ -253,31 +253,31 @@ class Store:
         Args:
             rule: of the optimizer; None: for inference, weights alone.
             placement: says where each plane rests.
-            open_file: makes a file of so many bytes for what rests on a disk; None where nothing is
+            open_file: makes a file of so many bytes for planes on a disk; None where nothing is
                 computed.
-            rank: whose blocks of the tiles are kept, if `layouts` are cut for several ranks.
+            rank: keep this rank's blocks, if `layouts` are cut for several ranks.
 
         Raises:
-            DoesNotFit: the memory is not to be had.
+            DoesNotFit: there is not enough memory.
             InputError: `placement.resident` has a name that no tile has.
         """
         rests = resting(placement, layouts)
         self.disk, self.rule = disk.DiskRoom(), rule
-        kept: list[dict[Plane, Buffer]] = [{} for _ in layouts]
+        by_tile: list[dict[Plane, Buffer]] = [{} for _ in layouts]
         for plane in tile_planes(rule, dtype):
-            tiers = [each.tier(plane) for each in rests]
+            tiers = [tile_rests.tier(plane) for tile_rests in rests]
             buffers = planes(device, plane, layouts, tiers, rank, self.disk)
-            for of_tile, buffer in zip(kept, buffers, strict=True):
-                of_tile[plane] = buffer
+            for planes_of_tile, buffer in zip(by_tile, buffers, strict=True):
+                planes_of_tile[plane] = buffer
         self.tiles = [
             Tile(index, *parts, rank=rank)
-            for index, parts in enumerate(zip(layouts, kept, rests, strict=True))
+            for index, parts in enumerate(zip(layouts, by_tile, rests, strict=True))
         ]
         if open_file is not None and any(map(_on_disk, self.tiles)):
             self.disk.file = open_file(max(1, self.disk.num_bytes))
 
     def of(self, kind: TileKind) -> list[Tile]:
-        """The tiles that are this, in order."""
+        """The tiles of this kind, in order."""
         return [tile for tile in self.tiles if tile.layout.kind is kind]
 
     def entries(self) -> Iterator[tuple[Tile, Entry]]:
@@ -287,22 +287,22 @@ class Store:
                 yield tile, entry
 
     def close(self) -> None:
-        """Give the disk its room back."""
+        """Free the disk space."""
         if self.disk.file is not None:
             self.disk.file.close()
 
     def bytes_by_plane(self) -> dict[str, int]:
-        """Host bytes of each plane, over all tiles; all that the rule keeps is `moments`."""
+        """Host bytes by kind of plane, over all tiles; `moments` are all states of the rule."""
         totals = {kind.value: 0 for kind in PlaneKind if kind is not PlaneKind.GRADIENT}
         for tile in self.tiles:
             for plane, buffer in tile.planes.items():
-                here = tile.rests.tier(plane) is Tier.HOST
-                totals[plane.kind.value] += here * buffer.data.nbytes
+                if tile.rests.tier(plane) is Tier.HOST:
+                    totals[plane.kind.value] += buffer.data.nbytes
         return totals
 
 
 def _on_disk(tile: Tile) -> bool:
-    """True if anything of a tile rests on a disk, on whichever rank."""
+    """True if a plane of the tile rests on a disk, on any rank."""
     return any(tile.rests.tier(p) is Tier.DISK and p.numel(tile.layout) for p in tile.planes)
 
 
@@ -321,7 +321,7 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
     elsewhere = [t for t in layouts if t.name not in placement.resident]
     layers = [t for t in elsewhere if t.kind is TileKind.LAYER]
     of_disk = on_disk(placement, elsewhere)
-    # While a head takes the slots of layers, nothing else can be on its way: it stays first.
+    # While a head takes the slots of layers, nothing else can be loaded: so keep the head first.
     heads = [t.name for t in elsewhere if t.kind is TileKind.HEAD][: placement.keep_weights]
     staying = {*heads, *_spread(layers, placement.keep_weights - len(heads))}
     looked_up = TileKind.EMBEDDING, TileKind.UNUSED
@@ -337,7 +337,7 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
 
 
 def on_disk(placement: Placement, layouts: Sequence[TileLayout]) -> dict[str, set[str]]:
-    """Names of tiles by what of them rests on a disk; of tiles that do not rest on the device."""
+    """For each kind of plane that may rest on a disk, the names of the tiles whose plane does."""
     counts = {"remainder": placement.disk_remainder, "moments": placement.disk_moments}
     there = {n: _spread([t for t in layouts if t.trainable_numel], counts[n]) for n in counts}
     layers = [t for t in layouts if t.kind is TileKind.LAYER]
@@ -345,7 +345,7 @@ def on_disk(placement: Placement, layouts: Sequence[TileLayout]) -> dict[str, se
 
 
 def _spread(layouts: Sequence[TileLayout], count: int) -> set[str]:
-    """Names of `count` tiles: layers, evenly among all, and then the others."""
+    """Choose `count` tiles, by name: layers, spread evenly over all, and then the others."""
     layers = [t.name for t in layouts if t.kind is TileKind.LAYER]
     others = [t.name for t in layouts if t.kind is not TileKind.LAYER]
     num, within = len(layers), min(count, len(layers))
@@ -362,10 +362,7 @@ def planes(
     rank: int = 0,
     disk_room: disk.DiskRoom | None = None,
 ) -> list[Buffer]:
-    """A buffer per tile in `tiers`: a piece of one host range or of a file, or device memory.
-
-    The sink makes its host gradients the same way.
-    """
+    """A buffer of one plane for each tile: a piece of one host range or file, or device memory."""
     step = _PAGE // plane.dtype.itemsize
     lengths = [plane.own_numel(layout, rank) for layout in layouts]
     on_host = sum(
