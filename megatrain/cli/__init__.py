@@ -9,7 +9,7 @@ from io import TextIOWrapper
 def main() -> None:
     """Run the command line; leaves through `SystemExit` with the documented exit code."""
     _have_streams()
-    # Read when torch is loaded. OpenMP threads that spin while they wait take the cores from update
+    # torch reads this at import. OpenMP threads that spin while they wait take cores from update
     # threads and other programs: on two busy cores the demo ran ten times slower with them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from megatrain.cli.app import app
@@ -17,7 +17,7 @@ def main() -> None:
 
     try:
         app(prog_name="megatrain")
-    except Exception:  # a bug, not a mistake of the user: the traceback is what helps
+    except Exception:  # a bug, not the user's mistake: show the traceback
         traceback.print_exc()
         sys.exit(RunFailed.exit_code)
     finally:
@@ -25,9 +25,9 @@ def main() -> None:
 
 
 def _have_streams() -> None:
-    """Nothing that is opened may become the standard output: a library would write into it.
+    """Open closed standard streams, so that no later file takes their place and gets output.
 
-    And no name or sample may end a run because the terminal cannot show it.
+    Characters that the terminal cannot show are escaped, so that they end no run.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the caller has closed this one
         pass
@@ -39,7 +39,7 @@ def _have_streams() -> None:
 
 
 def _flush() -> None:
-    """A full disk under the output, or a reader that went away, makes no good end a bad one."""
+    """Flush the output; a full disk or a reader that went away does not change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -22,7 +22,7 @@ from megatrain.cli.options import (
 )
 from megatrain.errors import InputError
 
-SHOWN_LINES = 14  # of the breakdown, on the terminal
+SHOWN_LINES = 14  # lines of the breakdown on the terminal
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -124,7 +124,7 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 def parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
-    """Choices of a placement, each written `NAME=VALUE` with the value in YAML; None: none."""
+    """The placement in options `NAME=VALUE`, with values in YAML; None: no options."""
     from megatrain.base.json_yaml import parse_yaml
     from megatrain.placement import RENAMED, Placement
 

@@ -29,7 +29,7 @@ from megatrain.telemetry.memory import peak_process_bytes
 from megatrain.telemetry.pictures import draw_step
 from megatrain.telemetry.timeline import StepRecorder, breakdown, chrome_trace
 
-ROWS = 16  # of a micro-batch, where nobody chooses
+ROWS = 16  # of a micro-batch by default
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class StepCase:
 def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]:
     """Build the model of `case`, run its steps and return the result as plain JSON values.
 
-    Two more steps than asked for are run, with times taken of all their work; `timeline` is where
-    the second one's trace goes (Trace Event Format).
+    Two further steps are run with all their work timed; `timeline`: the file for
+    the second one's trace (Trace Event Format).
     """
     started = time.perf_counter()
     with build_engine(case) as engine:
@@ -89,7 +89,7 @@ def measure_step(case: StepCase, timeline: Path | None = None) -> dict[str, Any]
         result = measure_on(engine, case)
         micro_batches = random_step(case, engine.config.vocab_size, case.seed)
         recorder = StepRecorder(engine.recording)
-        recorder.begin()  # the updates of a step run under the forward of the next
+        recorder.begin()  # a step's updates run during the next step's forward
         engine.step(micro_batches)
         recorder.next()
         engine.step(micro_batches)
@@ -133,7 +133,7 @@ def random_step(case: StepCase, vocab_size: int, seed: int) -> list[dict[str, Te
 
 
 def measure_on(engine: Engine, case: StepCase) -> dict[str, Any]:
-    """Time the warm-up and the steps of `case` on an engine that is there."""
+    """Time the warm-up and the steps of `case` on an open engine."""
     times: list[float] = []
     losses = []
     before = warm = num_compilations()

@@ -12,7 +12,7 @@ from megatrain.data.preview import ShownDocument, Summary, shown
 from megatrain.telemetry.console import say
 
 _BAR = 40  # characters of the longest bar
-_LONGEST = 3000  # characters of a document that are shown
+_LONGEST = 3000  # most characters shown of a document
 _SOURCES = 20
 
 
@@ -65,7 +65,7 @@ def _print_summary(console: Console, name: str, summary: Summary) -> None:
 
 
 def _print_row(console: Console, row: int, pieces: Sequence[ShownDocument]) -> None:
-    """Print a row with what is learnt in colour, or in brackets where there are no colours."""
+    """Print a row; learnt text is coloured, or in brackets without colours."""
     coloured = console.color_system is not None
     legend = "green: learnt" if coloured else "⟦ ⟧: learnt"
     console.print(Text(f"\nrow {row + 1} ({legend})", style="bold"), soft_wrap=True)

@@ -51,7 +51,7 @@ def run_demo(overrides: Sequence[str]) -> None:
 
 
 def write_corpus_and_tokenizer() -> None:
-    """Make them once; later demos use what is there."""
+    """Make the corpus and the tokenizer once; later demos use the same."""
     files = stdlib_corpus(CORPUS_BYTES)
     if not CORPUS.exists():
         with whole_folder(CORPUS) as folder:
@@ -64,7 +64,7 @@ def write_corpus_and_tokenizer() -> None:
 
 
 def print_memory(outcome: Outcome) -> None:
-    """Print where the bytes of the run rested, in all and for each parameter."""
+    """Print the run's bytes by kind of memory, in all and for each parameter."""
     places = {
         "host: weights": outcome.memory["host_weights_bytes"],
         "host: master remainders (bf16 runs)": outcome.memory["host_remainder_bytes"],

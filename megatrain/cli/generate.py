@@ -1,4 +1,4 @@
-"""`megatrain generate` and `chat`: prompts in, texts out as they come."""
+"""`megatrain generate` and `chat`: print continuations of prompts as they are generated."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ def opened(
     """The model of a run, checkpoint, folder or hub id, and its tokenizer.
 
     Args:
-        base_model: where the base of its adapter is, if elsewhere.
+        base_model: the base of its adapter, if not where the adapter says.
 
     Raises:
         InputError: one of them cannot be read.
@@ -43,7 +43,7 @@ def opened(
     """
     source = trained_model(model)
     if isinstance(source, str) and adapter_folder(source) is None:
-        resolve_model(source)  # first: of a misspelt folder it is not the tokenizer that is missing
+        resolve_model(source)  # first: its error is the right one for a misspelt folder
     tokenizer = load_tokenizer(source.model_folder if isinstance(source, Checkpoint) else source)
     engine = open_model(
         source,
@@ -68,10 +68,10 @@ def print_texts(
     batch_size: int = 16,
     output: Path | None = None,
 ) -> None:
-    """Print each prompt with its continuation; of a single one as it comes.
+    """Print each prompt with its continuation; a single one as it is generated.
 
     Args:
-        output: also write prompts and completions there, a line of JSON each.
+        output: a file to which prompts and completions are also written, as lines of JSON.
 
     Raises:
         InputError: a prompt cannot be used.
@@ -116,10 +116,10 @@ def talk(engine: Any, tokenizer: Any, system: str | None, sampling: Sampling) ->
 
 
 def require_new(output: Path) -> None:
-    """Raises InputError: texts of two commands in one file would be counted as one's."""
+    """Raises InputError: the output file has content, from another command for example."""
     if output.is_file() and output.stat().st_size:
         raise InputError(f"{output}: holds something already; name a new file, or remove it")
-    output.open("a").close()  # what cannot be written is said before texts are made
+    output.open("a").close()  # fails before texts are made if it cannot be written
 
 
 def _show(prompts: Sequence[Prompt], texts: Sequence[str], output: Path | None) -> None:
@@ -149,10 +149,10 @@ def all_prompts(texts: Sequence[str], path: Path | None, *, chat: bool) -> list[
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts in a file: a line of text each, or of a `.jsonl` file `prompt` or `messages`.
+    """The prompts in a file: lines of text, or `prompt` or `messages` in rows of `.jsonl`.
 
     Raises:
-        InputError: it cannot be read, or a line has neither, or what would change the prompt.
+        InputError: it cannot be read, a line has neither, or has fields that change a prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

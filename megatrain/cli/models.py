@@ -1,4 +1,4 @@
-"""The model that somebody names, as a configuration: no weights are read or downloaded."""
+"""The model that an option names, as a configuration: no weights are read or downloaded."""
 
 import difflib
 import os
@@ -24,8 +24,8 @@ class NamedModel:
 
     Attributes:
         section: how a run opens it; None: as usual.
-        adapter: what is put on it, as `Engine` takes it.
-        frozen: how the base under an adapter is kept, where no section says so.
+        adapter: its new adapter, for `Engine`.
+        frozen: the format of an adapter's base, if there is no section.
     """
 
     name: str
@@ -36,7 +36,7 @@ class NamedModel:
 
     @property
     def base(self) -> Literal["fp8", "nf4"] | None:
-        """How its weights are quantised; None: they are not, or in a way that is not taken."""
+        """How its weights are quantised; None: they are not, or in an unsupported way."""
         from megatrain.model.quantised import quantised_base
 
         how = {"quantization_config": getattr(self.config, "quantization_config", None)}
@@ -46,7 +46,7 @@ class NamedModel:
 
     @property
     def quantised(self) -> str | None:
-        """Why the model's weights cannot be trained; None: they can."""
+        """The reason why the model's weights cannot be trained; None: they can."""
         if getattr(self.config, "quantization_config", None) is None:
             return None
         if self.base is not None and self.adapter is not None:
@@ -54,7 +54,7 @@ class NamedModel:
         return f"the weights of {self.name} are quantised, and such are not trained"
 
     def check_length(self, length: int) -> None:
-        """Raises InputError: the model takes no rows of `length` tokens."""
+        """Raises InputError: the model does not allow rows of `length` tokens."""
         text = self.config.get_text_config(decoder=True)
         allowed = getattr(text, "max_position_embeddings", None)
         if isinstance(allowed, int) and 0 < allowed < length:
@@ -85,7 +85,7 @@ class NamedModel:
 
 
 def lora_adapter(rank: int) -> dict[str, Any] | None:
-    """PEFT's keys of LoRA on all linear layers; 0: none."""
+    """PEFT's keys for LoRA of this rank on all linear layers; 0: no adapter."""
     return {"r": rank, "target_modules": "all-linear"} if rank else None
 
 
@@ -96,7 +96,7 @@ def model_of_run(
     *,
     scores: bool = False,
 ) -> NamedModel:
-    """The model of a run file of this name, and its adapter; `scores`: with a sequence head."""
+    """The model of a run file, and its adapter; `scores`: with a head that scores rows."""
     from megatrain.data import load_tokenizer
     from megatrain.model.build import scoring
     from megatrain.train.resolve_model import model_config
@@ -113,7 +113,7 @@ def model_of_run(
 
 
 def _adapter_of(section: "ModelSection") -> Any:
-    """The configuration of the adapter that `model.path` has already; None: it has none."""
+    """The configuration of the adapter in `model.path`; None: it has none."""
     from megatrain.checkpoint import Checkpoint
     from megatrain.compat import peft
     from megatrain.source.source import adapter_folder, folder_adapter
@@ -139,7 +139,7 @@ def named_config(
     Of a hub model only config.json is fetched.
 
     Args:
-        max_positions: positions that a shape is given at least.
+        max_positions: the least number of positions for a shape.
         base_model: where the base of its adapter is; None: where the adapter says.
 
     Raises:

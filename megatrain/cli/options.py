@@ -1,4 +1,4 @@
-"""Options that several commands have; nothing heavy is imported before they run."""
+"""Options shared by commands; nothing heavy is imported before a command runs."""
 
 from typing import Annotated, Literal
 

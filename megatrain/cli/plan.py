@@ -29,7 +29,7 @@ from megatrain.telemetry.memory import host_limit_bytes
 if TYPE_CHECKING:
     from megatrain.config import Config
 
-# What the driver keeps for itself, and a desktop's windows.
+# Device memory of the driver, and of a desktop's windows.
 _USUAL_BYTES = GIB
 _UNQUANTISED = "take the unquantised model"
 _OF_WORKLOAD = (
@@ -103,7 +103,7 @@ def run_plan(options: Options) -> None:
 
 
 def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
-    """The model, and the run file that names it."""
+    """The model, and the run file that names it, if any."""
     run, model, rank, base = (options[name] for name in ("run", "model", "lora_r", "base"))
     if (run is None) == (model is None):
         raise InputError("give either a run file or --model")
@@ -145,7 +145,7 @@ def _check_ranks(run: "Config", gpus: int, hosts: int) -> None:
 
 
 def _streamed_with(named: NamedModel, run: "Config") -> Second | None:
-    """The model that is streamed before each step: the reference or the teacher; None: none is."""
+    """The second model that is streamed in each step, a reference or a teacher, if any."""
     if run.loss.reference == "streamed":
         return Second("reference model", named.spec())
     if run.loss.teacher_log_probs == "streamed":
@@ -161,10 +161,10 @@ def _teacher(run: "Config") -> NamedModel:
 
 
 def _kept_teacher(run: "Config", machine: Machine, workload: Workload) -> str:
-    """A sentence on the memory of a teacher that is asked before the model is there.
+    """A sentence on the memory of a teacher that is run before the model is opened.
 
     Raises:
-        DoesNotFit: it alone is too large for the machine.
+        DoesNotFit: the teacher alone is too large for the machine.
     """
     needs = second_needs(_teacher(run).spec(), workload.dtype, workload.tokens_per_step)
     host = sum(needs.host.values()) + (CPU_PROCESS_BYTES if machine.unified else PROCESS_BYTES)
@@ -182,7 +182,7 @@ def _kept_teacher(run: "Config", machine: Machine, workload: Workload) -> str:
 
 
 def missing_data(paths: str | list[str]) -> str | None:
-    """The first path that is certainly not there; data sets of the hub are not looked up."""
+    """The first path of data that does not exist; data sets of the hub are not looked up."""
     for path in [paths] if isinstance(paths, str) else paths:
         expanded = os.path.expanduser(path)
         exists = os.path.exists(expanded) or any(glob.iglob(expanded, recursive=True))
@@ -195,12 +195,12 @@ def missing_data(paths: str | list[str]) -> str | None:
 def _machine(
     options: Options, device: str | None, workload: Workload, warnings: list[str]
 ) -> Machine:
-    """The machine asked about, with the workload's limits: this one, or this host with another GPU.
+    """The machine to plan for, with the workload's limits: this one, or with another GPU.
 
     An option's limit may be more than there is, a run file's may not.
 
     Args:
-        device: of the run file; None: there is none.
+        device: that of the run file; None: there is no run file.
     """
     gpu = options["gpu"] and named_gpu(options["gpu"])
     cores, space = options["cores"], workload.disk_bytes
@@ -280,7 +280,7 @@ def _cpu(cores: int | None, workload: Workload) -> Machine:
 
 
 def _without_others(machine: Machine, device: str, warnings: list[str]) -> Machine:
-    """The machine with what other processes leave of its GPU."""
+    """The machine with the memory of its GPU that other processes leave."""
     state = gpu_state(device)
     if state is None or (state.used_bytes or 0) <= _USUAL_BYTES:
         return machine
@@ -299,7 +299,7 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
     from megatrain.forecast.op_counter import NotForeseeable
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two wait for each other, long where another process is at work
+    torch.set_num_threads(1)  # two threads wait for each other, long if the machine is busy
     try:
         return make_plan(named.spec(), machine, workload, **further)
     except NotForeseeable as error:

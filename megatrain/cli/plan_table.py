@@ -1,4 +1,4 @@
-"""A plan as people read it."""
+"""Shows a plan as tables."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from megatrain.plan.tiles import PLANES, by_tier
 from megatrain.telemetry.console import say
 
 _WIDTH = 140
-_NARROW = 90  # characters, where what is between columns is taken from
+_NARROW = 90  # characters; narrower terminals get less space between columns
 
 _BINDS = {
     "compute": "the GPU's arithmetic",
@@ -31,10 +31,10 @@ _BINDS_CPU = {
 
 
 def show(plan: Plan, name: str) -> None:
-    """Print it."""
+    """Print the plan."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = _WIDTH  # a file has no width, and tables should not be cut to guess one
+        console.width = _WIDTH  # a file has no width, and tables should not be cut
     lines = _memory(plan) + _time(plan)
     if not plan.fits:
         lines += _remedies(plan)
@@ -48,7 +48,7 @@ def show(plan: Plan, name: str) -> None:
 
 
 def missing(plan: Plan) -> str:
-    """The device and host memory that is missing, in one line."""
+    """The missing device and host memory, in one line."""
     needed, machine = plan.forecast.machine, plan.machine
     parts = [
         f"{size(lacking)} of {place} memory are missing ({size(least)} would do, {size(most)} "
@@ -153,7 +153,7 @@ def _time(plan: Plan) -> list[str]:
 
 
 def _split(several: Mapping[str, Any]) -> str:
-    """The line of several GPUs."""
+    """The line on several GPUs."""
     which, between = f"{several['gpus']} GPUs  ", "half a bus between them"
     compared = "two steps of two H200s were within 3 %"
     if several["hosts"] > 1:
@@ -170,7 +170,7 @@ def _split(several: Mapping[str, Any]) -> str:
 
 
 def _long(seconds: float) -> str:
-    """Days where there are more than two, years where it takes those."""
+    """A duration in days if it has more than two, in years if it takes years."""
     days = seconds / 86400
     if days > 730:
         return f"{days / 365.25:.1f} years"

@@ -31,7 +31,7 @@ class ReportingGroup(TyperGroup):
             return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read what comes before the command."""
+        """Parse the options before the command."""
         with _reported(ctx):
             return super().parse_args(ctx, args)
 
@@ -59,7 +59,7 @@ def _reported(ctx: Any) -> Iterator[None]:
 
 
 def _known(error: Exception) -> MegatrainError | None:
-    """The error as one of ours: a path that cannot be used is bad input. None: it is no error."""
+    """The error as one of ours; an unusable path is bad input. None: only help is shown."""
     if isinstance(error, MegatrainError):
         return error
     if not isinstance(error, OSError):
@@ -70,13 +70,13 @@ def _known(error: Exception) -> MegatrainError | None:
 
 
 def _of_usage(error: Any) -> InputError | None:
-    """A wrong command line; None: it is the help that a command without arguments shows."""
+    """The error of a wrong command line; None: only help is shown."""
     context, parameter, message = error.ctx, getattr(error, "param", None), error.message
     if context is not None and message == context.get_help():
         return None
     text = error.format_message()
     text = text[:1].lower() + text[1:]
-    if parameter is not None and message:  # a value; what is missing has no message
+    if parameter is not None and message:  # of a value; a missing one has no message
         problem = message.removeprefix("Input ").removeprefix("Value error, ")
         details: list[Any] = getattr(error.__cause__, "errors", list)()
         value = str(details[0]["input"]) if details else ""

@@ -37,15 +37,15 @@ SHAPES = {
     "120b": Shape(10240, 36864, 86, 80, 8, 152064, tied=False),
 }
 
-MAX_TOKENS = 32768  # of a row of Qwen2.5
+MAX_TOKENS = 32768  # in a row of Qwen2.5
 
 
 def qwen2_config(name: str, tokens: int = 0, layers: int | None = None) -> "Qwen2Config":
     """The transformers configuration of a shape in `SHAPES`.
 
     Args:
-        tokens: of the longest row, where that is more than Qwen2.5 is made for.
-        layers: only so many.
+        tokens: length of the longest row, if it is beyond Qwen2.5's positions.
+        layers: number of layers instead of the shape's.
     """
     from transformers import Qwen2Config
 

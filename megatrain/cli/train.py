@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
-    """Train, and say where the result is or how to go on.
+    """Train, and print where the result is or how to go on.
 
     Raises:
         InputError: the run file cannot be used.
     """
     try:
         with Signals() as signals:
-            with signals.interruptible():  # the run file before torch, which takes seconds
+            with signals.interruptible():  # before the import of torch, which takes seconds
                 loaded = load_run(run, overrides, resume=resume)
                 from megatrain.parallel.launch import is_launched, is_restarted, launch
             several = loaded.engine.devices > 1 and not is_launched()
@@ -50,10 +50,10 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
 
 
 def run_branch(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> None:
-    """Train from where another run is, and say where the result is or how to go on.
+    """Train on from another run's state, and print where the result is or how to go on.
 
     Raises:
-        InputError: the run cannot be branched like this.
+        InputError: the run cannot be branched with these settings.
     """
     from megatrain.train.loop import train
     from megatrain.train.opening import branched
@@ -88,5 +88,5 @@ def say_end(outcome: "Outcome") -> None:
 
 def _say(text: str) -> None:
     end_passing()
-    with suppress(OSError):  # a full disk under the output makes no failure of a run
+    with suppress(OSError):  # a full disk must not fail a finished run
         print(text, flush=True)

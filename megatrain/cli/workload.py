@@ -10,10 +10,10 @@ from megatrain.forecast.workload import LIMITS, Workload
 
 
 def changed(workload: Workload, options: Mapping[str, Any]) -> Workload:
-    """The workload as options change it: fields of it, and choices of its rule; None: not given.
+    """The workload with options for its fields and its rule's choices; None: not given.
 
     Raises:
-        InputError: a limit that is no size, or a choice that the rule does not have.
+        InputError: a limit is no size, or the rule lacks a choice.
     """
     values = {name: value for name, value in options.items() if value is not None}
     for name in values.keys() & LIMITS:
@@ -26,7 +26,7 @@ def changed(workload: Workload, options: Mapping[str, Any]) -> Workload:
             raise InputError(f"{option}: {values[name]} is no memory at all")
         values[name] = num_bytes
     if "disk_space" in values:
-        values["disk"] = options.get("disk")  # so much of any disk, where none is named
+        values["disk"] = options.get("disk")  # None: any disk
     rule, of_workload = workload.rule, {field.name for field in fields(Workload)}
     choices = {name: values.pop(name) for name in values.keys() - of_workload}
     for name in choices.keys() - rule.choices.keys():

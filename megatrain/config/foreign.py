@@ -1,4 +1,4 @@
-"""Keys of other trainers, and ours that do the same, as docs/coming-from.md lists them."""
+"""Keys of other trainers, and our keys for them, as docs/coming-from.md lists them."""
 
 import re
 from functools import cache
@@ -14,7 +14,7 @@ _PLACE = re.compile(
 
 
 def foreign(name: str) -> str | None:
-    """The remedy for a key that another trainer has; None: nobody has it."""
+    """The remedy for a key that another trainer has; None: no trainer has it."""
     return _answers().get(name)
 
 
@@ -23,7 +23,7 @@ def _answers() -> dict[str, str]:
     answers: dict[str, str] = {}
     try:
         document = shipped("docs/coming-from.md").read_text(encoding="utf-8")
-    except OSError:  # a copy of the package alone
+    except OSError:  # the package was copied without docs
         return answers
     for theirs, ours, note in _ROW.findall(document):
         groups = [_KEY.findall(part) for part in re.split("(?<=`), (?=`)", theirs)]
@@ -33,7 +33,7 @@ def _answers() -> dict[str, str]:
 
 
 def _of_row(ours: str, note: str, count: int) -> list[str]:
-    """An answer for each group of their keys: its own place of ours, or the words for all."""
+    """For a row of the table, the remedy for each group of keys: its own, or the common one."""
     places = _PLACE.findall(ours) if _PLACE.match(ours) else []
     if len(places) in (1, count):
         places = places if len(places) == count else [_plain(ours)] * count

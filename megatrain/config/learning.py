@@ -135,8 +135,8 @@ class OptimizerSection(NamedSection):
         return rule(**values)
 
 
-# Of each loss: its class, the data that it needs (None: texts or chats), and keys of a run file
-# that the class knows nothing of.
+# For each loss: its class, the data that it needs (None: texts or chats), and keys of a run file
+# that the class does not have.
 _LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "sft": ("CrossEntropy", None, {"label_smoothing": 0.0, "z_loss": 0.0}),
     "distill": (
@@ -153,10 +153,10 @@ _LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 class LossSection(NamedSection):
-    """The loss and the settings that it has in `megatrain.loss` (docs/losses.md).
+    """The loss and its settings in `megatrain.loss` (docs/losses.md).
 
-    `reference`, `teacher_log_probs`: a second model's answers are kept, or it is streamed in each
-    step. `teacher`: a model to distil, of which `top_k` tokens of each label are taken.
+    `reference`, `teacher_log_probs`: keep a second model's answers, or stream it in each
+    step. `teacher`: a model to distil, by its `top_k` likeliest tokens for each label.
     """
 
     name: Literal["sft", "distill", "dpo", "simpo", "orpo", "kto", "reward", "grpo", "rloo"] = "sft"
@@ -209,7 +209,7 @@ class LossSection(NamedSection):
             yield "distill needs a teacher: a model's folder, run or hub id"
 
     def loss(self) -> "Loss":
-        """The loss as a step takes it."""
+        """The loss for `Engine.step`."""
         from megatrain.loss import CROSS_ENTROPY, LabelSmoothing, ZLoss
 
         if self.name != "sft":
@@ -227,12 +227,12 @@ class LossSection(NamedSection):
 
     @property
     def lines(self) -> int:
-        """Rows of tokens that one row of the data has."""
+        """Rows of tokens for one row of the data: 2 for pairs."""
         return getattr(self.loss(), "lines", 1)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics of evaluations."""
+        """The names of evaluations' metrics."""
         if self.name == "sft":
             return "loss", "perplexity", "accuracy"
         if self.kind == "prompts":
@@ -314,7 +314,7 @@ class RolloutSection(Section):
             yield f"rollout: {error}"
 
     def importance_sampling(self) -> "ImportanceSampling | None":
-        """The correction for replies of a server; None: there shall be none."""
+        """The correction for replies of a server; None: none is wanted."""
         from megatrain.loss import ImportanceSampling
 
         if self.importance_sampling_mode == "none":
@@ -327,14 +327,14 @@ class RolloutSection(Section):
 
     @property
     def corrects(self) -> bool:
-        """True if the correction is another one than the default."""
+        """True if the correction differs from the default."""
         from megatrain.loss import ImportanceSampling
 
         return self.importance_sampling() != ImportanceSampling()
 
 
 def step_loss(loss: LossSection, rollout: RolloutSection) -> "Loss":
-    """The loss as steps of a run take it: of replies as they are drawn."""
+    """The loss for a run's steps, with the temperature of the rollouts."""
     changes: dict[str, Any] = {}
     if loss.kind == "prompts":
         changes["temperature"] = rollout.temperature
@@ -343,7 +343,7 @@ def step_loss(loss: LossSection, rollout: RolloutSection) -> "Loss":
     return replace(loss.loss(), **changes)  # type: ignore[type-var]  # a dataclass, as all are
 
 
-# The run gives these to schedules; beside `num_training_steps` they ignore `num_stable_steps`.
+# The run sets these options of schedules; given all steps they ignore `num_stable_steps`.
 _OF_THE_RUN = (
     "optimizer", "num_warmup_steps", "num_training_steps", "num_stable_steps", "last_epoch",
 )  # fmt: skip
@@ -380,7 +380,7 @@ class ScheduleSection(Section):
             yield from self._of_options()
 
     def _of_options(self) -> Iterator[str]:
-        """Check names of options: errors of transformers name arguments that no run file has."""
+        """Check the options' names: errors of transformers would name arguments, not keys."""
         from megatrain.compat.transformers import schedule_arguments
 
         arguments = schedule_arguments(self.name).items()
@@ -404,7 +404,7 @@ class ScheduleSection(Section):
 
 
 class EarlyStopping(Section):
-    """A run ends when `patience` evaluations in a row are not better by more than `min_delta`."""
+    """Ends a run when `patience` evaluations in a row are not better by more than `min_delta`."""
 
     patience: Positive
     min_delta: Annotated[float, Field(ge=0)] = 0.0
@@ -431,7 +431,7 @@ class SamplesSection(Section):
 class TrainingSection(Section):
     """How long and in what portions (docs/training.md, docs/reliability.md).
 
-    `batch_size` and `micro_batch_size` count rows; `recheck`: null: if updates wait for the norm.
+    `batch_size`, `micro_batch_size`: in rows; `recheck`: null: if updates wait for the norm.
     """
 
     steps: Positive | None = None
@@ -451,7 +451,7 @@ class TrainingSection(Section):
 
     @property
     def refuses(self) -> str | None:
-        """The setting that lets steps be refused once their norm is known; None: none does."""
+        """The setting by which steps may be refused for their gradient norm; None: none does."""
         if self.spike is not None:
             return "spike"
         if self.on_nonfinite == "skip":

@@ -16,7 +16,7 @@ from megatrain.config.schema import Config
 from megatrain.config.section import Section, nearest, shown
 from megatrain.errors import InputError
 
-# The names of rows in `megatrain.data.sources`, but for .json, which a run file may be, too.
+# Endings of rows in `megatrain.data.sources`, except .json: a run file may be JSON.
 _DATA = re.compile(
     r".*\.(jsonl|ndjson|jsonlines|csv|tsv|parquet|arrow|txt)(\.(gz|bz2|xz|zst))?", re.IGNORECASE
 )
@@ -25,8 +25,8 @@ _DATA = re.compile(
 def load(path: str | Path, overrides: Sequence[str] = (), *, endless: bool = False) -> Config:
     """Read a run file and apply `overrides` (`path.to.key=value`, the value in YAML).
 
-    The file of a run's folder is its `config.yaml`. An `endless` one need not say how long to
-    train, for those who only look at its data.
+    A run's folder has it as `config.yaml`. An `endless` one need not say how long to
+    train, for commands that only show data.
 
     Raises InputError: the file cannot be read or is not a valid run file.
     """
@@ -69,7 +69,7 @@ def validate(tree: Mapping[str, Any], source: str, overridden: Iterable[str] = (
         return Config.model_validate({**tree, **required, **keys})
     except ValidationError as error:
         details = error.errors(include_url=False)
-        # An unknown key is the likeliest cause of the others (a misspelt one is also missing).
+        # An unknown key likely causes the other errors (a misspelt key is also missing).
         details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
         names = set(overridden)
         by_key = {tuple(map(str, d["loc"][:2])): d for d in reversed(details)}  # of a union's arms
@@ -142,7 +142,7 @@ def _name(detail: ErrorDetails) -> str:
 
 
 def _sections(detail: ErrorDetails) -> list[type[Section]]:
-    """The sections on the way to the place of an error, the whole run first."""
+    """The sections that contain the place of an error, outermost first."""
     sections: list[type[Section]] = [Config]
     for name in detail["loc"]:
         field = sections[-1].model_fields.get(str(name))

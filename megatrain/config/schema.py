@@ -1,4 +1,4 @@
-"""The sections of a run file, their defaults and what values are possible."""
+"""The sections of a run file, their defaults and possible values."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from megatrain.placement import RENAMED, Placement, Precision, Verify
 class ModelSection(Section):
     """The model that is trained: a pretrained `path`, or a `config` to be randomly initialised.
 
-    `chat_template`: a Jinja file; it and `eos_token` take the place of the tokenizer's own, in the
+    `chat_template`: a Jinja file; it and `eos_token` replace the tokenizer's, in the
     result, too. `base`: how frozen linear layers are kept, `base_model`: where the base of an
     adapter is now (docs/adapters.md). `freeze`, `train_only`: regular expressions.
     """
@@ -59,7 +59,7 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """The data that it is trained on (docs/data.md).
+    """The training and evaluation data (docs/data.md).
 
     `fields`: our name of a field -> its name in the data; null: passed over on purpose.
     `weights`: shares of the tokens, one for each path. `eval_path`: one set, or several by name.
@@ -275,7 +275,7 @@ class Config(Section):
         return [f"eval_{name}{kind}" for name in sets for kind in kinds]
 
     def problems(self) -> Iterator[str]:
-        """All that no section can know alone."""
+        """Messages for values of different sections that do not go together."""
         yield from self._of_the_loss()
         yield from self._of_rollouts()
         yield from self._of_shared_rows()
@@ -379,7 +379,7 @@ class Config(Section):
         return self.watched.endswith(large) if mode is None else mode == "max"
 
     def as_yaml(self) -> str:
-        """The resolved run file: every key, defaults included."""
+        """The resolved run file as YAML: every key, defaults included."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 

@@ -16,10 +16,10 @@ _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 def _a_name(text: str) -> str:
-    """An empty path would be the current folder, read or written to."""
+    """Refuse an empty path: it would be the current folder."""
     try:
         possible = bool(text) and b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # half of a pair: JSON's way to write what is beyond 16 bits
+    except UnicodeEncodeError:  # half of a surrogate pair
         possible = False
     if not possible:
         raise ValueError(f"should be a name or a path, got {shown(text)}")
@@ -40,7 +40,7 @@ Name = Annotated[str, AfterValidator(_a_name)]
 
 
 def a_pattern(text: str) -> str:
-    """The text. Raises ValueError: it is no regular expression."""
+    """Return the text. Raises ValueError: it is no regular expression."""
     try:
         re.compile(text)
     except re.error as error:
@@ -61,9 +61,9 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_not_given(cls, values: Any) -> Any:
-        """Leave out null of a section, or of a key that is 0, false or empty by default.
+        """Drop a null for a section, or for a key that is 0, false or empty by default.
 
-        Of other keys null is no value, unless they say so: which would be meant?
+        For other keys null is refused unless they allow it: its meaning would be unclear.
         """
         if not isinstance(values, dict):
             return values
@@ -71,7 +71,7 @@ class Section(BaseModel):
 
     @classmethod
     def _is_nothing(cls, name: Any) -> bool:
-        """True if a key has a section, or else a default that asks for nothing."""
+        """True if a key's value is a section, or its default switches something off."""
         field = cls.model_fields.get(name)
         if field is None:
             return False
@@ -91,11 +91,11 @@ class Section(BaseModel):
 
 
 class NamedSection(Section):
-    """A section with a `name` that says which other keys it has; null: the default of that name."""
+    """A section whose `name` decides its other keys; null: the default for that name."""
 
     @classmethod
     def defaults(cls, name: Any) -> dict[str, Any] | None:
-        """The keys of a name with their defaults; None: there is no such name."""
+        """The keys for a name, with their defaults; None: no such name."""
         raise NotImplementedError
 
     @model_validator(mode="before")
@@ -118,7 +118,7 @@ class NamedSection(Section):
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`; did you mean 'x'?`, or the valid names where none is near and they fit in a line."""
+    """`; did you mean 'x'?`, or the valid names if none is near and they fit in a line."""
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"

@@ -1,10 +1,10 @@
 """Finds the replies of a conversation in its text.
 
-A template may write a turn otherwise when more turns follow: without its reasoning, with another
-end, with the tools elsewhere. So replies are found by signs: a character that occurs nowhere else
-is put at the end of what each message says, and shows where that has come to in the whole text. A
-reply begins after what stands between the message before it and the place where the template asks
-for a reply, and ends with what the template writes to end it.
+A template may write a turn differently when more turns follow: without its reasoning, with another
+end, with the tools elsewhere. So replies are found by signs: a unique character
+is put at the end of each message's content, and shows where that is in the whole text. A
+reply begins after the text between the message before it and the place where the template asks
+for a reply, and ends with the template's text that ends a turn.
 """
 
 import re
@@ -16,7 +16,7 @@ from megatrain.data.conversation import Conversation, Message
 from megatrain.data.template import HEADERS, REASONING, SAID, Template
 from megatrain.errors import InputError
 
-_PRIVATE = range(0xE000, 0xF900)  # characters that Unicode leaves to private use
+_PRIVATE = range(0xE000, 0xF900)  # Unicode's private use area
 TextRange = tuple[int, int]
 
 
@@ -24,9 +24,9 @@ class ReplySpans:
     """The text of one conversation, and its replies.
 
     Args:
-        tokens: the tokenizer's added tokens, among which are those that end turns.
+        tokens: the tokenizer's added tokens, which include those that end turns.
 
-    Raises InputError: the template refuses the conversation, or leaves out what a message says.
+    Raises InputError: the template refuses the conversation, or leaves out a message's text.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ReplySpans:
     def spans(self, turn: int) -> list[TextRange]:
         """The parts of the reply `messages[turn]` in the text, with its end of turn.
 
-        One, but where a template writes words beside calls behind the calls' results (Gemma 4).
+        One part, unless a template puts words beside calls after the calls' results (Gemma 4).
 
         Raises InputError: it cannot be told.
         """
@@ -67,7 +67,7 @@ class ReplySpans:
             raise
 
     def _apart(self, turn: int) -> list[TextRange]:
-        """A reply's calls, and its words: what these add to the text of the calls alone."""
+        """The parts of a reply's calls, and of its words, that the text of calls alone lacks."""
         message = dict(self._talk.messages[turn])
         words = message.pop("content", "").strip()
         if not words or "tool_calls" not in message:
@@ -119,7 +119,7 @@ class ReplySpans:
         return span[0], self._ended(turn, span[0], self._closed(turn, *span))
 
     def _closed(self, turn: int, begin: int, end: int) -> int:
-        """After the first tokens behind what a reply says: templates may end the text once more."""
+        """The end of the first tokens after a reply's content: templates may end the text again."""
         if "tool_calls" in self._talk.messages[turn]:
             return end
         content = self._said(turn, begin, end)
@@ -129,9 +129,9 @@ class ReplySpans:
         return end if tokens is None else tokens.end()
 
     def _ended(self, turn: int, begin: int, end: int) -> int:
-        """After the tokens that end a reply which only has an end where another turn follows it.
+        """The end of the tokens that end a reply, if only a following turn makes it have an end.
 
-        These are the tokens before a question's header, or where there are none, its first (GLM's).
+        These are the tokens before a question's header, or else the header's first (GLM's).
         """
         roles = [message["role"] for message in self._talk.messages]
         num_opening, opening_ends = self._template.header(self._talk, self._token)
@@ -148,13 +148,13 @@ class ReplySpans:
         return self._past("".join(between[: len(between) - num_opening]), end)
 
     def _start(self, turn: int) -> int | None:
-        """The place where the content of a message begins in the text, if that can be told."""
+        """The place where a message's content begins in the text, if it can be found."""
         content = self._talk.messages[turn].get("content", "").strip()
         start = self._places.get(turn, -1) - len(content)
         return start if start >= 0 and self.text.startswith(content, start) else None
 
     def _said(self, turn: int, begin: int, end: int) -> TextRange | None:
-        """The content of a message in text[begin:end], unless it is a part of a token there."""
+        """The place of a message's content in text[begin:end], unless it is part of a token."""
         content = self._talk.messages[turn].get("content", "").strip()
         start = self._start(turn)
         if content and (start is None or not begin <= start <= end - len(content)):
@@ -167,7 +167,7 @@ class ReplySpans:
         return start, start + len(content)
 
     def _render(self, num_messages: int, *, asking: bool = False) -> str:
-        """The text of the first messages, and of what asks for a reply to them."""
+        """The text of the first messages, and the template's request for a reply."""
         key = (num_messages, asking)
         if key not in self._texts:
             talk = self._talk.upto(num_messages)
@@ -176,7 +176,7 @@ class ReplySpans:
         return self._texts[key]
 
     def _by_headers(self, turn: int, asked: str) -> TextRange | None:
-        """Between the header and the end that a family is known for."""
+        """The part between a family's known header and end."""
         header = next((known for known in HEADERS if known in asked), None)
         if header is None:
             return None
@@ -187,11 +187,11 @@ class ReplySpans:
             return None
         begin, end = spans[roles[:turn].count("assistant")]
         begin += self._common(asked.rpartition(header)[2], begin)
-        follows = begin >= self._places.get(turn - 1, 0)  # not a header that somebody quotes
+        follows = begin >= self._places.get(turn - 1, 0)  # not a header quoted in a message
         return (begin, end) if follows and self._says_alone(turn, begin, end) else None
 
     def _by_prefixes(self, turn: int, asked: str) -> TextRange | None:
-        """The part that a reply adds to the text, if the text so far begins the whole text."""
+        """The part that a reply adds, if the text before it begins the whole text."""
         is_last = turn + 1 == len(self._talk.messages)
         upto = self.text if is_last else self._render(turn + 1)
         if not (self.text.startswith(upto) and upto.startswith(asked)):
@@ -199,7 +199,7 @@ class ReplySpans:
         return len(asked), len(upto)
 
     def _opens_another(self, turn: int, asked: str, begin: int, end: int) -> bool:
-        """True if what begins a turn is part of a reply that neither calls nor reasons."""
+        """True if a turn's opening text is part of a reply without calls and reasoning."""
         message = self._talk.messages[turn]
         if any(message.get(name) for name in ("tool_calls", *REASONING)):
             return False
@@ -215,7 +215,7 @@ class ReplySpans:
         return len(closing) > 1 and closing[-1:] == self._token.findall(asked)[-1:]
 
     def _unheaded(self, turn: int, asked: str, begin: int, end: int) -> int:
-        """The beginning of a reply behind a header that is written otherwise, or only once."""
+        """The beginning of a reply after a header that is written differently, or only once."""
         first = next(i for i, m in enumerate(self._talk.messages) if i and m["role"] == "assistant")
         header = self._header(first, self._render(first, asking=True))
         asks = header.strip() in self._header(turn, asked)
@@ -227,7 +227,7 @@ class ReplySpans:
         return begin if asks and self.text[begin:start].strip() else max(begin, stop)
 
     def _headed(self, header: str, begin: int, end: int) -> TextRange:
-        """The place of a header in text[begin:end], with any white space; -1 if it is not there."""
+        """The place of a header in text[begin:end], whatever its white space; -1: not found."""
         words = r"\s*".join(map(re.escape, header.split())) or r"(?!)"
         match = re.compile(words).search(self.text, begin, end)
         if match is None:
@@ -235,7 +235,7 @@ class ReplySpans:
         return match.start(), match.end() + self._same(header[len(header.rstrip()) :], match.end())
 
     def _header(self, turn: int, asked: str) -> str:
-        """The text that asks for a reply, perhaps in place of the end of the text."""
+        """The text that asks for a reply; it may replace the end of the text."""
         unasked = self._render(turn)
         if not asked.startswith(unasked) and self._talk.messages[turn - 1]["role"] != "assistant":
             unasked = unasked.rstrip()
@@ -244,7 +244,7 @@ class ReplySpans:
         return asked[len(unasked) :] if asked.startswith(unasked) else ""
 
     def _by_signs(self, turn: int, asked: str) -> TextRange | None:
-        """The reply's place, by what stands around it where it is the last message."""
+        """The reply's place, found by the text around it when it is the last message."""
         places = self._places
         before = self._find(turn, asked, asking=True).get(turn - 1)
         upto = self._render(turn + 1)
@@ -256,7 +256,7 @@ class ReplySpans:
         closings = self._token.findall(asked[before : len(asked) - len(header)])
         end = self._end(upto[after:], closings, places[turn], turn)
         messages = self._talk.messages
-        if begin is None and messages[turn - 1]["role"] == "tool":  # it goes on with its turn
+        if begin is None and messages[turn - 1]["role"] == "tool":  # it continues the turn
             content = messages[turn].get("content", "").rstrip()
             start = places[turn] - len(content)
             if content and "tool_calls" not in messages[turn]:
@@ -266,9 +266,9 @@ class ReplySpans:
         return begin, end
 
     def _begin(self, asked: str, header: str, place: int, end: int) -> int | None:
-        """After as much as there is of `asked`, which ends with `header`, in text[place:end]."""
+        """The end of the longest beginning of `asked`, which ends with `header`, at `place`."""
         common = self._common(asked, place)
-        reached = common > len(asked) - len(header)  # into what asks for a reply
+        reached = common > len(asked) - len(header)  # it includes a part of the request for a reply
         if reached if header else self._token.search(asked, common) is None:
             return place + common
         opening = self._token.match(header.lstrip())
@@ -279,9 +279,9 @@ class ReplySpans:
         return None if start < 0 or self.text[place:start].strip() else stop
 
     def _end(self, closing: str, closings: list[str], place: int, turn: int) -> int:
-        """After the tokens that end the turn, where `closing` follows the reply at its end.
+        """The end of the tokens that end the turn; `closing` follows the reply as last message.
 
-        `closings`: tokens that end other turns, which may end this one where more follows.
+        `closings`: tokens that end other turns, and may end this one if more turns follow.
         """
         same = self._same(closing, place)
         first = self._tokens.search(closing)
@@ -295,7 +295,7 @@ class ReplySpans:
         return place + self._common(closing, place)
 
     def _past(self, tokens: str, place: int) -> int:
-        """After as many of these tokens as are at `place`, white space between them or not."""
+        """The end of these tokens at `place`, which white space may separate."""
         for token in self._token.findall(tokens):
             start = len(self.text) - len(self.text[place:].lstrip())
             if not self.text.startswith(token, start):
@@ -309,14 +309,14 @@ class ReplySpans:
         return next((i for i, (a, b) in pairs if a != b), len(actual))
 
     def _common(self, expected: str, place: int) -> int:
-        """How much of `expected` is at `place`: all, or up to the end of a token or of a space."""
+        """Length of `expected` found at `place`: all, or up to the end of a token or a space."""
         same = self._same(expected, place)
         if same == len(expected):
             return same
         return max((m.end() for m in self._borders.finditer(expected, 0, same)), default=0)
 
     def _says_alone(self, turn: int, begin: int, end: int) -> bool:
-        """True if all of this message is in this part of the text, and the end of no other."""
+        """True if all of this message is in this part of the text, and no other one ends there."""
         message, text = self._talk.messages[turn], self.text[begin:end]
         parts = [*called(message), message.get("content", "").split("</think>")[-1].strip()]
         alone = not any(begin < place < end for t, place in self._places.items() if t != turn)
@@ -327,8 +327,8 @@ class ReplySpans:
         return self._find(len(self._talk.messages), self.text)
 
     def _find(self, num_messages: int, text: str, *, asking: bool = False) -> Mapping[int, int]:
-        """The ends of messages in `text`; those that signs do not show are left out."""
-        for empty in (True, False):  # templates may ask whether there is content
+        """The ends of messages in `text`; those without a visible sign are left out."""
+        for empty in (True, False):  # templates may write empty content differently
             shown = self._shown(num_messages, asking=asking, empty=empty)
             if self._sign.sub("", shown) == text:
                 break
@@ -339,21 +339,21 @@ class ReplySpans:
         for before, sign in enumerate(self._sign.finditer(shown)):
             places.setdefault(sign.group(), []).append(sign.start() - before)
         for turn, (message, of_content, of_calls) in enumerate(self._signs[:num_messages]):
-            calls = "tool_calls" in message  # whose names a template repeats with their results
+            calls = "tool_calls" in message  # templates repeat the calls' names with their results
             ends_of_message = places.get(of_calls if calls else of_content, [])
             if len(ends_of_message) == 1 or (calls and ends_of_message):
                 ends[turn] = ends_of_message[0]
         return ends
 
     def _shown(self, num_messages: int, *, asking: bool = False, empty: bool = False) -> str:
-        """The text of the first messages with their signs; with `empty`, in empty replies too."""
+        """The text of the first messages with signs; with `empty`, also in empty replies."""
         talk = self._talk.upto(num_messages)
         signed = [with_signs(*signs, empty=empty) for signs in self._signs[:num_messages]]
         talk = talk._replace(messages=[*signed, *talk.messages[len(signed) :]])
         return self._template.render(talk, self._where, add_generation_prompt=asking)[0]
 
     def _refuse_tools_left_out(self) -> None:
-        """Raises InputError: a tool is not described, though calls may name it."""
+        """Raises InputError: the text does not describe a tool."""
         names, ending = tool_names(self._talk), "z"
         while any(name + ending in self.text for name in names):
             ending += "z"
@@ -366,7 +366,7 @@ class ReplySpans:
             )
 
     def _refuse_left_out(self) -> None:
-        """Raises InputError: what a message says is nowhere in the text, however it is written."""
+        """Raises InputError: a message's content is not in the text, in no notation."""
         messages = self._talk.messages
         contents = [message.get("content", "").strip() for message in messages]
         missing = any(content not in self.text for content in contents)
@@ -389,16 +389,16 @@ class ReplySpans:
         )
 
 
-_WORD = re.compile(r"[A-Za-z0-9]+")  # which no way of writing a string changes
+_WORD = re.compile(r"[A-Za-z0-9]+")  # the same in every notation of strings
 
 
 def tool_names(talk: Conversation) -> list[str]:
-    """The names of the tools that are described to the model."""
+    """The names of a conversation's tools."""
     return [name for tool in talk.tools or () if (name := _function(tool).get("name"))]
 
 
 def with_names_ending(talk: Conversation, ending: str) -> Conversation:
-    """The same conversation with `ending` behind the names of all tools that are described."""
+    """The same conversation with `ending` after the names of all its tools."""
     tools: list[Any] = []
     for tool in talk.tools or ():
         function = _function(tool)
@@ -413,7 +413,7 @@ def _function(tool: Any) -> Mapping[str, Any]:
 
 
 def called(message: Message) -> list[str]:
-    """Words of a message's calls that its text must have, however arguments are written."""
+    """Words of a message's calls that the text must have in every notation of arguments."""
     functions = [call["function"] for call in message.get("tool_calls", ())]
     values = [value for function in functions for value in function["arguments"].values()]
     words = [word for value in values if isinstance(value, str) for word in _WORD.findall(value)]
@@ -421,7 +421,7 @@ def called(message: Message) -> list[str]:
 
 
 def with_signs(message: Message, of_content: str, of_calls: str, *, empty: bool) -> Message:
-    """A message with one sign after its content, the other after its last call's name."""
+    """A message with one sign after its content, and the other after its last call's name."""
     signed = dict(message)
     text = message.get("content", "").rstrip()
     if text or (empty and "content" in message and "tool_calls" not in message):

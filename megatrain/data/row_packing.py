@@ -1,4 +1,4 @@
-"""Which ranges of which documents share a row; numbers only, no tokens are touched.
+"""Packs ranges of documents into rows; by numbers alone, without reading tokens.
 
 A *segment* is a range of one document's tokens. A row is a run of segments which do not see one
 another: positions restart at each, and the first token of each is not predicted.
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatrain.errors import InputError
 
 Ints = NDArray[np.int64]
-_WINDOW = 4096  # conversations fitted together: enough to fill rows, few enough to stay shuffled
+_WINDOW = 4096  # conversations packed together: enough to fill rows, few enough to stay shuffled
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Segments:
 
     @property
     def lengths(self) -> Ints:
-        """[n] tokens of each."""
+        """[n] number of tokens in each segment."""
         return self.end - self.begin
 
     def __len__(self) -> int:
@@ -37,7 +37,7 @@ class Segments:
         return Segments(self.document[index], self.begin[index], self.end[index])
 
     def cut(self, places: Ints) -> "Segments":
-        """Cut further at `places`, offsets into all the tokens end to end."""
+        """Cut segments also at `places`, offsets into all the tokens end to end."""
         edges = np.concatenate([[0], np.cumsum(self.lengths)])
         starts = np.unique(
             np.concatenate([edges[:-1], places[(places > 0) & (places < edges[-1])]])
@@ -65,7 +65,7 @@ class PackedRows:
 
 
 def shuffled(count: int, *key: int) -> Ints:
-    """The numbers below `count` in an order which is a function of `key` (not negative) alone.
+    """The numbers below `count`, in an order that follows from `key` (not negative) alone.
 
     Raw Philox output is sorted because NumPy promises to never change it, unlike `permutation`.
     """
@@ -76,13 +76,13 @@ def shuffled(count: int, *key: int) -> Ints:
 def mixed(
     segments: Segments, groups: Ints, weights: Sequence[float], repeat: bool, seed: int
 ) -> Segments:
-    """Segments such that each group has its share of the tokens.
+    """Choose segments such that each group has its share of the tokens.
 
     Args:
         segments: in the order in which they are taken, whole.
         groups: [documents] the group of each.
         weights: [groups] shares of the tokens, of any sum.
-        repeat: every segment at least once, and some groups more often; else none twice.
+        repeat: take every segment at least once, and some groups more often; else none twice.
 
     Raises InputError: a group has no segment.
     """
@@ -132,7 +132,7 @@ def fit_rows(segments: Segments, row_length: int) -> PackedRows:
 
 
 def split_rows(segments: Segments, row_length: int) -> PackedRows:
-    """One segment a row; longer ones are cut into several rows."""
+    """One segment in each row; segments longer than a row are cut."""
     starts = np.cumsum(segments.lengths) - segments.lengths
     inside = [np.arange(s + row_length, s + n, row_length, dtype=np.int64)
               for s, n in zip(starts.tolist(), segments.lengths.tolist(), strict=True)

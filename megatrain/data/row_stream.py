@@ -1,6 +1,6 @@
-"""Rows of sources that are too large to be kept tokenised: made as they are asked for.
+"""Rows of sources that are too large to keep tokenised: made on demand.
 
-Documents are read in order and gathered in blocks of so many tokens. A block is shuffled and packed
+Documents are read in order and gathered in blocks of `block_tokens`. A block is shuffled and packed
 as a data set of its own, the next one is made meanwhile. The order of rows is a function of the
 seed; it mixes what is near in the sources. A run goes on where a block starts: what comes before is
 read again, but not tokenised.
@@ -26,7 +26,7 @@ from megatrain.errors import InputError
 
 _log = logging.getLogger("megatrain.data")
 
-# Behind an error: the one thing by which rows change of themselves.
+# Ending of an error: the only cause of changed rows that no user intends.
 DATED = f" (a chat template that writes the date: {shipped('docs/reliability.md')})"
 
 
@@ -45,7 +45,7 @@ class BlockStart(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows of a stream. order: [rows] which of the data comes when. last: the document."""
+    """Some rows of a stream. order: [rows] numbers of the data's rows. last: the last document."""
 
     start: BlockStart
     data: PackedDataset
@@ -54,18 +54,18 @@ class Block:
 
     @property
     def end(self) -> int:
-        """The row that the next block starts with."""
+        """The first row of the next block."""
         return self.start.row + len(self.data)
 
     def row(self, row: int) -> int:
-        """Which row of the data is this one of the stream."""
+        """The number in the data of a row of the stream."""
         return int(self.order[row - self.start.row])
 
 
 class RowStream:
-    """The endless rows of some sources, by their number; any thread may ask.
+    """The endless rows of some sources, by their number; any thread may call it.
 
-    Args: `layout` of rows, of whatever kind the sources are; `block_tokens`: shuffled together.
+    Args: `layout`: of rows, for any kind of source; `block_tokens`: tokens shuffled together.
 
     Attributes:
         fingerprint: of sources and settings.
@@ -104,7 +104,7 @@ class RowStream:
 
     @property
     def block(self) -> PackedDataset:
-        """The oldest block that is kept: at first, the first one."""
+        """The oldest block in memory: at first, the first one."""
         return self._blocks[0].data
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
@@ -129,19 +129,19 @@ class RowStream:
         return self.start(row).epoch
 
     def start(self, row: int) -> BlockStart:
-        """The start of the block with this row; after a block, that of the next."""
+        """The start of the block with this row; at a block's end, the next block's."""
         with self._lock:
             for block in self._blocks:
-                if row == block.end:  # whether there is a next one yet is a matter of time
+                if row == block.end:  # the next one may not be ready yet
                     return BlockStart(row, block.start.epoch, *block.last)
                 if block.start.row <= row < block.end:
                     return block.start
         raise ValueError(f"row {row} is in no block that is kept")
 
     def go_to(self, start: BlockStart) -> None:
-        """Have the blocks from there on.
+        """Go to a block's start, and keep the blocks from there on.
 
-        Raises InputError: the block there is another than it was.
+        Raises InputError: the block's content has changed.
         """
         with self._lock:
             self._end()
@@ -153,7 +153,7 @@ class RowStream:
             )
 
     def forget(self, row: int) -> None:
-        """Let go of what is before this row."""
+        """Free the blocks before this row."""
         with self._lock:
             while self._blocks[0].end <= row and len(self._blocks) > 1:
                 self._blocks.popleft()
@@ -168,12 +168,12 @@ class RowStream:
         self._closed = False
         self._made = self._blocks_from(start)
         self._blocks = deque([next(self._made)])
-        self._next: Future[Block] | None = None  # until somebody takes a row
+        self._next: Future[Block] | None = None  # made when the first row is taken
 
     def _end(self) -> None:
         self._closed = True
         if self._next is not None and not self._next.cancel():
-            self._next.exception()  # it ends with the document that it is at
+            self._next.exception()  # the thread stops after its current document
 
     def _block_of(self, row: int) -> Block:
         with self._lock:
@@ -207,7 +207,7 @@ class RowStream:
             epoch, after = epoch + 1, BEFORE_ALL
 
     def _parts(self, examples: Examples) -> Iterator[list[Document]]:
-        """All documents in blocks, each of which ends with the end of a row of the data."""
+        """All documents in blocks, each of which ends at the end of a row of the source."""
         part: list[Document] = []
         count = 0
         for document in self._encoder.documents(examples):

@@ -1,4 +1,4 @@
-"""Reads rows of each format: makes an example of their fields, by our names."""
+"""Reads rows of each format: makes an example from their fields, by our names."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,21 +17,21 @@ from megatrain.errors import InputError
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversations",
              "documents", "messages", "return_assistant_tokens_mask", "tools"}  # fmt: skip
-# What a text may have in common with its prompt by chance, in characters.
+# Characters that a text may have in common with its prompt by chance.
 BY_CHANCE = 20
-# Fields that are a text in whichever format has them.
+# Fields that are texts in every format that has them.
 _TEXTS = ("question", "answer", "instruction", "input", "output", "reasoning", "system", "text")
 
 
 class Completion(NamedTuple):
-    """A text to continue, and how: without a chat template, and only the completion is learnt."""
+    """A prompt and its completion, without a chat template; only the completion is learnt."""
 
     prompt: str
     completion: str
 
 
 class Rated(NamedTuple):
-    """Replies to one prompt, each with the prompt, and which of them are good, by how much."""
+    """Replies to one prompt, each with the prompt; which of them are good, and the margin."""
 
     replies: Sequence[Conversation | Completion]
     good: Sequence[bool]
@@ -42,9 +42,9 @@ Example = str | Conversation | Completion | Rated
 
 
 def check_text(value: object, ours: str, theirs: str, where: str, *, needed: bool) -> None:
-    """Raises InputError: a field that is a text in every format is something else.
+    """Raises InputError: a field that must be a text is something else.
 
-    Args: `ours`, `theirs`: its name here, and in the data. `needed`: null is no text.
+    Args: `ours`, `theirs`: its name here, and in the data. `needed`: null is an error.
     """
     if ours not in _TEXTS or isinstance(value, str) or (value is None and not needed):
         return
@@ -59,12 +59,12 @@ def check_text(value: object, ours: str, theirs: str, where: str, *, needed: boo
 
 
 def of_text(row: DataRow, where: str) -> str:
-    """A document."""
+    """A text as a document."""
     return str(row["text"])
 
 
 def of_messages(row: DataRow, where: str) -> Conversation:
-    """A conversation, of which the replies are learnt."""
+    """A conversation; its replies are learnt."""
     turns, learnt = messages(row["messages"], "messages", where)
     first = from_json(row["messages"], "messages", where)
     shared = isinstance(first, Sequence) and "from" in first[0]
@@ -72,7 +72,7 @@ def of_messages(row: DataRow, where: str) -> Conversation:
 
 
 def of_completion(row: DataRow, where: str) -> Conversation | Completion:
-    """A prompt and what follows it, of which only this is learnt."""
+    """A prompt and its completion; only the completion is learnt."""
     prompt, completion = (text_or_messages(row[n], n, where) for n in ("prompt", "completion"))
     if _repeats(prompt, completion, where):
         raise InputError(
@@ -83,19 +83,19 @@ def of_completion(row: DataRow, where: str) -> Conversation | Completion:
 
 
 def of_rated(row: DataRow, where: str) -> Rated:
-    """A reply, and whether it is a good one."""
+    """A reply, and its rating as good or bad."""
     if not isinstance(row["label"], bool):
         raise InputError(f"{where}: 'label' must be true of a good reply, false of a bad one")
     return Rated([of_completion(row, where)], [row["label"]])
 
 
 def of_pair_with_margin(row: DataRow, where: str) -> Rated:
-    """A pair, and by how much one reply is the better."""
+    """A pair of replies, and the margin of the better one."""
     return of_pair(row, where)._replace(margin=number(row["margin"], "margin", where))
 
 
 def of_pair(row: DataRow, where: str) -> Rated:
-    """A better reply to a prompt, and a worse one."""
+    """A pair: a better reply to a prompt, and a worse one."""
     names = ("chosen", "rejected")
     replies: list[Any] = [text_or_messages(row[name], name, where) for name in names]
     prompt = text_or_messages(row.get("prompt"), "prompt", where)
@@ -129,7 +129,7 @@ def opening(replies: Sequence[Any]) -> Any:
 
 
 def is_said(question: str, messages: Any) -> bool:
-    """True if a question is in this text, or in one of these messages, or all of them in it."""
+    """True if a question is in this text or these messages, or contains all of them."""
     contents = (
         [messages] if isinstance(messages, str) else [_content(message) for message in messages]
     )
@@ -145,9 +145,9 @@ def _content(message: Any) -> str:
 
 
 def _taken_apart(replies: list[Any], prompt: Any, where: str) -> tuple[Any, list[Any]]:
-    """The prompt that replies begin with, as TRL takes it, and what is left of each.
+    """The prompt with which all replies begin, as in TRL, and the rest of each reply.
 
-    A prompt beside messages that have none is what their user says.
+    A separate prompt becomes the user's message if the messages have none.
     """
     shared = opening(replies)
     if isinstance(shared, str):
@@ -193,7 +193,7 @@ def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conver
 
 
 def of_instruction(row: DataRow, where: str) -> Conversation:
-    """An instruction with its input, and what is put out."""
+    """An instruction with its input, and the output."""
     texts = (row.get(name) or "" for name in ("instruction", "input"))
     return _turns(row, "\n".join(filter(None, texts)), row["output"], where)
 

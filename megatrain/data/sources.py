@@ -21,13 +21,13 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
 _PACKED = (".gz", ".bz2", ".xz", ".zst")
-# Never a document whose text is to be learnt as it stands.
+# Endings of files that are never read as documents.
 _NOT_TEXT = {
     ".7z", ".avro", ".db", ".doc", ".docx", ".epub", ".feather", ".h5", ".lz4", ".npy", ".npz",
     ".ods", ".odt", ".orc", ".pdf", ".pkl", ".pt", ".rar", ".safetensors", ".sqlite", ".tar",
     ".tgz", ".xls", ".xlsx", ".zip", *_PACKED,
 }  # fmt: skip
-# What `datasets` writes beside the rows that were saved: about them, and what `map` made of them.
+# Files of `datasets` beside the saved rows: their description, and caches of `map`.
 _NOT_SAVED = re.compile(
     r"dataset_infos?\.json|dataset_dict\.json|state\.json|cache-[0-9a-f]{8,}(_\d+_of_\d+)?\.arrow"
 )
@@ -40,7 +40,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file to read. `named`: the person wrote this very path, so an empty one is an error."""
+    """A file to read. `named`: the user wrote this very path, so an empty file is an error."""
 
     path: Path
     format: FileFormat
@@ -50,17 +50,17 @@ class SourceFile:
 
     @property
     def name(self) -> str:
-        """How errors and row descriptions call it."""
+        """The name in errors and descriptions of rows."""
         return str(self.path)
 
     @property
     def place(self) -> str:
-        """Equal for all names of one file: links, other ways to write its path."""
+        """A key that is equal for all names of one file: links, other spellings of its path."""
         return str(self.path.resolve())
 
     @property
     def identity(self) -> tuple[str | int, ...]:
-        """Equal as long as the file is the one that was read."""
+        """A key that stays equal as long as the file does not change."""
         return (str(self.path.absolute()), self.size, self.mtime_ns)
 
 
@@ -75,12 +75,12 @@ class HubSplit:
 
     @property
     def place(self) -> str:
-        """Different for every source."""
+        """A key that differs between sources."""
         return self.name
 
     @property
     def identity(self) -> tuple[str | int, ...]:
-        """Equal as long as the data set is the one that was read."""
+        """A key that stays equal as long as the data set does not change."""
         if not hasattr(self.rows, "__len__"):
             return (self.name,)
         return (self.name, self.rows._fingerprint, len(self.rows))
@@ -104,7 +104,7 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
         rows = datasets.load_dataset(
             name, config, split=split, **({"streaming": True} if streaming else {})
         )
-    except Exception as error:  # datasets raises whatever its many back ends do
+    except Exception as error:  # datasets raises its back ends' errors
         raise InputError(
             f"{name!r}: no such file or folder, nor a hub data set that can be loaded "
             f"({first_line(error).rstrip('.')}): check the path, or fetch it once with a network"
@@ -121,7 +121,7 @@ def open_sources(
     weighted: bool = False,
     streaming: bool = False,
 ) -> tuple[list[DataSource], list[int]]:
-    """The sources, each once, and of each which of the given ones it belongs to.
+    """The sources, each once, and for each the number of the argument that named it.
 
     A file with several names (links, other ways to write its path) is one file.
 
@@ -144,7 +144,7 @@ def open_sources(
 
 
 def find_files(source: str | Path, kind: DataKind) -> list[SourceFile] | None:
-    """The files that a path or glob names; None when it can only be a hub id.
+    """The files that a path or glob names; None: it can only be a hub id.
 
     Folders are searched in sorted order for everything but hidden files and what `datasets` writes
     about its own or keeps of what `map` made; where there are files of rows, text files beside them
@@ -195,7 +195,7 @@ def _expand(text: str, kind: DataKind) -> list[SourceFile]:
 
 
 def _refuse_splits(text: str, folder: Path, files: list[SourceFile]) -> None:
-    """Raises InputError: by their names some rows are to train on, and some to test with."""
+    """Raises InputError: file names say that some rows are for training, others for tests."""
     split: dict[str, str] = {}
     for file in files:
         if file.format != "text":

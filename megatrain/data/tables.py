@@ -1,6 +1,6 @@
 """Readers of tables: Parquet, Arrow, CSV and data sets of the hub.
 
-Only columns that somebody asks for are read; of the others a row has the name, with UNREAD.
+Only the wanted columns are read; the others' names have the value UNREAD in rows.
 """
 
 import csv
@@ -23,14 +23,14 @@ Wanted = Callable[[str], bool]
 
 def read_hub(source: HubSplit, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
     """The rows of a hub data set."""
-    if not hasattr(source.rows, "__len__"):  # a stream, whose columns only its rows may tell
+    if not hasattr(source.rows, "__len__"):  # a stream, whose columns only its rows may show
         for number, row in enumerate(source.rows, start=1):
             yield number, {n: _without_nulls(v) if wanted(n) else UNREAD for n, v in row.items()}
         return
     names = source.rows.column_names
     others = dict.fromkeys((n for n in names if not wanted(n)), UNREAD)
     present = [n for n in names if wanted(n)]
-    # Without a column there would be no rows, and nobody to say which columns there are.
+    # Reading no columns would give no rows, and no error could name the columns.
     rows = source.rows.select_columns(present) if present else [{}] * min(len(source.rows), 1)
     for number, row in enumerate(rows, start=1):
         yield number, {**_without_nulls(row), **others}
@@ -101,7 +101,7 @@ def read_csv(
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without the nulls that a table puts for absent keys of nested objects."""
+    """A value without the nulls that tables put for absent keys of nested objects."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -130,7 +130,7 @@ def _pyarrow(file: SourceFile, module: str) -> Any:
 
 @contextmanager
 def _reading(file: SourceFile, what: str) -> Iterator[None]:
-    """Turns errors of pyarrow into one line that names the file."""
+    """Turns pyarrow's errors into one line that names the file."""
     arrow = _pyarrow(file, "pyarrow")
     try:
         yield

@@ -1,6 +1,6 @@
 """A teacher's likeliest tokens for each label of a data set: computed once, then kept.
 
-A folder of two files, which grow together, so that whoever is killed goes on where it was.
+A folder of two files, which grow together, so that a killed process can go on where it was.
 `labels.bin`: for each label, row after row, the ids of K tokens (int32) and their log-probabilities
 (fp32). `rows.bin`: of each row how many labels there are up to its end (int64), and a CRC-32 of
 them, of this number and that of the row before (uint32). `whole.json`, once all rows are there:
@@ -35,7 +35,7 @@ _log = logging.getLogger("megatrain.data")
 
 
 class TeacherFile:
-    """Read row by row, so that memory stays flat. Raises RunFailed where it is not as written."""
+    """Reads answers row by row, so that memory stays flat. Raises RunFailed: bytes have changed."""
 
     def __init__(self, folder: Path, top_k: int) -> None:
         self._top_k, self._record = top_k, _record(top_k)
@@ -67,13 +67,13 @@ class TeacherFile:
 def open_teacher_file(
     folder: Path, num_rows: int, top_k: int, answers: Callable[[int], Iterator[TeacherAnswers]]
 ) -> TeacherFile:
-    """The answers in `folder`; what is missing of them is computed first.
+    """The answers in `folder`; missing ones are computed first.
 
     Processes that want the same one wait.
 
     Args:
         num_rows: of the data set.
-        answers: a teacher's, for the rows from a given one on, micro-batch after micro-batch.
+        answers: yields the teacher's answers from a row on, micro-batch after micro-batch.
 
     Raises InputError: the folder cannot be written, or whatever `answers` raises.
     """
@@ -158,7 +158,7 @@ def _go_on(
 
 
 def _num_whole(every: NDArray[np.void], labels: BinaryIO, size: int) -> int:
-    """How many rows from the first on have labels, of `size` bytes each, as they were written."""
+    """Number of first rows whose labels, of `size` bytes each, are as they were written."""
     room = os.fstat(labels.fileno()).st_size
     for number, (begin, end) in enumerate(itertools.pairwise(every["end"].tolist())):
         if not begin <= end <= room // size:

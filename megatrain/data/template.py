@@ -1,8 +1,8 @@
-"""A tokenizer's chat template as a function from a conversation to text, in bounds of its own.
+"""A tokenizer's chat template as a function from conversation to text, bounded in time and memory.
 
-Templates differ in what they take for the same conversation: arguments of calls as objects or as
-JSON, content as a string or as parts, reasoning under several names. What a template takes is found
-by trying it on a conversation of two turns.
+Templates differ in their input for the same conversation: arguments of calls as objects or as
+JSON, content as a string or as parts, reasoning under several names. The right form is found
+by trying the template on a conversation of two turns.
 """
 
 import json
@@ -24,12 +24,12 @@ from megatrain.errors import InputError, first_line
 
 
 class _Late(BaseException):
-    """The time is over. No Exception: jinja takes each of those for an expression to try later."""
+    """The time limit is over. No subclass of Exception, which jinja would catch."""
 
 
 @contextmanager
 def bounded(seconds: float, num_bytes: int) -> Iterator[None]:
-    """Let a block take so much processor time and so much memory more than there is in use.
+    """Limit a block's processor time, and the memory that it takes beside the memory in use.
 
     Only on the main thread: Python runs signal handlers on no other, and the limit of memory is the
     process's, so that a block beside others would take from what they need.
@@ -75,13 +75,13 @@ def _time(seconds: float) -> Iterator[None]:
     finally:
         over = True
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        with suppress(TypeError):  # a handler that Python has not set cannot be put back
+        with suppress(TypeError):  # a handler from outside of Python cannot be restored
             signal.signal(signal.SIGVTALRM, before)
 
 
-# What a template may take for a row. One of 200,000 short messages took 0.6 seconds.
+# A template's limits for a row. One of 200,000 short messages took 0.6 seconds.
 _SECONDS, _NUM_BYTES = 20.0, GIB
-_LONGEST = 64 << 20  # characters, twice what a row may have; tokenising takes 50 times as much
+_LONGEST = 64 << 20  # characters, twice a row's limit; tokenising takes 50 times as many bytes
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 SAID = ("content", "tool_calls", *REASONING)
@@ -108,14 +108,14 @@ _CALLS: Message = {
 
 @dataclass(frozen=True)
 class MessageForm:
-    """How a template takes messages."""
+    """The form of messages that a template takes."""
 
     parts: bool = False  # content as a list of parts
     json: bool = False  # arguments as a string
     empty: bool = False  # calls without content have an empty one
 
     def put(self, message: Message) -> Message:
-        """The message in this shape."""
+        """The message in this form."""
         message_put = dict(message)
         if self.parts and "content" in message_put:
             message_put["content"] = [{"type": "text", "text": message_put["content"]}]
@@ -142,7 +142,7 @@ class Template:
         self._headers: dict[tuple[str, str], tuple[int, bool]] = {}
 
     def source(self, talk: Conversation) -> str:
-        """The text of the template that the conversation gets: one may be for tools.
+        """The source of the conversation's template: there may be a separate one for tools.
 
         Raises InputError: there are several, and none is the default.
         """
@@ -157,7 +157,7 @@ class Template:
         return source
 
     def is_marked(self, talk: Conversation) -> bool:
-        """True if the template says itself what is a reply."""
+        """True if the template marks replies itself."""
         return _MARKS.search(self.source(talk)) is not None
 
     def has_place(self, talk: Conversation, name: str) -> bool:
@@ -165,7 +165,7 @@ class Template:
         return re.search(rf"\b{re.escape(name)}\b", self.source(talk)) is not None
 
     def heeds(self, talk: Conversation, turn: int, name: str, where: str) -> bool:
-        """True if a field of a message changes the text.
+        """True if a message's field changes the text.
 
         Raises InputError: the template refuses the conversation, or takes too long.
         """
@@ -177,14 +177,14 @@ class Template:
     def render(
         self, talk: Conversation, where: str, **options: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where in it the template marks replies.
+        """The text of a conversation, and the places of replies that the template marks.
 
         Raises InputError: the template refuses the conversation, or takes too long.
         """
         try:
             messages = self._put(talk, talk.messages)
             text, marks = self._rendered(talk._replace(messages=messages), **options)
-        except Exception as error:  # templates raise their own, and trip over what they get
+        except Exception as error:  # templates raise errors of any type
             reason = first_line(error)
             raise InputError(
                 f"{where}: the chat template refuses the row: {reason} (what it asks for may be "
@@ -197,7 +197,7 @@ class Template:
         return text, marks
 
     def _put(self, talk: Conversation, messages: list[Message]) -> list[Message]:
-        """Messages of a conversation as the template takes them."""
+        """A conversation's messages in the template's form."""
         shape = self._shape(talk)
         return [shape.put(self._named(talk, message)) for message in messages]
 
@@ -212,8 +212,8 @@ class Template:
         return text, [span for spans in marked for span in spans]
 
     def reasoning(self, talk: Conversation, message: Message) -> str | None:
-        """The field that the template writes as the reasoning of such a reply, if it has one."""
-        calls = "tool_calls" in message  # some write reasoning beside calls alone
+        """The name of the field that the template writes as such a reply's reasoning, if any."""
+        calls = "tool_calls" in message  # some write reasoning only beside calls
         key = (self.source(talk), repr(sorted(talk.options.items())), calls)
         if key not in self._reasoning:
             names = (n for n in REASONING if self.has_place(talk, n))
@@ -229,7 +229,7 @@ class Template:
         return "some thought" in self._tried(talk, map(shape.put, trial))
 
     def header(self, talk: Conversation, token: re.Pattern[str]) -> tuple[int, bool]:
-        """How many tokens begin a question, and whether nothing else ends replies (GLM's)."""
+        """Number of tokens that begin a question, and True if nothing else ends replies (GLM's)."""
         key = (self.source(talk), repr(sorted(talk.options.items())))
         if key not in self._headers:
             trial = [_ASKED, {"role": "assistant", "content": _VALUE}, _ASKED]
@@ -244,7 +244,7 @@ class Template:
         return self._headers[key]
 
     def _named(self, talk: Conversation, message: Message) -> Message:
-        """A message whose reasoning has the name that the template asks for."""
+        """A message whose reasoning has the template's name for it."""
         theirs = next((n for n in REASONING if message.get(n)), None)
         ours = None if theirs is None else self.reasoning(talk, message)
         if theirs is None or ours is None or theirs == ours:
@@ -252,12 +252,12 @@ class Template:
         return {**{n: v for n, v in message.items() if n != theirs}, ours: message[theirs]}
 
     def _tried(self, talk: Conversation, messages: Iterable[Message]) -> str:
-        """The text of invented messages in a talk; empty where the template does not take them."""
+        """The text of invented messages; empty if the template refuses them."""
         try:
             return self._rendered(talk._replace(messages=[*messages]))[0]
         except (TimeoutError, MemoryError):
-            raise  # as it would with any conversation
-        except Exception:  # templates raise their own
+            raise  # it would do so with any conversation
+        except Exception:  # templates raise errors of any type, too
             return ""
 
     def _shape(self, talk: Conversation) -> MessageForm:
@@ -270,14 +270,14 @@ class Template:
         return self._shapes[key]
 
     def _fits(self, shape: MessageForm, trial: list[Message], talk: Conversation) -> bool:
-        """True if what is said in this shape is there in the text, and as it should be."""
+        """True if the text of messages in this form has all their content, rightly written."""
         text = self._tried(talk, map(shape.put, trial))
         garbled = f'\\"{_KEY}' in text or f"'{_KEY}'" in text
         return "some words" in text and _VALUE in text and not garbled
 
 
 def _trials(calls: bool) -> Iterator[list[Message]]:
-    """Conversations to try a template with, the one that tells most first."""
+    """Conversations to try a template with, the most informative first."""
     reply: Message = {"role": "assistant", "content": _VALUE}
     if calls:
         reply = _CALLS

@@ -46,9 +46,9 @@ class TokenStore:
 
     Attributes:
         names: of the sources.
-        notes: what was found in them, as JSON keeps it.
+        notes: findings about them, as JSON.
         digest: of all tokens and records.
-        tokens, records: give so many bytes from an offset on; on disk they raise RunFailed where
+        tokens, records: read some bytes from an offset on; on disk they raise RunFailed where
             the file is not as it was written.
     """
 
@@ -60,7 +60,7 @@ class TokenStore:
     records: Callable[[int, int], memoryview]
 
     def documents(self) -> NDArray[Any]:
-        """The records of all documents: for what is done once, at the start."""
+        """The records of all documents; large, so use it only once, at the start."""
         return np.frombuffer(self.records(0, self.num_documents * _RECORD.itemsize), _RECORD)
 
     def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -72,11 +72,11 @@ class TokenStore:
         return np.where(only_read, ~tokens, tokens), np.where(only_read, -100, tokens)
 
     def begin(self, document: int) -> int:
-        """The place in the tokens where a document begins."""
+        """The number of the first token of a document."""
         return int(self._record(document)["begin"])
 
     def is_good(self, document: int) -> bool:
-        """True if a reply is the better of two, or a good one."""
+        """True if a document's reply is the better of two, or a good one."""
         return bool(self._record(document)["good"])
 
     def margin(self, document: int) -> float:
@@ -116,9 +116,9 @@ def open_store(
     notes: dict[str, Any],
     progress: Progress | None = None,
 ) -> TokenStore:
-    """The store in `folder`, made from `documents()` if it is not there whole already.
+    """The store in `folder`, made from `documents()` unless a complete one exists.
 
-    `notes` (JSON) are kept with it as they are when all documents have been taken.
+    `notes` (JSON) are saved with it after the last document, which may have changed them.
 
     It appears under its name only when complete; processes that want the same one wait.
 
@@ -140,7 +140,7 @@ def open_store(
 
 @contextmanager
 def alone(path: Path, doing: str) -> Iterator[None]:
-    """Hold the lock of what is kept; whoever waits for it is told what another run is `doing`."""
+    """Hold a lock file; a process that waits for it logs what the other one is `doing`."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
@@ -183,7 +183,7 @@ def _load(folder: Path) -> TokenStore | None:
                 tokens.read,
                 records.read,
             )
-            for start in range(0, records.identity[0], 32 * MIB):  # damage here is mended at once
+            for start in range(0, records.identity[0], 32 * MIB):  # damage is repaired at once
                 records.read(start, min(32 * MIB, records.identity[0] - start))
             return store
         problem = "files are not as they were written"
@@ -254,12 +254,12 @@ def _crc32(meta: dict[str, Any]) -> int:
 
 
 def _stored(document: Document) -> NDArray[np.int32]:
-    """[n] tokens as they are stored."""
+    """[n] tokens in their stored form."""
     return np.where(_targets(document), document.ids, ~document.ids).astype(_TOKEN)
 
 
 def _record(document: Document, begin: int) -> NDArray[Any]:
-    """[1] the record of a document whose tokens begin there."""
+    """[1] the record of a document whose tokens begin at `begin`."""
     targets = _targets(document)
     first = int(targets.argmax()) if targets.any() else -1
     end = begin + len(document.ids)
@@ -269,7 +269,7 @@ def _record(document: Document, begin: int) -> NDArray[Any]:
 
 
 def _told_apart(records: NDArray[Any]) -> bytes:
-    """The part of records that the digest covers: without margins if all are 0, as in old runs."""
+    """The records' bytes for the digest: without margins if all are 0, as in old runs."""
     rows = records.view(np.uint8).reshape(len(records), -1)
     if not records["margin"].any():
         rows = rows[:, : _RECORD.itemsize - _RECORD["margin"].itemsize]
@@ -278,5 +278,5 @@ def _told_apart(records: NDArray[Any]) -> bytes:
 
 def _targets(document: Document) -> NDArray[np.bool_]:
     targets = document.targets.copy()
-    targets[:1] = False  # nothing comes before it to predict it from
+    targets[:1] = False  # no token before it predicts it
     return targets

@@ -1,4 +1,4 @@
-"""From what a person names to a data set: find, tokenise (once), choose documents, arrange rows."""
+"""From names of sources to a data set: find, tokenise (once), choose documents, arrange rows."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from megatrain.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 13  # of the kept tokens: raise it when the same input gives other tokens
+_FORMAT = 13  # of kept tokens: raise it when the same input gives other tokens
 _log = logging.getLogger("megatrain.data")
 
 
@@ -57,12 +57,12 @@ def open_dataset(
         cache_dir: the folder for tokens; safe to delete between runs.
         packing: several documents share a row without seeing one another; text is cut where a row
             is full, conversations stay whole; replies that are compared or rated share none.
-        kind: "text", "chat": replies, "auto": by the fields, "pairs", "margins", "rated": compared.
-        fields: our name of a field -> the data's, or None: passed over on purpose.
-        bad_rows: end at the first that cannot be used, or leave them out and list them.
+        kind: "text"; "chat"; "auto": by the fields; "pairs", "margins" or "rated" replies.
+        fields: our name of a field -> the data's, or None: to be ignored.
+        bad_rows: raise at the first unusable row, or leave such rows out and list them.
         weights, repeat: shares of the tokens, one for each source; see `row_packing.mixed`.
         seed: decides which documents share rows and which are held out.
-        vocab_size: the model's; greater ids are refused.
+        vocab_size: the model's; ids beyond it are refused.
         overlong: what to do with conversations longer than a row. (Text is always split.)
         hub_config, hub_split: which configuration and split of a hub data set.
         progress: called with the documents and tokens so far while tokenising.
@@ -111,9 +111,9 @@ def open_stream(
     hub_config: str | None = None,
     hub_split: str = "train",
 ) -> RowStream:
-    """The same for a source whose tokens nothing should keep: they are made as they are needed.
+    """Like `open_dataset`, but tokens are made on demand and not kept.
 
-    Args: as of `open_dataset`; block_tokens: how many are shuffled together.
+    Args: as of `open_dataset`; block_tokens: number of tokens shuffled together.
 
     Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
@@ -135,7 +135,7 @@ def open_stream(
 
 
 def _reading(kind: DataKind, fields: Fields | None, sequence_length: int, seed: int) -> Reading:
-    """How rows are read. Raises InputError: a name of a field or a number cannot be used."""
+    """How to read rows. Raises InputError: a field's name or a number cannot be used."""
     if sequence_length < 2:
         raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
     if seed < 0:

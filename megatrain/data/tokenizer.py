@@ -1,4 +1,4 @@
-"""Loading a tokenizer, knowing it again, and refusing ids that its model does not have."""
+"""Loads a tokenizer, identifies it, and refuses ids that its model lacks."""
 
 import hashlib
 import json
@@ -71,7 +71,7 @@ def load_tokenizer(
 
 
 def _stop_sampling(tokenizer: Any, path_or_id: str | Path) -> None:
-    """Kept tokens and streams that go on must be those that the same text gives again."""
+    """Switch off dropout of merges: kept tokens must equal those of the same text later."""
     if not tokenizer.is_fast:
         if (tokenizer.init_kwargs.get("sp_model_kwargs") or {}).get("enable_sampling"):
             raise InputError(
@@ -105,7 +105,7 @@ def read_template(path: Path) -> str:
 
 @contextmanager
 def tokenising(where: str) -> Iterator[None]:
-    """For a block that only asks a tokenizer, which may be broken in ways that show late.
+    """Within this context a tokenizer's failures become errors that name it.
 
     Raises InputError: the tokenizer has failed.
     """
@@ -119,7 +119,7 @@ def tokenising(where: str) -> Iterator[None]:
 
 
 def _is_failure(error: BaseException) -> bool:
-    """True for what the Rust library raises: bare Exception, or a panic, which is none."""
+    """True for errors of the Rust library: bare Exception, or a panic, which is no Exception."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -138,7 +138,7 @@ _LARGEST_BYTES = 512 * MIB  # the largest of these files that is known has 34 MB
 
 
 def _refuse_endless(folder: Path) -> None:
-    """Nobody else looks at what kind of file it is before it is read to its end."""
+    """Refuse pipes and huge files, which transformers would read to their end."""
     for path in folder.iterdir():
         if path.suffix in _TEXTS and path.exists():
             status = path.stat()
@@ -148,7 +148,7 @@ def _refuse_endless(folder: Path) -> None:
 
 
 def _refuse_ambiguous(folder: Path) -> None:
-    """transformers would take the last value of a key that is there twice."""
+    """Refuse a key that is there twice: transformers would take its last value."""
     for name in _SETTINGS:
         path = folder / name
         if not path.exists():
@@ -160,9 +160,9 @@ def _refuse_ambiguous(folder: Path) -> None:
 
 
 def _refuse_aborting(path: Path) -> None:
-    """Raises InputError: the Rust library would end the process, and no exception would tell.
+    """Raises InputError: the Rust library would abort the process without an exception.
 
-    It makes room for all ids below the largest, and cuts a prefix off tokens that may lack it.
+    It allocates room for all ids below the largest, and cuts a prefix off all tokens.
     """
     try:
         tree = json.loads(path.read_bytes())
@@ -174,7 +174,7 @@ def _refuse_aborting(path: Path) -> None:
         seconds = [(m.split(" ") if isinstance(m, str) else m)[1] for m in merges if prefix]
         lacking = next((second for second in seconds if not second.startswith(prefix)), None)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        return  # there is none, or the library says what is wrong with it
+        return  # the library reports a missing or malformed file
     if largest > _LARGEST_ID:
         raise InputError(f"{path}: token id {largest} is larger than any: replace the file")
     if lacking is not None:
@@ -182,7 +182,7 @@ def _refuse_aborting(path: Path) -> None:
 
 
 def identity(tokenizer: Any) -> str:
-    """A digest that is equal when two tokenizers turn everything into the same ids."""
+    """A digest that is equal for tokenizers that give the same ids for every text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     model = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
     parts = [type(tokenizer).__name__, model, tokenizer.chat_template,
@@ -192,9 +192,9 @@ def identity(tokenizer: Any) -> str:
 
 
 def placed_tokens(tokenizer: Any, text: str, where: str) -> tuple[list[int], NDArray[np.int64]]:
-    """The ids of a text, and where each token begins and ends in it: [n, 2].
+    """The ids of a text, and each token's begin and end in it: [n, 2].
 
-    Raises InputError: the tokenizer fails, or cannot say where; the text is none.
+    Raises InputError: the tokenizer fails or has no offsets; the text cannot be encoded.
     """
     check_encodable(text, where)
     check_fast(tokenizer)
@@ -206,15 +206,15 @@ def placed_tokens(tokenizer: Any, text: str, where: str) -> tuple[list[int], NDA
 
 
 def check_fast(tokenizer: Any) -> None:
-    """Raises InputError: the tokenizer cannot say where in a text a token is."""
+    """Raises InputError: the tokenizer does not give tokens' offsets in a text."""
     if not tokenizer.is_fast:
         raise InputError("replies need a tokenizer with a tokenizer.json (a fast one): convert it")
 
 
 def token_ids(ids: Sequence[int], vocab_size: int | None, where: str) -> NDArray[np.int32]:
-    """The ids that a tokenizer gives, as they are stored: int32 [tokens].
+    """A tokenizer's ids in stored form: int32 [tokens].
 
-    Raises InputError: the model has no embedding for one of them, or no model could.
+    Raises InputError: an id is beyond the model's embeddings, or too large for any model.
     """
     numbers = np.array(ids, dtype=np.int64)
     worst = int(numbers.max(initial=0))
@@ -242,7 +242,7 @@ def first_token(
 ) -> int:
     """The first token that has a part of text[begin:]; the place after the last one if none has.
 
-    An added token before that takes in white space behind it (`rstrip`) is none.
+    An earlier added token that includes white space after it (`rstrip`) does not count.
 
     Args: `offsets`: [n, 2], where each token begins and ends in the text.
     """
@@ -254,7 +254,7 @@ def first_token(
 
 
 def check_encodable(text: str, where: str) -> None:
-    """JSON can write half of a surrogate pair, which is no character.
+    """Refuse half of a surrogate pair, which JSON can write but is no character.
 
     Raises InputError: the text has one.
     """
@@ -267,7 +267,7 @@ def check_encodable(text: str, where: str) -> None:
 
 
 def pad_id(tokenizer: Any, vocab_size: int | None) -> int:
-    """An id to fill rows with; its value is never learnt from, but the model must have it."""
+    """An id to fill rows with; it is never learnt, but must be within the model's vocabulary."""
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if candidate is not None and (vocab_size is None or candidate < vocab_size):
             return int(candidate)

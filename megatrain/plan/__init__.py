@@ -1,1 +1,1 @@
-"""Before a run: what this machine can do and what slows it, and what a run will take."""
+"""Before a run: this machine's rates and faults, and a run's needs."""

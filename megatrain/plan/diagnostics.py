@@ -1,4 +1,4 @@
-"""The machine's limits and state as the system tells them, and what is wrong or slow in them."""
+"""The machine's limits and state, as the system reports them, and their faults."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,21 +20,21 @@ from megatrain.telemetry.known_gpus import pcie_gbps
 from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# Below, updates are bound by the cores rather than by the memory that they share.
+# With fewer cores, updates are bound by the cores rather than by their shared memory.
 _FEW_CORES = 8
 _LITTLE_DISK_BYTES = 100 * GIB
-_SLOW_BUS = 0.7  # of what the link carries on paper; 0.87 is usual
+_SLOW_BUS = 0.7  # share of the link's nominal rate; 0.87 is usual
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Plain values; None where the system does not tell.
+    """Facts about a machine; None where the system does not report one.
 
     Attributes:
         quota_cores: processor time that the cgroup allows, in cores.
-        allowed_bytes: of host memory, by cgroup and MEGATRAIN_HOST_MEMORY.
+        allowed_bytes: host memory allowed by cgroup and MEGATRAIN_HOST_MEMORY.
         huge_pages: `always`, `madvise` or `never`.
-        kernels: the host kernels in use, for people.
+        kernels: a description of the host kernels in use.
         torch_cuda: the CUDA version that torch was built with; None: a CPU build.
     """
 
@@ -55,7 +55,7 @@ class Facts:
 
 
 def collect(device: str, folder: Path) -> Facts:
-    """The facts about this machine and `folder`, where runs are written, or what there is of it."""
+    """The facts about this machine and `folder`, where runs are written, or its existing parent."""
     huge_pages = ""
     with suppress(OSError):  # no Linux
         huge_pages = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
@@ -81,7 +81,7 @@ def collect(device: str, folder: Path) -> Facts:
 
 
 def _quota() -> float | None:
-    """Read cgroup version 2: `max 100000`, or microseconds allowed in each period."""
+    """Cores that a cgroup (version 2) allows, from `max 100000` or microseconds per period."""
     limits = [text.split() for text in cgroup_files("cpu.max")]
     cores = [int(two[0]) / int(two[1]) for two in limits if len(two) == 2 and two[0].isdigit()]
     return min(cores, default=None)
@@ -89,7 +89,7 @@ def _quota() -> float | None:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One thing to know: `wrong` costs speed or stops a run, a mere note does not."""
+    """A finding: one that is `wrong` costs speed or stops a run, another is only a note."""
 
     wrong: bool
     what: str
@@ -100,7 +100,7 @@ class Diagnostic:
 
 
 def findings(facts: Facts, rates: Mapping[str, float | None]) -> list[Diagnostic]:
-    """Everything that is wrong or worth to know, what is wrong first.
+    """All findings about a machine, faults first.
 
     Args:
         rates: measurements by name (plan/rates.py); None or missing: not measured.

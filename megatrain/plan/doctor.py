@@ -1,4 +1,4 @@
-"""Measures this machine, says what is wrong with it, and keeps what predictions need."""
+"""Measures this machine, reports its faults, and saves the rates that predictions need."""
 
 import logging
 import time
@@ -27,16 +27,16 @@ from megatrain.telemetry.gpu import GpuState, gpu_state
 
 log = logging.getLogger(__name__)
 
-# Time to look at the GPU while it works; a product of the usual size takes milliseconds.
+# Seconds to read the GPU's state while it works; a usual matrix product takes milliseconds.
 _LOAD_CALLS = 200
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The answer of `megatrain doctor`.
+    """The result of `megatrain doctor`.
 
     Attributes:
-        machines: for predictions, by precision; empty without a GPU.
+        machines: the machine for predictions, by precision; empty without a GPU.
         kept: the file that `plan` and `placement: auto` read; None: `not_kept` says why.
     """
 
@@ -100,7 +100,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
 
 
 def _open(name: str) -> tuple[Device, list[Diagnostic]]:
-    """The device; the CPU with the reason where the GPU is there but cannot be used."""
+    """The device; if a GPU is present but unusable, the CPU and the reason."""
     try:
         return open_device(name), []
     except InputError:
@@ -112,7 +112,7 @@ def _open(name: str) -> tuple[Device, list[Diagnostic]]:
 
 
 def _state_under_load(device: Device, name: str, width: int) -> GpuState | None:
-    """Idle links and clocks rest low, so the GPU is asked while it has much to do."""
+    """The GPU's state while it computes: idle links and clocks would read too low."""
     try:
         x = torch.ones((width, width), dtype=torch.bfloat16, device=device.torch_device)
         for _ in range(_LOAD_CALLS):
@@ -125,7 +125,7 @@ def _state_under_load(device: Device, name: str, width: int) -> GpuState | None:
 
 
 def _context(device: Device, before: GpuState | None, after: GpuState | None) -> Measurement:
-    """Device memory that the process took besides tensors."""
+    """Device memory, in bytes, that the process takes besides tensors."""
     name, label = "context_bytes", "device memory of the driver and its libraries"
     if before and after and before.used_bytes is not None and after.used_bytes is not None:
         taken = after.used_bytes - before.used_bytes - device.memory()["device_bytes"]
@@ -137,7 +137,7 @@ def _context(device: Device, before: GpuState | None, after: GpuState | None) ->
 def machine_of(
     facts: Facts, rates: Mapping[str, float | None], precision: str, device_memory: int
 ) -> Machine:
-    """The machine of predictions. Raises KeyError with the name of a rate that is missing."""
+    """The machine for predictions. Raises KeyError with the name of a missing rate."""
     assert facts.gpu is not None
 
     def rate(name: str) -> float:

@@ -1,4 +1,4 @@
-"""The plan of a run: whether it fits, what it takes, what binds, and what to do about it."""
+"""The plan of a run: if it fits, its memory and time, its bottleneck, and remedies."""
 
 import logging
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ class Plan:
     """The needs of a workload on a machine.
 
     Attributes:
-        machine: its memory is what the process may take.
-        forecast: as asked; with just the memory that would do when it does not fit.
-        compute_bound_tokens: tokens a step from which on the GPU's arithmetic binds.
+        machine: its memory is the most that the process may take.
+        forecast: as asked; if it does not fit, on a machine with just enough memory.
+        compute_bound_tokens: tokens a step from which on the GPU's arithmetic is the bottleneck.
         total_tokens: of the whole run, where they are known.
         several: `several_gpus` of the step; None: it is not split, or does not fit then.
         disk: `disk_use` of the step; None: nothing rests on one.
@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def save_bytes(self) -> int:
-        """Host memory that saves take besides while training goes on, from the first one on."""
+        """Further host memory, in bytes, that background saves take from the first one on."""
         most = self.forecast.placement.save_bytes
         if most is None:
             free = self.machine.host_memory_bytes - self.forecast.host_peak_bytes
@@ -124,9 +124,9 @@ def make_plan(
     """Plan a run.
 
     Args:
-        gpus: of each of so many `hosts`, with `network_gbps` from one host to the others, each way.
-        disk_terabytes: may be written to the drive that planes rest on (its TBW).
-        must_clip: no remedy may go without clipping.
+        gpus: on each of `hosts`, with `network_gbps` from one host to the others, each way.
+        disk_terabytes: the TBW (total written) of the drive that holds planes.
+        must_clip: no remedy may switch clipping off.
     """
     plans = Planner(spec)
     warnings = list(warnings)
@@ -177,10 +177,10 @@ def several_gpus(
     hosts: int = 1,
     network_gbps: float | None = None,
 ) -> dict[str, Any] | None:
-    """The same step split among `gpus` on each of so many hosts, as one of their ranks takes it.
+    """The same step, split among `gpus` on each of `hosts`, from the view of one rank.
 
-    Where the link between them is not known it counts as half of a GPU's bus. The network of a host
-    is shared by its GPUs; where it is not known it has `NETWORK_GBPS`.
+    An unknown link between GPUs counts as half of a GPU's bus. The network of a host
+    is shared by its GPUs; an unknown one has `NETWORK_GBPS`.
 
     Returns:
         Plain data, for `--json`: `device_bytes` of one GPU at the step's peak, `host_bytes` of all

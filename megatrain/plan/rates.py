@@ -40,12 +40,12 @@ from megatrain.telemetry.memory import host_available_bytes
 PRECISIONS: tuple[Precision, Precision] = ("bf16", "fp32")
 _ROUNDS = 3
 _ROUND_SECONDS = 0.15
-_LONG_SECONDS = 0.4  # one call of this length is measurement enough
+_LONG_SECONDS = 0.4  # a call of this length need not be repeated
 _MOST_CALLS = 100
 _RULE, _DTYPE = AdamW(), torch.bfloat16
 UPDATE_BYTES = moved_bytes(_RULE, _DTYPE)  # of a parameter
 _CHUNK = 64 * MIB
-_DISK_SECONDS = 2.0  # each of filling, writing, reading, and both at once
+_DISK_SECONDS = 2.0  # for each of filling, writing, reading, and both at once
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,20 @@ class Measurement:
 
 
 def attempt(name: str, label: str, unit: str, work: Callable[[], float]) -> Measurement:
-    """Measure by `work`; whatever goes wrong costs this measurement only."""
+    """Measure by `work`; a failure costs this measurement only."""
     try:
         return Measurement(name, label, work(), unit)
-    except Exception as error:  # drivers and libraries have their own
+    except Exception as error:  # drivers and libraries raise errors of any type
         return Measurement(name, label, None, unit, first_line(error)[:200])
 
 
 class Sizes(NamedTuple):
-    """How large the pieces of work are.
+    """The sizes of the work to measure.
 
     Attributes:
-        products: `(M, K, N)` and how often a layer has it, by precision.
-        attention: `(B, T)` by precision, of which the first counts that there is memory for.
-        load_width: of products under which the GPU's state is read.
+        products: `(M, K, N)` and its count in a layer, by precision.
+        attention: `(B, T)` by precision; the first that fits into memory is measured.
+        load_width: width of the products during which the GPU's state is read.
     """
 
     copy_bytes: int = GIB
@@ -98,7 +98,7 @@ class Sizes(NamedTuple):
 
 
 def bus_measurements(device: Device, num_bytes: int) -> list[Measurement]:
-    """Copies between host and device each way: of pinned memory, if the driver pins any."""
+    """Copies between host and device each way, with pinned memory if the driver pins any."""
     numel = num_bytes // 4
     on_device = device.empty("copies", numel, torch.float32)
     on_host = device.host("copies", numel, torch.float32, pinned=True)
@@ -147,7 +147,7 @@ def compute_measurements(device: Device, sizes: Sizes, precision: Precision) -> 
 def _product_seconds(device: Device, shape: Sequence[int], dtype: torch.dtype) -> float:
     """Seconds of a product's forward and backward."""
     m, k, n = shape
-    # Gradients are random, too: of constant ones a product takes less power.
+    # Gradients are random, too: with constant ones a product takes less power.
     x_MK, w_NK, dy_MN = (_normal(device, dtype, *s) for s in ((m, k), (n, k), (m, n)))
     y_MN, dx_MK, dw_NK = (torch.empty_like(t) for t in (dy_MN, x_MK, w_NK))
 
@@ -162,7 +162,7 @@ def _product_seconds(device: Device, shape: Sequence[int], dtype: torch.dtype) -
 def _attention_tflops(
     device: Device, sizes: Sizes, shape: tuple[int, int], dtype: torch.dtype, way: str
 ) -> float:
-    """Causal; the unmasked half counts: two products forward, five backward."""
+    """Rate of causal attention; only the unmasked half counts: 2 products forward, 5 backward."""
     rows, tokens = shape
     flop = 2 * rows * sizes.heads * tokens * tokens * sizes.head_size
     q, k, v = (
@@ -206,7 +206,7 @@ def device_measurements(device: Device, sizes: Sizes) -> list[Measurement]:
 
 
 def _normal(device: Device, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Values of real size: a GPU draws less power, and clocks higher, on zeros."""
+    """Random values of usual size: on zeros a GPU draws less power and clocks higher."""
     return torch.randn(shape, dtype=dtype, device=device.torch_device)
 
 
@@ -216,7 +216,7 @@ def _compute_seconds(device: Device, work: Callable[[], Any], *, grad: bool = Fa
 
 
 def device_seconds(device: Device, stream: str, work: Callable[[], Any]) -> float:
-    """Seconds of one call that puts work on a stream, after a first one that loads kernels."""
+    """Seconds of a call that puts work on a stream; an unmeasured first call loads kernels."""
 
     def seconds(count: int) -> float:
         start = device.mark(stream)
@@ -281,12 +281,12 @@ def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measure
     def write(at: int) -> None:
         file.write(at, rooms[0])
 
-    def read(at: int) -> None:  # backwards: not what is written at the same time
+    def read(at: int) -> None:  # backwards, to stay clear of the blocks being written
         file.read(filled - _CHUNK - at, rooms[1])
 
     def gbps(*moves: Callable[[int], None]) -> float:
         nonlocal filled
-        # Blocks take longer when they are written first; steps write the same ones again.
+        # The first write of a block takes longer; steps write the same blocks again.
         filled = filled or _moved(write, wanted)[0]
         with ThreadPoolExecutor(len(moves)) as threads:
             done = list(threads.map(lambda move: _moved(move, filled), moves))

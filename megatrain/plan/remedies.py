@@ -25,7 +25,7 @@ from megatrain.optim import AdamW
 from megatrain.telemetry.known_gpus import by_driver_name, known_gpus
 
 SHOWN = 3
-_TRIED = 2  # what likely fits is planned in full so often, which takes long where it does not
+_TRIED = 2  # full plans of likely remedies; one that does not fit takes long
 _SHORTEST = 256  # tokens of a row
 
 # Workloads that need less, from the mildest change on.
@@ -35,7 +35,7 @@ Fitting = Iterator[tuple[Workload, Forecast]]
 
 
 class Planner:
-    """Forecasts of one model, chosen or as placed; no step is followed twice.
+    """Forecasts of one model, for chosen or given placements; none is computed twice.
 
     A machine's memory and disk space are the budgets.
     """
@@ -46,7 +46,7 @@ class Planner:
     def fitting(
         self, machine: Machine, workload: Workload, *, thorough: bool = True
     ) -> Forecast | None:
-        """The fastest; None: it does not fit. Not `thorough`, a search stops early."""
+        """The fastest forecast that fits; None: none does. If not `thorough`, it stops early."""
         if not self.could_fit(machine, workload):
             return None
         if workload.placement is not None:
@@ -56,7 +56,7 @@ class Planner:
         return None
 
     def least(self, machine: Machine, workload: Workload) -> Forecast:
-        """The one that lacks least, on the machine with the memory that it lacks besides."""
+        """The forecast that lacks least memory, on a machine with that memory added."""
         if workload.placement is None:
             return least(self._forecasts, machine, workload.computed)
         forecast = self._placed(machine, workload)
@@ -68,7 +68,7 @@ class Planner:
         return replace(forecast, machine=enough)
 
     def could_fit(self, machine: Machine, workload: Workload) -> bool:
-        """True if there likely is a way; far quicker to tell than the fastest one."""
+        """True if a placement likely fits; far quicker than to find the fastest one."""
         if workload.placement is None:
             return could_fit(self._forecasts, machine, workload.computed)
         return fits(self._placed(machine, workload), machine)
@@ -89,10 +89,10 @@ def fits(forecast: Forecast, machine: Machine) -> bool:
 
 @dataclass(frozen=True)
 class Remedy:
-    """The workload `new` instead of the one `asked`, and what a step is then like.
+    """The workload `new` instead of the one `asked`, and the forecast of its step.
 
     Attributes:
-        machine: the machine asked about; the forecast's is the one that the remedy takes.
+        machine: the machine asked about; the forecast has the one that the remedy needs.
     """
 
     asked: Workload
@@ -108,12 +108,12 @@ class Remedy:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The changes as keys and values of a run file; another GPU has none."""
+        """The changes as keys and values of a run file; empty for another GPU."""
         return {key: v for _, settings in self._changes() for key, v in settings.items()}
 
     @property
     def price(self) -> tuple[bool, int, int]:
-        """The hardware that it takes, the dearest first: another GPU, its memory, the host's."""
+        """The hardware to add, dearest first, for sorting: another GPU, its memory, the host's."""
         taken = self.forecast.machine
         other = taken.name != self.machine.name
         return other, taken.device_memory_bytes, taken.host_memory_bytes
@@ -131,7 +131,7 @@ class Remedy:
         }
 
     def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each difference in words and in keys of a run file, the cheapest first."""
+        """Each change in words and in keys of a run file, cheapest first."""
         old, new, lines = self.asked, self.new, _lines(self.new)
         batch = {"training.batch_size": new.rows // lines}
         if old.micro_batch != new.micro_batch:
@@ -176,11 +176,11 @@ def remedies(
     *,
     must_clip: bool = False,
 ) -> list[Remedy]:
-    """Three that fit, or as many as there are, those with the least hardware first.
+    """At most three remedies that fit, those with the least hardware first.
 
     Args:
-        least: what lacks least, with the memory that it lacks.
-        must_clip: the run cannot go without, as it refuses steps by their norm.
+        least: the forecast that lacks least memory, with that memory added.
+        must_clip: clipping stays on, as the run refuses steps by their gradient norm.
     """
     changes = [change for change in _CHANGES if not (must_clip and change is _no_clipping)]
     fitting = islice(_fitting(plans, machine, asked, least, changes), SHOWN)
@@ -189,7 +189,7 @@ def remedies(
 
 
 def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_length: int) -> int:
-    """Tokens a step, in whole rows, from which on arithmetic takes longer than anything else.
+    """Tokens a step, in whole rows, from which on arithmetic takes longest.
 
     Computing grows with the tokens; copies of weights and updates do not.
     """
@@ -205,7 +205,7 @@ def _fitting(
     least: Forecast,
     changes: Sequence[Change],
 ) -> Fitting:
-    """Workloads that fit: by one change, by several that do not do alone, by memory, by a GPU."""
+    """Workloads that fit: by one change, several together, more memory, or another GPU."""
     helpless = []
     for change in changes:
         if change is _to_auto and machine.unified:
@@ -221,7 +221,7 @@ def _fitting(
 def _changed(
     plans: Planner, machine: Machine, asked: Workload, changes: Sequence[Change]
 ) -> Fitting:
-    """The workload with as little of some changes as fits."""
+    """The workload with the least of some changes that fits."""
     failed = [asked]
 
     def could(new: Workload) -> bool:
@@ -237,9 +237,9 @@ def _changed(
 def _mildest(
     could: Callable[[Workload], bool], asked: Workload, changes: Sequence[Change]
 ) -> Workload | None:
-    """The workload with as little as fits of some changes, of which the cheapest comes first.
+    """The workload with the least of some changes that fits; cheap changes go first.
 
-    The dearest is made only as far as all others do not do; then the next one.
+    The dearest change is reduced first as far as it still fits, then the next one.
     """
 
     def could_with(level: Workload, cheaper: Sequence[Change]) -> bool:
@@ -250,14 +250,14 @@ def _mildest(
     if not changes or not could_with(asked, changes):
         return None
     for number in reversed(range(len(changes))):
-        levels = [asked, *changes[number](asked)]  # the last fits, and what follows one that fits
+        levels = [asked, *changes[number](asked)]  # the last fits, as do all after one that fits
         key = partial(could_with, cheaper=changes[:number])
         asked = levels[bisect_left(levels, True, hi=len(levels) - 1, key=key)]
     return asked
 
 
 def _room(machine: Machine, needed: Machine) -> tuple[int, int]:
-    """Bytes of the device and of the host, as they are or a little more than is needed."""
+    """Bytes of device and host: as they are, or a little more than the forecast needs."""
     device, host = needed.device_memory_bytes, needed.host_memory_bytes
     return (
         device if device == machine.device_memory_bytes else align(10 * device, GIB) // 10,
@@ -266,7 +266,7 @@ def _room(machine: Machine, needed: Machine) -> tuple[int, int]:
 
 
 def _with_memory(machine: Machine, asked: Workload, least: Forecast) -> Fitting:
-    """The workload with the memory of `least`; nothing if no such card has so much."""
+    """The workload with the memory of `least`; empty if no such card has so much."""
     device, host = _room(machine, least.machine)
     if device <= max(machine.device_memory_bytes, _sold(machine)):
         larger = replace(machine, device_memory_bytes=device, host_memory_bytes=host)
@@ -278,13 +278,13 @@ def _gpu(machine: Machine) -> str:
 
 
 def _sold(machine: Machine) -> float:
-    """Bytes of the GPU as it is sold; of one that is not known, any number."""
+    """Most bytes with which this GPU is sold; an unknown GPU may have any number."""
     gpu = by_driver_name(_gpu(machine))
     return math.inf if gpu is None else gpu.memory_gib * GIB
 
 
 def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, least: Forecast) -> Fitting:
-    """The smallest GPU that does; what the host has no room for may rest on it."""
+    """The smallest GPU with which the run fits; planes may rest there instead of on the host."""
     device, host = _room(machine, least.machine)
     if device == machine.device_memory_bytes:
         lacking = least.machine.host_memory_bytes - machine.host_memory_bytes
@@ -305,7 +305,7 @@ def _to_auto(asked: Workload) -> list[Workload]:
 
 
 def _lines(workload: Workload) -> int:
-    """Rows that one row of the data has: a pair of replies has two."""
+    """Rows of tokens for one row of the data: two for a pair of replies."""
     return getattr(workload.loss, "lines", 1)
 
 

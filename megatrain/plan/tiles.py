@@ -1,4 +1,4 @@
-"""The bytes of a model by tile, plane and tier, and what a step does to a disk that has some."""
+"""The bytes of a model by tile, plane and tier, and a step's use of a disk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ class TileBytes:
 
     Attributes:
         name: `layer 2`, `layer 2 ... layer 27`, or `9 of layer 2 ... layer 27`.
-        count: how many they are.
-        parameters: of one.
+        count: number of these tiles.
+        parameters: number in one tile.
         tier: `device` or `host`.
         disk: planes that rest on the disk instead.
-        stays: whether the device keeps a copy of the weights.
-        written: bytes that an update of one writes there.
-        planes: bytes of one, by plane. Gradients that share room (no clipping) are in no tile.
-        saved: bytes of each plane that a checkpoint holds of one; nothing of an adapter's base.
+        stays: True if the device keeps a copy of the weights.
+        written: bytes that an update of one tile writes to the disk.
+        planes: bytes of one tile, by plane. Gradients that share room (no clipping) do not count.
+        saved: bytes of one tile in a checkpoint, by plane; none of an adapter's base.
     """
 
     name: str
@@ -97,7 +97,7 @@ def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> lis
 
 
 def _together(names: Sequence[str], reach: int) -> str:
-    """A name for equal tiles, the last of which is the `reach`-th from the first on."""
+    """A name for equal tiles; the last one is the `reach`-th from the first on."""
     named = " ... ".join(dict.fromkeys((names[0], names[-1])))
     return named if len(names) == reach else f"{len(names)} of {named}"
 
@@ -120,12 +120,12 @@ def terabytes_a_day(num_bytes: float, seconds: float) -> float:
 def disk_use(
     tiles: Sequence[TileBytes], seconds: float, endurance_terabytes: float | None, passes: int = 1
 ) -> dict[str, Any] | None:
-    """The use of the disk by a step of `seconds`, as `--json` has it; None: nothing rests on one.
+    """A disk's use by a step of `seconds`, for `--json`; None: nothing rests on a disk.
 
-    Each update reads and writes what is trained, sweeps read the weights.
+    Each update reads and writes trained planes; sweeps read the weights.
 
     Args:
-        endurance_terabytes: that may be written to the drive (its TBW); None: not known.
+        endurance_terabytes: the drive's TBW (total written); None: unknown.
     """
     num_bytes = sum(tile.count * tile.planes[plane] for tile in tiles for plane in tile.disk)
     written = sum(tile.count * tile.written for tile in tiles)

@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing but itself."""
+"""A run as one self-contained HTML page."""
 
 from pathlib import Path
 
@@ -23,13 +23,13 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         The page's path.
 
     Raises:
-        InputError: `folder` is no run's folder, or `output` is another kind of file. What a run
-            lacks stands on its page.
+        InputError: `folder` is no run's folder, or `output` is another kind of file. The page
+            itself says which files the run lacks.
     """
     run = read_run(folder)
     charts = sections.charts(run)
     output = output or folder / "report.html"
-    if output.suffix.lower() not in (".html", ".htm"):  # it may be somebody's data
+    if output.suffix.lower() not in (".html", ".htm"):  # it may be a file of data
         raise InputError(f"{output}: the page would replace it; name one that ends in .html")
     template = Environment(loader=_TEMPLATES, autoescape=True).get_template("run.html")
     page = template.render(

@@ -17,11 +17,11 @@ from megatrain.telemetry.pictures import Chart, Line, Values
 from megatrain.telemetry.timeline import Breakdown
 
 SHOWN_WORK = 24  # rows of the table of work
-LARGE_MODEL = 100_000_000  # parameters; in smaller ones the libraries outweigh them
+LARGE_MODEL = 100_000_000  # parameters; smaller models take less memory than the libraries
 
 
 def figures(run: Run) -> list[tuple[str, str, str]]:
-    """The numbers that are asked for first: title, value and note of each."""
+    """The main numbers of a run: title, value and note of each."""
     metrics = run.metrics
     tokens, seconds = metrics.finite("tokens").sum(), metrics.finite("seconds").sum()
     tflops, peak = metrics.median("model_tflops"), run.peak_tflops
@@ -55,7 +55,7 @@ def figures(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _shown(value: float | None) -> str | None:
-    """Four digits, with a thousands separator where that is readable: `12,345`, `0.0123`."""
+    """A number in four digits, or with thousands separators: `12,345`, `0.0123`."""
     if value is None:
         return None
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -85,7 +85,7 @@ def _is_of_replies(metrics: Metrics) -> bool:
 
 
 def charts(run: Run) -> list[Chart]:
-    """Training, throughput and memory, those of them that were measured."""
+    """The charts of training, throughput and memory that have measurements."""
     metrics, columns = run.metrics, run.metrics.columns
     if not metrics.num_steps:
         return []
@@ -138,7 +138,7 @@ def _line(label: str, x: Values, y: Values) -> Line:
 
 
 def summary(chart: Chart) -> str:
-    """The lines of a chart in words."""
+    """A description of a chart's lines in words."""
     parts = [
         f"{label + ': ' if len(chart.lines) > 1 else ''}last {_shown(y[-1])}, "
         f"from {_shown(y.min())} to {_shown(y.max())}"
@@ -148,7 +148,7 @@ def summary(chart: Chart) -> str:
 
 
 def picture(draw: Callable[..., None], content: Sequence[Any]) -> str | None:
-    """A picture as an address that holds it; None: there is nothing to draw."""
+    """A picture as a data URL; None: there is nothing to draw."""
     if not content:
         return None
     file = io.BytesIO()
@@ -157,7 +157,7 @@ def picture(draw: Callable[..., None], content: Sequence[Any]) -> str | None:
 
 
 def breakdown_tables(parts: Breakdown | None) -> dict[str, Sequence[tuple[str, ...]]]:
-    """Rows on the recorded step: idle times and kinds of work, and the streams."""
+    """Rows of tables on the recorded step: idle times and kinds of work, and the streams."""
     if parts is None or not parts.seconds:
         return {}
     work = [(name, _seconds(s), f"{s / parts.seconds:.1%}") for name, s in parts.rows()]
@@ -178,5 +178,5 @@ def _seconds(value: float) -> str:
 
 
 def as_yaml(content: Mapping[str, Any]) -> str:
-    """The content of a file of the run, for people."""
+    """The content of one of the run's files as YAML."""
     return yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True) if content else ""

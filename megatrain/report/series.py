@@ -24,12 +24,12 @@ class Metrics:
     """The lines of `metrics.jsonl`.
 
     Attributes:
-        columns: each of COLUMNS over the finished steps; NaN where there is no value.
+        columns: the values of each of COLUMNS over the finished steps; NaN: none.
         evaluations: the line of each evaluation.
-        samples: prompts and texts that an evaluation has generated last, after step `sampled`.
-        resumed: how often the run went back to an earlier step; what it did twice counts once.
+        samples: the last prompts and texts of an evaluation, after step `sampled`.
+        resumed: how often the run went back to an earlier step; repeated steps count once.
         skipped: steps that were left out.
-        failed: what ended the run, if its last line says so.
+        failed: the error that ended the run, if its last line has one.
     """
 
     columns: dict[str, Values]
@@ -54,7 +54,7 @@ class Metrics:
         return float(values[-1]) if len(values) else None
 
     def median(self, name: str) -> float | None:
-        """The middle value; the first steps compile and are left out where there are more."""
+        """The median; the first steps, which compile, are left out if there are more."""
         values = self.finite(name)
         values = values[5:] if len(values) >= 10 else values
         return float(np.median(values)) if len(values) else None
@@ -63,9 +63,9 @@ class Metrics:
         return float(self.finite(name).max(initial=-math.inf)) if self.finite(name).size else None
 
     def evaluated(self, quantity: str) -> list[Line]:
-        """Evaluations of a quantity over the steps: of all sets together, then of each set.
+        """A quantity's evaluations over the steps: over all sets together, then over each set.
 
-        Without a loss, an evaluation is of rewards: its other values are what reward functions log.
+        An evaluation without a loss has rewards: its other values come from reward functions.
         """
         points: dict[str, list[tuple[float, float]]] = {}
         for record in self.evaluations:
@@ -83,7 +83,7 @@ class Metrics:
 
 
 def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
-    """The lines of a metrics file; those that a resumed run did again replace the first ones."""
+    """The lines of a metrics file; a repeated step's line replaces the earlier one."""
     lists = {name: array("d") for name in COLUMNS}
     evaluated: dict[float, Mapping[str, Any]] = {}
     skipped: set[float] = set()
@@ -118,7 +118,7 @@ def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
 
 
 def number(value: Any) -> float:
-    """A value of a JSON file as a number; NaN where it is none."""
+    """A value of a JSON file as a number; NaN if it is none."""
     try:
         return float(value) if type(value) in (int, float) else math.nan
     except OverflowError:

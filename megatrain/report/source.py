@@ -1,4 +1,4 @@
-"""The files of a run's folder, as far as they are there and whole."""
+"""Reads the files of a run's folder that exist and are whole."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from megatrain.telemetry.timeline import Breakdown, Span, breakdown, read_trace
 
 @dataclass
 class Run:
-    """Everything known of a run.
+    """The content of a run's folder.
 
     Attributes:
         environment: machine and versions (telemetry/environment.py).
@@ -58,7 +58,7 @@ def read_run(folder: Path) -> Run:
     """Read a run's folder.
 
     Raises:
-        InputError: it is none.
+        InputError: it is no run's folder.
     """
     if not any((folder / name).is_file() for name in (METRICS, CONFIG, ENVIRONMENT)):
         problem = "does not exist" if not folder.exists() else "is no run's folder"
@@ -96,7 +96,7 @@ def _metrics(path: Path, notes: list[str]) -> Metrics:
 
 
 def _status(metrics: Metrics, config: Mapping[str, Any], folder: Path) -> str:
-    """One sentence on how far the run came."""
+    """One sentence on the run's progress."""
     total = count(at(config, "training", "steps"))
     last = metrics.last("step")
     of = f" of {total:,}" if total else ""
@@ -130,7 +130,7 @@ def _add_timeline(run: Run, path: Path) -> None:
 
 
 def _object(path: Path, what: str, notes: list[str]) -> Mapping[str, Any]:
-    """A JSON or YAML file that holds one object; empty, and noted, when it does not."""
+    """The object in a JSON or YAML file; empty, with a note, if there is none."""
     if not path.exists():
         notes.append(f"{path.name} is not there: {what} are unknown.")
         return {}
@@ -142,17 +142,17 @@ def _object(path: Path, what: str, notes: list[str]) -> Mapping[str, Any]:
 
 
 def at(tree: Any, *keys: str) -> Any:
-    """A value inside of mappings; None where there is none."""
+    """The value at a path of keys in nested mappings; None if there is none."""
     for key in keys:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
 def real(value: Any) -> float | None:
-    """A value that is a positive number; None where it is something else."""
+    """The value if it is a positive number, else None."""
     return float(value) if type(value) in (int, float) and 0 < value < 1e30 else None
 
 
 def count(value: Any) -> int | None:
-    """A value that is a positive whole number; None where it is something else."""
+    """The value if it is a positive whole number, else None."""
     return value if type(value) is int and 0 < value < 1e18 else None

@@ -1,1 +1,1 @@
-"""The folder of a run: its layout, which one a run has, its lock, and how the run has ended."""
+"""The folder of a run: its name, layout and lock, and how the run has ended."""

@@ -57,7 +57,7 @@ def new_run_folder(folder: str | None, name: str) -> Path:
     """The folder of a new run, not created yet: `folder`, or a new one under `runs/`.
 
     Raises:
-        InputError: there is something already, which is never overwritten, or no writable folder.
+        InputError: something exists there, which is never overwritten, or it is not writable.
     """
     path = _free_name(name) if folder is None else Path(folder).expanduser()
     if path.exists() and not path.is_dir():
@@ -73,10 +73,10 @@ def new_run_folder(folder: str | None, name: str) -> Path:
 
 
 def _free_name(name: str) -> Path:
-    """Later by its name than all runs of this name, even where the clock has been set back."""
+    """A folder name that sorts after all runs of this name, even if the clock was set back."""
     moment = datetime.now()
     for path in _runs_of(name)[-1:]:
-        with suppress(ValueError, OverflowError):  # no time, or the last one that there is
+        with suppress(ValueError, OverflowError):  # not a time, or the last possible one
             last = datetime.strptime(path.name[len(name) + 1 :], "%Y%m%d-%H%M%S")
             moment = max(moment, last + timedelta(seconds=1))
     while os.path.lexists(path := Path("runs") / f"{name}-{moment:%Y%m%d-%H%M%S}"):
@@ -85,7 +85,7 @@ def _free_name(name: str) -> Path:
 
 
 def make_run_folder(folder: str | None, name: str) -> Path:
-    """Make the folder of `new_run_folder`; a new one is no other run's.
+    """Make the folder of `new_run_folder`; a chosen name is never another run's.
 
     Raises InputError: as `new_run_folder` does.
     """
@@ -101,7 +101,7 @@ def make_run_folder(folder: str | None, name: str) -> Path:
 def run_to_resume(folder: str | None, name: str) -> Path | None:
     """The folder of an earlier run: `folder`, or the newest one under `runs/` of this name.
 
-    None if there is none, or nothing of a run in it. Newest by the time in its name, which is
+    None if there is none, or it has no run. Newest by the time in its name, which is
     always later than those of the runs before it.
     """
     runs = _runs_of(name) if folder is None else [Path(folder).expanduser()]
@@ -116,25 +116,25 @@ def _runs_of(name: str) -> list[Path]:
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
-    """The folder of a run's state after `step` steps."""
+    """The folder of the checkpoint after `step` steps."""
     return run / CHECKPOINTS / f"step-{step:08d}"
 
 
 def checkpoints(run: Path) -> list[int]:
-    """The steps after which the run was saved, in order; a checkpoint has its name when whole."""
+    """The steps of a run's whole checkpoints, in order; only whole ones have such a name."""
     folder = run / CHECKPOINTS
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for match in map(_CHECKPOINT.fullmatch, names) if match)
 
 
 def require_plain(path: Path) -> None:
-    """Raises InputError if there is something else than a file: a pipe would be waited for."""
+    """Raises InputError if the path is no plain file: reading a pipe would wait forever."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path}: not a plain file; remove it")
 
 
 def require_folder(path: Path) -> None:
-    """Raises InputError if there is something else than a folder, such as a link to nothing."""
+    """Raises InputError if the path exists and is no folder, or is a broken link."""
     if os.path.lexists(path) and not path.is_dir():
         raise InputError(f"{path}: no folder, or a link to none; is the disk there that it was on?")
 
@@ -142,7 +142,7 @@ def require_folder(path: Path) -> None:
 def require_empty(path: Path, what: str = "") -> None:
     """Raises InputError unless `path` is a free name or an empty folder.
 
-    What a run leaves that was killed before it had its configuration there does not count.
+    Files of a run that was killed before it wrote its configuration do not count.
     """
     ours = (LOCK, partial_name(CONFIG))
     if path.exists() and (not path.is_dir() or any(p.name not in ours for p in path.iterdir())):
@@ -150,13 +150,13 @@ def require_empty(path: Path, what: str = "") -> None:
 
 
 def model_folder(path: str) -> str:
-    """The model of a finished run, when `path` is one; else `path` itself (folder or hub id)."""
+    """The model's folder if `path` is a finished run; else `path` itself (folder or hub id)."""
     inside = Path(path) / MODEL
     return str(inside) if holds_model(inside) else path
 
 
 def holds_model(folder: Path) -> bool:
-    """True if a folder has a model's configuration, or that of an adapter alone."""
+    """True if a folder has the configuration of a model or of an adapter."""
     return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
@@ -164,7 +164,7 @@ def holds_model(folder: Path) -> bool:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of an existing run folder.
 
-    The kernel gives it back when the process ends, however it ends, so nothing is ever stale. The
+    The kernel releases it when the process ends, however it ends, so it is never stale. The
     file stays: to delete it would let a third process lock another file of the same name.
 
     Raises InputError: another process holds it.
@@ -193,11 +193,11 @@ def locked(folder: Path) -> Iterator[None]:
 def note_finished(
     run: Path, config: Config, steps: int, *, best: Any = None, early: str | None = None
 ) -> None:
-    """Note the length of the run that `model/` is of.
+    """Note the steps of the run that wrote `model/`.
 
     Args:
-        best: the state that `model/` is of, where the best one was asked for.
-        early: why the run has ended before its last step.
+        best: the step and metric of the state in `model/`, if the best one was asked for.
+        early: the reason why the run has ended before its last step.
     """
     optional = {"best": best, "early": early}
     note = _length(config) | {"done": steps}
@@ -206,10 +206,10 @@ def note_finished(
 
 
 def finished_steps(run: Path, config: Config) -> int | None:
-    """The steps of a run that is as long as it is to be; None: it goes on.
+    """The number of steps of a finished run; None: it can go on.
 
-    The model alone says nothing: a run that was made longer still has that of the shorter one, and
-    one that is to have its best state may have its last.
+    The model alone does not show it: a run that was made longer has the shorter run's model, and
+    a run that should keep its best state may have its last.
     """
     note = _note(run)
     done, best, _ = (note.pop(name, None) for name in ("done", "best", "early"))
@@ -220,7 +220,7 @@ def finished_steps(run: Path, config: Config) -> int | None:
 
 
 def early_end(run: Path) -> str | None:
-    """The reason why the run of `model/` ended before its last step; None: it did not."""
+    """The reason why the run that wrote `model/` ended before its last step; None: it did not."""
     reason = _note(run).get("early")
     return reason if isinstance(reason, str) else None
 
@@ -231,7 +231,7 @@ def model_steps(run: Path) -> int | None:
 
 
 def model_state(run: Path) -> int | None:
-    """The step of the state that `model/` holds, the best or the last; None: nobody knows."""
+    """The step of the state in `model/`, the best or the last; None: unknown."""
     note = _note(run)
     best = note.get("best")
     step = best.get("step") if isinstance(best, dict) else None

@@ -9,12 +9,12 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def cgroup_files(name: str, controller: str = "") -> Iterator[str]:
-    """The content of files of this name (`memory.max`), of the process's cgroup and all around it.
+    """The contents of files of this name (`memory.max`) in the process's cgroup and its parents.
 
-    A container sees its own as the root; a batch job or a service is in one further down.
+    A container sees its cgroup as the root; a batch job or a service is in a nested one.
 
     Args:
-        controller: of version 1, where each (`memory`) has a folder.
+        controller: for version 1, where each controller (`memory`) has a folder.
     """
     folders, lines = [_ROOT / controller], []
     with suppress(OSError):  # no Linux

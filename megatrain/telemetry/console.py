@@ -13,12 +13,12 @@ from megatrain.telemetry.log import end_passing, passing
 
 
 def say(console: Console, text: str) -> None:
-    """Print text as it is; a terminal's lines are wrapped at words, a file's are not."""
+    """Print text without markup; lines are wrapped at words on a terminal, not in a file."""
     console.print(text, markup=False, soft_wrap=not console.is_terminal)
 
 
 def described_rewards(record: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The measurements of a loss of replies, in few words; nothing of other losses."""
+    """The measurements of a loss of replies, in few words; empty for other losses."""
     if (reward := record.get(f"{prefix}reward")) is not None:
         return [f"reward {reward:.4g}"]
     forms = {"accuracies": "preferred {:.1%}", "margins": "margin {:.4g}"}
@@ -49,7 +49,7 @@ class TrainingProgress:
     def __init__(
         self, total_steps: int, log_every: int, console: Console | None = None, *, done: int = 0
     ) -> None:
-        """Args: `done` steps that an earlier process has taken."""
+        """Args: `done`: steps that earlier processes have taken."""
         self._console = console or Console(highlight=False)
         self._total, self._before, self._log_every = total_steps, done, log_every
         self._in_place = self._console.is_terminal and sys.stderr.isatty()
@@ -77,7 +77,7 @@ class TrainingProgress:
             self.say(f"step {done}/{self._total}  {describe_step(record)}  ETA {eta}")
 
     def say(self, text: str) -> None:
-        """Print a line that stays; a full disk or a reader that went away cost it, not the run."""
+        """Print a line that stays; a full disk or a reader that went away only loses the line."""
         end_passing()
         with suppress(OSError, SystemExit):  # rich ends the program when nobody reads any more
             say(self._console, text)

@@ -3,7 +3,7 @@
 import os
 import sys
 
-# Left to the thread that launches work and to the data loader.
+# Cores left to the thread that launches work and to the data loader.
 _SPARE_CORES = 2
 
 
@@ -15,5 +15,5 @@ def usable_cores() -> int:
 
 
 def update_threads() -> int:
-    """Host threads of the optimizer when the placement does not say how many."""
+    """Number of the optimizer's host threads, if the placement does not set it."""
     return max(1, usable_cores() - _SPARE_CORES)

@@ -1,4 +1,4 @@
-"""The machine and the versions of a run, written beside its results to repeat them."""
+"""The machine and the versions of a run, saved with its results so that they can be repeated."""
 
 import os
 import platform
@@ -37,7 +37,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this file is in; MEGATRAIN_COMMIT says it elsewhere."""
+    """The commit of the checkout with this file; without a checkout, MEGATRAIN_COMMIT."""
     if "MEGATRAIN_COMMIT" in os.environ:
         return os.environ["MEGATRAIN_COMMIT"]
     here = Path(__file__)
@@ -63,7 +63,7 @@ def _version(package: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """The processor as the system names it."""
+    """The system's name of the processor."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
             if line.startswith("model name"):

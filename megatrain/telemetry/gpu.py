@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine as the driver tells of them; None where it does not tell."""
+"""The NVIDIA GPUs of this machine, as the driver reports them."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -23,13 +23,13 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuState:
-    """One moment of a GPU; None where the driver does not tell.
+    """The state of a GPU at one moment; None where the driver does not report it.
 
     Attributes:
-        pcie_generation: now; idle links rest at a lower one, so it is read under load.
-        other_processes: process numbers and bytes of those that compute on it besides this one
+        pcie_generation: the current one; idle links show a lower one, so read it under load.
+        other_processes: numbers and bytes of other processes that compute on it
             (none are seen from inside most containers).
-        used_bytes: by everybody, the driver's own included.
+        used_bytes: memory used by all processes and the driver.
     """
 
     name: str
@@ -63,7 +63,7 @@ def gpu_identity(device: str) -> tuple[str, str] | None:
 
 
 def used_bytes(device: str) -> int | None:
-    """Device memory that all processes together take now; None where it cannot be asked."""
+    """Device memory that all processes take now, in bytes; None if it cannot be read."""
     return _asked(device, lambda nvml, handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used))
 
 
@@ -77,7 +77,7 @@ def gpu_state(device: str) -> GpuState | None:
         def ask(question: str) -> Any:
             try:
                 return getattr(nvml, question)(handle)
-            except (nvml.NVMLError, AttributeError):  # not on this GPU, or not in this library
+            except (nvml.NVMLError, AttributeError):  # unknown to this GPU or this library
                 return None
 
         memory = ask("nvmlDeviceGetMemoryInfo")
@@ -97,7 +97,7 @@ def gpu_state(device: str) -> GpuState | None:
 
 
 def held_by_others(device: str) -> str:
-    """` (other processes hold ...)`, for messages about memory; nothing where none are seen."""
+    """` (other processes hold ...)`, for messages about memory; empty if none are seen."""
     state = gpu_state(device)
     if state is None or not state.other_processes:
         return ""
@@ -107,7 +107,7 @@ def held_by_others(device: str) -> str:
 
 
 def _asked(device: str, question: Callable[[Any, Any], T]) -> T | None:
-    """The answer of NVML about the GPU; None without one, or where the driver does not tell."""
+    """The answer of NVML about the GPU; None without a GPU or without an answer."""
     with driver(device) as nvml_and_handle:
         if nvml_and_handle is None:
             return None
@@ -144,7 +144,7 @@ def bf16_peak_tflops(gpu_name: str) -> float | None:
 
 
 def _handle(pynvml: Any, index: int) -> Any:
-    """NVML counts all GPUs; torch counts those that CUDA_VISIBLE_DEVICES leaves."""
+    """NVML's handle of torch's GPU: NVML also counts GPUs hidden by CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     chosen = [item.strip() for item in visible.split(",") if item.strip()]
     if index >= len(chosen):

@@ -11,21 +11,21 @@ from typing import Any
 from megatrain.base.units import GIB
 from megatrain.errors import InputError
 
-# What people leave out of a name, and drivers put into it.
+# Words in drivers' names that people leave out.
 _MAKERS = {"nvidia", "geforce", "rtx", "amd", "instinct", "radeon"}
-# The name of a whole product with less of it behind: lower clocks, or a slice.
+# Words for parts of a product or slower versions, which have the product's name.
 _LESSER = {"laptop", "mobile", "max", "mig", "vgpu"}
-# Another product, with memory of its own: a 3060 Ti has 8 GiB, a 3060 has 12.
+# Suffixes of other products: a 3060 Ti has 8 GiB, a 3060 has 12.
 _OTHER = {"ti", "super"}
 
 
 @dataclass(frozen=True)
 class KnownGpu:
-    """One line of `gpus.json`: peaks and sizes on paper, and the usual shares of them.
+    """An entry of `gpus.json`: nominal peaks and sizes, and the shares usually reached.
 
     Attributes:
         bus_gbps: one way between host and device, from the link's generation and lanes.
-        host: `desktop`, `workstation` or `server`: what it usually sits in.
+        host: `desktop`, `workstation` or `server`: the usual machine around it.
         shares: of the peaks, reached in `matmul`, `attention_forward`, `attention_backward` and
             `memory`.
     """
@@ -55,7 +55,7 @@ def named_gpu(text: str) -> KnownGpu:
     """The entry that a user means: `4090`, `rtx4090`, `H100 PCIe`, or a driver's product name.
 
     Raises:
-        InputError: none, or one with another memory than the text has.
+        InputError: no entry fits, or its memory differs from the text's.
     """
     wanted = _squeezed(text)
     for gpu in known_gpus():
@@ -72,24 +72,24 @@ def named_gpu(text: str) -> KnownGpu:
 
 @cache
 def known_gpus() -> tuple[KnownGpu, ...]:
-    """All of `gpus.json`."""
+    """All entries of `gpus.json`."""
     path = resources.files("megatrain.telemetry").joinpath("gpus.json")
     table = json.loads(path.read_text(encoding="utf-8"))
     return tuple(_entry(entry, table["shares"]) for entry in table["gpus"])
 
 
 def most_memory() -> int:
-    """Bytes of the GPU in `gpus.json` that has most memory."""
+    """The largest memory of a GPU in `gpus.json`, in bytes."""
     return int(max(gpu.memory_gib for gpu in known_gpus()) * GIB)
 
 
 def pcie_gbps(generation: int, lanes: int) -> float:
-    """GB/s that a PCIe link carries one way on paper: 2 GB/s a lane in generation 4."""
+    """The nominal GB/s of a PCIe link in one direction: 2 GB/s a lane in generation 4."""
     return 2.0 * lanes * 2.0 ** (generation - 4)
 
 
 def _check_size(text: str, gpu: KnownGpu) -> None:
-    """Some are sold with two sizes; what is far larger is the host's (`GH200 480GB`)."""
+    """Refuse a size that the GPU is not sold with; a far larger one is the host's (GH200 480GB)."""
     for size in map(int, re.findall(r"(\d+) ?g(?:i?b)?\b", text.lower())):
         if max(size / gpu.memory_gib, gpu.memory_gib / size) > 1.15 and size < 3 * gpu.memory_gib:
             raise InputError(

@@ -15,12 +15,12 @@ PASSING = 15
 logging.addLevelName(PASSING, "PASSING")
 
 _ERASE = "\r\x1b[2K"
-_SECONDS = 0.2  # between two of a share's
+_SECONDS = 0.2  # between two log lines of a share
 _shown: list[str] = []  # the line that `passing` has left on the terminal; empty: none
 
 
 def wrapped(text: str) -> str:
-    """Lines for stderr: wrapped at words in a terminal, as they are in a file or a pipe."""
+    """Lines for stderr: wrapped at words for a terminal, unchanged for a file or a pipe."""
     if not sys.stderr.isatty():
         return text
     width = _columns()
@@ -32,7 +32,7 @@ def wrapped(text: str) -> str:
 
 
 def passing(text: str) -> None:
-    """Show on a terminal what is being done, in place of what this function showed before.
+    """Show the current work on a terminal, in place of this function's last line.
 
     Only the first rank of several shows anything. Nothing is written to a file or a pipe.
     """
@@ -52,7 +52,7 @@ def end_passing() -> None:
 
 
 def _columns() -> int:
-    """The width of the terminal that stderr is; stdout may be a file."""
+    """The width of stderr's terminal; stdout may be a file."""
     with suppress(OSError):  # it is no terminal: an IDE's, or a test's
         if columns := os.get_terminal_size(sys.stderr.fileno()).columns:
             return columns
@@ -60,7 +60,7 @@ def _columns() -> int:
 
 
 class StderrHandler(logging.Handler):
-    """Writes log lines to what `sys.stderr` is at that time, above the line of `passing`."""
+    """Writes log lines to the current `sys.stderr`, above the line of `passing`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

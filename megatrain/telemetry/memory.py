@@ -1,4 +1,4 @@
-"""Host memory: what this process uses and what it is allowed."""
+"""Host memory: this process's use and limits."""
 
 import os
 import resource
@@ -15,14 +15,14 @@ from megatrain.errors import InputError
 from megatrain.telemetry.cgroups import cgroup_files
 
 HOST_MEMORY = "MEGATRAIN_HOST_MEMORY"
-CHILDREN_SECONDS = 1.0  # between two looks at a process's children: each of them takes 4 ms
+CHILDREN_SECONDS = 1.0  # between two scans of a process's children, each of which takes 4 ms
 
 
 class ProcessTree:
-    """A process and its children, whatever their session.
+    """A process and its children, in any session.
 
-    Of pages that children share with others only their share counts: 16 compile workers of torch,
-    forked and idle, were 3.5 GiB resident and 0.25 GiB so.
+    Pages shared by children count proportionally (PSS): 16 compile workers of torch,
+    forked and idle, had 3.5 GiB resident and a PSS of 0.25 GiB.
     """
 
     def __init__(self, process: int) -> None:
@@ -42,7 +42,7 @@ class ProcessTree:
         for child in self._process.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 memory = child.memory_full_info()
-                total += getattr(memory, "pss", memory.rss)  # only Linux knows shares
+                total += getattr(memory, "pss", memory.rss)  # only Linux has PSS
         return total
 
 
@@ -68,7 +68,7 @@ def peak_process_bytes() -> int:
 def host_limit_bytes() -> int:
     """The smallest of the machine's memory and the limits of its cgroups, in bytes.
 
-    A virtual machine may be given its memory only as it is used, and show less than it will have:
+    A virtual machine may get memory only as it is used, and show less than it will have:
     MEGATRAIN_HOST_MEMORY in the environment says how much that is (`503GiB`).
 
     Raises:
@@ -88,7 +88,7 @@ def host_available_bytes(limit_bytes: int | None = None) -> int:
     """Bytes that can still be allocated without swapping or being killed.
 
     Args:
-        limit_bytes: that this process and its children may take in all, if they may not take all.
+        limit_bytes: a limit for this process and its children together; None: no limit.
 
     Raises:
         InputError: MEGATRAIN_HOST_MEMORY is not a size.

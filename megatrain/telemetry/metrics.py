@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from megatrain.base.json_yaml import parse_json
 
-_LONGEST_LINE = 1 << 20  # a step's places may be many, but not so many
+_LONGEST_LINE = 1 << 20  # bytes; a step's places may be many
 
 
 def _warn(message: str) -> None:
@@ -33,7 +33,7 @@ class MetricsWriter:
         warn: Callable[[str], None] = _warn,
         also: Sequence[Callable[[Mapping[str, Any]], None]] = (),
     ) -> None:
-        """Args: `also` get each line's values, too, once it is written."""
+        """Args: `also`: functions that get each line's values once it is written."""
         self._path, self._also = path, also
         self._warn = warn
         self._warned = False
@@ -58,7 +58,7 @@ class MetricsWriter:
             tell(values)
 
     def _append(self, lines: bytes) -> None:
-        """All of `lines`, or nothing: a line cut short would swallow the next one."""
+        """Append all of `lines` or nothing: a cut line would spoil the next one."""
         with self._path.open("ab", buffering=0) as file:
             end = os.fstat(file.fileno()).st_size
             try:
@@ -71,7 +71,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The lines of a metrics file, without those a full disk or a kill has cut short."""
+    """The records of a metrics file, without lines that a full disk or a kill has cut."""
     with path.open("rb") as file:
         for _, record in lines(file):
             if record is not None:
@@ -79,7 +79,7 @@ def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
-    """Each line, or a piece of an endless one, and the record that it holds, if any."""
+    """Yield each line (an endless one in pieces) and its record, if it has one."""
     while line := file.readline(_LONGEST_LINE):
         try:
             record = parse_json(line)

@@ -18,7 +18,7 @@ LANES = (
     *("compute", "copy in", "gather", "reduce", "copy out"),
     *("update", "rows", "disk in", "disk out", "disk weights"),
 )
-# Colour and meaning by a word in a piece of work's name; the first that fits counts.
+# Colour and meaning by a word in the name of work; the first match counts.
 _WORK = {
     "update": ("#5d8233", "optimizer update"),
     "backward": ("#d1495b", "layer backward"),
@@ -43,7 +43,7 @@ class Chart(NamedTuple):
 
     Attributes:
         from_zero: the axis of values begins at zero.
-        limit: a value that cannot be passed, drawn where it is not far above.
+        limit: an upper bound of values, drawn unless it is far above them.
     """
 
     title: str
@@ -68,7 +68,7 @@ def draw_loss(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def draw_charts(charts: Sequence[Chart], file: Path | IO[bytes], columns: int = 2) -> None:
-    """Draw charts in rows of so many."""
+    """Draw charts in rows of `columns`."""
     rows = -(-len(charts) // columns)
     width, height = (11, 2.7 * rows) if columns > 1 else (8, 4.5)
     figure = _figure(width, height, layout=None)

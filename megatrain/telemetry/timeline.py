@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-# A stream is idle from here on; below, the gap is the launch of the next piece of work.
+# Seconds; a longer gap counts as idle, a shorter one is the launch of the next work.
 SHORTEST_GAP_SECONDS = 50e-6
 
-_KEY = re.compile(r"\S*\(.*\)")  # in a name: which layer's, which micro-batch's
+_KEY = re.compile(r"\S*\(.*\)")  # the part of a name that tells the layer and micro-batch
 
 
 class Span(NamedTuple):
@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
     Attributes:
         after: names of the waits put on the stream since its last work.
-        num_bytes: that a copy brings over the bus, or an update through host memory; 0: not known.
+        num_bytes: bytes that a copy moves over the bus, or an update in host memory; 0: unknown.
     """
 
     stream: str
@@ -176,9 +176,9 @@ def read_trace(trace: Mapping[str, Any]) -> list[Span]:
 
 
 def window(spans: Iterable[Span], start: float, end: float) -> list[Span]:
-    """The spans between two times, counted from `start`; they are cut at both ends.
+    """The spans between two times, counted from `start` and cut at both ends.
 
-    Of one that is cut, as many bytes are counted as its part of the time.
+    A cut span has its bytes reduced in proportion.
     """
     inside = []
     for span in spans:
@@ -194,7 +194,7 @@ Recording = Callable[[], AbstractContextManager[list[Span]]]
 
 
 class StepRecorder:
-    """Takes times over two steps and keeps the second.
+    """Records two steps and keeps the second.
 
     A step's updates run under the next step's forward. One step alone would show them after its
     end, where nothing is computed, and none where they are in a run.
@@ -218,7 +218,7 @@ class StepRecorder:
         self._start = time.perf_counter() - self._origin
 
     def cancel(self) -> None:
-        """A step failed: drop what was recorded. What ails the device is the step's to report."""
+        """Drop the recording of a failed step, whose error the step itself reports."""
         with suppress(Exception):
             self._open.close()
 
