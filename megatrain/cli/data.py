@@ -44,7 +44,7 @@ def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
 
 
 def _print_summary(console: Console, name: str, summary: Summary) -> None:
-    what = summary.what
+    documents = summary.what
     counts, tokens = summary.facts()
     say(console, f"{name}: {counts}")
     say(console, tokens)
@@ -53,14 +53,14 @@ def _print_summary(console: Console, name: str, summary: Summary) -> None:
     say(console, f"\ntokens by source{f' in {summary.folder}' if summary.folder else ''}")
     widest = sorted(summary.sources, key=lambda source: -source.tokens)
     for source in widest[:_SOURCES]:
-        say(console, f"  {source.tokens:>14,}  {source.documents:>10,} {what}  {source.name}")
-    if (more := len(widest) - _SOURCES) > 0:
-        say(console, f"  {sum(s.tokens for s in widest[_SOURCES:]):>14,}  in {more:,} more")
-    say(console, f"\nlengths of {what} in tokens")
+        say(console, f"  {source.tokens:>14,}  {source.documents:>10,} {documents}  {source.name}")
+    if (num_hidden := len(widest) - _SOURCES) > 0:
+        say(console, f"  {sum(s.tokens for s in widest[_SOURCES:]):>14,}  in {num_hidden:,} more")
+    say(console, f"\nlengths of {documents} in tokens")
     histogram = summary.histogram()
-    most = max(count for *_, count in histogram)
+    largest_count = max(count for *_, count in histogram)
     for shortest, longest, count in histogram:
-        bar = "█" * max(round(_BAR * count / most), bool(count))
+        bar = "█" * max(round(_BAR * count / largest_count), bool(count))
         say(console, f"  {shortest:>8,} - {longest:<8,} {count:>10,} {bar}")
 
 

@@ -68,7 +68,7 @@ def missing(plan: Plan) -> str:
 
 
 def _head(plan: Plan, name: str) -> list[str]:
-    forecast, machine, asked = plan.forecast, plan.machine, plan.workload
+    forecast, machine, workload = plan.forecast, plan.machine, plan.workload
     kind = "measured" if machine.measured else "from published figures, not measured"
     rows = forecast.tokens_per_step // forecast.sequence_length
     count = forecast.parameters
@@ -78,7 +78,7 @@ def _head(plan: Plan, name: str) -> list[str]:
         f"{name}, {parameters} parameters, on {machine.name} ({kind}): {verdict}",
         f"a step of {forecast.tokens_per_step:,} tokens: {rows:,} x {forecast.sequence_length:,}, "
         f"{forecast.micro_batch} row{'s' if forecast.micro_batch > 1 else ''} at once; "
-        f"{asked.precision}, {'exact' if asked.clip else 'no'} clipping",
+        f"{workload.precision}, {'exact' if workload.clip else 'no'} clipping",
     ]
     if not plan.fits:
         lines.append("all below is for the least memory with which it would fit, all else as asked")

@@ -95,9 +95,9 @@ def check(config: Any) -> None:
             f"the adapter is of {type(config).__name__}; only LoraConfig (LoRA, rsLoRA, DoRA) is "
             "supported"
         )
-    usual, settings = lora().to_dict(), config.to_dict()
+    defaults, settings = lora().to_dict(), config.to_dict()
     for name in sorted(settings.keys() - KEYS - _OF_FILES):
-        if (settings[name] or None) != (usual.get(name) or None):  # PEFT puts empty ones there
+        if (settings[name] or None) != (defaults.get(name) or None):  # PEFT puts empty ones there
             raise InputError(f"the adapter has {name} = {settings[name]!r}, which is not supported")
     if config.init_lora_weights not in _INITS:
         raise InputError(

@@ -243,11 +243,11 @@ def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
         learnable &= documents["first_target"] < lengths
     _report_unlearnable(store, learnable, layout.kind)
     per_row = 2 if layout.kind == "pairs" else 1  # both replies of a pair, or none
-    whole = np.logical_and.reduce(learnable.reshape(-1, per_row), 1)
+    usable = np.logical_and.reduce(learnable.reshape(-1, per_row), 1)
     if per_row == 2:
-        _report_alike(store, documents["end"] - documents["begin"] > lengths, lengths, whole)
-    order = shuffled(len(whole), 0, seed)
-    order = (per_row * order[whole[order]][:, None] + np.arange(per_row)).reshape(-1)
+        _report_alike(store, documents["end"] - documents["begin"] > lengths, lengths, usable)
+    order = shuffled(len(usable), 0, seed)
+    order = (per_row * order[usable[order]][:, None] + np.arange(per_row)).reshape(-1)
     return Segments(order, np.zeros_like(order), lengths[order])
 
 

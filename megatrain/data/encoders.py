@@ -163,22 +163,22 @@ class ChatEncoder:
             nothing = np.zeros(0, np.int32), np.zeros(0, bool)
             return Document(placed.source, placed.number, *nothing)
         replies = ReplySpans(self._template, self._names, talk, where)
-        whole = replies.text
-        unchecked, offsets = placed_tokens(self._tokenizer, whole, where)
+        text = replies.text
+        unchecked, offsets = placed_tokens(self._tokenizer, text, where)
         ids = token_ids(unchecked, self._vocab_size, where)
         starts = offsets[:, 0]
         marked, targets = np.zeros((2, len(ids)), bool)
         for begin, end in replies.marks:
-            first = first_token(whole, offsets, ids, self._added, begin)
+            first = first_token(text, offsets, ids, self._added, begin)
             marked[first : np.searchsorted(starts, end)] = True
         is_marked = self._template.is_marked(talk)
         if is_marked and talk.learnt == [m["role"] == "assistant" for m in talk.messages]:
             return Document(placed.source, placed.number, ids, marked)
         for turn in np.flatnonzero(talk.learnt).tolist():
             for begin, end in replies.spans(turn):
-                first = first_token(whole, offsets, ids, self._added, begin)
+                first = first_token(text, offsets, ids, self._added, begin)
                 # What follows the closing special token is white space between two turns.
-                visible = begin + len(whole[begin:end].rstrip())
+                visible = begin + len(text[begin:end].rstrip())
                 last, closing = np.searchsorted(starts, (end, visible))
                 closed = closing > first and int(ids[closing - 1]) in self._added
                 targets[first : closing if closed else last] = True

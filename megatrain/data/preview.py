@@ -61,9 +61,9 @@ class Summary:
         pieces = (labels for row in range(len(data)) for _, labels in data.pieces(row))
         self.num_learnt = sum(int((labels[1:] != -100).sum()) for labels in pieces)
         records, is_chat = store.documents(), self.kind != "text"
-        whole = (records["end"] - records["begin"])[documents.document]
-        cut = (whole - documents.lengths) * is_chat  # a text is continued in another row
-        self.num_cut, self.num_cut_tokens = int((cut > 0).sum()), int(cut.sum())
+        full_lengths = (records["end"] - records["begin"])[documents.document]
+        num_cut = (full_lengths - documents.lengths) * is_chat  # a text is continued in another row
+        self.num_cut, self.num_cut_tokens = int((num_cut > 0).sum()), int(num_cut.sum())
         firsts = records["first_target"]
         useless = (firsts < 0) | (is_chat & (firsts >= data.sequence_length))
         self.num_useless = int(useless.sum())

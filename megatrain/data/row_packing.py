@@ -86,8 +86,8 @@ def mixed(
 
     Raises InputError: a group has no segment.
     """
-    of = groups[segments.document]
-    tokens = np.bincount(of, segments.lengths, minlength=len(weights))
+    group_of = groups[segments.document]
+    tokens = np.bincount(group_of, segments.lengths, minlength=len(weights))
     if not tokens.all():
         number = int(np.flatnonzero(tokens == 0)[0]) + 1
         raise InputError(f"data.weights: path {number} has nothing to learn from: leave it out")
@@ -95,11 +95,11 @@ def mixed(
     times = np.asarray(weights) * (per_weight.max() if repeat else per_weight.min()) / tokens
     chosen: list[Ints] = []
     for group, number in enumerate(times.tolist()):
-        members = np.flatnonzero(of == group)
-        whole = int(number + 1e-9)
-        rest = max(number - whole, 0) * tokens[group]
-        part = int(np.searchsorted(np.cumsum(segments.lengths[members]), rest + 0.5))
-        chosen += [members] * whole + [members[:part]]
+        members = np.flatnonzero(group_of == group)
+        whole_times = int(number + 1e-9)
+        rest_tokens = max(number - whole_times, 0) * tokens[group]
+        part = int(np.searchsorted(np.cumsum(segments.lengths[members]), rest_tokens + 0.5))
+        chosen += [members] * whole_times + [members[:part]]
     order = np.concatenate(chosen)
     return segments[order[shuffled(len(order), 2, seed)]]
 

@@ -133,9 +133,9 @@ def is_said(question: str, messages: Any) -> bool:
     contents = (
         [messages] if isinstance(messages, str) else [_content(message) for message in messages]
     )
-    asked, *texts = (" ".join(text.split()) for text in (question, *contents))
-    all_in_it = isinstance(messages, list) and any(texts) and all(text in asked for text in texts)
-    return all_in_it or any(asked in text for text in texts)
+    needle, *texts = (" ".join(text.split()) for text in (question, *contents))
+    all_in_it = isinstance(messages, list) and any(texts) and all(text in needle for text in texts)
+    return all_in_it or any(needle in text for text in texts)
 
 
 def _content(message: Any) -> str:
@@ -163,8 +163,8 @@ def _taken_apart(replies: list[Any], prompt: Any, where: str) -> tuple[Any, list
             f"{where}: 'prompt' is not what 'chosen' and 'rejected' begin with, which is taken as "
             "the prompt: make it one of these messages (data.fields: {prompt: null} passes it over)"
         )
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else shared
-    return shared or asked, rest
+    question = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else shared
+    return shared or question, rest
 
 
 def _repeats(prompt: Any, reply: Any, where: str) -> bool:
@@ -174,8 +174,8 @@ def _repeats(prompt: Any, reply: Any, where: str) -> bool:
         return len(prompt) > BY_CHANCE and bool(goes_on)
     if not (isinstance(prompt, list) and isinstance(reply, list) and prompt and reply):
         return False
-    asked, replied = (messages(part, "messages", where)[0] for part in (prompt, reply))
-    return asked == replied[: len(asked)]
+    before, replied = (messages(part, "messages", where)[0] for part in (prompt, reply))
+    return before == replied[: len(before)]
 
 
 def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conversation | Completion:

@@ -125,15 +125,15 @@ def _go_on(
     folder.mkdir(exist_ok=True)
     record = _record(top_k)
     with _growing(folder / "labels.bin") as labels, _growing(folder / "rows.bin") as rows:
-        kept = rows.read()
-        size = len(kept) // _ROW.itemsize * _ROW.itemsize
-        every = np.frombuffer(kept[:size] or bytes(_ROW.itemsize), _ROW).copy()
-        every[0] = 0, 0  # before the first row
-        every = every[: 1 + _num_whole(every, labels, record.itemsize)]
+        content = rows.read()
+        size = len(content) // _ROW.itemsize * _ROW.itemsize
+        records = np.frombuffer(content[:size] or bytes(_ROW.itemsize), _ROW).copy()
+        records[0] = 0, 0  # before the first row
+        records = records[: 1 + _num_whole(records, labels, record.itemsize)]
         rows.seek(0)
-        rows.write(every.tobytes())
+        rows.write(records.tobytes())
         rows.truncate()
-        end, done = int(every[-1]["end"]), len(every) - 1
+        end, done = int(records[-1]["end"]), len(records) - 1
         labels.seek(end * record.itemsize)
         labels.truncate()
         if done:

@@ -104,30 +104,34 @@ def continued(
     limit, share = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
     out: dict[int, list[int]] = {}
     longest = max(map(len, ids), default=0) + sampling.max_new_tokens
-    most, device = -(-min(batch_size, len(ids)) // share.size), source.device.torch_device
-    with _running(source, most, longest, apart=apart) as model, _set(model, of_model):
+    at_once, device = -(-min(batch_size, len(ids)) // share.size), source.device.torch_device
+    with _running(source, at_once, longest, apart=apart) as model, _set(model, of_model):
         if not apart:
             torch.manual_seed(sampling.seed)
         for rows in _batches(source, model, ids, batch_size):
             count = -(-len(rows) // share.size)
             mine = rows[share.rank * count :][:count]
-            asked = mine + rows[:1] * (count - len(mine))  # as many as any rank's
+            padded = mine + rows[:1] * (count - len(mine))  # as many as any rank's
             width = max(len(ids[row]) for row in rows)
             room = min(sampling.max_new_tokens, limit - width)
             past = None if kept is None else kept.take(ids[0])
             source.ranks.agree(
-                partial(check_cache, source.device, model, len(asked), width + room, past)
+                partial(check_cache, source.device, model, len(padded), width + room, past)
             )
             settings = sampling.settings(
                 of_model, room=room, stops=stops, pad=pad, cached=takes_cache(model)
             )
-            more = {} if past is None else {"past_key_values": past}
+            extras = {} if past is None else {"past_key_values": past}
             if apart:
-                more |= drawn_apart(settings, sampling.seed, asked, len(mine), share, device)
-            more["logits_processor"] = [OnlyNumbers(), *more.get("logits_processor", ())]
-            batch = _padded([ids[row] for row in asked], width, pad, device)
+                extras |= drawn_apart(settings, sampling.seed, padded, len(mine), share, device)
+            extras["logits_processor"] = [OnlyNumbers(), *extras.get("logits_processor", ())]
+            batch = _padded([ids[row] for row in padded], width, pad, device)
             output = model.generate(
-                **batch, **more, generation_config=settings, tokenizer=tokenizer, streamer=streamer
+                **batch,
+                **extras,
+                generation_config=settings,
+                tokenizer=tokenizer,
+                streamer=streamer,
             )
             if kept is not None:
                 kept.keep(output.sequences[0].tolist(), output.past_key_values)

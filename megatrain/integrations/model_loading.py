@@ -33,28 +33,31 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         InputError: it is no model, or one with another head; or arguments say how to load one that
             is loaded; or it would be quantised.
     """
-    how = dict(getattr(args, "model_init_kwargs", None) or {})
-    if options.get("quantization_config") or how.pop("quantization_config", None):
+    kwargs = dict(getattr(args, "model_init_kwargs", None) or {})
+    if options.get("quantization_config") or kwargs.pop("quantization_config", None):
         refuse("quantization_config", REFUSED_OPTIONS["quantization_config"])
     if isinstance(model, PreTrainedModel) or is_peft_model(model):
         if not scores and scores_rows(model.get_base_model() if is_peft_model(model) else model):
             refuse(
                 f"a {type(model).__name__}", "a model that scores rows needs trl's RewardTrainer"
             )
-        if how:
+        if kwargs:
             refuse("args.model_init_kwargs", "load the model with them, and give the model")
         return model
     if not isinstance(model, str | Path):
         raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
-    how.pop("device_map", None)
-    how = {"dtype": "auto", "trust_remote_code": getattr(args, "trust_remote_code", False)} | how
+    kwargs.pop("device_map", None)
+    kwargs = {
+        "dtype": "auto",
+        "trust_remote_code": getattr(args, "trust_remote_code", False),
+    } | kwargs
     if options.get("processing_class") is None:
-        named = {name: how[name] for name in ("revision", "trust_remote_code") if name in how}
+        named = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
         options["processing_class"] = load_tokenizer(model, **named)
     if scores:
         set_seed(args.seed)  # a head that the files lack is random
-        return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **how)
-    return AutoModelForCausalLM.from_pretrained(model, **how)
+        return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **kwargs)
+    return AutoModelForCausalLM.from_pretrained(model, **kwargs)
 
 
 @contextmanager

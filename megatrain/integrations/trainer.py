@@ -132,11 +132,11 @@ class StreamedTrainer(_Trainer):
 
     def _open_engines(self, model: Any, reference: Any) -> None:
         """Open the model's engine, and a reference's; if one fails, both are closed."""
-        how = _settings(self.args)
+        common = _settings(self.args)
         with ExitStack() as held:
             if isinstance(self._objective, Preferences):
-                self._objective.reference = held.enter_context(Engine(reference or model, **how))
-            how |= self.engine_options
+                self._objective.reference = held.enter_context(Engine(reference or model, **common))
+            common |= self.engine_options
             weight = getattr(self, "router_aux_loss_coef", 0.0)
             if hasattr(self, "_metrics") and (weight or len(self._routers) == len(_ROUTERS)):
                 # TRL's trainers have their own setting for the routers' loss.
@@ -146,7 +146,7 @@ class StreamedTrainer(_Trainer):
                 loss=self._objective.loss,
                 optimizer=_optimizer(self.args, self._kept),
                 seed=self.args.seed,
-                **how,
+                **common,
             )
             self._take(held.enter_context(engine))
             engine.require_held()
@@ -169,7 +169,7 @@ class StreamedTrainer(_Trainer):
         """Raises InputError: a setting would not be honoured."""
         args = self.args
         optimizers = self.optimizer is not None or self.lr_scheduler is not None
-        asked, precision = self.accelerator.mixed_precision, "bf16" if args.bf16 else "no"
+        accelerate, precision = self.accelerator.mixed_precision, "bf16" if args.bf16 else "no"
         reserved = {"loss", "optimizer", "seed", "router_aux_loss_coef", *_settings(args)}
         reserved &= self.engine_options.keys()
         best = (args.metric_for_best_model or "").removeprefix("eval_")
@@ -184,7 +184,11 @@ class StreamedTrainer(_Trainer):
             *((True, f"engine_options[{n!r}]", _FOLLOWS) for n in sorted(reserved)),
             (args.world_size > 1, "several processes", "use Engine(group=...)"),
             (args.n_gpu > 1, f"{args.n_gpu} GPUs", "show the process one: CUDA_VISIBLE_DEVICES=0"),
-            (asked != precision, f"mixed precision {asked!r} of Accelerate", "set args.bf16"),
+            (
+                accelerate != precision,
+                f"mixed precision {accelerate!r} of Accelerate",
+                "set args.bf16",
+            ),
         ):
             if wrong:
                 refuse(name, why)

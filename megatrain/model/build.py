@@ -250,21 +250,21 @@ def loaded_types(
     Args:
         built: what the class makes of the configuration in `dtype`, where that is at hand.
     """
-    known = _loaded.setdefault(model, {})
-    if dtype in known:
-        return known[dtype]
+    by_dtype = _loaded.setdefault(model, {})
+    if dtype in by_dtype:
+        return by_dtype[dtype]
     if (adapters := adapted(model)) is not None:
         types, names = loaded_types(adapters.base, dtype), {**adapters.held, **adapters.copies}
-        every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
-        known[dtype] = {name: types.get(names.get(name, ""), dtype) for name, _ in every}
-        return known[dtype]
+        named_tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+        by_dtype[dtype] = {name: types.get(names.get(name, ""), dtype) for name, _ in named_tensors}
+        return by_dtype[dtype]
     if built is None:
         with weightless():
             built = model_of(type(model), copy.deepcopy(model.config), dtype=dtype)
     plan = [re.compile(pattern.replace("*", ".*")) for pattern in in_fp32(model, dtype)]
     stored = built.state_dict().keys()
     tensors = chain(built.named_parameters(remove_duplicate=False), built.named_buffers())
-    known[dtype] = {
+    by_dtype[dtype] = {
         name: torch.float32
         if name in stored
         and tensor.is_floating_point()
@@ -272,7 +272,7 @@ def loaded_types(
         else tensor.dtype
         for name, tensor in tensors
     }
-    return known[dtype]
+    return by_dtype[dtype]
 
 
 @contextmanager

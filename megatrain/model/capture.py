@@ -272,9 +272,9 @@ class Capture:
             kwargs["return_dict"] = True
         if "output_router_logits" in self._signature:
             kwargs["output_router_logits"] = False  # what they add to the loss weighs nothing
-        beside = ("output_hidden_states", "output_attentions")  # which a loss does not read
-        asked = [name for name in beside if getattr(self.model.config, name, False)]
-        return kwargs | {name: False for name in asked if self.takes(name) or self.takes_any}
+        unread_outputs = ("output_hidden_states", "output_attentions")  # which a loss does not read
+        switched_on = [name for name in unread_outputs if getattr(self.model.config, name, False)]
+        return kwargs | {name: False for name in switched_on if self.takes(name) or self.takes_any}
 
     def forward(
         self,

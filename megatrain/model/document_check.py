@@ -213,7 +213,7 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
     """The documents of a row as they are, and short ones between long ones in a row as long."""
     shape = min(micro["position_ids"].shape[0], 2), micro["position_ids"].shape[1]
     pool, tokens = at_least_two(torch.unique(micro["input_ids"])), shape[1]
-    tried: list[Comparison] = []
+    compared: list[Comparison] = []
 
     def add(lengths: list[int], changed: list[int]) -> None:
         """Change the first `changed[n]` tokens of document n."""
@@ -228,7 +228,7 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
             ids_BT = pool[chosen_BT]
             labels_BT = ids_BT.masked_fill(positions_BT == 0, IGNORED)  # nothing predicts these
             rows.append({"input_ids": ids_BT, "labels": labels_BT, "position_ids": positions_BT})
-        tried.append(Comparison(lengths, changed_T, rows))
+        compared.append(Comparison(lengths, changed_T, rows))
 
     def every_second(lengths: list[int]) -> None:
         first = 1 if len(lengths) > 2 else 0
@@ -243,7 +243,7 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
         add([half, tokens - half], [0, (tokens - half) // 2])
     if 0 < 4 * short < tokens // 2:
         every_second([short, tokens // 2, short + 1, short, tokens - tokens // 2 - 3 * short - 1])
-    return tried
+    return compared
 
 
 def _lengths(micro: Micro) -> list[int]:

@@ -83,12 +83,12 @@ def write_weights(
         RunFailed: not enough disk space, or the disk cannot be written; nothing is left behind.
         ValueError: `tensors` lacks a name, or has one that the model does not know.
     """
-    saved, usual = _saved_names(model, tensors), loaded_types(model, dtype)
+    saved, usual_types = _saved_names(model, tensors), loaded_types(model, dtype)
     metas: dict[str, Tensor] = {}  # shape and file dtype of all that is written
     for name, first in saved.items():
         reference = model.get_parameter_or_buffer(name)
         is_parameter = isinstance(reference, nn.Parameter)
-        file_dtype = usual.get(name, dtype) if is_parameter else reference.dtype
+        file_dtype = usual_types.get(name, dtype) if is_parameter else reference.dtype
         file_dtype = (as_came or {}).get(first, file_dtype)
         metas[name] = torch.empty(reference.shape, dtype=file_dtype, device="meta")
     pieces = _pieces(model, metas, lambda name: _value(model, tensors, saved[name]))

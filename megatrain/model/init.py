@@ -58,7 +58,7 @@ def initialise(
     wanted = {name for name, _ in model.named_parameters()}
     wanted &= wanted if only is None else set(only)
     owners, parts = _owners(model), list(_parts(model, spec))
-    left: dict[str, Place] = {}
+    unset: dict[str, Place] = {}
     made_of: list[Any] = []
     values: list[Tensor | None] = []
     for index, part in enumerate(parts):
@@ -80,13 +80,13 @@ def initialise(
             if full in wanted and drawn is not None:
                 write(full, drawn)
             elif full in wanted:
-                left[full] = (type(module), name)
-    if left:
+                unset[full] = (type(module), name)
+    if unset:
         # A new model of the class; only parameters of this part have values.
-        places = set(left.values())
+        places = set(unset.values())
         with _seeded(seed, len(parts), threads), torch.device("cpu"), _without_values(places):
             fresh = dict(type(model)(copy.deepcopy(model.config)).named_parameters())
-        for full in left:
+        for full in unset:
             write(full, kept(full, fresh[full].detach()))
 
 

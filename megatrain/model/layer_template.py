@@ -70,8 +70,8 @@ class LayerTemplate:
         if saves == "nothing":
             purpose = REPEAT
         elif saves is not None:
-            whole = saves == "all" or self._random(weights)
-            purpose = KEEP_ALL if whole else KEEP
+            keeps_all = saves == "all" or self._random(weights)
+            purpose = KEEP_ALL if keeps_all else KEEP
         function = self.compiled.get(purpose, _apply)
         output = function(self.module, weights, args, kwargs, counted_N)
         leaves, self.output_spec = pytree.tree_flatten(output)

@@ -81,20 +81,20 @@ def _refuse_broken(model: PreTrainedModel) -> None:
 
 
 def _spec(model: PreTrainedModel, routers: RouterLoss | None) -> ModelSpec:
-    tried = []
+    not_called = []
     for name, stack in find_stacks(model):
         probe = _Probe(model, (name, stack), routers)
         try:
             return probe.run()
         except NotCalled:
-            tried.append(name)
+            not_called.append(name)
             probe.capture.restore()
         except BaseException:
             probe.capture.restore()
             raise
     raise Unsupported(
         f"{type(model).__name__} has no list of layers that its text forward calls one after the "
-        f"other (looked at: {', '.join(tried) or 'none'})"
+        f"other (looked at: {', '.join(not_called) or 'none'})"
     )
 
 
@@ -149,9 +149,9 @@ class _Probe:
         signature = reader.of(layer)
         for weight in reader.strays:
             names = {id(p): name for name, p in self.model.named_parameters()}
-            what = names.get(id(weight), f"a weight {list(weight.shape)}")
+            held = names.get(id(weight), f"a weight {list(weight.shape)}")
             raise Unsupported(
-                f"{self.paths[id(layer)]} holds {what} elsewhere than as a parameter of its own "
+                f"{self.paths[id(layer)]} holds {held} elsewhere than as a parameter of its own "
                 "(in a list, a function, another module's method); such weights are not supported"
             )
         return signature

@@ -52,17 +52,17 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
     Raises:
         InputError: the way of quantising is not supported.
     """
-    how = config.get("quantization_config")
-    if how is None:
+    settings = config.get("quantization_config")
+    if settings is None:
         return None
-    how = how if isinstance(how, dict) else {"quant_method": how}
-    method = how.get("quant_method")
-    if method == "bitsandbytes" and how.get("load_in_4bit"):
-        if how.get("bnb_4bit_quant_type") == "nf4":
+    settings = settings if isinstance(settings, dict) else {"quant_method": settings}
+    method = settings.get("quant_method")
+    if method == "bitsandbytes" and settings.get("load_in_4bit"):
+        if settings.get("bnb_4bit_quant_type") == "nf4":
             return "nf4"
         method = "bitsandbytes in FP4"
     elif method == "torchao":
-        kind = how.get("quant_type")
+        kind = settings.get("quant_type")
         kind = kind.get("default") if isinstance(kind, dict) else kind
         kind = kind.get("_type") if isinstance(kind, dict) else kind
         if kind == "Float8WeightOnlyConfig":
@@ -108,21 +108,21 @@ def _nf4(
 ) -> Stored:
     nested, offset = ".nested_absmax" in pieces, settings.get("nested_offset")
     dtype, sizes = _DTYPES.get(str(settings.get("dtype"))), settings.get("shape")
-    shape: tuple[int, ...] = ()  # unless of two whole numbers
+    shape: tuple[int, ...] = ()  # unless of two complete numbers
     if isinstance(sizes, list) and [type(size) for size in sizes] == [int, int]:
         shape = tuple(sizes)
-    wanted = {"quant_type": "nf4", "blocksize": 64}
-    wanted |= {"nested_blocksize": 256, "nested_dtype": "float32"} if nested else {}
-    others = {key: settings.get(key) for key, value in wanted.items() if settings.get(key) != value}
+    usual = {"quant_type": "nf4", "blocksize": 64}
+    usual |= {"nested_blocksize": 256, "nested_dtype": "float32"} if nested else {}
+    others = {key: settings.get(key) for key, value in usual.items() if settings.get(key) != value}
     others |= {"nested_offset": offset} if nested and not isinstance(offset, int | float) else {}
     if others or dtype is None:
         unlike = others or {"dtype": settings.get("dtype")}
         raise InputError(f"{file}: {name!r} is quantised with {str(unlike)[:200]}; {_REMEDY}")
     packing = NF4 if nested else NF4_WIDE
     order = (".nested_absmax", "", ".absmax") if nested else (".absmax", "")
-    whole = pieces.keys() == {*(_PARTS if nested else _PARTS[:3])}
-    size = sum(pieces[part].num_bytes for part in order) + 4 * nested if whole else 0
-    if not whole or not packing.takes(shape) or size != packing.bytes_of(shape):
+    complete = pieces.keys() == {*(_PARTS if nested else _PARTS[:3])}
+    size = sum(pieces[part].num_bytes for part in order) + 4 * nested if complete else 0
+    if not complete or not packing.takes(shape) or size != packing.bytes_of(shape):
         raise InputError(f"{file}: the parts of {name!r} do not make up its shape; {DAMAGED}")
     scale_codes = pieces[".nested_quant_map"].read() if nested else None
     if not is_nf4(pieces[".quant_map"].read(), scale_codes):

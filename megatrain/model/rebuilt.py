@@ -71,9 +71,9 @@ def difference(
         computed: dtype in which its class has computed its buffers.
         with_code: the code of its class is saved with the model.
     """
-    whole, whole_model = adapted(model), model
-    if whole is not None:
-        model = whole.base
+    adapters, peft_model = adapted(model), model
+    if adapters is not None:
+        model = adapters.base
     try:
         again = _again(model, dtype, with_code)
     except Exception as error:  # each configuration class has its own checks and error types
@@ -88,12 +88,12 @@ def difference(
         yield from _unlike(model, again)
         built = again if computed == _BUILT_IN else None
         yield from _buffers(model, again, loaded_types(model, computed, built))
-        if whole is not None:
-            yield from _unlike(whole_model, with_adapters(model, whole.configs, whole.active))
+        if adapters is not None:
+            yield from _unlike(peft_model, with_adapters(model, adapters.configs, adapters.active))
 
-    what, remedy = next(differences(), (None, None))
-    return what and (
-        f"{what} by the model's configuration, from which a checkpoint or an export would be "
+    words, remedy = next(differences(), (None, None))
+    return words and (
+        f"{words} by the model's configuration, from which a checkpoint or an export would be "
         f"loaded; {remedy}"
     )
 
@@ -137,8 +137,8 @@ def _parts(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
     mine, others = (dict(m.named_modules(remove_duplicate=False)) for m in (model, again))
     for path in [*mine, *others]:
         if path not in others or path not in mine:
-            what = "is in the model given, and not" if path in mine else "is not there, but"
-            yield f"{path} {what}", _UNDO
+            where = "is in the model given, and not" if path in mine else "is not there, but"
+            yield f"{path} {where}", _UNDO
         elif type(mine[path]) is not type(others[path]):
             kinds = _class(mine[path]), _class(others[path])
             peft = kinds[0].startswith("peft.")

@@ -129,8 +129,8 @@ def router_loss(model: PreTrainedModel) -> RouterLoss | None:
     text = model.config.get_text_config(decoder=True)
     parts = (model, text, model.config)
     weights = [getattr(part, name) for part in parts for name in _WEIGHTS if hasattr(part, name)]
-    asked = any(getattr(part, "output_router_logits", None) for part in (text, model.config))
-    if not asked or (weights and not weights[0]):
+    is_on = any(getattr(part, "output_router_logits", None) for part in (text, model.config))
+    if not is_on or (weights and not weights[0]):
         return None
     chosen = next((n for p in parts if (n := getattr(p, "num_experts_per_tok", None))), None)
     takes = "output_router_logits" in inspect.signature(model.forward).parameters

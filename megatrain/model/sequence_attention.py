@@ -102,13 +102,13 @@ def attention_of(size: int, ranks: SequenceRanks | None = None) -> str:
         key, value = _repeated(query, key, value, size)
         groups = query.shape[1] // key.shape[1]
         if ranks is None:
-            whole = [x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value)]
+            whole_rows = [x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value)]
         else:
-            whole = _whole(number, size, query, key, value)
+            whole_rows = _whole(number, size, query, key, value)
         heads: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
-        how = {name: options.get(name) for name in ("scaling", "softcap")}
+        scale_options = {name: options.get(name) for name in ("scaling", "softcap")}
         dropout = options.get("dropout") or 0.0
-        out, _ = sdpa_attention_forward(heads, *whole, None, dropout=dropout, **how)
+        out, _ = sdpa_attention_forward(heads, *whole_rows, None, dropout=dropout, **scale_options)
         out = out if ranks is None else _share(number, size, out)
         return out.reshape(rows, tokens, query.shape[1], -1), None
 
@@ -142,8 +142,8 @@ def _check(module: nn.Module, mask: Tensor | None, options: dict[str, Any]) -> N
     bias, causal = options.get("position_bias"), options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if mask is not None or bias is not None or not causal:
-        what = "a mask" if mask is not None else "a bias" if bias is not None else "no order"
-        raise InputError(_refused(f"its attention has {what} of its own"))
+        obstacle = "a mask" if mask is not None else "a bias" if bias is not None else "no order"
+        raise InputError(_refused(f"its attention has {obstacle} of its own"))
 
 
 def _mask(

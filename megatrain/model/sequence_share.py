@@ -205,16 +205,16 @@ class RowTrial:
                 self._equal.add((low, high))
 
     def _try(self, tokens: int, pool: Tensor) -> None:
-        tried = self._rows(tokens, pool)
+        rows = self._rows(tokens, pool)
         self._program.attend(self._of_shares)
         try:
             with rows_of(tokens), unpacked():
-                calls, losses = self._losses(tried)
+                calls, losses = self._losses(rows)
         finally:
             self._program.attend(self._of_ranks)
-        plain, placed, whole, shares, *_ = losses
+        plain, placed, joined, shares, *_ = losses
         # The last token of a share predicts nothing there, but in the row the next share's first.
-        of_row, of_shares = whole.view(shares.shape)[:, :-1], shares[:, :-1]
+        of_row, of_shares = joined.view(shares.shape)[:, :-1], shares[:, :-1]
         why_cut = "are cut: layers mix tokens other than by attention, or attend otherwise"
         for one, other, why in (
             (plain, placed, "are given as 0, 1, 2, ...: it counts them in another way"),
@@ -244,10 +244,10 @@ class RowTrial:
         places_NS = ends - short + torch.arange(short)
         shares = {"input_ids": ids_NS, "labels": labels_NS, "position_ids": places_NS}
         rows = [{name: value[n : n + 1] for name, value in shares.items()} for n in range(size)]
-        whole = {name: value.view(1, -1) for name, value in shares.items()}
-        first = {"position_ids": torch.arange(size * short)[None]}
-        plain = {name: value for name, value in whole.items() if name not in first}
-        return [plain, plain | first, whole, shares, *rows]
+        joined = {name: value.view(1, -1) for name, value in shares.items()}
+        from_zero = {"position_ids": torch.arange(size * short)[None]}
+        plain = {name: value for name, value in joined.items() if name not in from_zero}
+        return [plain, plain | from_zero, joined, shares, *rows]
 
     def _refused(self, why: str) -> str:
         return (

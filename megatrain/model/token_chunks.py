@@ -186,16 +186,16 @@ def acts_on_tokens_alone(run: Callable[[Tensor], Any], like_BTD: Tensor) -> bool
     x = torch.randn(shape, generator=generator, device=like_BTD.device).to(like_BTD.dtype)
     try:
         with torch.no_grad(), _Whole() as seen:
-            whole = run(x)
-        fits = isinstance(whole, Tensor) and whole.ndim == 3 and whole.shape[:2] == _TRIAL_SHAPE
+            out = run(x)
+        fits = isinstance(out, Tensor) and out.ndim == 3 and out.shape[:2] == _TRIAL_SHAPE
         if not fits or not seen.only_floats or draws(lambda: run(x), {"x": x}):
             return False
         # Few tokens from the middle of a row: their place does not count either.
-        some = (slice(1, 2), slice(_OFFSET, _OFFSET + _SHORT))
-        near = _OTHER_KERNELS.get(x.dtype, 1e-4) * float(whole.abs().max())
+        middle = (slice(1, 2), slice(_OFFSET, _OFFSET + _SHORT))
+        near = _OTHER_KERNELS.get(x.dtype, 1e-4) * float(out.abs().max())
         with torch.no_grad():
-            short = run(x[some])
-            return _independent(run, x, whole) and bool(((short - whole[some]).abs() <= near).all())
+            short = run(x[middle])
+            return _independent(run, x, out) and bool(((short - out[middle]).abs() <= near).all())
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False
 

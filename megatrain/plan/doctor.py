@@ -81,12 +81,12 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         measured.append(_context(device, before, under_load))
     rates = {measurement.name: measurement.value for measurement in measured}
     machines: dict[str, Machine] = {}
-    kept, not_kept = "", "without a GPU there is nothing to keep"
+    saved, not_kept = "", "without a GPU there is nothing to keep"
     if has_gpu and facts.gpu is not None:
         memory = device.memory()["device_total_bytes"]
         try:
             machines = {p: machine_of(facts, rates, p, memory) for p in PRECISIONS}
-            kept = str(cache.write(cache.key_of(name), machines))
+            saved = str(cache.write(cache.key_of(name), machines))
         except KeyError as missing:
             not_kept = f"{missing.args[0]} could not be measured"
         except OSError as error:
@@ -95,7 +95,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     diagnostics = [*unusable, *findings(facts, rates)]
     seconds = time.perf_counter() - started
     return Diagnosis(
-        facts, measured, machines, diagnostics, seconds, kept or None, None if kept else not_kept
+        facts, measured, machines, diagnostics, seconds, saved or None, None if saved else not_kept
     )
 
 

@@ -73,9 +73,9 @@ def open_data(
         training = opened(data.path)
     else:
         training = opened(data.path, weights=data.weights, repeat=data.repeat)
-    if training.kind == "chat" and tokenizer.chat_template and (asked := unmet_opening(tokenizer)):
+    if training.kind == "chat" and tokenizer.chat_template and (unmet := unmet_opening(tokenizer)):
         log.info(
-            f"the chat template asks for replies with {asked!r:.80}, but begins those without "
+            f"the chat template asks for replies with {unmet!r:.80}, but begins those without "
             "reasoning otherwise: give them some, or name another model.chat_template"
         )
     if not sets and data.eval_fraction:

@@ -140,10 +140,10 @@ class Evaluations:
     def _described(self, scores: Mapping[str, float]) -> str:
         if "eval_loss" not in scores:
             return "evaluation " + "  ".join(described_rewards(scores, "eval_"))
-        beside = ""
+        training = ""
         if self._trained:
-            beside = f" (training {sum(self._trained) / len(self._trained):.4f})"
-        parts = [f"evaluation loss {scores['eval_loss']:.4f}{beside}"]
+            training = f" (training {sum(self._trained) / len(self._trained):.4f})"
+        parts = [f"evaluation loss {scores['eval_loss']:.4f}{training}"]
         if "eval_accuracy" in scores:
             parts.append(f"accuracy {scores['eval_accuracy']:.1%}")
             parts.append(f"perplexity {scores['eval_perplexity']:.4g}")
@@ -171,10 +171,10 @@ class Evaluations:
             log.warning("no samples from here on: %s", error)
             self._samples = None
             return {}
-        asked = [p if isinstance(p, str) else str(p[-1].get("content")) for p in prompts]
-        for prompt, text in zip(asked, texts, strict=True):
+        shown = [p if isinstance(p, str) else str(p[-1].get("content")) for p in prompts]
+        for prompt, text in zip(shown, texts, strict=True):
             say(f"  {in_one_line(prompt, _SHOWN)} -> {in_one_line(text, _SHOWN)}")
-        return {"samples": [{"prompt": a, "text": t} for a, t in zip(asked, texts, strict=True)]}
+        return {"samples": [{"prompt": a, "text": t} for a, t in zip(shown, texts, strict=True)]}
 
 
 def _parts(rows: Step, at_once: int) -> _Parts:

@@ -258,8 +258,8 @@ class _Run:
             self._save_and_evaluate(progress.say)  # callbacks' requests at the end
 
     def _save_and_evaluate(self, say: Callable[[str], None]) -> None:
-        asked = self.signals.take_save() | self.callbacks.take("should_save")
-        self.checkpoints.after(self.state, asked=asked, last=self._is_last)
+        save_asked = self.signals.take_save() | self.callbacks.take("should_save")
+        self.checkpoints.after(self.state, asked=save_asked, last=self._is_last)
         self._evaluate(say)
 
     def _evaluate(self, say: Callable[[str], None]) -> None:

@@ -314,12 +314,12 @@ class Teacher:
     def answers(self, engine: Engine, step: Step) -> Iterator[TeacherAnswers]:
         """For each micro-batch: labels, and ids and log-probabilities of likeliest tokens."""
         loss, rows = self.config.loss, plain_rows(step)
-        most = loss.top_k or 1
+        top_k = loss.top_k or 1
         labelled = any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows)
         if any(engine.ranks.all_gather_object(labelled)):  # all ranks compute its forward, or none
-            answers = engine.top_logprobs(rows, most, loss.temperature or 1.0)
+            answers = engine.top_logprobs(rows, top_k, loss.temperature or 1.0)
         else:
-            shapes = [(*micro["labels"].shape, most) for micro in rows]
+            shapes = [(*micro["labels"].shape, top_k) for micro in rows]
             answers = [(torch.zeros(s, dtype=torch.int64), torch.zeros(s)) for s in shapes]
         for micro, (ids, log_probs) in zip(rows, answers, strict=True):
             strange = ids >= self.vocab_size  # padding rows of its table

@@ -251,7 +251,7 @@ def _batches(
 
 def _loader(config: Config, training: PackedDataset | RowStream | Prompts) -> StepLoader:
     rows = config.training.batch_size
-    how: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "rows_per_step": rows,
         "rows_per_micro_batch": rows,
         "seed": config.training.seed,
@@ -259,7 +259,7 @@ def _loader(config: Config, training: PackedDataset | RowStream | Prompts) -> St
     if isinstance(training, RowStream):
         tokens = f"{config.data.shuffle_buffer:,}"
         log.info("data: a stream, of which %s tokens at a time are shuffled", tokens)
-        return StreamLoader(training, **how, workers=2)
+        return StreamLoader(training, **settings, workers=2)
     if isinstance(training, Prompts):
         log.info("data: %s prompts", f"{len(training):,}")
     else:
@@ -272,7 +272,7 @@ def _loader(config: Config, training: PackedDataset | RowStream | Prompts) -> St
             rows,
             len(training),
         )
-    return StepLoader(training, **how, workers=2)
+    return StepLoader(training, **settings, workers=2)
 
 
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
