@@ -58,7 +58,7 @@ def in_one_line(said: object, most: int | None = None) -> str:
     return text if most is None or len(text) <= most else text[: most - 3] + "..."
 
 
-def told(error: OSError) -> str:
+def os_reason(error: OSError) -> str:
     """The reason of an operating system's error, and the file."""
     where = error.filename2 or error.filename
     reason = error.strerror or str(error) or type(error).__name__

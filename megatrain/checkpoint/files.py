@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.base import huge_pages
-from megatrain.errors import InputError, RunFailed, told
+from megatrain.errors import InputError, RunFailed, os_reason
 
 try:
     import xxhash
@@ -274,7 +274,7 @@ def put_right(parent: Path) -> None:
             elif not _is_claimed(path):
                 shutil.rmtree(path)
         except OSError as error:
-            _log.warning("%s: left over, and cannot be removed (%s)", path, told(error))
+            _log.warning("%s: left over, and cannot be removed (%s)", path, os_reason(error))
 
 
 @contextmanager

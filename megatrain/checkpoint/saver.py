@@ -28,7 +28,7 @@ from megatrain.checkpoint.snapshot import AT_ONCE, Snapshot, StagingBlocks, Tile
 from megatrain.device import Device
 from megatrain.device.base import SAVE
 from megatrain.device.host_stream import start_thread
-from megatrain.errors import MegatrainError, RunFailed, told
+from megatrain.errors import MegatrainError, RunFailed, os_reason
 from megatrain.parallel.distributed import ALONE, Ranks, require_same
 from megatrain.store.store import Tile
 
@@ -140,7 +140,7 @@ class Saving:
 
     def _fail(self, error: BaseException) -> None:
         self.abandon()
-        reason = told(error) if isinstance(error, OSError) else repr(error)
+        reason = os_reason(error) if isinstance(error, OSError) else repr(error)
         if isinstance(error, MegatrainError):
             reason = str(error)
         left = "nothing of it is left"
@@ -148,7 +148,7 @@ class Saving:
             if self._ranks.rank == 0:
                 files.remove_partial(self.folder)
         except OSError as other:
-            left = f"what it has written could not be removed ({told(other)})"
+            left = f"what it has written could not be removed ({os_reason(other)})"
         if self._named:
             left = "it is there and whole, but may be gone after a power failure"
         self.error = RunFailed(

@@ -11,7 +11,7 @@ from typing import Any, cast
 import typer
 from typer.core import TyperGroup
 
-from megatrain.errors import InputError, MegatrainError, RunFailed, in_one_line, told
+from megatrain.errors import InputError, MegatrainError, RunFailed, in_one_line, os_reason
 from megatrain.telemetry.log import end_passing, wrapped
 
 _PATH_ERRORS = (
@@ -65,8 +65,8 @@ def _known(error: Exception) -> MegatrainError | None:
     if not isinstance(error, OSError):
         return _of_usage(error)
     if error.errno in _PATH_ERRORS:
-        return InputError(f"{told(error)}; check the path and who may use it")
-    return RunFailed(told(error))
+        return InputError(f"{os_reason(error)}; check the path and who may use it")
+    return RunFailed(os_reason(error))
 
 
 def _of_usage(error: Any) -> InputError | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatrain import kernels
 from megatrain.base.units import align, size
-from megatrain.errors import DoesNotFit, InputError, RunFailed, told
+from megatrain.errors import DoesNotFit, InputError, RunFailed, os_reason
 
 _log = logging.getLogger(__name__)
 
@@ -116,8 +116,8 @@ class PlaneFile:
         except OSError as error:
             full = "; make room there" if error.errno in _FULL else ""
             raise RunFailed(
-                f"{self.folder}: cannot {verb} planes on this disk: {told(error)}{full}; resume "
-                "from the last checkpoint"
+                f"{self.folder}: cannot {verb} planes on this disk: {os_reason(error)}{full}; "
+                "resume from the last checkpoint"
             ) from error
 
 
@@ -142,7 +142,7 @@ def _take_room(handle: int, folder: Path, num_bytes: int) -> None:
             os.posix_fallocate(handle, 0, num_bytes)
             return
         except OSError as error:
-            problem = told(error)
+            problem = os_reason(error)
     raise DoesNotFit(
         f"{folder}: no room for planes on this disk: {size(num_bytes)} wanted, {size(free)} free "
         f"({problem}); make room, or name a folder on another disk"

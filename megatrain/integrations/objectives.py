@@ -94,7 +94,7 @@ class _Pairs(Objective):
         self, rows: MicroBatches, loss: JointLoss, engine: Engine
     ) -> tuple[float, dict[str, float]]:
         plain = [{name: micro[name] for name in _PLAIN} for micro in rows]
-        measures = loss.told(self.log_probs(plain, engine), rows)
+        measures = loss.loss_and_measures(self.log_probs(plain, engine), rows)
         return measures.pop("loss"), measures
 
 

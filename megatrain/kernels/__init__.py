@@ -49,7 +49,7 @@ def _gpu() -> ModuleType:
 
 
 def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
-    """One update of a range of a tile where its planes are: see `reference.update`."""
+    """Update a range of a tile on the device of its planes: see `reference.update`."""
     if not tile.weights.is_cuda:
         _chosen.update(rule, tile, by, options)
     elif rule == "adamw":
@@ -59,7 +59,7 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
 
 
 def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:
-    """See `reference.checksum`, where the bytes are."""
+    """See `reference.checksum`; computed on the device of the bytes."""
     on_host = is_native and not bytes_uint8.is_cuda and at % 8 == 0
     (_chosen if on_host else reference).checksum(bytes_uint8, blocks, at, threads=threads)
 

@@ -28,7 +28,7 @@ def tensor(
 
 
 def copy(to: Tensor, source: Tensor) -> None:
-    """Require two ranges of as many bytes."""
+    """Require two ranges of equally many bytes."""
     tensor("from", source, (torch.uint8,))
     tensor("to", to, (torch.uint8,), source.numel())
 
@@ -41,7 +41,7 @@ def planes(*, master: Tensor, weights: Tensor, remainder: Tensor) -> None:
 
 
 def update_arguments(rule: str, tile: TileRange, options: UpdateOptions) -> None:
-    """Require the planes of an update to agree; if it is AdamW's, `at` to begin a group."""
+    """Require the planes of an update to agree in length; AdamW's `at` must begin a group."""
     size = tile.weights.numel()
     if tile.remainder is None:
         tensor("weights (without a remainder)", tile.weights, (torch.float32,))

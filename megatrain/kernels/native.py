@@ -57,7 +57,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 
 
 def _find() -> Path:
-    """The library built into the source tree (`make native`), or else the installed one."""
+    """The library in the source tree (built by `make native`), or else the installed one."""
     beside = Path(__file__).with_name("_native.so")
     if beside.exists():
         return beside
@@ -95,7 +95,7 @@ def use_instruction_set(name: str) -> bool:
     """Switch to another instruction set, for tests and benchmarks.
 
     Returns:
-        Whether this machine and this build have it; if not, nothing changes.
+        True if this machine and this build have it; if not, nothing changes.
     """
     return bool(_call["use_instruction_set"](name.encode()))
 
@@ -139,7 +139,7 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
 
 
 def _padded(items: Sequence[Any], size: int) -> list[Any]:
-    """One for each plane that there may be; the last one is the gradient's."""
+    """Pad with None to one item for each possible plane; the gradient's stays the last."""
     return [*items[:-1], *[None] * (size - len(items)), items[-1]]
 
 
@@ -210,7 +210,7 @@ def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
 def move_file(
     file: int, offset: int, bytes_uint8: Tensor, *, writes: bool, piece: int, threads: int
 ) -> None:
-    """See `reference.move_file`; pieces of so many bytes are on their way at once."""
+    """See `reference.move_file`; `threads` requests of `piece` bytes run at once."""
     check.tensor("bytes", bytes_uint8, (torch.uint8,))
     data, size = bytes_uint8.data_ptr(), bytes_uint8.numel()
     if code := _call["move_file"](file, writes, offset, data, size, piece, threads):

@@ -70,7 +70,7 @@ def split(
 def split_block(
     master: Tensor, weights: Tensor, remainder: Tensor, added: Tensor | int = 0x80
 ) -> None:
-    """`split` of a range that is small, on any device.
+    """`split` of a small range, on any device.
 
     Args:
         added: what rounds to 24 bits, if the remainder has a byte: up, where the other eight and
@@ -99,7 +99,7 @@ def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: in
 
 
 def join_block(weights: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """`join` of a range that is small, on any device."""
+    """`join` of a small range, on any device."""
     low = remainder.int() << 8 if remainder.dtype == torch.int8 else remainder
     torch.add(weights.view(torch.int16).int() << 16, low, out=master.view(torch.int32))
 
@@ -131,10 +131,10 @@ def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) 
 
 
 def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
-    """One update of a range by one of `RULES`, in place, on any device.
+    """Update a range by one of `RULES`, in place, on any device.
 
     Args:
-        by: what the rule multiplies by and adds.
+        by: the rule's scalars.
 
     Raises:
         ValueError: on the CPU: as all functions here, or `options.at` is no multiple of GROUP with
@@ -150,7 +150,7 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
 
 
 def _masters(tile: TileRange, options: UpdateOptions) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Each block's place, its fp32 master, to be changed in place, and its scaled gradient."""
+    """Yield each block's slice, its fp32 master (to be changed in place), its scaled gradient."""
     for start in range(0, tile.weights.numel(), UPDATE_BLOCK):
         part = slice(start, start + UPDATE_BLOCK)
         w, r = tile.weights[part], None if tile.remainder is None else tile.remainder[part]
@@ -199,7 +199,7 @@ def _lion(param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, *_: Any
 def _sgd(
     param: Tensor, g: Tensor, kept: Sequence[Tensor], by: Scalars, *_: Any, nesterov: bool = False
 ) -> None:
-    """`decay` is what is added to the gradient of the parameter; `weight1`, what is taken of it."""
+    """Adds `decay` times the parameter to the gradient; `weight1` times that to the momentum."""
     if by.decay:
         g.add_(param * by.decay)
     for buffer in kept:
@@ -253,7 +253,7 @@ def scatter_rows(
 
 
 def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
-    """Write a zero to one byte of every page of a mapping: the system gives the pages out now."""
+    """Write a zero to one byte of every page of a mapping, so that the system allocates it now."""
     check.tensor("bytes", bytes_uint8, (torch.uint8,))
     bytes_uint8[::_PAGE_BYTES].zero_()
 

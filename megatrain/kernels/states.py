@@ -23,11 +23,11 @@ SMALLEST = 2.0**-110
 
 
 class Scalars(NamedTuple):
-    """Numbers that an update multiplies by and adds, in the order of the library's arguments.
+    """The scalars of an update, in the order of the native library's arguments.
 
-    AdamW's moments other than fp32, whose update need not be torch's bit for bit, save the division
-    by `root_correction2`: it is 1, and `eps` and `negative_step_size` have it as a factor. Each
-    rule of reference.RULES takes those that it names.
+    With moments other than fp32, AdamW need not equal torch's bit for bit and saves the division by
+    `root_correction2`: it is 1, and `eps` and `negative_step_size` contain it as a factor. Each
+    rule of reference.RULES uses those that it names.
     """
 
     negative_step_size: float
@@ -46,7 +46,7 @@ class TileRange(NamedTuple):
     Attributes:
         weights: [N] bfloat16 (then `remainder` has the rest of the master) or float32.
         remainder: [N] int16; int8: masters are rounded to 24 bits stochastically; None: float32.
-        states: what the rule keeps, changed in place. AdamW's moments are [N] float32; bfloat16,
+        states: the rule's states, changed in place. AdamW's moments are [N] float32; bfloat16,
             rounded stochastically; or int8 and uint8 codes, and then the [ceil(N / GROUP)] float32
             scales of both. Other rules have [N] float32.
         grad: [N] bfloat16 or float32, read.
@@ -59,7 +59,7 @@ class TileRange(NamedTuple):
 
 
 class Checksums(NamedTuple):
-    """Tensors to which updates add checksums of what they read and write: `reference.checksum`.
+    """Tensors to which an update adds checksums of its reads and writes: `reference.checksum`.
 
     Each has one item for each plane, in the order of TileRange with all states; None: no checksum.
 
@@ -74,7 +74,7 @@ class Checksums(NamedTuple):
 
 
 class UpdateOptions(NamedTuple):
-    """Which update it is, and how it is run.
+    """The number and place of an update, and how to run it.
 
     Attributes:
         at: place of the range's first element among those of all tiles, from which random numbers
@@ -82,7 +82,7 @@ class UpdateOptions(NamedTuple):
         step: number of the update, the first is 1.
         grad_scale: the clipping factor, by which the gradient is multiplied in fp32.
         threads: of the host, for native kernels; torch's own have their own setting.
-        sums: the checksums to make; None: none.
+        sums: checksums to add to; None: no checksums.
     """
 
     at: int = 0
@@ -93,7 +93,7 @@ class UpdateOptions(NamedTuple):
 
 
 def adamw_scalars(kind: torch.dtype, step: int, group: Mapping[str, Any]) -> Scalars:
-    """The scalars of an AdamW update, in fp64, from settings as torch has them.
+    """The scalars of an AdamW update, computed in fp64 from torch's settings.
 
     Raises:
         ValueError: `step` is below 1.
@@ -244,7 +244,7 @@ def _groups(values: Tensor) -> Tensor:
 
 
 def _scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale of each row, and whether it keeps codes, as [rows, 1]."""
+    """The scale of each row, and True where the row has codes other than zero, as [rows, 1]."""
     largest = magnitudes.amax(1)  # NaN where one is
     scales = torch.where(largest.isfinite(), largest, torch.nan)
     scales = torch.where(largest < SMALLEST, 0.0, scales)
@@ -252,7 +252,7 @@ def _scales(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _divided(number: float, by: Tensor) -> Tensor:
-    """Rounded once; `number / by` would be the product with a rounded inverse."""
+    """`number / by`, rounded once; torch may multiply by a rounded inverse instead."""
     return torch.full_like(by, number).div_(by)
 
 
@@ -261,7 +261,7 @@ def _each(scales: Tensor, numel: int) -> Tensor:
 
 
 def exact_sqrt(values: Tensor) -> Tensor:
-    """Correctly rounded roots of float32 numbers, which those of torch on the CPU are not.
+    """Correctly rounded square roots of float32 numbers; torch's on the CPU are not always.
 
     No root of an fp32 number lies within four fp64 units of a midpoint between two fp32 numbers, so
     rounding an fp64 root that is off by less than one unit gives the nearest fp32 number.

@@ -25,9 +25,9 @@ IGNORED = -100
 
 
 def targets_of(labels_BT: Tensor, shift: int = 1, fill: float = IGNORED) -> Tensor:
-    """The target of each position `[B, T]`: the label `shift` further; `fill` at a row's end.
+    """The target of each position `[B, T]`: the label `shift` later; `fill` at a row's end.
 
-    Other numbers of labels are shifted likewise.
+    Also shifts other values that belong to labels.
     """
     targets_BT = torch.full_like(labels_BT, fill)
     targets_BT[:, : labels_BT.shape[1] - shift] = labels_BT[:, shift:]
@@ -35,7 +35,7 @@ def targets_of(labels_BT: Tensor, shift: int = 1, fill: float = IGNORED) -> Tens
 
 
 def num_labelled(targets_BT: Tensor) -> int:
-    """How many positions predict something."""
+    """The number of positions that have a target."""
     return int((targets_BT != IGNORED).sum())
 
 
@@ -44,7 +44,7 @@ class Statistics:
     """Numbers of each token's logits `[N]`, fp32; or slopes by these numbers, None for zero.
 
     Attributes:
-        log_prob: log-probability of the target; of no use where there is none.
+        log_prob: log-probability of the target; undefined without a target.
         lse: log-sum-exp of the logits.
         mean: of the logits; None where the loss does not ask for it.
         margin: the target's logit less the largest one, 0 or below; None likewise.
@@ -69,10 +69,10 @@ class Loss(ABC):
             number for each label.
         choices: names of tensors `[B, T, K]` that it takes likewise: ids of tokens (int64) whose
             logits it reads, and after them numbers for each of these.
-        uses_mean: whether it reads the logits' mean.
-        uses_margin: whether it reads the margin, which has no gradient: of evaluations alone.
-        temperature: what logits are divided by before anything is read of them, above 0.
-        top_k: how many of the largest logits it reads, without gradients likewise.
+        uses_mean: it reads the logits' mean.
+        uses_margin: it reads the margin, which has no gradient: only for evaluations.
+        temperature: divides the logits before anything else, above 0.
+        top_k: the number of largest logits that it reads, also without gradients.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
@@ -143,7 +143,7 @@ class Loss(ABC):
     def slopes(
         self, statistics: Statistics, targets_N: Tensor, extras: Sequence[Tensor], normaliser: float
     ) -> Statistics:
-        """How the step's loss changes with each statistic of each token."""
+        """The derivatives of the step's loss by each statistic of each token."""
         with torch.enable_grad():
             leaves = {
                 name: value.detach().requires_grad_()

@@ -21,12 +21,12 @@ def chunk_results(
     results: Summed,
     extras: Sequence[Tensor] = (),
 ) -> Iterator[Tensor]:
-    """The results of `results` for the logits of each chunk of `tokens`, without gradients.
+    """Apply `results` to the logits of each chunk of `tokens`, without gradients.
 
     Args:
         head: hidden `[1, C, D]` to logits `[1, C, V]`.
-        results: such as `Loss.summed`, compiled or as it is, or `Loss.each_of`.
-        extras: what it takes beside the targets, `[N]` or `[N, K]`.
+        results: such as `Loss.summed`, compiled or not, or `Loss.each_of`.
+        extras: its inputs besides the targets, `[N]` or `[N, K]`.
     """
     for start in range(0, len(hidden_ND), tokens):
         rows = slice(start, start + tokens)
@@ -35,7 +35,7 @@ def chunk_results(
 
 
 def chunked_losses(*chunks: Any) -> Tensor:
-    """The loss of each token `[N]`: `chunk_results` of `Loss.each_of`, together."""
+    """The loss of each token `[N]`: the concatenated `chunk_results` of `Loss.each_of`."""
     return torch.cat([*chunk_results(*chunks)])
 
 
@@ -80,14 +80,14 @@ def range_statistics(logits_CR: Tensor, places_C: Tensor) -> tuple[Tensor, Tenso
     """Log-sum-exp of the logits of some rows, and each target's logit, both `[C]` in fp32.
 
     Args:
-        places_C: each target's row, counted from the first of these; the logit of one that is none
-            of these is 0.
+        places_C: each target's row, counted from the first of these rows; the logit is 0 if the
+            target is none of them.
     """
     return logits_CR.float().logsumexp(1), range_logits(logits_CR, places_C[:, None])[:, 0]
 
 
 def range_logits(logits_CR: Tensor, places_CK: Tensor) -> Tensor:
-    """The logits of some tokens `[C, K]` in fp32; 0 of those whose row is none of these."""
+    """The logits of tokens in `places_CK` in fp32; 0 for tokens whose row is none of these."""
     num = logits_CR.shape[1]
     inside_CK = (places_CK >= 0) & (places_CK < num)
     picked_CK = logits_CR.gather(1, places_CK.clamp(0, num - 1)).float()
@@ -95,7 +95,7 @@ def range_logits(logits_CR: Tensor, places_CK: Tensor) -> Tensor:
 
 
 def largest_logits(logits_CR: Tensor, most: int, start: int = 0) -> Tensor:
-    """The `most` largest logits, and the numbers of their rows, `[C, 2, K]` in fp32.
+    """The `most` largest logits and their row numbers, `[C, 2, K]` in fp32.
 
     Args:
         start: number of the first row; there may be fewer rows than `most`.
@@ -121,17 +121,17 @@ def range_gradient(
     chosen_CK: Tensor | None = None,
     chosen_slope_CK: Tensor | None = None,
 ) -> Tensor:
-    """The loss's gradient of the logits of some rows `[C, R]`, in their type.
+    """The loss's gradient by the logits of some rows `[C, R]`, in the logits' dtype.
 
     Args:
         places_C: as for `range_statistics`.
         lse_C: log-sum-exp over all rows, fp32.
-        weights_C: of each token's cross entropy in the loss, fp32: how it falls with the
-            log-probability of the target.
-        lse_slope_C, mean_slope_C: how it changes with the log-sum-exp besides, and by each logit
-            with their mean; None: not at all.
-        chosen_CK, chosen_slope_CK: places of tokens, as of the targets, and how the loss changes
-            with their logits; None: not at all.
+        weights_C: the weight of each token's cross entropy in the loss, fp32: minus the loss's
+            derivative by the target's log-probability.
+        lse_slope_C, mean_slope_C: further derivatives by the log-sum-exp, and by each logit
+            through their mean; None: zero.
+        chosen_CK, chosen_slope_CK: places of tokens, as for targets, and the loss's derivatives by
+            their logits; None: zero.
     """
     share_CR = (logits_CR.float() - lse_C[:, None]).exp()
     rows_R = torch.arange(logits_CR.shape[1], device=logits_CR.device)

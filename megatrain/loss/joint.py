@@ -11,7 +11,7 @@ from megatrain.loss.tokens import TOKEN_WEIGHTS
 
 
 class JointLoss(Loss):
-    """A loss whose slope at one token depends on others; it sees each label's log-probability.
+    """A loss whose derivative at one token depends on others; it reads labels' log-probabilities.
 
     The head is visited twice: for the log-probabilities of all micro-batches, and for the gradients
     of every label's cross entropy with the weight that it has in the loss.
@@ -24,12 +24,12 @@ class JointLoss(Loss):
 
     @abstractmethod
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        """The loss of a step (scalar), not divided yet, by torch's differentiable functions.
+        """A step's loss (scalar), before the division, by torch's differentiable functions.
 
         Args:
-            log_prob_N: of all its targets, micro-batch after micro-batch; 0 where there is none.
+            log_prob_N: of all its targets, micro-batch after micro-batch; 0 without a target.
             targets_N: -100 for none.
-            extras: as for `tokens`; of no use where a token has no target.
+            extras: as for `tokens`; undefined where a token has no target.
         """
 
     def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
@@ -37,13 +37,13 @@ class JointLoss(Loss):
         return statistics.log_prob
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
-        """Measures to log beside the loss: scalars by name; NaN for nothing to say."""
+        """Measures to log with the loss: scalars by name; NaN if undefined."""
         return {}
 
-    def told(
+    def loss_and_measures(
         self, log_probs: Sequence[Tensor], micro_batches: Sequence[Mapping[str, Tensor]]
     ) -> dict[str, float]:
-        """Loss and measures of micro-batches whose labels have these log-probabilities, in place.
+        """Loss and measures of micro-batches whose labels have `log_probs`, in the labels' places.
 
         Raises InputError: as of a step.
         """
@@ -59,7 +59,7 @@ class JointLoss(Loss):
         extras: Sequence[Sequence[Tensor]],
         normaliser: float,
     ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-        """For each micro-batch its share of the step's loss and its labels' weights; measures.
+        """Each micro-batch's share of the step's loss, its labels' weights, and the measures.
 
         Args:
             log_probs: `[B, T]` of each micro-batch, 0 where there is no target.
@@ -74,13 +74,13 @@ class JointLoss(Loss):
             for part in zip(*extras, strict=True)
         ]
         with torch.enable_grad():
-            every_N = (
+            log_probs_N = (
                 torch.cat([tensor.reshape(-1) for tensor in log_probs]).detach().requires_grad_()
             )
-            together = torch.cat([tensor.reshape(-1) for tensor in targets])
-            loss = self.joint(every_N, together, *flat) / normaliser
-        [slopes_N] = torch.autograd.grad(loss, [every_N])
-        measured = self.measures(every_N.detach(), together, *flat)
+            targets_N = torch.cat([tensor.reshape(-1) for tensor in targets])
+            loss = self.joint(log_probs_N, targets_N, *flat) / normaliser
+        [slopes_N] = torch.autograd.grad(loss, [log_probs_N])
+        measured = self.measures(log_probs_N.detach(), targets_N, *flat)
         parts = (-slopes_N).split([tensor.numel() for tensor in targets])
         weights = [part.view_as(tensor) for part, tensor in zip(parts, targets, strict=True)]
         total = loss.detach().float()
@@ -88,6 +88,6 @@ class JointLoss(Loss):
 
 
 def as_numbers(measured: Mapping[str, Tensor]) -> dict[str, float]:
-    """Measures on the host, without those that say nothing."""
+    """Measures as Python numbers, without undefined ones (NaN)."""
     numbers = {name: float(value) for name, value in measured.items()}
     return {name: number for name, number in numbers.items() if number == number}

@@ -81,28 +81,29 @@ _SMALL = 1e-4  # beside a standard deviation, as in TRL
 
 
 class _Labels(NamedTuple):
-    """The labels of a step `[L]`, those of a reply beside one another or not.
+    """The labels of a step `[L]`, in any order.
 
-    `row`: the number of each label's reply, below `replies`; `length`: labels of that reply.
+    `row`: the number of each label's reply, below `replies`; `length`: labels of that reply;
+    `inputs`: the loss's inputs by name.
     """
 
     log_prob: Tensor
     row: Tensor
     length: Tensor
     replies: int
-    beside: dict[str, Tensor]
+    inputs: dict[str, Tensor]
 
     def summed(self, values: Tensor) -> Tensor:
-        """Over each reply `[R]`, fp64."""
+        """The sum over each reply `[R]`, fp64."""
         zeros = torch.zeros(self.replies, dtype=torch.float64, device=values.device)
         return zeros.index_add(0, self.row, values.double())
 
-    def of_rows(self, values: Tensor) -> Tensor:
-        """The sum over each reply `[R]` of a value that its labels share `[L]`."""
+    def by_reply(self, values: Tensor) -> Tensor:
+        """One value for each reply `[R]`, from values that its labels share `[L]`."""
         return torch.zeros_like(self.summed(values)).scatter(0, self.row, values.double())
 
     def means(self, values: Tensor) -> Tensor:
-        """Over each reply `[R]`, fp64."""
+        """The mean over each reply `[R]`, fp64."""
         return self.summed(values / self.length)
 
 
@@ -165,7 +166,7 @@ class PolicyLoss(JointLoss):
 
     @property
     def high(self) -> float:
-        """How far above 1 a ratio counts."""
+        """The distance above 1 at which ratios are clipped."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @abstractmethod
@@ -178,16 +179,16 @@ class PolicyLoss(JointLoss):
 
     def _labels(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> _Labels:
         used = targets_N != IGNORED
-        beside = dict(zip(self.inputs, (extra[used] for extra in extras), strict=True))
-        numbers, row = beside["example"].unique(return_inverse=True)
+        inputs = dict(zip(self.inputs, (extra[used] for extra in extras), strict=True))
+        numbers, row = inputs["example"].unique(return_inverse=True)
         length = torch.bincount(row, minlength=len(numbers))[row]
-        return _Labels(log_prob_N[used], row, length, len(numbers), beside)
+        return _Labels(log_prob_N[used], row, length, len(numbers), inputs)
 
     def _clipped(self, labels: _Labels, ratio: Tensor, *, by_reply: bool) -> dict[str, Tensor]:
-        """How many ratios `[L]` count no further, by TRL's names; of labels, or of replies."""
+        """Shares of clipped ratios `[L]`, by TRL's names; over labels, or over replies."""
         if not labels.replies:
             return {}
-        advantage = labels.beside["advantage"]
+        advantage = labels.inputs["advantage"]
         low = ((ratio < 1 - self.epsilon) & (advantage < 0)).double()
         high = ((ratio > 1 + self.high) & (advantage > 0)).double()
         low_R, high_R = labels.means(low), labels.means(high)
@@ -199,7 +200,7 @@ class PolicyLoss(JointLoss):
         return {f"clip_ratio/{name}": value for name, value in ratios.items()}
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """The number of replies. Raises InputError: two have one number."""
+        """The number of replies. Raises InputError: two have the same number."""
         example = labels_of(0, targets, extras)
         check_numbers("example", example)
         if len(example):
@@ -214,7 +215,7 @@ def _grouped(rewards_R: Tensor, size: int) -> Tensor:
 
 
 def _deviation(values: Tensor, dim: int | None = None) -> Tensor:
-    """The standard deviation without NaN, of a sample; NaN of less than two values."""
+    """The sample's standard deviation, without its NaNs; NaN for less than two values."""
     is_number = ~values.isnan()
     mean = values.nanmean() if dim is None else values.nanmean(dim, keepdim=True)
     squares = torch.where(is_number, values - mean, 0).square()
@@ -277,19 +278,19 @@ class GRPO(PolicyLoss):
         return centred.nan_to_num(0.0).flatten().float()
 
     def _ratio(self, labels: _Labels) -> Tensor:
-        difference = labels.log_prob - labels.beside["old_logp"]
+        difference = labels.log_prob - labels.inputs["old_logp"]
         if self.importance_sampling_level == "sequence":
             difference = labels.summed(difference)[labels.row].to(difference.dtype) / labels.length
         return difference.exp()
 
     def _divergence(self, labels: _Labels, ratio: Tensor) -> Tensor:
-        difference = labels.beside["reference_logp"] - labels.log_prob
+        difference = labels.inputs["reference_logp"] - labels.log_prob
         of_labels = difference.exp() - difference - 1
         return of_labels * ratio if self.use_bias_correction_kl else of_labels
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         labels = self._labels(log_prob_N, targets_N, *extras)
-        advantage, ratio = labels.beside["advantage"], self._ratio(labels)
+        advantage, ratio = labels.inputs["advantage"], self._ratio(labels)
         if self.loss_type == "cispo":
             of_labels = -ratio.detach().clamp(max=self.high) * advantage * labels.log_prob
         else:
@@ -297,7 +298,7 @@ class GRPO(PolicyLoss):
             bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
             of_labels = -torch.min(bounded * advantage, clipped * advantage)
         if self.importance_sampling is not None:
-            of_labels = of_labels * labels.beside["importance_sampling_ratio"]
+            of_labels = of_labels * labels.inputs["importance_sampling_ratio"]
         if self.beta:
             of_labels = of_labels + self.beta * self._divergence(labels, ratio)
         if self.loss_type == "grpo":
@@ -309,7 +310,7 @@ class GRPO(PolicyLoss):
         ratio, by_reply = self._ratio(labels), self.importance_sampling_level == "sequence"
         measured = {"kl": self._divergence(labels, ratio).double().mean()} if self.beta else {}
         if self.loss_type == "cispo":
-            clipped = ((ratio > self.high) & (labels.beside["advantage"] > 0)).double()
+            clipped = ((ratio > self.high) & (labels.inputs["advantage"] > 0)).double()
             return measured | {
                 "cispo_clip_ratio": (labels.means(clipped) if by_reply else clipped).mean()
             }
@@ -351,11 +352,11 @@ class RLOO(PolicyLoss):
         return centred.nan_to_num(0.0).flatten().float()
 
     def _ratio(self, labels: _Labels) -> Tensor:
-        return labels.summed(labels.log_prob - labels.beside["old_logp"]).exp()
+        return labels.summed(labels.log_prob - labels.inputs["old_logp"]).exp()
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         labels = self._labels(log_prob_N, targets_N, *extras)
-        ratio, advantage = self._ratio(labels), labels.of_rows(labels.beside["advantage"])
+        ratio, advantage = self._ratio(labels), labels.by_reply(labels.inputs["advantage"])
         clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
         return -torch.min(ratio * advantage, clipped * advantage).sum()
 

@@ -18,7 +18,7 @@ MOST_NUMBERS = 1 << 24  # that fp32 tells apart
 
 
 class Replies(NamedTuple):
-    """Sums over the labels of each reply `[R]`, fp64: an order that a GPU chooses is not seen.
+    """Sums over the labels of each reply `[R]`; in fp64, so that a GPU's order of sums is not seen.
 
     Attributes:
         log_prob: of the model; reference: of a reference model, 0 without one.
@@ -66,35 +66,35 @@ def check_settings(loss: str, beta: float, label_smoothing: float = 0.0) -> None
 
 
 def check_type(loss: str, value: str, known: Any, name: str = "loss_type") -> None:
-    """Raises InputError: what is given as `name` is none of the literals `known`."""
+    """Raises InputError: the value of `name` is none of the literals `known`."""
     if value not in get_args(known):
         names = ", ".join(get_args(known))
         raise InputError(f"{loss}'s {name} is {value!r}; it must be one of {names}")
 
 
 def unlikeliness(margin: Tensor, wrong: float) -> Tensor:
-    """`-log sigmoid(margin)`, of which the share `wrong` counts the other way round."""
+    """`-log sigmoid(margin)`; the share `wrong` counts with the opposite margin."""
     return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
 
 
 def labels_of(name: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> Tensor:
-    """The tensor of that number among a loss's inputs, of all labels of a step."""
+    """The loss's input at index `name`, for all labels of a step."""
     pairs = zip(targets, extras, strict=True)
-    return torch.cat([beside[name][target != IGNORED] for target, beside in pairs])
+    return torch.cat([inputs[name][target != IGNORED] for target, inputs in pairs])
 
 
 def check_rows(name: str, numbers: Tensor, targets: Sequence[Tensor]) -> None:
-    """Raises InputError: labels of one reply, as its number says, are in several rows of a step."""
+    """Raises InputError: labels with one reply's number are in several rows of a step."""
     count = sum(len(target) for target in targets)
     rows = torch.arange(count).split([len(target) for target in targets])
-    every = torch.cat(
+    row_of_label = torch.cat(
         [
             row[:, None].expand(target.shape)[target != IGNORED]
             for row, target in zip(rows, targets, strict=True)
         ]
     )
-    statistics = (numbers.long() * count + every).unique() // count
-    if len(twice := statistics[1:][statistics[1:] == statistics[:-1]]):
+    by_row = (numbers.long() * count + row_of_label).unique() // count  # one for each reply and row
+    if len(twice := by_row[1:][by_row[1:] == by_row[:-1]]):
         raise InputError(
             f"{name} {int(twice[0])} has a reply in several rows of this step; replies need "
             "numbers of their own, in other micro-batches, too"
@@ -121,17 +121,17 @@ class PairLoss(JointLoss):
         """The reward of each reply by the model `[P]`, as TRL's trainers log it."""
 
     def replies(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> list[Replies]:
-        """Chosen and rejected ones, pair by pair."""
+        """The chosen replies and the rejected ones, in the order of pairs."""
         used = targets_N != IGNORED
-        values = dict(zip(self.inputs, (part[used] for part in extras), strict=True))
+        values = dict(zip(self.inputs, (extra[used] for extra in extras), strict=True))
         log_prob, chosen = log_prob_N[used], values["chosen"]
         counts = values.get("reply", torch.ones_like(chosen))
         reference = values.get("reference_logp", torch.zeros_like(chosen))
         numbers, index = values["pair"].unique(return_inverse=True)
         places = index + len(numbers) * (chosen != 1)
-        both = summed(places, 2 * len(numbers), log_prob * counts, reference * counts, counts)
-        parts = (part.chunk(2) for part in both)
-        return [Replies(*part) for part in zip(*parts, strict=True)]
+        sums = summed(places, 2 * len(numbers), log_prob * counts, reference * counts, counts)
+        halves = (values.chunk(2) for values in sums)  # chosen, rejected
+        return [Replies(*half) for half in zip(*halves, strict=True)]
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         return self.pairs(*self.replies(log_prob_N, targets_N, *extras)).sum()
@@ -305,7 +305,7 @@ MISMATCHED = -1
 
 @dataclass(frozen=True)
 class KTO(JointLoss):
-    """The mean over replies of `1 - sigmoid(beta * (gain - baseline))`; of bad ones, of the minus.
+    """The mean over replies of `1 - sigmoid(beta * (gain - baseline))`; bad ones swap the sign.
 
     Ethayarajh et al., 2024, https://arxiv.org/abs/2402.01306, equation 8. A gain is as of DPO; the
     baseline, which has no gradient, is the mean gain of mismatched replies of the step, at least 0:
@@ -345,7 +345,7 @@ class KTO(JointLoss):
     def _replies(
         self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor
     ) -> tuple[Replies, Tensor, Tensor]:
-        """The replies, what of each is desired `[R]`, and the baseline."""
+        """The replies, their `desired` values `[R]`, and the baseline."""
         used = targets_N != IGNORED
         example, desired, reference = (extra[used] for extra in extras)
         numbers, places = example.unique(return_inverse=True)
@@ -364,7 +364,7 @@ class KTO(JointLoss):
         return torch.where(desired_R == 1, good, torch.where(desired_R == 0, bad, 0)).sum()
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
-        """Means over replies, by TRL's names; NaN where there is none of a kind."""
+        """Means over replies, by TRL's names; NaN without replies of a kind."""
         replies, desired_R, baseline = self._replies(log_prob_N, targets_N, *extras)
         measures = {"kl": baseline}
         for name, which in (("chosen", 1), ("rejected", 0)):
@@ -375,7 +375,7 @@ class KTO(JointLoss):
         return measures
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """The number of good and bad replies. Raises InputError: a number is none."""
+        """The number of good and bad replies. Raises InputError: a number is invalid."""
         example, desired = (labels_of(number, targets, extras) for number in (0, 1))
         check_numbers("example", example)
         check_rows("example", example, targets)
@@ -462,7 +462,7 @@ class Reward(PairLoss):
         return {name: value for name, value in measures.items() if name.startswith("rewards/")}
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """The number of pairs. Raises InputError: as `PairLoss`, or a label is none of a score."""
+        """The number of pairs. Raises InputError: as `PairLoss`, or a label marks no score."""
         pair, chosen = (labels_of(number, targets, extras) for number in (0, 1))
         if any(bool((target > 0).any()) for target in targets):
             raise InputError("labels must be 0 at the tokens that are scored, and -100 elsewhere")

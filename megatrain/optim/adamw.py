@@ -29,7 +29,7 @@ class AdamW(Rule):
     Attributes:
         lr, betas, eps, weight_decay: as torch.optim.AdamW takes them.
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
-        states: of what the moments are: fp32; bf16, rounded stochastically; or int8, codes with a
+        states: the moments' format: fp32; bf16, rounded stochastically; or int8, codes with a
             scale for each group (megatrain/kernels/states.py). The master is fp32 with all of them.
         master: 32: the exact fp32 master; 24: of the 16 bits that bf16 weights leave of it, 8 are
             kept, and updates rounded to them stochastically. For layers in bf16.

@@ -18,7 +18,7 @@ from megatrain.tile import Entry, TileLayout
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """True of a matrix of a numbered layer, or a matrix for each of its experts."""
+    """True for a matrix of a numbered layer, and for a stack of its experts' matrices."""
     numbered = re.search(r"\.\d+\.", name) is not None
     matrices = len(shape) == 2 or (len(shape) == 3 and "experts" in name)
     return numbered and matrices and min(shape[-2:]) > 1
@@ -44,7 +44,7 @@ class Muon(Rule):
         clip: `rest`: matrices of layers, and what else is in their tiles, are left out of clipping,
             and their updates do not wait for the norm; `all`: as plain training has it, gradients
             are held and return to the device once the norm is known.
-        adamw_lr: learning rate of what is no matrix; None: `lr`.
+        adamw_lr: learning rate of all other parameters; None: `lr`.
         betas, eps: AdamW's.
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
         adjust_lr_fn: `original` makes steps sqrt(max(1, rows / columns)) times as large;
@@ -143,7 +143,7 @@ class Muon(Rule):
         return self.packed  # type: ignore[return-value]
 
     def _check_packed(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Require each pattern to find matrices, each with one dimension of its sizes."""
+        """Require each pattern to match matrices that have a dimension of the sizes' sum."""
         for pattern, sizes in self._packed:
             matrices = [(n, p.shape) for n, p in named if is_matrix(n, p.shape)]
             packed = [(n, shape) for n, shape in matrices if re.search(pattern, n)]
@@ -181,7 +181,7 @@ class Muon(Rule):
             part.copy_(self._orthogonal(part)).mul_(self._share(*part.shape[-2:]) / whole)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
-        """About `U V'` of each matrix `U S V'` of [..., rows, columns]."""
+        """Approximates `U V'` for each matrix `U S V'` in [..., rows, columns]."""
         (a, b, c), tall = self.ns_coefficients, matrix.shape[-2] > matrix.shape[-1]
         x = matrix.bfloat16() if self.ns_precision == "bf16" else matrix
         x = x.mT if tall else x

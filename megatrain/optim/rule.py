@@ -44,11 +44,11 @@ class Plane:
     """One quantity of a tile; offsets are those of the tile's layout, whichever quantity it is.
 
     Attributes:
-        name: unlike that of any other plane of the tile; a key of checkpoints.
+        name: unique in the tile; a key of checkpoints.
         per: elements that share one value (more than 1 for a scale); divides tile.ALIGNMENT.
-        frozen: whether parameters that are not trained have it, too.
-        only: which parameters have it; None: all.
-        on_device: nothing touches it but `Rule.average`, on the device.
+        frozen: parameters that are not trained have it, too.
+        only: True for parameters that have it; None: all have it.
+        on_device: only `Rule.average` uses it, on the device.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Plane:
         return self.dtype.itemsize / self.per
 
     def num_bytes(self, layout: TileLayout) -> int:
-        """Bytes of this plane for a tile; of several ranks, for the first one, which has most."""
+        """Bytes of this plane for a tile; with several ranks, on rank 0, which has most."""
         return self.own_numel(layout, 0) * self.dtype.itemsize
 
     def has(self, entry: Entry) -> bool:
@@ -76,19 +76,19 @@ class Plane:
         return trained and (self.only is None or self.only(entry))
 
     def numel(self, layout: TileLayout) -> int:
-        """Values of this plane for a tile, up to the last part, or parameter, that has any."""
+        """Values of this plane for a tile, up to the last part or parameter that has values."""
         last = next(filter(self.has, reversed(layout.entries)), None)
         stop = 0 if last is None else align(last.offset + last.stored, ALIGNMENT)
         return (layout.whole_parts(stop) if self.only is None else stop) // self.per
 
     def own_numel(self, layout: TileLayout, rank: int) -> int:
-        """Values of this plane for a tile that are in a rank's blocks."""
+        """Values of this plane for a tile in one rank's blocks."""
         stop = self.numel(layout) * self.per
         parts = (min(numel, stop - at) for at, numel in layout.blocks(rank))
         return sum(numel for numel in parts if numel > 0) // self.per
 
     def place(self, start: int, stop: int) -> slice:
-        """The values of elements `start` to `stop` of a tile; `start` is that of a parameter."""
+        """The slice of values for elements `start` to `stop` of a tile; a parameter's `start`."""
         return slice(start // self.per, -(-stop // self.per))
 
 
@@ -98,12 +98,12 @@ class Rule(ABC):
 
     Attributes:
         name: in run files and checkpoints.
-        settings: names of what the groups of torch's optimizer hold of it.
-        choices: further settings, the same for all groups, and the values of each.
-        further: more of these, that may be anything.
-        needs_matrices: whether `update` is called for ranges of one parameter, whose `shape` is
-            then in `group`, with those states that it has; else for ranges of several.
-        sums_in_pass: whether `update` on the host also makes `options.sums`.
+        settings: names of the settings that torch's parameter groups hold.
+        choices: further settings, the same for all groups, with the allowed values of each.
+        further: more of these, with any values.
+        needs_matrices: call `update` for ranges of one parameter, with its `shape` in `group` and
+            only the states that it has; else for ranges of several parameters.
+        sums_in_pass: `update` on the host also adds to `options.sums`.
         launches: of its update on a GPU, for each UPDATE_BLOCK of elements: torch's operations, as
             long as it has no kernel of its own there; for forecasts.
     """
@@ -133,11 +133,11 @@ class Rule(ABC):
 
     @property
     def remainder(self) -> torch.dtype:
-        """The dtype of the remainder: what a master has beyond its bf16 weights."""
+        """The dtype of the remainder: the bits of a master beyond its bf16 weights."""
         return torch.int16
 
     def check_dtype(self, dtype: torch.dtype) -> None:  # noqa: B027  most take any
-        """Raises InputError: it cannot be with layers that are computed in `dtype`."""
+        """Raises InputError: the rule cannot train layers that are computed in `dtype`."""
 
     @abstractmethod
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
@@ -147,15 +147,15 @@ class Rule(ABC):
             tile: with the same range of each of `state_planes`. On a GPU the update is put on the
                 current stream.
             group: the settings.
-            options: which update it is, and how it is run.
+            options: the update's number and place, and how to run it.
         """
 
     def rate(self, name: str, shape: Sequence[int]) -> float:
-        """The learning rate of a parameter, of which schedules make each step's."""
+        """A parameter's base learning rate, which schedules scale in each step."""
         return self.lr
 
     def directed(self, entry: Entry) -> bool:
-        """True if `average` and `direct` are called for a parameter, which is of a layer."""
+        """True if `average` and `direct` are called for a parameter (of a layer)."""
         return False
 
     @property
@@ -164,13 +164,13 @@ class Rule(ABC):
         return any(plane.on_device for plane in self.state_planes)
 
     def directs(self, layout: TileLayout) -> bool:
-        """True if some of a tile's do, which then is left out of clipping."""
+        """True if gradients in this tile become directions; then clipping leaves the tile out."""
         return any(self.directed(entry) for entry in layout.trainable)
 
     def average(
         self, gradient: Tensor, state: Tensor, group: Mapping[str, Any], proceed: Tensor
     ) -> None:
-        """Put what `direct` is given in the place of a gradient's range, on the device.
+        """Replace a range of a gradient by the averages that `direct` takes, on the device.
 
         Args:
             gradient: [N], float32, elements of one parameter, summed over the step; not clipped.
@@ -181,7 +181,7 @@ class Rule(ABC):
         raise NotImplementedError
 
     def direct(self, entry: Entry, averages: Tensor) -> None:
-        """Put what `update` is given in the place of what `average` has left, on the device.
+        """Replace the averages that `average` has left by directions for `update`, on the device.
 
         Args:
             entry: the parameter.
@@ -192,7 +192,7 @@ class Rule(ABC):
     def take_over(
         self, other: "Rule", saved: Sequence[Tensor], new: Sequence[Tensor], *, at: int, step: int
     ) -> None:
-        """Make a range of this rule's state of that which another rule has kept.
+        """Convert a range of another rule's state to this rule's state.
 
         Args:
             saved: the range of each of `other.state_planes`.
@@ -200,7 +200,7 @@ class Rule(ABC):
             at, step: as in `UpdateOptions`, of the last update.
 
         Raises:
-            InputError: nothing can be made of it.
+            InputError: it cannot be converted.
         """
         raise InputError(f"the state of {self.name} cannot be made of that of {other.name}")
 
@@ -235,8 +235,8 @@ class Rule(ABC):
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """torch parameter groups of the trainable parameters: those that decay, those that do not.
 
-        Which do is as in transformers.Trainer (`get_decay_parameter_names`), which searches in
-        lower-cased names; patterns of the caller may have capitals, so names are searched as well.
+        The choice is that of transformers.Trainer (`get_decay_parameter_names`), which searches
+        lower-cased names; since the caller's patterns may have capitals, names as they are, too.
 
         Raises:
             InputError: a pattern of `no_decay` is in no parameter's name.
@@ -271,7 +271,7 @@ class Rule(ABC):
 def parted(
     groups: Sequence[dict[str, Any]], second: Callable[[str, torch.Size], bool]
 ) -> list[dict[str, Any]]:
-    """Every group cut in two: parameters that are not `second` come first, in tiles as well."""
+    """Split every group in two; parameters that are not `second` come first, in tiles as well."""
     parts = [
         group | {"params": [(n, p) for n, p in group["params"] if second(n, p.shape) == which]}
         for which in (False, True)
@@ -284,7 +284,7 @@ def tile_planes(rule: Rule | None, dtype: torch.dtype) -> tuple[Plane, ...]:
     """The planes of a tile when layers are computed in `dtype`; without a rule: for inference.
 
     Raises:
-        InputError: the rule cannot be with layers in `dtype`.
+        InputError: the rule cannot train layers in `dtype`.
     """
     weights = Plane("weights", dtype, frozen=True, kind=PlaneKind.WEIGHTS)
     if rule is None:
@@ -318,7 +318,7 @@ def parameter_bytes(rule: Rule | None, dtype: torch.dtype) -> float:
 
 
 def moved_bytes(rule: Rule, dtype: torch.dtype) -> float:
-    """Bytes of a parameter that cross the host's memory in an update: AdamW 26, in fp32 28.
+    """Bytes of host-memory traffic that a parameter's update causes: AdamW 26, in fp32 28.
 
     The gradient is read; all else is read and written.
     """
@@ -340,5 +340,5 @@ def master_of(tile: TileRange) -> Iterator[Tensor]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """True of numbers; True and False are none."""
+    """True for numbers, except True and False."""
     return isinstance(value, int | float) and not isinstance(value, bool)

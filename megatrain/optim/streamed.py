@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class _NoState(dict):
-    """Stands for torch's `state`; refuses to be read or written."""
+    """Replaces torch's `state`; raises when it is read or written."""
 
     def _refuse(self, *_: object, **__: object) -> Any:
         raise InputError(f"optimizer.state has no moments: {_NOT_HERE}")
@@ -41,7 +41,7 @@ class _NoState(dict):
 
 
 class _Named(nn.Parameter):
-    """A parameter of the groups: it has a shape and no values, and refuses to be asked for them."""
+    """A parameter of the groups: it has a shape but no values, and raises when they are used."""
 
     @classmethod
     def __torch_function__(
@@ -59,7 +59,7 @@ class _Named(nn.Parameter):
 
 
 class StreamedOptimizer(torch.optim.Optimizer):
-    """The engine's optimizer as torch knows optimizers: groups to read, change and schedule.
+    """The engine's optimizer as a torch optimizer: groups to read, change and schedule.
 
     Its parameters are names and shapes only; state rests in the tiles. Groups are read anew in each
     step, so parameters may be moved between them at any time. A parameter is known by its tensor in
@@ -117,10 +117,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return name
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; takes the engine's parameters with or without their names.
+        """Like torch's; takes the engine's parameters with or without their names.
 
         Raises:
-            InputError: one is none of the engine's.
+            InputError: a parameter is not the engine's.
         """
         params = param_group["params"]
         if not isinstance(params, set):  # which torch refuses
@@ -130,11 +130,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def check(self) -> None:
-        """Check that the groups, which anybody may change, still hold settings of the rule.
+        """Check that the groups, which the user may change, still hold valid settings.
 
         Raises:
-            InputError: one does not: a NaN for a learning rate would become every weight. Or the
-                groups are not made of the engine's parameters, each of them once.
+            InputError: a setting is invalid (a learning rate of NaN would make every weight NaN),
+                or the groups do not have each of the engine's parameters once.
         """
         if not isinstance(self.state, _NoState):
             raise InputError(f"optimizer.state has been replaced: {_NOT_HERE}")
@@ -157,7 +157,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
             group["param_names"] = [self._names[parameter] for parameter in group["params"]]
 
     def _tell_of_first_rates(self) -> None:
-        """Warn where a schedule that was made since `restore` has set its first rates."""
+        """Warn if a schedule made since `restore` has set its first rates."""
         restored, self.restored_rates = self.restored_rates, None
         rates = [_scalar(group.get("lr")) for group in self.param_groups]
         if restored is not None and restored != rates and is_scheduled(self):
@@ -193,7 +193,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 )
 
     def took_step(self) -> None:
-        """Count a step that the engine has taken, by `step`, at which torch's schedulers look."""
+        """Count a step of the engine by calling `step`, which torch's schedulers watch."""
         if self._driver is not None:  # `step` has been called already
             self.num_steps += 1
             return
@@ -221,16 +221,16 @@ class StreamedOptimizer(torch.optim.Optimizer):
         self.num_steps += 1
 
     def drive(self, step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
-        """Let `step` and `zero_grad`, as the loop of a trainer calls them, call these functions."""
+        """Let `step` and `zero_grad`, which a trainer's loop calls, call these functions."""
         self._driver = step, zero_grad
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Without meaning, since the engine keeps no gradients, unless `drive` gives it one."""
+        """Does nothing, since the engine keeps no gradients, unless `drive` has set a function."""
         if self._driver is not None:
             self._driver[1]()
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the groups in torch's form, and under `note` that this is all."""
+        """A copy of the groups in torch's form; `note` says that moments are not included."""
         self._name_parameters()
         no_state, self.state = self.state, {}  # type: ignore[assignment]
         try:
@@ -245,7 +245,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         Moments are those of the engine, whatever step they are of.
 
         Raises:
-            InputError: it holds moments, or groups of other parameters, or settings that are none.
+            InputError: it holds moments, groups of other parameters, or invalid settings.
         """
         known = isinstance(state_dict, Mapping) and not state_dict.get("state")
         groups = deepcopy(state_dict.get("param_groups")) if known else None
@@ -266,10 +266,10 @@ class StreamedOptimizer(torch.optim.Optimizer):
             group.update(self._with_pairs(loaded) | kept)
 
     def saved_groups(self) -> list[dict[str, Any]]:
-        """The groups as plain JSON values: names of parameters, and what a schedule made of them.
+        """The groups as plain JSON values: parameter names, and settings as a schedule left them.
 
         Raises:
-            InputError: somebody put something into a group that is no number or text, or the groups
+            InputError: a group has a value that is no number or text, or the groups
                 are not made of the engine's parameters.
         """
         self._name_parameters()
@@ -282,7 +282,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         """Take over groups that `saved_groups` gave.
 
         Raises:
-            InputError: they are of other parameters, or their settings are none.
+            InputError: they are of other parameters, or have invalid settings.
         """
         by_name = {name: parameter for parameter, name in self._names.items()}
         lists = [group.get("param_names") for group in groups]
@@ -305,7 +305,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def _scalar(value: Any) -> Any:
-    """Numbers of torch and numpy as Python's."""
+    """Convert numbers of torch and numpy to Python's."""
     return value.item() if hasattr(value, "item") else value
 
 

@@ -61,25 +61,25 @@ class Origin:
     _sums: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, values: Tensor) -> None:
-        """Note a tensor (dtype, shape, every byte); in any order, from any thread."""
+        """Add a tensor's dtype, shape and bytes to the checksums; in any order, from any thread."""
         flat = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         shape = "x".join(map(str, values.shape))
         self._sums[name] = f"{values.dtype} {shape} {ALGORITHMS[self.algorithm](flat.data)}"
 
     def lacking(self, names: Iterable[str]) -> set[str]:
-        """The names of which no tensor came."""
+        """The names whose tensors were not added."""
         return {*names} - self._sums.keys()
 
     def fingerprint(self, names: Iterable[str]) -> str:
-        """One checksum of the named tensors together, behind the name of its algorithm."""
+        """One checksum of all named tensors, after its algorithm's name and a colon."""
         lines = "\n".join(f"{name} {self._sums.get(name)}" for name in sorted(names))
         return f"{self.algorithm}:{ALGORITHMS[self.algorithm](lines.encode())}"
 
 
 def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
-    """The place of an adapter's base, where it is trained on a checkpoint or goes on from it.
+    """The place of the base, for an adapter that is trained on a checkpoint or resumes from it.
 
-    None where its values are no file's: those of another adapter's, or unpacked.
+    None if the base's values are in no file: another adapter changed them, or they are unpacked.
     """
     settings = checkpoint.settings
     if left := settings.left_out:
@@ -88,7 +88,7 @@ def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
 
 
 def place_of(base: str | Path) -> tuple[str, str | None]:
-    """A model's folder, whole, or its hub id with the revision that is there now.
+    """A model's absolute folder, or its hub id and current revision.
 
     Raises InputError: there is no such model.
     """
@@ -99,12 +99,13 @@ def place_of(base: str | Path) -> tuple[str, str | None]:
 
 
 def with_base(checkpoint: Checkpoint, base: str | Path | None) -> Checkpoint:
-    """The checkpoint of an adapter with its base at another place: the base has moved.
+    """The checkpoint of an adapter, with its base at a new place.
 
-    Its values are compared when they are read, and later checkpoints and exports name this place.
+    The base's values are compared when they are read; later checkpoints and exports name this
+    place.
 
     Args:
-        base: a folder, a checkpoint or a hub id; None: where it was.
+        base: a folder, a checkpoint or a hub id; None: the old place.
 
     Raises InputError: the checkpoint has no adapter, or there is no such model.
     """
@@ -122,7 +123,7 @@ def with_base(checkpoint: Checkpoint, base: str | Path | None) -> Checkpoint:
 
 
 def no_adapter(model: object) -> InputError:
-    """The error for a base's place that is given with a model that has no adapter."""
+    """The error for `base_model` with a model that has no adapter."""
     return InputError(f"{model}: has no adapter, whose base could have moved; leave base_model out")
 
 
@@ -133,15 +134,15 @@ def base_reference(
     folder: Path,
     ranks: Ranks,
 ) -> BaseReference | None:
-    """The base that a checkpoint of an adapter leaves out; None: it has everything.
+    """A reference to the base, which a checkpoint of an adapter leaves out; None: it has all of it.
 
-    A base that is a checkpoint of ours is marked, so that it stays.
+    A base that is a checkpoint of ours is marked, so that no rotation removes it.
 
     Args:
         origin: of the base; None: it was not read, or not all of it.
         entries: all parameters of the model.
-        folder: of the checkpoint, which takes the place of what is there.
-        ranks: which all call this, and are given the same.
+        folder: of the checkpoint; it replaces a folder that is there.
+        ranks: all call this, and get the same result.
     """
     adapters, frozen = adapted(model), [entry for entry in entries if entry.group is None]
     reference = None
@@ -155,19 +156,19 @@ def base_reference(
 
 
 def _stays(base: Path, folder: Path) -> bool:
-    """True if a base is there, and is not about to be replaced by `folder`, or removed."""
+    """True if a base exists and will neither be replaced by `folder` nor removed."""
     if not base.exists() or base.resolve() == folder.resolve():
         return False
     if is_checkpoint(base):
         try:
             mark(base)
-        except OSError:  # who may not write there cannot see to it that it stays
+        except OSError:  # it cannot be marked, so it may be removed
             return False
     return True
 
 
 def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, str]:
-    """The parameters that a checkpoint leaves out: names in the base, and in the model."""
+    """The parameters that a checkpoint leaves out: names in the base, to names in the model."""
     adapters = adapted(model)
     if checkpoint.settings.left_out is None or adapters is None:
         return {}
@@ -180,9 +181,9 @@ def left_out_names(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, 
 
 
 def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) -> set[str]:
-    """Hand what a checkpoint leaves out to `write` as it came, by many threads at a time.
+    """Pass the parameters that a checkpoint leaves out to `write`, unchanged, from many threads.
 
-    Returns the names of what the base never had, such as a head of which the adapter has a copy.
+    Returns the names that the base never had, such as a head of which the adapter has a copy.
 
     Raises InputError: the base is not there, or is another one.
     """
@@ -219,9 +220,9 @@ def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) 
 
 
 def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
-    """All `masters`, also of the base that is left out: the values that layers are computed with.
+    """All `masters`, including those of a base that is left out, as layers compute with them.
 
-    The base is read twice: to be checked first. Raises InputError: as `read_left_out`.
+    The base is read twice: first to be checked. Raises InputError: as `read_left_out`.
     """
     saved, left = masters(checkpoint), checkpoint.settings.left_out
     if left is None:
@@ -244,7 +245,7 @@ def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
 
 
 def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:
-    """A function for each parameter of a plain model that reads it from where it is stored.
+    """Functions that read each parameter of a plain model from its files.
 
     Raises InputError: a file is damaged, or of another model.
     """
@@ -252,7 +253,7 @@ def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:
 
 
 def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Stored]:
-    """The tensors of a model's source that its class has no place for; see `carried_tensors`.
+    """The tensors of a model's source that its class does not have; see `carried_tensors`.
 
     Raises InputError: the base, which a checkpoint of an adapter leaves out, is not there.
     """

@@ -45,9 +45,9 @@ Write = Callable[[str, Tensor], None]
 
 
 def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks: Ranks) -> None:
-    """Bring every weight and persistent buffer to its place: read, copied, or drawn.
+    """Read, copy or draw every weight and persistent buffer into its place.
 
-    From a checkpoint, also the rest of a tile's state. All ranks call this.
+    From a checkpoint, also the other planes of tiles. All ranks call this.
 
     Raises InputError: float64 weights that a float32 master cannot hold, or weights that would be
     computed with in fewer bits than transformers keeps.
@@ -64,7 +64,7 @@ def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks
 
 
 def _load(source: Source, spec: ModelSpec, store: Store, seed: int, share: Share) -> None:
-    """All but adapters that are drawn."""
+    """Load everything except adapters that are drawn."""
     dtype = store.tiles[0].weights.data.dtype
     refuse_rounding(loaded_types(source.model, dtype), spec.computed, dtype)
     adapters, write = adapted(source.model), _writer(store, source, share)
@@ -105,7 +105,7 @@ def _draw(
     share: Share,
     names: Collection[str] | None,
 ) -> None:
-    """Draw weights of these names; None: all."""
+    """Draw the weights with these names; None: all weights."""
     threads = update_threads()
     write = _writer(store, source, share, threads=threads, read=False)
     frozen = {entry.name: entry for _, entry in store.entries() if entry.group is None}
@@ -120,7 +120,7 @@ def _draw(
 
 
 def _check_head(source: Source, missing: Collection[str]) -> None:
-    """Raises InputError: an adapter of texts is to score rows, with a head that nobody trains."""
+    """Raises InputError: neither an adapter nor its base has the sequence head that scores rows."""
     adapters = adapted(source.model)
     if source.adapter_folder is None or adapters is None or not scores_rows(adapters.base):
         return
@@ -132,7 +132,7 @@ def _check_head(source: Source, missing: Collection[str]) -> None:
 
 
 def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -> set[str]:
-    """Fill the tiles; returns names of parameters found nowhere, which nothing computes with."""
+    """Fill the tiles; returns the names of unused parameters that were stored nowhere."""
     threads = update_threads()
     with offering_another(saved.folder):
         if source.resumes:
@@ -163,11 +163,11 @@ def same_state(one: Rule, other: Rule) -> bool:
 def _writer(
     store: Store, source: Source, share: Share, *, threads: int = 1, read: bool = True
 ) -> Write:
-    """Puts values into their places.
+    """A function that writes values into their places by name.
 
     Args:
         threads: of each call.
-        read: from the base, which is known by them again.
+        read: the values are the base's; they are added to its checksums.
     """
     places = {entry.name: (tile, entry) for tile, entry in store.entries()}
     origin = source.origin if read and adapted(source.model) is not None else None

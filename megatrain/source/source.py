@@ -95,7 +95,7 @@ class Source:
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The model's names of what the source calls otherwise."""
+        """The model's names of parameters that have other names in the source."""
         adapters = adapted(self.model)
         return adapters.names if self.grows and adapters is not None else {}
 
@@ -122,19 +122,19 @@ def open_source(
     scores: bool = False,
     **code: Any,
 ) -> Source:
-    """Open a model: its structure, and where its weights are.
+    """Open a model: its structure, and the place of its weights.
 
     Args:
         model: a module, a configuration, a checkpoint, a folder or a hub id of a causal language
             model; a PeftModel, the folder of an adapter; or a source, which is returned as it is.
-        adapter: a LoraConfig of PEFT, or its keys: what the model is trained with.
-        base: how frozen linear layers are kept.
-        router_aux_loss_coef: of the routers' loss; None: as the model's configuration says.
-        base_model: where the base of the model's adapter is, if not where that says.
-        resumes: of a checkpoint the optimizer's state is taken, too, so that training goes on.
-        scores: of a folder, hub id or configuration the model that gives a score of each row; an
-            adapter that has a sequence head asks for it itself.
-        code: trust_remote_code and attn_implementation, as `empty_model` takes them.
+        adapter: a LoraConfig of PEFT, or its keys: the adapter to train.
+        base: the format of frozen linear layers.
+        router_aux_loss_coef: weight of the routers' loss; None: from the model's configuration.
+        base_model: the place of the adapter's base; None: from the adapter's configuration.
+        resumes: take a checkpoint's optimizer state, too, to go on with its training.
+        scores: open a folder, hub id or configuration as the model that scores rows; an adapter
+            with a sequence head implies this.
+        code: trust_remote_code and attn_implementation, as for `empty_model`.
 
     Raises InputError: it cannot be read or is not a causal language model; PEFT refuses the
     adapter, or the model has one already.
@@ -180,7 +180,7 @@ def open_source(
 
 
 def _asked_for(adapter: Any, model: Any, *, scores: bool) -> Any:
-    """The configuration of an adapter to come, which names the model as its base."""
+    """The configuration of a new adapter, which names the model as its base."""
     config = peft.lora_config(adapter) if isinstance(adapter, Mapping) else copy.copy(adapter)
     peft.check(config)
     model = model.folder if isinstance(model, Checkpoint) else model
@@ -191,24 +191,24 @@ def _asked_for(adapter: Any, model: Any, *, scores: bool) -> Any:
 
 
 def adapter_folder(model: Any) -> Path | None:
-    """A folder of PEFT's, with an adapter; None: it is something else."""
+    """The folder of a PEFT adapter; None: `model` is something else."""
     folder = Path(model).expanduser() if isinstance(model, str | Path) else None
     return folder if folder is not None and (folder / peft.CONFIG_FILE).is_file() else None
 
 
 def _resolved(model: Any) -> Any:
-    """The checkpoint in a folder that is one; anything else as it is."""
+    """Open a folder that is a checkpoint; return anything else as it is."""
     folder = Path(model).expanduser() if isinstance(model, str | Path) else None
     return open_checkpoint(folder) if folder and is_checkpoint(folder) else model
 
 
 def folder_adapter(folder: Path, base_model: str | Path | None = None) -> tuple[Any, str]:
-    """The configuration of an adapter in a folder, to be trained, and its base's folder or hub id.
+    """The configuration of a folder's adapter, for training, and its base's folder or hub id.
 
-    Of a base on the hub of which it names a revision, the folder of that.
+    If it names a revision of a base on the hub, the local folder of that revision.
 
     Args:
-        base_model: where the base is; None: where the configuration says.
+        base_model: the place of the base; None: from the configuration.
 
     Raises InputError: it cannot be read or followed, or names no base, itself, or another adapter.
     """
@@ -241,7 +241,7 @@ def _not_merged(folder: Path, base: str) -> InputError:
 
 
 def _grown(source: Source, config: Any) -> Source:
-    """The source with an adapter put on its model."""
+    """Put an adapter on a source's model."""
     source.model, source.grows = with_new_adapter(source.model, config), True
     names, buffers = source.names, source.untrained.buffers
     source.untrained.buffers = {names.get(n, n): b for n, b in buffers.items()}
@@ -249,7 +249,7 @@ def _grown(source: Source, config: Any) -> Source:
 
 
 def _open_plain(model: Any, *, resumes: bool = False, scores: bool = False, **code: Any) -> Source:
-    """The source of a model that is given no adapter; a folder's has none itself.
+    """Open a model without putting an adapter on it; a folder must not be an adapter's.
 
     Args: as `open_source`; `code`: trust_remote_code and attn_implementation.
     """
@@ -321,12 +321,12 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
 
 
 def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict[str, WeightFormat]:
-    """How the matrices of the layers' linear modules are kept that are not trained, by name.
+    """The formats of frozen matrices of the layers' linear modules, by name.
 
-    Routers and what is no nn.Linear are kept as they are, as are embeddings and heads.
+    Routers, modules other than nn.Linear, embeddings and heads are not packed.
 
     Args:
-        frozen: nothing is trained, whatever requires gradients.
+        frozen: nothing is trained, even parameters that require gradients.
 
     Raises InputError: there is no such matrix, or no such base.
     """
@@ -352,7 +352,7 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
 
 
 def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, WeightFormat]:
-    """How frozen weights are kept: as a checkpoint or folder has them, or else as is asked for."""
+    """The formats of frozen weights: those of a checkpoint or folder, else those asked for."""
     saved = source.saved
     if saved is not None and source.resumes:
         left = saved.settings.left_out
@@ -375,7 +375,7 @@ def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, We
 
 
 def _types(source: Source) -> dict[str, torch.dtype]:
-    """The dtype that each parameter comes in; that of the source where it is drawn."""
+    """The dtype of each parameter in its source; drawn ones have the source's dtype."""
     if (saved := source.saved) is not None:
         masters = {p.name: torch.float32 for p in saved.manifest.parameters}
         types = masters | frozen_types(saved, source.model)

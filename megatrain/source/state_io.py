@@ -46,11 +46,11 @@ class Untrained:
 
     @property
     def values(self) -> dict[str, Callable[[], Tensor]]:
-        """A function for each buffer that returns it, which is what exports take."""
+        """A function for each buffer that returns it, as exports need."""
         return {name: partial(Tensor.detach, buffer) for name, buffer in self.buffers.items()}
 
     def as_came(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-        """Dtypes of what an export in `dtype` writes as it came; None: no dtype was asked for."""
+        """Dtypes of tensors that an export in `dtype` (None: any) writes unchanged."""
         parameters = self.dtypes if dtype is None else {}
         return parameters | {name: buffer.dtype for name, buffer in self.buffers.items()}
 
@@ -83,7 +83,7 @@ def computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
-    """Read what was not trained from a checkpoint; copies all buffers into `model`.
+    """Read a checkpoint's untrained tensors; copies all buffers into `model`.
 
     Raises InputError: they are those of another model.
     """
@@ -109,7 +109,7 @@ def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
 
 
 def frozen_types(checkpoint: Checkpoint, model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """The dtypes in which frozen parameters came, by name."""
+    """The dtypes of frozen parameters in the model's source, by name."""
     frozen = [p.name for p in checkpoint.manifest.parameters if p.group is None]
     frozen += left_out_names(checkpoint, model).values()
     others = checkpoint.settings.frozen_dtypes
@@ -125,7 +125,7 @@ def _stored(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
 def open_model(
     checkpoint: Checkpoint, *, trust_remote_code: bool = False, **code: Any
 ) -> PreTrainedModel:
-    """The checkpoint's model without its weights, frozen where it was.
+    """The checkpoint's model without weights; the same parameters are frozen.
 
     Raises InputError: transformers makes another model of its configuration.
     """
@@ -152,7 +152,7 @@ def open_model(
 
 
 def saved_companions(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """The files beside the model's configuration in a checkpoint: all of them were checked."""
+    """The files beside the model's configuration in a checkpoint; their bytes are checked."""
     names = [name for name in checkpoint.manifest.files if name.startswith(f"{MODEL}/")]
     inner = {name.removeprefix(f"{MODEL}/"): checkpoint.folder / name for name in names}
     return read_files({n: path for n, path in inner.items() if n != "config.json"})

@@ -88,18 +88,18 @@ def write_model(
     dtype: torch.dtype | None,
     merged: bool = False,
 ) -> None:
-    """Write the model; of one with an adapter that alone, in float32, or with `merged` the whole.
+    """Write the model; if it has an adapter, only that, in float32, or the `merged` whole model.
 
     Args:
-        masters: functions that give kind parameter's exact values, by name.
-        dtype: of all floating tensors; None: the source's, and what is not trained as it came.
+        masters: functions that return each parameter's exact values, by name.
+        dtype: of all floating tensors; None: the source's, and untrained tensors unchanged.
 
     Raises:
         InputError: `merged` of a model without an adapter, or of one that cannot be merged; the
             folder is the base of the adapter.
         RunFailed: it cannot be written; nothing is left behind.
     """
-    model, untrained, beside = source.model, source.untrained, source.companions
+    model, untrained, companions = source.model, source.untrained, source.companions
     adapters = adapted(model)
     if adapters is None and merged:
         raise InputError("the model has no adapter that could be merged; leave merged out")
@@ -108,11 +108,11 @@ def write_model(
             f"{folder}: is the base of the adapter, which would be lost; give another folder"
         )
     if adapters is not None and not merged:
-        write_adapter(folder, model, masters, dtype=dtype or torch.float32, beside=beside)
+        write_adapter(folder, model, masters, dtype=dtype or torch.float32, beside=companions)
         return
     if source.base != "bf16":
-        kept = source.base
-        _log.warning("frozen linear layers are written as their %s values, not as they came", kept)
+        text = "frozen linear layers are written as their %s values, not as they came"
+        _log.warning(text, source.base)
     values, as_came = {**masters, **untrained.values}, untrained.as_came(dtype)
     if adapters is not None:
         whole, held = merged_into_base(model, values), adapters.held
@@ -125,7 +125,7 @@ def write_model(
         values,
         dtype=dtype or source.dtype,
         as_came=as_came,
-        beside=beside,
+        beside=companions,
         carried=untrained.carried,
     )
 

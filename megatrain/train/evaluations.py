@@ -115,7 +115,8 @@ class Evaluations:
 
     def _of(self, results: list[Any], parts: _Parts, prefix: str) -> dict[str, float]:
         if isinstance(self._loss, JointLoss):
-            values = self._loss.told(results, [micro for part, _ in parts for micro in part])
+            rows = [micro for part, _ in parts for micro in part]
+            values = self._loss.loss_and_measures(results, rows)
         else:
             losses, right = (sum(column) for column in zip(*results, strict=True))
             count = sum(count for _, count in parts)

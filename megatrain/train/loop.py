@@ -15,7 +15,7 @@ from megatrain import config as run_files
 from megatrain.base.whole_files import whole_folder, write_file
 from megatrain.checkpoint import open_checkpoint
 from megatrain.config import Config
-from megatrain.errors import InputError, MegatrainError, RunFailed, first_line, told
+from megatrain.errors import InputError, MegatrainError, RunFailed, first_line, os_reason
 from megatrain.parallel.distributed import Ranks, local_rank
 from megatrain.parallel.launch import joined
 from megatrain.report import write_report
@@ -133,7 +133,7 @@ def train(
         try:
             return _run(job, signals, callbacks)
         except OSError as error:
-            message = f"{job.folder}: cannot be written to or read: {told(error)}"
+            message = f"{job.folder}: cannot be written to or read: {os_reason(error)}"
             raise RunFailed(message) from error
 
 
