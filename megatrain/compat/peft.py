@@ -138,9 +138,9 @@ def as_json(config: Any) -> dict[str, Any]:
 
 def from_json(values: Mapping[str, Any]) -> Any:
     """The configuration that `as_json` gave. Raises InputError: this PEFT does not take it."""
-    usual = _library().LoraConfig().to_dict()
-    kept = {n: v for n, v in values.items() if n in KEYS | _OF_FILES or v != usual.get(n)}
-    return lora_config(kept)
+    defaults = _library().LoraConfig().to_dict()
+    changed = {n: v for n, v in values.items() if n in KEYS | _OF_FILES or v != defaults.get(n)}
+    return lora_config(changed)
 
 
 def write_config(config: Any, folder: Path, *, scores: bool = False) -> None:

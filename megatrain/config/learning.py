@@ -334,7 +334,7 @@ class RolloutSection(Section):
 
 
 def step_loss(loss: LossSection, rollout: RolloutSection) -> "Loss":
-    """The loss for a run's steps, with the temperature of the rollouts."""
+    """The loss for a run's steps, with the rollouts' temperature and correction."""
     changes: dict[str, Any] = {}
     if loss.kind == "prompts":
         changes["temperature"] = rollout.temperature

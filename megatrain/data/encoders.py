@@ -252,6 +252,7 @@ class Encoder:
             yield from self._text.pieces(batch)
 
     def _row(self, placed: PlacedExample, examples: Examples) -> Sequence[Document]:
+        """The documents of an example; none if it cannot be used, which `examples` notes."""
         example = placed.example
         try:
             for talk in example.replies if isinstance(example, Rated) else [example]:

@@ -18,10 +18,10 @@ BEFORE_ALL = (-1, -1)
 SHOWN = 20  # rows left out and unread fields that are listed
 
 
-def _teaches_silence(example: Example) -> bool:
+def _has_empty_reply(example: Example) -> bool:
     """True if a reply to learn is empty, for example where a table has no answer."""
     if isinstance(example, Rated):
-        return any(map(_teaches_silence, example.replies))
+        return any(map(_has_empty_reply, example.replies))
     if isinstance(example, Completion):
         return not example.completion.strip()
     return isinstance(example, Conversation) and any(
@@ -106,7 +106,7 @@ class Examples:
             except InputError as error:
                 self.bad(error)
                 continue
-            if _teaches_silence(example):
+            if _has_empty_reply(example):
                 number_so_far, first = self.notes["empty"]
                 self.notes["empty"] = [number_so_far + 1, first or where]
             self.pass_over(unread)

@@ -80,8 +80,8 @@ def read_csv(
         header = text.readline(longest)
         if "\0" in header:
             raise InputError(f"{file.name}: NUL in its header (UTF-16?): convert it to UTF-8")
-        usual = "\t" if ".tsv" in file.path.suffixes else ","
-        delimiter = next((d for d in (usual, "\t", ";", "|", ",") if d in header), usual)
+        default = "\t" if ".tsv" in file.path.suffixes else ","
+        delimiter = next((d for d in (default, "\t", ";", "|", ",") if d in header), default)
         cells = csv.reader(chain([header], text), delimiter=delimiter, strict=True)
         names = next(cells, [])
         _once(names, file)

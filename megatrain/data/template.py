@@ -60,6 +60,7 @@ def _memory(num_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def _time(seconds: float) -> Iterator[None]:
+    """Limit the block's processor time; raises TimeoutError."""
     over = False
 
     def late(number: int, frame: FrameType | None) -> None:

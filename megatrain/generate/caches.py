@@ -124,9 +124,9 @@ _heeding: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def heeds_mask(model: PreTrainedModel) -> bool:
-    """True if a padded prompt has the logits of the prompt; tried once for a model.
+    """True if padding does not change a prompt's logits; tried once for a model.
 
-    States and convolutions of some families run on over padding.
+    States and convolutions of some families include padding.
     """
     if model not in _heeding:
         plain, padded = _logits(model, 0), _logits(model, _PADDED)

@@ -81,19 +81,19 @@ class Sampling:
         """The settings for transformers' `generate`.
 
         Args:
-            of_model: the model's settings.
-            room: new tokens at most.
+            of_model: the model's own settings.
+            room: the most new tokens.
             stops: tokens that end a text.
-            cached: keys and values of earlier tokens are kept.
+            cached: True if keys and values of earlier tokens are kept.
         """
         settings = copy.deepcopy(of_model)
         for name in _not_followed(of_model):
             setattr(settings, name, None)
-        usual = {} if of_model.do_sample else _USUAL
+        fallback = {} if of_model.do_sample else _USUAL
         for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
             value = getattr(self, name)
             if value is None:
-                value = usual.get(name, getattr(of_model, name))
+                value = fallback.get(name, getattr(of_model, name))
             setattr(settings, name, value)
         settings.do_sample = settings.temperature is None or settings.temperature >= _COLD
         if not settings.do_sample:

@@ -202,13 +202,17 @@ def configs(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, Pre
 
 
 def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:
-    """The share of a parameter that computes with a token: the chosen of experts `[E, I, O]`."""
+    """The share of a parameter that one token uses: the chosen ones of experts `[E, I, O]`."""
     text = config.get_text_config(decoder=True)
-    every, chosen = (
+    num_experts, num_chosen = (
         next((n for name in names if type(n := getattr(text, name, None)) is int), 0)
         for names in (_EVERY, _OF_A_TOKEN)
     )
-    return chosen / every if chosen and len(shape) == 3 and shape[0] == every else 1.0
+    return (
+        num_chosen / num_experts
+        if num_chosen and len(shape) == 3 and shape[0] == num_experts
+        else 1.0
+    )
 
 
 def _refuse_code_of_others(config: PreTrainedConfig, *, chosen: bool) -> None:
@@ -244,11 +248,11 @@ def loaded_types(
 ) -> dict[str, torch.dtype]:
     """The dtype of each parameter and buffer that `from_pretrained(folder, dtype=dtype)` makes.
 
-    Mostly `dtype`, but classes make some in fp32 (rotary tables, decay rates) and have transformers
-    load others so (`_keep_in_fp32_modules_strict`: routers and their biases).
+    Mostly `dtype`; classes make some in fp32 (rotary tables, decay rates) and have transformers
+    load others in fp32 (`_keep_in_fp32_modules_strict`: routers and their biases).
 
     Args:
-        built: what the class makes of the configuration in `dtype`, where that is at hand.
+        built: a model of this configuration in `dtype`, if there is one already.
     """
     by_dtype = _loaded.setdefault(model, {})
     if dtype in by_dtype:

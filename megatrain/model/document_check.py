@@ -292,11 +292,11 @@ def check_masks(
 ) -> None:
     """Refuse rows whose mask `[B, 1, T, T]` is larger than the device.
 
-    A row of one document without padding needs none: causal attention is told as such, and its
+    A row of one document without padding needs none: attention is plainly causal, and its
     memory grows with T.
 
     Args:
-        config: of the text model.
+        config: the text model's.
         itemsize: bytes of a number in the compute dtype; torch turns a mask of bools into numbers.
 
     Raises:

@@ -57,7 +57,7 @@ def starts_anew(micro: Mapping[str, Tensor]) -> bool:
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
-    """Which tokens `[B, T]` begin a document: as transformers, where positions do not go on."""
+    """True for tokens `[B, T]` that begin a document: their positions do not count on."""
     goes_on = position_ids.diff(dim=-1) == 1
     return F.pad(~goes_on, (1, 0), value=True)
 

@@ -107,11 +107,11 @@ class LayerTemplate:
     def _random(self, weights: Mapping[str, Tensor]) -> bool:
         """True if the layer, in training, draws random numbers; tried at the first call.
 
-        On a few tokens: eager attention over whole rows may take more memory than all of a step.
+        Tried on few tokens: eager attention over whole rows may take more memory than a step.
 
         Within a budget, torch's partitioner may compute any operation again in the backward
         (torch/_functorch/partitioners.py, `choose_saved_values_set`), a random one with other
-        numbers than in the forward: GPT-2's gradient was wrong by 30 % so. Without, it never
+        numbers than in the forward: GPT-2's gradient was off by 30 %. Without a budget it never
         computes random operations or attention again.
         """
         if self.compiled and self.random is None:

@@ -23,8 +23,8 @@ def add_noise(model: PreTrainedModel, alpha: float) -> None:
     def noisy(module: nn.Module, args: tuple, embedded_BTD: Tensor) -> Tensor:
         if not module.training:
             return embedded_BTD
-        most = alpha / math.sqrt(embedded_BTD.shape[1] * embedded_BTD.shape[2])
-        return embedded_BTD + torch.empty_like(embedded_BTD).uniform_(-most, most)
+        limit = alpha / math.sqrt(embedded_BTD.shape[1] * embedded_BTD.shape[2])
+        return embedded_BTD + torch.empty_like(embedded_BTD).uniform_(-limit, limit)
 
     try:
         embedding = model.get_input_embeddings()

@@ -412,7 +412,7 @@ class _Tag(torch.autograd.Function):
 
 
 def tag(value: Tensor, ref: Ref) -> Tensor:
-    """A copy of `value` by which `reach` knows what was computed from it."""
+    """A copy of `value`, marked so that `reach` finds it behind tensors computed from it."""
     anchor = torch.zeros((), dtype=value.dtype, requires_grad=True)
     with torch.enable_grad():
         return _Tag.apply(value + anchor, ref)

@@ -205,6 +205,7 @@ class RowTrial:
                 self._equal.add((low, high))
 
     def _try(self, tokens: int, pool: Tensor) -> None:
+        """Compare a whole row's losses with its shares'. Raises InputError: they differ."""
         rows = self._rows(tokens, pool)
         self._program.attend(self._of_shares)
         try:

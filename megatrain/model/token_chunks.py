@@ -52,7 +52,7 @@ def behaves(part: nn.Module) -> bool:
 
 
 def _is_one_operation(part: nn.Module) -> bool:
-    """A linear map or an activation keeps nothing but its input: tiles would save no memory."""
+    """True for a linear map or an activation, which keep only their input: tiles save nothing."""
     parameters = list(part.parameters(recurse=False))
     leaf = not any(True for _ in part.children())
     return leaf and (not parameters or any(p.ndim > 1 for p in parameters))

@@ -314,7 +314,7 @@ def _plan_load(
     them to give the checkpoint its own layout back when it is saved.
 
     Raises:
-        InputError: a tensor means a parameter that another tensor already gives.
+        InputError: two tensors map to the same parameter.
     """
     conversions = get_model_conversion_mapping(model)
     renamings = [x for x in conversions if isinstance(x, WeightRenaming)]

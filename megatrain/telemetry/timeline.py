@@ -95,8 +95,8 @@ def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
         at = max(at, span.end)
     if last > at:
         idle["end of step"] += last - at
-    known = {stream: count for stream, count in moved.items() if count}
-    return Breakdown(last - first, dict(busy), known, dict(work), dict(idle))
+    num_bytes = {stream: count for stream, count in moved.items() if count}
+    return Breakdown(last - first, dict(busy), num_bytes, dict(work), dict(idle))
 
 
 def critical_path(spans: Iterable[Span]) -> Counter[str]:

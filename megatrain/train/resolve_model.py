@@ -51,7 +51,7 @@ def trained_model(run: str) -> Checkpoint | str:
     if newest is not None:
         log.info("the run has not ended: this is %s", newest.folder)
         return newest
-    _name_what_is_newer(path)
+    _log_newer_states(path)
     folder = model_folder(run)
     if folder == run and not (path / "config.json").is_file():
         for config in sorted(path.glob(f"*/{CONFIG}")):
@@ -218,7 +218,7 @@ def _newest_checkpoint(parent: Path) -> Checkpoint | None:
     return None if newest is None else open_checkpoint(newest)
 
 
-def _name_what_is_newer(run: Path) -> None:
+def _log_newer_states(run: Path) -> None:
     done, saved = model_steps(run), checkpoints(run)
     if done is not None and saved and saved[-1] > done:
         log.warning(

@@ -429,13 +429,13 @@ class _Asking:
 
     def _answers(self, done: int) -> Iterator[TeacherAnswers]:
         """The teacher's answers for the rows from `done` on."""
-        count, news = len(self.data), time.monotonic()
+        count, last_log = len(self.data), time.monotonic()
         log.info("asking the teacher of %s rows (%s)", f"{count - done:,}", self.name.strip())
         for first in range(done, count, self.rows_per_sweep):
             self.ranks.all_gather_object(first)
             yield from self._sweep(first)
-            if time.monotonic() - news > _SECONDS_BETWEEN_NEWS:
-                news, last = time.monotonic(), min(first + self.rows_per_sweep, count)
+            if time.monotonic() - last_log > _SECONDS_BETWEEN_NEWS:
+                last_log, last = time.monotonic(), min(first + self.rows_per_sweep, count)
                 log.info("the teacher has answered for %s of %s rows", f"{last:,}", f"{count:,}")
 
     def follow(self) -> None:
