@@ -80,6 +80,7 @@ def tools(value: object, where: str, *, wrap: bool = False) -> list[Any] | None:
 
 
 def _message(message: object, where: str) -> tuple[Message, bool]:
+    """A checked message with `role` and `content`, and True if it is a reply to learn."""
     if not isinstance(message, Mapping):
         raise InputError(f"{where} must be an object, not {type(message).__name__}")
     # Tables fill absent keys with null.

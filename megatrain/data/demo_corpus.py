@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"
-_ALPHABET = 256  # bytes, each of which is a token of its own
+_ALPHABET = 256  # single bytes, each a token
 # Not the library itself: installed packages, tests, tables, old or bundled programs.
 _LEFT_OUT = {
     "__pycache__", "dist-packages", "distutils", "encodings", "ensurepip", "idle_test",

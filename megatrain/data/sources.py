@@ -166,6 +166,7 @@ def find_files(source: str | Path, kind: DataKind) -> list[SourceFile] | None:
 
 
 def _expand(text: str, kind: DataKind) -> list[SourceFile]:
+    """The files of a path, folder or glob. Raises InputError: as `find_files`."""
     path = Path(text).expanduser()
     if re.match(r"[a-z][a-z0-9+.-]*://", text) and not os.path.lexists(path):
         raise InputError(f"{text}: an address, not a path: fetch it, and name the file or folder")

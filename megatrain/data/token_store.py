@@ -200,6 +200,7 @@ def _build(
     notes: dict[str, Any],
     progress: Progress | None,
 ) -> None:
+    """Write a new store beside `folder`, then move it there."""
     for left_over in folder.parent.glob(f"{folder.name}.part-*"):  # of a killed process
         shutil.rmtree(left_over)
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))

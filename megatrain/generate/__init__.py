@@ -1,4 +1,4 @@
-"""Texts and replies from a model that is open, be it in training or resident on the device.
+"""Texts and replies from an open model, in training or resident on the device.
 
 `generate` is all that most callers need; `open_model` opens what `megatrain generate` is given.
 """

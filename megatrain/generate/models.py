@@ -133,7 +133,7 @@ def open_model(
     host_memory: str | int | None = None,
     base_model: str | None = None,
 ) -> Engine | Resident:
-    """A model of a checkpoint, a folder or a hub id; whoever opens it closes it.
+    """Open the model of a checkpoint, a folder or a hub id; the caller closes it.
 
     Args:
         device: None: the GPU if there is one.

@@ -92,7 +92,7 @@ class Server:
         }
 
         def asked(number: int) -> list[Continued]:
-            # Of n replies the server counts its seed up; prompts need seeds of their own.
+            # The server counts its seed up over n replies; each prompt needs other seeds.
             of_prompt = {"prompt": list(ids[number]), "seed": sampling.seed // 2 + number * count}
             return self._read(self._asked("/v1/completions", plain | of_prompt), ids[number], count)
 
@@ -100,6 +100,7 @@ class Server:
             return [reply for replies in threads.map(asked, range(len(ids))) for reply in replies]
 
     def _read(self, answer: Any, prompt: Sequence[int], count: int) -> list[Continued]:
+        """The replies in a server's answer. Raises RunFailed: it has not the expected form."""
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             replies = [

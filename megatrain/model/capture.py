@@ -117,8 +117,8 @@ class Uses:
     Attributes:
         lookups: `(table, ids)` of every embedding lookup.
         constants: `(id of table, row)` of every single row taken.
-        touched: ids of all tensors that any operation took.
-        read: ids of those of which an operation made others; lookups and single rows apart.
+        touched: ids of the input tensors of all operations.
+        read: ids of those from which an operation computed others, except lookups of rows.
         derived: by id, the tensors put there and all that was computed from them, with or without
             gradients.
     """
@@ -130,7 +130,7 @@ class Uses:
     derived: dict[int, Tensor] = field(default_factory=dict)
 
     def note(self, arguments: Iterable[Any], result: Any, *, of_rows: bool) -> None:
-        """Take down an operation; `of_rows`: it looks up rows, and reads no other."""
+        """Note an operation; `of_rows`: it looks up rows, and reads no others."""
         ids = {
             id(leaf)
             for x in arguments
@@ -202,8 +202,8 @@ class Capture:
         model: the model; layer parameters on the meta device, buffers real.
         trunk: the outermost submodule that contains the stack and is called as a whole; what runs
             after it is the language-model head.
-        scores_rows: its head gives a score of each row, not logits of each token.
-        takes_any: whether the forward hands keyword arguments that it does not know to its layers.
+        scores_rows: True if its head gives a score for each row, not logits for each token.
+        takes_any: True if the forward passes unknown keyword arguments to its layers.
     """
 
     def __init__(self, model: PreTrainedModel, stack: nn.ModuleList) -> None:
@@ -271,8 +271,8 @@ class Capture:
         if "return_dict" in self._signature:
             kwargs["return_dict"] = True
         if "output_router_logits" in self._signature:
-            kwargs["output_router_logits"] = False  # what they add to the loss weighs nothing
-        unread_outputs = ("output_hidden_states", "output_attentions")  # which a loss does not read
+            kwargs["output_router_logits"] = False  # routers' loss is computed separately
+        unread_outputs = ("output_hidden_states", "output_attentions")  # a loss does not read these
         switched_on = [name for name in unread_outputs if getattr(self.model.config, name, False)]
         return kwargs | {name: False for name in switched_on if self.takes(name) or self.takes_any}
 
@@ -286,9 +286,9 @@ class Capture:
     ) -> Any:
         """Run the model with `handler(layer, args, kwargs)` in place of each layer.
 
-        A handler returns the layer's output and what it put into each container that it was given.
+        A handler returns the layer's output, and the values to put into each of its containers.
 
-        Returns what a `Reached` carries, or the model's own output if none is raised.
+        Returns the value of a raised `Reached`, else the model's own output.
         """
         names = {id(weights[name]): name for name in rows.tables} if rows is not None else {}
         self._handler = handler
@@ -303,7 +303,7 @@ class Capture:
     def head(self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Logits `[B, T, V]` from a trunk output, by the model's own code after the trunk.
 
-        Of a model that scores rows, the score of each token as if it were a row.
+        For a model that scores rows, the score of each token as if it ended a row.
         """
         if not self.scores_rows:
             result = self._after_trunk(weights, output, inputs)
@@ -318,7 +318,7 @@ class Capture:
     def own_loss(
         self, weights: Mapping[str, Tensor], output: Any, inputs: Mapping[str, Any], labels: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The loss that the model's forward makes of labels `[B, T]`, and the logits; see `head`.
+        """The loss of labels `[B, T]` by the model's own forward, and the logits; see `head`.
 
         Either is None where the forward does not give it.
         """
@@ -338,7 +338,7 @@ class Capture:
             del self.trunk.forward
 
     def _call(self, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
-        """The model's own forward; what is tied is told, or each call would look for it anew.
+        """The model's own forward; ties are passed, or each call would search for them anew.
 
         That takes a millisecond for 24 layers, more than a head's chunk of 2048 tokens.
         """

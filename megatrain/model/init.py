@@ -197,7 +197,7 @@ def _draw(part: list[nn.Module], owners: Owners) -> None:
 
 @contextmanager
 def _without_values(places: Collection[Place]) -> Iterator[None]:
-    """Parameters registered within the block, but for those at `places`, go to the meta device."""
+    """Within this context new parameters, except those at `places`, go to the meta device."""
 
     def selective(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
         if (type(module), name) in places:

@@ -65,6 +65,7 @@ def label_shift(spec: ModelSpec) -> int:
 
 
 def _tried(spec: ModelSpec, name: str) -> int:
+    """`label_shift` by a trial: compare the model's loss with the cross entropy of its logits."""
     model, labels_BT = spec.capture.model, _labels(spec.capture.model)
     function = model.loss_function
     if not _is_known(function):

@@ -245,6 +245,7 @@ class _Probe:
         return [name for name in mine if id(weights[name]) not in dense], sorted(constants)
 
     def _record(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Note a layer, its kind and its inputs; returns the kind's example as its outputs."""
         visit = len(self.layers)
         path = self.paths[id(module)]
         if any(layer.name == path for layer in self.layers):
@@ -292,7 +293,7 @@ class _Probe:
             if NumberRead.count == reads:
                 self.kinds[key] = kind
                 return kind
-        # This forward reads its number, or fails in any case: such a layer is a kind of its own.
+        # This forward reads its number, or fails in any case: the layer becomes a separate kind.
         kind = self._template(module, path)
         example(kind, path, module, args, kwargs)
         return kind
@@ -311,6 +312,7 @@ class _Probe:
         output: Any,
         inputs: Mapping[str, Any],
     ) -> ModelSpec:
+        """The spec, from the trunk's output and from one run of the head on it."""
         names = {id(w): name for name, w in weights.items()}
         end = reach([last_hidden(output)])
         if not end.refs:

@@ -1,10 +1,9 @@
 """The loss that balances experts, as the models of transformers define it.
 
 Fedus et al., 2021, https://arxiv.org/abs/2101.03961, equations 4 to 6, over the routers of all
-layers together (`load_balancing_loss_func` of transformers): experts times the sum over them of how
-often each is chosen and its mean probability, both by token and layer. Of a step all tokens count
-together, but for padding, however they lie in micro-batches: what transformers makes of them as one
-batch.
+layers together (`load_balancing_loss_func` of transformers): the number of experts times the sum
+over them of the frequency of choice times the mean probability, both by token and layer. All tokens
+of a step but padding count together, in whatever micro-batches: as one batch in transformers.
 
 Legend: N tokens, E experts, K experts chosen by a token.
 """

@@ -95,7 +95,7 @@ class Stored:
 
 
 def _room_for(num_bytes: int) -> Tensor:
-    """Uninitialised bytes; large ones as a mapping of their own.
+    """Uninitialised bytes; large ones in a separate memory mapping.
 
     The C library would keep freed blocks of some 30 MB for each thread, and it hands out small
     pages: on a 2-core machine a thread read 1.0 GB/s into those and 3.2 GB/s into huge ones.
@@ -247,7 +247,7 @@ def write_shard(path: Path, described: Sequence[Described], tensors: Iterable[Te
 
     Raises:
         OSError: the disk is full or cannot be written.
-        ValueError: a tensor is not as described.
+        ValueError: a tensor differs from its description.
     """
     with path.open("wb") as file:
         file.write(header_bytes(described, {"format": "pt"}))

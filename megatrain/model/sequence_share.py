@@ -90,6 +90,7 @@ class SequenceShare:
         targets: Tensor | None,
         max_tokens: int | None,
     ) -> None:
+        """Raises InputError: ranks cannot share the rows of this micro-batch."""
         tokens = micro["input_ids"].shape[1]
         if other := [name for name in micro if name not in taken]:
             raise InputError(

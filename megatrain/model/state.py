@@ -58,7 +58,7 @@ def _value(change: Change) -> Any:
 
 
 def _run_to_the_layers(capture: Capture, shapes: Mapping[str, torch.Size], weight: float) -> None:
-    """Short rows, the last positions that the model has, and short rows again."""
+    """Run short rows, the model's last positions, and short rows again."""
 
     def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
         raise Reached(None)
@@ -81,10 +81,10 @@ def _run_to_the_layers(capture: Capture, shapes: Mapping[str, torch.Size], weigh
 
 
 def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Run a kind once, on zeros: what it returns, and whether it keeps anything to itself.
+    """Run a kind once on zeros, note its outputs, and refuse one that keeps state between runs.
 
-    What it keeps is replaced by NaN, to see whether a second run reads it. Zeros may make NaN
-    themselves, where a weight is divided by its norm: then a run on ones tells.
+    Kept values are replaced by NaN, to see if a second run reads them. Zeros may make NaN
+    themselves, where a weight is divided by its norm: then a run on ones decides.
     """
     buffers = dict(module.named_buffers())
     zeros = {name: zero_pages(p.shape) for name, p in module.named_parameters()}

@@ -58,7 +58,7 @@ class Callbacks:
         self._job, self._log_every = job, config.output.log_every
         self._saves_best = config.checkpoint.best is not None
         total, rows = job.total_steps, config.training.batch_size
-        of_a_stream = isinstance(job.loader, StreamLoader)  # nobody knows how long it is
+        of_a_stream = isinstance(job.loader, StreamLoader)  # its length is unknown
         self._state = TrainerState(
             epoch=0,
             max_steps=total,

@@ -124,7 +124,7 @@ class ResolvedModel:
 
 
 def begun_from(config: Config) -> ModelSection:
-    """`model` of a run file; of a run with an adapter of its own, its base where that is now."""
+    """`model` of a run file; for a run with a new adapter, the present place of its base."""
     section = config.model
     if config.adapter.method is None or section.base_model is None:
         return section

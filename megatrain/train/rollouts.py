@@ -137,6 +137,7 @@ class Rollouts:
             )
 
     def _roll(self, rows: Sequence[PromptRow], step: int) -> tuple[Step, dict[str, Any]]:
+        """Make replies to prompts and reward them; returns micro-batches and values for the log."""
         logged: dict[str, Any] = {}
         times = [time.perf_counter()]
         number = int(self.loader.state_dict()["steps"])
@@ -385,7 +386,7 @@ def _claim(folder: Path) -> None:
             "would be lost; give an empty or a new folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    mark.touch()  # first, and the export keeps it: whoever is killed finds a folder of its own
+    mark.touch()  # first, and kept by the export: after a kill the folder is still marked
 
 
 def compare(

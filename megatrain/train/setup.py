@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Job:
-    """A run ready to start; whoever holds it closes it.
+    """A run ready to start; the caller closes it.
 
     Attributes:
         folder: of the run, once it is made.
@@ -332,6 +332,7 @@ def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) 
 def _engine(
     config: Config, source: Source | None, start: Start | None, ranks: Ranks, stack: ExitStack
 ) -> Engine:
+    """The run's engine: from the model's source, or on resume from the checkpoint."""
     options: dict[str, Any] = dict(
         group=group_of(config, ranks),
         max_grad_norm=config.training.max_grad_norm,

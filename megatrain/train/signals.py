@@ -85,7 +85,7 @@ class Signals:
         try:
             if not self.stop:
                 yield
-            if self.stop:  # what it raised in the block may have been swallowed on its way
+            if self.stop:  # code in the block may have caught `Stopped`
                 raise Stopped(self.stop)
         finally:
             self._interruptible = False

@@ -237,8 +237,8 @@ FAULTS = [
         "the worst state is exported as the best", ("cli/test_best.py",),
     ),
     Fault(
-        "sampling", "generate", "usual = {} if of_model.do_sample else _USUAL",
-        "usual = _USUAL", "a model's own temperature is passed over", ("unit/test_generate.py",),
+        "sampling", "generate", "fallback = {} if of_model.do_sample else _USUAL",
+        "fallback = _USUAL", "a model's own temperature is passed over", ("unit/test_generate.py",),
     ),
     Fault(
         "sampling", "generate", "derived_seed(seed, row)", "derived_seed(seed, 0)",
