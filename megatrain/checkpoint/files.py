@@ -56,7 +56,7 @@ class NewFile:
     """
 
     def __init__(self, path: Path, *, exists: bool = False) -> None:
-        """Args: `exists`: it has been made, and other processes write other bytes of it."""
+        """Args: `exists`: the file is there, and other processes write other bytes of it."""
         new = 0 if exists else os.O_CREAT | os.O_EXCL
         self._handle = os.open(path, os.O_WRONLY | new, 0o666)
         self._direct = open_direct(path, os.O_WRONLY)
@@ -104,9 +104,9 @@ class NewFile:
 
 
 def require_seen(path: Path) -> None:
-    """Raises InputError: what rank 0 has made is not here.
+    """Raises InputError: this host does not see the folder that rank 0 has made.
 
-    The folder around it is read, which file systems of several hosts answer anew.
+    Reads its parent folder, whose cached listing a network file system then refreshes.
     """
     if not path.parent.is_dir() or path.name not in os.listdir(path.parent):
         raise InputError(
@@ -130,7 +130,7 @@ def joined_sums(tile: str, by_rank: Sequence[Sums]) -> tuple[tuple[int, str], ..
 
 
 def open_direct(path: Path, flags: int) -> int | None:
-    """A handle past the page cache; None where the file system has no such thing (tmpfs)."""
+    """A handle with direct access (O_DIRECT); None where the file system has none (tmpfs)."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
@@ -148,13 +148,13 @@ def _drop_pages(handle: int, offset: int, num_bytes: int) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A small new file, on the disk when this returns."""
+    """Write a small new file; it is on the disk when this returns."""
     with NewFile(path) as file:
         file.write(text.encode(), 0)
 
 
 def settle(path: Path) -> tuple[int, tuple[tuple[int, str], ...]]:
-    """Bring a file that others have written to the disk; its size and its pieces' checksums."""
+    """Flush a file that was written elsewhere to the disk; its size and its pieces' checksums."""
     pieces = []
     with path.open("rb") as file:
         while data := file.read(PIECE_BYTES):
@@ -175,9 +175,9 @@ class OldFile:
             raise InputError(f"{path}: cannot read it: {error.strerror}") from error
 
     def read(self, room: memoryview, offset: int, checksum: str) -> None:
-        """Fill `room` from `offset`; threads may do so at once.
+        """Fill `room` from `offset`; several threads may call this at once.
 
-        Raises InputError: the file ends before, cannot be read, or these are not the bytes saved.
+        Raises InputError: the file is too short, cannot be read, or its bytes have changed.
         """
         left, start, size = room, offset, len(room)
         try:
@@ -203,7 +203,7 @@ class OldFile:
 
 
 def regular_size(folder: Path, name: str) -> int:
-    """Bytes of the regular file `name` below `folder`, reached through real folders only.
+    """The size of the regular file `name` below `folder`; no part of its path may be a link.
 
     Raises InputError: it is missing, a link, lies behind a link, or is something else than a file.
     """
@@ -220,8 +220,8 @@ def regular_size(folder: Path, name: str) -> int:
 def publish(partial: Path, folder: Path) -> None:
     """Give `partial`, which is whole on the disk, the name `folder`.
 
-    A folder that has the name is moved aside first: `put_right` brings it back if neither is there
-    after a crash in between, else it removes it.
+    An existing folder of that name is moved aside first. After a crash in between, `put_right`
+    brings it back if the new one is not there, and removes it otherwise.
     """
     old = hidden(folder, REPLACED)
     replacing = os.path.lexists(folder)
@@ -236,9 +236,9 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; it stops being one at once.
+    """Remove a checkpoint, after a rename that hides it at once.
 
-    Raises OSError: it cannot be removed; one that may not be written into is left as it is.
+    Raises OSError: it cannot be removed; a read-only one is left as it is.
     """
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
@@ -248,18 +248,18 @@ def remove(folder: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what an unfinished save of `folder` has left."""
+    """Remove the partial folder of an unfinished save of `folder`."""
     if os.path.lexists(hidden(folder, PARTIAL)):
         shutil.rmtree(hidden(folder, PARTIAL))
 
 
 def put_right(parent: Path) -> None:
-    """Remove what killed saves and removals left in `parent`; bring back what one moved aside.
+    """Remove leftovers of killed saves and removals in `parent`; bring back folders moved aside.
 
-    What a save is writing stays (`claimed`): other engines may save beside this one. What cannot be
-    removed is told: it takes room, which is no reason to save no more.
+    Folders of running saves stay (`claimed`): other engines may save beside this one. A leftover
+    that cannot be removed only causes a warning: it takes space, but saves can go on.
 
-    Raises OSError: what was moved aside cannot be brought back.
+    Raises OSError: a folder that was moved aside cannot be brought back.
     """
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
         if path.name[0] != "." or not path.name.endswith((PARTIAL, REPLACED, REMOVED)):
@@ -279,9 +279,9 @@ def put_right(parent: Path) -> None:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """While the block runs, `put_right` leaves `folder` alone, where there are locks.
+    """Within this context `put_right` leaves `folder` alone, if the file system has locks.
 
-    The kernel gives the lock back when the process ends, however it ends.
+    The kernel releases the lock when the process ends, however it ends.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -304,5 +304,5 @@ def _is_claimed(folder: Path) -> bool:
 
 
 def hidden(folder: Path, ending: str) -> Path:
-    """The name beside `folder` that a folder has while it is written, replaced or removed."""
+    """The hidden name beside `folder` for a folder that is being written, replaced or removed."""
     return folder.with_name(f".{folder.name}{ending}")

@@ -46,10 +46,10 @@ def require_replaceable(folder: Path) -> None:
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """A checkpoint whose manifest, small files and sizes hold together; tiles are not read.
+    """A checkpoint after a check of its manifest, small files and file sizes, not of its tiles.
 
     Raises:
-        InputError: it names the file and what is wrong, and the newest whole checkpoint beside it.
+        InputError: names the file, what is wrong, and the newest whole checkpoint beside it.
     """
     with offering_another(Path(folder)):
         return read_checkpoint(Path(folder))
@@ -68,9 +68,9 @@ def verify(folder: str | Path) -> Checkpoint:
 
 
 def whole_checkpoints(parent: str | Path) -> list[Path]:
-    """The checkpoints in a folder that `open_checkpoint` takes, the one of most steps first.
+    """The checkpoints in a folder that `open_checkpoint` accepts, the one with most steps first.
 
-    Of those with equally many (a run may leave steps out) the one whose name is last.
+    With equally many steps (a run may skip some) the last name comes first.
     """
     whole: list[Checkpoint] = []
     parent = Path(parent)
@@ -87,7 +87,7 @@ def newest_whole(parent: str | Path) -> Path | None:
 
 
 def mark(folder: str | Path) -> None:
-    """Let a checkpoint stay whatever `rotate` is told."""
+    """Mark a checkpoint, so that `rotate` never removes it."""
     (Path(folder) / KEEP).touch()
 
 
@@ -98,10 +98,10 @@ def rotate(
     newest: Path | None = None,
     spared: Collection[Path] = (),
 ) -> list[Path]:
-    """Remove whole checkpoints but the newest `keep_last`, marked and `spared` ones; returns them.
+    """Remove whole checkpoints except the newest `keep_last`, marked and `spared` ones.
 
-    What is damaged, unknown or not a checkpoint is left alone. With `newest` so are those after it,
-    and do not count: they may be damaged where nothing but reading all of them would show it.
+    Returns the removed ones. Damaged checkpoints and other folders are left alone. Checkpoints
+    after `newest` are left alone, too, and do not count: their tiles may be damaged.
 
     Raises:
         ValueError: `keep_last` is below 1.
@@ -125,7 +125,7 @@ def rotate(
 
 @contextmanager
 def offering_another(folder: Path) -> Iterator[None]:
-    """Add to an InputError where the newest whole checkpoint is: in the folder, or beside it."""
+    """Add the newest whole checkpoint, in or beside the folder, to the message of an InputError."""
     try:
         yield
     except InputError as error:

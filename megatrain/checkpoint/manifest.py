@@ -28,13 +28,13 @@ Count = Annotated[int, Interval(ge=0, lt=_LARGEST)]
 
 
 class _Strict:
-    """pydantic takes nothing for a value but the value, and no field that it does not know."""
+    """pydantic converts no values and accepts no unknown fields."""
 
     __pydantic_config__: ClassVar = {"strict": True, "extra": "forbid"}
 
 
 def lies_inside(name: str) -> bool:
-    """True if a file of this name lies in a checkpoint, on every system."""
+    """True if a file of this name lies inside the checkpoint's folder on every system."""
     parts = name.split("/")
     return name.isprintable() and "\\" not in name and not {"", ".", ".."} & {*parts}
 
@@ -64,9 +64,9 @@ class Plane(_Strict):
 
 @dataclass(frozen=True)
 class Parameter(_Strict):
-    """A parameter's place in its tile's planes: `offset` in elements, the same in each.
+    """A parameter's place in its tile's planes: `offset` in elements, the same in each plane.
 
-    The planes of the optimizer's state hold those with a group; a frozen one has none.
+    The optimizer's planes hold only parameters with a group; a frozen parameter has no group.
     """
 
     name: Annotated[str, Len(0, MAX_NAME_LENGTH)]
@@ -95,13 +95,13 @@ class TileRecord(_Strict):
 
 @dataclass(frozen=True)
 class BaseReference(_Strict):
-    """The base of an adapter, which is read again from where it came: no step changes it.
+    """The base of an adapter, which no step changes: it is read again from its own place.
 
     Attributes:
         path: its folder, checkpoint or hub id.
-        revision: of a hub id, which was read.
-        fingerprint: of the values of all parameters that the checkpoint does not have.
-        packed: how those are kept that are not kept as they came, by name.
+        revision: of a hub id.
+        fingerprint: of the values of all parameters that the checkpoint leaves out.
+        packed: the formats of packed parameters, by name.
     """
 
     path: str
@@ -112,22 +112,22 @@ class BaseReference(_Strict):
 
 @dataclass(frozen=True)
 class Settings(_Strict):
-    """All that an engine is made of beside its tiles.
+    """All settings of an engine, without its tiles.
 
     Attributes:
         steps: optimizer steps done.
         dtype: of the model's source, in which exports are written.
         model_class: of transformers.
-        attn_implementation: of each configuration that the model's has inside, by its path.
+        attn_implementation: of each configuration inside the model's, by its path.
         experts_implementation: likewise.
         frozen: parameters that do not require gradients.
         frozen_dtypes: of those without an optimizer group that came in another dtype than `dtype`.
         optimizer: its rule's name and settings.
         groups: torch's parameter groups as a schedule left them.
         num_steps: the optimizer's own count.
-        base: how frozen linear layers are kept.
-        adapter: configurations of PEFT, by the adapters' names, and which one is active.
-        left_out: of parameters without a group, which are elsewhere; None: all are in the tiles.
+        base: the format of frozen linear layers.
+        adapter: configurations of PEFT, by the adapters' names, and the active one's name.
+        left_out: the base, if its parameters are not in the tiles; None: all are in the tiles.
     """
 
     steps: Count
@@ -164,7 +164,7 @@ class Manifest(_Strict):
 
     @property
     def parameters(self) -> list[Parameter]:
-        """Those of all tiles."""
+        """The parameters of all tiles."""
         return [parameter for tile in self.tiles for parameter in tile.parameters]
 
     def as_text(self) -> str:
@@ -180,7 +180,7 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_json(extra: dict[str, Any]) -> str:
-    """The caller's dictionary as text, which later changes of it do not reach.
+    """The caller's dictionary as JSON text: a copy that later changes do not affect.
 
     Raises InputError: it could not be read back.
     """
@@ -197,10 +197,10 @@ def as_json(extra: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest holds together, with the files that it names.
+    """A checkpoint with a consistent manifest, and the files that it names.
 
     Attributes:
-        extra: what the caller of the save gave.
+        extra: the JSON values that the caller of the save gave.
     """
 
     folder: Path
@@ -224,7 +224,7 @@ class Checkpoint:
 
     @property
     def model_folder(self) -> Path:
-        """Configuration of the model, and what the caller attached; no weights."""
+        """The folder with the model's configuration and the caller's attached files; no weights."""
         return self.folder / MODEL
 
     def open(self, name: str) -> OldFile:
@@ -234,7 +234,7 @@ class Checkpoint:
     def check_file(self, name: str, start: int = 0, stop: int = _LARGEST) -> None:
         """Compare a file's pieces between bytes `start` and `stop` with their checksums.
 
-        Raises InputError: it is not what was saved.
+        Raises InputError: its bytes have changed since the save.
         """
         record = self.manifest.files[name]
         room = memoryview(bytearray(max((size for size, _ in record.pieces), default=0)))
@@ -245,9 +245,9 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read and check the manifest; check sizes of all files, and bytes of all but the tiles'.
+    """Read and check the manifest; check the sizes of all files, and the bytes except the tiles'.
 
-    Raises InputError: it names the file, and what is wrong with it.
+    Raises InputError: names the file and what is wrong with it.
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no checkpoint there")
@@ -300,7 +300,7 @@ def _believed(content: dict[str, Any], path: Path) -> Manifest:
 
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
-    """Yield what the manifest says in one place and denies in another."""
+    """Yield a message for each contradiction between two places of the manifest."""
     for name, record in manifest.files.items():
         if sum(size for size, _ in record.pieces) != record.num_bytes:
             yield f"{name!r}: its pieces do not make up its size"

@@ -32,7 +32,7 @@ _PIECE = ALIGNMENT << 15
 
 @dataclass(frozen=True)
 class _Range:
-    """Bytes `start` to `stop` of a file and where they go (as many, uint8)."""
+    """Bytes `start` to `stop` of a file, and their target (equally many, uint8)."""
 
     start: int
     stop: int
@@ -40,20 +40,20 @@ class _Range:
 
 
 def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> None:
-    """Fill every plane and version of `tiles`; every byte read is checked first or as it arrives.
+    """Fill all planes and versions of `tiles`; every byte is checked as it is read.
 
-    Parameters are found by name, wherever the checkpoint's tiles had them; those that it leaves out
-    stay as they are. Each thread takes room for a piece at most, and only where a piece cannot be
-    read into its plane as a whole. After an error the planes hold anything.
+    Parameters are found by name, whatever the layout of the checkpoint's tiles; those that it
+    leaves out stay as they are. A thread needs memory for one piece, and only if the piece cannot
+    be read directly into a plane. After an error the planes hold arbitrary values.
 
-    Raises InputError: a file is damaged, or the checkpoint is one of other parameters or planes.
+    Raises InputError: a file is damaged, or the checkpoint has other parameters or planes.
     """
     _check(checkpoint, tiles)
     _read(checkpoint, tiles, threads, partly=any(tile.layout.ranks > 1 for tile in tiles))
 
 
 def _read(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int, *, partly: bool) -> None:
-    """Fill tiles; `partly`: pieces that have nothing of them are read, and checked, elsewhere."""
+    """Fill tiles; `partly`: skip pieces without bytes of them, which other ranks check."""
     with ThreadPoolExecutor(threads, thread_name_prefix="read-checkpoint") as pool:
         running = [pool.submit(read) for read in _pieces(checkpoint, tiles, partly=partly)]
         try:
@@ -63,13 +63,15 @@ def _read(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int, *, partly
             pool.shutdown(cancel_futures=True)
             raise
     records = checkpoint.manifest.tiles
-    of_tile = {record.name: record.version for record in records}
-    of_parameter = {
+    tile_versions = {record.name: record.version for record in records}
+    parameter_versions = {
         parameter.name: record.version for record in records for parameter in record.parameters
     }
     for tile in tiles:
         first = next((entry.name for entry in tile.layout.entries), None)
-        tile.version = of_tile.get(tile.name, 0) if first is None else of_parameter.get(first, 0)
+        tile.version = (
+            tile_versions.get(tile.name, 0) if first is None else parameter_versions.get(first, 0)
+        )
 
 
 def _check(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> None:
@@ -107,7 +109,7 @@ def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:
 def _pieces(
     checkpoint: Checkpoint, tiles: Sequence[Tile], *, partly: bool
 ) -> Iterator[Callable[[], None]]:
-    """A function for each piece of the checkpoint's files, which reads it into `tiles`."""
+    """Functions that each read one piece of the checkpoint's files into `tiles`."""
     places = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
     for record in checkpoint.manifest.tiles:
         ranges = list(_ranges(record, tile_planes(checkpoint, record), places))
@@ -138,7 +140,7 @@ def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]
 def _ranges(
     record: TileRecord, stored: dict[str, Stored], places: dict[str, tuple[Tile, Entry]]
 ) -> Iterator[_Range]:
-    """The target of every byte of a tile's file: whole planes if the layout is as it was."""
+    """The targets of a tile file's bytes: whole planes if the layout has not changed."""
     tile = next((places[p.name][0] for p in record.parameters if p.name in places), None)
     if tile is None:
         return
@@ -169,7 +171,7 @@ def _ranges(
 def _read_piece(
     checkpoint: Checkpoint, name: str, span: tuple[int, int, str], ranges: list[_Range]
 ) -> None:
-    """Read a piece of a file into the `ranges` that lie in it; directly into a single one."""
+    """Read a piece of a file into the `ranges` that lie in it; without a copy if there is one."""
     offset, num_bytes, checksum = span
     with checkpoint.open(name) as file:
         if len(ranges) == 1:
@@ -191,9 +193,9 @@ def read_converted(
 ) -> None:
     """`read_tiles` where `saved` is the checkpoint's rule and `rule` that of `tiles`.
 
-    What is converted of one tile at a time is in host memory besides.
+    Needs extra host memory for the saved state of one tile at a time.
 
-    Raises InputError: as `read_tiles`; or `rule` can make nothing of what `saved` has kept.
+    Raises InputError: as `read_tiles`; or `rule` cannot convert the state of `saved`.
     """
     both = [("name", saved.name, rule.name)]
     if saved.name == rule.name:
@@ -233,7 +235,7 @@ def read_converted(
 
 
 def _convert_masters(tile: Tile, old: Tensor) -> None:
-    """Masters of a tile, whose weights are read already, from another remainder."""
+    """Convert the masters of a tile, whose weights are read already, from another remainder."""
     assert tile.remainder is not None
     for start in range(0, len(old), _PIECE):
         part = slice(start, start + _PIECE)
@@ -266,7 +268,7 @@ def _convert_states(tile: Tile, saved: Rule, rule: Rule, old: Mapping[Plane, Buf
 def masters(checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
     """For each parameter, by name, a function that reads its exact fp32 master, on the CPU.
 
-    The bytes of all of them are checked here; the optimizer's state is not looked at.
+    Checks the bytes of all masters first; does not read the optimizer's state.
 
     Raises InputError: a file is damaged.
     """

@@ -44,8 +44,8 @@ class Contents:
     Attributes:
         extra: the caller's JSON text.
         documents: writes the model's configuration and buffers into the folder.
-        attach: writes what the caller wants beside the configuration; None: nothing.
-        keep: whether it is marked to stay for ever.
+        attach: writes the caller's files beside the configuration; None: no files.
+        keep: mark the checkpoint, so that rotation never removes it.
     """
 
     settings: Settings
@@ -56,15 +56,15 @@ class Contents:
 
 
 class Saving:
-    """A save on its way.
+    """A running or ended save.
 
     Attributes:
-        folder: where the checkpoint will be.
-        step: optimizer steps of the state that is saved.
+        folder: of the checkpoint.
+        step: optimizer steps of the saved state.
         num_bytes: of all tiles.
-        error: why it failed; None while it runs and when it went well.
+        error: the failure; None while it runs and after success.
         seconds: from the call to its end; None while it runs.
-        moved_bytes: copied into spare memory, out of the way of updates.
+        moved_bytes: bytes copied into spare memory, so that updates could go on.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Saving:
         spare: StagingBlocks,
         ranks: Ranks,
     ) -> None:
-        """Begin; of several `ranks`, each writes its pieces, and the first one all else."""
+        """Begin the save; each rank writes its pieces, and rank 0 everything else."""
         self._ranks = ranks
         self.folder, self.step = folder, contents.settings.steps
         self.num_bytes = sum(job.num_bytes for job in jobs)
@@ -98,7 +98,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """True if the save has ended, well or not."""
+        """True if the save has ended, with or without success."""
         return not self._thread.is_alive()
 
     @property
@@ -117,14 +117,14 @@ class Saving:
             raise self.error
 
     def join(self) -> None:
-        """Block until the save has ended, well or not."""
+        """Block until the save has ended, with or without success."""
         if not self.done:
             with suppress(RunFailed):  # a dead host thread: then the save ends by itself
                 self._device.synchronize(self._device.record(SAVE), "save put on its way")
         self._thread.join()
 
     def tell(self) -> None:
-        """Log the failure of a save whose result nobody has asked for."""
+        """Log the failure of a save if nobody has called `wait`."""
         _tell(self._untold)
 
     def abandon(self) -> None:
@@ -191,7 +191,7 @@ class Saving:
     def _publish(
         self, partial: Path, written: Sequence[tuple[dict[str, files.Sums], dict[str, FileRecord]]]
     ) -> None:
-        """Write the manifest of what all ranks have written, and give the folder its name."""
+        """Write the manifest of all ranks' files, and rename the folder to its final name."""
         records = dict(written[0][1])
         for job in self._jobs:
             name = job.record.file
@@ -212,10 +212,10 @@ class Saving:
 
     @contextmanager
     def _writers(self, partial: Path) -> Iterator[dict[str, files.Sums]]:
-        """Write all tiles while the body runs; the records are there when the block has ended.
+        """Write all tiles while the `with` body runs; the yielded records are complete at its end.
 
-        Each thread writes a tile's file: one file takes no two writes at once. No pool: an
-        interpreter that has come to its end gives no work to pools any more.
+        Each thread writes one tile's file at a time, since a file takes one write at a time. Not a
+        pool: an interpreter that is exiting starts no work in pools.
         """
         records: dict[str, files.Sums] = {}
         failures: list[BaseException] = []
@@ -237,10 +237,10 @@ class Saving:
                 threads.append(start_thread("megatrain save", write))
             yield records
             for thread in threads:
-                while thread.is_alive():  # a dead save thread of the device offers no more
+                while thread.is_alive():  # raises if the device's save thread has died
                     self._device.synchronize(None, "save going on")
                     thread.join(_HEALTH_SECONDS)
-            self._device.synchronize(None, "save going on")  # an update that has failed was none
+            self._device.synchronize(None, "save going on")  # raises if an update has failed
         except BaseException:
             self.abandon()
             raise
@@ -252,7 +252,7 @@ class Saving:
 
     def _write_tile(self, partial: Path, job: TileFile) -> files.Sums:
         summed, pieces = files.ALGORITHMS[files.ALGORITHM], list[tuple[int, int, str]]()
-        first = self._ranks.replicas.rank == 0  # what the other hosts have is compared
+        first = self._ranks.replicas.rank == 0  # other hosts only compute checksums
         with ExitStack() as held:
             path, exists = partial / job.record.file, self._ranks.size > 1
             file = held.enter_context(files.NewFile(path, exists=exists)) if first else None
@@ -270,7 +270,7 @@ class Saving:
         return pieces
 
     def _write_documents(self, partial: Path) -> dict[str, FileRecord]:
-        """Everything but tiles and manifest."""
+        """Write everything except tiles and manifest."""
         contents = self._contents
         contents.documents(partial)
         if contents.attach is not None:
@@ -318,16 +318,16 @@ class Saver:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory taken for saves, from the first one that needs it on."""
+        """Bytes of host memory for saves; 0 until a save needs some."""
         return self._spare.num_bytes
 
     def begin(self, folder: Path, contents: Contents, *, background: bool) -> Saving:
-        """Start saving the state after the updates started so far; waits for a save before it.
+        """Start saving the state after the updates started so far; waits for an earlier save.
 
         Args:
-            background: whether updates are going to be started before it is written.
+            background: updates may start before everything is written.
 
-        Raises DoesNotFit: no host memory through which tiles could leave the device.
+        Raises DoesNotFit: no host memory to copy tiles from the device.
         """
         self.close()
         jobs = self._jobs(trained=contents.settings.left_out is not None)
@@ -357,7 +357,7 @@ class Saver:
             self.last.tell()
 
     def _jobs(self, *, trained: bool) -> list[TileFile]:
-        """The tiles' files in the order of writing: those overwritten first come first."""
+        """The tiles' files in the order of writing: tiles that are updated first come first."""
         jobs = []
         for tile in sorted(self._tiles, key=lambda tile: tile.index, reverse=self._reverse):
             if tile.layout.trainable_numel or not trained:

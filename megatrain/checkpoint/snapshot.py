@@ -43,7 +43,7 @@ TO_LEAVE = 2 * AT_ONCE  # blocks: a file is written from one while it gets the n
 
 
 class Stage(Enum):
-    """How far a piece is."""
+    """The progress of a piece."""
 
     WAITING = auto()
     READY = auto()
@@ -54,14 +54,14 @@ class Stage(Enum):
 
 @dataclass(eq=False)
 class Piece:
-    """Some bytes of a plane on their way into a file.
+    """Some bytes of a plane to be written into a file.
 
     Attributes:
-        source: where the tile has them, as uint8.
+        source: their place in the plane, as uint8.
         offset: of the first one in the file.
-        tier: where the plane rests.
+        tier: of the plane.
         memory: host memory that has them now: the plane itself, staging or spare memory.
-        block: the spare block that it takes.
+        block: the spare block that the piece occupies.
     """
 
     plane: Buffer
@@ -79,13 +79,13 @@ class Piece:
 
 @dataclass(eq=False)
 class TileFile:
-    """A tile's file: header, then each plane, cut into pieces; of several ranks, those of this one.
+    """A tile's file: header, then each plane, cut into pieces; this rank's part of it.
 
     Attributes:
         record: the tile's part of the manifest.
         num_bytes: of the whole file.
-        released: pieces that are written from host memory, where they rest.
-        leaving: all others, which are copied there first.
+        released: pieces that rest in host memory and are written from there.
+        leaving: pieces on the device or a disk, which are copied to host memory first.
     """
 
     tile: Tile
@@ -100,7 +100,7 @@ class TileFile:
 
 
 def planes_of(tile: Tile) -> dict[str, Plane]:
-    """A tile's planes by their names in files; wide elements first, which keeps each aligned."""
+    """A tile's planes by their names in files; wide dtypes first, which keeps all aligned."""
     states_first = sorted(tile.planes, key=lambda plane: plane not in tile.states)
     wide_first = sorted(states_first, key=lambda plane: -plane.dtype.itemsize)
     return {file_name(plane): plane for plane in wide_first}
@@ -112,10 +112,10 @@ def file_name(plane: Plane) -> str:
 
 
 def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
-    """The file `name` of a tile, no byte of it written.
+    """Plan the file `name` of a tile; writes nothing.
 
     Args:
-        trained: leave parameters out that no step changes; they lie last in every plane.
+        trained: leave out parameters that no step changes; they are last in every plane.
     """
     planes, layout = planes_of(tile), tile.layout
     stop = layout.trainable_numel if trained else layout.numel
@@ -144,20 +144,20 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
 
 
 def saved_numel(plane: Plane, layout: TileLayout, stop: int) -> int:
-    """Values of a plane that the file of a tile has, of its first `stop` elements."""
+    """The number of a plane's values that a tile's file has for its first `stop` elements."""
     return min(plane.numel(layout), plane.place(0, stop).stop)
 
 
 class StagingBlocks:
-    """Host memory for what saves have not written when it changes, or leaves the device.
+    """Host memory for pieces that change before they are written, or that leave device or disk.
 
-    Blocks of a piece each, taken when they are first needed and kept from save to save.
+    Blocks of a piece each, allocated when first needed and kept from save to save.
 
     Attributes:
-        num_bytes: taken.
-        free: blocks that nobody has.
-        reserved: so many are left to what leaves the device: its writers could wait for ever if all
-            blocks were held by what is written after it.
+        num_bytes: allocated.
+        free: blocks not in use.
+        reserved: number of blocks that only pieces leaving device or disk may take: their writers
+            could deadlock if pieces that are written later held all blocks.
     """
 
     def __init__(self, device: Device, most_bytes: int | None, host_limit: int | None) -> None:
@@ -171,13 +171,13 @@ class StagingBlocks:
         self.free: list[Tensor] = []
 
     def prepare(self, planes: Sequence[int], *, leaving: bool, background: bool) -> None:
-        """Take the memory for a save of planes of so many bytes, as much as there is.
+        """Allocate the memory for a save of planes of these bytes, or as much as there is.
 
         Args:
-            leaving: some of them leave the device.
-            background: updates are going to be started before all is written.
+            leaving: some planes are on the device or a disk.
+            background: updates may start before everything is written.
 
-        Raises DoesNotFit: there is not even enough to leave the device through.
+        Raises DoesNotFit: there is not even enough to copy planes from the device.
         """
         if leaving and not self.reserved:
             self._add(TO_LEAVE, pinned=True)
@@ -204,9 +204,9 @@ class StagingBlocks:
 
 
 def useful_bytes(planes: Sequence[int]) -> int:
-    """Bytes of blocks with which a save of these planes need not wait for its writers.
+    """Bytes of blocks that suffice for updates not to wait for the writers of these planes.
 
-    Each piece takes a block. Small planes are written so soon that not each needs one.
+    A piece takes a block; small planes are written so soon that not all of them need one.
     """
     size = files.PIECE_BYTES
     pieces = sum(-(-plane // size) for plane in planes)
@@ -214,19 +214,19 @@ def useful_bytes(planes: Sequence[int]) -> int:
 
 
 def spare_bytes_of(free_bytes: int) -> int:
-    """Host memory that saves may take of the free memory, where nobody says how much."""
+    """The default bytes of host memory that saves may take, of the free ones."""
     return free_bytes // 2  # steps may grow, and so may the process
 
 
 class Abandoned(Exception):
-    """The save has failed: its pieces are of no use any more."""
+    """The save has failed: its pieces are not needed any more."""
 
     def __str__(self) -> str:
         return "it was broken off"
 
 
 class Snapshot:
-    """All pieces of one save, between the streams that own the planes and the writers."""
+    """Hands the pieces of one save from the streams that own their planes to the writers."""
 
     def __init__(self, spare: StagingBlocks) -> None:
         self._spare = spare
@@ -236,7 +236,7 @@ class Snapshot:
         self.waited = 0
 
     def start(self, device: Device, tile_files: Sequence[TileFile]) -> None:
-        """Put all on its stream; the state that is saved is that of the updates started so far."""
+        """Put a save on its stream; it saves the state after the updates started so far."""
         for file in tile_files:
             file.tile.readers = ()
             if file.released:
@@ -258,7 +258,7 @@ class Snapshot:
         tile.readers += (Reader(device.record(SAVE), "tile released", set_aside),)
 
     def _let_leave(self, device: Device, group: Sequence[TileFile]) -> None:
-        """Pieces of several files in turn, so that as many writers have something to do."""
+        """Let pieces of several files leave in turn, so that as many writers have work."""
         for file in group:
             device.wait(SAVE, file.tile.written, "version to save from the disk")
         for row in zip_longest(*(file.leaving for file in group)):
@@ -283,7 +283,7 @@ class Snapshot:
         self.release([piece], kept)
 
     def _room_for(self, piece: Piece) -> Tensor | None:
-        """Whole pages for a piece that leaves, when there are some; None: nobody wants it."""
+        """Wait for a block, in whole pages, for a piece that leaves; None: the save has failed."""
         with self._changed:
             while not self._abandoned:
                 if self._spare.free:
@@ -295,7 +295,7 @@ class Snapshot:
             return None
 
     def release(self, pieces: Sequence[Piece], memory: Tensor | None = None) -> None:
-        """The pieces hold what is to be saved, in their plane or in `memory` (of a single one)."""
+        """Mark pieces as ready to be written, from their planes or (a single one) from `memory`."""
         with self._changed:
             for piece in pieces:
                 piece.memory = piece.source.data if memory is None else memory
@@ -305,7 +305,7 @@ class Snapshot:
             self._changed.notify_all()
 
     def set_aside(self, pieces: Sequence[Piece]) -> None:
-        """Return when the memory of released pieces may be overwritten."""
+        """Write or copy away the released pieces, so that their memory may be overwritten."""
         for piece in pieces:
             block = self._block_for(piece)
             if block is not None:
@@ -315,7 +315,7 @@ class Snapshot:
                 self._change(piece, Stage.READY, spare)
 
     def _block_for(self, piece: Piece) -> Tensor | None:
-        """A spare block for a piece that needs one; waits for it, or for the piece's writer."""
+        """Wait for a spare block for a piece, or until the piece is written: then None."""
         with self._changed:
             while not (self._abandoned or piece.stage is Stage.WRITTEN or piece.block is not None):
                 if piece.stage is Stage.READY and len(self._spare.free) > self._spare.reserved:
@@ -327,9 +327,9 @@ class Snapshot:
             return None
 
     def take(self, piece: Piece) -> Any:
-        """A piece's bytes, to be written, when it is ready.
+        """Wait until a piece is ready; returns its bytes, to be written.
 
-        Raises Abandoned: nobody wants them any more.
+        Raises Abandoned: the save has failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._abandoned or piece.stage is Stage.READY)
@@ -340,7 +340,7 @@ class Snapshot:
             return piece.memory.numpy().data
 
     def give(self, piece: Piece) -> None:
-        """A piece that was taken is written, or is not going to be."""
+        """Mark a piece from `take` as written, or as given up."""
         self._change(piece, Stage.WRITTEN, None)
 
     def _change(self, piece: Piece, stage: Stage, memory: Tensor | None) -> None:
@@ -351,11 +351,11 @@ class Snapshot:
             self._changed.notify_all()
 
     def abandon(self, pieces: Sequence[Piece]) -> None:
-        """Let everybody go who waits for the writers, and the other way round."""
+        """End all waits of streams for writers, and of writers for streams."""
         with self._changed:
             self._abandoned = True
             for piece in pieces:
-                if piece.stage is Stage.READY:  # all others free theirs when they are through
+                if piece.stage is Stage.READY:  # others free their block at the end of their stage
                     self._free(piece)
             self._changed.notify_all()
 
