@@ -73,7 +73,7 @@ def lora_config(keys: Mapping[str, Any]) -> Any:
     """A LoraConfig, checked by PEFT.
 
     Raises:
-        InputError: PEFT is not there, or does not take these keys.
+        InputError: PEFT is not installed, or refuses these keys.
     """
     if unknown := sorted(keys.keys() - KEYS - _OF_FILES):
         raise InputError(

@@ -63,7 +63,7 @@ class KeptFile:
         self.identity = status.st_size, status.st_mtime_ns
 
     def read(self, offset: int, num_bytes: int) -> memoryview:
-        """Exactly these bytes; any thread may call it.
+        """Read exactly these bytes; any thread may call it.
 
         Raises RunFailed: they cannot be read, or a block that has some of them is not as written.
         """

@@ -105,7 +105,7 @@ TextModel = Engine | Resident
 
 def _fill(model: PreTrainedModel, values: dict[str, Tensor]) -> None:
     """Put parameters and persistent buffers under all their names, tied ones too."""
-    # Of a weight without gradients, torch's matmul may make a copy for each row.
+    # If a weight requires no gradient, torch's matmul may copy it for each row.
     filled = {
         id(parameter): nn.Parameter(values[name], requires_grad=values[name].is_floating_point())
         for name, parameter in model.named_parameters()

@@ -75,7 +75,7 @@ class Server:
 
         Args: `sampling` with all settings; `stops`: tokens that end a reply.
 
-        Raises RunFailed: the server fails, or what it says is no such reply.
+        Raises RunFailed: the server fails, or its answer has another form.
         """
         plain = {
             "model": self.model,

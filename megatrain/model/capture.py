@@ -259,7 +259,7 @@ class Capture:
         return name in self._signature
 
     def accepts(self, name: str) -> bool:
-        """True if a micro-batch may have a tensor of this name for the model's forward."""
+        """True if the model's forward can use a micro-batch's tensor of this name."""
         common = self.takes_any and name in ("attention_mask", "position_ids")
         return (self.takes(name) or common) and name != "labels"
 

@@ -67,7 +67,7 @@ class DocumentCheck:
         self._model_type, self._dtype, self._tried = config.model_type, program.dtype, tried
         self._program, self._check_masks = program, check_masks
         self._limits = limits_of(config)
-        self._apart: set[tuple[bool, int]] = set()
+        self._apart: set[tuple[bool, int]] = set()  # kinds of rows that have passed
 
     def check(self, micro_batches: Sequence[Micro], ranks: Ranks = ALONE) -> None:
         """Try packed rows of a kind that is new to some rank, on all ranks.

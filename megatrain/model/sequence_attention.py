@@ -30,7 +30,7 @@ _ranks: list[SequenceRanks | None] = []  # by the number that a compiled graph k
 
 @torch.library.custom_op("megatrain::exchange", mutates_args=())
 def exchange(blocks: Tensor, ranks: int) -> Tensor:
-    """Block n of `[N, ...]` goes to rank n; returns what came, in the order of the ranks."""
+    """Send block n of `[N, ...]` to rank n; returns the received blocks in the ranks' order."""
     received = torch.empty_like(blocks)
     of_number = _ranks[ranks]
     assert of_number is not None

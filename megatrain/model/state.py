@@ -127,7 +127,7 @@ def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
     """Refuse changes since `watch` began, except in buffers that each run writes anew.
 
     Args:
-        again: runs the forward, for everything that comes out of it.
+        again: runs the forward and returns all its outputs.
 
     Raises:
         Unsupported: names the first.

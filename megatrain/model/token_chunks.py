@@ -175,10 +175,10 @@ class _Whole(TorchDispatchMode):
 
 
 def acts_on_tokens_alone(run: Callable[[Tensor], Any], like_BTD: Tensor) -> bool:
-    """True if `run` makes `[B, T, E]` of `[B, T, D]`, and of every token by itself.
+    """True if `run` computes `[B, T, E]` from `[B, T, D]`, each token by itself.
 
-    Tried on random tokens: a token that changes may change no bit of another's result; fewer tokens
-    give the same, but for rounding; nothing random and no integers (an index, a choice of experts)
+    Tried on random tokens: a changed token must not change a bit of another's result; fewer tokens
+    give the same, up to rounding; no random numbers and no integers (an index, a choice of experts)
     occur on the way. A part that fails in any way is not taken.
     """
     generator = torch.Generator(like_BTD.device).manual_seed(0)

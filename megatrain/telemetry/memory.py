@@ -60,7 +60,7 @@ def peak_process_bytes() -> int:
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    # Elsewhere; on Linux it would be at least what the process had that started this one.
+    # Not for Linux, where this is at least the peak of the parent process.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

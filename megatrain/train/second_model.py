@@ -281,6 +281,7 @@ def _placeless(key: str) -> list[Any]:
 
 
 def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int, ranks: Ranks) -> Tensor:
+    """The reference's summed log-probability of each line `[rows, lines]`, for `References`."""
     log.info("computing the reference's log-probabilities of %s rows", f"{len(data):,}")
     starts = range(0, len(data), rows)
     every = [range(start, min(start + rows, len(data))) for start in starts]
