@@ -48,31 +48,31 @@ ALL = Trained()
 class Engine(PlacedEngine):
     """Trains a causal language model whose state rests in host memory.
 
-    Making one reads or draws the weights. Whatever does not fit is refused before that.
+    Creating it reads or draws the weights; a model that does not fit is refused before that.
 
     Args:
         model: a folder, a hub id, a transformers model or PeftModel (copied; on the meta device its
             weights are drawn), a configuration (drawn), or a checkpoint, of which the weights
             alone are taken (`Engine.load` takes all of it).
-        optimizer: the rule of updates, such as `AdamW(lr=1e-5)`. None: the model is only run; its
-            weights, in the type of the compute, are all that is kept.
-        max_grad_norm: gradients are clipped by this global norm. None: they are not.
-        precision: what layers compute in: bf16, fp32, or fp8 (their linear modules, the rest in
-            bf16). What is trained has an fp32 master with each of them.
-        placement: where state rests and how it is streamed. `auto`: the fastest way that fits.
+        optimizer: the rule of updates, such as `AdamW(lr=1e-5)`. None: the model is only run; only
+            its weights are kept, in the compute dtype.
+        max_grad_norm: gradients are clipped to this global norm. None: they are not clipped.
+        precision: the dtype of layers: bf16, fp32, or fp8 (their linear modules, the rest in
+            bf16). Trained parameters have an fp32 master in any case.
+        placement: where state rests and how it is streamed. `auto`: the fastest one that fits.
         device: `cpu`, `cuda` or `cuda:N`. None: a GPU if there is one.
-        seed: of weights that are drawn, and of dropout.
-        tokens_per_step: of all micro-batches of a step, at most; of all ranks. With `auto`, None
-            stands for 98,304.
+        seed: of drawn weights and of dropout.
+        tokens_per_step: the most tokens in a step, of all micro-batches and ranks. With `auto`,
+            None stands for 98,304.
         sequence_length: tokens of a row, at most. With `auto`, None stands for 1,024.
         micro_batch: rows of a micro-batch. None: `auto` chooses, see `Engine.micro_batch`.
-        loss: what steps will be given; `auto` places state for it.
+        loss: the loss of later steps; `auto` leaves room for it.
         generation: replies that the model makes between steps, for which `auto` leaves room.
-        trust_remote_code, attn_implementation: as `from_pretrained` of transformers takes them.
-        trained: which parameters are trained, by patterns of their names. By default those that
+        trust_remote_code, attn_implementation: as for `from_pretrained` of transformers.
+        trained: the trained parameters, by patterns of their names. By default those that
             require gradients.
-        device_memory, host_memory: what the process may take at most, such as `"10GiB"`, or a
-            number of bytes. None: what there is.
+        device_memory, host_memory: limits for the process, such as `"10GiB"`, or a number of
+            bytes. None: all of the machine's.
         disk: a folder on a fast disk where state may rest that the host has no room for.
         disk_space: bytes of it at most. None: what is free.
         saveable: False also trains a model that code has changed so that no folder could hold it;
@@ -80,13 +80,13 @@ class Engine(PlacedEngine):
         adapter: a LoraConfig of PEFT, or its keys as a dictionary: only this is trained.
         base: how the frozen linear layers under an adapter rest: bf16, fp8 or nf4 (2, 1 and half
             a byte a parameter).
-        base_model: where the base of the adapter `model` is, if not where that says.
-        router_aux_loss_coef: weight of the routers' loss of a mixture of experts. None: as the
-            model's configuration says.
+        base_model: the place of the base of an adapter `model`. None: from its configuration.
+        router_aux_loss_coef: weight of the routers' loss of a mixture of experts. None: from the
+            model's configuration.
         group: the ranks that train the model together (docs/distributed.md). None: this process.
-        sequence_parallel: how many ranks share every row: 1, or all of `group`.
-        verify: when weights, states and gradients are compared with their checksums: in each step,
-            in saves, or never (docs/reliability.md).
+        sequence_parallel: the number of ranks that share every row: 1, or all of `group`.
+        verify: the time at which weights, states and gradients are compared with their checksums:
+            in each step, in saves, or never (docs/reliability.md).
 
     Raises:
         InputError: the model, or an argument, cannot be used.
@@ -97,7 +97,7 @@ class Engine(PlacedEngine):
         optimizer: a `torch.optim.Optimizer` whose groups can be scheduled; None for inference.
         num_parameters: distinct parameters, frozen ones included.
         num_trained: of them, those that have a gradient.
-        label_shift: how many tokens after its logits a label is; 1, unless the model's own is 0.
+        label_shift: tokens from a label's logits to the label: 1, or 0 if the model says so.
         placement: where state rests and how it is streamed; it never changes.
         micro_batch: rows that micro-batches should have; None where nothing was foreseen.
     """
@@ -133,7 +133,7 @@ class Engine(PlacedEngine):
         sequence_parallel: int = 1,
         verify: Verify = "save",
     ) -> None:
-        """Open a model and bring its weights to host memory; the class says what it takes."""
+        """Open a model and load its weights into host memory; see the class for the arguments."""
         _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss, verify)
         if not isinstance(trained, Trained):
             raise InputError(f"trained is {trained!r}; it must be a Trained(freeze=[...])")
@@ -203,7 +203,7 @@ class Engine(PlacedEngine):
     def score(self, micro_batches: MicroBatches) -> tuple[float, float]:
         """Mean cross entropy, and the share of labels that are the likeliest token; as `evaluate`.
 
-        Of several tokens that are equally likely each counts as the likeliest.
+        If several tokens are equally likely, each counts as the likeliest.
         """
         losses = self.run_forward(micro_batches, SCORE, Head.loss)
         parts = self.ranks.all_gather_object(torch.stack(losses).sum(0).cpu())
@@ -211,7 +211,7 @@ class Engine(PlacedEngine):
         return loss, accuracy
 
     def logprobs(self, micro_batches: MicroBatches, *, temperature: float = 1.0) -> list[Tensor]:
-        """The log-probability of each label `[B, T]` in its place, fp32 on the CPU; 0 without one.
+        """The log-probability of each label `[B, T]`, fp32 on the CPU; 0 without a label.
 
         Micro-batches as for `evaluate`; logits never exist as a whole. They are divided by
         `temperature`.
@@ -236,9 +236,9 @@ class Engine(PlacedEngine):
         return [(ids.long(), log_probs) for log_probs, ids in pairs]
 
     def rewards(self, micro_batches: MicroBatches) -> list[Tensor]:
-        """The score of each label `[B, T]` in its place, fp32 on the CPU; 0 without a label.
+        """The score at each label `[B, T]`, fp32 on the CPU; 0 without a label.
 
-        Of a model with a sequence head; see `megatrain.loss.Reward`.
+        Needs a model with a sequence head; see `megatrain.loss.Reward`.
         """
         return self.label_losses(micro_batches, TOKEN_SCORE)
 
@@ -264,16 +264,17 @@ class Engine(PlacedEngine):
         sequence_parallel: int = 1,
         verify: Verify = "save",
     ) -> Self:
-        """An engine that goes on where `save` was called.
+        """An engine that continues from a checkpoint of `save`.
 
         Args:
             folder: a checkpoint; every byte of it is checked.
             placement: None takes the saved one, if the kind of device is the same; else `auto`.
             precision: as a check: it cannot change.
-            max_grad_norm: another one, or None, from now on.
-            states, master: of the optimizer from now on; the saved are converted, not exactly.
-            base_model: where the base of an adapter is now, if it has moved; it has to be the same.
-            attn_implementation: None: the saved one; else as `Engine` takes it, also other ranks.
+            max_grad_norm: a new value, or None, from now on.
+            states, master: of the optimizer from now on; saved states are converted, not exactly.
+            base_model: the new place of an adapter's base, with the same values, if it has moved.
+            attn_implementation: None: the saved one; else as for `Engine`.
+            group: as for `Engine`; any number of ranks, whatever it was at the save.
 
         Raises:
             InputError: the checkpoint is damaged or cannot be used as wanted; the message names

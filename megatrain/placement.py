@@ -36,11 +36,11 @@ RENAMED = {
     "tile_tokens": "chunk_tokens",
     "split_bytes": "max_stream_bytes",
 }
-"""Earlier names of choices, which checkpoints and results may have, and today's."""
+"""Old names of choices, which may be in checkpoints and results, to their new names."""
 
 
 def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices of a saved placement by today's names."""
+    """The choices of a saved placement by their current names."""
     return {RENAMED.get(name, name): value for name, value in choices.items()}
 
 
@@ -58,9 +58,9 @@ class ActivationPolicy:
     """Saves part of a layer's forward for its backward, on device or host; recomputes the rest.
 
     Attributes:
-        saves: nothing but the layer's inputs, also the results of its attention, its graph (of
-            which compiled layers compute about half again), or all of its graph.
-        where: the saved tensors wait, on the device or in pinned host memory.
+        saves: only the layer's inputs; also the results of its attention; its graph (of which
+            compiled layers recompute about half); or its whole graph.
+        where: the place of the saved tensors: the device or pinned host memory.
     """
 
     saves: Saves = "nothing"
@@ -77,14 +77,14 @@ class Placement:
     Attributes:
         slots: device buffers for the weights of one layer each; a larger tile takes several. 1
             means no overlap of copies.
-        prefetch: tiles asked for ahead of the one in use, at most `slots - 1`; None: `slots - 1`.
-        gradient_lanes: pieces of a gradient (32 MiB in bf16) on their way out at once; None: as
+        prefetch: tiles loaded ahead of the one in use, at most `slots - 1`; None: `slots - 1`.
+        gradient_lanes: pieces of a gradient (32 MiB in bf16) being sent at once; None: as
             many as the largest layer has, so that no layer waits for the bus.
         keep_rows: embedding rows stay on the device from the forward to their backward; else they
             cross the bus twice.
-        host_grad_buffers: host rooms for gradients in flight when not clipping; with clipping each
-            tile has its own, since no update may start before the global norm is known.
-        layer_inputs: where a layer's input waits for its backward: on the device or on the host.
+        host_grad_buffers: host buffers for gradients in flight without clipping; with clipping each
+            tile has one, since no update may start before the global norm is known.
+        layer_inputs: the place where a layer's input waits for its backward.
         layer_input_lanes: copies of layer inputs in flight at once, when they go to the host.
         resident: tiles that rest on the device with all their state, and are updated there
             (`embedding`, `prologue`, `layer 0`, ..., `head`).
@@ -100,12 +100,12 @@ class Placement:
         passes: groups of micro-batches that go through both sweeps one after the other; fewer
             graphs wait at once, weights cross the bus for each, and fp32 sums of all gradients stay
             on the device meanwhile.
-        save_attention: where the results of the other layers' attention wait for the backward,
-            which then does not compute it again; for eager layers, as with `chunk_tokens`.
-        head_tokens: tokens whose logits exist at once, and over which a final norm runs at a time.
-        chunk_tokens: what acts on every token alone (the MLP, norms) is run over chunks of so many
-            tokens, and computed again chunk by chunk in the backward: for long rows. Attention and
-            the rest of a layer then stay eager. None: whole rows.
+        save_attention: the place where the other layers' attention results wait for the backward,
+            which then does not recompute them; for eager layers, as with `chunk_tokens`.
+        head_tokens: the number of tokens whose logits exist, and are normed, at once.
+        chunk_tokens: modules that act on each token alone (the MLP, norms) run over chunks of so
+            many tokens, and are recomputed chunk by chunk in the backward: for long rows. Attention
+            and the rest of a layer then stay eager. None: whole rows.
         max_stream_bytes: a head whose weights take more (and do not rest on the device) is streamed
             in slices of at most so many bytes, and so are their gradients: some rows of its table
             at a time, whose logits are computed twice. Layers cannot take more. None: a whole head.
@@ -117,8 +117,8 @@ class Placement:
         disk_moments: tiles whose moments (all that the optimizer's rule keeps) rest on the engine's
             disk: each update reads them there and writes them back. Layers, evenly spread, and then
             other tiles; none that rest on the device.
-        disk_remainder: the same of the other half of the fp32 master.
-        disk_weights: layers whose weights rest there; both sweeps read them, too.
+        disk_remainder: the same for the other half of the fp32 master.
+        disk_weights: layers whose weights rest there; both sweeps read them from there.
     """
 
     slots: int = 2
@@ -173,7 +173,7 @@ class Placement:
             raise InputError(f"placement.{conflict}")
 
     def _conflicts(self) -> Iterator[tuple[bool, str]]:
-        """Choices that exclude each other, and the remedies."""
+        """Messages for choices that exclude each other, with remedies."""
         yield (
             self.prefetch is not None and self.prefetch >= self.slots,
             f"prefetch is {self.prefetch}; with {self.slots} slots it must be between 0 and "
@@ -201,13 +201,13 @@ class Placement:
         )
 
     def __str__(self) -> str:
-        """The text of a run file: the choices that differ from the defaults, in flow style."""
+        """The choices that differ from the defaults, as YAML in flow style for a run file."""
         chosen = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         return f"{{{', '.join(f'{name}: {_written(getattr(self, name))}' for name in chosen)}}}"
 
     @property
     def on_disk(self) -> bool:
-        """True if anything rests on a disk."""
+        """True if any plane rests on a disk."""
         return bool(self.disk_moments or self.disk_remainder or self.disk_weights)
 
     @property
@@ -215,7 +215,7 @@ class Placement:
         return self.slots - 1 if self.prefetch is None else self.prefetch
 
     def policies(self, num_layers: int) -> tuple[ActivationPolicy, ...]:
-        """The policies of all layers: what each saves for its backward."""
+        """The activation policy of each layer."""
         # Evenly among all: each has a few layers' time to leave.
         leaving = self.offload_activations
         on_host = {v for v in range(num_layers) if v * leaving % num_layers < leaving}
@@ -242,12 +242,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class Planned:
-    """The step of a rank that a placement was chosen for.
+    """The step of one rank for which a placement was chosen.
 
     Attributes:
         micro_batch_tokens: of one micro-batch.
-        host_bytes: that it holds, as `Engine.memory()` names them.
-        graphs: layers save graphs on the device.
+        host_bytes: of the step, by the names of `Engine.memory()`.
+        graphs: True if layers save graphs on the device.
     """
 
     tokens_per_step: int
@@ -256,7 +256,7 @@ class Planned:
     graphs: bool = False
 
     def holds(self, tokens: int, largest: int) -> bool:
-        """True if a step of so many tokens, at most `largest` at once, is no larger."""
+        """True if a step of `tokens` tokens, `largest` in a micro-batch, is not larger."""
         return tokens <= self.tokens_per_step and largest <= self.micro_batch_tokens
 
 

@@ -4,10 +4,10 @@ import mmap
 
 
 def mapping(num_bytes: int, flags: int = 0) -> mmap.mmap:
-    """Zeros of this process alone, whose pages appear when they are touched.
+    """Map private zeros, whose pages are allocated when they are touched.
 
-    What Python maps unless told otherwise is shared, and gets small pages as Linux is usually set
-    (`shmem_enabled`). A disk moved 1.7 times as many bytes a second into huge ones.
+    Python's mappings are shared by default, and get small pages in Linux's usual setting
+    (`shmem_enabled`). A disk moved 1.7 times as many bytes a second into huge pages.
 
     Args:
         flags: further ones of the mapping.

@@ -49,7 +49,7 @@ def parse_object(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def each_key_once(pairs: Pairs) -> dict[str, Any]:
-    """A JSON object's keys and values: of a key that is there twice, which value was meant?
+    """A JSON object from its keys and values, each key once.
 
     Raises:
         ValueError: there is one.
@@ -120,7 +120,7 @@ def parse_yaml(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses repeated keys and reads `1e-5` as a number, as YAML 1.2 does.
 
-    What is one number in YAML 1.1 and another one, or text, in 1.2 is refused: `010`, `1:30`.
+    Refuses scalars that YAML 1.1 and 1.2 read differently: `010`, `1:30`.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -134,7 +134,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def one_number(self, node: yaml.ScalarNode) -> int | float:
-        """The number that a scalar is in every version of YAML."""
+        """The number of a scalar, if all versions of YAML agree on it."""
         whole = node.tag.endswith(":int")
         number: int | float = (
             self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
@@ -159,7 +159,7 @@ _Loader.add_implicit_resolver(
 
 
 def _refuse_bombs(text: str) -> None:
-    """Look at the events only: nothing is built before aliases, tags and depth are harmless."""
+    """Check the parser's events for aliases, tags and depth, before anything is built of them."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):

@@ -8,7 +8,7 @@ LARGEST = (1 << 63) - 1  # what every generator of torch takes
 
 @lru_cache(maxsize=1 << 14)  # a step asks for each of its seeds twice
 def derived_seed(*path: int) -> int:
-    """A seed of 63 bits for what `path` names, such as a run's seed and the number of a step.
+    """A seed of 63 bits derived from `path`, such as a run's seed and the number of a step.
 
     The first eight bytes, little-endian, of the SHA-256 of the numbers in decimal, joined by "/".
     """

@@ -10,10 +10,10 @@ _MOST = 1 << 60
 
 
 def parse_bytes(text: str | int) -> int:
-    """`"10GiB"`, `"512 MB"` or a plain number of bytes, as bytes.
+    """Parse `"10GiB"`, `"512 MB"` or a plain number of bytes.
 
     Raises:
-        ValueError: the text is not a size, or one that no machine has.
+        ValueError: the text is not a size, or larger than any machine's memory.
     """
     num_bytes = text if isinstance(text, int) else _parsed(text)
     if num_bytes > _MOST:
@@ -29,14 +29,14 @@ def _parsed(text: str) -> float:
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes as GiB with one decimal, for people; in MiB or bytes where that would be 0.0."""
+    """Bytes as text in GiB with one decimal; in MiB or bytes if that would be 0.0."""
     if num_bytes < MIB / 20:
         return f"{num_bytes:,.0f} bytes"
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 20 else f"{num_bytes / MIB:.1f} MiB"
 
 
 def size(num_bytes: int) -> str:
-    """A needed size, for people: rounded up, so that a limit of so much does. Small: in MiB."""
+    """A needed size as text, rounded up so that it suffices as a limit; small ones in MiB."""
     if num_bytes < GIB:
         return f"{-(-num_bytes // MIB)} MiB"
     return f"{-(-num_bytes * 10 // GIB) / 10:.1f} GiB"
@@ -52,5 +52,5 @@ def duration(seconds: float) -> str:
 
 
 def align(offset: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `offset`."""
+    """Round `offset` up to a multiple of `multiple`."""
     return -(-offset // multiple) * multiple

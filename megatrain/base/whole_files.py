@@ -10,9 +10,9 @@ from megatrain.errors import InputError
 
 
 def flush(path: Path) -> None:
-    """Put a file or the names in a folder on the disk.
+    """Flush a file, or the names in a folder, to the disk.
 
-    A rename must not get there before what it names.
+    A renamed file must be on the disk before its new name.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -22,12 +22,12 @@ def flush(path: Path) -> None:
 
 
 def partial_name(name: str) -> str:
-    """The name of a file or folder until it is whole."""
+    """The temporary name of a file or folder until it is complete."""
     return f".{name}.partial"
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file that is whole or not there; an earlier one is replaced."""
+    """Write a file atomically; replaces an earlier one."""
     partial = path.with_name(partial_name(path.name))
     try:
         partial.write_text(text, encoding="utf-8")
@@ -40,7 +40,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def link_file(source: str, target: str) -> None:
-    """Give a file that nobody changes another name, which takes no room; else copy it."""
+    """Give an unchanging file a second name (a hard link); copy it where that is impossible."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # another file system, or one without links
@@ -49,14 +49,14 @@ def link_file(source: str, target: str) -> None:
 
 @contextmanager
 def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into that takes the name `target` only when the body has succeeded.
+    """A folder to write into, which gets the name `target` only if the `with` body succeeds.
 
-    A folder that has the name already must be empty; with `replace` readers see it or the new one.
-    After a crash between two renames the old one is still beside it under a hidden name, and the
+    An existing folder of that name must be empty; with `replace`, readers see the old or the new
+    one. After a crash between the two renames the old one is beside it under a hidden name; the
     next call puts it back.
 
     Raises:
-        InputError: the name is of a folder that cannot go away.
+        InputError: an existing folder cannot be replaced.
     """
     target = target.resolve()
     if not replace and (target == Path.cwd() or target.is_mount()):

@@ -30,7 +30,7 @@ _LEAST, _MOST = 1e-9, 1e16
 
 @dataclass(frozen=True)
 class Key:
-    """What a measurement holds for: when one of these changes it is measured anew."""
+    """The facts for which a measurement is valid; if one changes, it is measured again."""
 
     gpu: str
     driver: str
@@ -46,13 +46,13 @@ class Key:
 
 
 def key_of(device: str) -> Key:
-    """The key of this machine with the GPU that torch calls `device`, or with none."""
+    """The key of this machine with GPU `device`, or without a GPU."""
     gpu, driver = gpu_identity(device) or ("none", "none")
     return Key(gpu, driver, cpu_name(), usable_cores())
 
 
 def write(key: Key, machines: Mapping[str, Machine]) -> Path:
-    """Keep `machines` (by precision) for `key`. Whole or not at all; raises OSError."""
+    """Save `machines` (by precision) for `key`, atomically; raises OSError."""
     path = key.file
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
@@ -73,7 +73,7 @@ def write(key: Key, machines: Mapping[str, Machine]) -> Path:
 
 
 def read(key: Key, precision: str) -> Machine | None:
-    """What was measured for `key`; None when there is nothing that can be trusted."""
+    """The measurements for `key`; None if there are none that can be trusted."""
     try:
         if not key.file.is_file():  # a pipe would be waited for
             return None
@@ -92,7 +92,7 @@ def read(key: Key, precision: str) -> Machine | None:
 
 
 def _checked(values: dict[str, Any]) -> Machine:
-    """Raises ValueError, TypeError or KeyError for what no doctor would have written."""
+    """Raises ValueError, TypeError or KeyError: `megatrain doctor` has not written this."""
     later = {"link_gbps": None, "network_gbps": None}  # which earlier files have not
     if {*values, *later} != {field.name for field in fields(Machine)}:
         raise ValueError("other fields")

@@ -14,7 +14,7 @@ from megatrain.telemetry.memory import host_limit_bytes
 
 
 def present_cpu() -> Machine:
-    """This machine without a GPU, to count memory on: no rate of it is known, so all are 1."""
+    """This machine without a GPU, for counting memory; its unknown rates are all 1."""
     memory, cores = host_limit_bytes(), usable_cores()
     return Machine(
         name=f"{cpu_name()}, {cores} cores",
@@ -37,9 +37,9 @@ def present_cpu() -> Machine:
 
 
 def present_machine(device: str = "cuda", *, precision: Precision = "bf16") -> Machine | None:
-    """The rates of this machine with the GPU that torch calls `device`.
+    """The rates of this machine with GPU `device`.
 
-    The host's memory is what this process may use now, whatever it was at the measurement.
+    The host's memory is the amount that this process may use now.
 
     Returns:
         None without a GPU, or with one that was neither measured nor is listed.

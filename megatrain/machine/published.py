@@ -34,13 +34,13 @@ def machine_for(
     *,
     precision: Precision = "bf16",
 ) -> Machine:
-    """The rates to expect of a GPU in `gpus.json`.
+    """The expected rates of a GPU in `gpus.json`.
 
     Args:
-        gpu_name: as people or the driver say it.
+        gpu_name: the common name or the driver's.
         host_memory: bytes that a process may use.
-        cores: that it may use.
-        device_memory: bytes that programs see; None: what the GPU is sold with, less 2 %.
+        cores: CPU cores that it may use.
+        device_memory: bytes that programs see; None: the advertised size, less 2 %.
 
     Raises:
         InputError: the GPU is not listed; the message has the nearest names.
@@ -79,7 +79,7 @@ def compute_rates(gpu: KnownGpu, precision: str) -> tuple[float, float, float]:
 
 
 def update_gbps(cores: int, host: str = "server") -> float:
-    """Host memory rate of the optimizer's update to expect, GB/s."""
+    """The expected rate of host memory during updates, GB/s."""
     known = _SERVER_GBPS[-1][1]
     for (few, low), (many, high) in pairwise(_SERVER_GBPS):
         if cores <= many:

@@ -26,28 +26,28 @@ class Machine:
 
     Attributes:
         name: for people: `NVIDIA H200, 16 cores`.
-        device_memory_bytes: of the GPU, all of it.
-        device_context_bytes: what the driver and libraries take of it before any tensor.
-        host_memory_bytes: what this process may use.
+        device_memory_bytes: the GPU's total memory.
+        device_context_bytes: memory of it that driver and libraries take before any tensor.
+        host_memory_bytes: host memory that this process may use.
         cores: CPU cores that it may use.
-        matmul_tflops: dense product in the compute type.
+        matmul_tflops: dense product in the compute dtype.
         attention_forward_tflops: causal attention over long rows, only the unmasked half counted.
         attention_backward_tflops: the same, backward.
         device_gbps: device memory, reads and writes together.
-        to_device_gbps: pinned host memory to the device.
-        from_device_gbps: and back.
-        update_gbps: host memory while the optimizer updates (26 bytes a parameter cross it).
-        disk_write_gbps: where runs are written; None where nobody measured.
+        to_device_gbps: copies from pinned host memory to the device.
+        from_device_gbps: copies back.
+        update_gbps: host memory during updates (26 bytes a parameter cross it).
+        disk_write_gbps: of the disk of run folders; None: not measured.
         launch_seconds: from one piece of device work to the next when there is nothing to compute.
-        measured: whether these numbers are this machine's own, or published figures times usual
+        measured: True if measured on this machine; False: published figures times usual
             efficiencies.
-        unified: whether the device is the host's own CPU, all of whose memory is the host's.
+        unified: True if the device is the CPU, whose memory is the host's.
         disk_read_gbps: as `disk_write_gbps`.
-        disk_both_gbps: what is read while as much is written.
-        link_gbps: what the GPU receives of others in a gather; None where nobody measured.
-        network_gbps: what the GPU receives of one on another host, while the others of its host do,
-            too; None where nobody measured.
-        disk_space_bytes: what planes may take on a disk; None: none may rest on one.
+        disk_both_gbps: read rate while equally many bytes are written.
+        link_gbps: receive rate of a GPU in a gather on one host; None: not measured.
+        network_gbps: receive rate of a GPU from another host, while all GPUs of its host receive;
+            None: not measured.
+        disk_space_bytes: bytes that planes may take on a disk; None: none may rest on one.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Machine:
     def shared(
         self, on_host: int, link_gbps: float | None, network_gbps: float | None = None
     ) -> "Machine":
-        """What each of so many ranks has of it: host memory, update and disk are divided."""
+        """Each rank's share, of `on_host` ranks: host memory, update and disk rates are divided."""
         space, both = self.disk_space_bytes, self.disk_both_gbps
         return replace(
             self,

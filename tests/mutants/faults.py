@@ -161,7 +161,7 @@ FAULTS = [
         "what a schedule has made of the groups is lost", ("checkpoint/test_roundtrip.py",),
     ),
     Fault(
-        "resume", "checkpoint", "else of_parameter.get(first, 0)", "else 0",
+        "resume", "checkpoint", "else parameter_versions.get(first, 0)", "else 0",
         "a loaded optimizer corrects its bias anew", ("checkpoint/test_roundtrip.py",),
     ),
     Fault(
