@@ -87,7 +87,7 @@ class HostStream:
                     item()
                 except BaseException as error:
                     self._error = error
-            del item  # work keeps an engine alive, which nobody may want any more
+            del item  # its references would keep an unused engine alive
 
     def _pass(self, count: int) -> None:
         with self._condition:

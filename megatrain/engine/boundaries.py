@@ -70,10 +70,10 @@ class HostBoundaries:
         keys = [(index, ref) for index in range(self._num_micro) for ref in unit.new_inputs]
         # Where nothing is computed there are no values.
         values = [[h[index][ref].contiguous()] if h[index] else [] for index, ref in keys]
-        rest = sum(map(packed_bytes, values))
+        later_bytes = sum(map(packed_bytes, values))
         for key, tensors in zip(keys, values, strict=True):
-            rest -= packed_bytes(tensors)
-            self._offload.send(unit.visit, key, tensors, rest)
+            later_bytes -= packed_bytes(tensors)
+            self._offload.send(unit.visit, key, tensors, later_bytes)
         self._offload.expect(
             *([(index, ref) for ref in unit.inputs] for index in range(self._num_micro))
         )

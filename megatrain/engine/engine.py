@@ -78,16 +78,16 @@ class PlacedEngine:
     """
 
     def __init__(self, opened: EngineSetup, placement: Placement, planned: Planned | None) -> None:
-        """Bring the weights to their place, and build the parts of a step on them.
+        """Load the weights into their planes, and build the parts of a step.
 
-        What fails gives back threads, pinned memory and the file on the disk.
+        After an error no threads, pinned memory or disk file are left.
 
         Args:
             planned: the step that the placement was chosen for; None: any.
 
         Raises:
-            DoesNotFit: the memory is not to be had.
-            InputError: the placement has choices that this model cannot have.
+            DoesNotFit: there is not enough memory.
+            InputError: the placement has choices that are impossible with this model.
         """
         self._opened, self._spec, self._dtype = opened, opened.model.spec, opened.dtype
         self.device, self.placement = opened.device, placement

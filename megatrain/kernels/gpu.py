@@ -107,7 +107,7 @@ def _update(
         param = tl.load(weights + at, inside, other=0)
     # Products and sums are fused exactly where the host kernel fuses them (csrc/kernels.cpp).
     param = libdevice.mul_rn(param, decay)
-    if SMALL:
+    if SMALL:  # weight1 below 0.5: like torch's lerp, start from the nearer end
         m = tl.fma(weight1, libdevice.sub_rn(g, m), m)
     else:
         m = tl.fma(weight1 - 1.0, libdevice.sub_rn(g, m), g)

@@ -107,7 +107,7 @@ class Loss(ABC):
         return sum(num_labelled(target) for target in targets)
 
     def each(self, statistics: Statistics, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        """The loss of each token `[N]`, or numbers of each; 0 where it has no target."""
+        """The loss of each token `[N]`, or several numbers `[N, ...]`; 0 without a target."""
         values = self.tokens(statistics, *extras)
         used = (targets_N != IGNORED).view(-1, *[1] * (values.ndim - 1))
         return torch.where(used, values, 0.0)
