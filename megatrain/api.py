@@ -181,14 +181,14 @@ class Engine(PlacedEngine):
             super().__init__(setup, settled.placement, settled.planned)
 
     def evaluate(self, micro_batches: MicroBatches, loss: Loss = CROSS_ENTROPY) -> float:
-        """The loss of a step, of cross entropy the mean; changes no state, dropout is off."""
+        """The loss of a step (for cross entropy the mean); changes no state, dropout is off."""
         losses = self.run_forward(micro_batches, loss, Head.loss)
         return sum(self.ranks.all_gather_object(float(torch.stack(losses).sum())))
 
     def router_loss(
         self, micro_batches: MicroBatches, router_shares: Sequence[float] | None = None
     ) -> tuple[float, float]:
-        """The loss of routers that a step of these rows would add, and before it is weighed."""
+        """The routers' loss that a step of these rows would add, and its value without weight."""
 
         def finish(head: Head, weights: Buffer, batch: Batch, h: State) -> tuple[float, float]:
             if router_shares is not None:

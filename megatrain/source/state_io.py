@@ -167,7 +167,7 @@ def saved_dtype(checkpoint: Checkpoint, name: str | None = None) -> torch.dtype:
 
 
 def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
-    """The checkpoint's optimizer rule, with those of its choices that are not None.
+    """The checkpoint's optimizer rule, with those choices in `wanted` that are not None.
 
     Raises InputError: the rule is unknown, or has no such choice.
     """

@@ -74,7 +74,7 @@ class WeightFormat:
 
 
 def _nf4_sizes(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Values, blocks, and blocks of their scales."""
+    """The numbers of values, of their blocks, and of groups of the blocks' scales."""
     blocks = prod(shape) // _BLOCK
     return prod(shape), blocks, -(-blocks // _GROUP)
 
@@ -90,8 +90,8 @@ def _nf4_codes(values: Tensor) -> tuple[Tensor, Tensor]:
     blocked = values.reshape(blocks, _BLOCK).float()
     scales = blocked.abs().amax(1)
     scaled = (blocked * (1.0 / scales.clamp(min=_TINY))[:, None]).clamp(-1, 1)
-    of = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True).to(torch.uint8)
-    pairs = of.view(-1, 2)
+    codes = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True).to(torch.uint8)
+    pairs = codes.view(-1, 2)
     return (pairs[:, 0] << 4) | pairs[:, 1], scales
 
 
@@ -126,7 +126,7 @@ def _wide_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
-    """True if values, and scales where they have codes, are coded as here."""
+    """True if both tables of codes (scales may have none) are those that this file uses."""
     same = torch.equal(codes, _nf4_values(codes.device))
     return same and (
         scale_codes is None or torch.equal(scale_codes, _dynamic_values(scale_codes.device))
