@@ -199,7 +199,9 @@ class Search:
         for rows in few:
             family = self._families(rows)[number]
             if hardly_more(family[place], rows):
-                found = next(each for each in family if hardly_more(each, rows))
+                alike = [each for each in family if hardly_more(each, rows)]
+                steady = (each for each in alike if hardly_more(each, rows, STEADY))
+                found = next(steady, family[place])
                 if hardly_more(found, rows, STEADY):
                     break
         placement, peaks = self._with_tiles(found, rows, STEADY)
