@@ -5,9 +5,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain import SGD, AdamW, Muon
 from megatrain.optim import RULES, Rule
+from tests.families.plain import PlainLion, PlainSGD, RoundedAdamW
 
 SWEPT: dict[str, Callable[..., Rule]] = {
     **RULES,
@@ -20,6 +22,16 @@ SWEPT: dict[str, Callable[..., Rule]] = {
 
 # Those whose updates are of flat ranges, with a plain form to compare each bit with.
 FLAT = [name for name, make in SWEPT.items() if not make().needs_matrices]
+
+PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, foreach=False),
+    "adamw bf16": partial(RoundedAdamW, states="bf16"),
+    "adamw int8": partial(RoundedAdamW, states="int8"),
+    "lion": PlainLion,
+    "sgd": PlainSGD,
+    "sgd plain": PlainSGD,
+    "sgd nesterov": partial(PlainSGD, nesterov=True),
+}
 
 
 def with_rules(cases: Sequence[tuple[Any, ...]], every: int, plain: int = 1) -> list[Any]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from megatrain import AdamW, Engine, InputError
 from megatrain.optim import NO_DECAY
 from megatrain.store.store import Tile
 from megatrain.tile import Entry
-from tests.families.plain import PlainLion, PlainSGD, RoundedAdamW, accumulate
+from tests.families.plain import RoundedAdamW, accumulate
 from tests.parity.cases import (
     gradients,
     llama,
@@ -30,7 +29,7 @@ from tests.parity.cases import (
     same,
 )
 from tests.race.late import LateDevice
-from tests.rules import FLAT
+from tests.rules import FLAT, PLAIN
 from tests.sweeps import swept
 from tests.unit.kernel_cases import exact_roots  # noqa: F401  a fixture
 
@@ -162,17 +161,6 @@ def test_a_schedule_takes_effect_at_the_step_it_is_for(
 def test_a_scheduler_does_not_warn_of_a_missing_step(recwarn: pytest.WarningsRecorder) -> None:
     engine_training(llama(), make_batches(2), 1.0, SCHEDULES["torch"], nothing)
     assert not [w for w in recwarn if "optimizer.step()" in str(w.message)]
-
-
-PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, foreach=False),
-    "adamw bf16": partial(RoundedAdamW, states="bf16"),
-    "adamw int8": partial(RoundedAdamW, states="int8"),
-    "lion": PlainLion,
-    "sgd": PlainSGD,
-    "sgd plain": PlainSGD,
-    "sgd nesterov": partial(PlainSGD, nesterov=True),
-}
 
 
 def place(tile: Tile, entry: Entry) -> int:

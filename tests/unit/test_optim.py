@@ -28,9 +28,9 @@ from megatrain.optim import (
 from megatrain.source.engine_setup import DTYPES
 from megatrain.store.store import Store
 from megatrain.tile import TileLayout
-from tests.families.plain import PlainLion, PlainSGD, RoundedAdamW
+from tests.families.plain import PlainSGD
 from tests.families.tiny import tiny_model
-from tests.rules import FLAT, SWEPT
+from tests.rules import FLAT, PLAIN, SWEPT
 from tests.structure.source_tree import ROOT
 from tests.unit.kernel_cases import exact_roots, gradient, randn  # noqa: F401
 
@@ -204,15 +204,6 @@ HYPER: dict[str, dict[str, Any]] = {
     "sgd nesterov": {"lr": 3e-3, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1},
 }
 HYPER |= {"adamw bf16": HYPER["adamw"], "adamw int8": HYPER["adamw"]}
-PLAIN: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": lambda params, **hyper: torch.optim.AdamW(params, **hyper, foreach=False),
-    "adamw bf16": partial(RoundedAdamW, states="bf16"),
-    "adamw int8": partial(RoundedAdamW, states="int8"),
-    "lion": PlainLion,
-    "sgd": PlainSGD,
-    "sgd plain": PlainSGD,
-    "sgd nesterov": partial(PlainSGD, nesterov=True),
-}
 
 
 @pytest.mark.parametrize("grad_scale", [1.0, 0.37])
