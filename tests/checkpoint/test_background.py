@@ -32,7 +32,7 @@ ON_DISK = {"resident": ("layer 1",), "disk_moments": 2, "disk_remainder": 1, "di
 DEVICES = {"program order": CpuDevice, "threads": ThreadedDevice, "late": LateDevice}
 
 
-def saved_state(folder: Path) -> dict:
+def saved_state(folder):
     return state(Engine.load(folder, device="cpu", disk=folder.parent))
 
 
@@ -40,7 +40,7 @@ CHOICES = {"streamed": {}, "resident": RESIDENT, "disk": ON_DISK}
 
 
 @swept(together=0, device=DEVICES, clip=[0.5, None], choices=CHOICES)
-def test_saves_change_no_bit_of_the_training(device, clip, choices, tmp_path) -> None:
+def test_saves_change_no_bit_of_the_training(device, clip, choices, tmp_path):
     steps = batches(3)
     options = {"precision": "bf16", "clip": clip, "placement": tiny_pool(3, **choices)}
     wanted, losses = [], []
@@ -58,7 +58,7 @@ def test_saves_change_no_bit_of_the_training(device, clip, choices, tmp_path) ->
 
 
 @swept(together=0, clip=[0.5, None], blocks=[1, 5, 1000], choices=CHOICES)
-def test_the_state_is_that_of_the_call(clip, blocks, choices, tmp_path, monkeypatch) -> None:
+def test_the_state_is_that_of_the_call(clip, blocks, choices, tmp_path, monkeypatch):
     """Writers that get nowhere at first, so that the updates of a step overtake them."""
     steps = batches(3)
     slow = SlowWrites(monkeypatch)
@@ -82,14 +82,14 @@ def test_the_state_is_that_of_the_call(clip, blocks, choices, tmp_path, monkeypa
         assert same(saved_state(tmp_path / "saved"), state(engine))
 
 
-def _go_on_when_waited_for(slow: SlowWrites, engine: Engine) -> None:
+def _go_on_when_waited_for(slow, engine):
     while not slow.may_go_on.is_set():
         time.sleep(0.005)
         if engine.saving is not None and engine.saving.snapshot.waited:
             slow.may_go_on.set()
 
 
-def test_only_updates_wait_for_the_disk(tmp_path, monkeypatch) -> None:
+def test_only_updates_wait_for_the_disk(tmp_path, monkeypatch):
     """With no writer getting anywhere and no spare memory, a step is done all the same."""
     slow = SlowWrites(monkeypatch)
     steps = batches(3)
@@ -114,7 +114,7 @@ def test_only_updates_wait_for_the_disk(tmp_path, monkeypatch) -> None:
         assert same(saved_state(tmp_path / "saved"), state(engine))
 
 
-def state_without_flush(engine: Engine) -> dict:
+def state_without_flush(engine):
     planes = [(t.name, plane) for t in engine._store.tiles for plane in t.planes.values()]
     return {f"{name} {i}": plane.data.clone() for i, (name, plane) in enumerate(planes)}
 
@@ -123,7 +123,7 @@ EVERYTHING = {"resident": ("embedding", *(f"layer {n}" for n in range(3)), "head
 
 
 @pytest.mark.parametrize("choices", [{}, RESIDENT, EVERYTHING], ids=["none", "some", "all"])
-def test_spare_memory_takes_the_updates_place(choices, tmp_path, monkeypatch) -> None:
+def test_spare_memory_takes_the_updates_place(choices, tmp_path, monkeypatch):
     """With memory for all of it, training runs on although nothing is written."""
     slow = SlowWrites(monkeypatch)
     steps = batches(4)
@@ -143,7 +143,7 @@ def test_spare_memory_takes_the_updates_place(choices, tmp_path, monkeypatch) ->
 
 
 @pytest.mark.parametrize("blocks", [0, 3])
-def test_the_call_waits_for_no_disk(blocks, tmp_path, monkeypatch) -> None:
+def test_the_call_waits_for_no_disk(blocks, tmp_path, monkeypatch):
     """Not even where everything rests on the device and must leave it through little memory."""
     slow = SlowWrites(monkeypatch)
     placement = tiny_pool(blocks, **EVERYTHING)
@@ -158,7 +158,7 @@ def test_the_call_waits_for_no_disk(blocks, tmp_path, monkeypatch) -> None:
     assert same(saved_state(tmp_path / "saved"), wanted)
 
 
-def test_spare_memory_is_bounded_declared_and_taken_once(tmp_path) -> None:
+def test_spare_memory_is_bounded_declared_and_taken_once(tmp_path):
     engine = engine_of(placement=tiny_pool(7, **RESIDENT))
     assert engine.memory()["host_checkpoint_bytes"] == 0
     steps = batches(3)
@@ -171,7 +171,7 @@ def test_spare_memory_is_bounded_declared_and_taken_once(tmp_path) -> None:
     assert engine.memory()["host_bytes"] > sizes[0]
 
 
-def test_a_save_waits_for_the_one_before_and_closing_for_both(tmp_path, monkeypatch) -> None:
+def test_a_save_waits_for_the_one_before_and_closing_for_both(tmp_path, monkeypatch):
     slow = SlowWrites(monkeypatch, seconds=0.002)
     slow.may_go_on.clear()
     engine = engine_of(device=ThreadedDevice())
@@ -187,7 +187,7 @@ def test_a_save_waits_for_the_one_before_and_closing_for_both(tmp_path, monkeypa
 
 
 @swept(together=1, device=DEVICES, at=[1, 30])
-def test_a_full_disk_costs_the_save_and_nothing_else(device, at, tmp_path, monkeypatch) -> None:
+def test_a_full_disk_costs_the_save_and_nothing_else(device, at, tmp_path, monkeypatch):
     steps = batches(4)
     placement = tiny_pool(2, **RESIDENT)
     with engine_of(placement=placement, device=device()) as engine:
@@ -215,11 +215,11 @@ def test_a_full_disk_costs_the_save_and_nothing_else(device, at, tmp_path, monke
         assert same(state(engine), end)
 
 
-def _full_from(patch, at: int) -> None:
+def _full_from(patch, at):
     count = itertools.count()
     write = files.NewFile.write
 
-    def full(file: files.NewFile, data: object, offset: int) -> None:
+    def full(file, data, offset):
         if next(count) >= at:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, data, offset)
@@ -227,7 +227,7 @@ def _full_from(patch, at: int) -> None:
     patch.setattr(files.NewFile, "write", full)
 
 
-def test_too_small_a_disk_is_known_before_anything_is_written(tmp_path, monkeypatch) -> None:
+def test_too_small_a_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("megatrain.checkpoint.saver.shutil.disk_usage", lambda path: usage)
     with pytest.raises(RunFailed, match="the disk has 1,000 bytes left"):
@@ -236,11 +236,11 @@ def test_too_small_a_disk_is_known_before_anything_is_written(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("name", ["a link", "a link to a folder", "two\nlines", "an error"])
-def test_an_attachment_that_could_not_be_read_back_fails_the_save(name, tmp_path) -> None:
+def test_an_attachment_that_could_not_be_read_back_fails_the_save(name, tmp_path):
     """The checkpoint that is there stays."""
     target = {"a link": "/etc/hostname", "a link to a folder": "/etc"}.get(name)
 
-    def attach(folder: Path) -> None:
+    def attach(folder):
         if name == "an error":
             raise ValueError("no tokenizer")
         if target is None:
@@ -263,10 +263,10 @@ def test_an_attachment_that_could_not_be_read_back_fails_the_save(name, tmp_path
         ("save", "checkpoint.snapshot.Snapshot.release", RESIDENT),
     ],
 )
-def test_a_dead_thread_fails_the_save(thread, work, choices, tmp_path, monkeypatch) -> None:
+def test_a_dead_thread_fails_the_save(thread, work, choices, tmp_path, monkeypatch):
     """Its events pass, but the planes are not what the versions say."""
 
-    def die(*args, **kwargs) -> None:
+    def die(*args, **kwargs):
         raise MemoryError
 
     steps = batches(2)
@@ -282,7 +282,7 @@ def test_a_dead_thread_fails_the_save(thread, work, choices, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("foreign", ["thesis.tex", ".git"])
-def test_a_file_or_a_folder_with_other_files_is_refused_and_left_alone(foreign, tmp_path) -> None:
+def test_a_file_or_a_folder_with_other_files_is_refused_and_left_alone(foreign, tmp_path):
     """A save replaces a folder, so it must be a checkpoint: else what is in it would be lost."""
     (tmp_path / "a file").write_text("mine")
     with engine_of() as engine:
@@ -297,7 +297,7 @@ def test_a_file_or_a_folder_with_other_files_is_refused_and_left_alone(foreign, 
     assert (tmp_path / "a file").read_text() == "mine"
 
 
-def test_a_damaged_checkpoint_and_a_link_that_has_the_name_give_way(tmp_path) -> None:
+def test_a_damaged_checkpoint_and_a_link_that_has_the_name_give_way(tmp_path):
     with engine_of() as engine:
         for lost in ("manifest.json", "extra.json"):
             engine.save(tmp_path / "saved")
@@ -311,7 +311,7 @@ def test_a_damaged_checkpoint_and_a_link_that_has_the_name_give_way(tmp_path) ->
     assert not (tmp_path / "latest").is_symlink()
 
 
-def test_engines_that_save_side_by_side_do_not_tidy_each_other_away(tmp_path, monkeypatch) -> None:
+def test_engines_that_save_side_by_side_do_not_tidy_each_other_away(tmp_path, monkeypatch):
     slow = SlowWrites(monkeypatch)
     slow.may_go_on.clear()
     with engine_of() as engine:
@@ -337,7 +337,7 @@ for folder in sys.argv[1:]:
 
 
 @pytest.mark.exhaustive
-def test_a_program_that_ends_without_closing_has_its_checkpoint(tmp_path) -> None:
+def test_a_program_that_ends_without_closing_has_its_checkpoint(tmp_path):
     """Or says why not."""
     command = [sys.executable, "-c", LAST_WORDS, str(tmp_path / "a"), "/dev/null/a"]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
@@ -345,7 +345,7 @@ def test_a_program_that_ends_without_closing_has_its_checkpoint(tmp_path) -> Non
     assert "cannot save the checkpoint of step 1" in done.stderr
 
 
-def test_a_failure_that_nobody_asked_for_is_told(tmp_path, monkeypatch, caplog) -> None:
+def test_a_failure_that_nobody_asked_for_is_told(tmp_path, monkeypatch, caplog):
     with engine_of() as engine:
         saving = engine.save(Path("/dev/null/a"), wait=False)
     assert caplog.text.count("cannot save the checkpoint of step 0") == 1

@@ -2,8 +2,6 @@
 
 import shutil
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,12 +26,12 @@ STEPS = make_batches(2)
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     in_dtype(llama(), torch.bfloat16).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
-def trained(model: Any, saved: Path, **how: Any) -> tuple[float, dict[str, Any]]:
+def trained(model, saved, **how):
     """A step, a save, and a step; that one's loss, and all masters in the end."""
     with make_engine(model, adapter=LORA, precision="bf16", **how) as engine:
         engine.step(STEPS[0])
@@ -42,7 +40,7 @@ def trained(model: Any, saved: Path, **how: Any) -> tuple[float, dict[str, Any]]
 
 
 @pytest.mark.parametrize("packed", few(["nf4", "bf16"]))
-def test_a_run_goes_on_to_the_bit(packed: Any, base: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_to_the_bit(packed, base, tmp_path):
     loss, wanted = trained(base, tmp_path / "saved", base=packed)
     saved = open_checkpoint(tmp_path / "saved")
     held = {each.name for tile in saved.manifest.tiles for each in tile.parameters}
@@ -56,9 +54,7 @@ def test_a_run_goes_on_to_the_bit(packed: Any, base: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("packed", few(["bf16", "nf4"]))
-def test_its_weights_and_its_merged_model_are_whole(
-    packed: Any, base: Path, tmp_path: Path
-) -> None:
+def test_its_weights_and_its_merged_model_are_whole(packed, base, tmp_path):
     with make_engine(base, adapter=LORA, precision="bf16", base=packed) as engine:
         engine.step(STEPS[0])
         engine.save(tmp_path / "saved")
@@ -75,7 +71,7 @@ def test_its_weights_and_its_merged_model_are_whole(
     assert same(*parts)
 
 
-def test_a_base_that_has_changed_or_gone_is_refused(base: Path, tmp_path: Path) -> None:
+def test_a_base_that_has_changed_or_gone_is_refused(base, tmp_path):
     saved, file = tmp_path / "saved", base / "model.safetensors"
     trained(base, saved)
     values = load_file(file)
@@ -91,7 +87,7 @@ def test_a_base_that_has_changed_or_gone_is_refused(base: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("packed", few(["nf4", "bf16"]))
-def test_a_base_that_has_moved_is_named(packed: Any, base: Path, tmp_path: Path) -> None:
+def test_a_base_that_has_moved_is_named(packed, base, tmp_path):
     saved, there = tmp_path / "saved", tmp_path / "there"
     loss, wanted = trained(base, saved, base=packed)
     base.rename(there)
@@ -113,7 +109,7 @@ def test_a_base_that_has_moved_is_named(packed: Any, base: Path, tmp_path: Path)
         make_engine(base, base_model=base)
 
 
-def test_another_base_is_refused_where_one_has_moved(base: Path, tmp_path: Path) -> None:
+def test_another_base_is_refused_where_one_has_moved(base, tmp_path):
     saved, other = tmp_path / "saved", tmp_path / "other"
     trained(base, saved)
     values = load_file(base / "model.safetensors")
@@ -135,7 +131,7 @@ def test_another_base_is_refused_where_one_has_moved(base: Path, tmp_path: Path)
 
 
 @pytest.mark.exhaustive
-def test_a_base_that_is_a_checkpoint_of_ours_stays(tmp_path: Path) -> None:
+def test_a_base_that_is_a_checkpoint_of_ours_stays(tmp_path):
     with make_engine(llama(), precision="bf16") as engine:
         engine.step(STEPS[0])
         engine.save(tmp_path / "base")
@@ -147,7 +143,7 @@ def test_a_base_that_is_a_checkpoint_of_ours_stays(tmp_path: Path) -> None:
         assert same(masters(engine), wanted)
 
 
-def test_a_base_that_is_gone_when_the_run_saves_is_saved(base: Path, tmp_path: Path) -> None:
+def test_a_base_that_is_gone_when_the_run_saves_is_saved(base, tmp_path):
     with make_engine(base, adapter=LORA, precision="bf16") as engine:
         engine.step(STEPS[0])
         shutil.rmtree(base)
@@ -158,7 +154,7 @@ def test_a_base_that_is_gone_when_the_run_saves_is_saved(base: Path, tmp_path: P
 
 
 @pytest.mark.exhaustive
-def test_a_checkpoint_that_takes_the_place_of_its_base_has_it(tmp_path: Path) -> None:
+def test_a_checkpoint_that_takes_the_place_of_its_base_has_it(tmp_path):
     with make_engine(llama(), precision="bf16") as engine:
         engine.step(STEPS[0])
         engine.save(tmp_path / "saved")
@@ -168,9 +164,9 @@ def test_a_checkpoint_that_takes_the_place_of_its_base_has_it(tmp_path: Path) ->
         assert same(masters(again), wanted)
 
 
-def test_ranks_leave_the_base_out_together_or_not_at_all(base: Path, tmp_path: Path) -> None:
+def test_ranks_leave_the_base_out_together_or_not_at_all(base, tmp_path):
     class Another(Ranks):
-        def all_gather_object(self, value: Any) -> list[Any]:
+        def all_gather_object(self, value):
             return [value, None]
 
     with make_engine(base, adapter=LORA) as engine:
@@ -180,7 +176,7 @@ def test_ranks_leave_the_base_out_together_or_not_at_all(base: Path, tmp_path: P
         assert reference(Another()) is None
 
 
-def test_what_is_no_file_s_is_saved(base: Path, tmp_path: Path) -> None:
+def test_what_is_no_file_s_is_saved(base, tmp_path):
     frozen = Trained(freeze=("lora_A",))
     for name, model, how in (
         ("given", AutoModelForCausalLM.from_pretrained(base), {}),
@@ -192,7 +188,7 @@ def test_what_is_no_file_s_is_saved(base: Path, tmp_path: Path) -> None:
             assert engine.step(STEPS[1]).loss == loss
 
 
-def test_parts_of_the_base_that_are_trained_are_saved(tmp_path: Path) -> None:
+def test_parts_of_the_base_that_are_trained_are_saved(tmp_path):
     qwen2().save_pretrained(tmp_path / "base")
     lora = {"target_modules": ["q_proj"], "modules_to_save": ["norm"], "bias": "all"}
     with make_engine(tmp_path / "base", adapter=lora) as engine:
@@ -204,7 +200,7 @@ def test_parts_of_the_base_that_are_trained_are_saved(tmp_path: Path) -> None:
         assert same(masters(engine), wanted)
 
 
-def test_a_base_that_has_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
+def test_a_base_that_has_an_adapter_is_refused(base, tmp_path):
     trained(base, tmp_path / "saved")
     with make_engine(base, adapter=LORA) as engine:
         engine.save_pretrained(tmp_path / "adapter")

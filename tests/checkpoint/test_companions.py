@@ -1,7 +1,6 @@
 """Exports have what the source folder has beside its weights: Llama-3-Instruct must still stop."""
 
 import shutil
-from pathlib import Path
 
 from transformers import GenerationConfig
 
@@ -39,7 +38,7 @@ NOT = {
 FILES = {"config.json", "model.safetensors"}
 
 
-def source(folder: Path) -> Path:
+def source(folder):
     llama().save_pretrained(folder)
     for name, text in {**ALONG, **NOT}.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -47,14 +46,14 @@ def source(folder: Path) -> Path:
     return folder
 
 
-def files(folder: Path) -> dict[str, str]:
+def files(folder):
     found = [path for path in folder.rglob("*") if path.is_file()]
     texts = {path.relative_to(folder).as_posix(): path for path in found}
     assert texts.keys() >= FILES
     return {name: path.read_text() for name, path in texts.items() if name not in FILES}
 
 
-def test_exports_of_every_kind_have_them(tmp_path: Path) -> None:
+def test_exports_of_every_kind_have_them(tmp_path):
     """After training, from a checkpoint whose source is gone, after a resume, and of an export."""
     folder = source(tmp_path / "source")
     with Engine(folder, optimizer=AdamW(), precision="fp32", device="cpu") as engine:
@@ -74,7 +73,7 @@ def test_exports_of_every_kind_have_them(tmp_path: Path) -> None:
     assert (wanted.eos_token_id, wanted.temperature) == ([96, 97, 98], 0.6)
 
 
-def test_the_generation_config_of_a_module_is_exported(tmp_path: Path) -> None:
+def test_the_generation_config_of_a_module_is_exported(tmp_path):
     model = llama()
     model.generation_config = GenerationConfig(eos_token_id=[5, 6], temperature=0.5, do_sample=True)
     with Engine(model, optimizer=AdamW(), precision="fp32", device="cpu") as engine:
@@ -88,7 +87,7 @@ def test_the_generation_config_of_a_module_is_exported(tmp_path: Path) -> None:
         assert (got.eos_token_id, got.temperature, got.do_sample) == ([5, 6], 0.5, True)
 
 
-def test_what_the_folder_has_already_stays(tmp_path: Path) -> None:
+def test_what_the_folder_has_already_stays(tmp_path):
     """A tokenizer saved there before is that of the model; generation settings are the model's."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "tokenizer.json").write_text("mine")
@@ -98,7 +97,7 @@ def test_what_the_folder_has_already_stays(tmp_path: Path) -> None:
     assert files(tmp_path / "out") == ALONG | {"tokenizer.json": "mine"}
 
 
-def test_what_is_too_large_is_left_out_and_named(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_what_is_too_large_is_left_out_and_named(tmp_path, monkeypatch, caplog):
     folder = source(tmp_path / "source")
     limit = sum(map(len, ALONG.values()))
     monkeypatch.setattr(module, "_MOST_BYTES", limit)

@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ class Calls:
     With `dead` all that follow fail too, as if the process had been killed at that moment.
     """
 
-    def __init__(self, patch, at: float = float("inf"), *, dead: bool = False) -> None:
+    def __init__(self, patch, at=float("inf"), *, dead=False):
         self.at, self.dead, self.count = at, dead, itertools.count()
         self.log: list[tuple[str, tuple]] = []
         for module, names in CALLS.items():
@@ -43,7 +42,7 @@ class Calls:
             for part in (files, whole_files):
                 patch.setattr(part, module, fake)
 
-    def _failing(self, name: str, call):
+    def _failing(self, name, call):
         def counted(*args, **kwargs):
             number = next(self.count)
             if number == self.at or (self.dead and number > self.at):
@@ -57,17 +56,17 @@ class Calls:
 
 
 @pytest.fixture
-def engine() -> Engine:
+def engine():
     sizes = {"num_hidden_layers": 1, "vocab_size": 128}
     return engine_of(sizes=sizes)
 
 
 @pytest.fixture(autouse=True)
-def large_pieces(monkeypatch, small_pieces) -> None:
+def large_pieces(monkeypatch, small_pieces):
     monkeypatch.setattr(files, "PIECE_BYTES", 1 << 20)  # one for a plane
 
 
-def count_calls(engine: Engine, folder: Path) -> int:
+def count_calls(engine, folder):
     with pytest.MonkeyPatch.context() as patch:
         calls = Calls(patch)
         engine.save(folder)
@@ -76,9 +75,7 @@ def count_calls(engine: Engine, folder: Path) -> int:
 
 @swept(together=0, dead={"an error": False, "a kill": True}, name=["new", "old"])
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_whatever_call_fails_a_whole_checkpoint_is_there(
-    engine, every, name, dead, tmp_path
-) -> None:
+def test_whatever_call_fails_a_whole_checkpoint_is_there(engine, every, name, dead, tmp_path):
     """Into a new folder, and over an old one. The first and the last calls are always tried."""
     folder = tmp_path / "run"
     engine.step(batches(1)[0])
@@ -110,7 +107,7 @@ def test_whatever_call_fails_a_whole_checkpoint_is_there(
     assert failed >= len(tried) - 20
 
 
-def test_whatever_call_of_a_rotation_fails_no_half_checkpoint_is_there(engine, tmp_path) -> None:
+def test_whatever_call_of_a_rotation_fails_no_half_checkpoint_is_there(engine, tmp_path):
     whole = tmp_path / "whole"
     for number in range(4):
         engine._steps = number
@@ -135,11 +132,11 @@ def test_whatever_call_of_a_rotation_fails_no_half_checkpoint_is_there(engine, t
         assert sorted(left) == sorted(folder.iterdir())
 
 
-def test_everything_is_on_the_disk_before_it_is_named(engine, tmp_path, monkeypatch) -> None:
+def test_everything_is_on_the_disk_before_it_is_named(engine, tmp_path, monkeypatch):
     order: list[str] = []
     names: dict[int, str] = {}
 
-    def note(name: str, what) -> None:
+    def note(name, what):
         real = getattr(files.os, name)
 
         def noted(*args):
@@ -167,7 +164,7 @@ def test_everything_is_on_the_disk_before_it_is_named(engine, tmp_path, monkeypa
     assert order[rename + 1 :] == [tmp_path.name]
 
 
-def test_leftovers_of_killed_saves_go_at_the_next_save(engine, tmp_path) -> None:
+def test_leftovers_of_killed_saves_go_at_the_next_save(engine, tmp_path):
     for end in ("a.checkpoint-partial", "saved.checkpoint-partial", "c.checkpoint-replaced"):
         (tmp_path / f".{end}" / "tiles").mkdir(parents=True)
         (tmp_path / f".{end}" / "tiles" / "0").write_text("half")
@@ -181,7 +178,7 @@ def test_leftovers_of_killed_saves_go_at_the_next_save(engine, tmp_path) -> None
 
 
 @pytest.fixture
-def unprivileged() -> Iterator[Path]:
+def unprivileged():
     """A folder of somebody to whom permissions apply."""
     root, nobody = os.geteuid() == 0, 65534
     with tempfile.TemporaryDirectory() as folder:
@@ -197,7 +194,7 @@ def unprivileged() -> Iterator[Path]:
                 os.chmod(path, 0o700)
 
 
-def test_what_may_not_be_removed_stops_no_save(engine, unprivileged, caplog) -> None:
+def test_what_may_not_be_removed_stops_no_save(engine, unprivileged, caplog):
     """A checkpoint that somebody has made read-only stays as it is; what is left over is told."""
     for number in range(4):
         engine._steps = number

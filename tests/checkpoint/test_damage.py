@@ -3,8 +3,6 @@
 import os
 import random
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ OTHER = "tiles/0003-layer-1.safetensors"
 
 
 @pytest.fixture(scope="session")
-def two(tmp_path_factory) -> Path:
+def two(tmp_path_factory):
     """A folder with the checkpoints of two steps; to be copied."""
     folder = tmp_path_factory.mktemp("two")
     with pytest.MonkeyPatch.context() as patch:
@@ -33,13 +31,13 @@ def two(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def newer(two, tmp_path) -> Path:
+def newer(two, tmp_path):
     """The newer one of the two, to be damaged."""
     shutil.copytree(two, tmp_path / "two")
     return tmp_path / "two" / "step-2"
 
 
-def refused(folder: Path, *words: str, offers: bool = True) -> str:
+def refused(folder, *words, offers=True):
     """The message that loading gives."""
     with pytest.raises(InputError) as caught:
         Engine.load(folder, device="cpu")
@@ -52,7 +50,7 @@ def refused(folder: Path, *words: str, offers: bool = True) -> str:
     return message
 
 
-def test_an_undamaged_one_is_whole(newer) -> None:
+def test_an_undamaged_one_is_whole(newer):
     assert newest_whole(newer.parent) == newer
     assert verify(newer).extra == {"step": 2}
     change(newer, lambda content: None)
@@ -60,7 +58,7 @@ def test_an_undamaged_one_is_whole(newer) -> None:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", LAYER, "model/config.json", "extra.json"])
-def test_a_missing_or_truncated_file(newer, name) -> None:
+def test_a_missing_or_truncated_file(newer, name):
     size = (newer / name).stat().st_size
     for share in (0.99, 0.5, 0.0):
         os.truncate(newer / name, int(share * size))
@@ -71,20 +69,20 @@ def test_a_missing_or_truncated_file(newer, name) -> None:
     assert newest_whole(newer.parent) == newer.parent / "step-1"
 
 
-def test_a_file_that_was_not_saved(newer) -> None:
+def test_a_file_that_was_not_saved(newer):
     """A tokenizer would be read with it."""
     (newer / "model" / "added_tokens.json").write_text("{}")
     refused(newer, "added_tokens.json: was not saved with the checkpoint")
 
 
-def test_a_file_that_grew(newer) -> None:
+def test_a_file_that_grew(newer):
     with (newer / LAYER).open("ab") as file:
         file.write(b"\0")
     refused(newer, str(newer / LAYER), "too long")
 
 
 @pytest.mark.parametrize("name", [LAYER, "model/config.json", "extra.json"])
-def test_a_flipped_bit(newer, name) -> None:
+def test_a_flipped_bit(newer, name):
     size = (newer / name).stat().st_size
     for share in (0.0, 0.01, 0.3, 0.7, 0.9, 1.0):
         place = min(int(share * size), size - 1)
@@ -93,7 +91,7 @@ def test_a_flipped_bit(newer, name) -> None:
         flip(newer / name, place, bit=5)
 
 
-def test_flipped_bits_of_the_manifest(newer) -> None:
+def test_flipped_bits_of_the_manifest(newer):
     path = newer / "manifest.json"
     text, draw = path.read_bytes(), random.Random(0)
     for _ in range(200):
@@ -104,7 +102,7 @@ def test_flipped_bits_of_the_manifest(newer) -> None:
 
 
 @pytest.mark.parametrize("name", [LAYER, "extra.json", "manifest.json", "tiles"])
-def test_links_are_not_followed(newer, name) -> None:
+def test_links_are_not_followed(newer, name):
     (newer / name).rename(newer.parent / "elsewhere")
     (newer / name).symlink_to(newer.parent / "elsewhere")
     refused(newer, str(newer / name), "links are not followed")
@@ -114,19 +112,19 @@ def test_links_are_not_followed(newer, name) -> None:
     "name",
     ["../step-1/extra.json", "/etc/passwd", "tiles/../extra.json", "a\\b", "", "./extra", "a\0b"],
 )
-def test_names_that_leave_the_folder(newer, name) -> None:
-    def edit(content: dict) -> None:
+def test_names_that_leave_the_folder(newer, name):
+    def edit(content):
         content["files"][name] = content["files"]["extra.json"]
 
     change(newer, edit)
     refused(newer, "manifest.json", "Predicate 'lies_inside' failed")
 
 
-def resized(content: dict, **changes: Any) -> None:
+def resized(content, **changes):
     content["files"][LAYER] |= changes
 
 
-def versions(content: dict, version: int) -> None:
+def versions(content, version):
     for tile in content["tiles"]:
         tile["version"] = version
 
@@ -189,7 +187,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("what", list(EDITS))
-def test_a_manifest_that_lies(newer, what) -> None:
+def test_a_manifest_that_lies(newer, what):
     edit, words = EDITS[what]
     change(newer, edit)
     with pytest.raises(InputError) as caught:
@@ -198,13 +196,13 @@ def test_a_manifest_that_lies(newer, what) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_checksums_that_cannot_be_made(newer) -> None:
+def test_checksums_that_cannot_be_made(newer):
     path = newer / "manifest.json"
     path.write_text(path.read_text().replace('"xxh3_64"', '"sha512"'))
     refused(newer, "algorithm: Predicate '", "of another version")
 
 
-def test_the_fallback_checksum(newer, monkeypatch, tmp_path) -> None:
+def test_the_fallback_checksum(newer, monkeypatch, tmp_path):
     """Recorded in the manifest, and read where xxhash is there, too."""
     monkeypatch.setattr(files, "ALGORITHM", "blake2b_64")
     engine_of().save(tmp_path / "fallback")
@@ -215,7 +213,7 @@ def test_the_fallback_checksum(newer, monkeypatch, tmp_path) -> None:
         Engine.load(tmp_path / "fallback", device="cpu")
 
 
-def test_deep_nesting(newer) -> None:
+def test_deep_nesting(newer):
     path = newer / "manifest.json"
     text = path.read_text().rstrip().removesuffix("}")
     for hostile in ('{"a":' * 100_000, text + ', "more": ' + '{"a":' * 900 + "1" + "}" * 901):
@@ -223,19 +221,19 @@ def test_deep_nesting(newer) -> None:
         refused(newer, "manifest.json")
 
 
-def test_a_huge_manifest(newer) -> None:
+def test_a_huge_manifest(newer):
     os.truncate(newer / "manifest.json", 1 << 40)  # a hole: it takes no room on the disk
     refused(newer, "manifest.json", "larger than 32 MiB")
 
 
-def test_a_hostile_header_that_is_signed(newer) -> None:
+def test_a_hostile_header_that_is_signed(newer):
     """The first piece is made to match; what it says of the planes is not believed."""
     path = newer / LAYER
     data = bytearray(path.read_bytes())
     data[:8] = (1 << 62).to_bytes(8, "little")
     path.write_bytes(data)
 
-    def edit(content: dict) -> None:
+    def edit(content):
         size = content["files"][LAYER]["pieces"][0][0]
         summed = files.ALGORITHMS[content["algorithm"]](bytes(data[:size]))
         content["files"][LAYER]["pieces"][0] = [size, summed]
@@ -244,7 +242,7 @@ def test_a_hostile_header_that_is_signed(newer) -> None:
     refused(newer, LAYER, "ask for a header of 4611686018427387904 bytes")
 
 
-def test_no_other_checkpoint_is_offered_where_there_is_none(newer, tmp_path) -> None:
+def test_no_other_checkpoint_is_offered_where_there_is_none(newer, tmp_path):
     shutil.rmtree(newer.parent / "step-1")
     (newer / LAYER).unlink()
     refused(newer, offers=False)
@@ -253,7 +251,7 @@ def test_no_other_checkpoint_is_offered_where_there_is_none(newer, tmp_path) -> 
             Engine.load(path)
 
 
-def test_a_run_and_a_misspelt_checkpoint_of_it_are_told_the_newest(newer, tmp_path) -> None:
+def test_a_run_and_a_misspelt_checkpoint_of_it_are_told_the_newest(newer, tmp_path):
     (tmp_path / "run").mkdir()
     shutil.move(newer.parent, tmp_path / "run" / "checkpoints")
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-9"):
@@ -261,11 +259,11 @@ def test_a_run_and_a_misspelt_checkpoint_of_it_are_told_the_newest(newer, tmp_pa
             Engine.load(path, device="cpu")
 
 
-def test_a_piece_across_planes(newer) -> None:
+def test_a_piece_across_planes(newer):
     """Written by somebody else, with other pieces: read all the same."""
     data = (newer / LAYER).read_bytes()
 
-    def edit(content: dict) -> None:
+    def edit(content):
         parts = [data[i : i + 5000] for i in range(0, len(data), 5000)]
         summed = files.ALGORITHMS[content["algorithm"]]
         content["files"][LAYER]["pieces"] = [[len(part), summed(part)] for part in parts]
@@ -276,7 +274,7 @@ def test_a_piece_across_planes(newer) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_whole_ones_are_listed_newest_first(newer) -> None:
+def test_whole_ones_are_listed_newest_first(newer):
     parent = newer.parent
     shutil.copytree(newer, parent / "a copy")
     (parent / "notes.txt").write_text("mine")
@@ -288,7 +286,7 @@ def test_whole_ones_are_listed_newest_first(newer) -> None:
     assert newest_whole(parent / "nothing") is None
 
 
-def test_rotation_keeps_the_newest_and_the_marked(two, tmp_path) -> None:
+def test_rotation_keeps_the_newest_and_the_marked(two, tmp_path):
     with pytest.MonkeyPatch.context():
         engine = engine_of(sizes={"num_hidden_layers": 1})
         for number in range(6):

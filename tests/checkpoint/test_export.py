@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +19,12 @@ from tests.parity.cases import in_dtype, llama, masters, parameters, same
 from tests.sweeps import swept
 
 
-def read(folder: Path) -> dict:
+def read(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     return parameters(model) | dict(model.named_buffers())
 
 
-def trained(folder: Path, **options) -> Engine:
+def trained(folder, **options):
     engine = engine_of(**options)
     for step in batches(2):
         engine.step(step)
@@ -34,7 +33,7 @@ def trained(folder: Path, **options) -> Engine:
 
 
 @swept(together=0, precision=["bf16", "fp32"], tied=[False, True])
-def test_float32_gives_the_exact_masters(precision, tied, tmp_path) -> None:
+def test_float32_gives_the_exact_masters(precision, tied, tmp_path):
     model = llama(tie_word_embeddings=tied)
     engine = trained(tmp_path / "saved", model=model, precision=precision)
     export(str(tmp_path / "saved"), tmp_path / "out", "float32")
@@ -42,7 +41,7 @@ def test_float32_gives_the_exact_masters(precision, tied, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_the_files_are_those_that_the_engine_writes(dtype, tmp_path) -> None:
+def test_the_files_are_those_that_the_engine_writes(dtype, tmp_path):
     """Down to the byte, and in the dtype of the model that the run began with by default."""
     engine = trained(tmp_path / "saved", model=in_dtype(moe(), torch.bfloat16), precision="bf16")
     engine.save_pretrained(tmp_path / "wanted", dtype=dtype)
@@ -53,8 +52,8 @@ def test_the_files_are_those_that_the_engine_writes(dtype, tmp_path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
 
 
-def test_what_was_attached_comes_along(tmp_path) -> None:
-    def attach(folder: Path) -> None:
+def test_what_was_attached_comes_along(tmp_path):
+    def attach(folder):
         (folder / "tokenizer.json").write_text("{}")
         (folder / "more").mkdir()
         (folder / "more" / "template.jinja").write_text("x")
@@ -69,7 +68,7 @@ def test_what_was_attached_comes_along(tmp_path) -> None:
     assert same({n: read(tmp_path / "out")[n] for n in masters(engine)}, masters(engine))
 
 
-def test_damaged_weights_are_not_exported(tmp_path) -> None:
+def test_damaged_weights_are_not_exported(tmp_path):
     trained(tmp_path / "saved", precision="bf16")
     tile = tmp_path / "saved" / "tiles" / "0002-layer-0.safetensors"
     for share in (0.001, 0.8, 0.99):
@@ -83,7 +82,7 @@ def test_damaged_weights_are_not_exported(tmp_path) -> None:
 @pytest.mark.parametrize("lost", ["manifest.json", "tiles/0001-prologue.safetensors"])
 def test_of_a_run_whose_newest_checkpoint_is_damaged_the_one_before_is_taken_and_said(
     lost, tmp_path, caplog
-) -> None:
+):
     saved = tmp_path / "run" / "checkpoints"
     trained(saved / "step-1")
     shutil.copytree(saved / "step-1", saved / "step-2")
@@ -95,7 +94,7 @@ def test_of_a_run_whose_newest_checkpoint_is_damaged_the_one_before_is_taken_and
 
 
 @pytest.mark.parametrize(("done", "said"), [(1, True), (2, False), ("[", False)])
-def test_of_a_run_that_has_gone_on_the_newer_state_is_named(done, said, tmp_path, caplog) -> None:
+def test_of_a_run_that_has_gone_on_the_newer_state_is_named(done, said, tmp_path, caplog):
     run = tmp_path / "run"
     engine = trained(run / "checkpoints" / "step-00000002")
     engine.save_pretrained(run / "model")
@@ -105,7 +104,7 @@ def test_of_a_run_that_has_gone_on_the_newer_state_is_named(done, said, tmp_path
     assert (f"its newest state is {newer}" in caplog.text) == said
 
 
-def test_a_configuration_without_weights_is_no_model(tmp_path) -> None:
+def test_a_configuration_without_weights_is_no_model(tmp_path):
     """A checkpoint that has lost its manifest looks like one."""
     trained(tmp_path / "saved")
     (tmp_path / "saved" / "manifest.json").unlink()
@@ -114,7 +113,7 @@ def test_a_configuration_without_weights_is_no_model(tmp_path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_were_never_trained(tmp_path) -> None:
+def test_weights_that_were_never_trained(tmp_path):
     engine = Engine(llama(), device="cpu", precision="bf16")
     engine.save(tmp_path / "saved")
     export(str(tmp_path / "saved"), tmp_path / "out", "bfloat16")
@@ -122,7 +121,7 @@ def test_weights_that_were_never_trained(tmp_path) -> None:
     assert all(torch.equal(got[n], master.bfloat16()) for n, master in engine.named_masters())
 
 
-def test_the_benchmark_of_saves(tmp_path, monkeypatch, capsys) -> None:
+def test_the_benchmark_of_saves(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(files, "PIECE_BYTES", 1 << 20)
     words = "--shape toy --layers 1 --device cpu --precision fp32 --sequences 2 --micro-batch 1"
     words += " --sequence-length 8 --warmup 1 --steps 2 --saves 1"

@@ -12,7 +12,7 @@ from megatrain.checkpoint import files
 SIZES = (123, 4096 - 123, 1, 4095, 3 * 4096 + 7, 20_000, 4096, 5)
 
 
-def written(path) -> bytes:
+def written(path):
     """A file of pieces with sizes like these, written last piece first."""
     data = torch.randint(256, (sum(SIZES),), dtype=torch.uint8)
     pieces = list(zip(data.split(SIZES), torch.tensor(SIZES).cumsum(0).tolist(), strict=True))
@@ -23,11 +23,11 @@ def written(path) -> bytes:
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[tuple[int, int, int]]:
+def calls(monkeypatch):
     """`(handle, bytes, offset)` of all writes from now on; direct ones in blocks of two pages."""
     made: list[tuple[int, int, int]] = []
 
-    def pwrite(handle: int, part, offset: int) -> int:
+    def pwrite(handle, part, offset):
         made.append((handle, len(part), offset))
         return os.pwrite(handle, part, offset)
 
@@ -36,7 +36,7 @@ def calls(monkeypatch) -> list[tuple[int, int, int]]:
     return made
 
 
-def test_whole_blocks_go_past_the_page_cache(tmp_path, calls) -> None:
+def test_whole_blocks_go_past_the_page_cache(tmp_path, calls):
     assert written(tmp_path / "file") == (tmp_path / "file").read_bytes()
     [direct] = {handle for handle, size, _ in calls if size >= 4096}
     past = [(size, offset) for handle, size, offset in calls if handle == direct]
@@ -46,8 +46,8 @@ def test_whole_blocks_go_past_the_page_cache(tmp_path, calls) -> None:
     assert all(size < 4096 for handle, size, _ in calls if handle != direct)
 
 
-def test_where_there_is_no_direct_access_all_goes_through_the_cache(tmp_path, calls) -> None:
-    def refusing(path, flags: int, *mode: int) -> int:
+def test_where_there_is_no_direct_access_all_goes_through_the_cache(tmp_path, calls):
+    def refusing(path, flags, *mode):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return os.open(path, flags, *mode)

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine
@@ -19,7 +18,7 @@ SLACK = 128 * MIB  # a piece for each thread, their stacks, the manifest
 
 
 @pytest.mark.exhaustive
-def test_peaks(tmp_path) -> None:
+def test_peaks(tmp_path):
     """A process of its own, whose peak is its own."""
     command = [sys.executable, "-m", "tests.checkpoint.test_memory", str(tmp_path)]
     run = subprocess.run(
@@ -31,9 +30,9 @@ def test_peaks(tmp_path) -> None:
     assert sizes["loading"] < sizes["planes"] + SLACK
 
 
-def test_spare_memory_shrinks_to_what_there_is(tmp_path) -> None:
+def test_spare_memory_shrinks_to_what_there_is(tmp_path):
     class Full(CpuDevice):
-        def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool):
+        def host(self, name, numel, dtype, *, pinned):
             if name == "spare room of saves" and numel > 3 * 4096:
                 raise DoesNotFit("no host memory")
             return super().host(name, numel, dtype, pinned=pinned)
@@ -44,7 +43,7 @@ def test_spare_memory_shrinks_to_what_there_is(tmp_path) -> None:
     assert engine.memory()["host_checkpoint_bytes"] == 2 * 4096
 
 
-def measure(folder: Path) -> dict[str, int]:
+def measure(folder):
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=768,
@@ -65,13 +64,13 @@ def measure(folder: Path) -> dict[str, int]:
     return {"saving": saving, "loading": loading, "planes": engine.memory()["host_bytes"]}
 
 
-def _peak_from_here() -> int:
+def _peak_from_here():
     """Forget the peak so far; resident bytes now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
 
-def _status(key: str) -> int:
+def _status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 

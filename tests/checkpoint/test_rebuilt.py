@@ -11,7 +11,6 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
-    PreTrainedModel,
     dynamic_module_utils,
 )
 
@@ -24,14 +23,14 @@ from tests.parity.cases import llama
 class Scaled(LlamaForCausalLM):
     """A class of the user's own, under a name of its own."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         found = super().forward(*args, **kwargs)
         found.logits = found.logits * 0.5
         return found
 
 
-def of_class(name: str) -> Callable[[PreTrainedModel], None]:
-    def change(model: PreTrainedModel) -> None:
+def of_class(name):
+    def change(model):
         model.__class__ = type(name, (Scaled,), {})
 
     return change
@@ -40,59 +39,59 @@ def of_class(name: str) -> Callable[[PreTrainedModel], None]:
 class Adapted(nn.Linear):
     """A projection with a low-rank part, as adapters have."""
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base):
         super().__init__(base.in_features, base.out_features, bias=False)
         self.down = nn.Linear(base.in_features, 2, bias=False)
         self.up = nn.Linear(2, base.out_features, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) + self.up(self.down(x))
 
 
-def adapted(model: Any) -> None:
+def adapted(model):
     attention = model.model.layers[1].self_attn
     attention.q_proj = Adapted(attention.q_proj)
 
 
-def cut(model: Any) -> None:
+def cut(model):
     model.model.layers = model.model.layers[:2]
 
 
-def tied_by_hand(model: Any) -> None:
+def tied_by_hand(model):
     model.lm_head.weight = model.model.embed_tokens.weight
 
 
-def untied_by_hand(model: Any) -> None:
+def untied_by_hand(model):
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
 
 
-def with_bias(model: Any) -> None:
+def with_bias(model):
     model.lm_head.bias = nn.Parameter(torch.ones(model.lm_head.out_features))
 
 
-def scaled(model: Any) -> None:
+def scaled(model):
     model.model.layers[2].self_attn.scaling = 0.5
 
 
-def other_activation(model: Any) -> None:
+def other_activation(model):
     model.model.layers[0].mlp.act_fn = nn.Tanh()
 
 
-def own_configuration(model: Any) -> None:
+def own_configuration(model):
     attention = model.model.layers[1].self_attn
     attention.config = copy.deepcopy(attention.config)
     attention.config._attn_implementation = "eager"
 
 
-def rounded(model: Any) -> None:
+def rounded(model):
     model.to(torch.bfloat16)
 
 
-def other_frequencies(model: Any) -> None:
+def other_frequencies(model):
     model.model.rotary_emb.inv_freq.mul_(0.5)
 
 
-def more_of_a_buffer(model: Any) -> None:
+def more_of_a_buffer(model):
     model.lm_head.register_buffer("offset", torch.ones(3))
 
 
@@ -112,20 +111,20 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
-def changed(what: str) -> PreTrainedModel:
+def changed(what):
     model = llama()
     CHANGES[what][0](model)
     return model
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_could_not_be_loaded_is_refused_at_once(what) -> None:
+def test_what_could_not_be_loaded_is_refused_at_once(what):
     with pytest.raises(InputError, match=CHANGES[what][1]) as caught:
         Engine(changed(what), optimizer=AdamW(), device="cpu")
     assert "\n" not in str(caught.value)
 
 
-def test_a_head_that_was_untied() -> None:
+def test_a_head_that_was_untied():
     model = llama(tie_word_embeddings=True)
     untied_by_hand(model)
     with pytest.raises(InputError, match=r"lm_head\.weight is a parameter of shape .* tied to"):
@@ -134,7 +133,7 @@ def test_a_head_that_was_untied() -> None:
 
 @pytest.mark.parametrize("optimizer", [None, AdamW()])
 @pytest.mark.parametrize("what", ["an attribute", "a cast", "a head with a bias"])
-def test_what_is_not_to_be_saved_is_computed_and_not_saved(what, optimizer, tmp_path) -> None:
+def test_what_is_not_to_be_saved_is_computed_and_not_saved(what, optimizer, tmp_path):
     model, batch = changed(what), batches(1)[0][0]
     options = {"precision": "fp32", "device": "cpu", "saveable": False}
     with Engine(model, optimizer=optimizer, **options) as engine:
@@ -148,7 +147,7 @@ def test_what_is_not_to_be_saved_is_computed_and_not_saved(what, optimizer, tmp_
     assert not (tmp_path / "saved").exists()
 
 
-def test_what_was_set_in_the_configuration_is_no_difference() -> None:
+def test_what_was_set_in_the_configuration_is_no_difference():
     model = llama(num_hidden_layers=2, tie_word_embeddings=True, attention_dropout=0.1)
     model.eval()
     model.generation_config.max_length = 7
@@ -160,7 +159,7 @@ def test_what_was_set_in_the_configuration_is_no_difference() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_a_model_with_resized_tables_trains_and_comes_back(family, tmp_path) -> None:
+def test_a_model_with_resized_tables_trains_and_comes_back(family, tmp_path):
     model = tiny_model(family)
     rows = model.config.vocab_size + 8
     model.resize_token_embeddings(rows)
@@ -182,7 +181,7 @@ def test_a_model_with_resized_tables_trains_and_comes_back(family, tmp_path) -> 
 
 
 @pytest.mark.parametrize("family", ["mixtral", "got_ocr2"])
-def test_the_chosen_attention_and_experts_come_back(family, tmp_path) -> None:
+def test_the_chosen_attention_and_experts_come_back(family, tmp_path):
     model = tiny_model(family)
     model.set_attn_implementation("eager")
     chosen = {"": "eager", "text_config": "sdpa"} if family == "got_ocr2" else "eager"
@@ -197,9 +196,7 @@ def test_the_chosen_attention_and_experts_come_back(family, tmp_path) -> None:
     assert inside._experts_implementation == model.config.get_text_config()._experts_implementation
 
 
-def test_a_computed_buffer_comes_back_though_it_is_computed_otherwise(
-    tmp_path, monkeypatch
-) -> None:
+def test_a_computed_buffer_comes_back_though_it_is_computed_otherwise(tmp_path, monkeypatch):
     """As by another version of transformers."""
     engine = engine_of()
     engine.save(tmp_path / "saved")
@@ -207,7 +204,7 @@ def test_a_computed_buffer_comes_back_though_it_is_computed_otherwise(
     wanted = engine._spec.capture.model.get_buffer(name).clone()
     build = AutoModelForCausalLM.from_config
 
-    def other(*args: Any, **kwargs: Any) -> PreTrainedModel:
+    def other(*args, **kwargs):
         model = build(*args, **kwargs)
         model.get_buffer(name).mul_(1.5)
         return model
@@ -219,7 +216,7 @@ def test_a_computed_buffer_comes_back_though_it_is_computed_otherwise(
     assert [again.step(s).loss for s in steps] == [engine.step(s).loss for s in steps]
 
 
-def test_computed_buffers_of_another_model_are_refused(tmp_path, monkeypatch) -> None:
+def test_computed_buffers_of_another_model_are_refused(tmp_path, monkeypatch):
     engine = engine_of()
     engine._opened.source.untrained.computed = {"model.rotary_emb.inv_freq": torch.ones(3)}
     engine.save(tmp_path / "saved")
@@ -227,7 +224,7 @@ def test_computed_buffers_of_another_model_are_refused(tmp_path, monkeypatch) ->
         Engine.load(tmp_path / "saved", device="cpu")
 
 
-def test_a_text_model_of_a_larger_one_is_opened_from_its_export(tmp_path) -> None:
+def test_a_text_model_of_a_larger_one_is_opened_from_its_export(tmp_path):
     model, batch = tiny_model("emu3"), batches(1)[0][0]
     with Engine(model, precision="fp32", device="cpu") as engine:
         engine.save_pretrained(tmp_path / "out")
@@ -249,9 +246,7 @@ class OwnModel(LlamaForCausalLM):
 """
 
 
-def test_code_that_came_with_a_folder_goes_along_and_of_a_module_is_refused(
-    tmp_path, monkeypatch
-) -> None:
+def test_code_that_came_with_a_folder_goes_along_and_of_a_module_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "given"
     llama().save_pretrained(folder)

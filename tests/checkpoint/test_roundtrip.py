@@ -37,12 +37,12 @@ PLACEMENTS = {
 CASES = list(itertools.product(("fp32", "bf16"), (0.5, None), (False, True), (0.0, 0.3)))
 
 
-def go_on(engine: Engine, steps: list) -> list[tuple[float, float]]:
+def go_on(engine, steps):
     results = [engine.step(step) for step in steps]
     return [(r.loss, r.grad_norm) for r in results]
 
 
-def check(engine: Engine, tmp_path, load: dict | None = None, steps: int = 4) -> Engine:
+def check(engine, tmp_path, load=None, steps=4):
     """Save in the middle of a run, go on, and go on again from what was saved."""
     given = batches(steps)
     go_on(engine, given[: steps // 2])
@@ -64,7 +64,7 @@ def check(engine: Engine, tmp_path, load: dict | None = None, steps: int = 4) ->
     tied=[False, True],
     dropout=[0.0, 0.3],
 )
-def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp_path) -> None:
+def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp_path):
     number = CASES.index((precision, clip, tied, dropout))
     placement = list(PLACEMENTS.values())[number % len(PLACEMENTS)]
     sizes = {"tie_word_embeddings": tied, "attention_dropout": dropout}
@@ -75,7 +75,7 @@ def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp
     ("before", "after", "rule"),
     with_rules(list(itertools.permutations(PLACEMENTS, 2)), 20, plain=6),
 )
-def test_another_placement_goes_on_bit_for_bit(before, after, rule, tmp_path) -> None:
+def test_another_placement_goes_on_bit_for_bit(before, after, rule, tmp_path):
     first, then = PLACEMENTS[before], PLACEMENTS[after]
     engine = engine_of(precision="bf16", placement=first, rule=rule)
     again = check(engine, tmp_path, {"placement": then}, steps=2)
@@ -83,14 +83,14 @@ def test_another_placement_goes_on_bit_for_bit(before, after, rule, tmp_path) ->
     assert again.optimizer.rule == engine.optimizer.rule
 
 
-def test_frozen_parameters_stay_frozen(tmp_path) -> None:
+def test_frozen_parameters_stay_frozen(tmp_path):
     model = frozen(llama(), lambda name: "layers.1" in name or name == "lm_head.weight")
     again = check(engine_of(model=model, precision="bf16"), tmp_path)
     trained = {n for g in again.optimizer.param_groups for n in g["param_names"]}
     assert all("layers.1" in name or name == "lm_head.weight" for name in trained)
 
 
-def test_changed_groups_come_back_exactly(tmp_path) -> None:
+def test_changed_groups_come_back_exactly(tmp_path):
     engine = engine_of()
     for group in engine.optimizer.param_groups:
         group |= {"lr": 1 / 3, "betas": (0.1 + 0.2, 0.95), "initial_lr": torch.tensor(0.25)}
@@ -101,7 +101,7 @@ def test_changed_groups_come_back_exactly(tmp_path) -> None:
         assert (group["initial_lr"], group["eps"]) == (0.25, np.float32(0.1))
 
 
-def test_groups_that_were_split_come_back_and_go_on(tmp_path) -> None:
+def test_groups_that_were_split_come_back_and_go_on(tmp_path):
     engine = engine_of()
     first = engine.optimizer.param_groups[0]
     moved = [first["params"].pop(place) for place in (5, 2)]
@@ -114,7 +114,7 @@ def test_groups_that_were_split_come_back_and_go_on(tmp_path) -> None:
     assert {name for name in after if torch.equal(after[name], before[name])} == set(groups[2])
 
 
-def moe() -> DeepseekV3ForCausalLM:
+def moe():
     torch.manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=128, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
@@ -126,7 +126,7 @@ def moe() -> DeepseekV3ForCausalLM:
     return noisy(DeepseekV3ForCausalLM(config))
 
 
-def test_persistent_buffers_come_back(tmp_path) -> None:
+def test_persistent_buffers_come_back(tmp_path):
     model = moe()
     biases = {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
     assert biases
@@ -137,7 +137,7 @@ def test_persistent_buffers_come_back(tmp_path) -> None:
     assert same({n: loaded[n] for n in biases}, biases)
 
 
-def test_an_engine_without_optimizer(tmp_path) -> None:
+def test_an_engine_without_optimizer(tmp_path):
     engine = Engine(llama(), device="cpu", precision="bf16")
     engine.save(tmp_path / "saved")
     again = Engine.load(tmp_path / "saved", device="cpu")
@@ -146,7 +146,7 @@ def test_an_engine_without_optimizer(tmp_path) -> None:
     assert torch.equal(again.logits(batch), engine.logits(batch))
 
 
-def test_the_extra_state_comes_back(tmp_path) -> None:
+def test_the_extra_state_comes_back(tmp_path):
     extra: dict[str, Any] = {"loader": {"row": 3, "seeds": [1, 2]}, "text": "é\n", "none": None}
     engine = engine_of()
     engine.step(batches(1)[0])
@@ -160,20 +160,20 @@ def test_the_extra_state_comes_back(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("extra", [{"x": {1, 2}}, {"x": float("nan")}, {1: 0, "1": 0}])
-def test_an_extra_state_that_could_not_be_read_is_refused(extra, tmp_path) -> None:
+def test_an_extra_state_that_could_not_be_read_is_refused(extra, tmp_path):
     with pytest.raises(InputError, match="extra state"):
         engine_of().save(tmp_path / "saved", extra=extra)
     assert not (tmp_path / "saved").exists()
 
 
-def test_a_change_of_precision_is_refused(tmp_path) -> None:
+def test_a_change_of_precision_is_refused(tmp_path):
     engine_of(precision="bf16").save(tmp_path / "saved")
     with pytest.raises(InputError, match="'fp32'.*trained in 'bf16'"):
         Engine.load(tmp_path / "saved", precision="fp32")
     assert Engine.load(tmp_path / "saved", precision="bf16", device="cpu").optimizer is not None
 
 
-def test_another_limit_of_the_norm(tmp_path) -> None:
+def test_another_limit_of_the_norm(tmp_path):
     engine_of(clip=1.0).save(tmp_path / "saved")
     steps = batches(2)
     clipped, free = (
@@ -186,7 +186,7 @@ def test_another_limit_of_the_norm(tmp_path) -> None:
     assert not same(masters(clipped), masters(free))
 
 
-def test_other_tiles_are_filled_by_name(tmp_path) -> None:
+def test_other_tiles_are_filled_by_name(tmp_path):
     """Every parameter in a tile of its own, last ones first."""
     engine = engine_of(precision="bf16", model=frozen(llama(), lambda n: "layers.0" not in n))
     for step in batches(2):
@@ -208,7 +208,7 @@ def test_other_tiles_are_filled_by_name(tmp_path) -> None:
                 assert torch.equal(entry.view(one.data), there.view(two.data))
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     engine_of().save(tmp_path / "saved")
     checkpoint = open_checkpoint(tmp_path / "saved")
     other = engine_of(sizes={"num_hidden_layers": 2})
@@ -222,7 +222,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path) -> None:
         read_tiles(checkpoint, other._store.tiles, 1)
 
 
-def half_frozen() -> Any:
+def half_frozen():
     return frozen(llama(), lambda name: "layers.0.mlp" in name)
 
 
@@ -238,7 +238,7 @@ def half_frozen() -> Any:
 )
 def test_other_states_and_masters_are_made_of_the_saved_ones(
     states, bits, new_states, new_bits, precision, tmp_path, caplog, monkeypatch
-) -> None:
+):
     monkeypatch.setitem(SWEPT, "saved", partial(AdamW, states=states, master=bits))
     engine = engine_of(precision=precision, rule="saved", model=half_frozen())
     go_on(engine, batches(3))
@@ -269,13 +269,13 @@ def test_other_states_and_masters_are_made_of_the_saved_ones(
     assert same(state(third), state(again))
 
 
-def test_24_bits_of_layers_in_fp32_are_refused(monkeypatch) -> None:
+def test_24_bits_of_layers_in_fp32_are_refused(monkeypatch):
     monkeypatch.setitem(SWEPT, "short", partial(AdamW, master=24))
     with pytest.raises(InputError, match="master is 24, but layers in fp32 keep all 32 bits"):
         engine_of(precision="fp32", rule="short")
 
 
-def test_states_of_a_rule_that_has_no_choice_are_refused(tmp_path) -> None:
+def test_states_of_a_rule_that_has_no_choice_are_refused(tmp_path):
     engine_of(rule="lion").save(tmp_path / "saved")
     with pytest.raises(InputError, match="states is 'int8', but lion has no such choice"):
         Engine.load(tmp_path / "saved", device="cpu", states="int8")
@@ -290,9 +290,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("taken", [True, False])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_of_torch_goes_on_or_its_first_rates_are_told(
-    name: str, taken: bool, tmp_path, caplog
-) -> None:
+def test_a_schedule_of_torch_goes_on_or_its_first_rates_are_told(name, taken, tmp_path, caplog):
     steps, engine = batches(4), engine_of()
     schedule = SCHEDULES[name](engine.optimizer)
     for step in steps[:2]:

@@ -24,7 +24,7 @@ def unfinished(trained, tmp_path):
     return folder
 
 
-def losses(folder) -> list[tuple[int, float]]:
+def losses(folder):
     return [(r["step"], r["loss"]) for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
 
 

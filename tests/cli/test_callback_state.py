@@ -11,7 +11,7 @@ SHORT = ["training.eval_every=null", "data.eval_fraction=0", "checkpoint.every=1
          "checkpoint.keep=9", "training.batch_size=2", "schedule.name=linear"]  # fmt: skip
 
 
-def rates(run_file) -> list[float]:
+def rates(run_file):
     records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
     return [record["lr"] for record in records if "lr" in record]
 

@@ -25,7 +25,7 @@ SMALL = {
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     tokenizer = chat_tokenizer("qwen")
     folder = tmp_path / "tiny"
     llama(vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(folder)
@@ -33,13 +33,13 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def written(folder: Path, rows: list[dict]) -> Path:
+def written(folder, rows):
     folder.mkdir()
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder / "train.jsonl"
 
 
-def talks() -> list[dict]:
+def talks():
     said = [(f"What is {n} + 30?", f"It is {n + 30}.") for n in range(24)]
     return [
         {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
@@ -47,7 +47,7 @@ def talks() -> list[dict]:
     ]
 
 
-def trained(megatrain, name: str, model: Path, data: Path) -> list[dict]:
+def trained(megatrain, name, model, data):
     given = {"model__path": str(model), "data__path": str(data)} | SMALL
     result = megatrain("train", EXAMPLES / name, *sets(**given))
     assert result.exit_code == 0, result.output

@@ -13,7 +13,7 @@ OPTIONS = ["--max-new-tokens", "4", "--temperature", "0", "--device", "cpu", "--
 PROMPTS = ["the cat", "a dog ran"]
 
 
-def alone(megatrain, folder) -> list[str]:
+def alone(megatrain, folder):
     """Each prompt with its continuation, one command each."""
     results = [megatrain("generate", folder, "--prompt", each, *OPTIONS) for each in PROMPTS]
     assert all(result.exit_code == 0 for result in results), results[0].output

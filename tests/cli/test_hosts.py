@@ -1,10 +1,7 @@
 """A run on several hosts is that of one rank; what a host lacks is said before a step."""
 
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,12 +15,12 @@ from tests.parity.ranks import run_ranks
 
 
 @contextmanager
-def laid_out(ranks_of_a_host: str) -> Iterator[list[tuple[int, int]]]:
+def laid_out(ranks_of_a_host):
     """As torchrun starts them; of engines made meanwhile, how many hosts and ranks of each."""
     shapes: list[tuple[int, int]] = []
     opened = Engine.__init__
 
-    def noted(engine: Engine, *given: Any, **options: Any) -> None:
+    def noted(engine, *given, **options):
         opened(engine, *given, **options)
         shapes.append((engine.ranks.replicas.size, engine.ranks.shards.size))
 
@@ -35,12 +32,12 @@ def laid_out(ranks_of_a_host: str) -> Iterator[list[tuple[int, int]]]:
 
 
 @pytest.mark.exhaustive
-def test_a_run_on_two_hosts_goes_on_with_one_rank(megatrain, run_file, tmp_path: Path) -> None:
+def test_a_run_on_two_hosts_goes_on_with_one_rank(megatrain, run_file, tmp_path):
     changed = [part for each in CHANGED for part in ("--set", each)]
     megatrain.done("train", run_file, *changed, "--set", "output.folder=one")
     folder = str(tmp_path / "several")
 
-    def work(group: Any) -> tuple[str, Any]:
+    def work(group):
         with laid_out("2") as shapes:
             return run_of(run_file, folder, at=stopped_at(3))(group), shapes
 
@@ -50,8 +47,8 @@ def test_a_run_on_two_hosts_goes_on_with_one_rank(megatrain, run_file, tmp_path:
     assert_same_run(tmp_path / "one", tmp_path / "several")
 
 
-def test_hosts_of_other_sizes_and_folders_are_refused(run_file, tmp_path: Path) -> None:
-    def work(group: Any) -> None:
+def test_hosts_of_other_sizes_and_folders_are_refused(run_file, tmp_path):
+    def work(group):
         rank, listed = dist.get_rank(), os.listdir
         with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(1 + (rank > 0))):
             words = "rank 1 is one of 2 on its host, and rank 0 one of 1: start as many"
@@ -67,10 +64,10 @@ def test_hosts_of_other_sizes_and_folders_are_refused(run_file, tmp_path: Path) 
     assert not [path for path in (tmp_path / "unseen").iterdir() if "seen" in path.name]
 
 
-def test_full_sharding_keeps_the_model_once_on_all_hosts(run_file, tmp_path: Path) -> None:
+def test_full_sharding_keeps_the_model_once_on_all_hosts(run_file, tmp_path):
     changed = "engine.sharding=full", "training.steps=1"
 
-    def work(group: Any) -> list[Any]:
+    def work(group):
         with laid_out("1") as shapes:
             run_of(run_file, str(tmp_path / "full"), *changed)(group)
         return shapes

@@ -5,11 +5,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +16,7 @@ from safetensors.torch import load_file
 
 from megatrain.checkpoint import verify
 from megatrain.config import load
-from megatrain.data import Step, open_stream
+from megatrain.data import open_stream
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.parallel.distributed import ProcessGroups, patience
 from megatrain.parallel.launch import joined
@@ -34,25 +31,18 @@ from tests.race.schedule import Alike
 CHANGED = ("training.micro_batch_size=1", "training.batch_size=2", "checkpoint.every=3")
 
 
-def run_of(
-    run_file: Path,
-    folder: str,
-    *changed: str,
-    resume: bool = False,
-    at: Callable[[int], None] | None = None,
-    callbacks: Sequence[Any] = (),
-) -> Callable[[Any], str]:
+def run_of(run_file, folder, *changed, resume=False, at=None, callbacks=()):
     """A run, as a process of several does it; before a step it calls `at` with what is done."""
 
-    def work(group: Any) -> str:
+    def work(group):
         @contextmanager
-        def joined() -> Iterator[Any]:
+        def joined():
             yield ProcessGroups(dist.get_rank(), dist.get_world_size(), host=group)
 
         config = load(run_file, [*CHANGED, *changed, f"output.folder={folder}"])
         taken = Steps.take
 
-        def take(steps: Steps) -> Any:
+        def take(steps):
             if at is not None:
                 at(steps.done)
             return taken(steps)
@@ -67,23 +57,23 @@ def run_of(
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, caplog) -> None:
+def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, caplog):
     """A rank of two dies, three are told to stop, and one finishes, as one that does all of it."""
     changed = [part for each in CHANGED for part in ("--set", each)]
     megatrain.done("train", run_file, *changed, "--set", "output.folder=one")
     folder = tmp_path / "several"
 
-    def dies(done: int) -> None:
+    def dies(done):
         if done == 4 and dist.get_rank() == 1:
             while not (folder / "checkpoints" / "step-00000003").exists():
                 time.sleep(0.01)
             os._exit(0)
 
-    def told(done: int) -> None:
+    def told(done):
         if done == 4 and dist.get_rank() == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def lost(group: Any) -> None:
+    def lost(group):
         with pytest.raises(RunFailed, match="rank 0 of 2 has lost the others"):
             run_of(run_file, str(folder), *on_disk, at=dies)(group)
         os._exit(0)
@@ -104,7 +94,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, c
     assert_same_run(tmp_path / "one", tmp_path / "several")
 
 
-def assert_same_run(one: Path, several: Path, least: float = 1e-12) -> None:
+def assert_same_run(one, several, least=1e-12):
     """Within the order of sums, in the log and the model.
 
     Args: `least`: what numbers of the log may differ by that are sums of both signs.
@@ -127,7 +117,7 @@ STREAMED = (
 
 
 @pytest.mark.exhaustive
-def test_a_run_of_ranks_that_share_rows_is_that_of_one(megatrain, run_file, tmp_path) -> None:
+def test_a_run_of_ranks_that_share_rows_is_that_of_one(megatrain, run_file, tmp_path):
     """Two stop on the way, and go on as one; rows are filled up to different lengths."""
     changed = ("data.packing=false", "training.micro_batch_size=2", "training.steps=4")
     given = [part for each in (*CHANGED, *changed) for part in ("--set", each)]
@@ -139,10 +129,10 @@ def test_a_run_of_ranks_that_share_rows_is_that_of_one(megatrain, run_file, tmp_
     assert_same_run(tmp_path / "one", tmp_path / "several")
 
 
-def stopped_at(done: int) -> Callable[[int], None]:
+def stopped_at(done):
     """The last rank is told to stop after so many steps."""
 
-    def told(taken: int) -> None:
+    def told(taken):
         if taken == done and dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -150,7 +140,7 @@ def stopped_at(done: int) -> Callable[[int], None]:
 
 
 @pytest.mark.exhaustive
-def test_a_streamed_run_with_samples_is_that_of_one(megatrain, run_file, tmp_path) -> None:
+def test_a_streamed_run_with_samples_is_that_of_one(megatrain, run_file, tmp_path):
     """Two ranks begin it, of other blocks of the stream than those in which three go on."""
     held = tmp_path / "held.jsonl"
     held.write_text("".join((tmp_path / "rows.jsonl").read_text().splitlines(True)[:9]))
@@ -171,10 +161,10 @@ def test_a_streamed_run_with_samples_is_that_of_one(megatrain, run_file, tmp_pat
     assert len(made) == 2 and all(each["text"] for some in made for each in some)
 
 
-def test_a_rank_with_other_rows_or_no_room_is_heard_by_all(run_file, tmp_path) -> None:
+def test_a_rank_with_other_rows_or_no_room_is_heard_by_all(run_file, tmp_path):
     """Rows that differ end the run before the step; keys and values without room cost a warning."""
 
-    def work(group: Any) -> list[str]:
+    def work(group):
         rank = dist.get_rank()
         other = tmp_path / f"rows of {rank}.jsonl"
         rows = (tmp_path / "rows.jsonl").read_text().splitlines(True)
@@ -187,7 +177,7 @@ def test_a_rank_with_other_rows_or_no_room_is_heard_by_all(run_file, tmp_path) -
         ):
             differing(group)
 
-        def full(*needed: Any) -> None:
+        def full(*needed):
             if rank:
                 raise DoesNotFit("no room for keys and values")
 
@@ -206,15 +196,15 @@ def test_a_rank_with_other_rows_or_no_room_is_heard_by_all(run_file, tmp_path) -
         assert len(told) == 1 and "no room for keys and values" in told[0]
 
 
-def opened(path: Path, given: Any, **options: Any) -> Any:
+def opened(path, given, **options):
     """A stream of another file than the given one."""
     return open_stream(str(path), **options)
 
 
-def test_every_micro_batch_is_one_ranks_own() -> None:
+def test_every_micro_batch_is_one_ranks_own():
     """In their order, and each rank has one, without labels if there are too few."""
 
-    def step(*rows: int) -> Step:
+    def step(*rows):
         return [
             {"input_ids": torch.ones(n, 5).long(), "labels": torch.ones(n, 5).long()} for n in rows
         ]
@@ -238,7 +228,7 @@ FEW = (
 )
 
 
-def test_micro_batches_are_cut_for_ranks_that_would_have_none() -> None:
+def test_micro_batches_are_cut_for_ranks_that_would_have_none():
     """As far as there are rows, each of which comes once and in its order."""
     numbers = torch.arange(9)[:, None] + torch.zeros(9, 2).long()
     for rows, count, wanted in (
@@ -255,7 +245,7 @@ def test_micro_batches_are_cut_for_ranks_that_would_have_none() -> None:
             assert torch.equal(joined, numbers[: sum(rows)] + more)
 
 
-def test_each_rank_has_a_micro_batch_if_there_are_enough() -> None:
+def test_each_rank_has_a_micro_batch_if_there_are_enough():
     """However uneven they are."""
     for sizes in itertools.product((1, 9, 90), repeat=4):
         step = [{"input_ids": torch.ones(1, n).long(), "labels": torch.ones(1, n)} for n in sizes]
@@ -263,9 +253,9 @@ def test_each_rank_has_a_micro_batch_if_there_are_enough() -> None:
         assert [id(each) for part in parts for each in part] == [id(each) for each in step]
 
 
-def test_a_step_with_fewer_replies_than_ranks_is_refused(run_file) -> None:
+def test_a_step_with_fewer_replies_than_ranks_is_refused(run_file):
     @contextmanager
-    def joined() -> Iterator[Any]:
+    def joined():
         yield Alike(0, 9)
 
     config = load(run_file, [*FEW, "training.batch_size=4"])
@@ -276,7 +266,7 @@ def test_a_step_with_fewer_replies_than_ranks_is_refused(run_file) -> None:
         train(config, "run")
 
 
-def test_a_restart_by_torchrun_does_not_see_addresses_of_processes_that_ended(monkeypatch) -> None:
+def test_a_restart_by_torchrun_does_not_see_addresses_of_processes_that_ended(monkeypatch):
     kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": kept.port, "RANK": 0, "WORLD_SIZE": 2}
     for name, value in {**given, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
@@ -291,13 +281,13 @@ def test_a_restart_by_torchrun_does_not_see_addresses_of_processes_that_ended(mo
 
 
 @pytest.mark.parametrize("told", ["10m", "0", "-1", "", "1000001"])
-def test_a_timeout_that_is_none_is_refused_by_name(monkeypatch, told) -> None:
+def test_a_timeout_that_is_none_is_refused_by_name(monkeypatch, told):
     monkeypatch.setenv("MEGATRAIN_RANK_TIMEOUT", told)
     with pytest.raises(InputError, match="MEGATRAIN_RANK_TIMEOUT is"):
         patience()
 
 
-def test_ranks_that_cannot_meet_say_so_in_a_line(monkeypatch) -> None:
+def test_ranks_that_cannot_meet_say_so_in_a_line(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -305,7 +295,7 @@ def test_ranks_that_cannot_meet_say_so_in_a_line(monkeypatch) -> None:
         pass
 
 
-def test_devices_are_started_by_torchrun(megatrain, run_file) -> None:
+def test_devices_are_started_by_torchrun(megatrain, run_file):
     with mock.patch("megatrain.parallel.launch.launch", return_value=3) as launched:
         result = megatrain("train", run_file, *sets(engine__devices=2), "--resume")
     given = ["train", str(run_file), "--set", "engine.devices=2", "--resume"]

@@ -1,7 +1,5 @@
 """Each causal-LM family of transformers trains as in plain torch, or is refused with a reason."""
 
-from typing import Any
-
 import pytest
 
 from megatrain import AdamW, Engine
@@ -15,7 +13,7 @@ from tests.families.examine import (
     examine,
 )
 from tests.families.parity import compare
-from tests.families.plain import Trained, make_steps, plain_training
+from tests.families.plain import make_steps, plain_training
 from tests.families.report import documented, documents_this_version
 from tests.families.roundtrip import EXACT, WRONG, round_trips
 from tests.families.sizes import VARIANTS
@@ -67,7 +65,7 @@ QUICK_VARIANTS = [
 OTHER_MODE = ["gemma2", "mixtral", "bert", "zaya"]
 
 
-def _check(family: str, changes: dict | None, name: str) -> None:
+def _check(family, changes, name):
     found = examine(family, changes, name)
     assert found.result in (PASSES, REFUSED, NOT_TRAINED), found.reason
     assert "\n" not in found.reason
@@ -76,17 +74,17 @@ def _check(family: str, changes: dict | None, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", quick(REPRESENTATIVE, USUAL))
-def test_representative_families(family: str) -> None:
+def test_representative_families(family):
     _check(family, None, family)
 
 
 @pytest.mark.parametrize("name", QUICK_VARIANTS)
-def test_quick_variants(name: str) -> None:
+def test_quick_variants(name):
     _check(*VARIANTS[name], name)
 
 
 @pytest.mark.parametrize("family", few(OTHER_MODE))
-def test_another_placement(family: str) -> None:
+def test_another_placement(family):
     """Chunked head, boundaries on the host, kept graphs, updates during the backward."""
     errors = compare(tiny_model(family), OTHER_PLACEMENT, max_grad_norm=None)
     assert not errors.failures
@@ -94,19 +92,19 @@ def test_another_placement(family: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", [f for f in families() if f not in REPRESENTATIVE])
-def test_every_family(family: str) -> None:
+def test_every_family(family):
     _check(family, None, family)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [n for n in VARIANTS if n not in QUICK_VARIANTS])
-def test_every_variant(name: str) -> None:
+def test_every_variant(name):
     _check(*VARIANTS[name], name)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", [f for f in families() if f not in OTHER_MODE])
-def test_every_family_with_another_placement(family: str) -> None:
+def test_every_family_with_another_placement(family):
     if documented()[family][0] != PASSES:
         pytest.skip("does not pass")
     errors = compare(tiny_model(family), OTHER_PLACEMENT, max_grad_norm=None)
@@ -115,25 +113,25 @@ def test_every_family_with_another_placement(family: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", NOT_TRAINABLE)
-def test_torch_cannot_train_these_either(family: str) -> None:
+def test_torch_cannot_train_these_either(family):
     with pytest.raises((ImportError, ValueError)):
         model = tiny_model(family)
         plain_training(model, make_steps(model.config))
 
 
 @pytest.mark.skipif(not documents_this_version(), reason="docs/models.md is of another version")
-def test_the_document_names_every_family() -> None:
+def test_the_document_names_every_family():
     results = {name: result for name, (result, _) in documented().items()}
     assert set(results) == {*families(), *VARIANTS}
     assert sum(results[family] == PASSES for family in families()) >= 150
     assert set(results.values()) <= {PASSES, REFUSED, NOT_TRAINED}
 
 
-def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_noticed(monkeypatch):
     """The comparison itself: one small gradient off by a hundred-thousandth."""
     name = "model.layers.1.post_attention_layernorm.weight"
 
-    def slightly_off(*args: Any, **kwargs: Any) -> Trained:
+    def slightly_off(*args, **kwargs):
         trained = plain_training(*args, **kwargs)
         trained.gradients[name] *= 1.00001
         return trained
@@ -143,10 +141,10 @@ def test_a_wrong_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [text.split(" off by ")[0] for text in failures] == [f"gradient of {name}"]
 
 
-def test_a_wrong_loss_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_loss_is_noticed(monkeypatch):
     """The first step's must be right in a family whose later losses torch does not determine."""
 
-    def slightly_off(*args: Any, **kwargs: Any) -> Trained:
+    def slightly_off(*args, **kwargs):
         trained = plain_training(*args, **kwargs)
         trained.losses = [loss * 1.000002 for loss in trained.losses]
         return trained
@@ -155,7 +153,7 @@ def test_a_wrong_loss_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "loss of step 1" in str(compare(tiny_model("gemma3n_text")).failures)
 
 
-def test_tokens_that_only_the_model_knows_are_refused() -> None:
+def test_tokens_that_only_the_model_knows_are_refused():
     """A multimodal wrapper replaces its placeholders; their rows are not among the batch's."""
     model = tiny_model("gemma4_unified")
     whole = make_steps(model.config)[0][-1]  # without padding, which is what they are replaced by
@@ -170,7 +168,7 @@ def test_tokens_that_only_the_model_knows_are_refused() -> None:
 ROUND_TRIPS = ["llama", "deepseek_v3", "gemma3"]
 
 
-def _check_round_trips(family: str) -> None:
+def _check_round_trips(family):
     found = round_trips(tiny_model(family))
     assert not [text for text in found.values() if text.startswith(WRONG)], found
     assert found["module"] == EXACT or documented()[family][0] != PASSES, found
@@ -178,7 +176,7 @@ def _check_round_trips(family: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", few(ROUND_TRIPS))
-def test_a_checkpoint_goes_on_in_another_process(family: str) -> None:
+def test_a_checkpoint_goes_on_in_another_process(family):
     _check_round_trips(family)
 
 
@@ -186,5 +184,5 @@ def test_a_checkpoint_goes_on_in_another_process(family: str) -> None:
 @pytest.mark.parametrize(
     "family", [f for f in families() if f not in ROUND_TRIPS and f not in NOT_TRAINABLE]
 )
-def test_every_checkpoint_goes_on_in_another_process(family: str) -> None:
+def test_every_checkpoint_goes_on_in_another_process(family):
     _check_round_trips(family)

@@ -15,14 +15,14 @@ from tests.sweeps import quick
 @pytest.mark.parametrize(
     "name", quick([*families(), *VARIANTS], ["deepseek_v3", "gptj", "minimax_m2"])
 )
-def test_every_family_from_folders(name: str) -> None:
+def test_every_family_from_folders(name):
     if documented()[name][0] != PASSES:
         pytest.skip("does not pass")
     family, changes = VARIANTS.get(name, (name, None))
     assert not from_folders(family, changes).failures
 
 
-def test_a_rounded_buffer_and_a_changed_export_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rounded_buffer_and_a_changed_export_are_noticed(monkeypatch):
     """The comparison itself."""
 
     def rounded(folder, precision):

@@ -4,7 +4,7 @@ All of them take eager or torch's attention, experts, sinks and large heads as t
 """
 
 import random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ class Taken(NamedTuple):
     host: int
 
 
-def drawn(seed: int, layers: int) -> tuple[Placement, dict[str, Any]]:
+def drawn(seed, layers):
     """A placement, and the size of a step with its precision and optimizer."""
     draw = random.Random(seed)
     passes = draw.choice((1, 1, 2, 3))
@@ -78,7 +78,7 @@ def drawn(seed: int, layers: int) -> tuple[Placement, dict[str, Any]]:
     return placement, size
 
 
-def foretold_and_taken(family: str, seed: int) -> tuple[Taken, Taken]:
+def foretold_and_taken(family, seed):
     """Of two steps, without those of a driver, an allocator and a process.
 
     Raises:
@@ -117,7 +117,7 @@ def foretold_and_taken(family: str, seed: int) -> tuple[Taken, Taken]:
         for case in [(family, seed) for seed in range(5)]
     ],
 )
-def test_no_step_takes_more_than_is_foretold(family: str, seed: int) -> None:
+def test_no_step_takes_more_than_is_foretold(family, seed):
     if family in _KNOWN:
         pytest.xfail(_KNOWN[family])
     if hasattr(tiny_model(family).config.get_text_config(decoder=True), "v_head_dim"):

@@ -1,11 +1,8 @@
 """One thing changed by a user's own code: trained as plain torch trains it, or refused by name."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.errors import InputError, RunFailed
@@ -16,10 +13,9 @@ from tests.families.mutations import (
     NEUTRAL,
     OUTSIDE,
     STATES,
-    Change,
     extended,
 )
-from tests.families.plain import EPS, LR, Step, Trained, make_steps, plain_training, train_in_place
+from tests.families.plain import EPS, LR, make_steps, plain_training, train_in_place
 from tests.families.tiny import tiny_config, tiny_model
 from tests.sweeps import few
 
@@ -87,25 +83,25 @@ QUICK = [
 
 
 @pytest.fixture(autouse=True)
-def no_global_hooks() -> Iterator[None]:
+def no_global_hooks():
     yield
     nn.modules.module._global_forward_hooks.clear()
 
 
-def changed(family: str, name: str) -> PreTrainedModel:
+def changed(family, name):
     model = tiny_model(family)
     MUTATIONS[name](model)
     return model
 
 
-def streamed(model: PreTrainedModel, steps: list[Step]) -> tuple[list[float], dict]:
+def streamed(model, steps):
     settings = AdamW(lr=LR, eps=EPS)
     options = {"precision": "fp32", "device": "cpu", "placement": PLACEMENT, "saveable": False}
     with Engine(model, optimizer=settings, **options) as engine:
         return [engine.step(step).loss for step in steps], dict(engine.named_masters())
 
 
-def check(family: str, name: str, steps: list[Step], model: PreTrainedModel) -> Trained:
+def check(family, name, steps, model):
     """Train a changed model both ways; the caller sees to refusals."""
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     losses, masters = streamed(model, steps)
@@ -119,12 +115,12 @@ def check(family: str, name: str, steps: list[Step], model: PreTrainedModel) -> 
 
 
 @pytest.mark.parametrize("name", few(QUICK, *range(0, len(QUICK), 3)))
-def test_a_change_is_trained(name: str) -> None:
+def test_a_change_is_trained(name):
     model = changed("llama", name)
     check("llama", name, make_steps(model.config)[:2], model)
 
 
-def test_weights_that_are_divided_by_are_trained() -> None:
+def test_weights_that_are_divided_by_are_trained():
     """The structure is found out with zeros, of which a norm of weights makes NaN."""
     check(
         "gpt2",
@@ -135,7 +131,7 @@ def test_weights_that_are_divided_by_are_trained() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_change_is_refused_by_name(name: str) -> None:
+def test_a_change_is_refused_by_name(name):
     with pytest.raises(InputError, match=REFUSED[name]) as caught:
         Engine(
             changed("llama", name),
@@ -155,7 +151,7 @@ ON_META = {
 
 
 @pytest.mark.parametrize("change", ON_META.values(), ids=ON_META)
-def test_a_changed_model_without_memory_is_refused(change: Change) -> None:
+def test_a_changed_model_without_memory_is_refused(change):
     """It is made anew of its configuration, which knows nothing of the change."""
     with torch.device("meta"):
         model = type(tiny_model("llama"))(tiny_config("llama"))
@@ -166,11 +162,11 @@ def test_a_changed_model_without_memory_is_refused(change: Change) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_number_that_is_read_later_breaks_the_step_off() -> None:
+def test_a_number_that_is_read_later_breaks_the_step_off():
     """The structure is found out on short rows; nothing may be guessed after that."""
     model = tiny_model("llama")
 
-    def read(part: nn.Module, output: Tensor) -> Tensor:
+    def read(part, output):
         return output * (1 + part.layer_idx) if output.shape[1] > 8 else output
 
     for layer in model.model.layers:
@@ -190,7 +186,7 @@ def test_a_number_that_is_read_later_breaks_the_step_off() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MUTATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_change_of_every_family(family: str, name: str) -> None:
+def test_every_change_of_every_family(family, name):
     """Right or refused, never other numbers; and each change does change plain training."""
     steps, model = make_steps(tiny_model(family).config), changed(family, name)
     try:
@@ -207,5 +203,5 @@ def test_every_change_of_every_family(family: str, name: str) -> None:
         assert (moved > VISIBLE) == (name not in NEUTRAL), moved
 
 
-def test_names() -> None:
+def test_names():
     assert {*STATES, *LAYERS, *OUTSIDE} >= {*REFUSED, *QUICK, *NEUTRAL}

@@ -12,7 +12,7 @@ PARTS = 20
 
 
 @pytest.mark.parametrize("part", few(range(PARTS)))
-def test_operations_and_waits_are_those_of_before(part: int) -> None:
+def test_operations_and_waits_are_those_of_before(part):
     """`python -m tests.golden --trace GROUP NUMBER` shows them, to compare two commits."""
     numbers = range(part, PLACEMENTS, PARTS)
     before = {
@@ -23,13 +23,13 @@ def test_operations_and_waits_are_those_of_before(part: int) -> None:
     assert not changed, "\n".join([*changed, REMEDY])
 
 
-def test_names_keys_and_texts_are_those_of_before() -> None:
+def test_names_keys_and_texts_are_those_of_before():
     content = snapshots()
     changed = differences({name: stored()[name] for name in content}, content)
     assert not changed, "\n".join([*changed, REMEDY])
 
 
-def test_a_wait_less_and_a_name_less_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_less_and_a_name_less_are_told(monkeypatch):
     before = {"names": {"one": "(a)", "two": "(b)"}, "texts": ["first", "last"]}
     assert differences(before, {"names": {"one": "(a, c)"}, "texts": ["first"]}) == [
         "/names/one: '(a)' is now '(a, c)'",

@@ -1,10 +1,7 @@
 """On a real GPU: adapters of PEFT, those of experts that are one tensor among them."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from megatrain import AdamW, Engine, Placement
@@ -16,7 +13,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ADAPTER = {"r": 4, "target_modules": ["q_proj", "v_proj"], "target_parameters": EXPERTS}
 
 
-def train(device: str, experts: str, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+def train(device, experts, **options):
     """Losses and gradient norms of four steps, and the adapter's masters after them."""
     torch.manual_seed(0)
     config = MixtralConfig(
@@ -33,7 +30,7 @@ def train(device: str, experts: str, **options: Any) -> tuple[list[float], dict[
     return [number for r in results for number in (r.loss, r.grad_norm)], masters
 
 
-def test_adapters_of_experts_train_as_on_the_cpu() -> None:
+def test_adapters_of_experts_train_as_on_the_cpu():
     got, masters = train("cuda", "eager", precision="fp32", placement=Placement(slots=2))
     wanted, same = train("cpu", "eager", precision="fp32", placement=Placement(slots=2))
     assert got == pytest.approx(wanted, rel=1e-4)
@@ -43,7 +40,7 @@ def test_adapters_of_experts_train_as_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_and_in_bf16_with_grouped_products_within_its_noise(compiled: bool) -> None:
+def test_and_in_bf16_with_grouped_products_within_its_noise(compiled):
     wanted, _ = train("cpu", "eager", precision="fp32", placement=Placement(slots=2))
     got, _ = train("cuda", "grouped_mm", placement=Placement(slots=2, compile=compiled))
     assert got[::2] == pytest.approx(wanted[::2], rel=1e-3)

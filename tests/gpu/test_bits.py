@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
 @pytest.mark.parametrize("resident", [(), ("layer 1", "head")])
-def test_bits_are_compared_and_nothing_changes(rule: str, resident: tuple[str, ...]) -> None:
+def test_bits_are_compared_and_nothing_changes(rule, resident):
     steps, results = make_batches(4), []
     options: dict = {"rule": rule, "precision": "bf16", "device": "cuda"}
     options["placement"] = Placement(slots=2, resident=resident)

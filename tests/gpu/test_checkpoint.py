@@ -22,34 +22,34 @@ PLACEMENTS = {
 class Disk:
     """One that updates overtake: after `stall()` nothing is written for a while."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self._stalled_until = 0.0
         self._goes_on = threading.Event()
         write = files.NewFile.write
 
-        def late(*args) -> None:
+        def late(*args):
             self._goes_on.wait(max(0.0, self._stalled_until - time.monotonic()))
             write(*args)
 
         monkeypatch.setattr(files.NewFile, "write", late)
 
-    def stall(self, seconds: float = 1.0) -> None:
+    def stall(self, seconds=1.0):
         """For the next save; one that is still going on would use the time up."""
         self._goes_on.clear()
         self._stalled_until = time.monotonic() + seconds
 
-    def go_on(self) -> None:
+    def go_on(self):
         self._goes_on.set()
 
 
 @pytest.fixture(autouse=True)
-def disk(monkeypatch) -> Disk:
+def disk(monkeypatch):
     """With many pieces a tile."""
     monkeypatch.setattr(files, "PIECE_BYTES", 64 << 10)
     return Disk(monkeypatch)
 
 
-def numbers(engine: Engine) -> list[torch.Tensor]:
+def numbers(engine):
     """Masters and moments, on the CPU."""
     masters = [master for _, master in engine.named_masters()]
     return masters + [m.data.cpu() for tile in engine._store.tiles for m in tile.states.values()]
@@ -58,7 +58,7 @@ def numbers(engine: Engine) -> list[torch.Tensor]:
 @pytest.mark.parametrize("blocks", [2, 1000])
 @pytest.mark.parametrize("clip", [0.5, None])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_saves_are_exact_and_change_nothing(placement, clip, blocks, tmp_path, disk) -> None:
+def test_saves_are_exact_and_change_nothing(placement, clip, blocks, tmp_path, disk):
     """Where little can be set aside the updates wait, else it is all set aside and none waits."""
     batches, room_for_all = steps(6), blocks == 1000
     chosen = Placement(**PLACEMENTS[placement], save_bytes=blocks * (64 << 10))
@@ -99,7 +99,7 @@ def test_saves_are_exact_and_change_nothing(placement, clip, blocks, tmp_path, d
             assert all(map(torch.equal, numbers(engine), end))
 
 
-def test_the_launching_thread_does_not_wait_for_the_disk(tmp_path, disk) -> None:
+def test_the_launching_thread_does_not_wait_for_the_disk(tmp_path, disk):
     batches = steps(2)
     with Engine(
         model(), optimizer=AdamW(), placement=Placement(slots=2, save_bytes=0), device="cuda"
@@ -116,9 +116,7 @@ def test_the_launching_thread_does_not_wait_for_the_disk(tmp_path, disk) -> None
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("blocks", [0, 1000])
-def test_neither_does_the_call_where_all_must_leave_the_device(
-    blocks, tmp_path, disk, monkeypatch
-) -> None:
+def test_neither_does_the_call_where_all_must_leave_the_device(blocks, tmp_path, disk, monkeypatch):
     """More pieces than a stream's queue holds, again and again."""
     monkeypatch.setattr(files, "PIECE_BYTES", 4096)
     names = ("embedding", "prologue", *(f"layer {n}" for n in range(6)), "head")
@@ -134,7 +132,7 @@ def test_neither_does_the_call_where_all_must_leave_the_device(
         verify(tmp_path / f"{number}")
 
 
-def test_compiled_layers_and_kept_graphs_resume_alike(tmp_path) -> None:
+def test_compiled_layers_and_kept_graphs_resume_alike(tmp_path):
     batches = steps(6, uneven=False)
     options = {"optimizer": AdamW(lr=1e-3), "device": "cuda", "tokens_per_step": 256}
     with Engine(model(), **options) as engine:

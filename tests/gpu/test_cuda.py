@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement, kernels
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.gpu
 VOCAB = 512
 
 
-def model(*, tied: bool = False, layers: int = 6) -> LlamaForCausalLM:
+def model(*, tied=False, layers=6):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -31,20 +30,18 @@ def model(*, tied: bool = False, layers: int = 6) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def steps(count: int, *, uneven: bool = True) -> list[list[dict[str, Tensor]]]:
+def steps(count, *, uneven=True):
     generator = torch.Generator().manual_seed(1)
     shapes = [(2, 64), (1, 48), (3, 32)] if uneven else [(2, 64), (2, 64)]
 
-    def micro(shape: tuple[int, int]) -> dict[str, Tensor]:
+    def micro(shape):
         ids = torch.randint(VOCAB, shape, generator=generator)
         return {"input_ids": ids, "labels": ids}
 
     return [[micro(shape) for shape in shapes] for _ in range(count)]
 
 
-def train(
-    device: str, batches: list, *, tied: bool = False, lr: float = 1e-3, **options
-) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def train(device, batches, *, tied=False, lr=1e-3, **options):
     """Losses, gradient norms and final masters."""
     with Engine(model(tied=tied), optimizer=AdamW(lr=lr), device=device, **options) as engine:
         results = [engine.step(batch) for batch in batches]
@@ -52,7 +49,7 @@ def train(
     return [r.loss for r in results], [r.grad_norm for r in results], masters
 
 
-def update_error(got: dict[str, Tensor], wanted: dict[str, Tensor], tied: bool) -> float:
+def update_error(got, wanted, tied):
     """Largest distance of a parameter, relative to the norm of its whole update."""
     before = dict(model(tied=tied).named_parameters())
     return max(
@@ -62,7 +59,7 @@ def update_error(got: dict[str, Tensor], wanted: dict[str, Tensor], tied: bool) 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("clip", [0.5, None])
-def test_fp32_equals_the_cpu(tied: bool, clip: float | None) -> None:
+def test_fp32_equals_the_cpu(tied, clip):
     batches = steps(3)
     options = {"precision": "fp32", "tied": tied, "max_grad_norm": clip}
     losses, norms, masters = train("cuda", batches, placement=Placement(slots=3), **options)
@@ -73,7 +70,7 @@ def test_fp32_equals_the_cpu(tied: bool, clip: float | None) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_bf16_is_the_cpu_within_bf16_noise(tied: bool) -> None:
+def test_bf16_is_the_cpu_within_bf16_noise(tied):
     batches = steps(3)
     losses, norms, _ = train("cuda", batches, placement=Placement(slots=3), tied=tied)
     cpu_losses, cpu_norms, _ = train("cpu", batches, tied=tied)
@@ -83,7 +80,7 @@ def test_bf16_is_the_cpu_within_bf16_noise(tied: bool) -> None:
 
 @pytest.mark.parametrize("clip", [0.5, None])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_schedule_changes_no_bit(clip: float | None, tied: bool) -> None:
+def test_the_schedule_changes_no_bit(clip, tied):
     batches = steps(4)
     options = {"tied": tied, "max_grad_norm": clip}
     wanted = train("cuda", batches, placement=Placement(slots=1), **options)
@@ -107,7 +104,7 @@ def test_the_schedule_changes_no_bit(clip: float | None, tied: bool) -> None:
         assert all(torch.equal(masters[n], wanted[2][n]) for n in masters), placement
 
 
-def test_compiled_is_eager_within_bf16_noise() -> None:
+def test_compiled_is_eager_within_bf16_noise():
     batches = steps(6, uneven=False)
     eager = train("cuda", batches, placement=Placement(slots=3))
     compiled = train("cuda", batches, placement=Placement(slots=3, compile=True))
@@ -115,7 +112,7 @@ def test_compiled_is_eager_within_bf16_noise() -> None:
     assert compiled[1] == pytest.approx(eager[1], rel=2e-2)
 
 
-def test_memory_does_not_grow_over_200_steps() -> None:
+def test_memory_does_not_grow_over_200_steps():
     batches = steps(8)
     with Engine(model(), optimizer=AdamW(lr=1e-3), device="cuda") as engine:
         for index in range(40):
@@ -126,7 +123,7 @@ def test_memory_does_not_grow_over_200_steps() -> None:
         assert taken(engine) == settled
 
 
-def taken(engine: Engine) -> dict[str, int]:
+def taken(engine):
     """All memory but what other processes leave free."""
     return {key: size for key, size in engine.memory().items() if key != "device_free_bytes"}
 
@@ -134,7 +131,7 @@ def taken(engine: Engine) -> dict[str, int]:
 @pytest.mark.parametrize("name", FLAT)
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
-def test_the_gpu_updates_as_the_host_does(name: str, split: bool, grad_dtype: torch.dtype) -> None:
+def test_the_gpu_updates_as_the_host_does(name, split, grad_dtype):
     generator, rule = torch.Generator().manual_seed(0), SWEPT[name](lr=1e-3, weight_decay=0.1)
     at = (3 << 40) + (1 << 32) - 640  # past a carry from the lower half of the number
     numel = 1_000_003
@@ -157,7 +154,7 @@ def test_the_gpu_updates_as_the_host_does(name: str, split: bool, grad_dtype: to
             assert torch.equal(plane.nan_to_num(7), other.cpu().nan_to_num(7))
 
 
-def test_the_next_engine_has_all_of_the_gpu() -> None:
+def test_the_next_engine_has_all_of_the_gpu():
     """Also while the name of the closed one is still there, as in a notebook."""
     config = qwen2_config("0.5b", 1024, 4)
     ids = torch.randint(1000, (4, 1024))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.gpu
 STEPS, ROWS, TOKENS, LR = 500, 16, 256, 1e-3
 
 
-def model() -> LlamaForCausalLM:
+def model():
     """About the demo's size; its tokens are bytes."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -31,7 +30,7 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def rows(count: int) -> list[Tensor]:
+def rows(count):
     """`count` steps of `[ROWS, TOKENS]` bytes of the standard library's source."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files)
@@ -41,13 +40,13 @@ def rows(count: int) -> list[Tensor]:
     return list(rows_NT[order].split(ROWS))
 
 
-def streamed(placement: Placement | str, steps: list[Tensor]) -> list[float]:
+def streamed(placement, steps):
     with Engine(model(), optimizer=AdamW(lr=LR), device="cuda", placement=placement) as engine:
         micro = [[{"input_ids": r, "labels": r} for r in step.split(ROWS // 2)] for step in steps]
         return [engine.step(batch).loss for batch in micro]
 
 
-def plain(steps: list[Tensor]) -> list[float]:
+def plain(steps):
     """fp32 weights and arithmetic, all on the GPU."""
     trained = model().cuda()
     groups = [
@@ -68,7 +67,7 @@ def plain(steps: list[Tensor]) -> list[float]:
     return losses
 
 
-def test_the_curve_is_that_of_plain_training() -> None:
+def test_the_curve_is_that_of_plain_training():
     steps = rows(STEPS)
     wanted, got = plain(steps), streamed("auto", steps)
     assert wanted[0] - statistics.mean(wanted[-20:]) > 2  # it does learn
@@ -77,7 +76,7 @@ def test_the_curve_is_that_of_plain_training() -> None:
         assert statistics.mean(got[part]) == pytest.approx(statistics.mean(wanted[part]), rel=0.02)
 
 
-def test_a_run_repeats_bit_for_bit() -> None:
+def test_a_run_repeats_bit_for_bit():
     steps = rows(20)
     placement = Placement(slots=3)
     assert streamed(placement, steps) == streamed(placement, steps)

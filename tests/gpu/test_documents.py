@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
 from megatrain import AdamW, Engine, Placement
@@ -12,7 +11,7 @@ pytestmark = pytest.mark.gpu
 VOCAB = 512
 
 
-def mistral(window: int | None) -> MistralForCausalLM:
+def mistral(window):
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=VOCAB,
@@ -27,7 +26,7 @@ def mistral(window: int | None) -> MistralForCausalLM:
     return MistralForCausalLM(config)
 
 
-def packed(rows: int, tokens: int, longest: int, seed: int) -> dict[str, Tensor]:
+def packed(rows, tokens, longest, seed):
     """Documents of random lengths."""
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(VOCAB, (rows, tokens), generator=generator)
@@ -43,7 +42,7 @@ def packed(rows: int, tokens: int, longest: int, seed: int) -> dict[str, Tensor]
     }
 
 
-def updates(engine: Engine, batches: list) -> tuple[list[float], dict[str, Tensor]]:
+def updates(engine, batches):
     before = {name: master.clone() for name, master in engine.named_masters()}
     losses = [engine.step(batch).loss for batch in batches]
     return losses, {name: master - before[name] for name, master in engine.named_masters()}
@@ -51,7 +50,7 @@ def updates(engine: Engine, batches: list) -> tuple[list[float], dict[str, Tenso
 
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_lengths_do_what_masks_do(window: int | None, compiled: bool) -> None:
+def test_lengths_do_what_masks_do(window, compiled):
     batches = [[packed(2, 256, 90, seed), packed(3, 128, 40, seed + 9)] for seed in range(3)]
     results = []
     for by_lengths in (True, False):
@@ -70,7 +69,7 @@ def test_lengths_do_what_masks_do(window: int | None, compiled: bool) -> None:
         assert torch.cosine_similarity(moved[name].flatten(), wanted[name].flatten(), 0) > 0.97
 
 
-def test_long_packed_rows_take_no_mask() -> None:
+def test_long_packed_rows_take_no_mask():
     """Its mask would have 4 GiB."""
     micro = packed(1, 1 << 16, 2000, 0)
     with Engine(mistral(None), optimizer=AdamW(lr=1e-3), device="cuda") as engine:

@@ -1,7 +1,6 @@
 """On a real GPU: engines that end or fail in other ways than planned, and what is easily lost."""
 
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +23,13 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 
 
-def engine_of(model: Any, **options: Any) -> Any:
+def engine_of(model, **options):
     """Streamed and updated by host threads; on its own a tiny model would rest on the GPU."""
     options.setdefault("placement", Placement(slots=3))
     return make_engine(model, device=DEVICE, **options)
 
 
-def test_engines_that_nobody_closes_leave_no_pinned_memory(caplog: Any) -> None:
+def test_engines_that_nobody_closes_leave_no_pinned_memory(caplog):
     """Else a later engine cannot pin memory that happens to lie at the same address."""
     [step] = make_batches(1)
     for _ in range(20):
@@ -44,13 +43,13 @@ def test_engines_that_nobody_closes_leave_no_pinned_memory(caplog: Any) -> None:
 class Refusing:
     """CUDA's runtime, which registers nothing (really), or nothing larger than a page (so said)."""
 
-    def __init__(self, runtime: Any, least_bytes: int, *, really: bool) -> None:
+    def __init__(self, runtime, least_bytes, *, really):
         self._runtime, self._least, self._really = runtime, least_bytes, really
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._runtime, name)
 
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+    def cudaHostRegister(self, address, num_bytes, flags):
         if num_bytes < self._least:
             return int(self._runtime.cudaHostRegister(address, num_bytes, flags))
         # No memory is at address 0: a true refusal, which leaves its error behind.
@@ -60,14 +59,12 @@ class Refusing:
 @pytest.mark.parametrize("least_bytes", [0, 4096])
 @pytest.mark.parametrize("really", [False, True])
 @pytest.mark.parametrize("boundaries", ["device", "host"])
-def test_without_pinning_the_same_is_learned(
-    monkeypatch: Any, caplog: Any, least_bytes: int, really: bool, boundaries: Any
-) -> None:
+def test_without_pinning_the_same_is_learned(monkeypatch, caplog, least_bytes, really, boundaries):
     """Streamed with updates by host threads, whose counters the GPU may not see either."""
     placement = Placement(slots=3, layer_inputs=boundaries)
     steps = make_batches(3)
 
-    def trained() -> Any:
+    def trained():
         with engine_of(llama(), placement=placement) as engine:
             for step in steps:
                 engine.step(step)
@@ -82,7 +79,7 @@ def test_without_pinning_the_same_is_learned(
     assert len(warnings) == 1 and "5.5 times slower" in warnings[0].message
 
 
-def test_a_closed_engine_says_so() -> None:
+def test_a_closed_engine_says_so():
     [step] = make_batches(1)
     engine = engine_of(llama())
     engine.step(step)
@@ -93,7 +90,7 @@ def test_a_closed_engine_says_so() -> None:
 
 
 @pytest.mark.parametrize("boundaries", ["device", "host"])
-def test_steps_that_need_more_and_more_room(boundaries: Any) -> None:
+def test_steps_that_need_more_and_more_room(boundaries):
     """Rows, lanes and rooms are replaced while their last work is still on its way."""
     steps = [make_batches(1, ((2, tokens), (1, 3)), seed=tokens)[0] for tokens in range(4, 60, 8)]
     placement = Placement(slots=3, layer_inputs=boundaries)
@@ -110,7 +107,7 @@ def test_steps_that_need_more_and_more_room(boundaries: Any) -> None:
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
-def test_a_bad_loss_changes_nothing_and_the_next_step_counts(clip: float | None) -> None:
+def test_a_bad_loss_changes_nothing_and_the_next_step_counts(clip):
     steps, engines = make_batches(2), [engine_of(llama(), clip=clip) for _ in range(2)]
     for engine in engines:
         engine.step(steps[0])
@@ -126,7 +123,7 @@ def test_a_bad_loss_changes_nothing_and_the_next_step_counts(clip: float | None)
     assert same(masters(bad), masters(engines[1]))
 
 
-def test_a_host_thread_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_thread_that_fails_ends_the_run(monkeypatch):
     steps, engine = make_batches(3), engine_of(llama())
     engine.step(steps[0])
     monkeypatch.setattr("megatrain.kernels.update", lambda *planes, **settings: 1 / 0)
@@ -146,12 +143,12 @@ def test_a_host_thread_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) 
     ],
     ids=["eager", "compiled", "kept"],
 )
-def test_recomputed_dropout_is_the_forward_s(placement: Placement) -> None:
+def test_recomputed_dropout_is_the_forward_s(placement):
     [step] = make_batches(1)
     assert slope_error(gpt2(), step, placement, device=DEVICE) < 5e-3
 
 
-def test_the_caller_s_random_numbers_stay_as_they_were() -> None:
+def test_the_caller_s_random_numbers_stay_as_they_were():
     [step] = make_batches(1)
     engine = engine_of(gpt2())
     torch.manual_seed(0)
@@ -164,7 +161,7 @@ def test_the_caller_s_random_numbers_stay_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2", "qwen3_moe"])
-def test_packing_is_not_refused_for_rounding(family: str) -> None:
+def test_packing_is_not_refused_for_rounding(family):
     """Experts take their tokens in another order, and bf16 rounds otherwise."""
     model = llama() if family == "llama" else tiny_model(family)
     engine = engine_of(model, precision="bf16", placement="auto")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral", "bloom", "falcon_h1"])
-def test_tokens_are_those_of_transformers(family: str, tmp_path) -> None:
+def test_tokens_are_those_of_transformers(family, tmp_path):
     model = tiny_model(family).eval()
     model.save_pretrained(tmp_path / "model")
     ids = torch.randint(3, 60, (3, 6), generator=torch.Generator().manual_seed(0)).cuda()

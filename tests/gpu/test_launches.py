@@ -12,18 +12,18 @@ from megatrain.model.compiled import compile_and_tell
 pytestmark = pytest.mark.gpu
 
 
-def double(values: torch.Tensor) -> torch.Tensor:
+def double(values):
     return values + values.sin()
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("pieces", [4000, 2], ids=["many pieces", "large pieces"])
-def test_the_gpu_may_wait_for_a_host_thread_whatever_is_launched(pieces: int) -> None:
+def test_the_gpu_may_wait_for_a_host_thread_whatever_is_launched(pieces):
     """4,000 kernels behind one that needs Python's lock and the driver again and again."""
     device, fast = open_device("cuda"), compile_and_tell(double, "a test")
     values = torch.ones(1024, device="cuda")
 
-    def piece() -> None:
+    def piece():
         for _ in range(4000 // pieces):
             fast(values)
 

@@ -27,7 +27,7 @@ EAGER: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("choices", EAGER, ids=str)
-def test_where_things_wait_changes_no_bit(choices: dict[str, Any]) -> None:
+def test_where_things_wait_changes_no_bit(choices):
     batches = steps(3)
     wanted = train("cuda", batches, placement=Placement(slots=1))
     losses, norms, masters = train("cuda", batches, placement=Placement(**choices))
@@ -35,7 +35,7 @@ def test_where_things_wait_changes_no_bit(choices: dict[str, Any]) -> None:
     assert all(torch.equal(masters[name], wanted[2][name]) for name in masters)
 
 
-def test_compiled_graphs_are_the_same_on_the_host() -> None:
+def test_compiled_graphs_are_the_same_on_the_host():
     batches = steps(3, uneven=False)
     kept = train("cuda", batches, placement=Placement(slots=3, compile=True, save_activations=6))
     placement = Placement(slots=3, compile=True, offload_activations=6, layer_inputs="host")
@@ -45,7 +45,7 @@ def test_compiled_graphs_are_the_same_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_tiles_of_tokens_change_rounding_only(compiled: bool) -> None:
+def test_tiles_of_tokens_change_rounding_only(compiled):
     [step] = make_batches(1)
     results = []
     for choices in ({}, {"chunk_tokens": 8, "compile": compiled, "save_attention": "host"}):
@@ -59,7 +59,7 @@ def test_tiles_of_tokens_change_rounding_only(compiled: bool) -> None:
     assert relative_error(cut, whole) < 1e-3
 
 
-def test_a_limit_holds_whatever_the_step_asks_for() -> None:
+def test_a_limit_holds_whatever_the_step_asks_for():
     """Steps grow until one does not fit; the driver never shows more than the limit.
 
     In a process of its own, so that what the driver takes for it counts, too.
@@ -74,7 +74,7 @@ def test_a_limit_holds_whatever_the_step_asks_for() -> None:
     assert 0 < highest - before <= limit
 
 
-def grow(limit: int) -> None:
+def grow(limit):
     """Steps of more and more rows, to the limit."""
     engine = Engine(
         model(),
@@ -95,12 +95,12 @@ def grow(limit: int) -> None:
     engine.close()
 
 
-def test_less_than_the_least_is_refused() -> None:
+def test_less_than_the_least_is_refused():
     with pytest.raises(DoesNotFit, match="device"):
         Engine(model(), optimizer=AdamW(), device="cuda", device_memory=64 * MIB)
 
 
-def test_weights_are_drawn_without_device_memory_and_alike_on_every_device() -> None:
+def test_weights_are_drawn_without_device_memory_and_alike_on_every_device():
     """Tables of 256 MiB in fp32, of which the device holds ranges of rows."""
     config = LlamaConfig(
         vocab_size=65536,

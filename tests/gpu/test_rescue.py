@@ -1,8 +1,5 @@
 """On a real GPU: what a step that fails leaves behind, saved or refused."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,14 +13,14 @@ pytestmark = pytest.mark.gpu
 PLACEMENTS = [Placement(slots=3), Placement(slots=3, layer_inputs="host")]
 
 
-def engine_of(placement: Placement, clip: float | None = 1.0) -> Any:
+def engine_of(placement, clip=1.0):
     return make_engine(llama(), device="cuda", placement=placement, clip=clip, precision="bf16")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_state_after_the_device_ran_out_of_memory_is_that_of_the_last_step(
-    placement: Placement, monkeypatch: Any, tmp_path: Path
-) -> None:
+    placement, monkeypatch, tmp_path
+):
     """A real refusal of the allocator, in the middle of the backward."""
     steps = make_batches(4)
     whole, engine = engine_of(placement), engine_of(placement)
@@ -32,7 +29,7 @@ def test_the_state_after_the_device_ran_out_of_memory_is_that_of_the_last_step(
         engine.step(step)
     vjp, calls = Layer.vjp, []
 
-    def greedy(self: Layer, *args: Any, **kwargs: Any) -> Any:
+    def greedy(self, *args, **kwargs):
         calls.append(torch.empty(1 << 42, device="cuda") if calls else None)
         return vjp(self, *args, **kwargs)
 
@@ -54,16 +51,14 @@ def test_the_state_after_the_device_ran_out_of_memory_is_that_of_the_last_step(
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
-def test_an_update_thread_that_dies_leaves_nothing_to_save(
-    clip: float | None, monkeypatch: Any, tmp_path: Path
-) -> None:
+def test_an_update_thread_that_dies_leaves_nothing_to_save(clip, monkeypatch, tmp_path):
     """The thread's own error is what the run ends with; there is no hang."""
     first, second = make_batches(2)
     engine = engine_of(PLACEMENTS[0], clip)
     engine.step(first)
     engine.save(tmp_path / "before")
 
-    def dying(self: Update, *args: Any) -> None:
+    def dying(self, *args):
         raise RuntimeError("out of ideas")
 
     monkeypatch.setattr(Update, "_apply", dying)

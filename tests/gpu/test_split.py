@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.base.units import GIB, MIB
@@ -37,7 +37,7 @@ REPEATS: dict[str, Any] = {"precision": "fp32", "attention": "eager"}
 Trained = tuple[list[float], dict[str, Tensor], int]
 
 
-def train(config: PreTrainedConfig, placement: Placement, **options: Any) -> Trained:
+def train(config, placement, **options):
     """Losses and norms, final masters, and device memory at its peak, after three steps.
 
     Memory is that of the steps: before them weights are drawn, a layer at a time and in fp32.
@@ -60,18 +60,18 @@ def train(config: PreTrainedConfig, placement: Placement, **options: Any) -> Tra
         return numbers, masters, engine.memory()["device_used_peak_bytes"]
 
 
-def with_head(placement: Placement, *, tied: bool = False, **options: Any) -> Trained:
+def with_head(placement, *, tied=False, **options):
     return train(LlamaConfig(**WITH_HEAD, tie_word_embeddings=tied), placement, **options)
 
 
-def alike(first: Trained, other: Trained) -> bool:
+def alike(first, other):
     """Numbers and masters, bit for bit."""
     masters = all(torch.equal(other[1][name], first[1][name]) for name in first[1])
     return masters and other[0] == first[0]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_schedules_change_no_bit_and_it_is_a_whole_head(tied: bool) -> None:
+def test_schedules_change_no_bit_and_it_is_a_whole_head(tied):
     whole = with_head(Placement(), tied=tied, **REPEATS)
     choices: list[dict[str, Any]] = [
         {"slots": 1, "layer_inputs": "host"},
@@ -85,20 +85,20 @@ def test_schedules_change_no_bit_and_it_is_a_whole_head(tied: bool) -> None:
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
-def test_compiled_in_bf16_within_its_noise(clip: float | None) -> None:
+def test_compiled_in_bf16_within_its_noise(clip):
     whole = with_head(Placement(), max_grad_norm=clip)
     split = with_head(replace(HEAD, compile=True), max_grad_norm=clip)
     assert split[0] == pytest.approx(whole[0], rel=2e-2)
 
 
-def test_a_head_takes_the_memory_of_a_layer() -> None:
+def test_a_head_takes_the_memory_of_a_layer():
     """Whole: slots of 128 MiB, sums of 256, a gradient of 128; in ranges: 64, 64 and 32."""
     frugal = replace(HEAD, max_stream_bytes=None)
     whole, split = (with_head(placement)[2] for placement in (frugal, HEAD))
     assert split < whole - 300 * MIB
 
 
-def test_what_a_head_takes_is_foretold() -> None:
+def test_what_a_head_takes_is_foretold():
     """Memory within 3 %; seconds of a tiny step are the launches', so they are not compared."""
     machine = present_machine("cuda", precision="bf16")
     assert machine is not None

@@ -3,7 +3,6 @@
 import copy
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,11 +58,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def base(family: str) -> Any:
+def base(family):
     return llama() if family == "llama" else tiny_model(family)
 
 
-def adapted(family: str = "llama", **keys: Any) -> PeftModel:
+def adapted(family="llama", **keys):
     """Every parameter of the adapter strong enough that no wrong gradient hides."""
     torch.manual_seed(1)
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "init_lora_weights": False} | keys)
@@ -71,7 +70,7 @@ def adapted(family: str = "llama", **keys: Any) -> PeftModel:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_the_plain_model(case: str) -> None:
+def test_gradients_are_those_of_the_plain_model(case):
     family, keys = CASES[case]
     model, [step] = adapted(family, **keys), make_batches(1)
     loss, wanted = plain_gradients(model.get_base_model(), step)
@@ -85,7 +84,7 @@ def test_gradients_are_those_of_the_plain_model(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["DoRA, rsLoRA", "Conv1D"])
-def test_weights_after_clipped_steps_are_those_of_plain_training(case: str) -> None:
+def test_weights_after_clipped_steps_are_those_of_plain_training(case):
     family, keys = CASES[case]
     model, steps = adapted(family, **keys), make_batches(3)
     engine, plain = make_engine(model, clip=0.5), model.get_base_model()
@@ -107,7 +106,7 @@ def test_weights_after_clipped_steps_are_those_of_plain_training(case: str) -> N
     assert all((got[n] - p).norm() <= 1e-6 * p.norm() for n, p in plain.named_parameters())
 
 
-def test_dropout_of_an_adapter_is_the_same_in_its_recomputation() -> None:
+def test_dropout_of_an_adapter_is_the_same_in_its_recomputation():
     model, [step] = adapted(target_modules="all-linear", lora_dropout=0.3), make_batches(1)
     engine = make_engine(model, clip=1e9)
     first, found = engine.step(step).loss, gradients(engine)
@@ -118,7 +117,7 @@ def test_dropout_of_an_adapter_is_the_same_in_its_recomputation() -> None:
     assert same(gradients(kept), found)
 
 
-def test_a_fresh_adapter_changes_nothing_at_first_and_is_drawn_as_peft_does() -> None:
+def test_a_fresh_adapter_changes_nothing_at_first_and_is_drawn_as_peft_does():
     model, [step] = llama(), make_batches(1)
     keys = {"r": 64, "target_modules": ["q_proj"], "modules_to_save": ["norm"]}
     engine = make_engine(model, adapter=keys)
@@ -137,7 +136,7 @@ def test_a_fresh_adapter_changes_nothing_at_first_and_is_drawn_as_peft_does() ->
     assert same(masters(make_engine(model, adapter=keys)), got)
 
 
-def test_the_magnitudes_of_a_fresh_dora_are_the_norms_of_the_base() -> None:
+def test_the_magnitudes_of_a_fresh_dora_are_the_norms_of_the_base():
     keys = {"target_modules": ["q_proj"], "use_dora": True}
     engine = make_engine(llama(), adapter=keys)
     wanted = dict(get_peft_model(llama(), LoraConfig(**keys)).get_base_model().named_parameters())
@@ -146,9 +145,7 @@ def test_the_magnitudes_of_a_fresh_dora_are_the_norms_of_the_base() -> None:
 
 
 @pytest.mark.parametrize("case", ["DoRA, rsLoRA", "a whole head", "Conv1D"])
-def test_the_adapter_and_the_merged_model_are_loaded_by_their_libraries(
-    case: str, tmp_path: Path
-) -> None:
+def test_the_adapter_and_the_merged_model_are_loaded_by_their_libraries(case, tmp_path):
     family, keys = CASES[case]
     model, [step] = adapted(family, **keys), make_batches(1)
     with make_engine(model) as engine:
@@ -172,7 +169,7 @@ def test_the_adapter_and_the_merged_model_are_loaded_by_their_libraries(
 
 
 @pytest.mark.parametrize("held", [(), ("embed_tokens", "lm_head")])
-def test_tokens_that_were_added_to_the_base_are_not_lost(tmp_path: Path, held: Any) -> None:
+def test_tokens_that_were_added_to_the_base_are_not_lost(tmp_path, held):
     llama().save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     base.resize_token_embeddings(136)
@@ -189,7 +186,7 @@ def test_tokens_that_were_added_to_the_base_are_not_lost(tmp_path: Path, held: A
 
 
 @pytest.mark.parametrize("by", ["gradients", "patterns"])
-def test_what_is_trained_beside_an_adapter_is_merged_or_refused(by: str, tmp_path: Path) -> None:
+def test_what_is_trained_beside_an_adapter_is_merged_or_refused(by, tmp_path):
     options: dict[str, Any] = {"adapter": {"target_modules": ["q_proj"]}}
     model: Any = llama()
     if by == "gradients":
@@ -214,7 +211,7 @@ def test_what_is_trained_beside_an_adapter_is_merged_or_refused(by: str, tmp_pat
 
 
 @pytest.mark.parametrize("family", few(["mixtral", "gpt_oss"]))
-def test_adapters_of_experts_are_drawn_resumed_and_merged(family: str, tmp_path: Path) -> None:
+def test_adapters_of_experts_are_drawn_resumed_and_merged(family, tmp_path):
     tiny_model(family).save_pretrained(tmp_path / "base")
     keys: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": EXPERTS, "r": 2}
     steps = make_batches(2)
@@ -238,7 +235,7 @@ def test_adapters_of_experts_are_drawn_resumed_and_merged(family: str, tmp_path:
 
 
 @pytest.mark.exhaustive
-def test_adapters_of_experts_do_not_break_compiled_graphs() -> None:
+def test_adapters_of_experts_do_not_break_compiled_graphs():
     model = with_adapters(
         emptied(tiny_model("qwen3_moe")), {"default": LoraConfig(target_parameters=EXPERTS, r=2)}
     )
@@ -249,16 +246,16 @@ def test_adapters_of_experts_do_not_break_compiled_graphs() -> None:
     assert found(*given).graph_break_count == 0
 
 
-def loss_of(model: Any, step: Any) -> float:
+def loss_of(model, step):
     with torch.no_grad():
         return sum(map(float, shares(model.eval(), step)))
 
 
-def named_by_peft(name: str) -> bool:
+def named_by_peft(name):
     return "lora_" in name or "modules_to_save" in name
 
 
-def test_a_folder_of_an_adapter_is_opened_with_its_base(tmp_path: Path) -> None:
+def test_a_folder_of_an_adapter_is_opened_with_its_base(tmp_path):
     llama().save_pretrained(tmp_path / "base")
     [step] = make_batches(1)
     with make_engine(tmp_path / "base", adapter={"target_modules": ["q_proj"]}) as engine:
@@ -270,7 +267,7 @@ def test_a_folder_of_an_adapter_is_opened_with_its_base(tmp_path: Path) -> None:
         again.step(step)
 
 
-def test_adapters_of_tables_go_to_peft_and_come_from_it(tmp_path: Path) -> None:
+def test_adapters_of_tables_go_to_peft_and_come_from_it(tmp_path):
     """PEFT saves the base's tables beside them, and loads such adapters without."""
     llama().save_pretrained(tmp_path / "base")
     [step] = make_batches(1)
@@ -292,7 +289,7 @@ def test_adapters_of_tables_go_to_peft_and_come_from_it(tmp_path: Path) -> None:
         make_engine(tmp_path / "changed")
 
 
-def test_a_folder_with_an_adapter_and_a_configuration_is_an_adapter_s(tmp_path: Path) -> None:
+def test_a_folder_with_an_adapter_and_a_configuration_is_an_adapter_s(tmp_path):
     llama().save_pretrained(tmp_path / "base")
     with make_engine(tmp_path / "base", adapter={"target_modules": ["q_proj"]}) as engine:
         engine.save_pretrained(tmp_path / "adapter")
@@ -305,7 +302,7 @@ def test_a_folder_with_an_adapter_and_a_configuration_is_an_adapter_s(tmp_path: 
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_an_export_does_not_take_the_place_of_the_base(merged: bool, tmp_path: Path) -> None:
+def test_an_export_does_not_take_the_place_of_the_base(merged, tmp_path):
     base = tmp_path / "base"
     llama().save_pretrained(base)
     before = (base / "model.safetensors").read_bytes()
@@ -320,9 +317,7 @@ def test_an_export_does_not_take_the_place_of_the_base(merged: bool, tmp_path: P
         make_engine(base)
 
 
-def test_the_base_on_the_hub_has_the_revision_that_the_adapter_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_base_on_the_hub_has_the_revision_that_the_adapter_names(tmp_path, monkeypatch):
     llama().save_pretrained(tmp_path / "base")
     with make_engine(tmp_path / "base", adapter={"target_modules": ["q_proj"]}) as engine:
         engine.save_pretrained(tmp_path / "adapter")
@@ -331,7 +326,7 @@ def test_the_base_on_the_hub_has_the_revision_that_the_adapter_names(
     named = {"base_model_name_or_path": "someone/model", "revision": "v1.5"}
     file.write_text(json.dumps(json.loads(file.read_text()) | named))
 
-    def download(model_id: str, revision: str | None = None, **how: Any) -> str:
+    def download(model_id, revision=None, **how):
         assert (model_id, revision) == ("someone/model", "v1.5")
         return str(tmp_path / "base")
 
@@ -340,7 +335,7 @@ def test_the_base_on_the_hub_has_the_revision_that_the_adapter_names(
         assert same(masters(again), wanted)
 
 
-def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_to_the_bit(tmp_path):
     model, steps = adapted(target_modules="all-linear", use_dora=True), make_batches(3)
     with make_engine(model, precision="bf16") as engine:
         engine.step(steps[0])
@@ -352,7 +347,7 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path) -> None:
         assert same(masters(again), last)
 
 
-def test_an_adapter_on_a_checkpoint_of_ours(tmp_path: Path) -> None:
+def test_an_adapter_on_a_checkpoint_of_ours(tmp_path):
     [step] = make_batches(1)
     with make_engine(llama()) as engine:
         engine.step(step)
@@ -365,7 +360,7 @@ def test_an_adapter_on_a_checkpoint_of_ours(tmp_path: Path) -> None:
     assert all(torch.equal(after[name], each) for name, each in before.items())
 
 
-def test_one_of_several_adapters_is_trained() -> None:
+def test_one_of_several_adapters_is_trained():
     model, [step] = adapted(target_modules=["q_proj"]), make_batches(1)
     model.add_adapter("other", LoraConfig(target_modules=["v_proj"], init_lora_weights=False))
     model.set_adapter("other")
@@ -378,7 +373,7 @@ def test_one_of_several_adapters_is_trained() -> None:
     assert moved == {name for name in before if ".other." in name}
 
 
-def merged_model() -> PeftModel:
+def merged_model():
     model = adapted(target_modules=["q_proj"])
     model.merge_adapter()
     return model
@@ -441,7 +436,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_followed_is_refused_by_name(case: str) -> None:
+def test_what_is_not_followed_is_refused_by_name(case):
     make, options, said = REFUSED[case]
     with pytest.raises(InputError, match=said) as refused:
         make_engine(make(), **options)
@@ -449,7 +444,7 @@ def test_what_is_not_followed_is_refused_by_name(case: str) -> None:
 
 
 @pytest.mark.parametrize("more", ["lm_head.weight", "model.layers.0.other.weight"])
-def test_what_training_refuses_of_a_base_is_not_merged_either(more: str, tmp_path: Path) -> None:
+def test_what_training_refuses_of_a_base_is_not_merged_either(more, tmp_path):
     llama(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
     with make_engine(tmp_path / "base", adapter={"target_modules": ["q_proj"]}) as engine:
         engine.save_pretrained(tmp_path / "adapter")
@@ -461,7 +456,7 @@ def test_what_training_refuses_of_a_base_is_not_merged_either(more: str, tmp_pat
         write_saved(tmp_path / "adapter", tmp_path / "merged", merged=True)
 
 
-def test_a_tied_table_is_not_merged(tmp_path: Path) -> None:
+def test_a_tied_table_is_not_merged(tmp_path):
     with make_engine(
         llama(tie_word_embeddings=True), adapter={"target_modules": ["embed_tokens"]}
     ) as engine:
@@ -470,7 +465,7 @@ def test_a_tied_table_is_not_merged(tmp_path: Path) -> None:
         engine.save_pretrained(tmp_path / "adapter")
 
 
-def test_a_bias_is_not_merged_where_the_base_has_none(tmp_path: Path) -> None:
+def test_a_bias_is_not_merged_where_the_base_has_none(tmp_path):
     adapter = {"target_modules": ["q_proj"], "lora_bias": True}
     with make_engine(llama(attention_bias=True), adapter=adapter) as engine:
         engine.save_pretrained(tmp_path / "merged", merged=True)
@@ -495,9 +490,7 @@ def test_a_bias_is_not_merged_where_the_base_has_none(tmp_path: Path) -> None:
         *(0, 1),
     ),
 )
-def test_nothing_below_the_lowest_adapter_is_kept_or_has_a_backward(
-    family: str, placement: Placement
-) -> None:
+def test_nothing_below_the_lowest_adapter_is_kept_or_has_a_backward(family, placement):
     keys = {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]}
     model, [step] = adapted(family, **keys), make_batches(1)
     loss, wanted = plain_gradients(model.get_base_model(), step)

@@ -2,16 +2,14 @@
 
 import copy
 import importlib.util
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
+from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from megatrain import Engine, InputError, Placement
-from megatrain.tile.packed import BASES, FP8, NF4, WeightFormat
+from megatrain.tile.packed import BASES, FP8, NF4
 from tests.parity.cases import gradients, in_dtype, llama, make_batches, make_engine, masters, same
 from tests.sweeps import few
 
@@ -21,19 +19,19 @@ SHAPE = 192, 640  # groups of scales that are not whole
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
 
 
-def needs(package: str) -> pytest.MarkDecorator:
+def needs(package):
     """`make test-all` installs them beside the environment."""
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
 
 
-def weights(dtype: torch.dtype) -> Tensor:
+def weights(dtype):
     torch.manual_seed(0)
     return (torch.randn(SHAPE) * torch.logspace(-0.4, 0.4, SHAPE[0])[:, None]).to(dtype)
 
 
 @needs("bitsandbytes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nf4_is_that_of_bitsandbytes(dtype: torch.dtype) -> None:
+def test_nf4_is_that_of_bitsandbytes(dtype):
     import bitsandbytes.functional as library
 
     values = weights(dtype)
@@ -53,7 +51,7 @@ def test_nf4_is_that_of_bitsandbytes(dtype: torch.dtype) -> None:
 
 @needs("torchao")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_float8_is_that_of_torchao(dtype: torch.dtype) -> None:
+def test_float8_is_that_of_torchao(dtype):
     from torchao.quantization import Float8WeightOnlyConfig, quantize_
 
     module = nn.Linear(SHAPE[1], SHAPE[0], bias=False, dtype=dtype)
@@ -64,9 +62,7 @@ def test_float8_is_that_of_torchao(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("packing", "most", "bytes_each"), [(NF4, 0.12, 0.52), (FP8, 0.04, 1.01)])
-def test_values_are_near_and_few_bytes(
-    packing: WeightFormat, most: float, bytes_each: float
-) -> None:
+def test_values_are_near_and_few_bytes(packing, most, bytes_each):
     values = weights(torch.float32)
     values[5], values[:, 64:128] = 0, 0
     packed = packing.pack(values)
@@ -78,7 +74,7 @@ def test_values_are_near_and_few_bytes(
 
 
 @pytest.mark.exhaustive
-def test_packed_bytes_do_not_depend_on_the_number_of_threads() -> None:
+def test_packed_bytes_do_not_depend_on_the_number_of_threads():
     torch.manual_seed(0)
     values, before = torch.randn(4096, 2048), torch.get_num_threads()
     packed = []
@@ -91,12 +87,12 @@ def test_packed_bytes_do_not_depend_on_the_number_of_threads() -> None:
     assert all(torch.equal(each, packed[0]) for each in packed)
 
 
-def adapted(model: Any) -> PeftModel:
+def adapted(model):
     torch.manual_seed(1)
     return get_peft_model(copy.deepcopy(model), LoraConfig(**LORA))
 
 
-def rounded(model: Any, packing: WeightFormat) -> Any:
+def rounded(model, packing):
     """The model with the weights that `packing` keeps of its layers' linear modules."""
     model = copy.deepcopy(model)
     for module in model.model.layers.modules():
@@ -114,7 +110,7 @@ PLACEMENTS = (
 
 
 @pytest.mark.parametrize("base", few(BASES))
-def test_training_is_that_on_the_unpacked_weights(base: Any) -> None:
+def test_training_is_that_on_the_unpacked_weights(base):
     plain, [step] = in_dtype(llama(), torch.bfloat16), make_batches(1)
     how = {"precision": "bf16", "clip": 1e9}
     engine = make_engine(adapted(rounded(plain, BASES[base])), **how)
@@ -128,7 +124,7 @@ def test_training_is_that_on_the_unpacked_weights(base: Any) -> None:
         assert packed.evaluate(step) == engine.evaluate(step)
 
 
-def test_a_run_is_resumed_and_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_is_resumed_and_exported(tmp_path, caplog):
     plain, steps = in_dtype(llama(), torch.bfloat16), make_batches(2)
     with make_engine(adapted(plain), base="nf4", precision="bf16") as engine:
         caplog.clear()  # on some CPUs bf16 is told to be slow
@@ -150,7 +146,7 @@ def test_a_run_is_resumed_and_exported(tmp_path: Path, caplog: pytest.LogCapture
     assert again.evaluate(steps[0]) == pytest.approx(loss, rel=0.02)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused():
     with pytest.raises(InputError, match="base is 'nf4', but no linear module"):
         make_engine(llama(), base="nf4", precision="bf16")
     with pytest.raises(InputError, match="base is 'fp8', and precision 'fp32'"):

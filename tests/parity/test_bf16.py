@@ -1,12 +1,10 @@
 """bf16 computes, fp32 learns: small steps are not lost, and files have their source's dtype."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from megatrain import AdamW, Engine
 from tests.parity.cases import in_dtype, llama, make_batches, make_engine, masters, parameters, same
@@ -15,7 +13,7 @@ from tests.sweeps import swept
 RATE, STEPS = 1e-6, 50
 
 
-def moved(after: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
+def moved(after, before):
     """The way of all weight matrices (norms, at exactly 1, are a case of their own)."""
     names = [name for name in before if "norm" not in name]
     return torch.cat([(after[name].float() - before[name].float()).flatten() for name in names])
@@ -25,15 +23,13 @@ def moved(after: dict[str, Tensor], before: dict[str, Tensor]) -> Tensor:
     ("precision", "has", "told"),
     [("bf16", "AVX2", True), ("fp32", "AVX2", False), ("bf16", "AVX512", False)],
 )
-def test_a_cpu_without_products_in_bf16_is_told(
-    precision: Any, has: str, told: bool, monkeypatch: Any, caplog: Any
-) -> None:
+def test_a_cpu_without_products_in_bf16_is_told(precision, has, told, monkeypatch, caplog):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: has)
     make_engine(llama(), precision=precision).close()
     assert ("take precision fp32" in caplog.text) == told
 
 
-def test_small_steps_move_the_masters_where_bf16_alone_stalls() -> None:
+def test_small_steps_move_the_masters_where_bf16_alone_stalls():
     model, [step] = llama(num_hidden_layers=1, hidden_size=16), make_batches(1, ((2, 8),))
     model.load_state_dict({name: p.bfloat16().float() for name, p in model.state_dict().items()})
     before = parameters(model)
@@ -61,7 +57,7 @@ def test_small_steps_move_the_masters_where_bf16_alone_stalls() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_masters_are_the_source_s_values(dtype: torch.dtype, precision: Any) -> None:
+def test_masters_are_the_source_s_values(dtype, precision):
     model = in_dtype(llama(), dtype)
     wanted = {name: p.float() for name, p in parameters(model).items()}
     got = masters(make_engine(model, precision=precision))
@@ -70,7 +66,7 @@ def test_masters_are_the_source_s_values(dtype: torch.dtype, precision: Any) -> 
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_masters_are_copies(precision: Any) -> None:
+def test_masters_are_copies(precision):
     engine, [step] = make_engine(llama(), precision=precision), make_batches(1)
     before = masters(engine)
     kept = {name: master.clone() for name, master in before.items()}
@@ -81,7 +77,7 @@ def test_masters_are_copies(precision: Any) -> None:
     assert not any(torch.equal(before[name], after) for name, after in engine.named_masters())
 
 
-def test_the_masters_of_an_engine_without_optimizer_are_fp32_too() -> None:
+def test_the_masters_of_an_engine_without_optimizer_are_fp32_too():
     engine = Engine(llama(), precision="bf16", device="cpu")
     wanted = {name: p.bfloat16().float() for name, p in parameters(llama()).items()}
     assert same(masters(engine), wanted)
@@ -92,9 +88,7 @@ def test_the_masters_of_an_engine_without_optimizer_are_fp32_too() -> None:
     dtype=[torch.float32, torch.bfloat16, torch.float16],
     precision=["bf16", "fp32"],
 )
-def test_files_have_the_source_s_dtype_and_the_masters_values(
-    source: str, dtype: torch.dtype, precision: Any, tmp_path: Path
-) -> None:
+def test_files_have_the_source_s_dtype_and_the_masters_values(source, dtype, precision, tmp_path):
     model = in_dtype(llama(tie_word_embeddings=True), dtype)
     given: Any = model
     if source == "folder":
@@ -113,7 +107,7 @@ def test_files_have_the_source_s_dtype_and_the_masters_values(
     assert again.dtype == dtype
 
 
-def test_fp32_masters_survive_a_bf16_engine_exactly(tmp_path: Path) -> None:
+def test_fp32_masters_survive_a_bf16_engine_exactly(tmp_path):
     """Saved and opened again, twice, with training between."""
     steps = make_batches(4)
     whole = make_engine(llama(), precision="bf16", clip=None, eps=1e-3)

@@ -2,15 +2,12 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatrain import Engine, InputError, Placement, RunFailed
 from megatrain.device import CpuDevice
-from megatrain.store.store import Tile
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.ranks import run_ranks
 from tests.rules import SWEPT
@@ -24,7 +21,7 @@ PLACES = {
 ONE_BIT = r"differs from its checksum in 1 blocks .*; one flipped bit explains it, bit 3 of byte "
 
 
-def flip(plane: Any, byte: int, bit: int = 3) -> None:
+def flip(plane, byte, bit=3):
     """One bit of what a plane holds."""
     size = plane.data.itemsize
     place = slice(byte // size, byte // size + 1)
@@ -34,13 +31,13 @@ def flip(plane: Any, byte: int, bit: int = 3) -> None:
         memory.copy_(value)
 
 
-def layer(engine: Engine) -> Tile:
+def layer(engine):
     [tile] = [tile for tile in engine._store.tiles if tile.name == "layer 1"]
     return tile
 
 
 @swept(together=1, rule=list(SWEPT), place=list(PLACES))
-def test_checksums_change_nothing(rule: str, place: str) -> None:
+def test_checksums_change_nothing(rule, place):
     options: dict = {"rule": rule, "precision": "bf16", "placement": PLACES[place]}
     results = []
     for verify in ("step", "off"):
@@ -52,9 +49,7 @@ def test_checksums_change_nothing(rule: str, place: str) -> None:
 
 
 @swept(together=1, place=list(PLACES), rule=["adamw int8", "muon", "muon clipped"])
-def test_a_flipped_bit_of_any_plane_stops_the_next_step(
-    rule: str, place: str, tmp_path: Path
-) -> None:
+def test_a_flipped_bit_of_any_plane_stops_the_next_step(rule, place, tmp_path):
     steps = make_batches(2)
     options: dict = {"rule": rule, "precision": "bf16", "placement": PLACES[place]}
     with make_engine(llama(), **options) as engine:
@@ -73,7 +68,7 @@ def test_a_flipped_bit_of_any_plane_stops_the_next_step(
                 engine.save(tmp_path / "damaged")  # directions that wait for the norm come after it
 
 
-def test_the_place_of_a_flipped_bit_is_named_and_that_of_others_is_not() -> None:
+def test_the_place_of_a_flipped_bit_is_named_and_that_of_others_is_not():
     steps = make_batches(2)
     for bytes_flipped, said in (((4321,), ONE_BIT + "4,321"), ((8, 4321), "no single flipped")):
         with make_engine(llama(), verify="step") as engine:
@@ -84,7 +79,7 @@ def test_the_place_of_a_flipped_bit_is_named_and_that_of_others_is_not() -> None
                 engine.step(steps[1])
 
 
-def test_a_loss_that_is_not_finite_because_of_a_bit_is_no_loss_that_diverges() -> None:
+def test_a_loss_that_is_not_finite_because_of_a_bit_is_no_loss_that_diverges():
     for verify in ("step", "save"):
         with make_engine(llama(), verify=verify) as engine:
             engine.step(make_batches(1)[0])
@@ -94,11 +89,11 @@ def test_a_loss_that_is_not_finite_because_of_a_bit_is_no_loss_that_diverges() -
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_gradient_that_changes_before_its_update_is_found(place: str) -> None:
+def test_a_gradient_that_changes_before_its_update_is_found(place):
     class Flipping(CpuDevice):
         armed: Callable[[], None] | None = None
 
-        def run(self, stream: str, name: str, *work: Any, **buffers: Any) -> Any:
+        def run(self, stream, name, *work, **buffers):
             if name == ("check layer 1" if place == "device" else "note norm") and self.armed:
                 self.armed()
             return super().run(stream, name, *work, **buffers)
@@ -112,7 +107,7 @@ def test_a_gradient_that_changes_before_its_update_is_found(place: str) -> None:
             engine.step(steps[1])
 
 
-def test_frozen_planes_are_compared_in_each_step() -> None:
+def test_frozen_planes_are_compared_in_each_step():
     adapter = {"r": 2, "target_modules": ["q_proj"]}
     for place in ("host", "device"):
         options: dict = {"adapter": adapter, "placement": PLACES[place], "verify": "step"}
@@ -126,7 +121,7 @@ def test_frozen_planes_are_compared_in_each_step() -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("verify", ["save", "off"])
-def test_a_state_with_a_flipped_bit_is_not_saved(verify: str, place: str, tmp_path: Path) -> None:
+def test_a_state_with_a_flipped_bit_is_not_saved(verify, place, tmp_path):
     step = make_batches(1)[0]
     with make_engine(llama(), verify=verify, placement=PLACES[place]) as engine:
         engine.step(step)
@@ -145,8 +140,8 @@ def test_a_state_with_a_flipped_bit_is_not_saved(verify: str, place: str, tmp_pa
 
 
 @pytest.mark.parametrize("place", ["host", "device"])
-def test_ranks_stop_together(place: str, tmp_path: Path) -> None:
-    def work(group: Any) -> str:
+def test_ranks_stop_together(place, tmp_path):
+    def work(group):
         options: dict = {"verify": "step", "group": group, "placement": PLACES[place]}
         engine = make_engine(llama(), **options)
         steps = make_batches(3)
@@ -165,6 +160,6 @@ def test_ranks_stop_together(place: str, tmp_path: Path) -> None:
     assert "of another rank has changed" in others or "has lost the others" in others
 
 
-def test_other_words_are_refused() -> None:
+def test_other_words_are_refused():
     with pytest.raises(InputError, match="verify is 'always'; it must be step, save or off"):
         make_engine(llama(), verify="always")

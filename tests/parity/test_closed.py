@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from megatrain import Engine, Placement
+from megatrain import Placement
 from megatrain.errors import RunFailed
 from tests.parity.cases import make_batches, make_engine, qwen2
 
@@ -16,7 +16,7 @@ PLACEMENTS = {
 }
 
 
-def closed(engine: Engine) -> list[weakref.ref]:
+def closed(engine):
     """What holds the planes of an engine that is closed, before anything is collected."""
     held = [weakref.ref(buffer) for t in engine._store.tiles for buffer in t.planes.values()]
     engine.close()
@@ -25,7 +25,7 @@ def closed(engine: Engine) -> list[weakref.ref]:
 
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_a_closed_engine_has_given_its_memory_back(placement, rule, tmp_path) -> None:
+def test_a_closed_engine_has_given_its_memory_back(placement, rule, tmp_path):
     gc.disable()
     try:
         engine = make_engine(qwen2(), rule=rule, placement=placement)
@@ -40,7 +40,7 @@ def test_a_closed_engine_has_given_its_memory_back(placement, rule, tmp_path) ->
         gc.enable()
 
 
-def test_a_closed_engine_says_that_it_is_closed(tmp_path) -> None:
+def test_a_closed_engine_says_that_it_is_closed(tmp_path):
     engine = make_engine(qwen2())
     [step] = make_batches(1)
     engine.step(step)

@@ -19,7 +19,7 @@ CHOICES: tuple[dict, ...] = (
 )
 
 
-def trained(**choices) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def trained(**choices):
     placement = Placement(slots=2, **choices)
     with Engine(
         llama(), optimizer=AdamW(lr=1e-3), max_grad_norm=0.5, precision="fp32", placement=placement
@@ -32,7 +32,7 @@ def trained(**choices) -> tuple[list[float], list[float], dict[str, torch.Tensor
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
-def test_compiled_layers_train_as_eager_ones() -> None:
+def test_compiled_layers_train_as_eager_ones():
     losses, norms, masters = trained()
     for choices in CHOICES:
         torch._dynamo.reset()

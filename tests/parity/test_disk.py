@@ -1,12 +1,10 @@
 """Planes on a disk: what they take, what they need, and a disk that fails."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatrain import DoesNotFit, Engine, InputError, Placement, RunFailed
 from megatrain.checkpoint import verify
@@ -21,7 +19,7 @@ ON_DISK = Placement(slots=1, disk_moments=99, disk_remainder=1)
 ALL = replace(ON_DISK, disk_remainder=99, disk_weights=99)
 
 
-def test_planes_on_a_disk_take_lanes_of_host_memory_alone(tmp_path: Path) -> None:
+def test_planes_on_a_disk_take_lanes_of_host_memory_alone(tmp_path):
     placement = replace(ON_DISK, disk_weights=99)
     engine = make_engine(llama(), precision="bf16", placement=placement, disk=tmp_path)
     plain = make_engine(llama(), precision="bf16").memory()
@@ -37,7 +35,7 @@ def test_planes_on_a_disk_take_lanes_of_host_memory_alone(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []  # the file has no name
 
 
-def test_what_they_need_is_asked_for_by_name(tmp_path: Path) -> None:
+def test_what_they_need_is_asked_for_by_name(tmp_path):
     with pytest.raises(InputError, match="on a disk .*none is given; set disk to a folder"):
         make_engine(llama(), placement=ON_DISK, disk=None)
     with pytest.raises(DoesNotFit, match="and disk_space is 1 MiB; raise it"):
@@ -48,13 +46,13 @@ def test_what_they_need_is_asked_for_by_name(tmp_path: Path) -> None:
 
 @swept(together=1, verb=["read", "write"], device=[CpuDevice, ThreadedDevice])
 def test_a_disk_that_fails_ends_the_run_and_leaves_the_checkpoint(
-    device: type[CpuDevice], verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    device, verb, tmp_path, monkeypatch
+):
     """In the middle of a tile: what it has made of the weights is saved by nobody."""
     monkeypatch.setattr(disk, "PIECE", BLOCK)
     steps, move, calls = make_batches(3), getattr(PlaneFile, verb), []
 
-    def failing(file: PlaneFile, offset: int, tensor: Tensor) -> None:
+    def failing(file, offset, tensor):
         calls.append(offset)
         if len(calls) == 4:
             raise RunFailed("the disk fails")
@@ -80,17 +78,15 @@ def test_a_disk_that_fails_ends_the_run_and_leaves_the_checkpoint(
 
 
 @pytest.mark.parametrize("part", ["load_weights", "Assembly"])
-def test_an_engine_that_fails_to_open_gives_all_back(
-    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_fails_to_open_gives_all_back(part, tmp_path, monkeypatch):
     """Threads of the device, and the file on the disk, as soon as the error is there."""
 
-    def fail(*given: Any, **options: Any) -> None:
+    def fail(*given, **options):
         raise RunFailed("it fails")
 
     create, files, device = PlaneFile.create, list[PlaneFile](), ThreadedDevice()
 
-    def noting(*given: Any) -> PlaneFile:
+    def noting(*given):
         files.append(create(*given))
         return files[-1]
 
@@ -104,9 +100,7 @@ def test_an_engine_that_fails_to_open_gives_all_back(
 
 
 @pytest.mark.parametrize("device", [CpuDevice, ThreadedDevice])
-def test_weights_that_cannot_be_read_end_the_step_before_any_update(
-    device: type[CpuDevice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_cannot_be_read_end_the_step_before_any_update(device, tmp_path, monkeypatch):
     steps = make_batches(2)
     engine = make_engine(llama(), precision="bf16", placement=ALL, disk=tmp_path, device=device())
     engine.step(steps[0])
@@ -115,7 +109,7 @@ def test_weights_that_cannot_be_read_end_the_step_before_any_update(
     assert isinstance(weights, disk.DiskBuffer)
     read, at = PlaneFile.read, weights.at
 
-    def failing(file: PlaneFile, offset: int, tensor: Tensor) -> None:
+    def failing(file, offset, tensor):
         if offset == at:
             raise RunFailed("the disk fails")
         read(file, offset, tensor)
@@ -129,9 +123,7 @@ def test_weights_that_cannot_be_read_end_the_step_before_any_update(
         assert same(state(again), wanted)
 
 
-def test_autograd_takes_weights_read_into_one_slot_for_no_change_of_another(
-    tmp_path: Path,
-) -> None:
+def test_autograd_takes_weights_read_into_one_slot_for_no_change_of_another(tmp_path):
     """Slots are one memory, and a thread reads while a layer is at work."""
     engine = make_engine(llama(), precision="bf16", placement=ALL, disk=tmp_path)
     tile = next(tile for tile in engine._store.tiles if tile.name == "layer 1")
@@ -142,8 +134,8 @@ def test_autograd_takes_weights_read_into_one_slot_for_no_change_of_another(
     assert slots._version == version
 
 
-def test_a_layer_that_is_smaller_than_a_slot_is_read_and_nothing_behind_it() -> None:
-    def train(placement: Placement) -> dict[str, Tensor]:
+def test_a_layer_that_is_smaller_than_a_slot_is_read_and_nothing_behind_it():
+    def train(placement):
         model, sizes = llama(), {"gate_proj": (32, 16), "up_proj": (32, 16), "down_proj": (16, 32)}
         for name, size in sizes.items():
             setattr(model.model.layers[-1].mlp, name, nn.Linear(*size, bias=False))
@@ -155,22 +147,20 @@ def test_a_layer_that_is_smaller_than_a_slot_is_read_and_nothing_behind_it() -> 
     assert same(train(Placement(disk_weights=99)), train(Placement()))
 
 
-def test_frozen_weights_on_a_disk_are_only_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frozen_weights_on_a_disk_are_only_read(tmp_path, monkeypatch):
     """Layers frozen as a whole, and a frozen part of a layer that is trained."""
     monkeypatch.setattr(disk, "PIECE", BLOCK)
     steps, written = make_batches(2), []
     write = PlaneFile.write
 
-    def noting(file: PlaneFile, offset: int, tensor: Tensor) -> None:
+    def noting(file, offset, tensor):
         written.append((offset, tensor.nbytes))
         write(file, offset, tensor)
 
-    def trained(name: str) -> bool:
+    def trained(name):
         return "layers.0.mlp" in name
 
-    def train(**given: Any) -> tuple[dict[str, Tensor], Any]:
+    def train(**given):
         engine = make_engine(frozen(llama(), trained), precision="bf16", **given)
         monkeypatch.setattr(PlaneFile, "write", noting)
         for step in steps:

@@ -6,7 +6,6 @@ gradient must be the gradient's norm. A recomputation with other masks gives ano
 """
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -28,19 +27,19 @@ from tests.sweeps import few
 RATES = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
 
-def gpt2() -> Any:
+def gpt2():
     """Dropout on embeddings, attention and residuals."""
     return tiny_model("gpt2", changes=RATES)
 
 
-def slope_error(model: Any, step: list, placement: Placement, device: str = "cpu") -> float:
+def slope_error(model, step, placement, device="cpu"):
     """Relative difference between the slope of the loss along the gradient and its norm."""
     engine = make_engine(model, clip=1e9, placement=placement, device=device)
     norm = engine.step(step).grad_norm
     direction = {name: g / norm for name, g in gradients(engine).items()}
     before, distance = parameters(model), 1e-2
 
-    def loss(way: float) -> float:
+    def loss(way):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(before[name] + way * direction[name])
@@ -63,16 +62,14 @@ def slope_error(model: Any, step: list, placement: Placement, device: str = "cpu
     ),
     ids=["recomputed", "boundaries on the host", "kept graphs", "passes"],
 )
-def test_the_gradient_is_that_of_the_masks_of_the_forward(placement: Placement) -> None:
+def test_the_gradient_is_that_of_the_masks_of_the_forward(placement):
     [step] = make_batches(1)
     assert slope_error(gpt2(), step, placement) < 2e-3
     assert slope_error(llama(attention_dropout=0.3), step, placement) < 2e-3
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_every_place_has_random_numbers_of_its_own(
-    passes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_place_has_random_numbers_of_its_own(passes, monkeypatch):
     """Forward and backward of a layer share theirs; places, micro-batches and steps do not."""
     engine, seen = make_engine(gpt2(), placement=Placement(passes=passes)), []
     record = engine.device.seed
@@ -89,13 +86,13 @@ def test_every_place_has_random_numbers_of_its_own(
     assert first.isdisjoint(uses)
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_decides():
     [step] = make_batches(1)
     losses = [make_engine(gpt2(), seed=seed).step(step).loss for seed in (0, 0, 1)]
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_evaluation_has_no_dropout_and_leaves_no_trace() -> None:
+def test_evaluation_has_no_dropout_and_leaves_no_trace():
     steps = make_batches(3)
     plain, evaluated = make_engine(gpt2()), make_engine(gpt2())
     without = make_engine(tiny_model("gpt2"))
@@ -110,14 +107,14 @@ def test_evaluation_has_no_dropout_and_leaves_no_trace() -> None:
     assert same(masters(plain), masters(evaluated))
 
 
-def test_the_caller_s_random_numbers_stay_as_they_were() -> None:
+def test_the_caller_s_random_numbers_stay_as_they_were():
     """Else whoever draws data between two steps would draw the same every time."""
     [step], config = make_batches(1), llama().config
 
-    def draw() -> list[float]:
+    def draw():
         return [float(torch.rand(())), random.random()]
 
-    def work() -> None:
+    def work():
         engine = make_engine(config)
         engine.step(step)
         engine.evaluate(step)
@@ -134,7 +131,7 @@ def test_the_caller_s_random_numbers_stay_as_they_were() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_the_caller_s_random_numbers_decide_nothing() -> None:
+def test_the_caller_s_random_numbers_decide_nothing():
     [step], config = make_batches(1), gpt2().config
     found = []
     for seed in (1, 2):
@@ -146,7 +143,7 @@ def test_the_caller_s_random_numbers_decide_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_the_caller_s_autograd_mode_decides_nothing(mode: Any) -> None:
+def test_the_caller_s_autograd_mode_decides_nothing(mode):
     wanted, engine = make_engine(gpt2()), make_engine(gpt2())
     [plain] = make_batches(1)
     with mode():
@@ -160,7 +157,7 @@ def test_the_caller_s_autograd_mode_decides_nothing(mode: Any) -> None:
     assert same(masters(engine), masters(wanted))
 
 
-def test_torch_s_default_dtype_decides_nothing() -> None:
+def test_torch_s_default_dtype_decides_nothing():
     [step], model = make_batches(1), llama()
     wanted = make_engine(model, precision="bf16")
     result = wanted.step(step)

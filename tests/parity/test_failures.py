@@ -4,13 +4,10 @@ The damage is done where it would come from: in the logits (a bad loss) or on th
 the layers (a good loss, a bad gradient).
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
-from megatrain import Engine, Placement, RunFailed
+from megatrain import Placement, RunFailed
 from megatrain.device import CpuDevice
 from megatrain.engine.update import Update
 from megatrain.placement import RECOMPUTE
@@ -23,16 +20,16 @@ CLIPPED = {"clipped": 1.0, "not clipped": None}
 DEVICES = {"in order": CpuDevice, "late": LateDevice}
 
 
-def engine_of(tied: bool, clip: float | None, device: type[CpuDevice]) -> Engine:
+def engine_of(tied, clip, device):
     model = llama(tie_word_embeddings=tied)
     return make_engine(model, clip=clip, device=device(), precision="bf16")
 
 
-def versions(engine: Engine) -> list[int]:
+def versions(engine):
     return [tile.version for tile in engine._store.tiles]
 
 
-def without(engine: Engine, damage: Callable[[], None], step: list) -> pytest.ExceptionInfo:
+def without(engine, damage, step):
     """The failure of a damaged step, after which the engine is as it was before that step."""
     before, state, counts = masters(engine), moments(engine), versions(engine)
     damage()
@@ -44,7 +41,7 @@ def without(engine: Engine, damage: Callable[[], None], step: list) -> pytest.Ex
     return caught
 
 
-def goes_on(engine: Engine, other: Engine, steps: list) -> None:
+def goes_on(engine, other, steps):
     """The next steps are those of an engine that never met the bad one."""
     for step in steps:
         one, wanted = engine.step(step), other.step(step)
@@ -53,7 +50,7 @@ def goes_on(engine: Engine, other: Engine, steps: list) -> None:
 
 
 @swept(together=1, tied=TIED, clip=CLIPPED, device=DEVICES)
-def test_a_bad_loss(tied: bool, clip: float | None, device: type[CpuDevice]) -> None:
+def test_a_bad_loss(tied, clip, device):
     engine, other = engine_of(tied, clip, device), engine_of(tied, clip, CpuDevice)
     steps = make_batches(3)
     engine.step(steps[0])
@@ -61,8 +58,8 @@ def test_a_bad_loss(tied: bool, clip: float | None, device: type[CpuDevice]) -> 
     program, logits = engine._program, engine._program.logits
     bad = steps[1][1]["input_ids"].shape[0]
 
-    def damage() -> None:
-        def damaged(weights: Any, micro: Any, output: Any) -> Any:
+    def damage():
+        def damaged(weights, micro, output):
             found = logits(weights, micro, output)
             rows = micro.inputs["input_ids"].shape[0]
             return found * torch.nan if rows == bad else found
@@ -79,12 +76,12 @@ def test_a_bad_loss(tied: bool, clip: float | None, device: type[CpuDevice]) -> 
     goes_on(engine, other, steps[1:])
 
 
-def spoil_gradient(engine: Engine, value: float) -> Callable[[], None]:
+def spoil_gradient(engine, value):
     """The second layer hands on a bad gradient; returns what undoes it."""
     layer = engine._parts.trunk[2]
     pull = layer.vjp
 
-    def damaged(*arguments: Any) -> Any:
+    def damaged(*arguments):
         return [{ref: g * value for ref, g in micro.items()} for micro in pull(*arguments)]
 
     layer.vjp = damaged
@@ -92,7 +89,7 @@ def spoil_gradient(engine: Engine, value: float) -> Callable[[], None]:
 
 
 @swept(together=1, value=[torch.nan, torch.inf], tied=TIED, device=DEVICES)
-def test_a_bad_gradient_with_clipping(value: float, tied: bool, device: type[CpuDevice]) -> None:
+def test_a_bad_gradient_with_clipping(value, tied, device):
     engine, other = engine_of(tied, 1.0, device), engine_of(tied, 1.0, CpuDevice)
     steps = make_batches(3)
     engine.step(steps[0])
@@ -106,7 +103,7 @@ def test_a_bad_gradient_with_clipping(value: float, tied: bool, device: type[Cpu
 
 
 @swept(together=1, device=DEVICES)
-def test_a_bad_gradient_without_clipping_is_not_called_harmless(device: type[CpuDevice]) -> None:
+def test_a_bad_gradient_without_clipping_is_not_called_harmless(device):
     """Updates do not wait for the norm then; what is told must be true."""
     engine, steps = engine_of(False, None, device), make_batches(2)
     engine.step(steps[0])
@@ -127,7 +124,7 @@ BREAKS = {
 
 
 @swept(together=1, where=["forward", "head", "backward"], placement=BREAKS)
-def test_a_step_that_breaks_off_leaves_nothing_behind(where: str, placement: Placement) -> None:
+def test_a_step_that_breaks_off_leaves_nothing_behind(where, placement):
     """Out of memory, or Ctrl-C: the caller may go on with other micro-batches."""
     model, steps = llama(tie_word_embeddings=True), make_batches(3)
     options = {"clip": 1.0, "placement": placement}
@@ -143,7 +140,7 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(where: str, placement: Pla
     }[where]
     work = getattr(unit, name)
 
-    def break_off(*arguments: Any, **settings: Any) -> None:
+    def break_off(*arguments, **settings):
         raise MemoryError("no more")
 
     setattr(unit, name, break_off)
@@ -153,7 +150,7 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(where: str, placement: Pla
     goes_on(engine, other, [steps[1][:1], *steps[1:]])
 
 
-def test_graphs_of_a_broken_step_are_not_used_by_a_later_one() -> None:
+def test_graphs_of_a_broken_step_are_not_used_by_a_later_one():
     """After running out of memory fewer graphs may be kept, or there may be more micro-batches."""
     model, steps = llama(), make_batches(2)
     engine = make_engine(model, placement=Placement(save_activations=3))
@@ -168,16 +165,14 @@ def test_graphs_of_a_broken_step_are_not_used_by_a_later_one() -> None:
 
 
 @swept(together=1, tied=TIED, clip=CLIPPED)
-def test_a_step_that_fails_in_its_updates_leaves_nothing_to_save(
-    tied: bool, clip: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_a_step_that_fails_in_its_updates_leaves_nothing_to_save(tied, clip, monkeypatch, tmp_path):
     """Also when all tiles count it already, and after later steps."""
     engine = engine_of(tied, clip, CpuDevice)
     first, second, third = make_batches(3)
     engine.step(first)
     apply = Update._apply
 
-    def broken(self: Update, *args: Any) -> None:
+    def broken(self, *args):
         apply(self, *args)
         if args[0] is last:
             raise RuntimeError("out of ideas")

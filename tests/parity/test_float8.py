@@ -2,12 +2,10 @@
 
 import importlib.util
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import Engine, InputError, Placement
@@ -23,12 +21,12 @@ needs_torchao = pytest.mark.skipif(
 )
 
 
-def run(precision: Any, steps: int = 3, **options: Any) -> tuple[list[float], dict]:
+def run(precision, steps=3, **options):
     engine = make_engine(llama(), precision=precision, **options)
     return [engine.step(step).loss for step in make_batches(steps)], masters(engine)
 
 
-def plain_gradients(step: list[dict[str, Tensor]], *, float8: bool) -> dict[str, Tensor]:
+def plain_gradients(step, *, float8):
     """Those of the model of transformers in bf16, its layers converted by torchao alone."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -47,14 +45,14 @@ def plain_gradients(step: list[dict[str, Tensor]], *, float8: bool) -> dict[str,
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def cosine(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def cosine(one, other):
     names = sorted(one)
     flat = [torch.cat([each[name].flatten().double() for name in names]) for each in (one, other)]
     return float(torch.cosine_similarity(*flat, dim=0))
 
 
 @needs_torchao
-def test_gradients_are_those_of_torchao_in_plain_pytorch() -> None:
+def test_gradients_are_those_of_torchao_in_plain_pytorch():
     """One row, whose gradients are rounded to bf16 once, as the engine rounds its sums."""
     step = [{name: each[:1] for name, each in make_batches(1)[0][0].items()}]
     engine = make_engine(llama(), precision="fp8", clip=1e9)
@@ -65,7 +63,7 @@ def test_gradients_are_those_of_torchao_in_plain_pytorch() -> None:
 
 
 @needs_torchao
-def test_losses_are_near_and_no_placement_changes_a_bit() -> None:
+def test_losses_are_near_and_no_placement_changes_a_bit():
     losses, weights = run("fp8")
     assert losses == pytest.approx(run("bf16")[0], rel=0.02)
     for placement in (
@@ -77,7 +75,7 @@ def test_losses_are_near_and_no_placement_changes_a_bit() -> None:
 
 
 @needs_torchao
-def test_packed_rows_train_by_their_lengths_as_by_masks() -> None:
+def test_packed_rows_train_by_their_lengths_as_by_masks():
     engines = [make_engine(llama(), precision="fp8") for _ in range(2)]
     engines[1]._program.may_attend_by_lengths = False
     losses = [engine.step([packed(documents())]).loss for engine in engines]
@@ -86,7 +84,7 @@ def test_packed_rows_train_by_their_lengths_as_by_masks() -> None:
 
 
 @needs_torchao
-def test_a_scale_of_all_tokens_is_not_taken_for_documents_that_see_each_other() -> None:
+def test_a_scale_of_all_tokens_is_not_taken_for_documents_that_see_each_other():
     """Eight layers of the usual small weights: their losses follow each other by a rounding."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -99,7 +97,7 @@ def test_a_scale_of_all_tokens_is_not_taken_for_documents_that_see_each_other() 
 
 
 @needs_torchao
-def test_a_run_is_resumed_to_the_bit_and_only_in_float8(tmp_path: Path) -> None:
+def test_a_run_is_resumed_to_the_bit_and_only_in_float8(tmp_path):
     first, *others = make_batches(3)
     engine = make_engine(llama(), precision="fp8")
     engine.step(first)
@@ -113,7 +111,7 @@ def test_a_run_is_resumed_to_the_bit_and_only_in_float8(tmp_path: Path) -> None:
 
 
 @needs_torchao
-def test_what_is_computed_in_bf16_stays_as_it_is() -> None:
+def test_what_is_computed_in_bf16_stays_as_it_is():
     """Routers, and sizes that the GPU has no products for."""
     parts = {"q_proj": nn.Linear(32, 48), "gate": nn.Linear(16, 16), "odd": nn.Linear(16, 24)}
     module = nn.ModuleDict({**parts, "norm": nn.LayerNorm(16)})
@@ -123,12 +121,12 @@ def test_what_is_computed_in_bf16_stays_as_it_is() -> None:
 
 
 @needs_torchao
-def test_layers_without_linear_modules_are_refused() -> None:
+def test_layers_without_linear_modules_are_refused():
     with pytest.raises(InputError, match=r"no layer has an nn\.Linear"):
         make_engine(gpt2(), precision="fp8")
 
 
-def test_the_library_that_it_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_that_it_needs_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(InputError, match=r"pip install 'megatrain\[fp8\]'"):
         make_engine(llama(), precision="fp8")

@@ -2,12 +2,10 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from megatrain import AdamW, Engine, InputError
 from megatrain.train.export import export
@@ -18,15 +16,15 @@ from tests.sweeps import few
 BIASES = torch.tensor([7.0014, 7.0071, -7.0043])  # in bf16 all are 7
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
+def stored(folder):
     return load_file(folder / "model.safetensors")
 
 
-def rewrite(folder: Path, changes: dict[str, Tensor]) -> None:
+def rewrite(folder, changes):
     save_file(stored(folder) | changes, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def saved(family: str, folder: Path) -> Path:
+def saved(family, folder):
     """A bf16 folder whose floating buffers are stored in float32 and mean something there."""
     model = tiny_model(family)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -42,12 +40,12 @@ def saved(family: str, folder: Path) -> Path:
     return folder
 
 
-def opened(folder: Path, precision: str) -> Engine:
+def opened(folder, precision):
     return Engine(folder, optimizer=AdamW(), precision=precision, device="cpu")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_is_not_trained_is_exported_as_it_came(precision: str, tmp_path: Path) -> None:
+def test_what_is_not_trained_is_exported_as_it_came(precision, tmp_path):
     """After a step, by the engine and out of a checkpoint whose source is gone."""
     folder = saved("deepseek_v3", tmp_path / "folder")
     source = stored(folder)
@@ -71,7 +69,7 @@ def test_what_is_not_trained_is_exported_as_it_came(precision: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("precision", few(["fp32", "bf16"], 1))
-def test_frozen_weights_keep_dtype_and_bits(precision: str, tmp_path: Path) -> None:
+def test_frozen_weights_keep_dtype_and_bits(precision, tmp_path):
     """Parameters of a class that freezes them, stored in another dtype than all others."""
     folder = saved("afmoe", tmp_path / "folder")
     frozen = [n for n, p in tiny_model("afmoe").named_parameters() if not p.requires_grad]
@@ -91,7 +89,7 @@ def test_frozen_weights_keep_dtype_and_bits(precision: str, tmp_path: Path) -> N
         assert all(torch.equal(got[n], source[n]) for n in frozen)
 
 
-def test_rounded_weights_are_not_exported_as_the_source(tmp_path: Path) -> None:
+def test_rounded_weights_are_not_exported_as_the_source(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "folder")
     with Engine(tmp_path / "folder", precision="bf16", device="cpu") as engine:
         with pytest.raises(InputError, match=r"rounded its weights; export with dtype"):
@@ -105,7 +103,7 @@ def test_rounded_weights_are_not_exported_as_the_source(tmp_path: Path) -> None:
         assert config["dtype"] == "bfloat16"
 
 
-def test_float64_weights_that_no_master_can_hold_are_refused(tmp_path: Path) -> None:
+def test_float64_weights_that_no_master_can_hold_are_refused(tmp_path):
     tiny_model("llama").double().save_pretrained(tmp_path / "folder")
     with Engine(tmp_path / "folder", precision="fp32", device="cpu"):
         pass  # each is a float32 all the same
@@ -116,7 +114,7 @@ def test_float64_weights_that_no_master_can_hold_are_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["ernie4_5_moe", "olmo_hybrid"])
-def test_weights_that_must_not_be_rounded_are_refused_by_name(family: str) -> None:
+def test_weights_that_must_not_be_rounded_are_refused_by_name(family):
     """Kept in fp32 by transformers' loading (a router), or by the class (decay rates)."""
     model = tiny_model(family)
     with pytest.raises(InputError, match=r"computes with model\.layers\.\d.*precision to fp32"):

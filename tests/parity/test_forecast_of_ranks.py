@@ -1,9 +1,6 @@
 """What is foretold of a step of ranks, beside what two of them really keep and exchange."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -13,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatrain import Placement
 from megatrain.device.base import GATHER, HOSTS, REDUCE
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.model.probe import spec
 from megatrain.parallel.distributed import ProcessGroups
@@ -40,7 +36,7 @@ PLACEMENTS = {
 }
 
 
-def of_streams(calls: Sequence[tuple[str, float]]) -> dict[str, tuple[int, int]]:
+def of_streams(calls):
     """Of each stream the number and the bytes of its collectives."""
     return {
         stream: (len(sizes), round(sum(sizes)))
@@ -49,7 +45,7 @@ def of_streams(calls: Sequence[tuple[str, float]]) -> dict[str, tuple[int, int]]
     }
 
 
-def foretold(found: Forecast) -> dict[str, tuple[int, int]]:
+def foretold(found):
     """Bytes from seconds: a rank receives half of what two have, and twice that of sums of hosts.
 
     The few numbers of a step (loss, squares) are priced as a gather, whatever sums them.
@@ -62,9 +58,7 @@ def foretold(found: Forecast) -> dict[str, tuple[int, int]]:
 
 
 @swept(together=1, layout=[*LAYOUTS], placed=[*PLACEMENTS])
-def test_two_ranks_keep_and_exchange_what_is_foretold(
-    layout: str, placed: str, tmp_path: Path
-) -> None:
+def test_two_ranks_keep_and_exchange_what_is_foretold(layout, placed, tmp_path):
     each, hosts, streams = LAYOUTS[layout]
     placement, workload = PLACEMENTS[placed], WHOLE.shared(each, hosts)
     forecasts = ForecastCache(spec(open_source(llama()).model))
@@ -74,7 +68,7 @@ def test_two_ranks_keep_and_exchange_what_is_foretold(
     machine = replace(small_machine().shared(each, SLOW, SLOW), launch_seconds=0.0)
     found = forecasts.of(machine, placement, workload, ROWS)
 
-    def work(group: Any) -> tuple[dict[str, int], list[tuple[str, float]]]:
+    def work(group):
         mesh = init_device_mesh("cpu", (hosts, each))
         engine = make_engine(llama(), group=mesh, placement=placement)
         micro_batches = ids_BT.split(ROWS)[dist.get_rank() :: 2]
@@ -82,10 +76,10 @@ def test_two_ranks_keep_and_exchange_what_is_foretold(
         engine.step(step)
         calls: list[tuple[str, float]] = []
 
-        def noted(name: str) -> Any:
+        def noted(name):
             collective = getattr(ProcessGroups, name)
 
-            def call(ranks: ProcessGroups, values: torch.Tensor) -> None:
+            def call(ranks, values):
                 calls.append((streams[name], values.nbytes))
                 collective(ranks, values)
 

@@ -23,7 +23,7 @@ FAMILIES = ["llama", "qwen3", "gpt2", "gemma2", "gemma3_text", "mixtral", "mamba
             "deepseek_v3", "bloom", "rwkv", "cpmant"]  # fmt: skip
 
 
-def inputs(rows: int = 3, tokens: int = 6) -> dict[str, torch.Tensor]:
+def inputs(rows=3, tokens=6):
     ids = torch.randint(3, 60, (rows, tokens), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
@@ -31,7 +31,7 @@ def inputs(rows: int = 3, tokens: int = 6) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_streamed_tokens_are_those_of_transformers(family: str) -> None:
+def test_streamed_tokens_are_those_of_transformers(family):
     """The rows are longer than the tiny models' windows."""
     model = tiny_model(family).eval()
     told = {"max_new_tokens": 12, "do_sample": False, "use_cache": True, "pad_token_id": 0,
@@ -51,7 +51,7 @@ def test_streamed_tokens_are_those_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_take_the_first_ones_logits(rank: int) -> None:
+def test_all_ranks_take_the_first_ones_logits(rank):
     """Logits of -inf among them, which some models give tokens that are never to be drawn."""
     first = torch.tensor([1.0, -torch.inf])
     others = torch.zeros(2) if rank == 0 else first
@@ -61,7 +61,7 @@ def test_all_ranks_take_the_first_ones_logits(rank: int) -> None:
     assert output.logits.equal(torch.tensor([1.0, -torch.inf]))
 
 
-def test_generating_between_two_steps_changes_no_bit_of_training() -> None:
+def test_generating_between_two_steps_changes_no_bit_of_training():
     model, steps = tiny_model("llama"), make_batches(2)
     losses, texts = [], []
     for samples in (False, True):
@@ -77,9 +77,7 @@ def test_generating_between_two_steps_changes_no_bit_of_training() -> None:
 
 
 @pytest.mark.parametrize(("spare", "times"), [(None, 4), (0, 1), (1 << 60, 4)])
-def test_weights_come_once_where_there_is_room_for_them(
-    monkeypatch: pytest.MonkeyPatch, spare: int | None, times: int
-) -> None:
+def test_weights_come_once_where_there_is_room_for_them(monkeypatch, spare, times):
     begun: list[int] = []
     begin = Stream.begin
     monkeypatch.setattr(Stream, "begin", lambda *given: [begun.append(1), begin(*given)])
@@ -95,7 +93,7 @@ def test_weights_come_once_where_there_is_room_for_them(
         engine.step(make_batches(1)[0])
 
 
-def words() -> PreTrainedTokenizerFast:
+def words():
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     known = {f"w{number}": number for number in range(127)} | {"abcdef": 127}  # for stop strings
@@ -108,11 +106,11 @@ PROMPTS = ["w5 w6 w7", "w9", "w11 w12 w13 w14"]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
+def engine():
     return Engine(tiny_model("llama").eval(), precision="fp32", device="cpu")
 
 
-def test_prompts_share_batches_and_get_what_each_would_get_alone(engine: Engine) -> None:
+def test_prompts_share_batches_and_get_what_each_would_get_alone(engine):
     alone = [generate(engine, words(), [prompt], GREEDY)[0] for prompt in PROMPTS]
     assert generate(engine, words(), PROMPTS, GREEDY) == alone
     assert generate(engine, words(), PROMPTS, GREEDY, batch_size=2) == alone
@@ -120,7 +118,7 @@ def test_prompts_share_batches_and_get_what_each_would_get_alone(engine: Engine)
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba", "bloom", "recurrent_gemma"])
-def test_padding_changes_no_text(family: str, caplog) -> None:
+def test_padding_changes_no_text(family, caplog):
     """Also of a model whose states run on over it: its prompts share no batch."""
     caplog.set_level("INFO", "megatrain")
     source = Engine(tiny_model(family).eval(), precision="fp32", device="cpu")
@@ -132,7 +130,7 @@ def test_padding_changes_no_text(family: str, caplog) -> None:
 @pytest.mark.parametrize(
     ("family", "keeps"), [("llama", True), ("gemma2", False), ("mamba", False)]
 )
-def test_a_talk_goes_on_from_what_was_computed(family, keeps, monkeypatch) -> None:
+def test_a_talk_goes_on_from_what_was_computed(family, keeps, monkeypatch):
     """Also where its template writes earlier turns otherwise; the replies are the same."""
     tokenizer, past = words(), []
     tokenizer.chat_template = (
@@ -162,7 +160,7 @@ def test_a_talk_goes_on_from_what_was_computed(family, keeps, monkeypatch) -> No
     assert taken == ([3, 21, 3] if keeps else [])  # up to what ended the last turn
 
 
-def test_a_text_ends_with_an_end_token(engine: Engine) -> None:
+def test_a_text_ends_with_an_end_token(engine):
     [text] = generate(engine, words(), PROMPTS[:1], GREEDY)
     tokenizer, said = words(), text.split()
     tokenizer.eos_token = next(word for word in said if word != said[0])
@@ -170,7 +168,7 @@ def test_a_text_ends_with_an_end_token(engine: Engine) -> None:
     assert ended.split() == said[: said.index(tokenizer.eos_token)]
 
 
-def test_the_seed_decides_the_draws(engine: Engine) -> None:
+def test_the_seed_decides_the_draws(engine):
     drawn = [
         generate(engine, words(), PROMPTS[:1], Sampling(12, temperature=1.0, seed=seed))
         for seed in (1, 1, 2)
@@ -178,7 +176,7 @@ def test_the_seed_decides_the_draws(engine: Engine) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_heads_in_ranges_generate_without_a_cache() -> None:
+def test_heads_in_ranges_generate_without_a_cache():
     from megatrain import Placement
 
     changes = {"intermediate_size": 4, "num_key_value_heads": 1}  # a layer is smaller than the head
@@ -193,7 +191,7 @@ def test_heads_in_ranges_generate_without_a_cache() -> None:
 
 
 @pytest.mark.parametrize("family", ["jamba", "bamba"])
-def test_a_cache_of_states_that_does_not_count_tokens_is_not_used(family: str, caplog) -> None:
+def test_a_cache_of_states_that_does_not_count_tokens_is_not_used(family, caplog):
     """Masks of these families ask for the count, where no layer attends to all before it."""
     caplog.set_level("INFO", "megatrain")
     model, given = tiny_model(family).eval(), inputs()
@@ -209,7 +207,7 @@ def test_a_cache_of_states_that_does_not_count_tokens_is_not_used(family: str, c
 
 
 @pytest.mark.parametrize("family", ["blt", "xlstm", "xlnet"])
-def test_families_that_fail_with_a_cache_or_have_no_limit_generate(family: str) -> None:
+def test_families_that_fail_with_a_cache_or_have_no_limit_generate(family):
     model, prompt = tiny_model(family).eval(), [11, 12, 13]
     told = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     wanted = model.generate(torch.tensor([prompt]), **told, use_cache=False)[0, 3:].tolist()
@@ -220,7 +218,7 @@ def test_families_that_fail_with_a_cache_or_have_no_limit_generate(family: str) 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mamba"])
-def test_the_cache_takes_what_was_foretold(family: str) -> None:
+def test_the_cache_takes_what_was_foretold(family):
     model = tiny_model(family).eval()
     rows, tokens = 3, 18
     made = model.generate(
@@ -232,13 +230,13 @@ def test_the_cache_takes_what_was_foretold(family: str) -> None:
     assert needed <= cache_bytes(model, rows, tokens) <= 1.05 * needed  # windows: to a token
 
 
-def test_a_cache_that_has_no_room_is_refused(engine: Engine, monkeypatch) -> None:
+def test_a_cache_that_has_no_room_is_refused(engine, monkeypatch):
     monkeypatch.setattr(caches, "free_bytes", lambda device: 1000)
     with pytest.raises(DoesNotFit, match="keys and values of 3 prompts of 20 tokens take"):
         generate(engine, words(), PROMPTS, GREEDY)
 
 
-def test_drawn_tokens_are_those_of_transformers_up_to_a_stop(engine: Engine) -> None:
+def test_drawn_tokens_are_those_of_transformers_up_to_a_stop(engine):
     """With the same seed; the model's own settings change nothing where others are given."""
     drawn = Sampling(12, temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.0, seed=3)
     ids = [[5, 6, 7, 8]] * 3 + [[9, 8, 7, 6]] * 3
@@ -274,7 +272,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: next(iter(setting)))
-def test_each_setting_draws_what_transformers_draws(engine: Engine, setting) -> None:
+def test_each_setting_draws_what_transformers_draws(engine, setting):
     """Be it an option, or one of the model's folder."""
     ids, plain = torch.tensor([[5, 6, 7, 8]] * 2), {"do_sample": True, "top_k": 0}
     how: dict[str, Any] = {"pad": 0, "batch_size": 2, "tokenizer": words()}
@@ -302,7 +300,7 @@ def test_each_setting_draws_what_transformers_draws(engine: Engine, setting) -> 
     assert continued(engine, ids.tolist(), Sampling(12, seed=3), own, stops=stops, **how) != found
 
 
-def test_rows_with_draws_of_their_own_heed_a_repetition_penalty(engine: Engine) -> None:
+def test_rows_with_draws_of_their_own_heed_a_repetition_penalty(engine):
     """With one token left to draw from, they are those of transformers without draws."""
     ids = torch.tensor([[5, 6, 7, 8]])
     how: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": 1, "apart": True}
@@ -315,7 +313,7 @@ def test_rows_with_draws_of_their_own_heed_a_repetition_penalty(engine: Engine) 
         assert continued(engine, ids.tolist(), drawn, GenerationConfig(), **how) == wanted
 
 
-def test_log_probabilities_of_steps_are_those_that_tokens_were_drawn_with(engine: Engine) -> None:
+def test_log_probabilities_of_steps_are_those_that_tokens_were_drawn_with(engine):
     prompts = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]])
     with engine.whole_model(spare=0) as whole:
         made = whole.generate(

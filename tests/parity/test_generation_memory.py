@@ -1,6 +1,5 @@
 """What generation between steps takes, as it was foretold, and what saves of adapters take."""
 
-from collections.abc import Callable
 from typing import Any
 from weakref import finalize
 
@@ -48,14 +47,12 @@ PLACEMENT = Placement(slots=1)
 class Alive(TorchDispatchMode):
     """Bytes of the tensors that operations have made, at the peak."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.known: set[int] = set()
         self.now = self.peak = 0
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         inputs = {self._key(t) for t in pytree.tree_leaves((args, kwargs)) if _real(t)}
         for tensor in filter(_real, pytree.tree_leaves(out)):
@@ -69,23 +66,21 @@ class Alive(TorchDispatchMode):
             finalize(tensor.untyped_storage(), self._gone, key, size)
         return out
 
-    def _gone(self, key: int, size: int) -> None:
+    def _gone(self, key, size):
         self.known.discard(key)
         self.now -= size
 
     @staticmethod
-    def _key(tensor: Tensor) -> int:
+    def _key(tensor):
         return tensor.untyped_storage()._cdata
 
 
-def _real(value: Any) -> bool:
+def _real(value):
     return isinstance(value, Tensor) and not value.is_meta
 
 
 @swept(together=0, apart={"alike": False, "apart": True}, precision=["bf16", "fp32"])
-def test_generation_takes_what_is_foretold(
-    precision: Any, apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generation_takes_what_is_foretold(precision, apart, monkeypatch):
     monkeypatch.setattr(whole_model, "_HELD", 0)  # weights are streamed
     prompts = torch.randint(1, 500, (ROWS, TOKENS - NEW)).tolist()
     prompts[0] = prompts[0][3:]
@@ -106,19 +101,19 @@ def test_generation_takes_what_is_foretold(
 @pytest.mark.parametrize(
     "family", few(["qwen3_next", "gemma3_text", "mamba2", "qwen3_moe", "jamba"], 1)
 )
-def test_other_caches_are_counted(family: str) -> None:
+def test_other_caches_are_counted(family):
     """States, experts and windows, of each row the same; no cache of Jamba's states alone."""
     found = spec(empty_model(tiny_config(family)))
     few, more = (generation_bytes(found, torch.bfloat16, rows, 32, 8) for rows in (2, 4))
     assert few < more <= 2 * few + 4096
 
 
-def workload(generation: Generation | None) -> Workload:
+def workload(generation):
     return Workload(ROWS * TOKENS, TOKENS, 1, generation=generation)
 
 
 @pytest.mark.exhaustive
-def test_forecasts_count_replies_and_the_reference_model() -> None:
+def test_forecasts_count_replies_and_the_reference_model():
     """What replies take beyond the work of a step; few of them take no more than a step."""
     found = spec(empty_model(CONFIG))
     plain, few, both = (
@@ -135,7 +130,7 @@ def test_forecasts_count_replies_and_the_reference_model() -> None:
     assert more == both.host_parts["generation"] > 0
 
 
-def test_replies_that_a_server_makes_take_nothing_here() -> None:
+def test_replies_that_a_server_makes_take_nothing_here():
     """Nor a plan of a run whose model generates nothing but has a reference."""
     found = spec(empty_model(CONFIG))
     remote = Generation(None, reference=True)
@@ -146,7 +141,7 @@ def test_replies_that_a_server_makes_take_nothing_here() -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_plans_of_runs_with_a_server_count_no_replies(beta: float) -> None:
+def test_plans_of_runs_with_a_server_count_no_replies(beta):
     server = {"server": "http://127.0.0.1:1", "server_weights": "/w"}
     tree: dict[str, Any] = {
         "model": {"path": "model"},
@@ -163,9 +158,7 @@ def test_plans_of_runs_with_a_server_count_no_replies(beta: float) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_run_whose_replies_do_not_fit_is_refused_before_anything_is_allocated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_whose_replies_do_not_fit_is_refused_before_anything_is_allocated(monkeypatch):
     config = LlamaConfig(**CONFIG.to_dict() | {"vocab_size": 1 << 17})
     told = foretold_on_cpu(spec(empty_model(config)), PLACEMENT, workload(None))
     assert told is not None
@@ -176,7 +169,7 @@ def test_a_run_whose_replies_do_not_fit_is_refused_before_anything_is_allocated(
     available = sum(parts.values()) + grows + MIB
     monkeypatch.setattr(fits, "host_available_bytes", lambda limit: available)
 
-    def opened(generation: Generation | None) -> None:
+    def opened(generation):
         given: dict[str, Any] = size | {"optimizer": AdamW(), "generation": generation}
         Engine(config, placement=PLACEMENT, device="cpu", **given).close()
 
@@ -187,7 +180,7 @@ def test_a_run_whose_replies_do_not_fit_is_refused_before_anything_is_allocated(
 
 
 @pytest.mark.parametrize("rule", few(RULES))
-def test_a_plan_knows_that_saves_leave_the_base_of_an_adapter_out(rule: str, tmp_path: Any) -> None:
+def test_a_plan_knows_that_saves_leave_the_base_of_an_adapter_out(rule, tmp_path):
     empty_model(CONFIG).to_empty(device="cpu").save_pretrained(tmp_path / "base")
     keys = {"r": 4, "target_modules": "all-linear"}
     with Engine(

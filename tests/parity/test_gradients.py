@@ -1,7 +1,5 @@
 """Gradients of one step against plain torch: the same bits where the sums have the same order."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -35,7 +33,7 @@ SHAPES = {
 }
 
 
-def check(model: Any, step: list, *, exact: bool = True, error: float = 1e-6) -> None:
+def check(model, step, *, exact=True, error=1e-6):
     loss, wanted = plain_gradients(model, step)
     engine = make_engine(model, clip=NEVER)
     result = engine.step(step)
@@ -51,20 +49,20 @@ def check(model: Any, step: list, *, exact: bool = True, error: float = 1e-6) ->
 
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-def test_dense_models_bit_for_bit(shapes: tuple) -> None:
+def test_dense_models_bit_for_bit(shapes):
     [step] = make_batches(1, shapes)
     check(llama(), step)
     check(qwen2(), step)
 
 
 @pytest.mark.parametrize("shapes", [SHAPES["uneven"], SHAPES["short beside long"]])
-def test_a_tied_table_adds_both_uses(shapes: tuple) -> None:
+def test_a_tied_table_adds_both_uses(shapes):
     [step] = make_batches(1, shapes)
     check(llama(tie_word_embeddings=True), step, exact=False)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_padding_row_learns_from_the_head_only(tied: bool) -> None:
+def test_the_padding_row_learns_from_the_head_only(tied):
     model = llama(tie_word_embeddings=tied, pad_token_id=5)
     [step] = make_batches(1)
     for micro in step:
@@ -76,7 +74,7 @@ def test_the_padding_row_learns_from_the_head_only(tied: bool) -> None:
     assert bool(row.any()) == tied
 
 
-def test_a_micro_batch_without_labels_adds_nothing() -> None:
+def test_a_micro_batch_without_labels_adds_nothing():
     model, [step] = llama(), make_batches(1)
     step[1]["labels"][:] = -100
     check(model, step)
@@ -96,7 +94,7 @@ FROZEN = {
 
 
 @swept(together=1, unless=FROZEN, tied={"untied": False, "tied": True})
-def test_frozen_parameters_stay_and_the_others_learn_as_before(unless: Any, tied: bool) -> None:
+def test_frozen_parameters_stay_and_the_others_learn_as_before(unless, tied):
     model = frozen(llama(tie_word_embeddings=tied), unless)
     [step] = make_batches(1)
     check(model, step, exact=not tied)
@@ -110,16 +108,16 @@ def test_frozen_parameters_stay_and_the_others_learn_as_before(unless: Any, tied
 class Watched(CpuDevice):
     """Notes what is put on it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.names: list[str] = []
 
-    def run(self, stream: str, name: str, *given: Any, **named: Any) -> Any:
+    def run(self, stream, name, *given, **named):
         self.names.append(str(name))
         return super().run(stream, name, *given, **named)
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
-def test_what_is_frozen_is_neither_measured_nor_updated(clip: float | None) -> None:
+def test_what_is_frozen_is_neither_measured_nor_updated(clip):
     device, [step] = Watched(), make_batches(1)
     engine = make_engine(frozen(llama(), FROZEN["all but one layer"]), clip=clip, device=device)
     device.names.clear()
@@ -130,12 +128,12 @@ def test_what_is_frozen_is_neither_measured_nor_updated(clip: float | None) -> N
     assert not {"prologue backward", "clear rows"} & {*device.names}
 
 
-def test_with_everything_frozen_there_is_nothing_to_train() -> None:
+def test_with_everything_frozen_there_is_nothing_to_train():
     with pytest.raises(InputError, match="every parameter is frozen"):
         make_engine(frozen(llama(), lambda name: False))
 
 
-def test_idle_experts_have_a_gradient_of_zero() -> None:
+def test_idle_experts_have_a_gradient_of_zero():
     model = tiny_model("mixtral")
     [step] = make_batches(1, ((1, 2), (1, 3)))  # fewer tokens than experts
     check(model, step, exact=False)
@@ -147,7 +145,7 @@ def test_idle_experts_have_a_gradient_of_zero() -> None:
 
 
 @pytest.mark.parametrize("family", few(["jamba", "bamba"]))
-def test_a_stack_of_attention_and_states(family: str) -> None:
+def test_a_stack_of_attention_and_states(family):
     model = tiny_model(family)
     for shapes in (SHAPES["uneven"], SHAPES["one token beside others"]):
         [step] = make_batches(1, shapes)
@@ -157,12 +155,12 @@ def test_a_stack_of_attention_and_states(family: str) -> None:
 
 # One argument for all layers, an input of each layer's own, a second activation, four of them.
 @pytest.mark.parametrize("family", ["cpmant", "gemma4_text", "zaya", "deepseek_v4"])
-def test_activations_that_several_layers_read(family: str) -> None:
+def test_activations_that_several_layers_read(family):
     [step] = make_batches(1, ((2, 12), (1, 8)))
     check(tiny_model(family), step, exact=False, error=1e-5)
 
 
-def test_padding_on_either_side() -> None:
+def test_padding_on_either_side():
     model, [step] = llama(), make_batches(1)
     for micro, side in zip(step, ("left", "right", "left"), strict=True):
         mask = torch.ones_like(micro["input_ids"])

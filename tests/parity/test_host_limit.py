@@ -15,7 +15,6 @@ from megatrain import AdamW, DoesNotFit, Engine, Placement
 from megatrain.autoplace.auto import foretold_on_cpu
 from megatrain.base.units import MIB
 from megatrain.device import CpuDevice
-from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.machine import present_cpu
 from megatrain.model.build import empty_model
@@ -38,14 +37,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def foretold(precision: Any, placement: Placement, rows: int | None = ROWS) -> Forecast:
+def foretold(precision, placement, rows=ROWS):
     workload = Workload(ROWS * TOKENS, TOKENS, rows, precision=precision)
     told = foretold_on_cpu(spec(empty_model(CONFIG)), placement, workload)
     assert told is not None
     return told
 
 
-def measured(precision: Any, choices: dict[str, Any]) -> dict[str, int]:
+def measured(precision, choices):
     """By how much this process grows, at its peak, and what was foretold."""
     placement = Placement(**choices)
     before = psutil.Process().memory_info().rss
@@ -64,7 +63,7 @@ def measured(precision: Any, choices: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.exhaustive  # what is resident also depends on the machine
 @pytest.mark.timeout(900)  # three runs of 70 s in bf16 on a CPU that has AVX2 alone
 @pytest.mark.parametrize("name", CASES)
-def test_a_process_takes_what_is_foretold(name: str) -> None:
+def test_a_process_takes_what_is_foretold(name):
     """Never more; at most 15 % less in the largest of three: the C library's part is a bound."""
     command = [sys.executable, "-m", "tests.parity.test_host_limit", json.dumps(CASES[name])]
     runs = [
@@ -80,7 +79,7 @@ def test_a_process_takes_what_is_foretold(name: str) -> None:
     assert 0.85 * foretold <= grown <= foretold, runs
 
 
-def opened(host_memory: int, **sizes: int) -> None:
+def opened(host_memory, **sizes):
     placement = Placement(**CASES["graphs kept, bf16"]["choices"])
     Engine(
         CONFIG, optimizer=AdamW(), placement=placement, device="cpu", host_memory=host_memory,
@@ -88,9 +87,7 @@ def opened(host_memory: int, **sizes: int) -> None:
     ).close()  # fmt: skip
 
 
-def test_a_limit_that_a_step_would_break_is_refused_before_anything_is_allocated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_limit_that_a_step_would_break_is_refused_before_anything_is_allocated(monkeypatch):
     parts, _ = foretold("bf16", Placement(**CASES["graphs kept, bf16"]["choices"])).host_growth
     planes = sum(parts[name] for name in ("weights", "remainder", "moments", "gradients"))
     for _ in range(2):  # then the process has grown by what opening an engine takes
@@ -104,7 +101,7 @@ def test_a_limit_that_a_step_would_break_is_refused_before_anything_is_allocated
         opened(limit, **sizes)
 
 
-def test_all_is_counted_in_host_memory() -> None:
+def test_all_is_counted_in_host_memory():
     told = foretold("fp32", Placement(slots=1))
     assert not told.device_bytes and told.device_peak_bytes == 0
     assert told.machine == present_cpu()
@@ -113,7 +110,7 @@ def test_all_is_counted_in_host_memory() -> None:
 
 
 @pytest.mark.exhaustive
-def test_rows_that_nobody_chose_are_as_usual() -> None:
+def test_rows_that_nobody_chose_are_as_usual():
     assert usual_micro_batch(TOKENS) > ROWS
     usual, chosen = (foretold("bf16", Placement(slots=1), rows) for rows in (None, ROWS))
     assert usual.host_bytes == chosen.host_bytes

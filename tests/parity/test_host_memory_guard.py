@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ from megatrain.engine import host_memory_guard
 from megatrain.engine.step import TrainingParts
 from megatrain.placement import ActivationPolicy, Planned
 from megatrain.telemetry.memory import process_bytes
-from tests.families.plain import Step
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.race.late import LateDevice
 from tests.sweeps import few, swept
@@ -31,23 +29,23 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 PLENTY = 1 << 40
 
 
-def steps() -> list[Step]:
+def steps():
     """A small one, twice a large one, and the small one again."""
     [small], [large] = make_batches(1), make_batches(1, ((4, 40), (3, 30)))
     return [small, large, large, small]
 
 
-def rooms(monkeypatch: pytest.MonkeyPatch, *left: int) -> None:
+def rooms(monkeypatch, *left):
     """What the host has left when it is asked, one time after the other."""
     asked = iter(left)
     monkeypatch.setattr(host_memory_guard, "host_available_bytes", lambda limit: next(asked))
 
 
-def policies_taken(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[ActivationPolicy]]:
+def policies_taken(monkeypatch):
     """The policies of each step to come."""
     taken, under = [], TrainingParts.under
 
-    def note(parts: TrainingParts, policies: Sequence[ActivationPolicy]) -> TrainingParts:
+    def note(parts, policies):
         taken.append(policies)
         return under(parts, policies)
 
@@ -56,9 +54,7 @@ def policies_taken(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[ActivationP
 
 
 @swept(together=1, choices=PLACEMENTS, device=[CpuDevice, LateDevice])
-def test_what_is_given_up_changes_no_bit(
-    choices: dict[str, Any], device: type[CpuDevice], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_given_up_changes_no_bit(choices, device, monkeypatch):
     plain = make_engine(llama(), placement=Placement(slots=1))
     wanted = [(plain.step(step).loss, masters(plain)) for step in steps()]
     # A small step first, which shows what steps take; then there is no room, or a little.
@@ -75,9 +71,7 @@ def test_what_is_given_up_changes_no_bit(
 @pytest.mark.parametrize(
     "choices", few([{"offload_activations": 3}, {"save_attention": "host"}]), ids=str
 )
-def test_what_was_given_up_waits_again_where_there_is_room(
-    choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_given_up_waits_again_where_there_is_room(choices, monkeypatch, caplog):
     small, large, *_ = steps()
     rooms(monkeypatch, 60_000, 60_000, PLENTY)
     engine = make_engine(llama(), placement=Placement(**choices))
@@ -85,7 +79,7 @@ def test_what_was_given_up_waits_again_where_there_is_room(
     loss_and_vjp, offload = head.loss_and_vjp, engine._host._offload
     assert offload is not None
 
-    def look(*arguments: Any) -> Any:
+    def look(*arguments):
         on_device = sum(len(layer.waiting) for layer in engine._parts.trunk[1:])
         waiting.append((on_device, len(offload._items)))
         return loss_and_vjp(*arguments)
@@ -106,9 +100,7 @@ def test_what_was_given_up_waits_again_where_there_is_room(
     )
 
 
-def test_rooms_of_graphs_are_given_back_where_boundaries_need_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rooms_of_graphs_are_given_back_where_boundaries_need_them(monkeypatch):
     small, large, *_ = steps()
     rooms(monkeypatch, 0, 0, PLENTY)
     placement = Placement(offload_activations=3, layer_inputs="host")
@@ -121,7 +113,7 @@ def test_rooms_of_graphs_are_given_back_where_boundaries_need_them(
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def planned(monkeypatch):
     """`auto` plans for steps of 125 tokens, in rows of 25."""
     names = ("host_kept_bytes", "host_rows_bytes", "host_boundaries_bytes")
     host_bytes = dict.fromkeys(names, 50_000)
@@ -139,13 +131,8 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_first_step_larger_than_planned_goes_without(
-    planned: None,
-    number: int,
-    left: int,
-    on_device: int,
-    on_host: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    planned, number, left, on_device, on_host, monkeypatch
+):
     """A plan says what a step of so many tokens takes."""
     rooms(monkeypatch, left)
     engine = make_engine(llama(), placement="auto")
@@ -158,8 +145,8 @@ def test_a_first_step_larger_than_planned_goes_without(
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_of_a_larger_step_that_goes_without_graphs_is_told_once(
-    planned: None, graphs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    planned, graphs, monkeypatch, caplog
+):
     rooms(monkeypatch, *[10**9] * 3)
     engine = make_engine(llama(), placement="auto")
     assert engine._host._planned is not None
@@ -172,7 +159,7 @@ def test_of_a_larger_step_that_goes_without_graphs_is_told_once(
     assert not graphs or "tokens_per_step (of all ranks) and micro_batch" in told[0]
 
 
-def test_a_step_that_the_limit_refused_now_fits() -> None:
+def test_a_step_that_the_limit_refused_now_fits():
     """Graphs of the large step take 218 MiB, which the limit does not leave."""
     ids = torch.randint(100, (700, 60), generator=torch.Generator().manual_seed(0))
     small, large = ([{"input_ids": part, "labels": part}] for part in (ids[:20], ids))

@@ -1,9 +1,6 @@
 """Hosts that keep the model each train as one rank does on the micro-batches of all of them."""
 
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,15 +29,15 @@ REST = (
 )
 
 
-def by_hosts(hosts: int, each: int) -> Any:
+def by_hosts(hosts, each):
     """Ranks in a mesh as HSDP takes it."""
     return init_device_mesh("cpu", (hosts, each))
 
 
-def on_hosts(make: Callable[[Any], dict]) -> Callable[[Any], dict]:
+def on_hosts(make):
     """What a case of ranks makes where a mesh is the engine's group."""
 
-    def made(mesh: Any) -> dict:
+    def made(mesh):
         if mesh is None:
             return make(None)
         with mock.patch("tests.parity.test_ranks.make_engine") as engine:
@@ -55,12 +52,12 @@ def on_hosts(make: Callable[[Any], dict]) -> Callable[[Any], dict]:
     few([(2, 2, USUAL), (2, 2, REST), (2, 1, USUAL + REST), (3, 1, USUAL + REST)]),
     ids=["2-2", "2-2 exhaustive", "2-1 exhaustive", "3-1 exhaustive"],
 )
-def test_hosts_train_as_one(hosts: int, each: int, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_hosts_train_as_one(hosts, each, names, tmp_path):
     """Each of them has the weights of all, to the bit."""
     cases = {name: on_hosts(CLOSE[name]) for name in names}
     alone = {name: make(None) for name, make in cases.items()}
 
-    def work(group: Any) -> dict[str, dict]:
+    def work(group):
         mesh = by_hosts(hosts, each)
         return {name: make(mesh) for name, make in cases.items()}
 
@@ -74,14 +71,14 @@ def test_hosts_train_as_one(hosts: int, each: int, names: tuple[str, ...], tmp_p
 
 
 @pytest.mark.exhaustive
-def test_any_layout_goes_on_from_a_checkpoint_of_hosts_bit_for_bit(tmp_path: Path) -> None:
+def test_any_layout_goes_on_from_a_checkpoint_of_hosts_bit_for_bit(tmp_path):
     """Two hosts of two save; one rank, two, two hosts of one and one of two go on, and save."""
     first, second = make_batches(2, SHAPES)
     saved = tmp_path / "hosts"
     options: dict = {"precision": "bf16", "verify": "off"}  # hosts compare what they save, too
     options["placement"] = Placement(slots=2, resident=("layer 1",))
 
-    def save(group: Any) -> dict[str, torch.Tensor]:
+    def save(group):
         mesh, rank = by_hosts(2, 2), dist.get_rank()
         engine = make_engine(llama(tie_word_embeddings=True), group=mesh, **options)
         assert engine.ranks.shards.size == 2 and engine.ranks.replicas.size == 2
@@ -98,8 +95,8 @@ def test_any_layout_goes_on_from_a_checkpoint_of_hosts_bit_for_bit(tmp_path: Pat
         refused(RunFailed, "on one host than on another", engine.save, tmp_path / "none")
         return kept
 
-    def load(shape: tuple[int, int]) -> Callable[[Any], tuple[dict, float]]:
-        def work(group: Any) -> tuple[dict, float]:
+    def load(shape):
+        def work(group):
             engine = Engine.load(saved, group=group and by_hosts(*shape), device="cpu")
             there = masters(engine)
             engine.save(tmp_path / f"again {shape}")
@@ -119,8 +116,8 @@ def test_any_layout_goes_on_from_a_checkpoint_of_hosts_bit_for_bit(tmp_path: Pat
         assert same(saved_state(saved), again)
 
 
-def test_a_mesh_that_is_none_of_hosts_is_refused(tmp_path: Path) -> None:
-    def work(group: Any) -> None:
+def test_a_mesh_that_is_none_of_hosts_is_refused(tmp_path):
+    def work(group):
         others = DeviceMesh("cpu", torch.tensor([[1, 0]]))
         words = "it must have all ranks in their order"
         refused(InputError, words, make_engine, llama(), group=others)

@@ -25,7 +25,7 @@ FAMILIES = ["llama", "gpt2", "gemma2", "cohere", "granite", "phi", "mamba", "mix
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_loss_of_plain_transformers(family: str) -> None:
+def test_logits_and_loss_of_plain_transformers(family):
     model, [step] = tiny_model(family).eval(), make_batches(1)
     engine = Engine(model, precision="fp32", device="cpu")
     mask = torch.ones_like(step[0]["input_ids"])
@@ -46,7 +46,7 @@ def test_logits_and_loss_of_plain_transformers(family: str) -> None:
     assert engine.evaluate(step) == pytest.approx(total / count, rel=1e-6)
 
 
-def test_a_mask_reaches_layers_that_follow_the_stack() -> None:
+def test_a_mask_reaches_layers_that_follow_the_stack():
     """A decoder of bytes after the stack of patches pads as the stack does."""
     model = tiny_model("blt").eval()
     engine = Engine(model, precision="fp32", device="cpu")
@@ -58,7 +58,7 @@ def test_a_mask_reaches_layers_that_follow_the_stack() -> None:
     torch.testing.assert_close(engine.logits(inputs)[seen], wanted[seen], rtol=1e-5, atol=1e-5)
 
 
-def test_an_engine_without_optimizer_holds_weights_only() -> None:
+def test_an_engine_without_optimizer_holds_weights_only():
     engine = Engine(llama(), device="cpu")
     memory = engine.memory()
     assert memory["host_remainder_bytes"] == memory["host_moments_bytes"] == 0
@@ -67,7 +67,7 @@ def test_an_engine_without_optimizer_holds_weights_only() -> None:
         engine.step(make_batches(1)[0])
 
 
-def test_evaluation_while_updates_are_on_their_way() -> None:
+def test_evaluation_while_updates_are_on_their_way():
     """It sees the weights after the last step, not those of a tile not yet updated."""
     engine, [step] = make_engine(llama(), lr=0.3), make_batches(1)
     engine.step(step)
@@ -77,7 +77,7 @@ def test_evaluation_while_updates_are_on_their_way() -> None:
     assert engine.evaluate(step) == other.evaluate(step)
 
 
-def test_the_model_given_stays_as_it_is() -> None:
+def test_the_model_given_stays_as_it_is():
     model = llama().eval()
     model.model.norm.weight.requires_grad_(False)
     kept, before = copy.deepcopy(model), parameters(model)
@@ -94,7 +94,7 @@ def test_the_model_given_stays_as_it_is() -> None:
         assert torch.equal(model(ids).logits, kept(ids).logits)
 
 
-def test_the_configuration_given_stays_as_it_is() -> None:
+def test_the_configuration_given_stays_as_it_is():
     config = LlamaConfig(**SIZES)
     attention, before = config._attn_implementation, config.to_dict()
     engine = make_engine(config, attn_implementation="eager")
@@ -103,7 +103,7 @@ def test_the_configuration_given_stays_as_it_is() -> None:
     assert config.to_dict() == before
 
 
-def test_attention_can_be_chosen_for_a_model_given() -> None:
+def test_attention_can_be_chosen_for_a_model_given():
     model, [step] = llama(), make_batches(1)
     eager = make_engine(model, attn_implementation="eager")
     assert eager.config._attn_implementation == "eager"
@@ -113,7 +113,7 @@ def test_attention_can_be_chosen_for_a_model_given() -> None:
         make_engine(model, attn_implementation="nope")
 
 
-def test_a_model_on_the_meta_device_is_drawn() -> None:
+def test_a_model_on_the_meta_device_is_drawn():
     config = LlamaConfig(**SIZES)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -124,14 +124,14 @@ def test_a_model_on_the_meta_device_is_drawn() -> None:
     assert torch.equal(masters(engine)["model.norm.weight"], torch.ones(SIZES["hidden_size"]))
 
 
-def test_a_model_half_on_the_meta_device_is_refused() -> None:
+def test_a_model_half_on_the_meta_device_is_refused():
     model = llama()
     model.lm_head.to("meta")
     with pytest.raises(InputError, match="lm_head.weight .* is on the meta device"):
         make_engine(model)
 
 
-def test_drawn_weights_depend_on_the_seed_alone() -> None:
+def test_drawn_weights_depend_on_the_seed_alone():
     config = LlamaConfig(**SIZES)
     one, again, other = (masters(make_engine(config, seed=seed)) for seed in (3, 3, 4))
     assert same(one, again)
@@ -155,7 +155,7 @@ DRAWN: dict[str, dict] = {
 }
 
 
-def over_all_layers(*models: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+def over_all_layers(*models):
     """The values of each kind of parameter in every layer: a bias of a layer has too few."""
     kinds: dict[str, list[str]] = {}
     for name in models[0]:
@@ -167,7 +167,7 @@ def over_all_layers(*models: dict[str, torch.Tensor]) -> dict[str, list[torch.Te
 
 
 @pytest.mark.parametrize("family", DRAWN)
-def test_drawn_weights_have_the_class_s_own_distribution(family: str) -> None:
+def test_drawn_weights_have_the_class_s_own_distribution(family):
     config = tiny_config(family, DRAWN[family])
     torch.manual_seed(0)
     wanted = parameters(AutoModelForCausalLM.from_config(config, dtype=torch.float32))

@@ -1,6 +1,5 @@
 """Losses that are given, by whole heads and by heads in ranges of rows, against plain torch."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -8,9 +7,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from megatrain import Engine, InputError, Placement
+from megatrain import InputError, Placement
 from megatrain import loss as loss_package
 from megatrain.loss import (
     DPO,
@@ -23,7 +21,6 @@ from megatrain.loss import (
     PolicyLoss,
     Score,
     ScoreWeights,
-    Statistics,
     TokenScore,
     TokenWeights,
     TopTokens,
@@ -59,15 +56,15 @@ class Curved(Loss):
     uses_mean: ClassVar[bool] = True
     inputs: ClassVar[tuple[str, ...]] = ("advantages", "old")
 
-    def tokens(self, found: Statistics, *given: Tensor) -> Tensor:
+    def tokens(self, found, *given):
         ratio = (found.log_prob - given[1]).exp()
         return -given[0] * ratio + 0.1 * found.lse.square() + 0.2 * found.mean * found.lse
 
-    def normaliser(self, targets: Sequence[Tensor], given: Sequence[Sequence[Tensor]]) -> float:
+    def normaliser(self, targets, given):
         return sum(int((each != -100).any(1).sum()) for each in targets)
 
 
-def micro_batches() -> list[dict[str, Tensor]]:
+def micro_batches():
     [step] = make_batches(1)
     generator = torch.Generator().manual_seed(5)
     for micro in step:
@@ -87,7 +84,7 @@ def micro_batches() -> list[dict[str, Tensor]]:
     return step
 
 
-def plain(loss: str, logits: Tensor, micro: dict[str, Tensor]) -> Tensor:
+def plain(loss, logits, micro):
     """The sum of a loss over a micro-batch, of all its logits at once."""
     flat, targets = logits[:, :-1].flatten(0, 1), micro["labels"][:, 1:].flatten()
     if loss == "smoothed":
@@ -110,7 +107,7 @@ def plain(loss: str, logits: Tensor, micro: dict[str, Tensor]) -> Tensor:
     return each[targets != -100].sum()
 
 
-def diverging(loss: Distillation, p: Tensor, q: Tensor) -> Tensor:
+def diverging(loss, p, q):
     """The divergence of each label `[N]`, of probabilities `[N, K]`."""
     if loss.add_tail:
         p, q = (torch.cat([each, 1 - each.sum(1, keepdim=True)], 1) for each in (p, q))
@@ -122,15 +119,15 @@ def diverging(loss: Distillation, p: Tensor, q: Tensor) -> Tensor:
     return (parts[0] + parts[1]).sum(1)
 
 
-def labelled(step: list[dict[str, Tensor]]) -> int:
+def labelled(step):
     return sum(int((micro["labels"][:, 1:] != -100).sum()) for micro in step)
 
 
-def rows(step: list[dict[str, Tensor]]) -> int:
+def rows(step):
     return sum(int((micro["labels"][:, 1:] != -100).any(1).sum()) for micro in step)
 
 
-def weights(step: list[dict[str, Tensor]]) -> float:
+def weights(step):
     parts = [m["token_weights"][:, 1:][m["labels"][:, 1:] != -100].sum() for m in step]
     return float(sum(parts))
 
@@ -150,7 +147,7 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
 }
 
 
-def test_every_loss_of_the_package_is_tried() -> None:
+def test_every_loss_of_the_package_is_tried():
     kinds = {v for v in vars(loss_package).values() if isinstance(v, type) and issubclass(v, Loss)}
     others = {Loss, JointLoss, PairLoss, PolicyLoss, CrossEntropy, Score}  # or tried below
     others |= {TokenScore, ScoreWeights, TopTokens}  # parts of Reward; what a teacher says
@@ -159,15 +156,13 @@ def test_every_loss_of_the_package_is_tried() -> None:
     assert kinds - others == tried - {Curved}
 
 
-def taken(step: list[dict[str, Tensor]], loss: Loss) -> list[dict[str, Tensor]]:
+def taken(step, loss):
     names = ("input_ids", "labels", *loss.inputs, *loss.choices)
     return [{name: micro[name] for name in names} for micro in step]
 
 
 @swept(name=list(LOSSES), placement=PLACEMENTS, tied=[False, True])
-def test_a_loss_and_its_gradients_are_plain_ones(
-    name: str, placement: Placement, tied: bool
-) -> None:
+def test_a_loss_and_its_gradients_are_plain_ones(name, placement, tied):
     model, step = llama(vocab_size=WIDE, tie_word_embeddings=tied), micro_batches()
     loss, count = LOSSES[name]
     engine = make_engine(model, clip=1e9, placement=placement)
@@ -188,7 +183,7 @@ def test_a_loss_and_its_gradients_are_plain_ones(
     ("cut", "choices"),
     [(1, {"save_activations": 2}), (4, {"save_activations": 3, "save_attention": "host"})],
 )
-def test_pairs_may_lie_in_any_micro_batches(cut: int, choices: dict[str, Any]) -> None:
+def test_pairs_may_lie_in_any_micro_batches(cut, choices):
     """As rows of one micro-batch, and in another order, they are what they are in four."""
     [micro], order = make_batches(1, [(4, 9)])[0], torch.tensor([3, 0, 2, 1])
     shape, names = micro["labels"].shape, torch.tensor([7.0, 9.0, 7.0, 9.0])
@@ -205,7 +200,7 @@ def test_pairs_may_lie_in_any_micro_batches(cut: int, choices: dict[str, Any]) -
     assert relative_error(gradients(other), gradients(engine)) < 2e-6
 
 
-def test_both_visits_of_the_head_drop_the_same() -> None:
+def test_both_visits_of_the_head_drop_the_same():
     """XLNet drops some of what its head is given."""
     [step] = make_batches(1)
     model = tiny_model("xlnet", changes={"dropout": 0.5})
@@ -225,7 +220,7 @@ def test_both_visits_of_the_head_drop_the_same() -> None:
         (lambda m: m["pair"].fill_(1.5), "pair must hold whole numbers"),
     ],
 )
-def test_pairs_that_are_none_are_refused(spoil: Any, message: str) -> None:
+def test_pairs_that_are_none_are_refused(spoil, message):
     [*_, micro] = step = taken(micro_batches(), DPO())
     for name in ("pair", "chosen"):
         micro[name] = micro[name].clone()
@@ -235,7 +230,7 @@ def test_pairs_that_are_none_are_refused(spoil: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_cross_entropy_is_what_is_trained_if_nothing_is_said(placement: Placement) -> None:
+def test_cross_entropy_is_what_is_trained_if_nothing_is_said(placement):
     model, [step] = llama(vocab_size=WIDE), make_batches(1)
     one, other = (make_engine(model, placement=placement) for _ in range(2))
     assert one.step(step).loss == other.step(step, CrossEntropy()).loss
@@ -244,7 +239,7 @@ def test_cross_entropy_is_what_is_trained_if_nothing_is_said(placement: Placemen
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_a_score_is_the_mean_loss_and_the_share_of_likeliest_tokens(placement: Placement) -> None:
+def test_a_score_is_the_mean_loss_and_the_share_of_likeliest_tokens(placement):
     model, [step] = llama(vocab_size=WIDE), make_batches(1)
     generator = torch.Generator().manual_seed(7)
     for micro in step:  # of a random model hardly any label is the likeliest token
@@ -263,7 +258,7 @@ def test_a_score_is_the_mean_loss_and_the_share_of_likeliest_tokens(placement: P
     assert loss == pytest.approx(engine.evaluate(step), rel=1e-6)
 
 
-def test_losses_may_change_from_step_to_step() -> None:
+def test_losses_may_change_from_step_to_step():
     step = micro_batches()
     engine, other = make_engine(llama()), make_engine(llama())
     losses = [LabelSmoothing(0.1), CrossEntropy(), LabelSmoothing(0.3)]
@@ -276,7 +271,7 @@ def test_losses_may_change_from_step_to_step() -> None:
     assert same(masters(engine), masters(other))
 
 
-def test_weights_of_tokens_belong_to_their_labels() -> None:
+def test_weights_of_tokens_belong_to_their_labels():
     """A label of weight 0 is one of -100, and weights of twice as much are the same."""
     model, [micro, *_] = llama(), micro_batches()
     micro = taken([micro], TokenWeights())[0]
@@ -342,12 +337,12 @@ WRONG: dict[str, tuple[Any, Loss, str]] = {
 
 
 @cache
-def never_trained() -> Engine:
+def never_trained():
     return make_engine(llama(vocab_size=WIDE))
 
 
 @pytest.mark.parametrize(("spoil", "loss", "message"), WRONG.values(), ids=WRONG)
-def test_what_a_loss_cannot_use_is_refused(spoil: Any, loss: Loss, message: str) -> None:
+def test_what_a_loss_cannot_use_is_refused(spoil, loss, message):
     [micro, *_] = taken(micro_batches(), loss if loss != CrossEntropy() else TokenWeights())
     spoil(micro)
     engine = never_trained()
@@ -358,7 +353,7 @@ def test_what_a_loss_cannot_use_is_refused(spoil: Any, loss: Loss, message: str)
 
 
 @pytest.mark.parametrize("loss", [Distillation(beta=0.4, add_tail=True), Distillation(beta=1.0)])
-def test_places_where_fewer_tokens_were_kept_count_for_nothing(loss: Distillation) -> None:
+def test_places_where_fewer_tokens_were_kept_count_for_nothing(loss):
     step = taken(micro_batches(), loss)
     more = [
         micro
@@ -386,14 +381,14 @@ BAD_SETTINGS: dict[str, tuple[Any, tuple[float, ...]]] = {
 
 
 @pytest.mark.parametrize("message", BAD_SETTINGS)
-def test_settings_are_checked(message: str) -> None:
+def test_settings_are_checked(message):
     make, values = BAD_SETTINGS[message]
     for value in values:
         with pytest.raises(InputError, match=message):
             make(value)
 
 
-def test_what_the_models_forward_takes_may_be_given() -> None:
+def test_what_the_models_forward_takes_may_be_given():
     """BERT adds a vector for each token's type; Llama knows of none."""
     model, [micro, *_] = tiny_model("bert").eval(), make_batches(1)[0]
     types = torch.zeros_like(micro["input_ids"])

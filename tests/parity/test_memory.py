@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.base.units import MIB
-from megatrain.device import Buffer, CpuDevice
+from megatrain.device import CpuDevice
 from megatrain.optim import parameter_bytes
 from megatrain.source import engine_setup
 from tests.parity.cases import frozen, in_dtype, llama, make_batches, make_engine
@@ -35,12 +34,12 @@ SPARE = 0.005  # of the planes: alignment of parameters and pages
 
 
 @pytest.fixture(scope="module")
-def mid() -> LlamaForCausalLM:
+def mid():
     """With its weights, which not each engine need draw."""
     return LlamaForCausalLM(MID)
 
 
-def bytes_per_parameter(engine: Engine) -> dict[str, float]:
+def bytes_per_parameter(engine):
     memory = engine.memory()
     return {
         name.removeprefix("host_").removesuffix("_bytes"): num_bytes / engine.num_parameters
@@ -69,9 +68,7 @@ PLANES = [
 @pytest.mark.parametrize(
     ("rule", "precision", "planes", "whole"), few(PLANES, *range(0, len(PLANES), 2))
 )
-def test_bytes_per_parameter(
-    mid: LlamaForCausalLM, rule: str, precision: Any, planes: dict, whole: float
-) -> None:
+def test_bytes_per_parameter(mid, rule, precision, planes, whole):
     engine = make_engine(mid, precision=precision, rule=rule)
     assert parameter_bytes(SWEPT[rule](), engine_setup.DTYPES[precision]) == whole
     assert engine.num_parameters > 19e6
@@ -83,7 +80,7 @@ def test_bytes_per_parameter(
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
-def test_a_frozen_parameter_is_its_weights_alone(source: torch.dtype) -> None:
+def test_a_frozen_parameter_is_its_weights_alone(source):
     """And the bits that bf16 does not hold, if it came with them."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     model = frozen(in_dtype(llama(**sizes), source), lambda name: ".1." in name)
@@ -96,7 +93,7 @@ def test_a_frozen_parameter_is_its_weights_alone(source: torch.dtype) -> None:
     assert found["remainder"] == pytest.approx(rest, rel=0.01)
 
 
-def test_rooms_of_rows_and_boundaries_are_declared() -> None:
+def test_rooms_of_rows_and_boundaries_are_declared():
     engine = make_engine(llama(), placement=Placement(layer_inputs="host"))
     before = engine.memory()
     assert before["host_rows_bytes"] == before["host_boundaries_bytes"] == 0
@@ -112,19 +109,19 @@ def test_rooms_of_rows_and_boundaries_are_declared() -> None:
 class CountingDevice(CpuDevice):
     """Counts the host memory that it has given and not got back."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.rooms: dict[int, int] = {}
 
-    def host(self, *arguments: Any, **settings: Any) -> Buffer:
+    def host(self, *arguments, **settings):
         buffer = super().host(*arguments, **settings)
         self.rooms[buffer.data.data_ptr()] = buffer.data.nbytes
         return buffer
 
-    def free(self, buffer: Buffer) -> None:
+    def free(self, buffer):
         del self.rooms[buffer.data.data_ptr()]
 
 
-def test_rooms_that_are_outgrown_are_given_back() -> None:
+def test_rooms_that_are_outgrown_are_given_back():
     """Rows that grow step by step would else pin ever more memory."""
     device = CountingDevice()
     engine = make_engine(llama(), placement=Placement(layer_inputs="host"), device=device)
@@ -136,12 +133,12 @@ def test_rooms_that_are_outgrown_are_given_back() -> None:
         assert sum(device.rooms.values()) - fixed == declared
 
 
-def growth(folder: str) -> dict[str, int]:
+def growth(folder):
     """By how much this process grows while it opens a model, at its peak; and the planes."""
     process, loaded, peaks = psutil.Process(), threading.Event(), [0]
     start = process.memory_info().rss
 
-    def watch() -> None:
+    def watch():
         while not loaded.is_set():
             peaks.append(process.memory_info().rss)
             time.sleep(0.002)
@@ -155,7 +152,7 @@ def growth(folder: str) -> dict[str, int]:
 
 
 @pytest.mark.exhaustive  # what is resident also depends on the machine
-def test_loading_holds_no_second_copy(tmp_path: Path) -> None:
+def test_loading_holds_no_second_copy(tmp_path):
     config = LlamaConfig(
         vocab_size=32768,
         hidden_size=768,

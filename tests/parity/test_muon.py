@@ -1,13 +1,11 @@
 """Muon against torch.optim.Muon and torch.optim.AdamW."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from megatrain import Engine, InputError, Muon, Placement
 from megatrain.device import CpuDevice, disk
@@ -41,22 +39,22 @@ PLACEMENTS = {"streamed": Placement(slots=1), "resident": Placement(resident=("l
 class Recording(Muon):
     """Muon that notes the gradients it is given."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "matrices", [])
         object.__setattr__(self, "others", {})
 
-    def average(self, gradient: Tensor, *rest: Any) -> None:
-        self.matrices.append(gradient.clone())  # type: ignore[attr-defined]
+    def average(self, gradient, *rest):
+        self.matrices.append(gradient.clone())
         super().average(gradient, *rest)
 
-    def update(self, tile: TileRange, group: Any, options: UpdateOptions) -> None:
+    def update(self, tile, group, options):
         noted = tile.grad.clone(), options.grad_scale
-        self.others[options.at] = noted  # type: ignore[attr-defined]
+        self.others[options.at] = noted
         super().update(tile, group, options)
 
 
-def plain(engine: Engine, named: dict[str, Any]) -> list[torch.optim.Optimizer]:
+def plain(engine, named):
     """torch's own with the engine's groups."""
     of_matrices, of_others = [], []
     for group in engine.optimizer.param_groups:
@@ -76,7 +74,7 @@ def plain(engine: Engine, named: dict[str, Any]) -> list[torch.optim.Optimizer]:
     return [muon, adamw]
 
 
-def engine_of(model: PreTrainedModel, rule: Muon, clip: float | None, **options: Any) -> Engine:
+def engine_of(model, rule, clip, **options):
     return Engine(
         model, optimizer=rule, max_grad_norm=clip, precision="fp32", device="cpu", **options
     )
@@ -90,7 +88,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_precision(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def with_precision(settings, monkeypatch):
     """torch.optim.Muon with products in the precision of `settings`; it has no such choice."""
     if settings.get("ns_precision") == "fp32":
         monkeypatch.setattr(Tensor, "bfloat16", Tensor.float)
@@ -98,12 +96,7 @@ def with_precision(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
 
 @swept(placement=PLACEMENTS, clip=[CLIP, None], settings=SETTINGS)
 @pytest.mark.usefixtures("exact_roots")
-def test_steps_are_torch_s_on_the_same_gradients(
-    placement: Placement,
-    clip: float | None,
-    settings: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_steps_are_torch_s_on_the_same_gradients(placement, clip, settings, monkeypatch):
     """Bit for bit. The iteration is in bf16, so gradients that are a little off would not do."""
     with_precision(settings, monkeypatch)
     rule = Recording(lr=1e-2, eps=1e-3, **settings)
@@ -139,7 +132,7 @@ def test_steps_are_torch_s_on_the_same_gradients(
 
 
 @pytest.mark.parametrize(("clip", "which"), [(CLIP, "rest"), (CLIP, "all"), (None, "rest")])
-def test_a_step_is_that_of_plain_training(clip: float | None, which: Any) -> None:
+def test_a_step_is_that_of_plain_training(clip, which):
     model, [step] = llama(), make_batches(1)
     rule = Muon(lr=1e-2, eps=1e-3, clip=which)
     engine, start = engine_of(model, rule, clip), parameters(model)
@@ -157,7 +150,7 @@ def test_a_step_is_that_of_plain_training(clip: float | None, which: Any) -> Non
     assert relative_error(masters(engine), parameters(model), start) < 1e-5
 
 
-def test_fused_experts_are_matrices_of_their_own() -> None:
+def test_fused_experts_are_matrices_of_their_own():
     rule, proceed = Muon(), torch.tensor(True)
     together, momentum = randn(4 * 6 * 10, 0).view(4, 6, 10), torch.zeros(4, 6, 10)
     alone = [each.clone() for each in together]
@@ -179,12 +172,7 @@ def test_fused_experts_are_matrices_of_their_own() -> None:
 # Rows, as Linear has them; columns, as GPT-2's Conv1D.
 @pytest.mark.parametrize(("shape", "sizes"), [((48, 20), [32, 8, 8]), ((12, 36), [12, 12, 12])])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_packed_matrices_are_torch_s_taken_apart(
-    shape: tuple[int, int],
-    sizes: list[int],
-    settings: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_packed_matrices_are_torch_s_taken_apart(shape, sizes, settings, monkeypatch):
     with_precision(settings, monkeypatch)
     rule, dim = Muon(lr=1e-2, packed={"qkv": sizes}, **settings), sizes != [32, 8, 8]
     entry, proceed = Entry("layers.0.qkv.weight", shape, 0, 0), torch.tensor(True)
@@ -207,7 +195,7 @@ def test_packed_matrices_are_torch_s_taken_apart(
     assert (ours - together).norm() < 1e-5 * (together - start).norm()
 
 
-def test_a_model_with_packed_matrices_trains() -> None:
+def test_a_model_with_packed_matrices_trains():
     sizes = {r"attn\.c_attn": [32, 32, 32]}
     engines = [engine_of(model_of("gpt2"), Muon(lr=1e-2, packed=p), CLIP) for p in ((), sizes)]
     for engine in engines:
@@ -226,16 +214,14 @@ def test_a_model_with_packed_matrices_trains() -> None:
         ({"q_proj": [16, 16]}, "must add up to one"),  # to both
     ],
 )
-def test_packed_sizes_that_do_not_fit_are_refused(packed: Any, message: str) -> None:
+def test_packed_sizes_that_do_not_fit_are_refused(packed, message):
     with pytest.raises(InputError, match=message):
         engine_of(llama(), Muon(packed=packed), None)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 @pytest.mark.parametrize("clip", [CLIP, None])
-def test_a_loss_that_is_not_finite_changes_nothing(
-    clip: float | None, placement: Placement
-) -> None:
+def test_a_loss_that_is_not_finite_changes_nothing(clip, placement):
     engine = engine_of(llama(), Muon(lr=1e-2), clip, placement=placement, verify="off")
     first, second = make_batches(2)
     engine.step(first)
@@ -253,9 +239,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_a_norm_that_is_too_large_changes_nothing_where_all_is_clipped(
-    placement: Placement,
-) -> None:
+def test_a_norm_that_is_too_large_changes_nothing_where_all_is_clipped(placement):
     engine = engine_of(llama(), Muon(lr=1e-2, clip="all"), CLIP, placement=placement)
     first, second = make_batches(2)
     engine.step(first)
@@ -267,14 +251,12 @@ def test_a_norm_that_is_too_large_changes_nothing_where_all_is_clipped(
 
 
 @swept(together=0, device=[CpuDevice, ThreadedDevice], rule=["muon", "muon clipped"])
-def test_planes_on_a_disk_change_no_bit(
-    device: type[CpuDevice], rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planes_on_a_disk_change_no_bit(device, rule, tmp_path, monkeypatch):
     """In pieces that cut matrices; a save goes on under the next step."""
     monkeypatch.setattr(disk, "PIECE", BLOCK)
     on_disk = Placement(slots=2, disk_moments=99, disk_remainder=2, disk_weights=2)
 
-    def train(name: str, **given: Any) -> tuple[list[Any], dict[str, int]]:
+    def train(name, **given):
         engine = make_engine(llama(), clip=CLIP, precision="bf16", rule=rule, **given)
         first, *others = make_batches(3)
         engine.step(first)
@@ -304,13 +286,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_products_in_fp32_are_for_layers_in_fp32() -> None:
+def test_products_in_fp32_are_for_layers_in_fp32():
     """Forecasts count them at the rate of the layers' products."""
     with pytest.raises(InputError, match="ns_precision is fp32, but layers are computed in bf16"):
         Engine(llama(), optimizer=Muon(ns_precision="fp32"), precision="bf16", device="cpu")
 
 
 @pytest.mark.parametrize(("settings", "message"), BAD.values(), ids=BAD)
-def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused(settings, message):
     with pytest.raises(InputError, match=message):
         Muon(**settings)

@@ -1,7 +1,6 @@
 """Noise on embeddings: that of plain training with the same numbers, whatever the placement."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -24,11 +23,11 @@ from tests.parity.cases import (
 ALPHA = 40.0  # so large that losses without it are others
 
 
-def noisy(model: Any, step: int, seed: int = 0) -> Any:
+def noisy(model, step, seed=0):
     """Plain torch that adds to its embeddings what an engine of this seed does in a step."""
     seen = []
 
-    def add(module: Any, given: Any, made: torch.Tensor) -> torch.Tensor:
+    def add(module, given, made):
         torch.manual_seed(derived_seed(derived_seed(seed, step), PROLOGUE, len(seen)))
         seen.append(made)
         most = ALPHA / math.sqrt(made.shape[1] * made.shape[2])
@@ -39,7 +38,7 @@ def noisy(model: Any, step: int, seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_loss_and_gradients_are_those_of_plain_training_with_the_same_noise(tied: bool) -> None:
+def test_loss_and_gradients_are_those_of_plain_training_with_the_same_noise(tied):
     [step] = make_batches(1)
     engine = make_engine(llama(tie_word_embeddings=tied), clip=1e9)
     engine.add_neftune(ALPHA)
@@ -56,7 +55,7 @@ def test_loss_and_gradients_are_those_of_plain_training_with_the_same_noise(tied
     assert quiet.loss != pytest.approx(total, rel=1e-3)
 
 
-def test_no_placement_changes_it_and_evaluations_are_without() -> None:
+def test_no_placement_changes_it_and_evaluations_are_without():
     steps, found = make_batches(2), []
     placements = [
         Placement(slots=1),
@@ -73,7 +72,7 @@ def test_no_placement_changes_it_and_evaluations_are_without() -> None:
     assert all(same(found[0], other) for other in found[1:])
 
 
-def test_a_model_without_a_token_embedding_is_refused() -> None:
+def test_a_model_without_a_token_embedding_is_refused():
     model = llama()
     model.get_input_embeddings = lambda: None
     with pytest.raises(InputError, match="names no token embedding"):

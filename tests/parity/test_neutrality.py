@@ -3,16 +3,13 @@
 import hashlib
 import inspect
 import itertools
-from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
 
 import pytest
 
 from megatrain import Placement, kernels
 from megatrain.engine import sink
 from megatrain.kernels import reference
-from tests.families.plain import Step
 from tests.parity.cases import (
     llama,
     make_batches,
@@ -35,7 +32,7 @@ SHAPES = ((2, 8), (1, 5))
 CASES = list(itertools.product(("fp32", "bf16"), (False, True), (0.5, None)))
 
 
-def train(steps: list[Step], precision: Any, tied: bool, clip: float | None, **options) -> Numbers:
+def train(steps, precision, tied, clip, **options):
     engine = make_engine(
         llama(tie_word_embeddings=tied, num_hidden_layers=LAYERS),
         precision=precision,
@@ -47,7 +44,7 @@ def train(steps: list[Step], precision: Any, tied: bool, clip: float | None, **o
     return [r.loss for r in results], [r.grad_norm for r in results], named, moments(engine)
 
 
-def identical(one: Numbers, other: Numbers) -> bool:
+def identical(one, other):
     return (
         one[:2] == other[:2]
         and same(one[2], other[2])
@@ -55,7 +52,7 @@ def identical(one: Numbers, other: Numbers) -> bool:
     )
 
 
-def placements() -> list[Placement]:
+def placements():
     """Each choice at more than its default, every number of slots with every prefetch."""
     found = [
         Placement(slots=slots, prefetch=ahead) for slots in range(1, 5) for ahead in range(slots)
@@ -89,7 +86,7 @@ def placements() -> list[Placement]:
     return found
 
 
-def test_every_choice_of_a_placement_is_tried() -> None:
+def test_every_choice_of_a_placement_is_tried():
     """But for those that change rounding, and how much memory a save may have."""
     left = {f.name for f in fields(Placement)}
     left -= {n for n in left for p in placements() if getattr(p, n) != getattr(Placement(), n)}
@@ -99,24 +96,18 @@ def test_every_choice_of_a_placement_is_tried() -> None:
 @pytest.mark.parametrize(
     ("precision", "tied", "clip", "rule"), with_rules(CASES, len(CASES), plain=8)
 )
-def test_no_placement_changes_a_bit(
-    precision: Any, tied: bool, clip: float | None, rule: str
-) -> None:
+def test_no_placement_changes_a_bit(precision, tied, clip, rule):
     """Each placement with one case; `test_placements_change_no_bit_of_more_cases` has others."""
     check_placements(precision, tied, clip, rule, every=len(CASES))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("precision", "tied", "clip"), CASES)
-def test_placements_change_no_bit_of_more_cases(
-    precision: Any, tied: bool, clip: float | None
-) -> None:
+def test_placements_change_no_bit_of_more_cases(precision, tied, clip):
     check_placements(precision, tied, clip, "adamw", every=3)
 
 
-def check_placements(
-    precision: Any, tied: bool, clip: float | None, rule: str, *, every: int
-) -> None:
+def check_placements(precision, tied, clip, rule, *, every):
     steps = make_batches(2, SHAPES)
     wanted = train(steps, precision, tied, clip, placement=Placement(slots=1), rule=rule)
     number = CASES.index((precision, tied, clip))
@@ -128,12 +119,12 @@ def check_placements(
 @pytest.mark.parametrize("other_rows", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("tied", few([False, True]))
 def test_tiles_larger_than_a_slot_and_gradients_in_pieces_change_no_bit(
-    tied: bool, other_rows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tied, other_rows, monkeypatch
+):
     """The head takes five slots, and leaves in 33 pieces; rows are kept, or brought again."""
     steps = make_batches(2, SHAPES)
 
-    def run(**choices: Any) -> Numbers:
+    def run(**choices):
         model = llama(tie_word_embeddings=tied, vocab_size=1024)
         engine = make_engine(model, precision="bf16", placement=Placement(**choices))
         results = [engine.step(step) for step in steps]
@@ -152,7 +143,7 @@ def test_tiles_larger_than_a_slot_and_gradients_in_pieces_change_no_bit(
 
 
 @swept(together=0, tied=[False, True], tokens=[1, 3, 7])
-def test_the_head_s_chunks_change_rounding_only(tied: bool, tokens: int) -> None:
+def test_the_head_s_chunks_change_rounding_only(tied, tokens):
     steps = make_batches(2)
     start = parameters(llama(tie_word_embeddings=tied, num_hidden_layers=LAYERS))
     whole = train(steps, "fp32", tied, 0.5)
@@ -163,7 +154,7 @@ def test_the_head_s_chunks_change_rounding_only(tied: bool, tokens: int) -> None
 
 
 @swept(together=0, tied=[False, True], clip=[0.5, None])
-def test_the_same_rows_in_other_micro_batches(tied: bool, clip: float | None) -> None:
+def test_the_same_rows_in_other_micro_batches(tied, clip):
     steps = make_batches(2, ((6, 9),))
     start = parameters(llama(tie_word_embeddings=tied, num_hidden_layers=LAYERS))
     whole = train(steps, "fp32", tied, clip)
@@ -182,7 +173,7 @@ def test_the_same_rows_in_other_micro_batches(tied: bool, clip: float | None) ->
         assert relative_error(got[2], whole[2], start) < 1e-5
 
 
-def digest(cases: Sequence[tuple[str, bool]]) -> str:
+def digest(cases):
     """Of all numbers of a few trainings, each of a precision, with tied embeddings or not."""
     found = hashlib.sha256()
     for precision, tied in cases:
@@ -200,9 +191,7 @@ def digest(cases: Sequence[tuple[str, bool]]) -> str:
         pytest.param((("fp32", True), ("bf16", False)), id="rest", marks=pytest.mark.exhaustive),
     ],
 )
-def test_native_and_reference_kernels_give_the_same_bits(
-    cases: Sequence[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_native_and_reference_kernels_give_the_same_bits(cases, monkeypatch):
     if not kernels.implementation.startswith("native"):
         pytest.skip("no native kernels to compare with")
     wanted, native = digest(cases), kernels._chosen

@@ -1,12 +1,7 @@
 """Packed rows: each document as if it were alone, or the model is refused."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -25,7 +20,7 @@ from tests.sweeps import few
 LENGTHS = (9, 1, 4)
 
 
-def packed(ids: list[Tensor]) -> dict[str, Tensor]:
+def packed(ids):
     """One row of documents; nothing predicts a document's first token."""
     labels = [torch.cat([torch.tensor([-100]), each[1:]]) for each in ids]
     positions = [torch.arange(len(each)) for each in ids]
@@ -33,17 +28,17 @@ def packed(ids: list[Tensor]) -> dict[str, Tensor]:
     return {key: torch.cat(values)[None] for key, values in parts.items()}
 
 
-def documents() -> list[Tensor]:
+def documents():
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(10, 110, (length,), generator=generator) for length in LENGTHS]
 
 
-def alone(ids: list[Tensor]) -> list[dict[str, Tensor]]:
+def alone(ids):
     return [{"input_ids": each[None], "labels": each[None]} for each in ids]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "mistral"])
-def test_packed_documents_train_as_separate_ones(family: str) -> None:
+def test_packed_documents_train_as_separate_ones(family):
     model = llama() if family == "llama" else tiny_model(family)
     one, other = make_engine(model, clip=1e9), make_engine(model, clip=1e9)
     together, apart = one.step([packed(documents())]), other.step(alone(documents()))
@@ -52,7 +47,7 @@ def test_packed_documents_train_as_separate_ones(family: str) -> None:
     assert relative_error(gradients(one), gradients(other)) < 1e-5
 
 
-def test_a_checkpoint_says_the_attention_that_the_model_was_made_with(tmp_path: Path) -> None:
+def test_a_checkpoint_says_the_attention_that_the_model_was_made_with(tmp_path):
     """That of a packed step is nothing to make a model with, nor to go on with."""
     engine = make_engine(llama())
     engine.step([packed(documents())])
@@ -63,7 +58,7 @@ def test_a_checkpoint_says_the_attention_that_the_model_was_made_with(tmp_path: 
     assert loaded._program.may_attend_by_lengths
 
 
-def by_masks(model: Any, **settings: Any) -> Any:
+def by_masks(model, **settings):
     """An engine that is never told the lengths of documents."""
     engine = make_engine(model, **settings)
     engine._program.may_attend_by_lengths = False
@@ -79,9 +74,7 @@ def by_masks(model: Any, **settings: Any) -> Any:
         pytest.param("deepseek_v3", {}, marks=pytest.mark.exhaustive),
     ],
 )
-def test_lengths_of_documents_do_what_masks_do(
-    family: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lengths_of_documents_do_what_masks_do(family, changes, monkeypatch):
     model = tiny_model(family, changes=changes)
     one, other = make_engine(model), by_masks(model)
     micro_batches = [row(9, 1, 4, 2, rows=2), row(6), row(5, 8)]
@@ -90,7 +83,7 @@ def test_lengths_of_documents_do_what_masks_do(
     assert results[0].loss == results[1].loss
     assert same(masters(one), masters(other))
 
-    def no_mask(*args: Any, **kwargs: Any) -> None:
+    def no_mask(*args, **kwargs):
         raise AssertionError("a mask is made")
 
     monkeypatch.setattr("megatrain.model.documents.sdpa_mask", no_mask)
@@ -100,18 +93,18 @@ def test_lengths_of_documents_do_what_masks_do(
 class Deaf(torch.nn.Module):
     """A layer that does not hand on what it is told of documents."""
 
-    def __init__(self, layer: torch.nn.Module, complain: bool) -> None:
+    def __init__(self, layer, complain):
         super().__init__()
         self.layer, self.complain = layer, complain
 
-    def forward(self, *args: Any, cu_seq_lens_q: Any = None, **kwargs: Any) -> Any:
+    def forward(self, *args, cu_seq_lens_q=None, **kwargs):
         if self.complain and cu_seq_lens_q is not None:
             raise ValueError("lengths are not for me")
         return self.layer(*args, **kwargs)
 
 
 @pytest.mark.parametrize("complain", [False, True])
-def test_models_that_lengths_do_not_reach_keep_their_masks(complain: bool) -> None:
+def test_models_that_lengths_do_not_reach_keep_their_masks(complain):
     model = llama()
     model.model.layers[0] = Deaf(model.model.layers[0], complain)
     one, other = make_engine(model, saveable=False), by_masks(model, saveable=False)
@@ -121,7 +114,7 @@ def test_models_that_lengths_do_not_reach_keep_their_masks(complain: bool) -> No
     assert same(masters(one), masters(other))
 
 
-def test_positions_count_where_no_document_begins_anew() -> None:
+def test_positions_count_where_no_document_begins_anew():
     """Given positions are used: a row that begins at 7 is not one that begins at 0."""
     model = llama(rope_parameters=None, partial_rotary_factor=1.0)
     [ids, *_] = documents()
@@ -148,7 +141,7 @@ MIXING = ["mamba", "jamba", "falcon_h1", "opt", "gpt_oss", "bloom", "minimax", "
         *few([(family, "bf16") for family in MIXING]),
     ],
 )
-def test_models_that_mix_documents_are_refused(family: str, precision: Any) -> None:
+def test_models_that_mix_documents_are_refused(family, precision):
     engine = make_engine(tiny_model(family), precision=precision)
     before = masters(engine)
     for _ in range(2):
@@ -161,14 +154,14 @@ def test_models_that_mix_documents_are_refused(family: str, precision: Any) -> N
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "bloom", "xglm"])
-def test_masks_that_show_other_documents_are_known_before_there_is_data(family: str) -> None:
+def test_masks_that_show_other_documents_are_known_before_there_is_data(family):
     with pytest.raises(InputError, match=f"{family} does not keep the documents .*packing"):
         check_documents(spec(tiny_model(family)))
     for other in ("llama", "gemma2", "gpt2", "gptj", "mamba"):  # the last is found out in steps
         check_documents(spec(tiny_model(other)))
 
 
-def test_the_trial_leaves_no_trace() -> None:
+def test_the_trial_leaves_no_trace():
     """Training is the same whether or not an evaluation tried the packing before."""
     model = llama(attention_dropout=0.3)
     one, other = make_engine(model), make_engine(model)
@@ -179,7 +172,7 @@ def test_the_trial_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("hidden", [0, 2])
-def test_documents_beside_a_mask_see_each_other_as_in_transformers(hidden: int) -> None:
+def test_documents_beside_a_mask_see_each_other_as_in_transformers(hidden):
     model, micro = llama(), packed(documents())
     mask = torch.ones_like(micro["input_ids"])
     mask[0, mask.shape[1] - hidden :] = 0
@@ -201,7 +194,7 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize(("positions", "expected"), POSITIONS.values(), ids=POSITIONS)
-def test_packed_rows_are_told_by_their_positions(positions: list[int], expected: bool) -> None:
+def test_packed_rows_are_told_by_their_positions(positions, expected):
     micro = {"input_ids": torch.zeros(2, 4), "position_ids": torch.arange(4).repeat(2, 1)}
     micro["position_ids"][1] = torch.tensor(positions)
     assert is_packed(micro) == expected
@@ -213,7 +206,7 @@ def test_packed_rows_are_told_by_their_positions(positions: list[int], expected:
 REFUSED = "does not keep the documents .* apart; .*packing"
 
 
-def row(*lengths: int, rows: int = 1) -> dict[str, Tensor]:
+def row(*lengths, rows=1):
     """Random documents of these lengths, the same lengths in each row."""
     generator = torch.Generator().manual_seed(1)
     made = [
@@ -223,12 +216,10 @@ def row(*lengths: int, rows: int = 1) -> dict[str, Tensor]:
     return {name: torch.cat([each[name] for each in made]) for name in made[0]}
 
 
-def forgetful(when: Callable[[Tensor], bool]) -> Any:
+def forgetful(when):
     """A Llama whose attention sees all of a row before a token `when` its queries are so."""
 
-    def attention(
-        module: Any, query: Tensor, key: Any, value: Any, mask: Any, **options: Any
-    ) -> Any:
+    def attention(module, query, key, value, mask, **options):
         causal = torch.ones(query.shape[2], query.shape[2]).tril().bool()[None, None]
         given = causal if when(query) else mask
         return sdpa_attention_forward(module, query, key, value, given, **options)
@@ -241,7 +232,7 @@ def forgetful(when: Callable[[Tensor], bool]) -> Any:
 
 
 @pytest.mark.exhaustive
-def test_blocks_larger_than_the_first_documents_are_tried() -> None:
+def test_blocks_larger_than_the_first_documents_are_tried():
     """Keys of 32 tokens in one: only in rows longer than that do documents see others' blocks."""
     rates = {"compressed_sparse_attention": 32, "heavily_compressed_attention": 32}
     changes = {"compress_rates": rates, "max_position_embeddings": 128}
@@ -253,7 +244,7 @@ def test_blocks_larger_than_the_first_documents_are_tried() -> None:
             engine.step([row(*lengths)])
 
 
-def test_rows_of_one_kind_of_token_hide_nothing() -> None:
+def test_rows_of_one_kind_of_token_hide_nothing():
     engine, micro = make_engine(tiny_model("mamba")), packed(documents())
     micro["input_ids"] = torch.full_like(micro["input_ids"], 12)
     with pytest.raises(InputError, match=REFUSED):
@@ -261,7 +252,7 @@ def test_rows_of_one_kind_of_token_hide_nothing() -> None:
 
 
 @pytest.mark.parametrize("tokens", [3, 9])
-def test_documents_of_one_token_are_no_row_without_labels(tokens: int) -> None:
+def test_documents_of_one_token_are_no_row_without_labels(tokens):
     """As in a row that only fills a micro-batch up: nothing of it is predicted."""
     positions = torch.stack([torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64)])
     generator = torch.Generator().manual_seed(0)
@@ -274,14 +265,14 @@ def test_documents_of_one_token_are_no_row_without_labels(tokens: int) -> None:
     assert found == pytest.approx(make_engine(llama()).step(row).loss, rel=1e-6)
 
 
-def test_longer_rows_are_tried_anew() -> None:
+def test_longer_rows_are_tried_anew():
     engine = make_engine(forgetful(lambda query: query.shape[2] > 40))
     engine.step([row(9, 20)])
     with pytest.raises(InputError, match=REFUSED):
         engine.step([row(9, 20), row(30, 15)])
 
 
-def test_several_rows_are_tried_apart_from_one() -> None:
+def test_several_rows_are_tried_apart_from_one():
     """Attention by lengths knows documents only where a micro-batch has one row."""
     engine = make_engine(forgetful(lambda query: query.shape[0] > 1))
     engine.step([row(9, 20)])
@@ -289,7 +280,7 @@ def test_several_rows_are_tried_apart_from_one() -> None:
         engine.step([row(9, 20, rows=2)])
 
 
-def test_weights_that_hide_what_is_before_a_token_are_tried_again() -> None:
+def test_weights_that_hide_what_is_before_a_token_are_tried_again():
     """Attention that adds nothing yet mixes nothing; a step later it does."""
     model = forgetful(lambda query: True)
     with torch.no_grad():

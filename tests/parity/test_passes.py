@@ -8,12 +8,12 @@ from megatrain.engine.batch import Batch
 from tests.parity.cases import Noting, llama, make_engine
 
 
-def batch(count: int) -> Batch:
-    return Batch(list(range(count)), 1.0, count, torch.zeros(1), 0)  # type: ignore[arg-type]
+def batch(count):
+    return Batch(list(range(count)), 1.0, count, torch.zeros(1), 0)
 
 
 @pytest.mark.parametrize(("count", "passes"), [(1, 1), (7, 1), (7, 3), (8, 4), (2, 5)])
-def test_passes_are_even_and_hold_every_micro_batch_in_order(count: int, passes: int) -> None:
+def test_passes_are_even_and_hold_every_micro_batch_in_order(count, passes):
     parts = batch(count).passes(passes)
     assert [micro for part in parts for micro in part.micro] == list(range(count))
     assert [part.first for part in parts] == [part.micro[0] for part in parts]
@@ -25,16 +25,14 @@ def test_passes_are_even_and_hold_every_micro_batch_in_order(count: int, passes:
     ("choices", "named"),
     [({"keep_rows": False}, "keep_rows"), ({"max_stream_bytes": 9}, "max_str")],
 )
-def test_what_several_passes_cannot_have_is_refused(choices: dict, named: str) -> None:
+def test_what_several_passes_cannot_have_is_refused(choices, named):
     Placement(**choices)
     with pytest.raises(InputError, match=rf"placement\.{named}"):
         Placement(passes=2, **choices)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_layer_that_rests_on_the_device_keeps_its_gradient_in_the_sums_of_passes(
-    passes: int,
-) -> None:
+def test_a_layer_that_rests_on_the_device_keeps_its_gradient_in_the_sums_of_passes(passes):
     device, placement = Noting(), Placement(passes=passes, resident=("layer 1",))
     make_engine(llama(), placement=placement, device=device).close()
     assert ("layer 1 gradient" in device.taken) == (passes == 1)

@@ -1,14 +1,12 @@
 """GRPO and RLOO against the published formulas, reply by reply in plain torch."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatrain import InputError, Placement
-from megatrain.loss import GRPO, RLOO, PolicyLoss
+from megatrain.loss import GRPO, RLOO
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 from tests.sweeps import swept
 
@@ -36,7 +34,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
-def replies(model: Any, loss: PolicyLoss) -> list[dict[str, Tensor]]:
+def replies(model, loss):
     """Six replies in uneven micro-batches, one of which has nothing to learn."""
     [step] = make_batches(1)
     generator, number = torch.Generator().manual_seed(5), 0
@@ -59,7 +57,7 @@ def replies(model: Any, loss: PolicyLoss) -> list[dict[str, Tensor]]:
     return [{n: m[n] for n in ("input_ids", "labels", *loss.inputs)} for m in step]
 
 
-def of_reply(loss: Any, log_prob: Tensor, old: Tensor, reference: Tensor, a: Tensor) -> Tensor:
+def of_reply(loss, log_prob, old, reference, a):
     """The summed loss of one reply, of its labels' numbers `[L]`."""
     difference = log_prob - old
     if isinstance(loss, RLOO):
@@ -79,7 +77,7 @@ def of_reply(loss: Any, log_prob: Tensor, old: Tensor, reference: Tensor, a: Ten
     return each.mean() if getattr(loss, "loss_type", "") == "grpo" else each.sum()
 
 
-def formula(model: Any, loss: Any, step: Sequence[Mapping[str, Tensor]]) -> Tensor:
+def formula(model, loss, step):
     total, labels, rows = torch.zeros(()), 0, 0
     for micro in step:
         logits = model(input_ids=micro["input_ids"]).logits / loss.temperature
@@ -101,7 +99,7 @@ def formula(model: Any, loss: Any, step: Sequence[Mapping[str, Tensor]]) -> Tens
 
 
 @swept(together=1, loss=LOSSES, placement=PLACEMENTS)
-def test_values_and_gradients_are_those_of_the_formulas(loss: Any, placement: Placement) -> None:
+def test_values_and_gradients_are_those_of_the_formulas(loss, placement):
     model = llama(vocab_size=WIDE)
     step = replies(model, loss)
     engine = make_engine(model, clip=1e9, placement=placement)
@@ -117,7 +115,7 @@ def test_values_and_gradients_are_those_of_the_formulas(loss: Any, placement: Pl
     assert ("kl" in result.measures) == (isinstance(loss, GRPO) and loss.beta > 0)
 
 
-def test_advantages_compare_replies_to_one_prompt() -> None:
+def test_advantages_compare_replies_to_one_prompt():
     rewards = torch.tensor([1.0, 2.0, 6.0, 4.0, 4.0, 4.0, float("nan"), 1.0, 0.0])
     nothing = torch.zeros(9)
     group = GRPO(num_generations=3).advantages(rewards, nothing)
@@ -138,7 +136,7 @@ def test_advantages_compare_replies_to_one_prompt() -> None:
         RLOO(num_generations=3).advantages(rewards[:8], nothing[:8])
 
 
-def test_a_step_whose_replies_are_all_masked_changes_nothing_by_a_gradient() -> None:
+def test_a_step_whose_replies_are_all_masked_changes_nothing_by_a_gradient():
     for loss in (GRPO(), GRPO(loss_type="grpo"), RLOO()):
         model = llama()
         step = replies(model, loss)
@@ -151,8 +149,8 @@ def test_a_step_whose_replies_are_all_masked_changes_nothing_by_a_gradient() -> 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GRPO(loss_type="luspo"), "loss_type is 'luspo'; it must be one of grpo"),  # type: ignore[arg-type]
-        (lambda: GRPO(scale_rewards="all"), "scale_rewards is 'all'; it must be one of group"),  # type: ignore[arg-type]
+        (lambda: GRPO(loss_type="luspo"), "loss_type is 'luspo'; it must be one of grpo"),
+        (lambda: GRPO(scale_rewards="all"), "scale_rewards is 'all'; it must be one of group"),
         (lambda: GRPO(num_generations=1), "num_generations is 1; it must be 2 or more"),
         (lambda: GRPO(delta=1.1), "delta is 1.1; it must be above 1"),
         (lambda: GRPO(delta=2.0, loss_type="cispo"), "cispo has no delta"),
@@ -162,12 +160,12 @@ def test_a_step_whose_replies_are_all_masked_changes_nothing_by_a_gradient() -> 
         (lambda: RLOO(temperature=0), "RLOO's temperature is 0; it must be above 0"),
     ],
 )
-def test_settings_of_policies_are_checked(make: Any, message: str) -> None:
+def test_settings_of_policies_are_checked(make, message):
     with pytest.raises(InputError, match=message):
         make()
 
 
-def test_replies_with_one_number_are_refused() -> None:
+def test_replies_with_one_number_are_refused():
     model = llama()
     step = replies(model, GRPO())
     step[1]["example"] = torch.ones_like(step[1]["example"])

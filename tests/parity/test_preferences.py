@@ -1,15 +1,13 @@
 """Losses of replies against the published formulas, row by row in plain torch."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megatrain import Engine, InputError, Placement
-from megatrain.loss import DPO, KTO, ORPO, JointLoss, SimPO
+from megatrain.loss import DPO, KTO, ORPO, SimPO
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 from tests.sweeps import swept
 
@@ -20,7 +18,7 @@ PLACEMENTS = {
 WIDE = 1000
 
 
-def replies(loss: JointLoss) -> list[dict[str, Tensor]]:
+def replies(loss):
     """Six replies in uneven micro-batches: chosen and rejected ones in turn, or of KTO three kinds.
 
     Each begins with a prompt, whose tokens are labels where ORPO wants them.
@@ -47,7 +45,7 @@ def replies(loss: JointLoss) -> list[dict[str, Tensor]]:
     return [{n: m[n] for n in ("input_ids", "labels", *loss.inputs)} for m in step]
 
 
-def sums(model: Any, step: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Any]]:
+def sums(model, step):
     """Of each row: sum of log-probabilities, and of the reference's, number of labels, kinds."""
     found = []
     for micro in step:
@@ -72,7 +70,7 @@ def sums(model: Any, step: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Any
     return found
 
 
-def of_pairs(loss: Any, rows: list[dict[str, Any]]) -> Tensor:
+def of_pairs(loss, rows):
     pairs = list(zip(rows[:3], rows[3:], strict=True))
     beta, wrong = loss.beta, getattr(loss, "label_smoothing", 0.0)
     if isinstance(loss, ORPO):
@@ -96,7 +94,7 @@ def of_pairs(loss: Any, rows: list[dict[str, Any]]) -> Tensor:
     return (-(1 - wrong) * right - wrong * other).mean()
 
 
-def of_singles(loss: KTO, rows: list[dict[str, Any]]) -> Tensor:
+def of_singles(loss, rows):
     kinds = [1 - number % 3 for number in range(6)]
     others = [r["gain"].detach() for r, kind in zip(rows, kinds, strict=True) if kind == -1]
     baseline = torch.stack(others).mean().clamp(min=0) * (loss.loss_type == "kto")
@@ -122,7 +120,7 @@ LOSSES: dict[str, Any] = {
 
 
 @swept(together=1, loss=LOSSES, placement=PLACEMENTS)
-def test_values_and_gradients_are_those_of_the_formulas(loss: Any, placement: Placement) -> None:
+def test_values_and_gradients_are_those_of_the_formulas(loss, placement):
     model, step = llama(vocab_size=WIDE), replies(loss)
     engine = make_engine(model, clip=1e9, placement=placement)
     evaluated = engine.evaluate(step, loss)
@@ -137,7 +135,7 @@ def test_values_and_gradients_are_those_of_the_formulas(loss: Any, placement: Pl
     assert relative_error(gradients(engine), wanted) < 2e-6
 
 
-def test_measures_are_what_rewards_are() -> None:
+def test_measures_are_what_rewards_are():
     model = llama()
     for loss, key in ((DPO(0.3), "gain"), (SimPO(), "mean"), (ORPO(0.4), "mean")):
         with torch.no_grad():
@@ -166,7 +164,7 @@ def test_measures_are_what_rewards_are() -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_log_probabilities_are_those_of_the_labels(placement: Placement) -> None:
+def test_log_probabilities_are_those_of_the_labels(placement):
     model, [step] = llama(vocab_size=WIDE), make_batches(1)
     found = make_engine(model, placement=placement).logprobs(step)
     for each, micro in zip(found, step, strict=True):
@@ -183,20 +181,20 @@ def test_log_probabilities_are_those_of_the_labels(placement: Placement) -> None
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DPO(loss_type="exo"), "loss_type is 'exo'; it must be one of sigmoid"),  # type: ignore[arg-type]
+        (lambda: DPO(loss_type="exo"), "loss_type is 'exo'; it must be one of sigmoid"),
         (lambda: DPO(0.1, 0.1, "ipo"), "ipo has no label smoothing"),
         (lambda: ORPO(0.0), "ORPO's beta is 0.0"),
         (lambda: SimPO(gamma=float("nan")), "gamma is nan"),
         (lambda: KTO(undesirable_weight=-1), "a weight of KTO is -1"),
-        (lambda: KTO(loss_type="bco"), "KTO's loss_type is 'bco'"),  # type: ignore[arg-type]
+        (lambda: KTO(loss_type="bco"), "KTO's loss_type is 'bco'"),
     ],
 )
-def test_settings_of_replies_are_checked(make: Any, message: str) -> None:
+def test_settings_of_replies_are_checked(make, message):
     with pytest.raises(InputError, match=message):
         make()
 
 
-def test_replies_that_are_none_are_refused() -> None:
+def test_replies_that_are_none_are_refused():
     engine: Engine = make_engine(llama())
     wrong = replies(KTO())
     wrong[0]["desired"] = wrong[0]["desired"] + 0.5

@@ -16,7 +16,7 @@ from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
 from megatrain.generate import open_model
 from megatrain.model.quantised import quantised_base
-from megatrain.tile.packed import _NF4, FP8, NF4, NF4_WIDE, WeightFormat, _dynamic_values
+from megatrain.tile.packed import _NF4, FP8, NF4, NF4_WIDE, _dynamic_values
 from megatrain.train.export import export
 from tests.parity.cases import gradients, in_dtype, llama, make_batches, make_engine, masters, same
 from tests.sweeps import few
@@ -35,7 +35,7 @@ HOW = {
 [STEP, LATER] = make_batches(2)
 
 
-def nf4_parts(name: str, values: Tensor, packing: WeightFormat) -> dict[str, Tensor]:
+def nf4_parts(name, values, packing):
     """A matrix in the file of bitsandbytes."""
     packed, blocks = packing.pack(values), values.numel() // 64
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
@@ -54,7 +54,7 @@ def nf4_parts(name: str, values: Tensor, packing: WeightFormat) -> dict[str, Ten
     return {name: codes[:, None]} | {f"{name}.{part}": each for part, each in parts.items()}
 
 
-def fp8_parts(name: str, values: Tensor, packing: WeightFormat) -> dict[str, Tensor]:
+def fp8_parts(name, values, packing):
     """A matrix in the file of torchao."""
     stored, stem = packing.pack(values), name.removesuffix(".weight")
     scales, codes = stored.split((4 * len(values), values.numel()))
@@ -63,7 +63,7 @@ def fp8_parts(name: str, values: Tensor, packing: WeightFormat) -> dict[str, Ten
     return {f"{stem}._weight_qdata": qdata, f"{stem}._weight_scale": scale}
 
 
-def quantised(folder: Path, packing: WeightFormat) -> tuple[Path, Path]:
+def quantised(folder, packing):
     """A folder of quantised weights, and one of what they stand for."""
     model = in_dtype(llama(**SIZES), torch.bfloat16)
     model.save_pretrained(folder / "plain")
@@ -81,7 +81,7 @@ def quantised(folder: Path, packing: WeightFormat) -> tuple[Path, Path]:
     return folder / "packed", folder / "plain"
 
 
-def write(folder: Path, tensors: dict[str, Tensor], how: dict[str, Any]) -> None:
+def write(folder, tensors, how):
     plain = {name: each.contiguous().clone() for name, each in tensors.items()}
     save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": how}
@@ -89,9 +89,7 @@ def write(folder: Path, tensors: dict[str, Tensor], how: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("packing", few([NF4, NF4_WIDE, FP8]), ids=lambda each: each.name)
-def test_training_resuming_and_merging_have_the_values_of_the_folder(
-    packing: WeightFormat, tmp_path: Path
-) -> None:
+def test_training_resuming_and_merging_have_the_values_of_the_folder(packing, tmp_path):
     folder, plain = quantised(tmp_path, packing)
     how: dict[str, Any] = {"adapter": LORA, "precision": "bf16", "clip": 1e9}
     with make_engine(plain, **how) as engine:
@@ -126,7 +124,7 @@ def test_training_resuming_and_merging_have_the_values_of_the_folder(
     assert files[0].keys() == files[1].keys() == load_file(plain / "model.safetensors").keys()
 
 
-def test_such_a_folder_is_run_as_it_is(tmp_path: Path) -> None:
+def test_such_a_folder_is_run_as_it_is(tmp_path):
     folder, plain = quantised(tmp_path, NF4)
     with Engine(folder, device="cpu") as engine, Engine(plain, device="cpu") as other:
         assert engine.evaluate(STEP) == other.evaluate(STEP)
@@ -136,8 +134,8 @@ def test_such_a_folder_is_run_as_it_is(tmp_path: Path) -> None:
         assert same(dict(model.named_parameters()), dict(wanted.named_parameters()))
 
 
-def changed(change: Any) -> Any:
-    def edit(folder: Path) -> None:
+def changed(change):
+    def edit(folder):
         tensors = load_file(folder / "model.safetensors")
         change(tensors)
         write(folder, tensors, HOW["nf4"])
@@ -145,8 +143,8 @@ def changed(change: Any) -> Any:
     return edit
 
 
-def said(**others: Any) -> Any:
-    def change(tensors: dict[str, Tensor]) -> None:
+def said(**others):
+    def change(tensors):
         name = next(name for name in tensors if name.endswith("__nf4"))
         state = json.loads(bytes(tensors[name].tolist())) | others
         tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
@@ -154,7 +152,7 @@ def said(**others: Any) -> Any:
     return changed(change)
 
 
-def first(ending: str) -> Any:
+def first(ending):
     return lambda tensors: next(name for name in tensors if name.endswith(ending))
 
 
@@ -181,12 +179,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def packed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed_folder(tmp_path_factory):
     return quantised(tmp_path_factory.mktemp("packed"), NF4)[0]
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_taken_is_refused(case: str, packed_folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_taken_is_refused(case, packed_folder, tmp_path):
     change, options, message = REFUSED[case]
     folder = Path(shutil.copytree(packed_folder, tmp_path / "packed"))
     change(folder)
@@ -195,12 +193,12 @@ def test_what_cannot_be_taken_is_refused(case: str, packed_folder: Path, tmp_pat
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_way_that_is_a_word_alone_is_refused() -> None:
+def test_a_way_that_is_a_word_alone_is_refused():
     with pytest.raises(InputError, match="config.json: its weights are quantised by bitsandbytes"):
         quantised_base({"quantization_config": "bitsandbytes"}, "config.json")
 
 
-def needs(package: str) -> Any:
+def needs(package):
     return pytest.param(
         package,
         marks=pytest.mark.skipif(
@@ -211,7 +209,7 @@ def needs(package: str) -> Any:
 
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("library", [needs("bitsandbytes"), needs("torchao")])
-def test_a_folder_that_the_library_has_written(library: str, nested: bool, tmp_path: Path) -> None:
+def test_a_folder_that_the_library_has_written(library, nested, tmp_path):
     from transformers import BitsAndBytesConfig, TorchAoConfig
 
     in_dtype(llama(**SIZES), torch.bfloat16).save_pretrained(tmp_path / "plain")

@@ -2,9 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,16 +25,13 @@ from megatrain.loss import (
     DPO,
     GRPO,
     TOKEN_WEIGHTS,
-    JointLoss,
     LabelSmoothing,
-    Loss,
 )
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
 from megatrain.parallel import distributed
 from megatrain.parallel.distributed import connected
 from megatrain.train.sharing import part_of as run_part_of
-from tests.families.plain import Step
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
     VOCAB,
@@ -58,7 +54,7 @@ ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 RATES = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
 
-def part_of(step: Step, group: Any) -> Step:
+def part_of(step, group):
     """The first micro-batch for rank 0, the others for the rest as evenly as can be."""
     if group is None:
         return step
@@ -68,7 +64,7 @@ def part_of(step: Step, group: Any) -> Step:
     return step[:1] if rank == 0 else rest[edges[rank - 1] : edges[rank]]
 
 
-def weighed(steps: list[Step]) -> list[Step]:
+def weighed(steps):
     """With weights for each token; only the first micro-batch counts."""
     return [
         [
@@ -79,7 +75,7 @@ def weighed(steps: list[Step]) -> list[Step]:
     ]
 
 
-def padded(step: Step) -> Step:
+def padded(step):
     """With a mask that hides the end of the first rows."""
     mask = torch.ones_like(step[0]["input_ids"])
     mask[0, 7:] = 0
@@ -87,16 +83,14 @@ def padded(step: Step) -> Step:
     return [step[0] | {"attention_mask": mask, "labels": labels}, *step[1:]]
 
 
-def pairs(loss: JointLoss) -> list[Step]:
+def pairs(loss):
     """Two steps of replies, those of a pair in micro-batches of different ranks."""
     *rest, last = replies(loss)
     both = [{name: value[part] for name, value in last.items()} for part in (slice(2), slice(2, 3))]
     return [[*rest, *both]] * 2
 
 
-def train(
-    group: Any, model: Any, loss: Loss = CROSS_ENTROPY, batches: Any = None, **options: Any
-) -> dict:
+def train(group, model, loss=CROSS_ENTROPY, batches=None, **options):
     """What training leaves, and says."""
     engine = make_engine(model, group=group, **options)
     batches = batches or make_batches(2, SHAPES)
@@ -120,7 +114,7 @@ ON_DISK = Placement(
 )
 
 
-def on_disk(group: Any, *given: Any, **options: Any) -> dict:
+def on_disk(group, *given, **options):
     """As `train`, each tile in several pieces."""
     with mock.patch.object(disk, "PIECE", BLOCK // 2):
         return train(group, *given, placement=ON_DISK, **options)
@@ -133,7 +127,7 @@ MUON = {
 }
 
 
-def muon(group: Any, model: Any, *given: Any, **options: Any) -> dict:
+def muon(group, model, *given, **options):
     """As `train`; a direction that is off by a bit of bf16 moves a weight by less than 1e-6."""
     options = {"lr": 2e-5, "batches": make_batches(1, SHAPES)} | options
     with mock.patch.object(disk, "PIECE", BLOCK // 2):
@@ -292,10 +286,10 @@ REST = (
     few([(2, USUAL), (2, REST), (3, CLOSE | EXACT), (4, CLOSE | EXACT)]),
     ids=["2", "2 exhaustive", "3 exhaustive", "4 exhaustive"],
 )
-def test_ranks_train_as_one(size: int, names: Sequence[str], tmp_path: Path) -> None:
+def test_ranks_train_as_one(size, names, tmp_path):
     """To the order of sums; and to the bit where all ranks but one have gradients of zero."""
 
-    def work(group: Any) -> dict[str, dict]:
+    def work(group):
         return {name: (CLOSE | EXACT)[name](group) for name in names}
 
     alone = work(None)
@@ -309,10 +303,10 @@ def test_ranks_train_as_one(size: int, names: Sequence[str], tmp_path: Path) -> 
                 assert close, (rank, name, what, float((mine - value).abs().max()))
 
 
-def test_the_row_of_a_rank_that_has_none_counts_for_no_router(tmp_path: Path) -> None:
+def test_the_row_of_a_rank_that_has_none_counts_for_no_router(tmp_path):
     [[micro, *_]] = make_batches(1, SHAPES)
 
-    def work(group: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    def work(group):
         engine = make_engine(tiny_model("mixtral", changes=ROUTED), group=group)
         assert engine.balances_experts
         result = engine.step(run_part_of([micro], engine.ranks, counted=True))
@@ -326,14 +320,14 @@ def test_the_row_of_a_rank_that_has_none_counts_for_no_router(tmp_path: Path) ->
 
 
 @pytest.mark.exhaustive
-def test_packed_rows_are_tried_by_all_ranks(tmp_path: Path) -> None:
+def test_packed_rows_are_tried_by_all_ranks(tmp_path):
     """Also where only one has them; a model that mixes documents is refused by all."""
     [step] = make_batches(1, SHAPES)
     tokens = step[0]["input_ids"].shape[1]
     positions = torch.cat([torch.arange(5), torch.arange(tokens - 5)]).expand(2, -1).contiguous()
     step[0] |= {"position_ids": positions}
 
-    def work(group: Any) -> float:
+    def work(group):
         engine = make_engine(llama(), group=group)
         loss = engine.step(part_of(step, group)).loss
         if group is not None:
@@ -345,16 +339,14 @@ def test_packed_rows_are_tried_by_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(2, tmp_path, work) == pytest.approx([work(None)] * 2, rel=2e-6)
 
 
-def refused(
-    kind: type[Exception], wanted: str, call: Callable[..., Any], *given: Any, **options: Any
-) -> None:
+def refused(kind, wanted, call, *given, **options):
     """That `call` is refused in words that hold `wanted`."""
     with pytest.raises(kind) as caught:
         call(*given, **options)
     assert wanted in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
 
 
-def other_weights() -> Any:
+def other_weights():
     """A model of the same structure."""
     model = llama()
     with torch.no_grad():
@@ -372,14 +364,14 @@ OTHERWISE: dict[str, tuple[dict, str]] = {
 }
 
 
-def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path: Path) -> None:
+def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path):
     [step] = make_batches(1, SHAPES)
     llama().save_pretrained(tmp_path / "base")
     for seed in range(2):
         with make_engine(tmp_path / "base", adapter=LORA, seed=seed) as engine:
             engine.save_pretrained(tmp_path / f"adapter {seed}")
 
-    def work(group: Any) -> None:
+    def work(group):
         rank = dist.get_rank(group)
         for own, words in OTHERWISE.values():
             options = {"model": llama, **(own if rank else {})}
@@ -415,12 +407,12 @@ def test_what_ranks_do_otherwise_is_refused_by_all(tmp_path: Path) -> None:
     run_ranks(2, tmp_path, work)
 
 
-def bad_calls(engine: Engine, step: Step, rank: int) -> dict[str, tuple[Callable[[], Any], str]]:
+def bad_calls(engine, step, rank):
     """Calls that rank 1, or both, get wrong, and what both say."""
     own = step[rank : rank + 1]
     broken = [{"input_ids": own[0]["input_ids"] + 1000 * rank, "labels": own[0]["labels"]}]
 
-    def scheduled() -> None:
+    def scheduled():
         assert engine.optimizer is not None
         group = engine.optimizer.param_groups[0]
         kept, group["lr"] = group["lr"], group["lr"] * (1 + rank)
@@ -444,10 +436,10 @@ def bad_calls(engine: Engine, step: Step, rank: int) -> dict[str, tuple[Callable
     }
 
 
-def test_a_rank_that_ends_ends_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_ends_ends_the_others(tmp_path):
     [step] = make_batches(1, SHAPES)
 
-    def work(group: Any) -> None:
+    def work(group):
         engine = make_engine(llama(), group=group)
         engine.step(part_of(step, group))
         if dist.get_rank(group) == 1:
@@ -459,12 +451,12 @@ def test_a_rank_that_ends_ends_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_disk_that_is_full_for_one_rank_ends_all(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_for_one_rank_ends_all(tmp_path):
     """When the planes are made, and later; then the last checkpoint is whole."""
     steps, full = make_batches(2, SHAPES), OSError(28, "No space left on device")
     options = {"placement": ON_DISK, "precision": "bf16", "disk": tmp_path}
 
-    def work(group: Any) -> None:
+    def work(group):
         rank = dist.get_rank(group)
         said = "rank 1: " * (rank == 0) + f"{tmp_path}: no room for planes on this disk"
         with mock.patch.object(os, "posix_fallocate", side_effect=full if rank else None):
@@ -476,7 +468,7 @@ def test_a_disk_that_is_full_for_one_rank_ends_all(tmp_path: Path) -> None:
         engine.step(part_of(steps[0], group))
         engine.save(tmp_path / "saved")
 
-        def further() -> None:
+        def further():
             for step in steps:
                 engine.step(part_of(step, group))
 
@@ -494,13 +486,13 @@ def test_a_disk_that_is_full_for_one_rank_ends_all(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.is_file() and "rendez" not in path.name]
 
 
-def load_folder(folder: Path) -> dict[str, torch.Tensor]:
+def load_folder(folder):
     """The weights of an exported folder."""
     [path] = folder.glob("*.safetensors")
     return {each.name: each.read() for each in read_header(path)}
 
 
-def saved_state(folder: Path) -> dict[str, torch.Tensor]:
+def saved_state(folder):
     """Every number of every parameter in a checkpoint, by plane and name; not its padding."""
     found, checkpoint = {}, open_checkpoint(folder)
     verify(folder)
@@ -519,15 +511,13 @@ def saved_state(folder: Path) -> dict[str, torch.Tensor]:
     "rule",
     ["adamw int8", "muon"],
 )
-def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(
-    rule: str, tmp_path: Path
-) -> None:
+def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
     """Two ranks save, three load and save, one loads that; then all that was saved is the same."""
     first, second = make_batches(2, SHAPES)
     options = {"precision": "bf16", "rule": rule, "trained": Trained(freeze=("q_proj",))}
     options |= {"placement": Placement(resident=("layer 1", "head"))}
 
-    def save(group: Any) -> tuple[dict, float]:
+    def save(group):
         engine = make_engine(llama(tie_word_embeddings=True), group=group, **options)
         engine.step(part_of(first, group))
         saving = engine.save(tmp_path / "two", extra={"a": 1}, wait=False)
@@ -541,7 +531,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(
         lora.save_pretrained(tmp_path / "merged", merged=True, **FP32)
         return masters(engine), loss
 
-    def load(group: Any) -> tuple[dict, float]:
+    def load(group):
         adapters.update(masters(Engine.load(tmp_path / "adapter", group=group)))
         engine = Engine.load(
             tmp_path / "two",
@@ -581,10 +571,10 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(
         assert same(ours, theirs) and len(ours) > 3
 
 
-def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named(tmp_path):
     [step] = make_batches(1, SHAPES)
 
-    def work(group: Any) -> None:
+    def work(group):
         engine, told = make_engine(llama(), group=group), tmp_path / "told"
         if dist.get_rank(group) == 1:
             while not told.exists():

@@ -2,9 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import GenerationConfig
 
-from megatrain import DoesNotFit, Engine, Placement, RunFailed
+from megatrain import DoesNotFit, Placement, RunFailed
 from megatrain.generate import Sampling, continued
 from tests.families.tiny import tiny_model
 from tests.parity.cases import make_engine
@@ -26,7 +24,7 @@ IDS = [torch.arange(3, 3 + count).tolist() for count in (5, 2, 5, 2, 4, 2, 5)]
 
 
 @contextmanager
-def counted(engine: Engine) -> Iterator[list[int]]:
+def counted(engine):
     """The rows of each forward of the whole model."""
     model, rows = engine._spec.capture.model, list[int]()
     hook = model.register_forward_pre_hook(
@@ -42,12 +40,10 @@ def counted(engine: Engine) -> Iterator[list[int]]:
     ids=["2", "3 exhaustive", "4 exhaustive"],
 )
 @pytest.mark.exhaustive
-def test_ranks_make_a_part_of_the_replies_each(
-    size: int, families: Sequence[str], tmp_path: Path
-) -> None:
+def test_ranks_make_a_part_of_the_replies_each(size, families, tmp_path):
     """Token for token, some ended early; the last batch has a single row."""
 
-    def work(group: Any) -> list[Any]:
+    def work(group):
         found = []
         for family, how in itertools.product(families, ({"temperature": 0}, DRAWN)):
             placement = Placement(slots=2, keep_weights=1, resident=("layer 0",))
@@ -71,13 +67,13 @@ def test_ranks_make_a_part_of_the_replies_each(
         assert max(one) == 3 and max(several) == -(-3 // size)
 
 
-def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path: Path) -> None:
-    def work(group: Any) -> None:
+def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path):
+    def work(group):
         engine = make_engine(tiny_model("llama"), group=group, placement=Placement())
         given: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": 8, "apart": True}
         made, rank = [engine, IDS, Sampling(max_new_tokens=9), GenerationConfig()], dist.get_rank()
 
-        def full(*needed: Any) -> None:
+        def full(*needed):
             if rank:
                 raise DoesNotFit("no room for keys and values")
 
@@ -89,7 +85,7 @@ def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path: P
         assert refused.value.by_all
         with counted(engine) as forwards:
 
-            def ends(module: Any, given: Any) -> None:
+            def ends(module, given):
                 if rank and len(forwards) == 6:
                     os._exit(0)
 
@@ -103,10 +99,10 @@ def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path: P
 
 
 @pytest.mark.exhaustive
-def test_ranks_share_replies_also_where_the_head_is_streamed_in_slices(tmp_path: Path) -> None:
+def test_ranks_share_replies_also_where_the_head_is_streamed_in_slices(tmp_path):
     """Without keys and values: every token is a forward of the engine over all before it."""
 
-    def work(group: Any) -> list[list[int]]:
+    def work(group):
         model = tiny_model("llama", changes={"intermediate_size": 4, "num_key_value_heads": 1})
         placement = Placement(slots=2, max_stream_bytes=15000)
         engine = make_engine(model, group=group, placement=placement)

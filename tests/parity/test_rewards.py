@@ -1,16 +1,12 @@
 """Reward models: scores, loss and gradients as of plain torch, and what they cannot be given."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
-    PreTrainedModel,
 )
 
 from megatrain import Engine, InputError, Placement
@@ -37,7 +33,7 @@ LOSSES = {
 }
 
 
-def reward_model(family: str = "llama") -> Any:
+def reward_model(family="llama"):
     torch.manual_seed(0)
     if family == "llama":
         config = LlamaConfig(**SIZES, num_labels=1, pad_token_id=PAD)
@@ -47,7 +43,7 @@ def reward_model(family: str = "llama") -> Any:
     return noisy(AutoModelForSequenceClassification.from_config(config))
 
 
-def pairs() -> dict[str, Tensor]:
+def pairs():
     """Three pairs, the chosen replies first, padded; and the margins of the pairs."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(10, 120, (6, 9), generator=generator)
@@ -66,13 +62,13 @@ def pairs() -> dict[str, Tensor]:
     }
 
 
-def taken(loss: Any, cut: list[int]) -> list[dict[str, Tensor]]:
+def taken(loss, cut):
     names = ("input_ids", "attention_mask", "labels", *loss.inputs)
     parts = {name: pairs()[name].split(cut) for name in names}
     return [{name: parts[name][i] for name in names} for i in range(len(cut))]
 
 
-def plain(model: PreTrainedModel, loss: Reward) -> Tensor:
+def plain(model, loss):
     """As TRL's RewardTrainer computes it (compute_loss)."""
     given = pairs()
     inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
@@ -86,7 +82,7 @@ def plain(model: PreTrainedModel, loss: Reward) -> Tensor:
 
 @pytest.mark.parametrize("cut", CUT.values(), ids=CUT)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_value_and_gradients_are_plain_ones(loss: Reward, cut: list[int]) -> None:
+def test_value_and_gradients_are_plain_ones(loss, cut):
     model = reward_model()
     engine = make_engine(model, clip=1e9, placement=Placement(head_tokens=5))
     result = engine.step(taken(loss, cut), loss)
@@ -99,7 +95,7 @@ def test_value_and_gradients_are_plain_ones(loss: Reward, cut: list[int]) -> Non
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "gpt2"])
-def test_scores_are_those_of_the_models_own_forward(family: str, tmp_path: Any) -> None:
+def test_scores_are_those_of_the_models_own_forward(family, tmp_path):
     model, step = reward_model(family).eval(), taken(Reward(), [6])
     given = {name: step[0][name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
@@ -118,7 +114,7 @@ def test_scores_are_those_of_the_models_own_forward(family: str, tmp_path: Any) 
         )
 
 
-def test_a_language_model_gets_a_head_and_goes_on_from_a_checkpoint(tmp_path: Any) -> None:
+def test_a_language_model_gets_a_head_and_goes_on_from_a_checkpoint(tmp_path):
     llama(eos_token_id=2).save_pretrained(tmp_path / "base")
     step = taken(Reward(), [6])
     given = {"precision": "fp32", "device": "cpu"}
@@ -142,14 +138,14 @@ LABELS = {
 
 
 @pytest.mark.parametrize("reason", LABELS)
-def test_labels_of_no_scores_are_refused(reason: str) -> None:
+def test_labels_of_no_scores_are_refused(reason):
     [micro] = step = taken(Reward(), [6])
     LABELS[reason](micro)
     with pytest.raises(InputError, match=reason):
         make_engine(reward_model()).step(step, Reward())
 
 
-def test_losses_and_heads_that_do_not_fit_are_refused() -> None:
+def test_losses_and_heads_that_do_not_fit_are_refused():
     model, [step] = reward_model(), make_batches(1)
     engine = make_engine(model)
     for asked in (CROSS_ENTROPY, DPO(), SCORE):
@@ -164,12 +160,12 @@ def test_losses_and_heads_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, float("nan")])
-def test_settings_are_checked(share: float) -> None:
+def test_settings_are_checked(share):
     with pytest.raises(InputError, match="must be above 0"):
         Reward(center_rewards_coefficient=share)
 
 
-def test_rows_are_scored_where_transformers_scores_them() -> None:
+def test_rows_are_scored_where_transformers_scores_them():
     """Also where padding and the end of a text are one token, and rows differ in length."""
     model, ids = reward_model().eval(), pairs()["input_ids"].clone()
     ids[0, 7:], ids[3, 4] = PAD, PAD

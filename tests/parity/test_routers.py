@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
-from transformers import MixtralForCausalLM, PreTrainedModel
+from transformers import MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatrain import Engine, InputError, Placement
@@ -23,7 +22,7 @@ WRAPPED = ("qwen3_5_moe", "qwen4_exp")  # their routers are of the configuration
 LAYER = 60_000  # bytes, less than a layer of the tiny Mixtral has
 
 
-def a_step() -> list[dict[str, Tensor]]:
+def a_step():
     """Uneven micro-batches, one of them padded."""
     [step] = make_batches(1)
     mask = torch.ones_like(step[0]["input_ids"])
@@ -32,7 +31,7 @@ def a_step() -> list[dict[str, Tensor]]:
     return step
 
 
-def plain(model: PreTrainedModel, step: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+def plain(model, step):
     """Loss and balance of a step by transformers' function: all micro-batches as one batch."""
     cross_entropy, routed, masks, labels = 0.0, [], [], 0
     for micro in step:
@@ -50,7 +49,7 @@ def plain(model: PreTrainedModel, step: list[dict[str, Tensor]]) -> tuple[Tensor
     return cross_entropy / labels + WEIGHT * balance, balance
 
 
-def slopes(model: PreTrainedModel, step: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def slopes(model, step):
     """The gradients of what `plain` says."""
     model.zero_grad()
     plain(model.train(), step)[0].backward()
@@ -59,7 +58,7 @@ def slopes(model: PreTrainedModel, step: list[dict[str, Tensor]]) -> dict[str, T
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_value_and_gradients_are_those_of_transformers(family: str) -> None:
+def test_value_and_gradients_are_those_of_transformers(family):
     changes = {"text_config": ASKED} if family in WRAPPED else ASKED
     model, step = tiny_model(family, changes=changes), a_step()
     engine = make_engine(model, clip=1e9)
@@ -89,7 +88,7 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_every_placement_has_the_same_loss(placement: Placement) -> None:
+def test_every_placement_has_the_same_loss(placement):
     model, step = tiny_model("mixtral", changes=ASKED), a_step()
     one, other = make_engine(model, clip=1e9), make_engine(model, clip=1e9, placement=placement)
     first, second = one.step(step), other.step(step)
@@ -98,13 +97,13 @@ def test_every_placement_has_the_same_loss(placement: Placement) -> None:
     assert relative_error(gradients(other), gradients(one)) < 2e-6
 
 
-def test_one_micro_batch_is_the_models_own_loss() -> None:
+def test_one_micro_batch_is_the_models_own_loss():
     model, [micro, *_] = tiny_model("mixtral", changes=ASKED), a_step()
     own = model.train()(**micro).loss
     assert make_engine(model).step([micro]).loss == pytest.approx(own.item(), rel=1e-6)
 
 
-def test_it_is_added_to_other_losses_and_not_to_evaluations() -> None:
+def test_it_is_added_to_other_losses_and_not_to_evaluations():
     model, step = tiny_model("mixtral", changes=ASKED), make_batches(1, [(4, 9)])[0]
     rows = torch.arange(4)[:, None].expand(4, 9)
     step[0] |= {"pair": (rows // 2).float(), "chosen": (rows % 2).float()}
@@ -116,7 +115,7 @@ def test_it_is_added_to_other_losses_and_not_to_evaluations() -> None:
     assert "rewards/margins" in result.measures
 
 
-def test_the_weight_may_be_given_and_is_saved(tmp_path: Any) -> None:
+def test_the_weight_may_be_given_and_is_saved(tmp_path):
     model, step = tiny_model("mixtral", changes={"output_router_logits": False}), a_step()
     assert "aux_loss" not in make_engine(model).step(step).measures
     engine = make_engine(model, router_aux_loss_coef=WEIGHT)
@@ -136,7 +135,7 @@ def test_the_weight_may_be_given_and_is_saved(tmp_path: Any) -> None:
 class Other(MixtralForCausalLM):
     """Adds a router's z-loss as well."""
 
-    def forward(self, input_ids: Any, output_router_logits: Any = None, **more: Any) -> Any:
+    def forward(self, input_ids, output_router_logits=None, **more):
         result = super().forward(input_ids, output_router_logits=output_router_logits, **more)
         if result.loss is not None and result.router_logits:
             result.loss = result.loss + 1e-3 * result.router_logits[0].logsumexp(-1).square().mean()
@@ -150,14 +149,14 @@ REFUSED = {
 }
 
 
-def other() -> PreTrainedModel:
+def other():
     """Made as a Mixtral: the oldest transformers builds no experts for a class of this file."""
     model = tiny_model("mixtral", changes=ASKED)
     model.__class__ = Other
     return model
 
 
-def dense() -> PreTrainedModel:
+def dense():
     """A Mixtral whose layers have lost their routers."""
     model = tiny_model("mixtral", changes=ASKED)
     for layer in model.model.layers:
@@ -166,12 +165,12 @@ def dense() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_is_no_usual_loss_of_routers_is_refused(reason: str) -> None:
+def test_what_is_no_usual_loss_of_routers_is_refused(reason):
     with pytest.raises(InputError, match=reason):
         make_engine(REFUSED[reason](), saveable=False)
 
 
-def test_a_model_without_routers_has_no_weight_of_them() -> None:
+def test_a_model_without_routers_has_no_weight_of_them():
     with pytest.raises(InputError, match="must be a number from 0 on"):
         make_engine(llama(), router_aux_loss_coef=-1.0)
     with pytest.raises(InputError, match="LlamaForCausalLM has no loss of routers"):

@@ -1,7 +1,6 @@
 """Ranks that share every row train as one rank does on the whole rows."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,9 +13,8 @@ from megatrain import Engine, Placement
 from megatrain.device import CpuDevice
 from megatrain.engine.host_memory_guard import HostMemoryGuard
 from megatrain.errors import InputError
-from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, LabelSmoothing, Loss
+from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, LabelSmoothing
 from megatrain.model.trained import Trained
-from tests.families.plain import Step
 from tests.families.tiny import tiny_model
 from tests.parity.cases import SIZES, llama, make_batches, make_engine, masters, qwen2
 from tests.parity.ranks import run_ranks
@@ -28,14 +26,12 @@ SHAPES = ((2, 12), (1, 7), (3, 5), (1, 2))  # of which no length is a multiple o
 MANY = {"hidden_size": 48, "num_attention_heads": 12}  # heads that 2, 3 and 4 ranks can share
 
 
-def shared(group: Any) -> int:
+def shared(group):
     """How many ranks share every row."""
     return 1 if group is None else dist.get_world_size(group)
 
 
-def train(
-    group: Any, model: Any, loss: Loss = CROSS_ENTROPY, batches: Any = None, **options: Any
-) -> dict[str, torch.Tensor]:
+def train(group, model, loss=CROSS_ENTROPY, batches=None, **options):
     """What two steps leave, and say, and what is said of whole rows afterwards."""
     engine = make_engine(model, group=group, sequence_parallel=shared(group), **options)
     batches = batches or make_batches(2, SHAPES)
@@ -57,7 +53,7 @@ def train(
     return found
 
 
-def weighed(steps: list[Step]) -> list[Step]:
+def weighed(steps):
     """With a weight of its own for each token."""
     generator = torch.Generator().manual_seed(0)
     return [
@@ -66,7 +62,7 @@ def weighed(steps: list[Step]) -> list[Step]:
     ]
 
 
-def filled_up(steps: list[Step]) -> list[Step]:
+def filled_up(steps):
     """With a mask that hides the end of the first rows, which have no labels there."""
     for step in steps:
         mask = torch.ones_like(step[0]["input_ids"])
@@ -143,10 +139,10 @@ USUAL = (
     ],
     ids=["2", "3", "2 exhaustive", "3 exhaustive", "4 exhaustive"],
 )
-def test_ranks_that_share_rows_train_as_one(size: int, names: Any, tmp_path: Path) -> None:
+def test_ranks_that_share_rows_train_as_one(size, names, tmp_path):
     """To the order of sums, with rows of lengths that they cannot share evenly."""
 
-    def work(group: Any) -> dict[str, dict]:
+    def work(group):
         return {name: CASES[name](group) for name in names}
 
     alone = work(None)
@@ -163,11 +159,11 @@ def test_ranks_that_share_rows_train_as_one(size: int, names: Any, tmp_path: Pat
 
 
 @pytest.mark.exhaustive
-def test_compiled_layers_exchange_as_eager_ones_do(tmp_path: Path) -> None:
+def test_compiled_layers_exchange_as_eager_ones_do(tmp_path):
     """Whole graphs, and such as compute some of it again."""
     steps, model = make_batches(2, SHAPES[:1]), llama(**MANY, num_hidden_layers=2)
 
-    def work(group: Any) -> list[float]:
+    def work(group):
         placement = Placement(compile=group is not None, save_activations=1)
         options = {"sequence_parallel": shared(group), "placement": placement}
         engine = make_engine(model, group=group, **options)
@@ -178,17 +174,17 @@ def test_compiled_layers_exchange_as_eager_ones_do(tmp_path: Path) -> None:
     assert run_ranks(2, tmp_path, work) == [pytest.approx(wanted, rel=2e-6)] * 2
 
 
-def test_a_checkpoint_of_ranks_that_share_rows_is_that_of_any(tmp_path: Path) -> None:
+def test_a_checkpoint_of_ranks_that_share_rows_is_that_of_any(tmp_path):
     """One goes on from what two have saved, and two from that."""
     first, second = make_batches(2, SHAPES)
 
-    def save(group: Any) -> float:
+    def save(group):
         engine = make_engine(llama(**MANY), group=group, sequence_parallel=shared(group))
         engine.step(first)
         engine.save(tmp_path / "two")
         return engine.step(second).loss
 
-    def load(group: Any) -> float:
+    def load(group):
         return Engine.load(tmp_path / "two", group=group, sequence_parallel=2).step(second).loss
 
     (tmp_path / "again").mkdir()
@@ -197,11 +193,11 @@ def test_a_checkpoint_of_ranks_that_share_rows_is_that_of_any(tmp_path: Path) ->
         assert losses == pytest.approx([alone.step(second).loss] * 4, rel=2e-6)
 
 
-def test_random_numbers_of_ranks_differ(tmp_path: Path) -> None:
+def test_random_numbers_of_ranks_differ(tmp_path):
     """Each rank drops of its own tokens what no other drops of its own."""
     [step] = make_batches(1, SHAPES)
 
-    def work(group: Any) -> tuple[list[int], float]:
+    def work(group):
         seeds: list[int] = []
         model = tiny_model("gpt2", changes=RATES)
         engine = make_engine(model, group=group, sequence_parallel=2)
@@ -213,11 +209,11 @@ def test_random_numbers_of_ranks_differ(tmp_path: Path) -> None:
     assert loss == same_loss and len(one) == len(other) and not {*one} & {*other}
 
 
-def test_ranks_agree_what_is_computed_again(tmp_path: Path) -> None:
+def test_ranks_agree_what_is_computed_again(tmp_path):
     """Where the host of one has no room for graphs, all exchange within layers again."""
     [step] = make_batches(1, SHAPES)
 
-    def work(group: Any) -> float:
+    def work(group):
         placement = Placement(slots=2, offload_activations=2)
         options = {"sequence_parallel": shared(group), "placement": placement}
         engine = make_engine(llama(**MANY), group=group, **options)
@@ -228,7 +224,7 @@ def test_ranks_agree_what_is_computed_again(tmp_path: Path) -> None:
     assert run_ranks(2, tmp_path, work) == pytest.approx([work(None)] * 2, rel=2e-6)
 
 
-def long_rotary() -> Any:
+def long_rotary():
     """Whose rotary embedding is another one in rows of more than eight tokens."""
     torch.manual_seed(0)
     few = {"factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
@@ -237,7 +233,7 @@ def long_rotary() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope))
 
 
-def eager() -> Any:
+def eager():
     """Of which nobody else may attend."""
     return LlamaForCausalLM._from_config(LlamaConfig(**SIZES), attn_implementation="eager")
 
@@ -262,11 +258,11 @@ ROUTED = {"output_router_logits": True}
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("names", [FEW, MODELS.keys() - FEW], ids=["some", "rest"])
-def test_what_ranks_cannot_share_is_refused_by_all(names: Any, tmp_path: Path) -> None:
+def test_what_ranks_cannot_share_is_refused_by_all(names, tmp_path):
     """A short row of a model with a window can be shared, a longer one not."""
     [step] = make_batches(1, SHAPES)
 
-    def work(group: Any) -> None:
+    def work(group):
         options = {"group": group, "sequence_parallel": 2}
         for make, words in (MODELS[name] for name in sorted(names)):
             with make_engine(make(), **options) as engine:
@@ -292,7 +288,7 @@ def test_what_ranks_cannot_share_is_refused_by_all(names: Any, tmp_path: Path) -
     refused(InputError, "number of ranks, which is 1", make_engine, llama(), sequence_parallel=2)
 
 
-def bad_calls(engine: Engine, step: Step, rank: int) -> list[tuple[Callable[[], Any], str]]:
+def bad_calls(engine, step, rank):
     """Calls that ranks which share rows do not take, and what all say."""
     micro = step[0]
     shape = micro["input_ids"].shape
@@ -304,7 +300,7 @@ def bad_calls(engine: Engine, step: Step, rank: int) -> list[tuple[Callable[[], 
     full = torch.full((1, 63), 20)
     pairs, *_ = replies(DPO()), None
 
-    def as_a_whole() -> None:
+    def as_a_whole():
         with engine.whole_model():
             pass
 

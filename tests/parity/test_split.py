@@ -1,17 +1,15 @@
 """Heads too large for a slot are streamed in ranges of rows, and give what whole ones give."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PhiConfig, PhiForCausalLM, PreTrainedModel
+from transformers import PhiConfig, PhiForCausalLM
 
-from megatrain import Engine, InputError, Placement
+from megatrain import InputError, Placement
 from megatrain.base.units import align
 from megatrain.engine.layer import Layer
 from megatrain.engine.vocab_split import VocabRows
@@ -21,7 +19,6 @@ from megatrain.model.rebuilt import emptied
 from megatrain.placement import ActivationPolicy
 from tests.families.examine import PASSES
 from tests.families.parity import compare
-from tests.families.plain import Step
 from tests.families.report import documented
 from tests.families.tiny import families, tiny_model
 from tests.parity.cases import (
@@ -49,22 +46,22 @@ SPLIT = Placement(max_stream_bytes=33000)  # six ranges of <= 192 rows, each sma
 pytestmark = pytest.mark.usefixtures("small_pieces")
 
 
-def wide(**changes: Any) -> Any:
+def wide(**changes):
     return llama(**{"vocab_size": WIDE, **changes})
 
 
-def tied(**changes: Any) -> Any:
+def tied(**changes):
     return wide(tie_word_embeddings=True, **changes)
 
 
-def phi() -> PhiForCausalLM:
+def phi():
     """With a bias in its head, which has no weight decay of its own group here."""
     torch.manual_seed(0)
     config = PhiConfig(**{**SIZES, "vocab_size": WIDE, "num_key_value_heads": 4})
     return noisy(PhiForCausalLM(config))
 
 
-def wide_batches(count: int, shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Step]:
+def wide_batches(count, shapes=SHAPES):
     """Targets in every range, at their borders, and a micro-batch without a label."""
     steps = make_batches(count, shapes)
     for number, step in enumerate(steps):
@@ -77,7 +74,7 @@ def wide_batches(count: int, shapes: Sequence[tuple[int, int]] = SHAPES) -> list
     return steps
 
 
-def train(engine: Engine, steps: list[Step]) -> tuple[list[float | None], list[Tensor]]:
+def train(engine, steps):
     """All numbers that a user sees, and the state at the end."""
     with engine:
         numbers = []
@@ -88,17 +85,17 @@ def train(engine: Engine, steps: list[Step]) -> tuple[list[float | None], list[T
         return numbers, [logits, *masters(engine).values(), *moments(engine)]
 
 
-def alike(one: tuple[list, list[Tensor]], other: tuple[list, list[Tensor]]) -> bool:
+def alike(one, other):
     return one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
 
 
-def num_ranges(engine: Engine) -> int:
+def num_ranges(engine):
     names = [type(unit).__name__ for unit in [*engine._parts.trunk, engine._parts.head]]
     return names.count("VocabShard") + isinstance(engine._parts.head.computed, VocabRows)
 
 
 @swept(together=0, make=[wide, tied, phi], clip=[1.0, None])
-def test_gradients_and_steps_are_plain_torch_s(make: Any, clip: float | None) -> None:
+def test_gradients_and_steps_are_plain_torch_s(make, clip):
     """Sums over ranges are rounded elsewhere than one over all rows: about 1e-6 of them."""
     steps, model = wide_batches(2), make()
     loss, wanted = plain_gradients(make(), steps[0])
@@ -148,7 +145,7 @@ REPEATED = [
 
 
 @cache
-def plainest(make: Callable[[], Any], clip: float | None, resident: tuple[str, ...]) -> Any:
+def plainest(make, clip, resident):
     """Results of the plainest schedule; updates of what rests on the device are another code's."""
     placement = replace(SPLIT, resident=resident)
     return train(make_engine(make(), clip=clip, placement=placement), wide_batches(2))
@@ -161,7 +158,7 @@ def plainest(make: Callable[[], Any], clip: float | None, resident: tuple[str, .
         for each in SCHEDULES
     ],
 )
-def test_schedules_and_lateness_change_no_bit(make: Any, name: str, clip: float | None) -> None:
+def test_schedules_and_lateness_change_no_bit(make, name, clip):
     choices = CHOICES[name]
     wanted = plainest(make, clip, choices.get("resident", ()))
     device = LateDevice(eagerness=0.0 if clip is None else 0.1)
@@ -170,7 +167,7 @@ def test_schedules_and_lateness_change_no_bit(make: Any, name: str, clip: float 
     assert alike(train(engine, wide_batches(2)), wanted)
 
 
-def test_the_loss_of_a_step_is_that_of_an_evaluation() -> None:
+def test_the_loss_of_a_step_is_that_of_an_evaluation():
     steps = wide_batches(1)
     with make_engine(wide(), placement=SPLIT) as engine:
         assert engine.evaluate(steps[0]) == engine.step(steps[0]).loss
@@ -181,7 +178,7 @@ WITH_HEADS = ["gemma2", "codegen", "roberta"]
 
 
 @pytest.mark.parametrize("family", quick(families(), ("gemma2", "roberta")))
-def test_families_are_plain_torch_s_with_their_head_in_ranges(family: str) -> None:
+def test_families_are_plain_torch_s_with_their_head_in_ranges(family):
     """About five; layers rest on the device, so that they may be larger."""
     if family not in WITH_HEADS and documented()[family][0] != PASSES:
         pytest.skip("does not pass")
@@ -203,7 +200,7 @@ def test_families_are_plain_torch_s_with_their_head_in_ranges(family: str) -> No
         compare(model, placement)
 
 
-def test_in_bf16_sums_are_rounded_elsewhere_but_no_worse() -> None:
+def test_in_bf16_sums_are_rounded_elsewhere_but_no_worse():
     steps, model = wide_batches(2), tied()
     whole = make_engine(model, precision="bf16")
     with make_engine(
@@ -217,19 +214,19 @@ def test_in_bf16_sums_are_rounded_elsewhere_but_no_worse() -> None:
         assert relative_error(masters(engine), masters(whole), parameters(model)) < 0.1
 
 
-def taken(model: Any, placement: Placement) -> dict[str, int]:
+def taken(model, placement):
     device = Noting()
     make_engine(model, placement=placement, device=device).close()
     return device.taken
 
 
-def test_slots_and_sums_are_as_large_as_a_slice() -> None:
+def test_slots_and_sums_are_as_large_as_a_slice():
     whole, split = (taken(wide(), replace(p, keep_rows=False)) for p in (Placement(), SPLIT))
     assert whole["slots"] > 4 * 31744 and whole["scratch arena"] > 4 * 31744
     assert split["slots"] == 2 * 31744 and split["scratch arena"] == 31744
 
 
-def test_random_numbers_are_those_of_whole_heads() -> None:
+def test_random_numbers_are_those_of_whole_heads():
     whole, split = (
         train(make_engine(wide(attention_dropout=0.2), placement=each), wide_batches(2))
         for each in (Placement(), SPLIT)
@@ -238,7 +235,7 @@ def test_random_numbers_are_those_of_whole_heads() -> None:
 
 
 @pytest.mark.parametrize("kept", ["lm_head", "norm", "layers"])
-def test_frozen_parts_stay_and_the_rest_is_that_of_a_whole_head(kept: str) -> None:
+def test_frozen_parts_stay_and_the_rest_is_that_of_a_whole_head(kept):
     steps, found = wide_batches(1), []
     for placement in (Placement(), SPLIT):
         model = frozen(wide(), lambda name: kept in name)
@@ -251,8 +248,8 @@ def test_frozen_parts_stay_and_the_rest_is_that_of_a_whole_head(kept: str) -> No
     assert all(torch.equal(p, start[n]) for n, p in found[1].items() if kept not in n)
 
 
-def test_only_heads_that_are_too_large_are_split_and_resident_ones_never() -> None:
-    def ranges(**choices: Any) -> int:
+def test_only_heads_that_are_too_large_are_split_and_resident_ones_never():
+    def ranges(**choices):
         with make_engine(wide(), placement=Placement(**choices)) as engine:
             return num_ranges(engine)
 
@@ -263,14 +260,14 @@ def test_only_heads_that_are_too_large_are_split_and_resident_ones_never() -> No
     assert ranges(max_stream_bytes=64000, resident=("layer 0", "layer 1", "layer 2")) == 3
 
 
-def test_layers_that_keep_their_graphs_are_counted_without_the_head() -> None:
+def test_layers_that_keep_their_graphs_are_counted_without_the_head():
     policy = ActivationPolicy("graph", "device")
     with make_engine(wide(), placement=replace(SPLIT, save_activations=1)) as engine:
         layers = [unit for unit in engine._parts.trunk if isinstance(unit, Layer)]
         assert [layer.visit for layer in layers if layer.policy == policy] == [2]
 
 
-def test_steps_that_break_off_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_break_off_leave_nothing(monkeypatch):
     steps = wide_batches(2)
     engine = make_engine(wide(), clip=0.5, placement=SPLIT)
     with monkeypatch.context() as patch:
@@ -281,7 +278,7 @@ def test_steps_that_break_off_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
-def test_a_loss_that_is_not_finite_changes_nothing(clip: float | None) -> None:
+def test_a_loss_that_is_not_finite_changes_nothing(clip):
     model, steps = wide(), wide_batches(1)
     model.lm_head.weight.data[500] = torch.inf  # in a range in the middle
     with make_engine(model, clip=clip, placement=SPLIT) as engine:
@@ -292,7 +289,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(clip: float | None) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
-def test_compiled_ranges_train_as_eager_ones() -> None:
+def test_compiled_ranges_train_as_eager_ones():
     steps = wide_batches(2)
     wanted, found = (
         train(make_engine(wide(), placement=replace(SPLIT, compile=compiled)), steps)[0]
@@ -301,7 +298,7 @@ def test_compiled_ranges_train_as_eager_ones() -> None:
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
-def refusals() -> Iterator[tuple[PreTrainedModel, int, str]]:
+def refusals():
     yield llama(), 20000, "layer 0 takes 31744"
     yield tiny_model("mixtral"), 20000, "layer 0 takes"
     roberta = tiny_model("roberta", changes={"vocab_size": 2000})
@@ -310,7 +307,7 @@ def refusals() -> Iterator[tuple[PreTrainedModel, int, str]]:
 
 
 @pytest.mark.parametrize(("model", "max_stream_bytes", "message"), list(refusals()))
-def test_what_cannot_be_split_is_refused(model: Any, max_stream_bytes: int, message: str) -> None:
+def test_what_cannot_be_split_is_refused(model, max_stream_bytes, message):
     with pytest.raises(InputError) as caught:
         make_engine(model, placement=Placement(max_stream_bytes=max_stream_bytes))
     text = str(caught.value)

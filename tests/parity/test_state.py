@@ -1,12 +1,11 @@
 """What a model computes once or anew outside of its layers: as in plain torch, or refused."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from torch import nn
+from transformers import Phi3Config, Phi3ForCausalLM
 
 from megatrain.errors import InputError
 from tests.families.plain import train_in_place
@@ -15,7 +14,7 @@ from tests.parity.cases import SIZES, llama, make_batches, make_engine, masters,
 SHORT = 16  # tokens up to which the frequencies of short rows hold
 
 
-def longrope(long: float = 2.0) -> Phi3ForCausalLM:
+def longrope(long=2.0):
     """With factors of long rows from `long` on."""
     torch.manual_seed(0)
     frequencies = SIZES["hidden_size"] // SIZES["num_attention_heads"] // 2
@@ -42,7 +41,7 @@ LENGTHS = [
 
 
 @pytest.mark.parametrize("shapes", LENGTHS)
-def test_frequencies_follow_the_length_of_each_row(shapes: list[tuple[int, int]]) -> None:
+def test_frequencies_follow_the_length_of_each_row(shapes):
     model, steps = longrope(), make_batches(2, shapes)
     with make_engine(model) as engine:
         losses = [engine.step(step).loss for step in steps]
@@ -54,7 +53,7 @@ def test_frequencies_follow_the_length_of_each_row(shapes: list[tuple[int, int]]
         assert error.norm() <= 1e-4 * way.norm(), name
 
 
-def test_the_frequencies_of_long_rows_matter() -> None:
+def test_the_frequencies_of_long_rows_matter():
     """The test above can fail: with other long factors a long row has another loss."""
     [step] = make_batches(1, [(1, 30)])
     losses = []
@@ -67,20 +66,20 @@ def test_the_frequencies_of_long_rows_matter() -> None:
 class Caching(nn.Embedding):
     """Keeps something of its first batch for good."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         if not hasattr(self, "kept"):
             self.kept = self.of(ids)
         return super().forward(ids) * self.kept
 
 
-def caching(of: Any) -> LlamaForCausalLM:
+def caching(of):
     model = llama()
     model.model.embed_tokens.__class__ = Caching
     model.model.embed_tokens.of = of
     return model
 
 
-def test_what_is_made_once_whatever_the_batch_is_taken() -> None:
+def test_what_is_made_once_whatever_the_batch_is_taken():
     [step] = make_batches(1)
     model = caching(lambda ids: torch.full((1,), 2.0))
     with make_engine(model, saveable=False) as engine:
@@ -92,12 +91,12 @@ def test_what_is_made_once_whatever_the_batch_is_taken() -> None:
 @pytest.mark.parametrize(
     "of", [lambda ids: ids.float().mean(), lambda ids: 2.0], ids=["of the tokens", "no tensor"]
 )
-def test_what_is_made_of_the_first_batch_is_refused(of: Any) -> None:
+def test_what_is_made_of_the_first_batch_is_refused(of):
     with pytest.raises(InputError, match="its forward changes .*kept as it runs"):
         make_engine(caching(of))
 
 
-def test_checkpointing_changes_no_bit() -> None:
+def test_checkpointing_changes_no_bit():
     steps, results = make_batches(2), []
     for enable in (False, True):
         model = llama()

@@ -15,7 +15,7 @@ PLACEMENTS = {
 
 @pytest.mark.parametrize("top_k", [1, 40, WIDE])
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_top_log_probs_are_those_of_plain_torch(placement: Placement, top_k: int) -> None:
+def test_top_log_probs_are_those_of_plain_torch(placement, top_k):
     model, [step] = llama(vocab_size=WIDE), make_batches(1)
     with make_engine(model, placement=placement) as engine:
         assert engine.is_whole == (placement.max_stream_bytes is None)
@@ -37,7 +37,7 @@ def test_top_log_probs_are_those_of_plain_torch(placement: Placement, top_k: int
 
 
 @pytest.mark.parametrize(("top_k", "message"), [(WIDE + 1, "has 1000 tokens"), (0, "at least 1")])
-def test_other_counts_than_the_vocabulary_has_are_refused(top_k: int, message: str) -> None:
+def test_other_counts_than_the_vocabulary_has_are_refused(top_k, message):
     [step] = make_batches(1)
     with make_engine(llama(vocab_size=WIDE)) as engine, pytest.raises(InputError, match=message):
         engine.top_logprobs(step, top_k)

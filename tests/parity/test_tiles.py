@@ -1,7 +1,6 @@
 """Parts of layers run over tiles of tokens: only those that may be, with the same gradients."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor, nn
 
 from megatrain import Placement
 from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone
-from tests.families.plain import Step
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
     SHAPES,
@@ -41,7 +39,7 @@ TAKEN: dict[str, set[str]] = {
 }
 
 
-def taken(engine: Any) -> set[str]:
+def taken(engine):
     """Parts that were tried and taken, without those inside others."""
     found = set()
     for layer in engine._spec.layers:
@@ -53,7 +51,7 @@ def taken(engine: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("family", TAKEN)
-def test_tiles_change_gradients_by_rounding_only(family: str) -> None:
+def test_tiles_change_gradients_by_rounding_only(family):
     model, [step] = model_of(family), make_batches(1, SHAPES)
     whole = make_engine(model, clip=1e9)
     cut = make_engine(model, clip=1e9, placement=TILED)
@@ -64,7 +62,7 @@ def test_tiles_change_gradients_by_rounding_only(family: str) -> None:
     assert relative_error(gradients(cut), gradients(whole)) < 2e-5
 
 
-def test_biases_and_frozen_parts_in_tiles() -> None:
+def test_biases_and_frozen_parts_in_tiles():
     model, [step] = qwen2(), make_batches(1)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("up_proj" not in name and "layernorm" not in name)
@@ -74,7 +72,7 @@ def test_biases_and_frozen_parts_in_tiles() -> None:
     assert relative_error(gradients(cut), gradients(whole)) < 2e-5
 
 
-def test_dropout_is_never_computed_again_by_tile() -> None:
+def test_dropout_is_never_computed_again_by_tile():
     engine = make_engine(tiny_model("gpt2", changes={"resid_pdrop": 0.3}), placement=TILED)
     [step] = make_batches(1)
     engine.evaluate(step)  # without dropout
@@ -96,7 +94,7 @@ LAST = {
 
 
 @swept(together=1, family=list(LAST), tokens=[1, 5])
-def test_a_final_norm_in_tiles_changes_gradients_by_rounding_only(family: str, tokens: int) -> None:
+def test_a_final_norm_in_tiles_changes_gradients_by_rounding_only(family, tokens):
     """Its tiles are the head's; a table tied to the head is in the same tile."""
     model, [step] = model_of(family), make_batches(1, SHAPES)
     whole = make_engine(model, clip=1e9)
@@ -114,7 +112,7 @@ def test_a_final_norm_in_tiles_changes_gradients_by_rounding_only(family: str, t
     assert relative_error(gradients(cut), gradients(whole)) < 2e-5
 
 
-def test_a_final_norm_s_gradient_is_summed_in_fp32() -> None:
+def test_a_final_norm_s_gradient_is_summed_in_fp32():
     """In bf16, token by token, 250 gradients would lose most of their digits in a sum."""
     step = make_batches(1, ((5, 50),))[0]
     found = [
@@ -125,7 +123,7 @@ def test_a_final_norm_s_gradient_is_summed_in_fp32() -> None:
     assert (cut - exact).norm() < 1.2 * (whole - exact).norm()
 
 
-def make_and_step(step: Step, precision: str, tokens: int) -> Any:
+def make_and_step(step, precision, tokens):
     placement = Placement(head_tokens=tokens)
     engine = make_engine(llama(), clip=1e9, precision=precision, placement=placement)
     engine.step(step)
@@ -135,11 +133,11 @@ def make_and_step(step: Step, precision: str, tokens: int) -> Any:
 class Of(nn.Module):
     """A function of activations, with a convolution's weights."""
 
-    def __init__(self, function: Callable[[Tensor, nn.Module], Tensor]) -> None:
+    def __init__(self, function):
         super().__init__()
         self.function, self.inner = function, nn.Conv1d(8, 8, 3, padding=2)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.function(x, self.inner)
 
 
@@ -157,7 +155,7 @@ NOT_ALONE: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
 
 
 @pytest.mark.parametrize("function", NOT_ALONE.values(), ids=NOT_ALONE)
-def test_what_looks_at_more_than_a_token_is_not_taken(function: Any) -> None:
+def test_what_looks_at_more_than_a_token_is_not_taken(function):
     assert not acts_on_tokens_alone(Of(function), torch.ones(1, 1, 8))
 
 
@@ -165,5 +163,5 @@ def test_what_looks_at_more_than_a_token_is_not_taken(function: Any) -> None:
     "part", [nn.LayerNorm(8), nn.Linear(8, 3), nn.Sequential(nn.Linear(8, 9), nn.GELU())]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_takes_every_token_alone_is_taken(part: nn.Module, dtype: torch.dtype) -> None:
+def test_what_takes_every_token_alone_is_taken(part, dtype):
     assert acts_on_tokens_alone(part.to(dtype), torch.ones(1, 1, 8, dtype=dtype))

@@ -2,20 +2,16 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import PreTrainedModel, get_scheduler
+from transformers import get_scheduler
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.trainer_pt_utils import get_parameter_names
 
 from megatrain import AdamW, Engine, InputError
 from megatrain.optim import NO_DECAY
-from megatrain.store.store import Tile
-from megatrain.tile import Entry
 from tests.families.plain import RoundedAdamW, accumulate
 from tests.parity.cases import (
     gradients,
@@ -39,17 +35,15 @@ Change = Callable[[int, torch.optim.Optimizer], None]
 LR, EPS, DECAY, BETAS = 1e-2, 1e-3, 0.1, (0.9, 0.95)
 
 
-def nothing(step: int, optimizer: torch.optim.Optimizer) -> None:
+def nothing(step, optimizer):
     """A user who leaves the groups as they are."""
 
 
-def no_schedule(optimizer: torch.optim.Optimizer) -> None:
+def no_schedule(optimizer):
     return None
 
 
-def plain_training(
-    model: PreTrainedModel, steps: list, clip: float | None, schedule: Schedule, change: Change
-) -> tuple[list[float], list[float]]:
+def plain_training(model, steps, clip, schedule, change):
     """Train `model` in place; losses, and norms before clipping."""
     decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], list(NO_DECAY)))
     named = list(model.named_parameters())
@@ -72,14 +66,7 @@ def plain_training(
     return losses, norms
 
 
-def engine_training(
-    model: PreTrainedModel,
-    steps: list,
-    clip: float | None,
-    schedule: Schedule,
-    change: Change,
-    saveable: bool = True,
-) -> tuple[Engine, list[float], list[float]]:
+def engine_training(model, steps, clip, schedule, change, saveable=True):
     optimizer = AdamW(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
     engine = Engine(
         model,
@@ -99,15 +86,7 @@ def engine_training(
     return engine, [r.loss for r in results], [r.grad_norm for r in results]
 
 
-def check(
-    model: PreTrainedModel,
-    *,
-    steps: int = 4,
-    clip: float | None = 0.5,
-    schedule: Schedule = no_schedule,
-    change: Change = nothing,
-    saveable: bool = True,
-) -> None:
+def check(model, *, steps=4, clip=0.5, schedule=no_schedule, change=nothing, saveable=True):
     batches, start = make_batches(steps), parameters(model)
     engine, losses, norms = engine_training(model, batches, clip, schedule, change, saveable)
     wanted_losses, wanted_norms = plain_training(model, batches, clip, schedule, change)
@@ -116,24 +95,24 @@ def check(
     assert relative_error(masters(engine), parameters(model), start) < 1e-5
 
 
-def tied() -> PreTrainedModel:
+def tied():
     return llama(tie_word_embeddings=True)
 
 
 @swept(together=1, make=[llama, qwen2, tied], clip=[0.5, 1e9, None])
-def test_steps_equal_plain_training(make: Callable[[], PreTrainedModel], clip: float) -> None:
+def test_steps_equal_plain_training(make, clip):
     check(make(), clip=clip)
 
 
 class Gated(LlamaDecoderLayer):
     """A layer with a parameter without dimensions."""
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden, *args, **kwargs):
         out = super().forward(hidden, *args, **kwargs)
         return hidden + self.gate * (out - hidden)
 
 
-def test_parameters_without_dimensions_are_trained() -> None:
+def test_parameters_without_dimensions_are_trained():
     model = llama()
     for layer in model.model.layers:
         layer.__class__, layer.gate = Gated, torch.nn.Parameter(torch.tensor(0.7))
@@ -152,27 +131,23 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 @swept(together=1, schedule=SCHEDULES, clip=[0.5, None])
-def test_a_schedule_takes_effect_at_the_step_it_is_for(
-    schedule: Schedule, clip: float | None
-) -> None:
+def test_a_schedule_takes_effect_at_the_step_it_is_for(schedule, clip):
     check(llama(), schedule=schedule, clip=clip)
 
 
-def test_a_scheduler_does_not_warn_of_a_missing_step(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_scheduler_does_not_warn_of_a_missing_step(recwarn):
     engine_training(llama(), make_batches(2), 1.0, SCHEDULES["torch"], nothing)
     assert not [w for w in recwarn if "optimizer.step()" in str(w.message)]
 
 
-def place(tile: Tile, entry: Entry) -> int:
+def place(tile, entry):
     """What a parameter's random numbers follow from."""
     return (tile.index << 40) + entry.offset
 
 
 @swept(together=1, rule=FLAT, clip=[0.5, 1e9], precision=["bf16", "fp32"])
 @pytest.mark.usefixtures("exact_roots")
-def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(
-    rule: str, clip: float, precision: Any
-) -> None:
+def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(rule, clip, precision):
     """Bit for bit: a sign or a root hides no gradient that is a little off."""
     model = llama()
     engine = make_engine(model, clip=clip, rule=rule, precision=precision)
@@ -203,8 +178,8 @@ def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(
         assert same(masters(engine), {name: p.detach() for name, p in named.items()})
 
 
-def test_groups_that_the_user_changes_between_steps() -> None:
-    def change(step: int, optimizer: torch.optim.Optimizer) -> None:
+def test_groups_that_the_user_changes_between_steps():
+    def change(step, optimizer):
         decaying, plain = optimizer.param_groups
         if step == 1:
             decaying["weight_decay"] = 0.5
@@ -217,7 +192,7 @@ def test_groups_that_the_user_changes_between_steps() -> None:
     check(llama(), change=change)
 
 
-def take(group: dict[str, Any], part: str) -> list[tuple[str, Any]]:
+def take(group, part):
     """Remove the parameters whose names have `part` from a group, names and all."""
     both = list(zip(group["param_names"], group["params"], strict=True))
     stay = [(name, p) for name, p in both if part not in name]
@@ -225,12 +200,12 @@ def take(group: dict[str, Any], part: str) -> list[tuple[str, Any]]:
     return [(name, p) for name, p in both if part in name]
 
 
-def split_by_torch(optimizer: torch.optim.Optimizer, **settings: Any) -> None:
+def split_by_torch(optimizer, **settings):
     taken = take(optimizer.param_groups[0], "layers.1") + take(optimizer.param_groups[0], "q_proj")
     optimizer.add_param_group({"params": taken, **settings})
 
 
-def split_without_names(optimizer: torch.optim.Optimizer, **settings: Any) -> None:
+def split_without_names(optimizer, **settings):
     """As who has learned that a group is a dictionary with `params`; the names stay as they are."""
     first = optimizer.param_groups[0]
     names = [n for n in first["param_names"] if "layers.1" in n or "q_proj" in n]
@@ -245,10 +220,8 @@ def split_without_names(optimizer: torch.optim.Optimizer, **settings: Any) -> No
     split=[split_by_torch, split_without_names],
     settings={"rate": {"lr": 0.0}, "betas": {"betas": (0.5, 0.7), "weight_decay": 0.4}},
 )
-def test_parameters_that_the_user_moves_to_another_group(
-    split: Callable[..., None], settings: dict[str, Any], clip: float | None
-) -> None:
-    def change(step: int, optimizer: torch.optim.Optimizer) -> None:
+def test_parameters_that_the_user_moves_to_another_group(split, settings, clip):
+    def change(step, optimizer):
         if step == 2:
             split(optimizer, **settings)
 
@@ -256,7 +229,7 @@ def test_parameters_that_the_user_moves_to_another_group(
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
-def test_what_changes_after_a_step_does_not_reach_back(clip: float | None) -> None:
+def test_what_changes_after_a_step_does_not_reach_back(clip):
     """Updates may still be on their way when the learning rate of the next step is set."""
     one = make_engine(llama(), clip=clip)
     other = make_engine(llama(), clip=clip, device=LateDevice())
@@ -273,7 +246,7 @@ def test_what_changes_after_a_step_does_not_reach_back(clip: float | None) -> No
     [("lr", math.nan), ("lr", torch.tensor(math.inf)), ("lr", "fast"), ("eps", -1.0),
      ("betas", (0.9, 1.0)), ("weight_decay", None)],
 )  # fmt: skip
-def test_what_is_no_setting_never_reaches_a_weight(name: str, value: Any) -> None:
+def test_what_is_no_setting_never_reaches_a_weight(name, value):
     engine, [step] = make_engine(llama()), make_batches(1)
     before, group = masters(engine), engine.optimizer.param_groups[1]
     good, group[name] = group[name], value

@@ -1,7 +1,6 @@
 """Losses against those of TRL's own trainers: what they compute, and its gradients."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForSequenceClassification,
-    PreTrainedModel,
 )
 
 from megatrain.data import open_dataset
 from megatrain.data.demo_corpus import train_bpe_tokenizer
 from megatrain.data.preferences import scored
-from megatrain.loss import CROSS_ENTROPY, DPO, KTO, ORPO, Distillation, Loss, Reward, SimPO
+from megatrain.loss import CROSS_ENTROPY, DPO, KTO, ORPO, Distillation, Reward, SimPO
 from tests.parity.cases import (
     SIZES,
     gradients,
@@ -40,7 +38,7 @@ VOCAB = 320
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.txt").write_text(TEXT * 9)
     train_bpe_tokenizer([folder / "text.txt"], 300, folder)
@@ -49,7 +47,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made
 
 
-def rows(count: int = 4) -> list[dict[str, Any]]:
+def rows(count=4):
     said = [" ".join(WORDS[at % 7 : 3 + 2 * at % 9 + at % 7]) for at in range(3 * count)]
     return [
         {"prompt": said[3 * i], "chosen": " " + said[3 * i + 1], "rejected": " " + said[3 * i + 2]}
@@ -58,9 +56,9 @@ def rows(count: int = 4) -> list[dict[str, Any]]:
 
 
 def trainer_of(
-    kind: str, models: list[Any], data: list[Any], tokenizer: Any, folder: Path,
-    peft_config: Any = None, module: Any = trl, **more: Any,
-) -> Any:  # fmt: skip
+    kind, models, data, tokenizer, folder,
+    peft_config = None, module = trl, **more
+):  # fmt: skip
     """TRL's trainer called `kind`, of copies of these models."""
     args = getattr(module, f"{kind}Config")(
         output_dir=str(folder), use_cpu=True, report_to=[], per_device_train_batch_size=4,
@@ -75,7 +73,7 @@ def trainer_of(
     )
 
 
-def computed(trainer: Any) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
+def computed(trainer):
     """A batch of a trainer, its loss, and the gradients."""
     batch = next(iter(trainer.get_train_dataloader()))
     given = {name: v.clone() if isinstance(v, Tensor) else v for name, v in batch.items()}
@@ -87,19 +85,19 @@ def computed(trainer: Any) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]
     return given, loss.item(), grads
 
 
-def agree(model: PreTrainedModel, step: list[Any], loss: Loss, wanted: Any) -> None:
+def agree(model, step, loss, wanted):
     value, grads = wanted
     engine = make_engine(model, clip=1e9)
     assert engine.step(step, loss).loss == pytest.approx(value, rel=1e-6, abs=1e-7)
     assert relative_error(gradients(engine), grads) < 3e-6
 
 
-def in_parts(rows: dict[str, Tensor], cut: int) -> list[dict[str, Tensor]]:
+def in_parts(rows, cut):
     parts = {name: tensor.split(cut) for name, tensor in rows.items()}
     return [dict(zip(parts, each, strict=True)) for each in zip(*parts.values(), strict=True)]
 
 
-def plain_logprobs(model: PreTrainedModel, batch: dict[str, Tensor], labels: Tensor) -> Tensor:
+def plain_logprobs(model, batch, labels):
     """The log-probability of each label in its place, 0 elsewhere."""
     with torch.no_grad():
         logits = model.eval()(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -108,7 +106,7 @@ def plain_logprobs(model: PreTrainedModel, batch: dict[str, Tensor], labels: Ten
     return torch.cat([torch.zeros(len(labels), 1), picked * (labels[:, 1:] != -100)], 1)
 
 
-def of_pairs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def of_pairs(batch):
     ids = batch["input_ids"]
     at = torch.arange(len(ids))[:, None].expand(ids.shape)
     half = len(ids) // 2
@@ -118,7 +116,7 @@ def of_pairs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("loss", [Reward(), Reward(0.3), Reward(0.3, margin=True)], ids=str)
-def test_reward(tokenizer: Any, tmp_path: Path, loss: Reward, cut: int) -> None:
+def test_reward(tokenizer, tmp_path, loss, cut):
     sizes = SIZES | {"vocab_size": VOCAB, "pad_token_id": tokenizer.pad_token_id}
     model = noisy(LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1)))
     data = [
@@ -139,7 +137,7 @@ def test_reward(tokenizer: Any, tmp_path: Path, loss: Reward, cut: int) -> None:
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_reward_with_an_adapter(tokenizer: Any, tmp_path: Path, cut: int) -> None:
+def test_reward_with_an_adapter(tokenizer, tmp_path, cut):
     """PEFT's task SEQ_CLS: the adapter and the head are trained, and steps are the trainer's."""
     peft = pytest.importorskip("peft")
     sizes = SIZES | {"vocab_size": VOCAB, "pad_token_id": tokenizer.pad_token_id}
@@ -180,7 +178,7 @@ def test_reward_with_an_adapter(tokenizer: Any, tmp_path: Path, cut: int) -> Non
     torch.testing.assert_close(found.sum(1), scores, rtol=1e-5, atol=1e-6)
 
 
-def copied(model: PreTrainedModel) -> PreTrainedModel:
+def copied(model):
     made = type(model)(model.config)
     made.load_state_dict(model.state_dict())
     return made
@@ -197,7 +195,7 @@ DPOS = [
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("loss", DPOS, ids=str)
-def test_dpo(tokenizer: Any, tmp_path: Path, loss: DPO, cut: int) -> None:
+def test_dpo(tokenizer, tmp_path, loss, cut):
     model, other = (
         llama(vocab_size=VOCAB, pad_token_id=tokenizer.pad_token_id),
         llama(vocab_size=VOCAB, tie_word_embeddings=True),
@@ -215,7 +213,7 @@ KTOS = [KTO(), KTO(0.3, 1.5, 0.5), KTO(0.3, loss_type="apo_zero_unpaired")]
 
 
 @pytest.mark.parametrize("loss", KTOS, ids=str)
-def test_kto(tokenizer: Any, tmp_path: Path, loss: KTO) -> None:
+def test_kto(tokenizer, tmp_path, loss):
     model, other = (
         llama(vocab_size=VOCAB, pad_token_id=tokenizer.pad_token_id),
         llama(vocab_size=VOCAB, tie_word_embeddings=True),
@@ -245,7 +243,7 @@ UNREFERENCED = [ORPO(), ORPO(0.4), SimPO(), SimPO(1.5, 0.4, 0.1)]
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("loss", UNREFERENCED, ids=str)
-def test_orpo_and_simpo(tokenizer: Any, tmp_path: Path, loss: ORPO | SimPO, cut: int) -> None:
+def test_orpo_and_simpo(tokenizer, tmp_path, loss, cut):
     model = llama(vocab_size=VOCAB, pad_token_id=tokenizer.pad_token_id)
     given: dict[str, Any] = {"beta": loss.beta, "disable_dropout": True}
     if isinstance(loss, SimPO):
@@ -270,7 +268,7 @@ def test_orpo_and_simpo(tokenizer: Any, tmp_path: Path, loss: ORPO | SimPO, cut:
     agree(model, in_parts(step, cut), loss, wanted)
 
 
-def talks(count: int = 4) -> list[dict[str, Any]]:
+def talks(count=4):
     """Conversations of one or two replies."""
     said = [" ".join(WORDS[at % 9 : at % 9 + 1 + at % 2]) for at in range(4 * count)]
     turns = [said[4 * i : 4 * i + 2 + 2 * (i % 2)] for i in range(count)]
@@ -297,7 +295,7 @@ SFTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("case", SFTS)
-def test_sft(tmp_path: Path, case: str, cut: int) -> None:
+def test_sft(tmp_path, case, cut):
     """The data as a run reads them: TRL's rows are of another order, and padded otherwise."""
     data, given = SFTS[case]
     # TRL learns what a template writes between turns as well; that of Llama 3 writes nothing there.
@@ -317,7 +315,7 @@ def test_sft(tmp_path: Path, case: str, cut: int) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.9, 2.5])
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_divergences_of_whole_vocabularies(beta: float, temperature: float) -> None:
+def test_divergences_of_whole_vocabularies(beta, temperature):
     gkd = pytest.importorskip("trl.experimental.gkd")
     model, other, [[micro, *_]] = llama(), llama(tie_word_embeddings=True), make_batches(1)
     with torch.no_grad():

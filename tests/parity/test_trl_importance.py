@@ -1,12 +1,10 @@
 """Replies of a server: importance sampling against TRL's own trainer, which gets the same ones."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatrain import Placement
 from megatrain.config import RolloutSection
 from megatrain.loss import GRPO, ImportanceSampling
 from megatrain.train.rollouts import compare
@@ -36,9 +34,7 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.parametrize(("by", "loss"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_replies_of_a_server_count_as_in_trl(
-    tokenizer: Any, tmp_path: Path, by: ImportanceSampling, loss: GRPO, placement: Placement
-) -> None:
+def test_replies_of_a_server_count_as_in_trl(tokenizer, tmp_path, by, loss, placement):
     trainer = trainer_of(loss, tmp_path, tokenizer)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
@@ -50,7 +46,7 @@ def test_replies_of_a_server_count_as_in_trl(
     generator = torch.Generator().manual_seed(7)
     drawn_at: list[list[float]] = []
 
-    def served(prompt_ids: Any, *_: Any) -> tuple[Any, Any]:
+    def served(prompt_ids, *_):
         """Replies of several lengths, and what a server would say of them: bf16 and less."""
         replies = []
         for row, prompt in enumerate(prompt_ids):

@@ -1,16 +1,13 @@
 """GRPO and RLOO against TRL's own trainers: log-probabilities, loss, gradients, what is logged."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
-from megatrain import Placement
 from megatrain.data.demo_corpus import train_bpe_tokenizer
-from megatrain.loss import GRPO, RLOO, PolicyLoss
+from megatrain.loss import GRPO, RLOO
 from tests.parity.cases import gradients, llama, make_engine, relative_error
 from tests.parity.test_policy import PLACEMENTS
 
@@ -33,7 +30,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
-def trainer_of(loss: Any, folder: Path, tokenizer: Any) -> Any:
+def trainer_of(loss, folder, tokenizer):
     """TRL's trainer of the same loss, whose reference is another model than the one it trains."""
     reference = llama(vocab_size=len(tokenizer))
     for parameter in reference.parameters():
@@ -62,7 +59,7 @@ def trainer_of(loss: Any, folder: Path, tokenizer: Any) -> Any:
     )
 
 
-def rows_of(inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def rows_of(inputs):
     """Each reply a micro-batch, without padding; `at`: where its labels are."""
     made = []
     for row, mask in enumerate(inputs["completion_mask"].bool()):
@@ -74,7 +71,7 @@ def rows_of(inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return made
 
 
-def placed(values: Tensor, mask: Tensor, micro: dict[str, Tensor]) -> Tensor:
+def placed(values, mask, micro):
     """Numbers of a row's reply in the places of its labels."""
     made = torch.zeros(micro["labels"].shape)
     made[micro["labels"] != -100] = values[mask.bool()]
@@ -82,7 +79,7 @@ def placed(values: Tensor, mask: Tensor, micro: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "text.txt").write_text("a very long prompt of the sea " * 9)
     train_bpe_tokenizer([folder / "text.txt"], 300, folder)
@@ -93,9 +90,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_policies_are_those_of_trl(
-    tokenizer: Any, tmp_path: Path, loss: PolicyLoss, placement: Placement
-) -> None:
+def test_policies_are_those_of_trl(tokenizer, tmp_path, loss, placement):
     trainer = trainer_of(loss, tmp_path, tokenizer)
     trainer.current_gradient_accumulation_steps = 1
     inputs = trainer._generate_and_score_completions(

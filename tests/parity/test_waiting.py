@@ -39,7 +39,7 @@ FAMILIES = ["llama", "gpt2", "phi3", "mixtral", "gemma2"]
 
 
 @pytest.mark.parametrize("family", few(FAMILIES, 0, 3))
-def test_no_policy_changes_a_bit(family: str) -> None:
+def test_no_policy_changes_a_bit(family):
     steps = make_batches(2)
     wanted = make_engine(model_of(family), placement=Placement(slots=2))
     for step in steps:
@@ -54,7 +54,7 @@ def test_no_policy_changes_a_bit(family: str) -> None:
         assert same(masters(engine), masters(wanted)), choices
 
 
-def test_states_wait_but_for_rounding() -> None:
+def test_states_wait_but_for_rounding():
     """torch takes another convolution on the CPU where gradients are wanted: in a kept forward."""
     [step] = make_batches(1)
     engines = [
@@ -68,13 +68,13 @@ def test_states_wait_but_for_rounding() -> None:
     assert relative_error(kept, plain) < 1e-5
 
 
-def test_dropout_is_that_of_the_forward() -> None:
+def test_dropout_is_that_of_the_forward():
     [step] = make_batches(1)
     for choices in ({"offload_activations": 2}, {"save_attention": "device"}):
         assert slope_error(gpt2(), step, Placement(**choices)) < 2e-3
 
 
-def test_rows_come_again_where_their_values_are_needed() -> None:
+def test_rows_come_again_where_their_values_are_needed():
     """BLOOM norms its embedding: the gradient depends on the rows themselves."""
     [step] = make_batches(1)
     engines = [
@@ -87,12 +87,12 @@ def test_rows_come_again_where_their_values_are_needed() -> None:
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_attention_is_computed_once(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_computed_once(where, monkeypatch):
     calls = 0
     is_attention = attention._is_attention
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal calls
             calls += is_attention(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
@@ -109,7 +109,7 @@ def test_attention_is_computed_once(where: Any, monkeypatch: pytest.MonkeyPatch)
     assert counts == [2 * 3 * 3, 3 * 3]
 
 
-def test_a_kept_graph_holds_neither_weights_nor_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_graph_holds_neither_weights_nor_inputs(monkeypatch):
     """With boundaries on the host: all that is left are its own activations."""
     placement = Placement(slots=1, save_activations=3, layer_inputs="host")
     engine = make_engine(llama(), placement=placement)
@@ -118,7 +118,7 @@ def test_a_kept_graph_holds_neither_weights_nor_inputs(monkeypatch: pytest.Monke
     layers, seen = engine._parts.trunk[1:], []
     head = engine._parts.head.loss_and_vjp
 
-    def look(slot: Any, batch: Any, h: Any, room: Any) -> Any:
+    def look(slot, batch, h, room):
         for layer in layers:
             for waiting in layer.waiting.values():
                 seen.append(waiting)
@@ -132,16 +132,16 @@ def test_a_kept_graph_holds_neither_weights_nor_inputs(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("boundaries", ["device", "host"])
-def test_the_last_activations_are_gone_when_the_backward_begins(boundaries: Any) -> None:
+def test_the_last_activations_are_gone_when_the_backward_begins(boundaries):
     engine = make_engine(llama(), placement=Placement(layer_inputs=boundaries))
     head, last, seen = engine._parts.head, engine._parts.trunk[-1], []
     loss_and_vjp, vjp = head.loss_and_vjp, last.vjp
 
-    def enter(slot: Any, batch: Any, h: Any, room: Any) -> Any:
+    def enter(slot, batch, h, room):
         seen.extend(weakref.ref(value) for values in h for value in values.values())
         return loss_and_vjp(slot, batch, h, room)
 
-    def begin(*arguments: Any) -> Any:
+    def begin(*arguments):
         assert seen and not any(value() is not None for value in seen)
         return vjp(*arguments)
 
@@ -149,7 +149,7 @@ def test_the_last_activations_are_gone_when_the_backward_begins(boundaries: Any)
     engine.step(make_batches(1)[0])
 
 
-def test_host_memory_of_graphs_settles() -> None:
+def test_host_memory_of_graphs_settles():
     engine = make_engine(llama(), placement=Placement(offload_activations=3))
     sizes = []
     for step in make_batches(4):

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatrain import Placement
 from megatrain.device import CpuDevice, disk
@@ -48,14 +47,7 @@ CASES = [
 ]
 
 
-def train(
-    device: CpuDevice,
-    placement: Placement,
-    tied: bool,
-    clip: float | None,
-    evaluate: bool,
-    rule: str,
-) -> tuple[list[float], list[Tensor]]:
+def train(device, placement, tied, clip, evaluate, rule):
     """All numbers that a user sees, and the final masters."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     model, numbers = llama(**sizes, tie_word_embeddings=tied), []
@@ -71,14 +63,14 @@ def train(
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(monkeypatch):
     """A gradient leaves, and the head is updated, in several pieces. (The head takes two slots.)"""
     monkeypatch.setattr(sink, "PIECE", 500)
     monkeypatch.setattr(disk, "PIECE", BLOCK // 2)  # whole blocks of the remainder
 
 
 @functools.cache
-def wanted(case: int) -> tuple[list[float], list[Tensor]]:
+def wanted(case):
     """Of a device that does everything at once; no placement changes a bit of it."""
     return train(CpuDevice(), Placement(), *CASES[case])
 
@@ -102,7 +94,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("placement", "case", "eagerness"), RUNS)
-def test_lateness_changes_no_bit(placement: Placement, case: int, eagerness: float) -> None:
+def test_lateness_changes_no_bit(placement, case, eagerness):
     numbers, state = train(LateDevice(eagerness), placement, *CASES[case])
     assert numbers == wanted(case)[0]
     assert all(map(torch.equal, state, wanted(case)[1]))

@@ -2,7 +2,6 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import islice
 from unittest import mock
@@ -19,7 +18,7 @@ PARTS = 6  # of all schedules; the first, which has every wait, is in the plain 
 
 
 @functools.cache
-def traced(part: int) -> list[tuple[dict, set[str], list, int]]:
+def traced(part):
     """Schedules with the names of their waits, their races and how many operations they have."""
     devices = [
         (each, trace(**each)) for each in islice(schedules(), (part + 1) % PARTS, None, PARTS)
@@ -27,18 +26,18 @@ def traced(part: int) -> list[tuple[dict, set[str], list, int]]:
     return [(each, set(d.waits), d.races, len(d.operations)) for each, d in devices]
 
 
-def waits_of(parts: Sequence[int]) -> set[str]:
+def waits_of(parts):
     return set().union(*(waits for part in parts for _, waits, _, _ in traced(part)))
 
 
 @pytest.mark.parametrize("part", few(range(PARTS)))
-def test_every_schedule_runs_clean(part: int) -> None:
+def test_every_schedule_runs_clean(part):
     for schedule, _, races, operations in traced(part):
         assert not races, (schedule, races[:3])
         assert operations > 100
 
 
-def test_every_choice_of_a_placement_is_tried() -> None:
+def test_every_choice_of_a_placement_is_tried():
     """But for what orders no work, and what a device that computes nothing cannot do."""
     plain, tried = Placement(), [schedule["placement"] for schedule in schedules()]
     left = {f.name for f in fields(Placement)}
@@ -47,7 +46,7 @@ def test_every_choice_of_a_placement_is_tried() -> None:
 
 
 @pytest.mark.parametrize("parts", few([[0], range(1, PARTS)]))
-def test_removing_a_wait_is_noticed(parts: Sequence[int]) -> None:
+def test_removing_a_wait_is_noticed(parts):
     """In one of the schedules that have it."""
     names = waits_of(parts)
     assert names and names == waits_of([0])
@@ -64,7 +63,7 @@ def test_removing_a_wait_is_noticed(parts: Sequence[int]) -> None:
     assert not idle, f"nothing depends on the waits {idle}: they are not needed, or not checked"
 
 
-def test_weights_that_stay_cross_the_bus_once_a_version_and_need_each_wait() -> None:
+def test_weights_that_stay_cross_the_bus_once_a_version_and_need_each_wait():
     """An evaluation after each step brings the new version, which the next step finds there."""
     placement = Placement(keep_weights=9, passes=3)
     schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}
@@ -77,7 +76,7 @@ def test_weights_that_stay_cross_the_bus_once_a_version_and_need_each_wait() -> 
         assert any("kept weights" in race or "weights ->" in race for race in races), why
 
 
-def collectives(size: int = 3, hosts: int = 1) -> Iterator[list[list[tuple[str, str]]]]:
+def collectives(size=3, hosts=1):
     """Of some schedules what each rank puts on; they have other numbers of micro-batches."""
     for schedule in islice(shared_schedules(), 0, None, 3):
         said: dict = {}
@@ -91,7 +90,7 @@ def collectives(size: int = 3, hosts: int = 1) -> Iterator[list[list[tuple[str, 
         yield [[op for op in every if op[0] in (GATHER, REDUCE, HOSTS)] for every in each]
 
 
-def test_all_ranks_put_on_the_same_collectives_in_the_same_order() -> None:
+def test_all_ranks_put_on_the_same_collectives_in_the_same_order():
     """Over both streams: all waits are for what was put on before, so no rank waits in a circle."""
     for first, *others in collectives():
         assert len(first) > 20 and {stream for stream, _ in first} == {GATHER, REDUCE}
@@ -104,7 +103,7 @@ def test_all_ranks_put_on_the_same_collectives_in_the_same_order() -> None:
         assert any(others != [first] * 2 for first, *others in collectives())
 
 
-def test_slices_of_ranks_need_each_wait_of_their_way() -> None:
+def test_slices_of_ranks_need_each_wait_of_their_way():
     """Also before zeros are put where the others' elements come to be added."""
     placement = Placement(slots=3, max_stream_bytes=SLICE)
     schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}
@@ -116,7 +115,7 @@ def test_slices_of_ranks_need_each_wait_of_their_way() -> None:
         assert any("rows" in race for race in races), why
 
 
-def test_sums_of_several_hosts_need_each_wait_of_their_way() -> None:
+def test_sums_of_several_hosts_need_each_wait_of_their_way():
     """Also where a host has one rank alone; the order is that of all ranks."""
     schedule: dict = {"placement": Placement(slots=2), "max_grad_norm": 1.0, "tied": True}
     for size, names in ((4, ("sums ready", "sums of this host")), (2, ("sums of this host",))):
@@ -132,7 +131,7 @@ def test_sums_of_several_hosts_need_each_wait_of_their_way() -> None:
         assert others == [first] * 3
 
 
-def test_directions_of_ranks_need_each_wait_of_their_way() -> None:
+def test_directions_of_ranks_need_each_wait_of_their_way():
     waits = "shard arrived", "blocks of all ranks", "directions' state arrived"
     for rule, limit, needed in (("muon", None, waits), ("muon clipped", 1.0, waits[:2])):
         schedule: dict = {"placement": Placement(slots=2), "max_grad_norm": limit, "tied": False}
@@ -143,7 +142,7 @@ def test_directions_of_ranks_need_each_wait_of_their_way() -> None:
             assert any("direct layer" in r or "average" in r for r in races), (rule, why)
 
 
-def test_blocks_of_ranks_on_a_disk_need_each_wait_of_their_way() -> None:
+def test_blocks_of_ranks_on_a_disk_need_each_wait_of_their_way():
     placement = Placement(slots=2, disk_moments=9, disk_remainder=9, disk_weights=9)
     schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}
     schedule |= {"ranks": Alike(1, 3), "saves": (0, 1)}
@@ -155,7 +154,7 @@ def test_blocks_of_ranks_on_a_disk_need_each_wait_of_their_way() -> None:
         assert any("slot" in race or "disk lane" in race or "layer" in race for race in races), why
 
 
-def test_planes_compared_before_a_save_need_their_way_from_the_disk() -> None:
+def test_planes_compared_before_a_save_need_their_way_from_the_disk():
     placement = Placement(slots=2, disk_moments=9, disk_weights=2, resident=("layer 2",))
     schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}
     schedule |= {"saves": (0, 1), "compared": True}
@@ -164,7 +163,7 @@ def test_planes_compared_before_a_save_need_their_way_from_the_disk() -> None:
     assert any("check " in race for race in races)
 
 
-def test_momentum_on_a_disk_needs_each_wait_of_its_way() -> None:
+def test_momentum_on_a_disk_needs_each_wait_of_its_way():
     schedule: dict = {"max_grad_norm": None, "tied": False, "rule": "muon", "saves": (0, 1)}
     schedule["placement"] = Placement(disk_moments=9, disk_weights=2)
     waits = ("room free", "state arrived", "state ready")

@@ -7,7 +7,7 @@ from tests.race.schedule import STEPS, trace
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_the_next_forward_begins_with_is_updated_first(tied: bool) -> None:
+def test_what_the_next_forward_begins_with_is_updated_first(tied):
     """A table tied to the head is the last tile of a step and the first one of the next."""
     device = trace(Placement(slots=3), 1.0, tied)
     updates = [name for _, name in device.operations if name.startswith("update ")]

@@ -24,7 +24,7 @@ def fail(*given, writes=True, **at_once):
 
 
 @pytest.fixture
-def spilled(tmp_path) -> list[str]:
+def spilled(tmp_path):
     """Options that put all moments on a disk."""
     (tmp_path / "disk").mkdir()
     placement = {"slots": 1, "disk_moments": 9, "disk_remainder": 2, "disk_weights": 9}

@@ -29,7 +29,7 @@ CHOICES = {"training__steps": 8, "training__eval_every": 4, "checkpoint__every":
 def goes_on(start, whole, run):
     """Resumes the run, which must end like the one without a fault."""
 
-    def resume() -> str:
+    def resume():
         out = start("", "--resume").finish()
         ours = run.parent / "run"
         assert [r for r in logged(ours) if "failed" not in r] == logged(whole)
@@ -39,7 +39,7 @@ def goes_on(start, whole, run):
     return resume
 
 
-def failed_with(process, code: int, *texts: str) -> str:
+def failed_with(process, code, *texts):
     """The output of a run that must end with `code`, one line of error, and these texts."""
     assert process.wait() == code, process.output
     for text in texts:

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 from contextlib import suppress
-from typing import Any
 
 import pytest
 import transformers
@@ -19,11 +18,11 @@ KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation")
 
 
 @pytest.fixture
-def fetched(monkeypatch) -> list[str]:
+def fetched(monkeypatch):
     """What transformers would download of the hub's kernels, as if `kernels` were installed."""
     names: list[str] = []
 
-    def fetch(name: str, *args: Any, **kwargs: Any) -> None:
+    def fetch(name, *args, **kwargs):
         names.append(name)
 
     monkeypatch.setattr(transformers.modeling_utils, "lazy_import_flash_attention", fetch)

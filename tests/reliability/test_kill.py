@@ -8,7 +8,6 @@ log and model must be equal, too.
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -24,11 +23,11 @@ from tests.reliability.cases import (
 CHOICES = {"training__eval_every": 7}
 
 
-def checkpoint(run: Path, step: int) -> Path:
+def checkpoint(run, step):
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def kill_and_go_on(zygote, tokenizer_folder, folder: Path, *, kills: int, steps: int) -> list[int]:
+def kill_and_go_on(zygote, tokenizer_folder, folder, *, kills, steps):
     """Returns the steps that the run was resumed from."""
     choices = CHOICES | {"training__steps": steps}
     for name, every, keep in (("whole", 1, 10**6), ("killed", 2, 2)):

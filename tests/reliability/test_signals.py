@@ -1,7 +1,6 @@
 """Signals sent to a real run in each of its phases."""
 
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -59,22 +58,22 @@ PHASES = {
 }
 
 
-def slow(phase: str, seconds: float) -> str:
+def slow(phase, seconds):
     return _slow(phase, f"time.sleep({seconds})")
 
 
-def held(phase: str, go: Path) -> str:
+def held(phase, go):
     """The part waits until the file `go` is there: after a signal, however late that comes."""
     return _slow(phase, f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)")
 
 
-def _slow(phase: str, wait: str) -> str:
+def _slow(phase, wait):
     module, owner, name = PHASES[phase]
     return SLOW.format(module=module, owner=owner, name=name, wait=wait)
 
 
 @pytest.fixture
-def go(tmp_path: Path) -> Path:
+def go(tmp_path):
     """What `held` waits for; to be touched."""
     return tmp_path / "go"
 

@@ -65,7 +65,7 @@ def test_there_are_no_import_cycles():
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def says_torch_cuda(node: ast.AST) -> bool:
+def says_torch_cuda(node):
     if isinstance(node, ast.Attribute):
         return node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch"
     if isinstance(node, ast.ImportFrom) and node.module == "torch":
@@ -84,11 +84,11 @@ LIBRARIES = ("torch", "transformers", "accelerate")
 OTHERS_PRIVATE = {"_exit", "_fingerprint"}  # of Python's os and of datasets
 
 
-def is_private(name: str) -> bool:
+def is_private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-def own_private_names() -> set[str]:
+def own_private_names():
     """Names with an underscore that the package itself defines."""
     found = set()
     for path in MODULES.values():
@@ -102,7 +102,7 @@ def own_private_names() -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-def internals(node: ast.AST, own: set[str]) -> list[str]:
+def internals(node, own):
     """Names of libraries' internals that a piece of code uses."""
     if isinstance(node, ast.Attribute):
         names = [node.attr]

@@ -1,7 +1,6 @@
 """The public names, and a README whose every command exists."""
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import typer
@@ -19,16 +18,16 @@ SUPPORTED = ["train", "export", "generate", "bench"]
 """The commands that the interface promises."""
 
 
-def readme() -> str:
+def readme():
     return (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def make_targets() -> set[str]:
+def make_targets():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     return set(re.findall(r"^([a-z][a-z-]*):(?!=)", makefile, flags=re.MULTILINE))
 
 
-def shown_commands(text: str) -> Iterator[list[str]]:
+def shown_commands(text):
     """The words of every command line in a document's code blocks, and of every inline command."""
     for block in re.findall(r"^```.*?\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         for line in block.splitlines():
@@ -126,7 +125,7 @@ def test_makefile_targets_say_what_they_do():
         assert re.search(rf"^{target}:.*## \S", makefile, flags=re.MULTILINE), target
 
 
-def test_what_to_read_first_is_there() -> None:
+def test_what_to_read_first_is_there():
     """The files that docs/engine.md names beside each package are in one of its packages."""
     text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
     table = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]

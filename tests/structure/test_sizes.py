@@ -21,7 +21,7 @@ def test_files_are_short():
     assert not long, f"over {MAX_FILE_LINES} lines: {long}"
 
 
-def function_lengths() -> dict[str, int]:
+def function_lengths():
     return {
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
         for path in sources()
@@ -38,7 +38,7 @@ def test_functions_are_short():
     assert quantiles(lengths.values(), n=10)[-1] <= MAX_90TH_PERCENTILE_LINES
 
 
-def tracked_files() -> list[str]:
+def tracked_files():
     """Files in version control; in an unpacked source archive, all that are not hidden."""
     run = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if run.returncode == 0:

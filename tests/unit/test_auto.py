@@ -13,9 +13,8 @@ from megatrain.base.units import GIB
 from megatrain.device import CpuDevice
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
-from megatrain.loss import CROSS_ENTROPY, DPO, Loss
+from megatrain.loss import CROSS_ENTROPY, DPO
 from megatrain.model.probe import spec
-from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.source.engine_setup import EngineSetup, Model
 from megatrain.source.source import open_source
@@ -30,40 +29,31 @@ class Gpu(CpuDevice):
 
     kind = "cuda"
 
-    def memory(self) -> dict[str, int]:
+    def memory(self):
         return {"device_free_bytes": FREE, "device_bytes": 0, "device_total_bytes": 1 << 40}
 
 
-def opened(layers: int = 2, *, train: bool = True) -> EngineSetup:
+def opened(layers=2, *, train=True):
     source = open_source(tiny_config(layers))
     found = spec(source.model)
     model = Model.trained(found, AdamW()) if train else Model(found, None)
-    return EngineSetup(source, model, 1.0, "bf16", Gpu(), None, None, None, 0)  # type: ignore[arg-type]
+    return EngineSetup(source, model, 1.0, "bf16", Gpu(), None, None, None, 0)
 
 
 def settled(
-    monkeypatch: pytest.MonkeyPatch,
-    asked: EngineSetup,
-    tokens: int | None = 512,
-    length: int | None = 64,
-    *,
-    machine: Any = None,
-    compiler: bool = True,
-    loss: Loss = CROSS_ENTROPY,
-) -> auto.Settled:
+    monkeypatch, asked, tokens=512, length=64, *, machine=None, compiler=True, loss=CROSS_ENTROPY
+):
     monkeypatch.setattr(auto, "present_machine", lambda device, precision: machine)
     monkeypatch.setattr(auto, "can_compile", lambda: compiler)
     monkeypatch.setattr(auto, "check_fits", lambda *given, **named: None)
     return auto.settle(asked, "auto", tokens, length, None, loss)
 
 
-def test_auto_takes_the_memory_that_is_free_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_takes_the_memory_that_is_free_and_says_why(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         found = settled(monkeypatch, opened(), machine=small_machine(1e6))
     assert found.planned is not None and found.planned.tokens_per_step == 512
-    assert found.planned.micro_batch_tokens == 64 * found.micro_batch  # type: ignore[operator]
+    assert found.planned.micro_batch_tokens == 64 * found.micro_batch
     text = caplog.text
     assert "micro-batches of" in text and "s a step expected" in text and "bound by " in text
 
@@ -71,9 +61,7 @@ def test_auto_takes_the_memory_that_is_free_and_says_why(
 @pytest.mark.parametrize(("tokens", "length", "wanted"), [
     (None, None, (98_304, 1024)), (512, None, (512, 512)), (None, 64, (98_304, 64)),
 ])  # fmt: skip
-def test_sizes_that_nobody_gives_are_stated_ones(
-    monkeypatch: pytest.MonkeyPatch, tokens: Any, length: Any, wanted: tuple[int, int]
-) -> None:
+def test_sizes_that_nobody_gives_are_stated_ones(monkeypatch, tokens, length, wanted):
     seen: list[Workload] = []
     monkeypatch.setattr(auto, "_fastest", lambda opened, workload: seen.append(workload))
     settled(monkeypatch, opened(), tokens, length, loss=DPO())
@@ -81,7 +69,7 @@ def test_sizes_that_nobody_gives_are_stated_ones(
     assert seen[0].loss == DPO()
 
 
-def test_of_several_ranks_each_is_planned_with_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_ranks_each_is_planned_with_its_part(monkeypatch):
     """Of a step's rows, of host memory and of updates, by the link that was measured."""
     alone, ranks = opened(), Alike(0, 3, on_host=3, link_gbps=0.25)
     model = Model(alone.model.spec, alone.model.optimizer, ranks.size)
@@ -97,14 +85,12 @@ def test_of_several_ranks_each_is_planned_with_its_part(monkeypatch: pytest.Monk
     assert told.placement == found.placement
 
 
-def test_of_several_hosts_each_rank_is_planned_with_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_several_hosts_each_rank_is_planned_with_the_rest(monkeypatch):
     """It has 1/2 of the model, 1/6 of the step, and the network that the hosts' ranks measured."""
 
     class Measured(Alike):
         @property
-        def replicas(self) -> Ranks:
+        def replicas(self):
             return Alike(0, 3, link_gbps=0.05)
 
     alone, ranks = opened(), Measured(0, 6, on_host=2, link_gbps=0.25, hosts=3)
@@ -122,7 +108,7 @@ def test_of_several_hosts_each_rank_is_planned_with_the_rest(
     assert machine.host_memory_bytes == 6 * GIB
 
 
-def test_rows_are_no_longer_than_the_model_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_no_longer_than_the_model_allows(monkeypatch):
     asked, seen = opened(), []
     config: PreTrainedModel | Any = asked.source.model.config
     config.max_position_embeddings = 128
@@ -132,17 +118,13 @@ def test_rows_are_no_longer_than_the_model_allows(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("compiler", [True, False])
-def test_on_an_unknown_machine_all_is_streamed(
-    monkeypatch: pytest.MonkeyPatch, compiler: bool
-) -> None:
+def test_on_an_unknown_machine_all_is_streamed(monkeypatch, compiler):
     found = settled(monkeypatch, opened(), compiler=compiler)
     assert found.planned is None and found.placement.resident == ()
     assert found.placement.compile == compiler
 
 
-def test_a_model_that_is_run_rests_on_a_device_with_twice_the_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_is_run_rests_on_a_device_with_twice_the_room(monkeypatch):
     small, large = opened(2, train=False), opened(8, train=False)
     rests = settled(monkeypatch, small).placement.resident
     assert {"embedding", "layer 0", "layer 1", "head"} <= set(rests) and "unused" not in rests

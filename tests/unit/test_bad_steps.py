@@ -9,7 +9,7 @@ from megatrain.errors import RunFailed, StepRefused
 from megatrain.train.steps import BadSteps
 
 
-def test_a_resumed_run_counts_on() -> None:
+def test_a_resumed_run_counts_on():
     settings = TrainingSection(steps=9, on_nonfinite="skip", max_skips=2, spike=2.0)
     before, after = BadSteps(settings), BadSteps(settings)
     for _ in range(20):

@@ -13,7 +13,7 @@ from tests.parity.cases import llama, make_batches, make_engine, masters
 from tests.structure.source_tree import ROOT
 
 
-def test_weights_of_tiles_are_those_of_the_last_step_without_a_copy() -> None:
+def test_weights_of_tiles_are_those_of_the_last_step_without_a_copy():
     kept = Placement(resident=("layer 1",))
     with make_engine(llama(), placement=kept) as engine:
         assert {tile.version for tile in engine.updated_tiles()} == {0}
@@ -31,7 +31,7 @@ def test_weights_of_tiles_are_those_of_the_last_step_without_a_copy() -> None:
         assert sorted(names) == sorted(found)
 
 
-def test_a_tile_is_waited_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_is_waited_for_alone(monkeypatch):
     with make_engine(llama()) as engine:
         engine.step(make_batches(1)[0])
         waited: list[Any] = []
@@ -42,7 +42,7 @@ def test_a_tile_is_waited_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert waited == [first.updated, first.written]
 
 
-def example() -> Any:
+def example():
     path = ROOT / "examples" / "verl_engine.py"
     spec = importlib.util.spec_from_file_location("verl_engine", path)
     assert spec is not None and spec.loader is not None
@@ -51,19 +51,19 @@ def example() -> Any:
     return module
 
 
-def test_the_example_for_verl_trains_as_the_loss_of_the_house(tmp_path: Any) -> None:
+def test_the_example_for_verl_trains_as_the_loss_of_the_house(tmp_path):
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 60, (5, 9), generator=generator)
     mask = (torch.arange(9) > torch.tensor([2, 3, 4, 2, 3])[:, None]).long()
     advantages = torch.randn(5, 1, generator=generator)
 
-    def policy(output: dict[str, Any], data: Any) -> Any:
+    def policy(output, data):
         ratio = (output["log_probs"] - data["old_log_probs"]).exp()
         clipped = ratio.clamp(0.8, 1.2)
         each = -torch.min(ratio * advantages, clipped * advantages) * data["response_mask"]
         return each.sum() / data["response_mask"].sum(), {"ratio": float(ratio.detach().mean())}
 
-    def make() -> Engine:
+    def make():
         return Engine(llama(), optimizer=AdamW(lr=0.01), precision="fp32", device="cpu")
 
     engine = example().MegatrainEngine(make, lambda made: LambdaLR(made, lambda step: 0.5**step), 2)

@@ -2,14 +2,11 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from megatrain import AdamW, Engine
 from megatrain.checkpoint import open_checkpoint
@@ -28,7 +25,7 @@ WHOLE = {
 }
 
 
-def predicts_further(family: str, count: int) -> dict[str, Tensor]:
+def predicts_further(family, count):
     """Tensors as of layers that predict further tokens: several dtypes, and one for each expert."""
     start = {"qwen3_5": "mtp.layers.0", "deepseek_v3": f"model.layers.{count}"}.get(family)
     if start is None:
@@ -39,7 +36,7 @@ def predicts_further(family: str, count: int) -> dict[str, Tensor]:
 
 
 @pytest.fixture(params=sorted(WHOLE))
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def folder(request, tmp_path):
     """A folder as the hub has it, of a model with more than is trained on text."""
     config = tiny_config(request.param)
     count = config.get_text_config().num_hidden_layers
@@ -53,11 +50,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def stored(folder: Path) -> dict[str, Tensor]:
+def stored(folder):
     return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
-def assert_carried(out: Path, source: dict[str, Tensor], config: dict[str, Any]) -> None:
+def assert_carried(out, source, config):
     """All tensors under their names; what is not of the text model as it was."""
     written = stored(out)
     assert written.keys() == source.keys()
@@ -73,11 +70,11 @@ def assert_carried(out: Path, source: dict[str, Tensor], config: dict[str, Any])
         assert (out / name).is_file()
 
 
-def engine(model: Any, **options: Any) -> Engine:
+def engine(model, **options):
     return Engine(model, optimizer=AdamW(lr=1e-1), precision="fp32", device="cpu", **options)
 
 
-def test_everything_is_exported_though_the_folder_has_gone(folder: Path, tmp_path: Path) -> None:
+def test_everything_is_exported_though_the_folder_has_gone(folder, tmp_path):
     source, config = stored(folder), json.loads((folder / "config.json").read_text())
     towers = sum(each.numel() for name, each in source.items() if "vis" in name)
     with engine(folder) as first:
@@ -102,7 +99,7 @@ def test_everything_is_exported_though_the_folder_has_gone(folder: Path, tmp_pat
     kind.from_pretrained(tmp_path / "out", dtype=torch.float32)(input_ids=IDS)
 
 
-def test_merged_adapters_are_exported_with_everything(folder: Path, tmp_path: Path) -> None:
+def test_merged_adapters_are_exported_with_everything(folder, tmp_path):
     source, config = stored(folder), json.loads((folder / "config.json").read_text())
     with engine(folder, adapter={"r": 2, "target_modules": ["o_proj"]}) as trained:
         trained.step(STEP)
@@ -117,9 +114,7 @@ def test_merged_adapters_are_exported_with_everything(folder: Path, tmp_path: Pa
     assert_carried(tmp_path / "exported", source, config)
 
 
-def test_files_that_no_index_names_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_that_no_index_names_are_told(tmp_path, caplog):
     transformers.LlamaForCausalLM(tiny_config("llama")).save_pretrained(tmp_path)
     for name in ("mtp", "consolidated"):
         save_file({"mtp.weight": torch.ones(2)}, tmp_path / f"{name}.safetensors")
@@ -128,7 +123,7 @@ def test_files_that_no_index_names_are_told(
     assert "consolidated" not in caplog.text
 
 
-def test_shards_of_any_name_are_exported(tmp_path: Path) -> None:
+def test_shards_of_any_name_are_exported(tmp_path):
     model = transformers.LlamaForCausalLM(tiny_config("llama"))
     model.save_pretrained(folder := tmp_path / "model")
     save_file({"mtp.weight": torch.ones(2)}, folder / "mtp.safetensors")
@@ -148,9 +143,7 @@ def test_shards_of_any_name_are_exported(tmp_path: Path) -> None:
         ("clip", None, "transformers has no causal language model for a clip"),
     ],
 )
-def test_models_of_other_kinds_are_refused(
-    family: str, architecture: str | None, said: str, tmp_path: Path
-) -> None:
+def test_models_of_other_kinds_are_refused(family, architecture, said, tmp_path):
     config = tiny_config(family)
     config.architectures = None if architecture is None else [architecture]
     config.save_pretrained(tmp_path)

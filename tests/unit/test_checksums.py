@@ -19,18 +19,18 @@ from tests.unit.kernel_cases import (
 )
 
 
-def blocks(num_bytes: int) -> torch.Tensor:
+def blocks(num_bytes):
     return torch.zeros(num_bytes // SUMMED_BYTES + 2, 2, dtype=torch.int64)
 
 
-def summed(data: torch.Tensor, at: int = 0) -> torch.Tensor:
+def summed(data, at=0):
     """The reference's checksum of a plane's bytes from `at` on."""
     found = blocks(at + data.nbytes)
     reference.checksum(data.view(torch.uint8), found, at)
     return found
 
 
-def test_a_checksum_is_the_sum_of_words_and_of_each_times_its_place() -> None:
+def test_a_checksum_is_the_sum_of_words_and_of_each_times_its_place():
     data = torch.randint(-(2**62), 2**62, (SUMMED_BYTES // 8 + 3,), dtype=torch.int64)
     data[1] = -1
     whole = data.tolist()
@@ -44,7 +44,7 @@ def test_a_checksum_is_the_sum_of_words_and_of_each_times_its_place() -> None:
     ]
 
 
-def test_ranges_in_any_order_add_up_on_every_instruction_set(instruction_set) -> None:  # noqa: F811
+def test_ranges_in_any_order_add_up_on_every_instruction_set(instruction_set):  # noqa: F811
     size = 2 * SUMMED_BYTES + 1001
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     cuts = [0, 8, 4096, 4104, SUMMED_BYTES - 8, SUMMED_BYTES + 136, 2 * SUMMED_BYTES, size]
@@ -57,7 +57,7 @@ def test_ranges_in_any_order_add_up_on_every_instruction_set(instruction_set) ->
 
 @pytest.mark.parametrize("size", [1, 127, 512, 1000, 70_016, 140_003])
 @pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
-def test_an_update_sums_what_it_reads_and_writes(instruction_set, states, size) -> None:  # noqa: F811
+def test_an_update_sums_what_it_reads_and_writes(instruction_set, states, size):  # noqa: F811
     """And writes the same bits as without; also where the range begins within a block."""
     rule, at = AdamW(states=states), 3 * 128
     made = []
@@ -83,7 +83,7 @@ def test_an_update_sums_what_it_reads_and_writes(instruction_set, states, size) 
         assert_same_bits(own, plain)
 
 
-def test_one_flipped_bit_is_located_and_two_are_none() -> None:
+def test_one_flipped_bit_is_located_and_two_are_none():
     """As exactly as sums modulo 2^64 can: upper bits leave several words open."""
     data = torch.randint(-(2**62), 2**62, (SUMMED_BYTES // 8,), dtype=torch.int64)
     kept = summed(data)

@@ -1,12 +1,9 @@
 """The device that keeps time: what runs at once, what waits, and what couples resources."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE, Kind, Name
@@ -23,39 +20,32 @@ class Fixed:
     The caller takes none to put anything there, unless told so: `slow` work two, besides.
     """
 
-    def __init__(self, put_seconds: float = 0.0) -> None:
+    def __init__(self, put_seconds=0.0):
         self.put_seconds = put_seconds
 
-    def run(
-        self,
-        stream: str,
-        name: str,
-        work: Callable[[], Any],
-        reads: Sequence[Buffer],
-        writes: Sequence[Buffer],
-    ) -> Cost:
+    def run(self, stream, name, work, reads, writes):
         last = name.split()[-1]
         seconds = float(last) if last.isdigit() else 0.0
         return Cost(seconds, 2.0 * ("slow" in name), "blocking" in name, result=work())
 
-    def copy(self, stream: str, num_bytes: int) -> float:
+    def copy(self, stream, num_bytes):
         return float(num_bytes)
 
-    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    def empty(self, name, numel, dtype):
         return torch.empty(numel, dtype=dtype, device="meta")
 
     host = empty
 
 
-def device() -> ClockDevice:
+def device():
     return ClockDevice(Fixed())
 
 
-def put(clock: ClockDevice, stream: str, name: str) -> Any:
+def put(clock, stream, name):
     return clock.run(stream, name, lambda: name)
 
 
-def test_streams_run_at_once_and_each_in_order() -> None:
+def test_streams_run_at_once_and_each_in_order():
     clock = device()
     assert put(clock, COMPUTE, "a 2") == "a 2"
     put(clock, UPDATE, "b 3")
@@ -65,7 +55,7 @@ def test_streams_run_at_once_and_each_in_order() -> None:
     assert clock.now == 0  # nobody held up the caller
 
 
-def test_a_stream_waits_for_an_event_and_says_why() -> None:
+def test_a_stream_waits_for_an_event_and_says_why():
     clock = device()
     put(clock, UPDATE, "update 5")
     landed = clock.record(UPDATE)
@@ -79,7 +69,7 @@ def test_a_stream_waits_for_an_event_and_says_why() -> None:
     assert breakdown(clock.spans, COMPUTE).idle["version due"] == 4
 
 
-def test_synchronize_holds_up_the_caller_and_all_that_it_puts_on_later() -> None:
+def test_synchronize_holds_up_the_caller_and_all_that_it_puts_on_later():
     clock = device()
     put(clock, COPY_OUT, "out 4")
     put(clock, UPDATE, "update 9")
@@ -90,35 +80,35 @@ def test_synchronize_holds_up_the_caller_and_all_that_it_puts_on_later() -> None
     assert clock.spans[1].end == 9  # the update goes on under it
 
 
-def spans_after(*names: str, put_seconds: float = 0.0) -> list[tuple[float, float]]:
+def spans_after(*names, put_seconds=0.0):
     clock = ClockDevice(Fixed(put_seconds))
     for name in names:
         put(clock, COMPUTE, name)
     return [(span.start, span.end) for span in clock.spans]
 
 
-def test_a_device_that_is_faster_than_its_launches_waits_for_them() -> None:
+def test_a_device_that_is_faster_than_its_launches_waits_for_them():
     assert spans_after("slow 1", "slow 1") == [(0, 2), (2, 4)]
     assert spans_after("a 1", "b 1", put_seconds=1.5) == [(0, 1.5), (1.5, 3)]
     assert spans_after("nothing", "a 1", put_seconds=1.5) == [(1.5, 3)]  # no work, but a launch
 
 
-def test_launches_hide_under_longer_work() -> None:
+def test_launches_hide_under_longer_work():
     assert spans_after("a 9", "slow 1", "slow 1") == [(0, 9), (9, 10), (10, 11)]
 
 
-def test_work_may_hold_up_the_caller() -> None:
+def test_work_may_hold_up_the_caller():
     """What comes next is launched afterwards."""
     assert spans_after("blocking 9", "slow 1") == [(0, 9), (9, 11)]
 
 
-def test_host_threads_take_no_launches() -> None:
+def test_host_threads_take_no_launches():
     clock = ClockDevice(Fixed(5.0))
     put(clock, UPDATE, "update 1")
     assert (clock.spans[0].end, clock.now) == (1, 0)
 
 
-def test_copies_take_the_time_of_their_bytes() -> None:
+def test_copies_take_the_time_of_their_bytes():
     clock = device()
     here = clock.empty("slot", 8, torch.bfloat16)
     there = clock.host("weights", 8, torch.bfloat16, pinned=True)
@@ -126,13 +116,13 @@ def test_copies_take_the_time_of_their_bytes() -> None:
     assert (clock.spans[-1].seconds, clock.spans[-1].num_bytes) == (6, 6)
 
 
-def costs_after(*spans: Span) -> CostModel:
+def costs_after(*spans):
     costs = CostModel(H200)
     costs.slow_down(spans)
     return costs
 
 
-def test_both_directions_of_the_bus_slow_each_other() -> None:
+def test_both_directions_of_the_bus_slow_each_other():
     alone = costs_after(Span(COPY_IN, "in", 0, 1), Span(COPY_OUT, "out", 1, 2))
     both = costs_after(Span(COPY_IN, "in", 0, 1), Span(COPY_OUT, "out", 0, 1))
     num_bytes = 1 << 30
@@ -141,7 +131,7 @@ def test_both_directions_of_the_bus_slow_each_other() -> None:
     assert sum(rates) == pytest.approx(101.7, rel=0.01)  # as measured
 
 
-def update_seconds(costs: CostModel) -> float:
+def update_seconds(costs):
     """Of a million parameters."""
     planes = {"weights": torch.bfloat16, "remainder": torch.int16}
     planes |= {"first": torch.float32, "second": torch.float32}
@@ -150,7 +140,7 @@ def update_seconds(costs: CostModel) -> float:
     return costs.run(UPDATE, Name(Kind.UPDATE, "update"), lambda: None, [host_grad], writes).seconds
 
 
-def test_updates_slow_down_under_copies() -> None:
+def test_updates_slow_down_under_copies():
     idle = costs_after(Span(UPDATE, "update", 0, 1))
     update, copies = Span(UPDATE, "update", 0, 1), [
         Span(COPY_IN, "in", 0, 1), Span(COPY_OUT, "out", 0, 1)]  # fmt: skip
@@ -160,7 +150,7 @@ def test_updates_slow_down_under_copies() -> None:
 
 
 @pytest.mark.parametrize(("kernels", "measured"), [(16, 0.95e-3), (45, 1.95e-3)])
-def test_a_small_layer_takes_its_launches(kernels: int, measured: float) -> None:
+def test_a_small_layer_takes_its_launches(kernels, measured):
     """A compiled layer of 0.5B and its backward, 4096 tokens (step-0.5b-16x1024-1600mib)."""
     costs = CostModel(replace(H200, launch_seconds=22e-6))
     work = Work(product_flops=10**9, kernels=kernels)

@@ -38,7 +38,7 @@ def _step(engine, width=4):
     return engine.step([{"input_ids": ids, "labels": ids}] * 2)
 
 
-def test_kernels_are_launched_without_python_s_lock() -> None:
+def test_kernels_are_launched_without_python_s_lock():
     """By torch's own launcher, which keeps it, a GPU that waits for the host waits for ever."""
     with torch._inductor.config.patch(use_static_cuda_launcher=True):
         compile_and_tell(torch.sin, "a sine")

@@ -29,7 +29,7 @@ training: {steps: 10}
 
 @pytest.fixture
 def load(tmp_path):
-    def load(text: str = MINIMAL, *overrides: str) -> config.Config:
+    def load(text=MINIMAL, *overrides):
         path = tmp_path / "run.yaml"
         path.write_text(text)
         return config.load(path, overrides)

@@ -1,7 +1,5 @@
 """What torch may take of a GPU within a limit: what the driver leaves of it."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ TOTAL = 140 * GIB
 
 
 @pytest.fixture
-def shares(monkeypatch: Any) -> list[float]:
+def shares(monkeypatch):
     """The shares of the device that torch was allowed."""
     allowed: list[float] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (TOTAL, TOTAL))
@@ -27,14 +25,14 @@ def shares(monkeypatch: Any) -> list[float]:
 
     class Runtime:
         @staticmethod
-        def cudaHostRegister(address: int, num_bytes: int, flags: int) -> int:
+        def cudaHostRegister(address, num_bytes, flags):
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
     return allowed
 
 
-def a_gpu() -> CudaDevice:
+def a_gpu():
     """A device that has started nothing."""
     device = CudaDevice.__new__(CudaDevice)
     device.torch_device = torch.device("cuda", 0)
@@ -42,12 +40,12 @@ def a_gpu() -> CudaDevice:
     return device
 
 
-def test_without_a_limit_torch_may_take_all(shares: list[float]) -> None:
+def test_without_a_limit_torch_may_take_all(shares):
     a_gpu().limit(None, None)
     assert shares == [1.0]
 
 
-def test_the_driver_s_share_counts_and_grows_with_what_is_pinned(shares: list[float]) -> None:
+def test_the_driver_s_share_counts_and_grows_with_what_is_pinned(shares):
     device = a_gpu()
     device.limit(10 * GIB, None)
     assert shares[-1] * TOTAL == pytest.approx(10 * GIB - CONTEXT_BYTES)
@@ -59,7 +57,7 @@ def test_the_driver_s_share_counts_and_grows_with_what_is_pinned(shares: list[fl
     assert memory["device_free_bytes"] == 10 * GIB - CONTEXT_BYTES - 100 * MIB
 
 
-def test_a_limit_below_what_the_driver_takes_is_refused(shares: list[float]) -> None:
+def test_a_limit_below_what_the_driver_takes_is_refused(shares):
     with pytest.raises(DoesNotFit, match="device_memory is 0.5 GiB, of which the driver takes"):
         a_gpu().limit(512 * MIB, None)
     assert shares == []

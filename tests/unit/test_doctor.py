@@ -55,7 +55,7 @@ HEALTHY = Facts(
 RATES = {"to_device_pinned_gbps": 55.5}
 
 
-def found(changed: Facts, rates=RATES) -> list[str]:
+def found(changed, rates=RATES):
     return [str(finding) for finding in findings(changed, rates)]
 
 
@@ -180,7 +180,7 @@ def test_the_disk_is_left_as_it_was(tmp_path, monkeypatch):
     ]
     assert list(tmp_path.iterdir()) == []
 
-    def full(*_: object, **__: object) -> int:
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(kernels, "move_file", full)

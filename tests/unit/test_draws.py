@@ -1,7 +1,5 @@
 """Tokens are drawn as transformers draws them, each row by random numbers of its own."""
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import (
@@ -17,11 +15,11 @@ CPU = torch.device("cpu")
 IDS = torch.zeros(1, 1, dtype=torch.int64)
 
 
-def settings(**given: Any) -> GenerationConfig:
+def settings(**given):
     return GenerationConfig(max_new_tokens=4, **{"temperature": 1.0, "top_k": 0} | given)
 
 
-def drawn(logits_RV: torch.Tensor, rows: Any, seed: int = 0, **given: Any) -> torch.Tensor:
+def drawn(logits_RV, rows, seed=0, **given):
     """Tokens `[4, R]` of rows that always have the same logits."""
     draws = OwnDraws(settings(**given), seed, rows, CPU)
     made = [draws(IDS, logits_RV) for _ in range(4)]
@@ -32,7 +30,7 @@ def drawn(logits_RV: torch.Tensor, rows: Any, seed: int = 0, **given: Any) -> to
 @pytest.mark.parametrize(
     "given", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8}]
 )
-def test_tokens_come_as_often_as_they_are_likely(given: dict[str, Any]) -> None:
+def test_tokens_come_as_often_as_they_are_likely(given):
     logits = torch.tensor([[2.0, -torch.inf, 0.0, 1.0, -1.0, 1.5, 0.5, -3.0]])
     wanted = TemperatureLogitsWarper(given.get("temperature", 1.0))(IDS, logits)
     if "top_k" in given:
@@ -47,7 +45,7 @@ def test_tokens_come_as_often_as_they_are_likely(given: dict[str, Any]) -> None:
     assert ((share - likely).abs() <= 5 * spread).all()
 
 
-def test_a_rows_draws_are_its_own() -> None:
+def test_a_rows_draws_are_its_own():
     """Whatever rows are beside it, and other ones at each token, row and seed."""
     logits = torch.zeros(6, 1 << 16)
     found = drawn(logits, range(6))

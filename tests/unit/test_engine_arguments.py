@@ -1,16 +1,13 @@
 """What an engine refuses: one clear line, of the right class, before anything has changed."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, LlamaConfig
+from torch import nn
+from transformers import AutoConfig
 
 from megatrain import AdamW, Engine, InputError, Placement, RunFailed
-from megatrain.errors import MegatrainError
 from megatrain.loss import DPO
 from megatrain.model.trained import Trained
 from tests.families.tiny import tiny_config, tiny_model
@@ -18,11 +15,11 @@ from tests.families.tiny import tiny_config, tiny_model
 VOCAB, POSITIONS = 128, 64
 
 
-def config() -> LlamaConfig:
+def config():
     return tiny_config("llama")
 
 
-def refuse(work: Callable[[], Any], message: str, kind: type[MegatrainError] = InputError) -> None:
+def refuse(work, message, kind=InputError):
     with pytest.raises(kind, match=message) as caught:
         work()
     assert "\n" not in str(caught.value)
@@ -62,23 +59,23 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
-def test_arguments(arguments: dict, message: str) -> None:
+def test_arguments(arguments, message):
     options = {"optimizer": AdamW(), "device": "cpu", **arguments}
     refuse(lambda: Engine(config(), **options), message)
 
 
-def test_an_optimizer_of_torch() -> None:
+def test_an_optimizer_of_torch():
     other = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     refuse(lambda: Engine(config(), optimizer=other), "optimizer is a AdamW; it must be megatrain")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("name", ["cuda", "cuda:0"])
-def test_a_gpu_where_there_is_none(name: str) -> None:
+def test_a_gpu_where_there_is_none(name):
     refuse(lambda: Engine(config(), device=name), "torch sees no GPU here")
 
 
-def test_models_that_are_none(tmp_path: Path) -> None:
+def test_models_that_are_none(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     refuse(lambda: Engine(None), "the model is a NoneType; give a transformers model")
@@ -88,7 +85,7 @@ def test_models_that_are_none(tmp_path: Path) -> None:
     refuse(lambda: Engine(tmp_path), "no config.json there")
 
 
-def test_models_that_cannot_be_trained() -> None:
+def test_models_that_cannot_be_trained():
     refuse(lambda: Engine(AutoConfig.for_model("t5")), "no causal language model for a t5")
     refuse(lambda: Engine(AutoConfig.for_model("vit")), "no causal language model for a vit")
     padded = config()
@@ -108,7 +105,7 @@ NOT_STREAMED = {
 
 
 @pytest.mark.parametrize("family", NOT_STREAMED)
-def test_models_that_cannot_be_streamed_are_refused_with_the_reason(family: str) -> None:
+def test_models_that_cannot_be_streamed_are_refused_with_the_reason(family):
     refuse(lambda: Engine(tiny_model(family), device="cpu"), NOT_STREAMED[family])
 
 
@@ -116,13 +113,13 @@ IDS = torch.randint(10, 100, (2, 8), generator=torch.Generator().manual_seed(0))
 GOOD = {"input_ids": IDS, "labels": IDS}
 
 
-def changed(**changes: Any) -> list[dict[str, Any]]:
+def changed(**changes):
     """A good micro-batch and a changed one; None leaves a key out."""
     micro = {key: value for key, value in {**GOOD, **changes}.items() if value is not None}
     return [GOOD, micro]
 
 
-def each(change: Callable[[Tensor], Any]) -> list[dict[str, Any]]:
+def each(change):
     return changed(**{key: change(value) for key, value in GOOD.items()})
 
 
@@ -183,41 +180,41 @@ BATCHES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
+def engine():
     return Engine(config(), optimizer=AdamW(), device="cpu")
 
 
 @pytest.mark.parametrize(("batches", "message"), BATCHES.values(), ids=BATCHES)
-def test_micro_batches(engine: Engine, batches: Any, message: str) -> None:
+def test_micro_batches(engine, batches, message):
     refuse(lambda: engine.step(batches), message)
     refuse(lambda: engine.evaluate(batches), message)
     assert engine.optimizer.num_steps == 0
 
 
 @pytest.mark.parametrize("loss", [DPO, "dpo", None, lambda logits, labels: 0])
-def test_what_is_no_loss(engine: Engine, loss: Any) -> None:
+def test_what_is_no_loss(engine, loss):
     refuse(lambda: engine.step([GOOD], loss), "loss is .*; it must be one of megatrain.loss")
     refuse(lambda: engine.evaluate([GOOD], loss), "loss is .*; it must be one of megatrain.loss")
     assert engine.optimizer.num_steps == 0
 
 
-def test_a_generator_is_not_used_up_unseen(engine: Engine) -> None:
+def test_a_generator_is_not_used_up_unseen(engine):
     refuse(lambda: engine.step(micro for micro in [GOOD]), "it got a generator")
 
 
 @pytest.mark.parametrize("top_k", [0, 1.5, True])
-def test_what_is_no_number_of_tokens(engine: Engine, top_k: Any) -> None:
+def test_what_is_no_number_of_tokens(engine, top_k):
     refuse(lambda: engine.top_logprobs([GOOD], top_k), f"top_k is {top_k}; it must be an integer")
 
 
 @pytest.mark.parametrize("norm", ["1", torch.tensor(0.5)])
-def test_what_is_no_norm(engine: Engine, norm: Any) -> None:
+def test_what_is_no_norm(engine, norm):
     with pytest.raises(InputError, match=r"max_grad_norm is 1\.0, and cannot become"):
         engine.max_grad_norm = norm
 
 
 @pytest.mark.parametrize("dtype", ["bf16", torch.int8, torch.float64])
-def test_what_no_export_is_written_in(engine: Engine, tmp_path: Path, dtype: Any) -> None:
+def test_what_no_export_is_written_in(engine, tmp_path, dtype):
     refuse(lambda: engine.save_pretrained(tmp_path / "model", dtype=dtype), "dtype is")
     assert not (tmp_path / "model").exists()
 
@@ -227,18 +224,18 @@ def test_what_no_export_is_written_in(engine: Engine, tmp_path: Path, dtype: Any
     ("patterns", "message"),
     [("norm", "is 'norm'; it must be a list"), (["("], "bad pattern"), ([1], "bad pattern 1")],
 )
-def test_what_is_no_list_of_patterns(key: str, patterns: Any, message: str) -> None:
+def test_what_is_no_list_of_patterns(key, patterns, message):
     refuse(lambda: Trained(**{key: patterns}), f"{key} .*{message}")
 
 
-def test_logits_of_what_is_no_micro_batch(engine: Engine) -> None:
+def test_logits_of_what_is_no_micro_batch(engine):
     refuse(lambda: engine.logits([GOOD]), "micro-batch 0 is a list")
     refuse(lambda: engine.logits({}), "micro-batch 0 has no input_ids")
     refuse(lambda: engine.logits({"input_ids": IDS + VOCAB}), "outside the model's vocabulary")
     assert engine.logits(GOOD).shape == (2, 8, VOCAB)
 
 
-def test_good_batches_of_every_kind(engine: Engine) -> None:
+def test_good_batches_of_every_kind(engine):
     mask = torch.ones_like(IDS)
     mask[0, :3] = 0
     positions = torch.arange(8).repeat(2, 1)
@@ -247,7 +244,7 @@ def test_good_batches_of_every_kind(engine: Engine) -> None:
     assert engine.evaluate((GOOD, GOOD)) == pytest.approx(engine.evaluate([GOOD]), rel=1e-6)
 
 
-def test_narrow_integers_and_masks_of_truth_values_are_taken(engine: Engine) -> None:
+def test_narrow_integers_and_masks_of_truth_values_are_taken(engine):
     mask = torch.ones_like(IDS)
     mask[:, 6:] = 0
     wanted = engine.evaluate([{**GOOD, "attention_mask": mask}])
@@ -256,28 +253,28 @@ def test_narrow_integers_and_masks_of_truth_values_are_taken(engine: Engine) -> 
         assert engine.evaluate([{**narrow, "attention_mask": other}]) == wanted
 
 
-def test_it_computes_in_its_own_precision_under_autocast() -> None:
+def test_it_computes_in_its_own_precision_under_autocast():
     with Engine(config(), device="cpu", precision="fp32") as engine:
         alone = engine.logits(GOOD)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(engine.logits(GOOD), alone)
 
 
-def test_torch_s_default_device_is_for_others() -> None:
+def test_torch_s_default_device_is_for_others():
     with Engine(config(), optimizer=AdamW(), device="cpu") as engine:
         loss = engine.step([GOOD]).loss
     with torch.device("meta"), Engine(config(), optimizer=AdamW(), device="cpu") as engine:
         assert engine.step([GOOD]).loss == loss
 
 
-def test_a_model_without_positions_has_rows_of_any_length() -> None:
+def test_a_model_without_positions_has_rows_of_any_length():
     engine = Engine(tiny_config("mamba"), device="cpu")
     rows = torch.full((1, 3 * POSITIONS), 20)
     assert engine.evaluate([{"input_ids": rows, "labels": rows}]) > 0
 
 
-def test_a_kernel_that_fails_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any, **settings: Any) -> None:
+def test_a_kernel_that_fails_stops_the_run(monkeypatch):
+    def fail(*arguments, **settings):
         raise RunFailed("no update")
 
     engine = Engine(config(), optimizer=AdamW(), device="cpu")
@@ -285,7 +282,7 @@ def test_a_kernel_that_fails_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     refuse(lambda: engine.step([GOOD]), "no update", RunFailed)
 
 
-def test_an_engine_ends_twice_without_harm() -> None:
+def test_an_engine_ends_twice_without_harm():
     with Engine(config(), optimizer=AdamW(), device="cpu") as engine:
         engine.step([GOOD])
         engine.close()

@@ -25,7 +25,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def peak_of(step: Any, loss: Any = None, **choices: Any) -> int:
+def peak_of(step, loss=None, **choices):
     """What a step takes at most where nothing is limited."""
     device = CountedDevice()
     with make_engine(llama(), placement=Placement(**choices), device=device) as engine:
@@ -34,9 +34,7 @@ def peak_of(step: Any, loss: Any = None, **choices: Any) -> int:
 
 
 @swept(together=1, loss={"next tokens": None, "pairs": DPO(0.3)}, choices=PLACEMENTS)
-def test_a_step_without_memory_is_computed_again_from_less(
-    choices: dict[str, Any], loss: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_without_memory_is_computed_again_from_less(choices, loss, caplog):
     """As plain training on the halves of its micro-batches, to the bit; and so are later steps."""
     step, losses = STEP if loss is None else replies(loss), [] if loss is None else [loss]
     lean = {
@@ -60,7 +58,7 @@ def test_a_step_without_memory_is_computed_again_from_less(
     assert said.startswith("step 1: the device has no memory left") and "\n" not in said
 
 
-def test_micro_batches_whose_routers_are_weighed_one_by_one_are_not_cut() -> None:
+def test_micro_batches_whose_routers_are_weighed_one_by_one_are_not_cut():
     device = CountedDevice((peak_of(STEP) + peak_of(halved(STEP))) // 2)
     with make_engine(llama(), placement=Placement(slots=1), device=device) as engine:
         with pytest.raises(DoesNotFit):
@@ -70,7 +68,7 @@ def test_micro_batches_whose_routers_are_weighed_one_by_one_are_not_cut() -> Non
             engine.step(STEP, router_shares=[0.5, 0.4, 0.1])
 
 
-def test_what_the_host_has_no_memory_for_is_computed_again() -> None:
+def test_what_the_host_has_no_memory_for_is_computed_again():
     """Graphs of a step take 218 MiB, which the limit does not leave."""
     ids = torch.randint(100, (700, 60), generator=torch.Generator().manual_seed(0))
     step = [{"input_ids": ids, "labels": ids}]
@@ -80,7 +78,7 @@ def test_what_the_host_has_no_memory_for_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("clip", [1.0, None])
-def test_out_of_memory_is_one_line_and_changes_no_weight(clip: float | None) -> None:
+def test_out_of_memory_is_one_line_and_changes_no_weight(clip):
     """Also where a step is tried again; without clipping updates may have begun, and it is not."""
     device = CountedDevice()
     rule = AdamW(lr=0.1)

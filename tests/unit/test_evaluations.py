@@ -22,10 +22,10 @@ class Scale:
 
     batch_ranks = ALONE
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sizes: list[int] = []
 
-    def score(self, rows: Rows) -> tuple[float, float]:
+    def score(self, rows):
         self.sizes.append(sum(len(micro["labels"]) for micro in rows))
         targets = torch.cat([micro["labels"][:, 1:].flatten() for micro in rows])
         labelled = targets[targets != IGNORED]
@@ -34,9 +34,7 @@ class Scale:
         return float(labelled.double().mean()), 0.5
 
 
-def evaluated(
-    labels: Tensor, *, rows_per_step: int = 4, stop: str | None = None, total: int = 1
-) -> tuple[float | None, list[int]]:
+def evaluated(labels, *, rows_per_step=4, stop=None, total=1):
     """The loss that is written after step 1 of `total`, and the rows of each pass."""
     engine, written = Scale(), {}
     micro = [{"input_ids": part, "labels": part} for part in labels.split(2)]
@@ -57,7 +55,7 @@ def evaluated(
     return written.get("eval_loss"), engine.sizes
 
 
-def test_rows_pass_as_many_at_once_as_a_step_has() -> None:
+def test_rows_pass_as_many_at_once_as_a_step_has():
     labels = torch.arange(11 * 5).reshape(11, 5)
     labels[3:7, 2:] = IGNORED  # so that passes count for unlike numbers of tokens
     targets = labels[:, 1:]
@@ -67,18 +65,18 @@ def test_rows_pass_as_many_at_once_as_a_step_has() -> None:
     assert evaluated(labels, rows_per_step=1)[1] == [2, 2, 2, 2, 2, 1]
 
 
-def test_rows_without_labels_are_left_out() -> None:
+def test_rows_without_labels_are_left_out():
     labels = torch.ones(10, 3, dtype=torch.long)
     labels[4:8] = IGNORED
     assert evaluated(labels) == (1.0, [4, 2])
 
 
-def test_no_labels_at_all_are_refused() -> None:
+def test_no_labels_at_all_are_refused():
     with pytest.raises(InputError, match="no token has a label"):
         evaluated(torch.full((8, 3), IGNORED))
 
 
-def test_a_signal_ends_all_but_the_last() -> None:
+def test_a_signal_ends_all_but_the_last():
     labels = torch.ones(10, 3, dtype=torch.long)
     assert evaluated(labels, total=2) == (1.0, [4, 4, 2])
     assert evaluated(labels, stop="SIGTERM", total=2) == (None, [])

@@ -12,9 +12,9 @@ from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
 from megatrain.autoplace import fits
 from megatrain.autoplace.fits import check_fits, smallest
 from megatrain.base.units import GIB, MIB, parse_bytes
-from megatrain.device import Buffer, CpuDevice
+from megatrain.device import CpuDevice
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.needs import UNSUMMED, Needs, needs_of
+from megatrain.forecast.needs import UNSUMMED, needs_of
 from megatrain.forecast.workload import Workload
 from megatrain.machine import mapping_bytes
 from megatrain.model.probe import spec
@@ -34,22 +34,22 @@ class Card(CpuDevice):
 
     kind = "cuda"
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.size, self.taken, self.on_host = size, 0, 0
 
-    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+    def empty(self, name, numel, dtype):
         self.taken += numel * dtype.itemsize
         return super().empty(name, numel, dtype)
 
-    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
+    def host(self, name, numel, dtype, *, pinned):
         self.on_host += numel * dtype.itemsize
         return super().host(name, numel, dtype, pinned=pinned)
 
-    def limit(self, device_bytes: int | None, host_bytes: int | None) -> None:
+    def limit(self, device_bytes, host_bytes):
         self.size = min(self.size, device_bytes or self.size)
         self._host_limit = host_bytes
 
-    def memory(self) -> dict[str, int]:
+    def memory(self):
         free = self.size - self.taken - 1 * MIB
         return {**super().memory(), "device_free_bytes": free, "device_context_bytes": MIB}
 
@@ -57,25 +57,23 @@ class Card(CpuDevice):
 class Asked:
     """A model to be trained in bf16 with clipping, in steps of so many tokens."""
 
-    def __init__(self, tokens: int | None = None, config: Any = MID) -> None:
+    def __init__(self, tokens=None, config=MID):
         self.tokens, self.model = tokens, Model.trained(spec(open_source(config).model), AdamW())
 
-    def needs(self, placement: Placement) -> Needs:
+    def needs(self, placement):
         program = ModelProgram(self.model.spec, torch.device("cpu"), torch.bfloat16)
         return needs_of(self.model, program, placement, clip=True, tokens=self.tokens)
 
-    def check(self, card: "Card", placement: Placement) -> None:
+    def check(self, card, placement):
         check_fits(card, self.model, placement, torch.bfloat16, None, clip=True)
 
 
-def open_engine(
-    device: Card, model: Any = MID, placement: Placement | None = None, **options: Any
-) -> Engine:
+def open_engine(device, model=MID, placement=None, **options):
     placement = placement or Placement(slots=3)
     return Engine(model, optimizer=AdamW(), device=device, placement=placement, **options)
 
 
-def test_a_card_that_is_too_small_is_refused_with_nothing_allocated() -> None:
+def test_a_card_that_is_too_small_is_refused_with_nothing_allocated():
     device = Card(8 * GIB)
     with pytest.raises(DoesNotFit) as told:
         open_engine(device, device_memory="20MiB")
@@ -85,7 +83,7 @@ def test_a_card_that_is_too_small_is_refused_with_nothing_allocated() -> None:
         assert part in str(told.value)
 
 
-def test_what_is_counted_is_what_is_taken() -> None:
+def test_what_is_counted_is_what_is_taken():
     device = Card(8 * GIB)
     device.kind = "cpu"  # there is no GPU to draw weights on
     placement = Placement(slots=3)
@@ -98,7 +96,7 @@ def test_what_is_counted_is_what_is_taken() -> None:
     engine.close()
 
 
-def test_rows_and_boundaries_count_where_the_tokens_are_known() -> None:
+def test_rows_and_boundaries_count_where_the_tokens_are_known():
     unknown, known = Asked().needs(Placement()), Asked(4096).needs(Placement())
     assert sum(known.host.values()) - sum(unknown.host.values()) == 2 * 4096 * 384  # staged rows
     assert known.device["boundaries"] == 2 * 4096 * 384 * 5
@@ -110,7 +108,7 @@ def test_rows_and_boundaries_count_where_the_tokens_are_known() -> None:
     assert in_passes.device["gradient sums"] == sums
 
 
-def test_the_least_for_a_model_with_a_large_head_is_with_it_in_ranges() -> None:
+def test_the_least_for_a_model_with_a_large_head_is_with_it_in_ranges():
     """A head of 4.2 MB takes 12.6 with its sums; a layer of 1.6 MB 4.8."""
     frugal = smallest(Placement())
     with pytest.raises(DoesNotFit) as whole:
@@ -157,9 +155,7 @@ WAYS: list[dict[str, Any]] = [
     ],
     ids=str,
 )
-def test_the_least_is_what_a_step_of_two_tokens_is_foretold_to_take(
-    model: str, choices: dict[str, Any]
-) -> None:
+def test_the_least_is_what_a_step_of_two_tokens_is_foretold_to_take(model, choices):
     asked, placement = Asked(None, MODELS[model]), Placement(**choices)
     machine = replace(H200, device_context_bytes=0)  # then that is to map the host's memory
     workload = Workload(2, 2, 1, True, "bf16", placement.compile)
@@ -172,7 +168,7 @@ def test_the_least_is_what_a_step_of_two_tokens_is_foretold_to_take(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_least_is_enough_and_less_is_refused(model: str) -> None:
+def test_the_least_is_enough_and_less_is_refused(model):
     asked, placement = Asked(None, MODELS[model]), Placement(slots=2)
     needs = asked.needs(placement)
     least = sum(needs.device.values()) + mapping_bytes(sum(needs.host.values()))
@@ -181,7 +177,7 @@ def test_the_least_is_enough_and_less_is_refused(model: str) -> None:
         asked.check(Card(least + MIB - 1), placement)
 
 
-def test_the_least_that_is_named_is_enough() -> None:
+def test_the_least_that_is_named_is_enough():
     asked = Asked(None, LlamaConfig(**WIDE | {"hidden_size": 2048}))
     with pytest.raises(DoesNotFit) as told:
         asked.check(Card(20 * MIB), Placement(slots=6))
@@ -191,7 +187,7 @@ def test_the_least_that_is_named_is_enough() -> None:
         asked.check(Card(parse_bytes(named) - GIB // 10), smallest(Placement()))
 
 
-def test_the_smallest_placement_takes_the_least() -> None:
+def test_the_smallest_placement_takes_the_least():
     asked = Asked(4096)
     chosen = Placement(slots=6, passes=4, save_activations=2, save_all=1)
     least = sum(asked.needs(smallest(chosen)).device.values())
@@ -199,7 +195,7 @@ def test_the_smallest_placement_takes_the_least() -> None:
         assert least < sum(asked.needs(placement).device.values())
 
 
-def test_host_memory_is_refused_before_it_is_taken() -> None:
+def test_host_memory_is_refused_before_it_is_taken():
     device = Card(8 * GIB)
     with pytest.raises(DoesNotFit, match=r"host memory: at least .* weights .* too few"):
         open_engine(device, host_memory=process_bytes() + 100 * MIB)
@@ -215,7 +211,7 @@ REMEDIES = {
 
 
 @pytest.mark.parametrize("remedies", REMEDIES)
-def test_remedies_are_those_that_would_help(remedies: str) -> None:
+def test_remedies_are_those_that_would_help(remedies):
     """Of a model that is too large itself no micro-batch is small enough, nor any limit."""
     sizes, rows = REMEDIES[remedies]
     model = LlamaConfig(**SMALL | sizes)
@@ -225,16 +221,14 @@ def test_remedies_are_those_that_would_help(remedies: str) -> None:
         Engine(model, optimizer=AdamW(), host_memory=limit, device="cpu", **step)
 
 
-def taken(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def taken(num_bytes, monkeypatch):
     """This process takes so many bytes, whatever else happens on the machine."""
     for module in (memory, fits):
         monkeypatch.setattr(module, "process_bytes", lambda: num_bytes)
 
 
 @pytest.mark.parametrize("limit", [MIB, 512 * MIB])
-def test_a_limit_below_what_the_process_itself_takes_is_named_as_it_was_given(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_below_what_the_process_itself_takes_is_named_as_it_was_given(limit, monkeypatch):
     taken(600 * MIB, monkeypatch)
     with pytest.raises(DoesNotFit) as caught:
         make_engine(llama(), host_memory=limit)
@@ -246,9 +240,7 @@ def test_a_limit_below_what_the_process_itself_takes_is_named_as_it_was_given(
     assert told and told[1] == f"{limit // MIB} MiB", caught.value
 
 
-def test_host_memory_that_grows_beyond_its_limit_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_host_memory_that_grows_beyond_its_limit_is_refused(monkeypatch):
     taken(600 * MIB, monkeypatch)
     device = CpuDevice()
     device.limit(None, (600 + 64) * MIB)
@@ -259,11 +251,11 @@ def test_host_memory_that_grows_beyond_its_limit_is_refused(
 
 
 @pytest.mark.parametrize("value", ["ten", "-3GiB", 0, -5, 1.5, True, ""])
-def test_a_limit_that_is_no_size_is_refused(value: Any) -> None:
+def test_a_limit_that_is_no_size_is_refused(value):
     with pytest.raises(InputError, match="host_memory is"):
         make_engine(llama(), host_memory=value)
 
 
-def test_device_memory_is_for_a_gpu() -> None:
+def test_device_memory_is_for_a_gpu():
     with pytest.raises(InputError, match="device_memory limits a GPU"):
         make_engine(llama(), device_memory="10GiB")

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MambaConfig
 
-from benchmarks.predictions import RESULTS, Prediction, predict
+from benchmarks.predictions import RESULTS, predict
 from megatrain import AdamW, Engine, Muon, Placement
 from megatrain.base.units import MIB
 from megatrain.device import CpuDevice
@@ -22,11 +21,9 @@ from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.groups import groups
 from megatrain.forecast.op_counter import NotForeseeable, OpCounter
 from megatrain.forecast.profile import Profile
-from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.model.init import most_drawn_at_once
 from megatrain.model.probe import spec
-from megatrain.optim import Rule
 from megatrain.optim.muon import is_matrix
 from megatrain.plan.tiles import disk_use, tile_bytes
 from megatrain.source import engine_setup
@@ -63,18 +60,11 @@ PLACEMENTS = {
 
 
 @cache
-def forecasts(tied: bool = False) -> ForecastCache:
+def forecasts(tied=False):
     return ForecastCache(tiny_spec(tied=tied))
 
 
-def told(
-    placement: Placement,
-    *,
-    clip: bool = True,
-    precision: Any = "bf16",
-    tied: bool = False,
-    rule: Rule | None = None,
-) -> Forecast:
+def told(placement, *, clip=True, precision="bf16", tied=False, rule=None):
     compiled, rule = placement.compile, rule or AdamW()
     workload = Workload(ROWS * TOKENS, TOKENS, None, clip, precision, compiled, rule)
     return forecasts(tied).of(small_machine(), placement, workload, 4)
@@ -92,7 +82,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "rule"), with_rules([(name,) for name in PLACEMENTS], every=10, plain=10)
 )
-def test_host_memory_is_the_engines_to_the_byte(name: str, rule: str) -> None:
+def test_host_memory_is_the_engines_to_the_byte(name, rule):
     placement, (clip, precision, tied) = PLACEMENTS[name], CASES[name]
     optimizer = SWEPT[rule]()
     if isinstance(optimizer, Muon):  # whose products are slow on most CPUs, and all hold as much
@@ -105,7 +95,7 @@ def test_host_memory_is_the_engines_to_the_byte(name: str, rule: str) -> None:
         tiny_config(tied=tied),
         optimizer=optimizer,
         max_grad_norm=1.0 if clip else None,
-        precision=precision,  # type: ignore[arg-type]
+        precision=precision,
         placement=placement,
         device=CpuDevice(),
     ) as engine:
@@ -116,7 +106,7 @@ def test_host_memory_is_the_engines_to_the_byte(name: str, rule: str) -> None:
     assert parts == {name: found.host_bytes[name] for name in parts}
 
 
-def test_what_muon_does_on_the_device_is_counted() -> None:
+def test_what_muon_does_on_the_device_is_counted():
     """Its momentum's bytes over the bus, both ways, and the products of Newton-Schulz."""
     adamw, muon = (told(PLACEMENTS["streamed"], rule=rule) for rule in (AdamW(), Muon()))
     named = tiny_spec().capture.model.named_parameters()
@@ -129,7 +119,7 @@ def test_what_muon_does_on_the_device_is_counted() -> None:
     assert muon.bounds[COMPUTE] - adamw.bounds[COMPUTE] > least > 0
 
 
-def test_a_layers_flops_are_those_of_its_matrices() -> None:
+def test_a_layers_flops_are_those_of_its_matrices():
     measured = Profile(tiny_spec(), torch.bfloat16, TOKENS, compiled=True)
     work = measured.layer(3, 4)
     matrices = sum(p.numel() for p in tiny_spec().layers[0].module.parameters() if p.dim() == 2)
@@ -142,7 +132,7 @@ def test_a_layers_flops_are_those_of_its_matrices() -> None:
     assert work.backward.attention_backward_flops == attention * 5 // 2
 
 
-def test_compiling_saves_memory_and_traffic() -> None:
+def test_compiling_saves_memory_and_traffic():
     compiled, eager = (
         Profile(tiny_spec(), torch.bfloat16, TOKENS, compiled=c).layer(0, 4) for c in (True, False)
     )
@@ -155,7 +145,7 @@ def test_compiling_saves_memory_and_traffic() -> None:
     assert 0 < again < compiled.forward.product_flops
 
 
-def test_eager_memory_is_what_autograd_holds() -> None:
+def test_eager_memory_is_what_autograd_holds():
     """The live bytes of a small function, counted by hand."""
     x = torch.empty(1000, dtype=torch.float32, device="meta", requires_grad=True)
     with OpCounter() as counter:
@@ -169,7 +159,7 @@ def test_eager_memory_is_what_autograd_holds() -> None:
     assert counter.work.touched_bytes > 4 * 8000
 
 
-def test_a_recurrence_that_would_take_minutes_to_count_is_refused() -> None:
+def test_a_recurrence_that_would_take_minutes_to_count_is_refused():
     config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
     model = spec(open_source(config).model)
     assert Profile(model, torch.bfloat16, 8, compiled=True).layer(0, 1).forward.kernels > 10
@@ -191,7 +181,7 @@ choices = st.builds(
 
 @settings(max_examples=8, deadline=None)
 @given(placement=choices, clip=st.booleans())
-def test_no_schedule_is_faster_than_its_resources(placement: Placement, clip: bool) -> None:
+def test_no_schedule_is_faster_than_its_resources(placement, clip):
     found = told(placement, clip=clip)
     assert found.seconds >= max(found.bounds.values()) * (1 - 1e-9)
     assert sum(found.device_bytes.values()) == found.device_peak_bytes
@@ -199,7 +189,7 @@ def test_no_schedule_is_faster_than_its_resources(placement: Placement, clip: bo
     assert busy == pytest.approx(found.seconds, rel=0.02)
 
 
-def test_more_slots_are_never_slower() -> None:
+def test_more_slots_are_never_slower():
     """With the embedding on the device: its rows else wait behind the tiles asked for ahead."""
     for resident in (("embedding",), ("embedding", "layer 0", "head")):
         found = [told(Placement(slots=slots, resident=resident)) for slots in (1, 2, 3, 4)]
@@ -209,13 +199,13 @@ def test_more_slots_are_never_slower() -> None:
         assert found[-1].seconds < 0.95 * found[0].seconds
 
 
-def test_kept_graphs_cost_memory_and_save_time() -> None:
+def test_kept_graphs_cost_memory_and_save_time():
     none, some = (told(Placement(slots=3, compile=True, save_activations=k)) for k in (0, 4))
     assert some.seconds < none.seconds and some.bounds["compute"] < none.bounds["compute"]
     assert some.device_bytes["kept graphs"] > 0 and "kept graphs" not in none.device_bytes
 
 
-def test_whole_graphs_cost_more_memory_and_save_more_time() -> None:
+def test_whole_graphs_cost_more_memory_and_save_more_time():
     half, whole = (
         told(Placement(slots=3, compile=True, save_activations=4, save_all=count))
         for count in (0, 4)
@@ -224,7 +214,7 @@ def test_whole_graphs_cost_more_memory_and_save_more_time() -> None:
     assert whole.device_bytes["kept graphs"] > half.device_bytes["kept graphs"]
 
 
-def test_products_of_layers_are_faster_in_float8() -> None:
+def test_products_of_layers_are_faster_in_float8():
     bf16, fp8 = (told(Placement(compile=True), precision=name) for name in ("bf16", "fp8"))
     works = [
         forecasts().measured(replace(Workload(), precision=p)).layer(0, 1) for p in ("bf16", "fp8")
@@ -234,7 +224,7 @@ def test_products_of_layers_are_faster_in_float8() -> None:
     assert fp8.device_bytes == bf16.device_bytes and fp8.host_bytes == bf16.host_bytes
 
 
-def test_products_of_experts_count_in_fp32_and_in_bf16() -> None:
+def test_products_of_experts_count_in_fp32_and_in_bf16():
     """torch tells the shapes of bf16 ones alone, and their FLOPs not at all."""
     model, config, rows = ForecastCache(experts_spec()), experts_config(), 4
     for precision in ("fp32", "bf16"):
@@ -245,7 +235,7 @@ def test_products_of_experts_count_in_fp32_and_in_bf16() -> None:
         assert work.backward.product_flops == 2 * work.forward.product_flops
 
 
-def test_of_experts_those_that_a_token_chooses_compute_with_it() -> None:
+def test_of_experts_those_that_a_token_chooses_compute_with_it():
     model, config = Model.trained(experts_spec(), AdamW()), experts_config()
     every = sum(layout.num_parameters for layout in model.layouts)
     expert = 3 * config.hidden_size * config.intermediate_size
@@ -255,7 +245,7 @@ def test_of_experts_those_that_a_token_chooses_compute_with_it() -> None:
     assert dense.computing == (sum(layout.num_parameters for layout in dense.layouts),) * 2
 
 
-def test_passes_hold_their_own_graphs_and_all_sums() -> None:
+def test_passes_hold_their_own_graphs_and_all_sums():
     """Graphs of 4 of 6 rows, 4 bytes a parameter, and twice the weights over the bus."""
     one, more = (told(Placement(slots=3, save_activations=6, passes=p)) for p in (1, 2))
     assert more.device_bytes["kept graphs"] == one.device_bytes["kept graphs"] * 4 / 6
@@ -270,7 +260,7 @@ def test_passes_hold_their_own_graphs_and_all_sums() -> None:
     assert more.device_bytes["gradient sums"] == taken <= 4 * numel
 
 
-def test_weights_that_stay_cross_the_bus_once_a_step() -> None:
+def test_weights_that_stay_cross_the_bus_once_a_step():
     """Of the head, then of layers; where none stays, layers cross it four times in two passes."""
     layouts = forecasts().model(Workload()).layouts
     head = sum(t.numel for t in layouts if t.kind is TileKind.HEAD)
@@ -283,7 +273,7 @@ def test_weights_that_stay_cross_the_bus_once_a_step() -> None:
 
 
 @pytest.mark.parametrize(("rows", "passes"), [(64, 4), (61, 4), (7, 3), (30, 7)])
-def test_groups_of_passes_are_those_of_the_step(rows: int, passes: int) -> None:
+def test_groups_of_passes_are_those_of_the_step(rows, passes):
     """What each pass of the groups stands for is what it has of the micro-batches."""
     every = groups(rows, 2, None)
     cut = [len(every) * number // passes for number in range(passes + 1)]
@@ -294,7 +284,7 @@ def test_groups_of_passes_are_those_of_the_step(rows: int, passes: int) -> None:
     assert len(found) <= 8 + passes
 
 
-def test_resident_tiles_are_not_updated_by_the_host() -> None:
+def test_resident_tiles_are_not_updated_by_the_host():
     names = tuple(t.name for t in forecasts().model(Workload()).layouts if t.name != "unused")
     everything = told(Placement(resident=names))
     numel = sum(t.numel for t in forecasts().model(Workload()).layouts)
@@ -302,7 +292,7 @@ def test_resident_tiles_are_not_updated_by_the_host() -> None:
     assert everything.device_bytes["resident tiles"] == pytest.approx(14 * numel, rel=0.01)
 
 
-def test_a_disk_that_binds_is_read_and_written_all_the_time() -> None:
+def test_a_disk_that_binds_is_read_and_written_all_the_time():
     """Only the first piece is read, and the last one written, while nothing goes the other way."""
     slow = replace(small_machine(), disk_read_gbps=0.02, disk_write_gbps=0.03)
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
@@ -320,7 +310,7 @@ def test_a_disk_that_binds_is_read_and_written_all_the_time() -> None:
     assert told(Placement()).bounds["disk in"] == 0
 
 
-def test_weights_on_a_disk_are_read_in_both_sweeps_of_each_pass() -> None:
+def test_weights_on_a_disk_are_read_in_both_sweeps_of_each_pass():
     slow = replace(small_machine(), disk_read_gbps=0.02, disk_write_gbps=0.03)
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
     placement = Placement(disk_weights=8, passes=2)
@@ -336,7 +326,7 @@ def test_weights_on_a_disk_are_read_in_both_sweeps_of_each_pass() -> None:
 
 
 @cache
-def measured_step(name: str) -> Prediction:
+def measured_step(name):
     """A recorded step, by the same rates each, within its limit of device memory."""
     result = json.loads((RESULTS / f"step-{name}-h200.json").read_text(encoding="utf-8"))
     limit = {"device_memory_bytes": result["memory"]["device_total_bytes"]}
@@ -344,12 +334,12 @@ def measured_step(name: str) -> Prediction:
 
 
 @pytest.mark.parametrize("name", few(["3b-8x1024-12gib", "3b-96x1024", "7b-96x1024"]))
-def test_recorded_steps_are_foretold(name: str) -> None:
+def test_recorded_steps_are_foretold(name):
     seconds, device, host = measured_step(name).errors()
     assert abs(seconds) < 0.1 and abs(device) < 0.03 and abs(host) < 0.03
 
 
-def test_the_breakdown_of_a_recorded_step_is_foretold() -> None:
+def test_the_breakdown_of_a_recorded_step_is_foretold():
     prediction = measured_step("7b-96x1024")
     was = prediction.result["breakdown"]["work"]
     now = prediction.forecast.breakdown.as_dict()["work"]
@@ -361,7 +351,7 @@ def test_the_breakdown_of_a_recorded_step_is_foretold() -> None:
 @pytest.mark.parametrize(
     "name", few(["1.5b-32x1024", "3b-8x1024-12gib", "7b-16x1024-10gib", "7b-16x1024-24gib"], 1, 2)
 )
-def test_device_memory_in_use_is_foretold(name: str) -> None:
+def test_device_memory_in_use_is_foretold(name):
     """To less than the 64 MiB that cuBLAS has as workspaces, one for each of two threads."""
     prediction = measured_step(name)
     parts = prediction.forecast.device_bytes
@@ -372,7 +362,7 @@ def test_device_memory_in_use_is_foretold(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", few(["3b-96x1024", "7b-16x1024-10gib", "32b-64x1024-24gib"], 0, 1))
-def test_what_torch_holds_besides_is_foretold(name: str) -> None:
+def test_what_torch_holds_besides_is_foretold(name):
     """Freed memory as well, where there is room: 32B has none for its 1.8 GiB."""
     prediction = measured_step(name)
     told = prediction.forecast
@@ -381,7 +371,7 @@ def test_what_torch_holds_besides_is_foretold(name: str) -> None:
     assert told.device_peak_bytes < told.device_held_bytes <= told.machine.device_memory_bytes
 
 
-def test_tiles_and_optimizer_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_and_optimizer_are_made_once(monkeypatch):
     made = []
     layouts = engine_setup.tile_layouts
     monkeypatch.setattr(engine_setup, "tile_layouts", lambda *a: made.append(a) or layouts(*a))
@@ -393,7 +383,7 @@ def test_tiles_and_optimizer_are_made_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(made) == 1
 
 
-def test_weights_on_their_way_count_where_little_follows_them() -> None:
+def test_weights_on_their_way_count_where_little_follows_them():
     """A layer that is drawn takes 4 bytes a value; without clipping little is still to come."""
     config = tiny_config(layers=2)
     config.intermediate_size = 1 << 19  # 403 M parameters a layer
@@ -402,7 +392,7 @@ def test_weights_on_their_way_count_where_little_follows_them() -> None:
     layer = max(sum(p.numel() for p in each.module.parameters()) for each in model.layers)
     machine, measured = small_machine(), Profile(model, torch.bfloat16, 16, compiled=True)
 
-    def process(later: int, *resident: str) -> int:
+    def process(later, *resident):
         placement = Placement(resident=resident)
         return simulate.process_bytes(trainee, machine, placement, measured, later)
 
@@ -415,7 +405,7 @@ def test_weights_on_their_way_count_where_little_follows_them() -> None:
 
 
 @pytest.mark.parametrize("gbps", [1, 64])
-def test_the_second_step_is_like_those_that_follow(gbps: float) -> None:
+def test_the_second_step_is_like_those_that_follow(gbps):
     machine, cache = replace(small_machine(), update_gbps=gbps), ForecastCache(tiny_spec())
     given = machine, Placement(compile=True), Workload(8 * TOKENS, TOKENS), 2
     first, second, third = (cache.of(*given, steps=steps) for steps in (1, 2, 3))
@@ -431,9 +421,7 @@ def test_the_second_step_is_like_those_that_follow(gbps: float) -> None:
     "graphs": {"save_activations": 2, "offload_activations": 2},
     "head": {"max_stream_bytes": 1_700_000},
 })  # fmt: skip
-def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(
-    rows: int, choices: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(rows, choices, monkeypatch):
     placement, workload = Placement(compile=True, **choices), Workload(rows * TOKENS, TOKENS)
     found = []
     model = wide_spec() if "max_stream_bytes" in choices else tiny_spec()

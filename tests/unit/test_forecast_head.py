@@ -10,12 +10,10 @@ from benchmarks.predictions import model_forecasts
 from megatrain import AdamW, Engine, Placement
 from megatrain.autoplace.search import fastest
 from megatrain.base.units import GIB, MIB
-from megatrain.device import Buffer
 from megatrain.forecast import op_counter
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
-from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss, Loss
+from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss
 from megatrain.machine import machine_for
 from tests.parity.cases import Noting
 from tests.sweeps import few
@@ -30,33 +28,33 @@ SPLIT = 1_700_000  # bytes: somewhat more than a layer in bf16
 class Together(JointLoss):
     """Cross entropy, found in two visits of the head."""
 
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+    def joint(self, log_prob_N, targets_N, *given):
         return -log_prob_N.sum()
 
 
 class Keeping(Noting):
     """Knows the memory of all buffers, so that a counter may leave it out."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.kept: list[Tensor] = []
 
-    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+    def empty(self, name, numel, dtype):
         self.kept.append((buffer := super().empty(name, numel, dtype)).data)
         return buffer
 
-    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
+    def host(self, name, numel, dtype, *, pinned):
         self.kept.append((buffer := super().host(name, numel, dtype, pinned=pinned)).data)
         return buffer
 
 
-def drawn(tokens: int, micro: int, rows: int = ROWS) -> list[dict[str, Tensor]]:
+def drawn(tokens, micro, rows=ROWS):
     ids = torch.randint(8192, (rows, tokens), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": part, "labels": part} for part in ids.split(micro)]
 
 
 @pytest.mark.parametrize("tied", few([False, True]))
-def test_memory_of_a_head_in_ranges_is_the_engines(tied: bool) -> None:
+def test_memory_of_a_head_in_ranges_is_the_engines(tied):
     """On the host to the byte; on the device, slots and sums to the byte."""
     placement = Placement(max_stream_bytes=SPLIT, layer_inputs="host", save_activations=1)
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
@@ -77,7 +75,7 @@ def test_memory_of_a_head_in_ranges_is_the_engines(tied: bool) -> None:
     assert found.device_bytes["slots"] == device.taken["slots"] == 2 * 2 * layer
 
 
-def test_a_head_in_ranges_computes_its_logits_twice_and_takes_the_memory_of_one() -> None:
+def test_a_head_in_ranges_computes_its_logits_twice_and_takes_the_memory_of_one():
     """Against the same head as a whole."""
     machine, workload = small_machine(), Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", True)
     forecasts = ForecastCache(wide_spec())
@@ -98,16 +96,14 @@ def test_a_head_in_ranges_computes_its_logits_twice_and_takes_the_memory_of_one(
     assert whole.device_bytes["working set"] > split.device_bytes["working set"] * 1.5
 
 
-def head_seconds(found: Forecast) -> float:
+def head_seconds(found):
     spans = (span for span in found.spans if span.stream == "compute")
     return sum(span.seconds for span in spans if span.name.startswith("head"))
 
 
 @pytest.mark.parametrize(("max_stream_bytes", "again"), [(None, 8192), (SPLIT, 8192 - 2 * 2752)])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_loss_of_all_tokens_computes_logits_once_more(
-    max_stream_bytes: int | None, again: int, compiled: bool
-) -> None:
+def test_a_loss_of_all_tokens_computes_logits_once_more(max_stream_bytes, again, compiled):
     """All of them, or those of the last range of the table's rows."""
     machine, forecasts = replace(small_machine(), device_gbps=1e9), ForecastCache(wide_spec())
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", compiled)
@@ -120,7 +116,7 @@ def test_a_loss_of_all_tokens_computes_logits_once_more(
     assert two - one == pytest.approx(product, rel=0.01)
 
 
-def test_a_loss_of_all_tokens_is_foretold_in_one_pass_without_graphs() -> None:
+def test_a_loss_of_all_tokens_is_foretold_in_one_pass_without_graphs():
     """As the engine takes it, whatever the placement says."""
     workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", True, loss=DPO())
     kept = Placement(slots=3, passes=3, save_activations=2, compile=True)
@@ -146,20 +142,18 @@ def test_a_loss_of_all_tokens_is_foretold_in_one_pass_without_graphs() -> None:
         *(1,),
     ),
 )
-def test_what_a_step_works_with_is_foretold(
-    tokens: int, max_stream_bytes: int | None, boundaries: str, loss: Loss
-) -> None:
+def test_what_a_step_works_with_is_foretold(tokens, max_stream_bytes, boundaries, loss):
     """All device memory at the peak of a real step, but for its long-lived buffers."""
     placement = Placement(
         max_stream_bytes=max_stream_bytes, layer_inputs=boundaries, head_tokens=100
-    )  # type: ignore[arg-type]
+    )
     workload = Workload(4 * tokens, tokens, 2, True, "fp32", False, loss=loss)
     found = ForecastCache(wide_spec()).of(small_machine(), placement, workload, 2)
     told = sum(found.device_bytes.get(p, 0) for p in ("activations", "working set"))
     told += found.device_bytes["layer arguments"]
     options = {"optimizer": AdamW(), "precision": "fp32", "placement": placement}
     step, device = drawn(tokens, 2, rows=4), Keeping()
-    with Engine(wide_config(), device=device, **options) as engine:  # type: ignore[arg-type]
+    with Engine(wide_config(), device=device, **options) as engine:
         engine.step(step, loss)
         with tallied(), op_counter.OpCounter() as counts:
             counts.ignore(device.kept)
@@ -168,7 +162,7 @@ def test_what_a_step_works_with_is_foretold(
 
 
 @pytest.mark.exhaustive
-def test_where_memory_is_short_it_goes_to_larger_pieces() -> None:
+def test_where_memory_is_short_it_goes_to_larger_pieces():
     """0.5B, 16 x 1024 in 1920 MiB: half as many launches are worth two lanes of the host."""
     machine = replace(machine_for("H200", 60 * GIB, 16), device_memory_bytes=1920 * MIB)
     workload = Workload(16 * 1024, 1024, None, True, "bf16", True)

@@ -1,7 +1,6 @@
 """What is foretold of graphs that wait, against what torch's partitioner lets them hold."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,26 +14,24 @@ from megatrain.engine.saved_tensors import OffloadPlan, SavedTensors
 from megatrain.forecast.profile import Profile
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
-from megatrain.model.spec import ModelSpec
-from megatrain.placement import Saves
 from megatrain.source.source import open_source
 from tests.unit.forecast_cases import layer_call
 
 ROWS, TOKENS, WIDTH = 2, 512, 256
 
 
-def partition(joint: Any, inputs: Any, **kwargs: Any) -> Any:
+def partition(joint, inputs, **kwargs):
     """As torch._inductor does it."""
     joint_graph_passes(joint)
     return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **kwargs)
 
 
 @pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+def quickly(monkeypatch):
     """torch.compile partitions graphs as always, but makes no kernels."""
     torch._dynamo.reset()
 
-    def boxed(graph: Any, inputs: Any) -> Any:
+    def boxed(graph, inputs):
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(
@@ -49,7 +46,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 LORA = {"r": 4, "target_modules": "all-linear"}
 
 
-def model_of(intermediate: int, kv_heads: int, adapter: Any) -> ModelSpec:
+def model_of(intermediate, kv_heads, adapter):
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=WIDTH,
@@ -61,7 +58,7 @@ def model_of(intermediate: int, kv_heads: int, adapter: Any) -> ModelSpec:
     return spec(open_source(config, adapter=adapter).model)
 
 
-def held_bytes(model: ModelSpec, saves: Saves) -> int:
+def held_bytes(model, saves):
     """What the compiled graph of a layer saves besides its weights and arguments."""
     program = ModelProgram(model, torch.device("cpu"), torch.float32)
     program.train(True)
@@ -80,20 +77,18 @@ def held_bytes(model: ModelSpec, saves: Saves) -> int:
     ("intermediate", "kv_heads", "saves", "adapter"),
     [(768, 2, "all", LORA), (768, 2, "graph", None), (1408, 1, "graph", None)],
 )
-def test_kept_graphs_hold_what_is_foretold(
-    quickly: None, intermediate: int, kv_heads: int, saves: Saves, adapter: Any
-) -> None:
+def test_kept_graphs_hold_what_is_foretold(quickly, intermediate, kv_heads, saves, adapter):
     model = model_of(intermediate, kv_heads, adapter)
     assert held_bytes(model, saves) == pytest.approx(foretold_bytes(model, saves), rel=0.01)
 
 
-def foretold_bytes(model: ModelSpec, saves: Saves) -> int:
+def foretold_bytes(model, saves):
     work = Profile(model, torch.float32, TOKENS, compiled=True).layer(1, ROWS)
     return (work.keeping if saves == "graph" else work.again).kept_bytes
 
 
 @pytest.mark.exhaustive
-def test_kept_logits_of_eager_attention_are_foretold(quickly: None) -> None:
+def test_kept_logits_of_eager_attention_are_foretold(quickly):
     """gpt-oss puts a sink beside them, and torch neither computes that nor their copy again."""
     config = GptOssConfig(
         vocab_size=64,

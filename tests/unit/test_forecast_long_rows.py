@@ -1,8 +1,6 @@
 """What is foretold of layers in tiles, and of attention that waits, against real layers."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,22 +13,18 @@ from megatrain.engine.head import WholeHead
 from megatrain.engine.modules import Head
 from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast import op_counter
-from megatrain.forecast.layer_work import LayerWork
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.profile_chunks import acts_alone
 from megatrain.forecast.profile_layer import eager_work
-from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.model import token_chunks
 from megatrain.model.capture import Rows
 from megatrain.model.probe import spec
 from megatrain.model.program import MicroBatch, ModelProgram
-from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer, tile_planes
 from megatrain.source.engine_setup import tile_layouts
 from megatrain.source.source import open_source
 from megatrain.store.store import Tile
-from megatrain.tile import TileLayout
 from tests.parity.test_tiles import TAKEN, model_of
 from tests.sweeps import few
 from tests.unit.forecast_cases import small_machine, tiny_config
@@ -39,7 +33,7 @@ from tests.unit.test_forecast import forecasts
 TOKENS, ROWS, WIDTH = 512, 2, 256
 
 
-def tensors(values: Any) -> list[Tensor]:
+def tensors(values):
     """As the counter finds them, but those with data."""
     if isinstance(values, Tensor):
         return [values]
@@ -48,7 +42,7 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def tallied() -> Iterator[None]:
+def tallied():
     """Tallies count real tensors, also in the forward of tiles."""
     with pytest.MonkeyPatch.context() as patch, torch.enable_grad():
         patch.setattr(op_counter, "tensors", tensors)
@@ -56,7 +50,7 @@ def tallied() -> Iterator[None]:
         yield
 
 
-def real_work(chunk_tokens: int | None) -> LayerWork:
+def real_work(chunk_tokens):
     """A layer run on the CPU, under a counter."""
     model = spec(open_source(tiny_config()).model)
     program, layer = ModelProgram(model, torch.device("cpu"), torch.float32), model.layers[1]
@@ -80,7 +74,7 @@ def real_work(chunk_tokens: int | None) -> LayerWork:
 
 
 @pytest.mark.parametrize("chunk_tokens", few([None, 64, 256], 1))
-def test_memory_of_a_layer_is_that_of_a_real_one(chunk_tokens: int | None) -> None:
+def test_memory_of_a_layer_is_that_of_a_real_one(chunk_tokens):
     real = real_work(chunk_tokens)
     model = spec(open_source(tiny_config()).model)
     found = Profile(model, torch.float32, TOKENS, compiled=False, chunk_tokens=chunk_tokens)
@@ -92,13 +86,13 @@ def test_memory_of_a_layer_is_that_of_a_real_one(chunk_tokens: int | None) -> No
     assert told.backward.product_flops == real.backward.product_flops
 
 
-def head_layout(model: ModelSpec) -> TileLayout:
+def head_layout(model):
     optimizer = StreamedOptimizer(AdamW(), model.capture.model)
     layouts = tile_layouts(model, optimizer.group_of())
     return next(layout for layout in layouts if layout.name == "head")
 
 
-def real_head_bytes(head_tokens: int) -> int:
+def real_head_bytes(head_tokens):
     """At the peak of a head run on the CPU, under a counter."""
     model = spec(open_source(tiny_config()).model)
     program, layout = ModelProgram(model, torch.device("cpu"), torch.float32), head_layout(model)
@@ -123,7 +117,7 @@ def real_head_bytes(head_tokens: int) -> int:
 
 
 @pytest.mark.parametrize("head_tokens", few([64, 100, ROWS * TOKENS], 1))
-def test_memory_of_a_head_is_that_of_a_real_one(head_tokens: int) -> None:
+def test_memory_of_a_head_is_that_of_a_real_one(head_tokens):
     model = spec(open_source(tiny_config()).model)
     found = Profile(model, torch.float32, TOKENS, compiled=False)
     for visit in range(len(model.layers)):
@@ -134,7 +128,7 @@ def test_memory_of_a_head_is_that_of_a_real_one(head_tokens: int) -> None:
     assert not any("forward" in vars(part) for _, part in found.program.rest)
 
 
-def test_a_final_norm_takes_the_memory_of_a_few_tokens() -> None:
+def test_a_final_norm_takes_the_memory_of_a_few_tokens():
     """Beside it are its result, and the gradients of that and of its input."""
     model = spec(open_source(tiny_config()).model)
     found = Profile(model, torch.bfloat16, 4096, compiled=True, chunk_tokens=256)
@@ -147,7 +141,7 @@ def test_a_final_norm_takes_the_memory_of_a_few_tokens() -> None:
 
 
 @pytest.mark.parametrize("family", TAKEN)
-def test_parts_that_run_in_tiles_are_known_without_weights(family: str) -> None:
+def test_parts_that_run_in_tiles_are_known_without_weights(family):
     source = open_source(model_of(family)).model
     found = set()
     for layer in spec(source).layers:
@@ -158,14 +152,14 @@ def test_parts_that_run_in_tiles_are_known_without_weights(family: str) -> None:
     assert found == TAKEN[family]
 
 
-def long(save_attention: Literal["none", "device", "host"]) -> Forecast:
+def long(save_attention):
     """6 rows of 32 tokens, in tiles of 16."""
     placement = Placement(chunk_tokens=16, layer_inputs="host", save_attention=save_attention)
     workload = Workload(6 * 32, 32, None, True, "bf16", False)
     return forecasts().of(small_machine(), placement, workload, 6)
 
 
-def test_attention_that_waits_is_not_computed_again() -> None:
+def test_attention_that_waits_is_not_computed_again():
     none, device, host = long("none"), long("device"), long("host")
     # 6 layers, 6 rows, 4 heads: half of two products of [32, 64] with [64, 32], at 1 TFLOPS.
     attention = 6 * 6 * 4 * 2 * 32 * 32 * 64 / 1e12
@@ -179,7 +173,7 @@ def test_attention_that_waits_is_not_computed_again() -> None:
     assert host.device_bytes["lanes of the host"] > device.device_bytes["lanes of the host"]
 
 
-def test_tiles_save_memory_and_cost_time() -> None:
+def test_tiles_save_memory_and_cost_time():
     model = spec(open_source(tiny_config()).model)
     whole, cut = (
         Profile(model, torch.bfloat16, 4096, compiled=False, chunk_tokens=n).layer(0, 1)

@@ -13,9 +13,8 @@ from megatrain.device import disk
 from megatrain.device.base import DISK_STREAMS, GATHER, HOSTS, REDUCE
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Generation, Workload
-from megatrain.machine import NETWORK_GBPS, Machine
+from megatrain.machine import NETWORK_GBPS
 from megatrain.placement import Placement
 from megatrain.tile import TileKind
 from tests.unit.forecast_cases import small_machine, tiny_spec, wide_spec
@@ -26,17 +25,17 @@ SHARED = WHOLE.shared(RANKS)
 FORECASTS = ForecastCache(tiny_spec())
 
 
-def told(workload: Workload, machine: Machine, **placement: object) -> Forecast:
-    return FORECASTS.of(machine, Placement(slots=3, **placement), workload, 4)  # type: ignore[arg-type]
+def told(workload, machine, **placement):
+    return FORECASTS.of(machine, Placement(slots=3, **placement), workload, 4)
 
 
-def seconds(found: Forecast, stream: str) -> float:
+def seconds(found, stream):
     """Of layers and head; a table's rows apart."""
     spans = [s for s in found.spans if s.stream == stream and "embed" not in s.name]
     return sum(span.seconds for span in spans)
 
 
-def test_shards_cross_the_bus_and_the_rest_the_link() -> None:
+def test_shards_cross_the_bus_and_the_rest_the_link():
     alone = told(WHOLE, small_machine())
     part = WHOLE.shared(RANKS)
     machine = small_machine().shared(RANKS, link_gbps=8.0)
@@ -58,7 +57,7 @@ def test_shards_cross_the_bus_and_the_rest_the_link() -> None:
 
 
 @pytest.mark.exhaustive
-def test_planes_on_a_disk_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planes_on_a_disk_are_shared(monkeypatch):
     """Each rank moves its blocks at its share of the rate, and is given its share of the space."""
     monkeypatch.setattr(disk, "PIECE", 4096)
     choices = {"disk_moments": 8, "disk_remainder": 4, "disk_weights": 6}
@@ -81,7 +80,7 @@ def test_planes_on_a_disk_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen.disk_moments > 0
 
 
-def test_matrices_of_ranks_are_gathered_to_be_directed() -> None:
+def test_matrices_of_ranks_are_gathered_to_be_directed():
     """4 bytes a parameter of a layer; a rank takes the products of its own matrices."""
     both = [replace(each, rule=Muon()) for each in (WHOLE, SHARED)]
     machine = small_machine().shared(RANKS, link_gbps=8.0)
@@ -99,7 +98,7 @@ def test_matrices_of_ranks_are_gathered_to_be_directed() -> None:
     assert directing[0] / RANKS < directing[1] < 2.5 * directing[0] / RANKS
 
 
-def test_what_rests_on_the_device_is_counted_as_the_engine_cuts_it() -> None:
+def test_what_rests_on_the_device_is_counted_as_the_engine_cuts_it():
     part = WHOLE.shared(RANKS)
     first = FirstTiles(FORECASTS.model(part).layouts, part, Placement())
     count = len(first.tiles)
@@ -111,7 +110,7 @@ def test_what_rests_on_the_device_is_counted_as_the_engine_cuts_it() -> None:
     )
 
 
-def test_slices_are_gathered_and_summed_as_a_whole() -> None:
+def test_slices_are_gathered_and_summed_as_a_whole():
     """Of ranges of the head's rows a rank has any part: twice as much crosses the link."""
     forecasts, machine = ForecastCache(wide_spec()), small_machine().shared(RANKS, link_gbps=8.0)
     slice_bytes = Candidates(forecasts, SHARED).slice_bytes
@@ -131,7 +130,7 @@ def test_slices_are_gathered_and_summed_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("rows", [None, 8])
-def test_each_rank_keeps_keys_and_values_of_its_own_replies(rows: int | None) -> None:
+def test_each_rank_keeps_keys_and_values_of_its_own_replies(rows):
     """Of all of a step of 32, or of those that all ranks make at once."""
     replied, asked = replace(WHOLE, generation=Generation(16, rows)), rows or WHOLE.rows
     with mock.patch("megatrain.forecast.cache.generation_bytes", return_value=0) as counted:
@@ -141,7 +140,7 @@ def test_each_rank_keeps_keys_and_values_of_its_own_replies(rows: int | None) ->
     assert [call.args[2] for call in counted.call_args_list] == [asked, asked // RANKS]
 
 
-def test_each_rank_keeps_a_part_of_the_reference_model() -> None:
+def test_each_rank_keeps_a_part_of_the_reference_model():
     replied = replace(WHOLE, generation=Generation(None, reference=True))
     alone, part = (
         told(each, small_machine()).host_bytes["host_reference_model_bytes"]
@@ -154,7 +153,7 @@ def test_each_rank_keeps_a_part_of_the_reference_model() -> None:
 HOSTS_N = 8
 
 
-def test_every_rank_has_the_rows_that_ranks_of_other_hosts_need() -> None:
+def test_every_rank_has_the_rows_that_ranks_of_other_hosts_need():
     """As much memory for them as where one host's ranks have all of the step's tokens."""
     forecasts, placement = ForecastCache(wide_spec()), Placement(slots=3)
     step = replace(WHOLE, tokens_per_step=2 * HOSTS_N * 64)
@@ -177,7 +176,7 @@ def test_every_rank_has_the_rows_that_ranks_of_other_hosts_need() -> None:
         assert of_many - not_counted == pytest.approx(more, abs=8192)
 
 
-def test_sums_between_hosts_take_the_network_and_are_waited_for() -> None:
+def test_sums_between_hosts_take_the_network_and_are_waited_for():
     machine = small_machine().shared(RANKS, 8.0, network_gbps=1.0)
     part, one_host = WHOLE.shared(RANKS, HOSTS_N), replace(WHOLE.shared(RANKS, HOSTS_N), hosts=1)
     found, alone = told(part, machine), told(one_host, machine)
@@ -198,7 +197,7 @@ def test_sums_between_hosts_take_the_network_and_are_waited_for() -> None:
     assert seconds(single, HOSTS) == pytest.approx(4 * summed / 1e9, rel=0.01)
 
 
-def test_a_reference_is_shared_by_the_ranks_of_all_hosts() -> None:
+def test_a_reference_is_shared_by_the_ranks_of_all_hosts():
     replied = replace(WHOLE, generation=Generation(16, 32, reference=True))
     one, two = (
         told(each, small_machine()).host_bytes["host_reference_model_bytes"]

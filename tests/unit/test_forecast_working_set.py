@@ -2,17 +2,14 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import GptOssConfig, Qwen2Config
 
-from megatrain.forecast.layer_work import LayerWork
 from megatrain.forecast.profile import Profile
 from megatrain.model.probe import spec
-from megatrain.placement import Saves
 from megatrain.source.source import open_source
 from tests.unit.forecast_cases import layer_call
 
@@ -21,7 +18,7 @@ UNIT = ROWS * TOKENS * MLP * 2  # bytes of an activation inside the MLP
 
 
 @pytest.fixture(scope="module")
-def measured() -> Profile:
+def measured():
     config = Qwen2Config(
         hidden_size=WIDTH,
         intermediate_size=MLP,
@@ -35,7 +32,7 @@ def measured() -> Profile:
     return Profile(spec(open_source(config).model), torch.bfloat16, TOKENS, compiled=True)
 
 
-def peak_of(work: LayerWork, saves: Saves | None) -> int:
+def peak_of(work, saves):
     """From the start of the forward to the end of the backward."""
     if saves is None:
         return max(work.again.peak_bytes, work.backward.peak_bytes)
@@ -45,7 +42,7 @@ def peak_of(work: LayerWork, saves: Saves | None) -> int:
     return max(work.forward.peak_bytes, work.repeating.peak_bytes)
 
 
-def test_an_mlp_s_three_results_are_alive_with_what_they_are_computed_from(measured: Profile):
+def test_an_mlp_s_three_results_are_alive_with_what_they_are_computed_from(measured):
     """As the test below saw the compiled code do it (torch 2.13)."""
     work = measured.layer(0, ROWS)
     peaks = [peak_of(work, saves) / UNIT for saves in ("nothing", "graph", None)]
@@ -55,14 +52,12 @@ def test_an_mlp_s_three_results_are_alive_with_what_they_are_computed_from(measu
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("saves", ["nothing", "graph", None])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
-def test_compiled_code_works_with_what_is_foretold(
-    measured: Profile, saves: Saves | None, tmp_path: Path
-) -> None:
+def test_compiled_code_works_with_what_is_foretold(measured, saves, tmp_path):
     torch._dynamo.reset()
     measured.program.compile()
     _, weights, micro, values = layer_call(measured.program, 0, (ROWS, TOKENS))
 
-    def step() -> None:
+    def step():
         made = list(measured.program.layer(0, weights, micro, values, saves).values())
         leaves = [*values.values(), *weights.values()]
         torch.autograd.grad(made, leaves, [torch.randn_like(value) for value in made])
@@ -73,7 +68,7 @@ def test_compiled_code_works_with_what_is_foretold(
     assert taken - ends == pytest.approx(peak_of(measured.layer(0, ROWS), saves), rel=0.005)
 
 
-def test_eager_attention_works_with_what_is_foretold(tmp_path: Path) -> None:
+def test_eager_attention_works_with_what_is_foretold(tmp_path):
     """Logits beside a sink, their softmax, and the product that its backward writes out."""
     config = GptOssConfig(
         hidden_size=64,
@@ -88,7 +83,7 @@ def test_eager_attention_works_with_what_is_foretold(tmp_path: Path) -> None:
     eager = Profile(spec(open_source(config).model), torch.bfloat16, TOKENS, compiled=False)
     _, weights, micro, values = layer_call(eager.program, 1, (ROWS, TOKENS))
 
-    def step() -> None:
+    def step():
         made = list(eager.program.layer(1, weights, micro, values).values())
         torch.autograd.grad(made, [*values.values(), *weights.values()], values.values())
 
@@ -96,7 +91,7 @@ def test_eager_attention_works_with_what_is_foretold(tmp_path: Path) -> None:
     assert taken - ends == pytest.approx(peak_of(eager.layer(1, ROWS), None), rel=0.03)
 
 
-def _peak_bytes(run, trace: Path) -> int:  # type: ignore[no-untyped-def]
+def _peak_bytes(run, trace):
     """The most that was allocated at a time while `run` ran, over what was before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()

@@ -55,7 +55,7 @@ NO_KEYS = {"dataset_info", "columns", "tags", "formatting", "zero_to_fp32", "cpu
            "MixedPrecisionPolicy"}  # fmt: skip
 
 
-def named() -> dict[str, str]:
+def named():
     """Each key of another trainer in the document, and what stands beside it."""
     rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", DOCUMENT.read_text(encoding="utf-8"), re.M)
     keys = {n: here for there, here in rows for n in re.findall(r"`(\w+)[^`]*`", there)}

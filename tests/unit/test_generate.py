@@ -13,7 +13,7 @@ from megatrain.generate import Sampling
 from megatrain.train.data import run_ends
 
 
-def told(sampling: Sampling, **own) -> GenerationConfig:
+def told(sampling, **own):
     return sampling.settings(GenerationConfig(**own), room=7, stops={2}, pad=0, cached=True)
 
 

@@ -8,7 +8,7 @@ from megatrain.model.capture import Ref
 REF = Ref(0, 0)
 
 
-def test_views_of_weights_inputs_and_results_are_found_in_other_places() -> None:
+def test_views_of_weights_inputs_and_results_are_found_in_other_places():
     weights, whole = torch.arange(64.0), torch.randn(4, 6)
     entering = whole[1:3]  # of something larger
     leaving = OffloadPlan()
@@ -32,7 +32,7 @@ def test_views_of_weights_inputs_and_results_are_found_in_other_places() -> None
     assert held._unpack(packed[0]).stride() == (1, 4)
 
 
-def test_other_arguments_stay_where_they_are() -> None:
+def test_other_arguments_stay_where_they_are():
     table, made = torch.randn(3), torch.randn(3)
     held = SavedTensors(torch.zeros(1), {}, [table, "no tensor"], OffloadPlan())
     assert held._unpack(held._pack(table)).data_ptr() == table.data_ptr()

@@ -7,7 +7,7 @@ from megatrain.device.host_mappings import host_range
 from tests.forks import forked
 
 
-def flags_of(address: int) -> set[str]:
+def flags_of(address):
     """What the kernel notes of the mapping that an address lies in."""
     inside = False
     with open("/proc/self/smaps", encoding="ascii") as lines:
@@ -21,14 +21,14 @@ def flags_of(address: int) -> set[str]:
     raise AssertionError(f"{address:x} is not mapped")
 
 
-def test_planes_ask_for_huge_pages_and_stay_with_their_process() -> None:
+def test_planes_ask_for_huge_pages_and_stay_with_their_process():
     planes = host_range("planes", MIB, torch.uint8)
     flags = flags_of(planes.data_ptr())
     assert "hg" in flags
     assert "sh" not in flags  # shared memory has small pages, whatever is asked for
     planes.fill_(1)
 
-    def child() -> None:
+    def child():
         # Its address is taken, so that a child that drops the planes unmaps nothing else.
         assert flags_of(planes.data_ptr()) and not planes.any()
 

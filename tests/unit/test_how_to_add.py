@@ -22,7 +22,7 @@ KNOWN = {each.__name__: each for each in (CpuDevice, Loss, Rule, Sequence, datac
 
 
 @pytest.fixture(scope="module")
-def shown() -> dict[str, Any]:
+def shown():
     section = DOCUMENT.read_text(encoding="utf-8").split("\n## How to add\n")[1].split("\n## ")[0]
     names: dict[str, Any] = {"NO_DECAY": NO_DECAY, **KNOWN}
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
@@ -32,7 +32,7 @@ def shown() -> dict[str, Any]:
     return names
 
 
-def test_the_rule_moves_every_weight_by_its_rate(shown: dict[str, Any]) -> None:
+def test_the_rule_moves_every_weight_by_its_rate(shown):
     model = llama()
     before = {name: value.clone() for name, value in parameters(model).items()}
     options = {"optimizer": shown["SignSGD"](lr=1e-3), "precision": "fp32", "device": "cpu"}
@@ -44,7 +44,7 @@ def test_the_rule_moves_every_weight_by_its_rate(shown: dict[str, Any]) -> None:
     torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), rtol=0, atol=1e-6)
 
 
-def test_the_loss_counts_likely_labels_less(shown: dict[str, Any]) -> None:
+def test_the_loss_counts_likely_labels_less(shown):
     with make_engine(llama()) as engine:
         plain = engine.evaluate(STEP)
         assert engine.evaluate(STEP, shown["FocalLoss"](0.0)) == pytest.approx(plain, rel=1e-6)
@@ -53,7 +53,7 @@ def test_the_loss_counts_likely_labels_less(shown: dict[str, Any]) -> None:
         assert engine.step(STEP, shown["FocalLoss"](100.0)).loss == pytest.approx(less, rel=1e-6)
 
 
-def test_the_device_counts_weights_and_gradients(shown: dict[str, Any]) -> None:
+def test_the_device_counts_weights_and_gradients(shown):
     device = shown["CountingDevice"]()
     with make_engine(llama(), device=device) as engine:
         engine.step(STEP)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megatrain.model import init
 from megatrain.model.probe import spec
-from megatrain.model.spec import ModelSpec
 from megatrain.source.source import open_source
 from tests.families.tiny import tiny_config
 from tests.unit.forecast_cases import tiny_config as llama_config
@@ -17,9 +16,7 @@ from tests.unit.forecast_cases import tiny_spec
 PIECE = 4096
 
 
-def drawn(
-    model: ModelSpec, *, threads: int = 2, seed: int = 3, alike: bool = False
-) -> dict[str, Tensor]:
+def drawn(model, *, threads=2, seed=3, alike=False):
     values: dict[str, Tensor] = {}
     with torch.random.fork_rng(devices=[]):
         init.initialise(
@@ -33,19 +30,19 @@ def drawn(
 
 
 @pytest.fixture
-def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def pieces(monkeypatch):
     monkeypatch.setattr(init, "_PIECE", PIECE)
 
 
 @pytest.mark.usefixtures("pieces")
-def test_the_number_of_threads_changes_no_value() -> None:
+def test_the_number_of_threads_changes_no_value():
     one, many = drawn(tiny_spec(), threads=1), drawn(tiny_spec(), threads=5)
     assert one.keys() == many.keys()
     assert all(torch.equal(one[name], many[name]) for name in one)
 
 
 @pytest.mark.usefixtures("pieces")
-def test_no_piece_is_drawn_twice_and_all_have_the_class_s_spread() -> None:
+def test_no_piece_is_drawn_twice_and_all_have_the_class_s_spread():
     values = drawn(tiny_spec())
     large = [v.flatten() for v in values.values() if v.numel() > PIECE]
     cut = [piece[:PIECE] for flat in large for piece in flat.split(PIECE)]
@@ -57,7 +54,7 @@ def test_no_piece_is_drawn_twice_and_all_have_the_class_s_spread() -> None:
     assert float(followed.abs().max()) < 6 * spread**2 * PIECE**0.5  # unlike their neighbours
 
 
-def test_what_is_small_is_drawn_as_torch_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_small_is_drawn_as_torch_draws_it(monkeypatch):
     """The size of a piece matters only to what is larger."""
     whole = drawn(tiny_spec())
     monkeypatch.setattr(init, "_PIECE", 256 * 256)
@@ -69,7 +66,7 @@ def test_what_is_small_is_drawn_as_torch_draws_it(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("pieces")
-def test_the_seed_changes_every_piece() -> None:
+def test_the_seed_changes_every_piece():
     one, other = drawn(tiny_spec(), seed=3), drawn(tiny_spec(), seed=4)
     for name, values in one.items():
         if "norm" not in name:
@@ -77,9 +74,7 @@ def test_the_seed_changes_every_piece() -> None:
 
 
 @pytest.mark.parametrize(("family", "some"), [("llama", True), ("jamba", False)])
-def test_layers_that_are_alike_are_drawn_once_where_that_is_asked_for(
-    family: str, some: bool
-) -> None:
+def test_layers_that_are_alike_are_drawn_once_where_that_is_asked_for(family, some):
     """Layers of jamba differ from the one before them, in attention or in experts."""
     model = spec(open_source(tiny_config(family)).model)
     usual, values = drawn(model), drawn(model, alike=True)
@@ -94,12 +89,12 @@ def test_layers_that_are_alike_are_drawn_once_where_that_is_asked_for(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mamba2", "qwen3_moe"])
-def test_so_much_is_drawn_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_much_is_drawn_at_once(family, monkeypatch):
     model = spec(open_source(tiny_config(family)).model)
     most = 0
     draw = init._draw
 
-    def noted(part: list, owners: init.Owners) -> None:
+    def noted(part, owners):
         nonlocal most
         draw(part, owners)
         most = max(most, sum(p.numel() for m in part for p in m.parameters(recurse=False)))

@@ -1,7 +1,6 @@
 """A streamed Trainer is the plain one: losses, norms, rates, evaluations, weights, and a resume."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,7 +37,7 @@ from tests.unit.trainer_cases import (
 )
 
 
-def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path: Path) -> None:
+def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path):
     """16 rows in micro-batches of 2, 3 of them a step: the last step of an epoch has 2."""
     made = []
     for kind in (Trainer, Streamed):
@@ -52,11 +51,11 @@ def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path: Path) -> None
 class WithoutKwargs(LlamaForCausalLM):
     """A model that a Trainer cannot tell how many labels a step has."""
 
-    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:
+    def forward(self, input_ids, attention_mask=None, labels=None):
         return super().forward(input_ids, attention_mask, labels=labels, use_cache=False)
 
 
-def without_kwargs() -> Any:
+def without_kwargs():
     made = WithoutKwargs(llama().config)
     made.load_state_dict(llama().state_dict())
     return made
@@ -65,7 +64,7 @@ def without_kwargs() -> Any:
 class Stream(IterableDataset):
     """Rows without a length: a step at their end is short, and goes on with the next epoch's."""
 
-    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+    def __iter__(self):
         return iter(rows(9))
 
 
@@ -75,7 +74,7 @@ class Unsaved(Streamed):
     engine_options: ClassVar[dict[str, Any]] = {"saveable": False}
 
 
-def losses_and_norms(kind: Any, model: Any, data: Any, folder: Path, **also: Any) -> list[Any]:
+def losses_and_norms(kind, model, data, folder, **also):
     made = kind(
         model,
         arguments(folder, eval_strategy="no", save_strategy="no"),
@@ -99,9 +98,7 @@ def losses_and_norms(kind: Any, model: Any, data: Any, folder: Path, **also: Any
     ),
     ids=["means", "means and short steps", "means of a stream", "stream"],
 )
-def test_uneven_micro_batches_count_as_a_plain_trainer_counts_them(
-    tmp_path: Path, make: Any, data: Any
-) -> None:
+def test_uneven_micro_batches_count_as_a_plain_trainer_counts_them(tmp_path, make, data):
     """The last micro-batch has one row."""
     wanted, got = (losses_and_norms(kind, make(), data, tmp_path) for kind in (Trainer, Unsaved))
     assert len(wanted) == 5
@@ -110,7 +107,7 @@ def test_uneven_micro_batches_count_as_a_plain_trainer_counts_them(
     )
 
 
-def test_what_is_no_tensor_in_a_batch_is_honoured_or_refused(tmp_path: Path) -> None:
+def test_what_is_no_tensor_in_a_batch_is_honoured_or_refused(tmp_path):
     wanted, got = (
         losses_and_norms(kind, llama(), rows(4), tmp_path, use_cache=False, logits_to_keep=0)
         for kind in (Trainer, Unsaved)
@@ -121,13 +118,13 @@ def test_what_is_no_tensor_in_a_batch_is_honoured_or_refused(tmp_path: Path) -> 
             losses_and_norms(Unsaved, llama(), rows(4), tmp_path, **{name: value})
 
 
-def test_a_micro_batch_without_labels_is_named_where_its_mean_is_taken(tmp_path: Path) -> None:
+def test_a_micro_batch_without_labels_is_named_where_its_mean_is_taken(tmp_path):
     data = [{**row, "labels": [-100] * len(row["labels"])} for row in rows(2)]
     with pytest.raises(InputError, match="micro-batch [012] of this step has no label"):
         losses_and_norms(Unsaved, without_kwargs(), rows(4) + data, tmp_path)
 
 
-def test_a_streamed_trainer_goes_on_exactly(tmp_path: Path) -> None:
+def test_a_streamed_trainer_goes_on_exactly(tmp_path):
     whole = trainer(Streamed, tmp_path / "whole")
     whole.train()
     parted = trainer(Streamed, tmp_path / "parted")
@@ -141,7 +138,7 @@ def test_a_streamed_trainer_goes_on_exactly(tmp_path: Path) -> None:
     assert sum("loss" in entry for entry in lines(whole)) == 5
 
 
-def test_options_of_the_engine_are_heeded_on_resume(tmp_path: Path) -> None:
+def test_options_of_the_engine_are_heeded_on_resume(tmp_path):
     trainer(Streamed, tmp_path, options={"callbacks": [Stop()]}).train()
     placed = type("Placed", (Streamed,), {"engine_options": {"placement": Placement(slots=3)}})
     again = trainer(placed, tmp_path)
@@ -149,15 +146,15 @@ def test_options_of_the_engine_are_heeded_on_resume(tmp_path: Path) -> None:
     assert again.engine.placement.slots == 3
 
 
-def test_a_run_does_not_go_on_in_another_precision(tmp_path: Path) -> None:
+def test_a_run_does_not_go_on_in_another_precision(tmp_path):
     trainer(Streamed, tmp_path, options={"callbacks": [Stop()]}).train()
     with pytest.raises(InputError, match="precision is 'bf16', but .* was trained in 'fp32'"):
         trainer(Streamed, tmp_path, bf16=True).train(resume_from_checkpoint=True)
 
 
-def test_a_step_that_is_broken_off_is_not_part_of_the_next_run(tmp_path: Path) -> None:
+def test_a_step_that_is_broken_off_is_not_part_of_the_next_run(tmp_path):
     class Stop(TrainerCallback):
-        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_substep_end(self, args, state, control, **_):
             control.should_training_stop = True
 
     few = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
@@ -168,7 +165,7 @@ def test_a_step_that_is_broken_off_is_not_part_of_the_next_run(tmp_path: Path) -
     assert stopped.train().training_loss == fresh.train().training_loss
 
 
-def test_the_best_state_is_loaded(tmp_path: Path) -> None:
+def test_the_best_state_is_loaded(tmp_path):
     best = trainer(
         Streamed, tmp_path / "best", load_best_model_at_end=True, greater_is_better=True,
         metric_for_best_model="eval_loss",
@@ -205,14 +202,12 @@ class Precise(StreamedTrainer, Trainer):
         (Streamed, {}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers"),
     ],
 )
-def test_what_cannot_be_right_is_refused_by_name(
-    tmp_path: Path, kind: Any, changes: Any, options: Any, message: str
-) -> None:
+def test_what_cannot_be_right_is_refused_by_name(tmp_path, kind, changes, options, message):
     with pytest.raises(InputError, match=message):
         trainer(kind, tmp_path, options=options, **changes)
 
 
-def test_the_tokenizer_of_a_collator_is_saved(tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_collator_is_saved(tmp_path):
     collator = DataCollatorForSeq2Seq(chat_tokenizer("qwen"))
     args = arguments(tmp_path, eval_strategy="no")
     made = Streamed(llama(), args, train_dataset=rows(4), data_collator=collator)
@@ -220,13 +215,13 @@ def test_the_tokenizer_of_a_collator_is_saved(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "tokenizer.json").exists()
 
 
-def test_a_model_with_another_head_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_another_head_is_refused(tmp_path):
     model = LlamaForSequenceClassification(llama(num_labels=1).config)
     with pytest.raises(InputError, match="a LlamaForSequenceClassification: .* RewardTrainer"):
         Streamed(model, arguments(tmp_path), train_dataset=rows(4))
 
 
-def test_a_tokenizer_that_would_end_the_process_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_would_end_the_process_is_refused(tmp_path):
     """Where a model is named, and its tokenizer is not given."""
     trl = pytest.importorskip("trl")
     llama().save_pretrained(tmp_path)
@@ -239,7 +234,7 @@ def test_a_tokenizer_that_would_end_the_process_is_refused(tmp_path: Path) -> No
         mixed(trl.SFTTrainer)(str(tmp_path), args, train_dataset=rows(4))
 
 
-def test_a_new_head_is_drawn_by_the_seed(tmp_path: Path) -> None:
+def test_a_new_head_is_drawn_by_the_seed(tmp_path):
     """As RewardTrainer draws that of a model which is named and has none."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     tokenizer = chat_tokenizer("qwen")
@@ -264,11 +259,9 @@ def test_a_new_head_is_drawn_by_the_seed(tmp_path: Path) -> None:
         ({}, {"quantization_config": object()}, "quantization_config: train on a packed base"),
     ],
 )
-def test_a_model_is_not_loaded_otherwise(
-    tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
+def test_a_model_is_not_loaded_otherwise(tmp_path, changes, options, message):
     """By what TRL's arguments say of a model that is there, or of one that would be quantised."""
     args = arguments(tmp_path)
-    args.model_init_kwargs = changes  # type: ignore[attr-defined]
+    args.model_init_kwargs = changes
     with pytest.raises(InputError, match=message):
         Streamed(llama(), args, train_dataset=rows(4), **options)

@@ -189,7 +189,7 @@ def imported(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "megatrain"]:
         monkeypatch.delitem(sys.modules, name)
 
-    def load(library: bytes | None = None, choice: str = ""):
+    def load(library=None, choice=""):
         if library is not None:
             (tmp_path / "megatrain" / "kernels" / "_native.so").write_bytes(library)
         monkeypatch.setenv("MEGATRAIN_KERNELS", choice)

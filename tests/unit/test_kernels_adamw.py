@@ -36,7 +36,7 @@ STATES = {"split": split_state, "whole": whole_state}
 FORMS = STATES | {"24 bits": partial(split_state, remainder=torch.int8)}
 
 
-def torch_adamw(size: int, steps: int, hyper: dict) -> dict[str, torch.Tensor]:
+def torch_adamw(size, steps, hyper):
     """The state after some steps of torch's own optimizer on the fp32 master."""
     param = torch.nn.Parameter(randn(size, 0) * 0.02)
     optimizer = torch.optim.AdamW(

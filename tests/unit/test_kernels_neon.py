@@ -27,12 +27,12 @@ needed = ("cmake", "c++", COMPILER, EMULATOR)
 @needs_native
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with AVX2")
 @pytest.mark.skipif(not all(map(shutil.which, needed)), reason="no cross compiler or emulator")
-def test_kernels_of_arm_make_the_same_bits(tmp_path: Path) -> None:
-    def told(*command: str | Path) -> list[str]:
+def test_kernels_of_arm_make_the_same_bits(tmp_path):
+    def told(*command):
         ran = subprocess.run(command, check=True, capture_output=True, text=True)
         return ran.stdout.splitlines()
 
-    def digests(compiler: str) -> Path:
+    def digests(compiler):
         told(compiler, "-std=c++17", "-O1", DIGESTS, "-o", tmp_path / compiler, "-ldl")
         return tmp_path / compiler
 

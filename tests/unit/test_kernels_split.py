@@ -32,11 +32,11 @@ NAMED = {
 }
 
 
-def as_floats(patterns: np.ndarray) -> torch.Tensor:
+def as_floats(patterns):
     return torch.from_numpy(patterns.view(np.int32)).view(torch.float32)
 
 
-def take_apart(kernels, patterns: np.ndarray, threads: int = 1):
+def take_apart(kernels, patterns, threads=1):
     """Weights, remainder and joined-again bits, as uint32, int16 and uint32 arrays."""
     weights = torch.empty(patterns.size, dtype=torch.bfloat16)
     remainder = torch.empty(patterns.size, dtype=torch.int16)
@@ -47,7 +47,7 @@ def take_apart(kernels, patterns: np.ndarray, threads: int = 1):
     return high, remainder.numpy(), master.view(torch.int32).numpy().view(np.uint32)
 
 
-def check_patterns(kernels, patterns: np.ndarray, threads: int = 1) -> None:
+def check_patterns(kernels, patterns, threads=1):
     high, low, back = take_apart(kernels, patterns, threads)
     is_nan = (patterns & 0x7FFFFFFF) > 0x7F800000
     kept = ~is_nan

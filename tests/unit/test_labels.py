@@ -1,10 +1,8 @@
 """What a tile, a buffer or a piece of work is, is data: plans do not hang on how it is called."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +33,7 @@ CASES = {
 MADE = set[str]()
 
 
-def other(name: str) -> str:
+def other(name):
     """Another text for a label: letters that say nothing; a text made here stays as it is."""
     digest = sha256(name.encode()).hexdigest().translate(str.maketrans("0123456789", "ghijklmnop"))
     text = name if name in MADE else digest
@@ -44,11 +42,11 @@ def other(name: str) -> str:
 
 
 @contextmanager
-def renamed() -> Iterator[None]:
+def renamed():
     """Within, every tile, and all that is put on a device that plans, is called something else."""
     made = TileLayout.__init__
 
-    def init(self: TileLayout, name: str, *rest: Any, **named: Any) -> None:
+    def init(self, name, *rest, **named):
         made(self, other(name), *rest, **named)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -56,21 +54,21 @@ def renamed() -> Iterator[None]:
         for module, name in ((simulate, "ClockDevice"), (needs, "_Counting")):
             device = getattr(module, name)
 
-            class Renaming(device):  # type: ignore[misc, valid-type]
-                def empty(self, name: str, *rest: Any) -> Any:
+            class Renaming(device):
+                def empty(self, name, *rest):
                     return super().empty(other(name), *rest)
 
-                def host(self, name: str, *rest: Any, **more: Any) -> Any:
+                def host(self, name, *rest, **more):
                     return super().host(other(name), *rest, **more)
 
-                def run(self, stream: str, name: str, *rest: Any, **more: Any) -> Any:
+                def run(self, stream, name, *rest, **more):
                     return super().run(stream, other(name), *rest, **more)
 
             patch.setattr(module, name, Renaming)
         yield
 
 
-def both(ask: Any) -> tuple[Any, Any]:
+def both(ask):
     """An answer, and the answer with other names; what they are made of is made anew."""
     with renamed():
         again = ask()
@@ -78,10 +76,10 @@ def both(ask: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("case", few(CASES, 0, 1, 3))
-def test_forecasts_and_their_memory_are_those_of_other_names(case: str) -> None:
+def test_forecasts_and_their_memory_are_those_of_other_names(case):
     spec, placement, resident = CASES[case]
 
-    def ask() -> Any:
+    def ask():
         cache, machine = ForecastCache(spec()), small_machine()
         layouts = cache.model(WORKLOAD).layouts
         placed = replace(placement, resident=tuple(layouts[i].name for i in resident))
@@ -96,8 +94,8 @@ def test_forecasts_and_their_memory_are_those_of_other_names(case: str) -> None:
     assert one == again
 
 
-def test_what_is_chosen_is_what_would_be_chosen_with_other_names() -> None:
-    def ask() -> Any:
+def test_what_is_chosen_is_what_would_be_chosen_with_other_names():
+    def ask():
         cache, machine = ForecastCache(tiny_spec(2)), small_machine(device_mib=30)
         found = fastest(cache, machine, WORKLOAD)
         names = [layout.name for layout in cache.model(WORKLOAD).layouts]
@@ -109,12 +107,12 @@ def test_what_is_chosen_is_what_would_be_chosen_with_other_names() -> None:
     assert one == again
 
 
-def test_what_is_refused_is_refused_with_other_names() -> None:
-    def ask() -> str:
+def test_what_is_refused_is_refused_with_other_names():
+    def ask():
         class Card(CpuDevice):
             kind = "cuda"
 
-            def memory(self) -> dict[str, int]:
+            def memory(self):
                 return {**super().memory(), "device_free_bytes": 2 << 20}
 
         model = ForecastCache(wide_spec()).model(WORKLOAD)

@@ -21,7 +21,7 @@ from megatrain.loss import (
 N, D, V = 23, 8, 31
 
 
-def case(ignored: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
+def case(ignored=0.3):
     """Hidden `[N, D]`, targets `[N]`, head weights `[V, D]`."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, D, generator=generator)
@@ -39,7 +39,7 @@ HEADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("tokens", [1, 5, 22, 23, 24, 4096])
-def test_chunks_give_the_loss_and_gradients_of_the_whole(head: Callable, tokens: int) -> None:
+def test_chunks_give_the_loss_and_gradients_of_the_whole(head, tokens):
     hidden, targets, weight = case()
     count = 1.7 * int((targets != IGNORED).sum())  # labels of other micro-batches count, too
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -50,11 +50,11 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(head: Callable, tokens:
     total = torch.zeros_like(weight)
     chunks = []
 
-    def two_dimensional(chunk: Tensor, table: Tensor) -> Tensor:
+    def two_dimensional(chunk, table):
         """Whether a product of three dimensions is one of two depends on who needs gradients."""
         return head(chunk[0], table)[None]
 
-    def apply(chunk: Tensor) -> Tensor:
+    def apply(chunk):
         chunks.append(chunk.shape)
         return two_dimensional(chunk, parameter)
 
@@ -81,9 +81,7 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(head: Callable, tokens:
 
 @pytest.mark.parametrize("bounds", [[0, 31], [0, 1, 30, 31], [0, 7, 8, 16, 31], list(range(32))])
 @pytest.mark.parametrize("size", [1.0, 1e4])
-def test_ranges_of_rows_give_the_loss_and_gradient_of_the_whole(
-    bounds: list[int], size: float
-) -> None:
+def test_ranges_of_rows_give_the_loss_and_gradient_of_the_whole(bounds, size):
     hidden, targets, weight = case()
     targets[-V:] = torch.arange(V)[-len(targets) :]  # each of them on a border of some range
     logits = (hidden @ weight.T * size).requires_grad_()
@@ -102,7 +100,7 @@ def test_ranges_of_rows_give_the_loss_and_gradient_of_the_whole(
     assert not torch.cat(gradient, 1)[~labelled].any()
 
 
-def test_logits_of_ranges_are_taken_in_fp32_and_gradients_given_in_their_type() -> None:
+def test_logits_of_ranges_are_taken_in_fp32_and_gradients_given_in_their_type():
     logits, places = torch.randn(5, 3).bfloat16(), torch.tensor([0, 2, -1, 3, -130])
     lse, picked = range_statistics(logits, places)
     assert torch.equal(picked, torch.tensor([*logits[[0, 1], [0, 2]].float(), 0.0, 0.0, 0.0]))
@@ -115,7 +113,7 @@ def test_logits_of_ranges_are_taken_in_fp32_and_gradients_given_in_their_type() 
     torch.testing.assert_close(gradient.float(), wanted, rtol=1e-2, atol=1e-6)
 
 
-def test_logits_that_are_not_finite_show_in_the_loss() -> None:
+def test_logits_that_are_not_finite_show_in_the_loss():
     for value in (torch.nan, torch.inf):
         logits = torch.zeros(1, 3)
         logits[0, 1] = value
@@ -124,7 +122,7 @@ def test_logits_that_are_not_finite_show_in_the_loss() -> None:
     assert torch.logaddexp(lse, torch.zeros(1)) == 0 and picked == 0  # a range of masked tokens
 
 
-def test_ignored_tokens_add_nothing() -> None:
+def test_ignored_tokens_add_nothing():
     hidden, targets, weight = case()
     kept = targets != IGNORED
     loss, only = (
@@ -140,7 +138,7 @@ def test_ignored_tokens_add_nothing() -> None:
     assert not gradient.any()
 
 
-def test_a_parameter_that_the_head_does_not_use_gets_none() -> None:
+def test_a_parameter_that_the_head_does_not_use_gets_none():
     hidden, targets, weight = case()
     unused = torch.ones(3, requires_grad=True)
     got = []
@@ -150,7 +148,7 @@ def test_a_parameter_that_the_head_does_not_use_gets_none() -> None:
     assert got == [None] * 3
 
 
-def test_bf16_logits_are_summed_in_fp32() -> None:
+def test_bf16_logits_are_summed_in_fp32():
     """And the sum of many chunks, whatever torch's default dtype is."""
     logits = torch.randn(4000, V).bfloat16()
     targets = torch.zeros(4000, dtype=torch.long)
@@ -169,7 +167,7 @@ def test_bf16_logits_are_summed_in_fp32() -> None:
     torch.testing.assert_close(in_chunks.double(), wanted, rtol=1e-5, atol=0)
 
 
-def test_each_position_predicts_the_next_label() -> None:
+def test_each_position_predicts_the_next_label():
     labels = torch.tensor([[5, 6, IGNORED, 8], [1, IGNORED, 3, 4]])
     before = labels.clone()
     expected = torch.tensor([[6, IGNORED, 8, IGNORED], [IGNORED, 3, 4, IGNORED]])

@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.base.units import GIB
 from megatrain.errors import InputError
-from megatrain.machine import Machine, cache, machine_for, present, present_machine
+from megatrain.machine import cache, machine_for, present, present_machine
 from megatrain.machine.published import update_gbps
 from megatrain.telemetry.gpu import Gpu
 from megatrain.telemetry.known_gpus import by_driver_name, known_gpus, named_gpu
@@ -22,7 +22,7 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def measured(**changes) -> Machine:
+def measured(**changes):
     machine = machine_for("H200", 125 * GIB, 16)
     return replace(machine, name="here", measured=True, matmul_tflops=700.0, **changes)
 
@@ -117,7 +117,7 @@ def test_what_was_measured_is_read_again():
         assert cache.read(replace(KEY, **other), "bf16") is None
 
 
-def spoiled(change) -> None:
+def spoiled(change):
     path = cache.write(KEY, {"bf16": measured()})
     record = json.loads(path.read_text())
     change(record)

@@ -15,11 +15,11 @@ PLAIN = SimpleNamespace(_attn_implementation="sdpa", sliding_window=None)
 LONG = 65_536
 
 
-def rows(**more: Tensor) -> list[dict[str, Tensor]]:
+def rows(**more):
     return [{"input_ids": torch.zeros(1, LONG, dtype=torch.int64), **more}]
 
 
-def test_a_plain_row_is_taken_at_any_length() -> None:
+def test_a_plain_row_is_taken_at_any_length():
     positions = torch.arange(LONG)[None]
     ones = torch.ones(1, LONG, dtype=torch.int64)
     check_masks(rows(position_ids=positions, attention_mask=ones), PLAIN, 2, GIB)
@@ -37,24 +37,24 @@ def test_a_plain_row_is_taken_at_any_length() -> None:
         ),
     ],
 )
-def test_a_mask_that_does_not_fit_is_refused(micro: list, config: object, reason: str) -> None:
+def test_a_mask_that_does_not_fit_is_refused(micro, config, reason):
     with pytest.raises(DoesNotFit, match=f"65536 tokens with {reason}: .* 12.0 GiB, and 11.0 GiB"):
         check_masks(micro, config, 2, 11 * GIB)
     check_masks(micro, config, 2, 12 * GIB)
 
 
-def test_flash_attention_needs_no_mask() -> None:
+def test_flash_attention_needs_no_mask():
     config = SimpleNamespace(_attn_implementation="flash_attention_2", sliding_window=16)
     check_masks(rows(), config, 2, 0)
 
 
-def test_layers_of_a_plain_long_row_get_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_plain_long_row_get_no_mask(monkeypatch):
     tokens = 3000
     engine = make_engine(llama(max_position_embeddings=tokens), placement=Placement())
     sizes = []
     layer = engine._program.layer
 
-    def listen(visit, weights, batch, values, *options):  # type: ignore[no-untyped-def]
+    def listen(visit, weights, batch, values, *options):
         leaves = batch.calls[visit].leaves
         sizes.extend(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
         return layer(visit, weights, batch, values, *options)

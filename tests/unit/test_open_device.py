@@ -1,7 +1,5 @@
 """Which GPU a device's name means, as torch has it; no GPU is opened."""
 
-from typing import Any
-
 import pytest
 
 from megatrain import InputError
@@ -9,11 +7,11 @@ from megatrain.device import cuda, open_device
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+def opened(monkeypatch):
     """Three GPUs, of which torch takes the second; what was opened of them."""
     numbers: list[tuple[int, bool]] = []
 
-    def note(index: int, *, shared: bool) -> Any:
+    def note(index, *, shared):
         numbers.append((index, shared))
 
     for name, value in {"available": True, "count": 3, "current": 1}.items():
@@ -27,14 +25,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     [(None, None, 1), ("auto", None, 1), ("cuda", None, 1), ("cuda:0", None, 0),
      (None, 0, 0), ("cuda", 2, 2), ("cuda:1", 2, 1)],
 )  # fmt: skip
-def test_a_gpu_without_a_number_is_the_ranks_or_torchs_current_one(
-    name: str | None, rank: int | None, number: int, opened: list[tuple[int, bool]]
-) -> None:
+def test_a_gpu_without_a_number_is_the_ranks_or_torchs_current_one(name, rank, number, opened):
     open_device(name, rank)
     assert opened == [(number, rank is not None)]
 
 
-def test_a_gpu_that_is_not_there_is_refused(opened: list[tuple[int, bool]]) -> None:
+def test_a_gpu_that_is_not_there_is_refused(opened):
     with pytest.raises(InputError, match="cuda:3 was asked for, but torch sees 3 GPUs"):
         open_device("cuda:3")
     assert not opened

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from megatrain.optim import (
     NO_DECAY,
     RULES,
     Plane,
-    Rule,
     StreamedOptimizer,
     moved_bytes,
     parameter_bytes,
@@ -67,7 +65,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_patterns_without_decay_may_have_capitals_and_must_match() -> None:
+def test_patterns_without_decay_may_have_capitals_and_must_match():
     """Of a model that has `A_log`, as Mamba has; patterns of one letter take no other case."""
     model = tiny_model("mamba")
     for pattern, end in (("A_log", ".A_log"), (r"\.D$", ".D"), (r"norm_f\.", "norm_f.weight")):
@@ -81,9 +79,7 @@ def test_patterns_without_decay_may_have_capitals_and_must_match() -> None:
 
 @pytest.mark.parametrize("rule", RULES.values())
 @pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED)
-def test_impossible_settings_are_refused_in_one_line(
-    settings: dict, message: str, rule: type[Rule]
-) -> None:
+def test_impossible_settings_are_refused_in_one_line(settings, message, rule):
     if settings.keys() <= rule.__dataclass_fields__.keys():
         with pytest.raises(InputError, match=f"^{rule.__name__} {message}") as caught:
             rule(**settings)
@@ -91,7 +87,7 @@ def test_impossible_settings_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "mixtral", "bloom", "mamba"])
-def test_groups_are_those_of_transformers_trainer(family: str) -> None:
+def test_groups_are_those_of_transformers_trainer(family):
     model = tiny_model(family)
     decaying = set(get_parameter_names(model, [nn.LayerNorm], list(NO_DECAY)))
     optimizer = StreamedOptimizer(AdamW(weight_decay=0.3), model)
@@ -103,7 +99,7 @@ def test_groups_are_those_of_transformers_trainer(family: str) -> None:
     assert optimizer.group_of() == {name: int(name not in decaying) for name in named}
 
 
-def test_torch_takes_it_for_an_optimizer() -> None:
+def test_torch_takes_it_for_an_optimizer():
     optimizer = StreamedOptimizer(AdamW(lr=2e-5), tiny_model("llama"))
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [2e-5, 2e-5]
@@ -114,7 +110,7 @@ def test_torch_takes_it_for_an_optimizer() -> None:
     assert saved["state"] == {} and "Engine.save" in saved["note"]
 
 
-def moved() -> torch.optim.Optimizer:
+def moved():
     """torch's AdamW after a step, with moments."""
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
@@ -123,10 +119,10 @@ def moved() -> torch.optim.Optimizer:
     return optimizer
 
 
-def changed(change: Callable[[list], Any], *, loads: bool = False) -> Callable[..., None]:
+def changed(change, *, loads=False):
     """Change the groups themselves, or those of a state that is loaded."""
 
-    def misuse(optimizer: StreamedOptimizer) -> None:
+    def misuse(optimizer):
         state = optimizer.state_dict()
         change(state["param_groups"] if loads else optimizer.param_groups)
         optimizer.load_state_dict(state) if loads else optimizer.check()
@@ -188,7 +184,7 @@ MISUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("misuse", "message"), MISUSED.values(), ids=MISUSED)
-def test_what_has_no_effect_is_refused_in_one_line(misuse: Any, message: str) -> None:
+def test_what_has_no_effect_is_refused_in_one_line(misuse, message):
     optimizer = StreamedOptimizer(AdamW(), tiny_model("llama"))
     with pytest.raises(InputError, match=message) as caught:
         misuse(optimizer)
@@ -210,9 +206,7 @@ HYPER |= {"adamw bf16": HYPER["adamw"], "adamw int8": HYPER["adamw"]}
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", FLAT)
 @pytest.mark.usefixtures("exact_roots")
-def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
-    name: str, precision: str, grad_scale: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(name, precision, grad_scale, monkeypatch):
     monkeypatch.setattr(reference, "UPDATE_BLOCK", 1024)
     hyper = dict(HYPER[name])
     if "betas" in hyper and grad_scale < 1:
@@ -246,7 +240,7 @@ def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(
 
 
 @pytest.mark.parametrize("name", FLAT)
-def test_a_bad_gradient_is_seen_in_its_weights(name: str) -> None:
+def test_a_bad_gradient_is_seen_in_its_weights(name):
     rule, weights = SWEPT[name](), torch.ones(4)
     states = [torch.zeros(-(-4 // plane.per), dtype=plane.dtype) for plane in rule.state_planes]
     grad = torch.tensor([math.nan, 1.0, -1.0, 0.0])
@@ -265,14 +259,14 @@ BYTES = {("adamw", "bf16"): (14, 26), ("adamw", "fp32"): (16, 28),
 
 
 @pytest.mark.parametrize(("name", "precision"), BYTES)
-def test_bytes_of_a_parameter_follow_from_the_planes(name: str, precision: str) -> None:
+def test_bytes_of_a_parameter_follow_from_the_planes(name, precision):
     swept = SWEPT | {"adamw 24": partial(AdamW, states="int8", master=24)}
     rule, dtype = swept[name](), DTYPES[precision]
     assert (parameter_bytes(rule, dtype), moved_bytes(rule, dtype)) == BYTES[name, precision]
     assert parameter_bytes(None, dtype) == dtype.itemsize  # what inference keeps
 
 
-def test_the_documents_say_these_bytes() -> None:
+def test_the_documents_say_these_bytes():
     adamw, lions = (parameter_bytes(rule(), torch.bfloat16) for rule in (AdamW, Lion))
     gradient = torch.bfloat16.itemsize
 
@@ -282,7 +276,7 @@ def test_the_documents_say_these_bytes() -> None:
     assert f"AdamW: {adamw:g} bytes a parameter" in (ROOT / "docs" / "engine.md").read_text()
 
 
-def test_planes_may_have_a_value_for_many_elements_or_be_of_some_parameters() -> None:
+def test_planes_may_have_a_value_for_many_elements_or_be_of_some_parameters():
     """As scales of 8-bit states, and the momentum of matrices, are going to be."""
     scales = Plane("scales", torch.bfloat16, per=64)
     matrices = Plane("momentum", torch.float32, only=lambda entry: len(entry.shape) == 2)
@@ -301,7 +295,7 @@ def test_planes_may_have_a_value_for_many_elements_or_be_of_some_parameters() ->
 
 
 @pytest.mark.parametrize(("first", "later"), [(0.9, 0.0), (0.0, 0.9)])
-def test_a_group_that_asks_for_other_state_is_refused(first: float, later: float) -> None:
+def test_a_group_that_asks_for_other_state_is_refused(first, later):
     optimizer = StreamedOptimizer(SGD(momentum=first), tiny_model("llama"))
     optimizer.param_groups[1]["momentum"] = later
     with pytest.raises(InputError, match="asks SGD to keep other state"):
@@ -309,7 +303,7 @@ def test_a_group_that_asks_for_other_state_is_refused(first: float, later: float
 
 
 @pytest.mark.parametrize("hyper", [each for name, each in HYPER.items() if "sgd" in name])
-def test_the_plain_sgd_is_torch_s(hyper: dict[str, Any]) -> None:
+def test_the_plain_sgd_is_torch_s(hyper):
     """Which multiplies and adds at once where the machine can."""
     ours, theirs = (torch.nn.Parameter(randn(100, 0)) for _ in range(2))
     nesterov = hyper["dampening"] == 0 < hyper["momentum"]
@@ -324,7 +318,7 @@ def test_the_plain_sgd_is_torch_s(hyper: dict[str, Any]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_groups_are_saved_as_plain_values_and_taken_over_again() -> None:
+def test_groups_are_saved_as_plain_values_and_taken_over_again():
     model = tiny_model("llama")
     optimizer, other = (StreamedOptimizer(AdamW(lr=2e-5), model) for _ in range(2))
     optimizer.param_groups[0].update(lr=torch.tensor(0.25), mine=None)
@@ -341,6 +335,6 @@ def test_groups_are_saved_as_plain_values_and_taken_over_again() -> None:
         optimizer.saved_groups()
 
 
-def test_adafactor_is_refused_with_what_to_take() -> None:
+def test_adafactor_is_refused_with_what_to_take():
     with pytest.raises(ImportError, match="use AdamW with states: int8"):
         _ = megatrain.Adafactor

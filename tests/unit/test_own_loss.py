@@ -1,8 +1,6 @@
 """A model is trained on its own loss, or refused by name."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from transformers import (
     LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
-    PreTrainedModel,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -27,7 +24,7 @@ BERT = {name: value for name, value in SIZES.items() if name != "num_key_value_h
 
 
 class WithZLoss(LlamaForCausalLM):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         result = super().forward(*args, **kwargs)
         if result.loss is not None:
             result.loss = result.loss + 1e-4 * result.logits.logsumexp(-1).square().mean()
@@ -35,31 +32,31 @@ class WithZLoss(LlamaForCausalLM):
 
 
 class WithoutLoss(LlamaForCausalLM):
-    def forward(self, input_ids: Any, position_ids: Any = None) -> Any:
+    def forward(self, input_ids, position_ids=None):
         return super().forward(input_ids, position_ids=position_ids, use_cache=False)
 
 
 class WithPenalty(LlamaForCausalLM):
     """Adds what only its layers know."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         result = super().forward(*args, **kwargs)
         if result.loss is not None:
             result.loss = result.loss + self.model.layers[0].mlp.up_proj.weight.square().mean()
         return result
 
 
-def of(kind: type[LlamaForCausalLM]) -> PreTrainedModel:
+def of(kind):
     return kind(llama().config)
 
 
-def with_function(function: Callable) -> PreTrainedModel:
+def with_function(function):
     model = llama()
     model.loss_function = function
     return model
 
 
-def above_64_twice(logits: Any, labels: Any, **kwargs: Any) -> Any:
+def above_64_twice(logits, labels, **kwargs):
     targets = labels[:, 1:].flatten()
     each = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
     return (each * (1 + (targets > 64).float())).sum() / (targets != -100).sum()
@@ -68,7 +65,7 @@ def above_64_twice(logits: Any, labels: Any, **kwargs: Any) -> Any:
 class Weighted(LlamaForCausalLM):
     """Weighs tokens that no short trial has, by its forward alone."""
 
-    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+    def forward(self, *args, labels=None, **kwargs):
         shown = None if labels is None else labels.masked_fill(labels > 100, -100)
         return super().forward(*args, labels=shown, **kwargs)
 
@@ -76,7 +73,7 @@ class Weighted(LlamaForCausalLM):
 class Tempered(LlamaForCausalLM):
     """A forward of its own, on the usual loss."""
 
-    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+    def forward(self, *args, labels=None, **kwargs):
         result = super().forward(*args, **kwargs)
         result.logits = result.logits * 0.5
         if labels is not None:
@@ -101,14 +98,12 @@ OTHER_LOSSES = {
 
 @pytest.mark.parametrize("saveable", [True, False])
 @pytest.mark.parametrize(("make", "said"), OTHER_LOSSES.values(), ids=OTHER_LOSSES)
-def test_another_loss_is_refused(
-    make: Callable[[], PreTrainedModel], said: str, saveable: bool
-) -> None:
+def test_another_loss_is_refused(make, said, saveable):
     with pytest.raises(InputError, match=said):
         make_engine(make(), saveable=saveable)
 
 
-def test_a_loss_that_cannot_be_tried_is_refused() -> None:
+def test_a_loss_that_cannot_be_tried_is_refused():
     with pytest.raises(InputError, match="loss in WithPenalty's forward cannot be computed"):
         make_engine(of(WithPenalty))
 
@@ -124,21 +119,19 @@ HEADS = {
 
 
 @pytest.mark.parametrize(("make", "reason"), HEADS.values(), ids=HEADS)
-def test_heads_of_no_causal_language_model_are_refused(
-    make: Callable[[], PreTrainedModel], reason: str
-) -> None:
+def test_heads_of_no_causal_language_model_are_refused(make, reason):
     with pytest.raises(InputError, match=f"{reason}.*CausalLM"):
         make_engine(make())
 
 
-def padded_head() -> PreTrainedModel:
+def padded_head():
     """160 logits for a vocabulary of 128, as of tables that are padded for speed."""
     model = llama()
     model.lm_head = nn.Linear(model.config.hidden_size, 160, bias=False)
     return model
 
 
-def mixtral() -> PreTrainedModel:
+def mixtral():
     routers = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.0}
     return MixtralForCausalLM(MixtralConfig(**SIZES, **routers))
 
@@ -152,7 +145,7 @@ AS_THEY_ARE = {
 
 
 @pytest.mark.parametrize("make", AS_THEY_ARE.values(), ids=AS_THEY_ARE)
-def test_cross_entropy_of_the_next_token(make: Callable[[], PreTrainedModel]) -> None:
+def test_cross_entropy_of_the_next_token(make):
     model = make().eval()
     [[micro, *_]] = make_batches(1)
     logits = model(input_ids=micro["input_ids"]).logits
@@ -165,7 +158,7 @@ def test_cross_entropy_of_the_next_token(make: Callable[[], PreTrainedModel]) ->
 
 
 @pytest.mark.parametrize("family", ["bart", "xlnet", "cpmant", "whisper", "llama", "bert"])
-def test_the_loss_is_that_of_the_models_own_forward(family: str) -> None:
+def test_the_loss_is_that_of_the_models_own_forward(family):
     """Decoders made for pairs of texts do not shift labels: whoever trains them has done so."""
     model = tiny_model(family).eval()
     [[micro, *_]] = make_batches(1)

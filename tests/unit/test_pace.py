@@ -1,7 +1,6 @@
 """The launching thread is ahead of the GPU, but not so far that a full queue could stand still."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,19 +12,19 @@ from megatrain.device.launch_throttle import AHEAD, LaunchThrottle
 class Gpu:
     """Points of its work; it is slow, and reaches one when somebody waits for it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.recorded = self.reached = 0
 
-    def record(self) -> "Gpu":
+    def record(self):
         self.recorded += 1
         return self
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.reached += 1
 
 
 @pytest.fixture
-def busy() -> Iterator[tuple[HostStream, threading.Event]]:
+def busy():
     """A host thread, at work until it is told otherwise."""
     worker, over = HostStream("update", torch.zeros(1, dtype=torch.int32)), threading.Event()
     worker.put("work", over.wait)
@@ -34,11 +33,11 @@ def busy() -> Iterator[tuple[HostStream, threading.Event]]:
     worker.close()
 
 
-def paced(seconds: float = 0.001) -> LaunchThrottle:
+def paced(seconds=0.001):
     """Every piece takes so long to launch."""
     now = 0.0
 
-    def clock() -> float:
+    def clock():
         nonlocal now
         now += seconds
         return now
@@ -46,10 +45,10 @@ def paced(seconds: float = 0.001) -> LaunchThrottle:
     return LaunchThrottle(Gpu().record, clock)
 
 
-def launch(pace: LaunchThrottle, name: str) -> threading.Thread:
+def launch(pace, name):
     """One piece, by a thread that is given a moment to be through."""
 
-    def piece() -> None:
+    def piece():
         with pace.piece(name):
             pass
 
@@ -59,7 +58,7 @@ def launch(pace: LaunchThrottle, name: str) -> threading.Thread:
     return thread
 
 
-def waits(pace: LaunchThrottle, name: str, over: threading.Event) -> bool:
+def waits(pace, name, over):
     """Whether a piece is launched only when the host thread's work is over."""
     thread = launch(pace, name)
     waited = thread.is_alive()
@@ -68,7 +67,7 @@ def waits(pace: LaunchThrottle, name: str, over: threading.Event) -> bool:
     return waited
 
 
-def test_it_is_a_few_pieces_ahead() -> None:
+def test_it_is_a_few_pieces_ahead():
     gpu = Gpu()
     pace = LaunchThrottle(gpu.record)
     for number in range(5 * AHEAD):
@@ -78,7 +77,7 @@ def test_it_is_a_few_pieces_ahead() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "seen"), [(0.001, 0), (1.0, 1), (1.0, 10)])
-def test_a_piece_that_may_be_large_waits_for_host_threads(busy, seconds, seen) -> None:
+def test_a_piece_that_may_be_large_waits_for_host_threads(busy, seconds, seen):
     """One that has not been seen, or was large."""
     (worker, over), pace = busy, paced(seconds)
     for _ in range(seen):
@@ -87,14 +86,14 @@ def test_a_piece_that_may_be_large_waits_for_host_threads(busy, seconds, seen) -
     assert waits(pace, "layer", over)
 
 
-def test_a_small_piece_does_not(busy) -> None:
+def test_a_small_piece_does_not(busy):
     (worker, _), pace = busy, paced()
     launch(pace, "layer").join()
     pace.note_wait(worker, worker.mark())
     assert not launch(pace, "layer").is_alive()
 
 
-def test_one_large_piece_among_small_ones_of_its_name_is_remembered(busy) -> None:
+def test_one_large_piece_among_small_ones_of_its_name_is_remembered(busy):
     (worker, over), seconds = busy, iter([0.0, 1.0, 1.0, 1.001, 1.001, 1.002])
     pace = LaunchThrottle(Gpu().record, lambda: next(seconds, 1.002))
     for _ in range(3):

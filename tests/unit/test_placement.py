@@ -36,13 +36,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("choices", "message"), REFUSED)
-def test_impossible_choices_are_refused_in_one_line(choices: dict, message: str) -> None:
+def test_impossible_choices_are_refused_in_one_line(choices, message):
     with pytest.raises(InputError) as caught:
         Placement(**choices)
     assert str(caught.value) == f"placement.{message}"
 
 
-def test_prefetch_is_as_far_as_the_slots_reach() -> None:
+def test_prefetch_is_as_far_as_the_slots_reach():
     assert [Placement(slots=n).prefetch_distance for n in (1, 2, 5)] == [0, 1, 4]
     assert Placement(slots=5, prefetch=2).prefetch_distance == 2
     assert Placement(slots=5, prefetch=0).prefetch_distance == 0
@@ -56,28 +56,28 @@ def test_prefetch_is_as_far_as_the_slots_reach() -> None:
         Placement(compile=True, chunk_tokens=8192, save_attention="host", save_bytes=0),
     ],
 )
-def test_a_placement_is_shown_as_a_run_file_takes_it(placement: Placement) -> None:
+def test_a_placement_is_shown_as_a_run_file_takes_it(placement):
     assert EngineSection(placement=yaml.safe_load(str(placement))).placement_value() == placement
     assert "host_grad_buffers" not in str(placement)
 
 
-def test_a_placement_goes_through_plain_data() -> None:
+def test_a_placement_goes_through_plain_data():
     placement = Placement(slots=3, layer_inputs="host", resident=("head",))
     assert Placement(**placement.as_dict()) == placement
     assert set(placement.as_dict()) == set(Placement.names())
     with pytest.raises(AttributeError):
-        placement.slots = 4  # type: ignore[misc]
+        placement.slots = 4
 
 
 @pytest.mark.parametrize("old", RENAMED)
-def test_a_run_file_with_an_earlier_name_is_told_today_s(old: str) -> None:
+def test_a_run_file_with_an_earlier_name_is_told_today_s(old):
     value = getattr(Placement(), RENAMED[old])
     with pytest.raises(ValueError, match=f"'{old}' is now called '{RENAMED[old]}'"):
         EngineSection(placement={old: value})
     assert EngineSection(placement={RENAMED[old]: value}).placement_value() == Placement()
 
 
-def test_earlier_names_of_saved_choices_are_read() -> None:
+def test_earlier_names_of_saved_choices_are_read():
     placement = Placement(slots=3, layer_inputs="host", save_activations=2, offload_activations=1)
     today, earlier = placement.as_dict(), {new: old for old, new in RENAMED.items()}
     saved = {earlier.get(name, name): value for name, value in today.items()}
@@ -85,7 +85,7 @@ def test_earlier_names_of_saved_choices_are_read() -> None:
     assert Placement(**renamed(saved)) == Placement(**renamed(today)) == placement
 
 
-def test_results_of_the_benchmarks_are_read_by_earlier_names() -> None:
+def test_results_of_the_benchmarks_are_read_by_earlier_names():
     files = sorted(RESULTS.glob("step-*.json"))
     assert len(files) >= 16
     for file in files:

@@ -18,7 +18,6 @@ from megatrain.placement import Placement
 from megatrain.plan import planner
 from megatrain.plan.remedies import (
     Planner,
-    Remedy,
     compute_bound_tokens,
     fits,
     remedies,
@@ -34,7 +33,7 @@ PLACED = Placement(slots=2)
 ASKED = Workload(tokens_per_step=4096, sequence_length=256)
 
 
-def toy_forecast(there: Machine, ask: Workload, device: int, host: int) -> Forecast:
+def toy_forecast(there, ask, device, host):
     """A step that takes a second for 1000 tokens, or two for its updates."""
     bounds = {"compute": ask.tokens_per_step / 1000, "update": 2.0, "copy in": 1.0, "copy out": 0.5}
     return Forecast(
@@ -59,23 +58,23 @@ class Toy(Planner):
     Besides, one for each row of a micro-batch. Host memory: 20 GiB, and 4 for gradients that wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         pass
 
-    def needs(self, there: Machine, ask: Workload) -> Forecast:
+    def needs(self, there, ask):
         device = ask.sequence_length * GIB // 256 + ask.tokens_per_step * GIB // 1024
         device += GIB if ask.micro_batch is None else ask.micro_batch * GIB
         host = (24 if ask.clip else 20) * GIB * (2 if ask.precision == "fp32" else 1)
         return toy_forecast(there, ask, device, host)
 
-    def fitting(self, there: Machine, ask: Workload, *, thorough: bool = True) -> Forecast | None:
+    def fitting(self, there, ask, *, thorough=True):
         found = self.needs(there, ask)
         return found if fits(found, there) else None
 
-    def could_fit(self, there: Machine, ask: Workload) -> bool:
+    def could_fit(self, there, ask):
         return fits(self.needs(there, ask), there)
 
-    def least(self, there: Machine, ask: Workload) -> Forecast:
+    def least(self, there, ask):
         found = self.needs(there, ask)
         just = replace(
             there,
@@ -91,20 +90,20 @@ TOY = Toy()
 Question = tuple[Machine, Workload]
 
 
-def on(device_gib: float, host_gib: float, machine: Machine = MACHINE) -> Machine:
+def on(device_gib, host_gib, machine=MACHINE):
     device, host = int(device_gib * GIB), int(host_gib * GIB)
     return replace(machine, device_memory_bytes=device, host_memory_bytes=host)
 
 
-def asked(device_gib: float = 100, host_gib: float = 64, **changes) -> Question:
+def asked(device_gib=100, host_gib=64, **changes):
     return on(device_gib, host_gib), replace(ASKED, **changes)
 
 
-def found_for(plans: Toy, ask: Question) -> list[Remedy]:
+def found_for(plans, ask):
     return remedies(plans, *ask, plans.least(*ask))
 
 
-def texts(ask: Question) -> list[str]:
+def texts(ask):
     found = found_for(TOY, ask)
     for remedy in found:  # each was planned, on a machine that it names
         assert TOY.fitting(*ask) is None
@@ -117,7 +116,7 @@ def test_no_card_is_told_to_have_more_memory_than_it_has():
     for gigabytes, told in ((20, True), (30, False)):
 
         class Large(Toy):
-            def needs(self, there: Machine, ask: Workload, size: int = gigabytes) -> Forecast:
+            def needs(self, there, ask, size=gigabytes):
                 return toy_forecast(there, ask, size * GIB, GIB)
 
         found = found_for(Large(), (known, ASKED))
@@ -173,7 +172,7 @@ def test_a_tenth_of_a_gib_of_device_memory_is_rounded_up():
 
 def test_what_the_host_lacks_may_rest_on_a_larger_gpu():
     class Resting(Toy):
-        def needs(self, there: Machine, ask: Workload) -> Forecast:
+        def needs(self, there, ask):
             moved = min(24 * GIB, max(0, there.device_memory_bytes - 6 * GIB))
             return toy_forecast(there, ask, 6 * GIB + moved, 24 * GIB - moved)
 
@@ -191,7 +190,7 @@ def test_on_the_cpu_there_is_neither_another_placement_nor_a_larger_gpu():
     ask = machine, replace(ASKED, clip=False, placement=PLACED, precision="fp32")
 
     class Anywhere(Toy):
-        def needs(self, there: Machine, ask: Workload) -> Forecast:
+        def needs(self, there, ask):
             moved = ask.placement is None or there.device_memory_bytes > 140 * GIB
             return toy_forecast(there, ask, GIB, (1 if moved else 40) * GIB)
 
@@ -237,7 +236,7 @@ def test_remedies_are_true_and_differ(tmp_path):
 class Moments(Toy):
     """The host holds what the optimizer's rule keeps, and 10 GiB."""
 
-    def needs(self, there: Machine, ask: Workload) -> Forecast:
+    def needs(self, there, ask):
         kept = sum(plane.bytes_per_parameter for plane in ask.rule.state_planes)
         return toy_forecast(there, ask, GIB, int((10 + kept) * GIB))
 
@@ -279,7 +278,7 @@ def test_a_given_placement_may_be_the_reason():
     placed = asked(device_gib=10, placement=Placement(save_activations=4))
 
     class Keeping(Toy):
-        def needs(self, there: Machine, ask: Workload) -> Forecast:
+        def needs(self, there, ask):
             kept = 0 if ask.placement is None else ask.placement.save_activations
             return toy_forecast(there, ask, (6 + 2 * kept) * GIB, GIB)
 

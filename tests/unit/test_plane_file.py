@@ -7,12 +7,10 @@ import os
 import random
 import resource
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatrain import kernels
 from megatrain.device import plane_file
@@ -23,11 +21,11 @@ from megatrain.kernels import reference
 BLOCKS = 64
 
 
-def room(num_bytes: int) -> Tensor:
+def room(num_bytes):
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
-def drawn(num_bytes: int, seed: int) -> Tensor:
+def drawn(num_bytes, seed):
     data = room(num_bytes)
     return data.copy_(
         torch.frombuffer(bytearray(random.Random(seed).randbytes(num_bytes)), dtype=torch.uint8)
@@ -47,14 +45,14 @@ def file(request, tmp_path, monkeypatch):
     made.close()
 
 
-def failing(code: int):
-    def fail(*_: object) -> int:
+def failing(code):
+    def fail(*_):
         raise OSError(code, os.strerror(code))
 
     return fail
 
 
-def test_random_requests_are_those_of_a_bytearray(file) -> None:
+def test_random_requests_are_those_of_a_bytearray(file):
     plain, draw = bytearray(BLOCKS * BLOCK), random.Random(0)
     for number in range(200):
         count = draw.randint(1, BLOCKS)
@@ -69,8 +67,8 @@ def test_random_requests_are_those_of_a_bytearray(file) -> None:
             assert found.numpy().tobytes() == plain[at : at + num_bytes]
 
 
-def test_threads_share_a_file(file) -> None:
-    def visit(number: int) -> bool:
+def test_threads_share_a_file(file):
+    def visit(number):
         data, found = drawn(4 * BLOCK, number), room(4 * BLOCK)
         for _ in range(20):
             file.write(4 * BLOCK * number, data)
@@ -83,7 +81,7 @@ def test_threads_share_a_file(file) -> None:
         assert all(threads.map(visit, range(4)))
 
 
-def test_a_file_that_has_become_shorter(file) -> None:
+def test_a_file_that_has_become_shorter(file):
     """What is read of it ends in the middle of a block, which is asked for again."""
     data, found = drawn(9 * BLOCK, 2), room(9 * BLOCK)
     file.write(0, data)
@@ -93,7 +91,7 @@ def test_a_file_that_has_become_shorter(file) -> None:
     assert torch.equal(found[: 8 * BLOCK], data[: 8 * BLOCK])
 
 
-def test_calls_that_do_less_than_asked(file, monkeypatch) -> None:
+def test_calls_that_do_less_than_asked(file, monkeypatch):
     """They are called again from the block on that was not whole."""
     for name in ("preadv", "pwritev"):
         whole = getattr(os, name)
@@ -106,7 +104,7 @@ def test_calls_that_do_less_than_asked(file, monkeypatch) -> None:
     assert torch.equal(found, data)
 
 
-def test_what_is_not_of_whole_blocks_is_refused(file) -> None:
+def test_what_is_not_of_whole_blocks_is_refused(file):
     data = room(4 * BLOCK)
     for offset, part in (
         (512, data),
@@ -120,7 +118,7 @@ def test_what_is_not_of_whole_blocks_is_refused(file) -> None:
                 move(offset, part)
 
 
-def test_the_file_has_no_name_and_leaves_with_its_last_user(tmp_path) -> None:
+def test_the_file_has_no_name_and_leaves_with_its_last_user(tmp_path):
     one, other = (PlaneFile.create(tmp_path, BLOCK) for _ in range(2))
     assert os.listdir(tmp_path) == []
     one.write(0, drawn(BLOCK, 3))
@@ -133,13 +131,13 @@ def test_the_file_has_no_name_and_leaves_with_its_last_user(tmp_path) -> None:
         one.read(0, found)
 
 
-def test_room_is_taken_at_once(tmp_path) -> None:
+def test_room_is_taken_at_once(tmp_path):
     made = PlaneFile.create(tmp_path, 300 * BLOCK + 1)
     assert os.fstat(made._handle.fileno()).st_blocks * 512 >= 301 * BLOCK
     made.close()
 
 
-def test_a_full_disk_is_told_at_the_start(tmp_path, monkeypatch) -> None:
+def test_a_full_disk_is_told_at_the_start(tmp_path, monkeypatch):
     with pytest.raises(DoesNotFit, match=rf"{tmp_path}: no room .* 1048576.0 GiB wanted.*missing"):
         PlaneFile.create(tmp_path, 1 << 50)
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.EDQUOT))
@@ -148,13 +146,13 @@ def test_a_full_disk_is_told_at_the_start(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "a file"])
-def test_a_folder_that_cannot_be_used(tmp_path: Path, name: str) -> None:
+def test_a_folder_that_cannot_be_used(tmp_path, name):
     (tmp_path / "a file").touch()
     with pytest.raises(InputError, match=rf"{name}: no file for planes can be made there: \w"):
         PlaneFile.create(tmp_path / name, BLOCK)
 
 
-def test_a_limit_met_while_writing_is_told(file) -> None:
+def test_a_limit_met_while_writing_is_told(file):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 * BLOCK, before[1]))
     try:
@@ -165,7 +163,7 @@ def test_a_limit_met_while_writing_is_told(file) -> None:
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_failing_disk_is_told(file, monkeypatch, verb) -> None:
+def test_a_failing_disk_is_told(file, monkeypatch, verb):
     """Here by a descriptor that allows no access."""
     closed = os.open(file.folder, os.O_PATH)
     monkeypatch.setattr(
@@ -178,7 +176,7 @@ def test_a_failing_disk_is_told(file, monkeypatch, verb) -> None:
     os.close(closed)
 
 
-def test_the_page_cache_is_told_once(tmp_path, monkeypatch, caplog) -> None:
+def test_the_page_cache_is_told_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fcntl, "fcntl", failing(errno.EINVAL))
     made = PlaneFile.create(tmp_path, BLOCK)
     for _ in range(3):

@@ -1,6 +1,5 @@
 """What a plan costs: counted in layers that are recorded and steps that are followed."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -22,7 +21,6 @@ from megatrain.forecast.profile_head import some_rows
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.model.probe import spec
-from megatrain.model.spec import ModelSpec
 from megatrain.placement import Placement
 from megatrain.plan.planner import make_plan
 from megatrain.source.source import open_source
@@ -47,22 +45,20 @@ FAMILIES = {
 class Counted:
     """How often a function of a module is called."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, module: object, name: str) -> None:
+    def __init__(self, patch, module, name):
         self.calls, self._function = 0, getattr(module, name)
         patch.setattr(module, name, self)
 
-    def __call__(self, *given: object, **named: object) -> object:
+    def __call__(self, *given, **named):
         self.calls += 1
         return self._function(*given, **named)
 
-    def __get__(self, instance: object, owner: type) -> object:
+    def __get__(self, instance, owner):
         return partial(self, instance)
 
 
 @pytest.mark.parametrize("name", few(FAMILIES, 1))
-def test_layers_of_other_rows_follow_from_two_that_are_recorded(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_other_rows_follow_from_two_that_are_recorded(name, monkeypatch):
     """To the last byte what is recorded of so many rows."""
     config: PreTrainedConfig = FAMILIES[name]
     model = spec(open_source(config).model)
@@ -79,9 +75,7 @@ def test_layers_of_other_rows_follow_from_two_that_are_recorded(
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("rows", "model"), few(product([2, 8, 9], [wide_spec, tiny_spec]), 2, 5))
-def test_chunks_of_a_head_that_are_alike_are_run_once(
-    rows: int, model: Callable[[], ModelSpec], compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_a_head_that_are_alike_are_run_once(rows, model, compiled, monkeypatch):
     """As much as all of them take: of a whole head, and of some of its rows."""
     layouts = ForecastCache(model()).model(Workload()).layouts
     head = next(t for t in layouts if t.kind is TileKind.HEAD)
@@ -97,9 +91,7 @@ def test_chunks_of_a_head_that_are_alike_are_run_once(
 
 
 @pytest.mark.parametrize("lanes", few([1, 2, 3], 1))
-def test_pieces_of_a_gradient_that_leave_together_take_as_long(
-    lanes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_a_gradient_that_leave_together_take_as_long(lanes, monkeypatch):
     """And as much memory, though a tenth of them are followed; the bus is what binds."""
     for module in (sink, assembly):
         monkeypatch.setattr(module, "PIECE", 2048)
@@ -114,7 +106,7 @@ def test_pieces_of_a_gradient_that_leave_together_take_as_long(
     assert together.device_bytes == each.device_bytes
 
 
-def test_a_plan_follows_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_follows_few_steps(monkeypatch):
     """Four layers of 7B, some of which rest on the device or keep graphs; passes are tried."""
     cache = ForecastCache(spec(open_source(qwen2_config("7b", layers=4)).model))
     machine = machine_for("H200", 60 * GIB, 16, 48 * GIB)
@@ -126,7 +118,7 @@ def test_a_plan_follows_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert followed.calls <= 26  # in 15 forecasts
 
 
-def test_a_refusal_and_its_remedies_follow_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_and_its_remedies_follow_few_steps(monkeypatch):
     """Of 25,000 micro-batches, beside a disk: what is certain tells whether a change is enough."""
     machine = replace(small_machine(64, host_gib=3), disk_space_bytes=GIB)
     followed = Counted(monkeypatch, simulate, "train_step")
@@ -139,7 +131,7 @@ def test_a_refusal_and_its_remedies_follow_few_steps(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("passes", few([1, 2, 8], 2))
-def test_that_each_pass_reads_the_disk_is_known_before_it_is_followed(passes: int) -> None:
+def test_that_each_pass_reads_the_disk_is_known_before_it_is_followed(passes):
     """No way takes less than is told of it, nor a sixth less than it likely does."""
     cache, workload = ForecastCache(tiny_spec(4)), Workload(512, 64)
     machine = replace(small_machine(64), disk_read_gbps=0.001, disk_space_bytes=GIB)
@@ -157,9 +149,7 @@ def test_that_each_pass_reads_the_disk_is_known_before_it_is_followed(passes: in
             assert way.likely >= 0.65 * found.seconds
 
 
-def test_memory_alone_takes_one_step_where_weights_are_on_a_disk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_alone_takes_one_step_where_weights_are_on_a_disk(monkeypatch):
     placement = Placement(slots=2, disk_moments=6, disk_remainder=6, disk_weights=2)
     forecasts, machine, workload = ForecastCache(tiny_spec(4)), small_machine(64), Workload(512, 64)
     followed = Counted(monkeypatch, simulate, "train_step")

@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatrain.model.projection import Head, find_projection
+from megatrain.model.projection import find_projection
 
 TABLE = {"lm_head.weight": torch.Size((50, 8))}
 BIASED = TABLE | {"lm_head.bias": torch.Size((50,))}
 
 
-def head(after: Callable[[Tensor], Tensor]) -> Head:
+def head(after):
     """A head that does `after` to what it projects."""
 
-    def project(weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
+    def project(weights, hidden):
         return after(F.linear(hidden, weights["lm_head.weight"], weights.get("lm_head.bias")))
 
     return project
@@ -24,7 +24,7 @@ def head(after: Callable[[Tensor], Tensor]) -> Head:
 
 @pytest.mark.parametrize("shapes", [TABLE, BIASED])
 @pytest.mark.parametrize("after", [lambda z: z, lambda z: 30 * (z / 30).tanh(), lambda z: z * 0.1])
-def test_what_acts_on_each_logit_alone_can_be_taken_in_parts(shapes: dict, after: Callable) -> None:
+def test_what_acts_on_each_logit_alone_can_be_taken_in_parts(shapes, after):
     found = find_projection(head(after), shapes, 50)
     assert (found.names, found.num, found.obstacle) == (tuple(shapes), 50, "")
 
@@ -44,5 +44,5 @@ REFUSED: list[tuple[Callable[[Tensor], Tensor], dict[str, torch.Size], int, str]
 
 
 @pytest.mark.parametrize(("after", "shapes", "num", "obstacle"), REFUSED)
-def test_what_cannot_says_why(after: Callable, shapes: dict, num: int, obstacle: str) -> None:
+def test_what_cannot_says_why(after, shapes, num, obstacle):
     assert find_projection(head(after), shapes, num).obstacle.startswith(obstacle)

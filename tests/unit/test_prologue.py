@@ -1,13 +1,12 @@
 """What runs before the layers: Python that a GPU waits for, so as little of it as there need be."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from transformers import masking_utils
 
-from megatrain import Engine, Placement
+from megatrain import Placement
 from megatrain.model.capture import Capture
 from megatrain.model.program import ModelProgram
 from tests.parity.cases import llama, make_batches, make_engine
@@ -17,26 +16,26 @@ LAYERS = 6
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine():
     """Streamed; what it does when it is made is not counted."""
     made = make_engine(llama(num_hidden_layers=LAYERS), placement=Placement(slots=2))
     yield made
     made.close()
 
 
-def test_the_backward_ends_where_the_layers_begin(engine: Engine, monkeypatch: Any) -> None:
+def test_the_backward_ends_where_the_layers_begin(engine, monkeypatch):
     called: Counter[str] = Counter()
     running = ["epilogue"]
     prologue, forward = ModelProgram.prologue, Capture.forward
 
-    def told(self: ModelProgram, weights: Any, batch: Any) -> Any:
+    def told(self, weights, batch):
         running[0] = "backward" if batch.calls else "forward"
         values = prologue(self, weights, batch)
         running[0] = "epilogue"
         return values
 
-    def counted(self: Capture, handler: Any, *rest: Any) -> Any:
-        def one(*given: Any) -> Any:
+    def counted(self, handler, *rest):
+        def one(*given):
             called[running[0]] += 1
             return handler(*given)
 
@@ -49,14 +48,12 @@ def test_the_backward_ends_where_the_layers_begin(engine: Engine, monkeypatch: A
     assert called == {"forward": every, "epilogue": every, "backward": len(STEP)}
 
 
-def test_positions_are_looked_at_once_for_each_micro_batch(
-    engine: Engine, monkeypatch: Any
-) -> None:
+def test_positions_are_looked_at_once_for_each_micro_batch(engine, monkeypatch):
     """transformers' look for packed rows waits for the device; three forwards would take one."""
     looks: list[Any] = []
     find = masking_utils.find_packed_sequence_indices
 
-    def look(position_ids: Any) -> Any:
+    def look(position_ids):
         looks.append(position_ids)
         return find(position_ids)
 

@@ -1,8 +1,5 @@
 """Layers that draw random numbers are kept without recomputation: it would draw others."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch._functorch.config
@@ -16,12 +13,12 @@ from tests.parity.test_dropout import gpt2, slope_error
 KEPT = Placement(slots=1, compile=True, save_activations=3)
 
 
-def budgets(model: Any, monkeypatch: pytest.MonkeyPatch) -> set[float]:
+def budgets(model, monkeypatch):
     """Those that torch's partitioner would see when it compiles kept graphs."""
     seen = set()
 
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+    def compiled(function):
+        def call(*args):
             if function.__name__.startswith("keep"):
                 seen.add(torch._functorch.config.activation_memory_budget)
             return function(*args)
@@ -44,14 +41,12 @@ def budgets(model: Any, monkeypatch: pytest.MonkeyPatch) -> set[float]:
     ],
     ids=["gpt2", "attention dropout", "llama", "mixtral", "noise of a router"],
 )
-def test_only_layers_without_random_numbers_have_a_budget(
-    model: Callable[[], Any], random: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_layers_without_random_numbers_have_a_budget(model, random, monkeypatch):
     seen = budgets(model(), monkeypatch)
     assert seen == ({1.0} if random else {0.5})
 
 
-def test_the_trial_leaves_random_numbers_as_they_were() -> None:
+def test_the_trial_leaves_random_numbers_as_they_were():
     before = torch.get_rng_state()
     assert draws(lambda: torch.rand(3), {})
     assert not draws(lambda: torch.nn.functional.dropout(torch.ones(3), 0.0), {})
@@ -59,7 +54,7 @@ def test_the_trial_leaves_random_numbers_as_they_were() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_partitioned_graph_keeps_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partitioned_graph_keeps_its_masks(monkeypatch):
     """With a budget, this gradient is wrong by 30 %."""
     compile_, backend = torch.compile, "aot_eager_decomp_partition"
     monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=backend))

@@ -13,15 +13,15 @@ from megatrain.kernels import reference
 class Clock:
     """Gives each side of a case the seconds that it is to take."""
 
-    def __init__(self, monkeypatch, *ratios: float) -> None:
+    def __init__(self, monkeypatch, *ratios):
         self.ratios, self.now, self.calls = list(ratios), 0.0, 0
         monkeypatch.setattr(time, "process_time", lambda: self.now)
         self.case = Case("a case", self.ours, self.theirs, 0.9, 1.1)
 
-    def ours(self) -> None:
+    def ours(self):
         self.now += 1.0
 
-    def theirs(self) -> None:
+    def theirs(self):
         self.now += self.ratios[min(self.calls, len(self.ratios) - 1)]
         self.calls += 1
 

@@ -14,7 +14,7 @@ from megatrain.telemetry.timeline import Span, chrome_trace
 from tests.unit.report_cases import ENVIRONMENT, SPANS, STEP_TOKENS, Page, record, write_run
 
 
-def made(run) -> Page:
+def made(run):
     return Page(write_report(run, run / "page.html").read_text())
 
 

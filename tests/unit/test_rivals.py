@@ -54,11 +54,11 @@ else:
 """
 
 
-def task(rival: str = "resident", seconds: float = 60.0, micro_batch: int = 4) -> Task:
+def task(rival="resident", seconds=60.0, micro_batch=4):
     return Task(CASE, rival, {}, warmup=1, micro_batch=micro_batch, seconds=seconds)
 
 
-def fake(kind: str) -> list[str]:
+def fake(kind):
     return [sys.executable, "-c", FAKE, kind]
 
 
@@ -245,7 +245,7 @@ def test_adapters_are_measured_beside_peft_alone(tmp_path, monkeypatch):
     assert rows.commands(table)[0].endswith("--lora-r 2 --steps 1 --output benchmarks/results")
 
 
-def row(rival: str, run: str, **others: object) -> dict[str, object]:
+def row(rival, run, **others):
     gpu = {"name": "NVIDIA H200"}
     known = {"environment": {"gpu": gpu, "cores": 16}, "title": rival, "time": run, "run": run}
     known |= {"commit": "c0ffee"}

@@ -1,7 +1,7 @@
 """The search: it stays within the budgets, uses what there is, and says what it did."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise, product
@@ -19,11 +19,8 @@ from megatrain.errors import DoesNotFit
 from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
-from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.loss import DPO
-from megatrain.machine import Machine
-from megatrain.model.spec import ModelSpec
 from megatrain.plan import planner
 from tests.sweeps import quick
 from tests.unit.forecast_cases import (
@@ -38,19 +35,19 @@ FEW_LAYERS = ForecastCache(tiny_spec(2))
 WORKLOAD = Workload(512, 64, None, True, "bf16", True)
 
 
-def choose(device_mib: float, host_gib: float = 1e6, **given: object) -> Forecast:
+def choose(device_mib, host_gib=1e6, **given):
     forecasts = given.pop("forecasts", FORECASTS)
-    workload = replace(WORKLOAD, **given)  # type: ignore[arg-type]
-    return fastest(forecasts, small_machine(device_mib, host_gib), workload)  # type: ignore[arg-type]
+    workload = replace(WORKLOAD, **given)
+    return fastest(forecasts, small_machine(device_mib, host_gib), workload)
 
 
 @cache
-def least_mib(forecasts: ForecastCache = FORECASTS) -> float:
+def least_mib(forecasts=FORECASTS):
     """Device memory that the most frugal way needs."""
     return least(forecasts, small_machine(1.0), WORKLOAD).machine.device_memory_bytes / MIB
 
 
-def test_no_more_goes_to_a_disk_than_the_host_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_goes_to_a_disk_than_the_host_lacks(monkeypatch):
     """Moments first, then remainders, then weights; lanes count, and the disk's space holds."""
     monkeypatch.setattr(disk, "PIECE", 4096)
     short = small_machine(1.1 * least_mib(FEW_LAYERS), host_gib=1.0)
@@ -58,7 +55,7 @@ def test_no_more_goes_to_a_disk_than_the_host_lacks(monkeypatch: pytest.MonkeyPa
     tiles = FEW_LAYERS.model(WORKLOAD).layouts
     moments = 8 * sum(each.trainable_numel for each in tiles)
 
-    def spilled(lacking: float, machine: Machine) -> tuple[int, int, int]:
+    def spilled(lacking, machine):
         host = int(machine.host_memory_bytes - lacking / 0.95)
         found = fastest(FEW_LAYERS, replace(machine, host_memory_bytes=host), WORKLOAD)
         assert found.host_peak_bytes <= 0.95 * host
@@ -76,9 +73,7 @@ def test_no_more_goes_to_a_disk_than_the_host_lacks(monkeypatch: pytest.MonkeyPa
     assert could_fit(FEW_LAYERS, enough, WORKLOAD)
 
 
-def test_with_a_disk_the_host_is_told_to_lack_what_cannot_be_on_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_a_disk_the_host_is_told_to_lack_what_cannot_be_on_it(monkeypatch):
     monkeypatch.setattr(disk, "PIECE", 4096)
     short = small_machine(2 * least_mib(FEW_LAYERS), host_gib=1.0)
     without = least(FEW_LAYERS, short, WORKLOAD).machine
@@ -101,13 +96,13 @@ def test_with_a_disk_the_host_is_told_to_lack_what_cannot_be_on_it(
     assert not least(FEW_LAYERS, ample, WORKLOAD).placement.on_disk
 
 
-def test_a_plan_says_where_a_disk_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_says_where_a_disk_would_do(monkeypatch):
     monkeypatch.setattr(disk, "PIECE", 4096)
     monkeypatch.setattr(planner, "remedies", lambda *asked, **settings: [])
     short = small_machine(2 * least_mib(FEW_LAYERS), host_gib=1.0)
     enough = least(FEW_LAYERS, replace(short, disk_space_bytes=1 << 40), WORKLOAD).machine
 
-    def told(host_bytes: int, space: int | None = None) -> bool:
+    def told(host_bytes, space=None):
         there = replace(enough, host_memory_bytes=host_bytes, disk_space_bytes=space)
         plan = planner.make_plan(tiny_spec(2), there, WORKLOAD)
         assert not plan.fits
@@ -118,7 +113,7 @@ def test_a_plan_says_where_a_disk_would_do(monkeypatch: pytest.MonkeyPatch) -> N
     assert not told(1 << 30)
 
 
-def test_beside_weights_on_a_disk_no_head_is_tried_in_slices() -> None:
+def test_beside_weights_on_a_disk_no_head_is_tried_in_slices():
     short = replace(small_machine(1.0, host_gib=1.0), disk_space_bytes=1 << 40)
     forecasts = ForecastCache(wide_spec())
     without = replace(short, disk_space_bytes=None)
@@ -126,7 +121,7 @@ def test_beside_weights_on_a_disk_no_head_is_tried_in_slices() -> None:
     assert not could_fit(forecasts, short, WORKLOAD)  # with weights on the disk
 
 
-def test_budgets_are_never_exceeded_and_more_memory_is_never_slower() -> None:
+def test_budgets_are_never_exceeded_and_more_memory_is_never_slower():
     budgets = [least_mib(FEW_LAYERS) * times for times in (1.0, 1.4, 2.0, 8.0)]
     found = [choose(budget, forecasts=FEW_LAYERS) for budget in budgets]
     for budget, forecast in zip(budgets, found, strict=True):
@@ -136,7 +131,7 @@ def test_budgets_are_never_exceeded_and_more_memory_is_never_slower() -> None:
     assert seconds[-1] < 0.8 * seconds[0]
 
 
-def test_with_much_memory_nothing_is_recomputed_and_no_update_waited_for() -> None:
+def test_with_much_memory_nothing_is_recomputed_and_no_update_waited_for():
     found = choose(1e4)
     assert found.placement.save_activations == found.placement.save_all == 4
     assert found.seconds == pytest.approx(found.bounds["compute"], rel=0.01)
@@ -145,7 +140,7 @@ def test_with_much_memory_nothing_is_recomputed_and_no_update_waited_for() -> No
 STEP = replace(WORKLOAD, tokens_per_step=16384, micro_batch=8)  # 32 micro-batches
 
 
-def test_a_step_is_taken_in_passes_where_all_its_graphs_do_not_fit() -> None:
+def test_a_step_is_taken_in_passes_where_all_its_graphs_do_not_fit():
     machine = small_machine(110)
     found = fastest(FORECASTS, machine, STEP)
     assert found.placement.passes > 1 and found.device_peak_bytes <= machine.device_memory_bytes
@@ -153,7 +148,7 @@ def test_a_step_is_taken_in_passes_where_all_its_graphs_do_not_fit() -> None:
     assert joint.placement.passes == 1 and found.seconds < 0.97 * joint.seconds
 
 
-def test_weights_stay_where_the_bus_is_slow() -> None:
+def test_weights_stay_where_the_bus_is_slow():
     machine = small_machine(60)
     slow = replace(machine, to_device_gbps=0.1 * machine.to_device_gbps)
     found = fastest(FORECASTS, slow, STEP)
@@ -161,7 +156,7 @@ def test_weights_stay_where_the_bus_is_slow() -> None:
     assert found.binds == "compute" and found.device_peak_bytes <= 0.95 * 60 * 2**20
 
 
-def test_what_does_not_fit_is_refused_with_the_least_that_would() -> None:
+def test_what_does_not_fit_is_refused_with_the_least_that_would():
     for budget in (0.5, 0.97 * least_mib()):
         with pytest.raises(DoesNotFit, match=r"at least [^ ]* MiB of device memory; .* allowed"):
             choose(budget)
@@ -174,12 +169,12 @@ def test_what_does_not_fit_is_refused_with_the_least_that_would() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
+def test_a_head_is_streamed_in_ranges_where_memory_is_short():
     """It then takes no more than a layer, and what that leaves is spent as ever."""
     forecasts = ForecastCache(wide_spec())
     layer = 2 * sum(p.numel() for p in wide_spec().layers[0].module.parameters())
 
-    def found(device_mib: float) -> Forecast:
+    def found(device_mib):
         chosen = choose(device_mib, forecasts=forecasts)
         assert chosen.device_peak_bytes <= 0.95 * device_mib * 2**20
         return chosen
@@ -196,7 +191,7 @@ def test_a_head_is_streamed_in_ranges_where_memory_is_short() -> None:
     assert split.seconds < found(least).seconds
 
 
-def test_micro_batches_are_even_and_a_given_one_is_kept() -> None:
+def test_micro_batches_are_even_and_a_given_one_is_kept():
     assert choose(1e4, tokens_per_step=64 * 9, forecasts=FEW_LAYERS).micro_batch == 9
     assert choose(1e4, micro_batch=3, forecasts=FEW_LAYERS).micro_batch == 3
     sizes = candidates.Candidates(FORECASTS, WORKLOAD).sizes()
@@ -222,7 +217,7 @@ class Grid:
     graphs: Sequence[tuple[int, int]]
 
     @cached_property
-    def forecasts(self) -> list[Forecast]:
+    def forecasts(self):
         names = [t.name for t in FORECASTS.model(Workload()).layouts if t.name != "unused"]
         every = product(self.rows, self.places, self.resident, self.graphs)
         return [
@@ -242,7 +237,7 @@ class Grid:
             for rows, (slots, boundaries), count, (keep, offload) in every
         ]
 
-    def check(self, device_mib: float, host_mib: float) -> None:
+    def check(self, device_mib, host_mib):
         """None that fits is much faster than what is found."""
         best = choose(device_mib, host_mib / 1024)
         fitting = [
@@ -266,7 +261,7 @@ MANY = Grid(
 
 
 @cache
-def just_mib() -> float:
+def just_mib():
     """Host memory that is enough where nothing rests on the device and nothing is kept."""
     plain = Placement(slots=3, compile=True)
     found = FORECASTS.of(small_machine(), plain, WORKLOAD, 8)
@@ -276,26 +271,24 @@ def just_mib() -> float:
 # Device memory beside the least that there can be, and host memory beside `just_mib()`. Where the
 # host lacks some, the embedding and a layer rest on the device: 14 MiB.
 @pytest.mark.parametrize("spare_mib, more_mib", [(28.3, 1e6), (5.3, 1e6), (28.3, -10.0)])
-def test_no_hand_made_placement_in_the_budget_is_much_faster(
-    spare_mib: float, more_mib: float
-) -> None:
+def test_no_hand_made_placement_in_the_budget_is_much_faster(spare_mib, more_mib):
     FEW.check(least_mib() + spare_mib, just_mib() + more_mib)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("spare_mib", [2.8, 4.3, 9.3, 19.3, 28.3, 41.3, 69.3])
 @pytest.mark.parametrize("more_mib", [-10.0, 5.0, 30.0, 1e6])
-def test_nor_is_any_of_many(spare_mib: float, more_mib: float) -> None:
+def test_nor_is_any_of_many(spare_mib, more_mib):
     MANY.check(least_mib() + spare_mib + 14.0 * (more_mib < 0), just_mib() + more_mib)
 
 
-def fast_bus(device_mib: float, host_gib: float) -> Machine:
+def fast_bus(device_mib, host_gib):
     machine = small_machine(device_mib, host_gib)
     return replace(machine, to_device_gbps=50.0, from_device_gbps=50.0)
 
 
-def test_host_memory_is_spent_on_graphs_where_the_device_has_no_room() -> None:
-    def with_host(mib: float) -> Forecast:
+def test_host_memory_is_spent_on_graphs_where_the_device_has_no_room():
+    def with_host(mib):
         machine, workload = fast_bus(16.0, mib / 1024), replace(WORKLOAD, micro_batch=2)
         return fastest(FORECASTS, machine, workload)
 
@@ -307,7 +300,7 @@ def test_host_memory_is_spent_on_graphs_where_the_device_has_no_room() -> None:
     assert little.placement.offload_activations < much.placement.offload_activations
 
 
-def test_tiles_rest_on_the_device_where_the_host_lacks_room() -> None:
+def test_tiles_rest_on_the_device_where_the_host_lacks_room():
     too_few = (just_mib() - 25) / 1024
     found = choose(1e4, too_few)
     assert found.host_peak_bytes <= 0.95 * too_few * 2**30
@@ -317,12 +310,12 @@ def test_tiles_rest_on_the_device_where_the_host_lacks_room() -> None:
 
 
 @pytest.fixture
-def soon_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def soon_long(monkeypatch):
     monkeypatch.setattr(candidates, "_LONG", 1024)
     monkeypatch.setattr(candidates, "_TILE", 128)
 
 
-def long_row(device_mib: float, attention_tflops: float, host_gib: float = 1e6) -> Forecast:
+def long_row(device_mib, attention_tflops, host_gib=1e6):
     machine = replace(
         fast_bus(device_mib, host_gib),
         attention_forward_tflops=attention_tflops,
@@ -331,15 +324,13 @@ def long_row(device_mib: float, attention_tflops: float, host_gib: float = 1e6) 
     return fastest(FEW_LAYERS, machine, Workload(2048, 2048))
 
 
-def test_a_long_row_runs_in_tiles_where_attention_is_most_of_it(soon_long: None) -> None:
+def test_a_long_row_runs_in_tiles_where_attention_is_most_of_it(soon_long):
     slow = long_row(40.0, 0.02).placement
     assert slow.chunk_tokens == 128 and slow.save_attention != "none"
     assert long_row(40.0, 20.0).placement.chunk_tokens is None
 
 
-def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(
-    soon_long: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(soon_long, monkeypatch):
     workload = Workload(2048, 2048, None, True, "bf16", True)
     needed = least(FEW_LAYERS, fast_bus(1.0, 1e6), workload).machine
     budget = needed.device_memory_bytes / 2**20
@@ -349,10 +340,8 @@ def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(
         long_row(budget, 20.0)
 
 
-def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
-    soon_long: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*given: object) -> None:
+def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(soon_long, monkeypatch):
+    def refuse(*given):
         raise NotForeseeable("not in tiles")
 
     monkeypatch.setattr("megatrain.forecast.profile.tiled", refuse)
@@ -361,8 +350,8 @@ def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(
     assert found.placement.chunk_tokens is None
 
 
-def test_graphs_on_the_host_are_spread_over_all_layers_and_the_last_others_keep_theirs() -> None:
-    def kept(**choices: int) -> tuple[list[int], ...]:
+def test_graphs_on_the_host_are_spread_over_all_layers_and_the_last_others_keep_theirs():
+    def kept(**choices):
         policies = Placement(**choices).policies(6)
         assert {policy.saves for policy in policies} <= {"graph", "nothing"}
         graphs = [visit for visit in range(6) if policies[visit].saves == "graph"]
@@ -377,7 +366,7 @@ def test_graphs_on_the_host_are_spread_over_all_layers_and_the_last_others_keep_
     assert kept(save_activations=2) == ([], [4, 5])
 
 
-def test_a_forecast_is_plain_data() -> None:
+def test_a_forecast_is_plain_data():
     data = json.loads(json.dumps(choose(1e4).as_dict()))
     assert data["binds"] == next(iter(data["critical_path"])) and data["micro_batch"] == 8
     assert Placement(**data["placement"] | {"resident": tuple(data["placement"]["resident"])})
@@ -385,27 +374,27 @@ def test_a_forecast_is_plain_data() -> None:
 
 
 @pytest.fixture
-def a_small_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_small_process(monkeypatch):
     """Beside its gigabytes a tiny model's bytes would not count."""
     monkeypatch.setattr(simulate, "PROCESS_BYTES", 20 * MIB)
     monkeypatch.setattr(simulate, "_EARLY_PROCESS_BYTES", 10 * MIB)
 
 
-def machine(device_mib: float, host_mib: float) -> Machine:
+def machine(device_mib, host_mib):
     return small_machine(device_mib, host_mib / 1024)
 
 
 @cache
-def small_forecasts(model: Callable[[], ModelSpec]) -> ForecastCache:
+def small_forecasts(model):
     """Made while a process counts as small."""
     return ForecastCache(model())
 
 
-def few_layers() -> ModelSpec:
+def few_layers():
     return tiny_spec(3)
 
 
-def checked(forecasts: ForecastCache, there: Machine, workload: Workload) -> Machine:
+def checked(forecasts, there, workload):
     """The machine with the least memory, tried out."""
     assert not could_fit(forecasts, there, workload)
     needed = least(forecasts, there, workload)
@@ -453,7 +442,7 @@ OFTEN = (
 
 
 @pytest.mark.parametrize("name", quick(LEAST, OFTEN))
-def test_the_least_is_enough_and_no_less_is(name: str, a_small_process: None) -> None:
+def test_the_least_is_enough_and_no_less_is(name, a_small_process):
     device, host, short, model, workload = LEAST[name]
     there = machine(device, host)
     enough = checked(small_forecasts(model), there, workload)
@@ -461,13 +450,11 @@ def test_the_least_is_enough_and_no_less_is(name: str, a_small_process: None) ->
     assert (enough.host_memory_bytes > there.host_memory_bytes) == ("host" in short)
 
 
-def test_no_larger_device_is_asked_for_than_there_are(
-    a_small_process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_larger_device_is_asked_for_than_there_are(a_small_process, monkeypatch):
     """But for more of both, where boundaries on the device would do if there were such a one."""
     many = replace(WORKLOAD, tokens_per_step=32_768)
 
-    def asked() -> tuple[float, float]:
+    def asked():
         found = least(small_forecasts(few_layers), machine(16, 60), many).machine
         return found.device_memory_bytes / MIB, found.host_memory_bytes / MIB
 
@@ -478,7 +465,7 @@ def test_no_larger_device_is_asked_for_than_there_are(
     assert 16 < device < 64 and host > 60
 
 
-def test_tiles_on_the_device_need_not_be_on_the_host(a_small_process: None) -> None:
+def test_tiles_on_the_device_need_not_be_on_the_host(a_small_process):
     without, some, many = (
         least(small_forecasts(few_layers), machine(device, 30), WORKLOAD) for device in (12, 24, 50)
     )
@@ -490,7 +477,7 @@ def test_tiles_on_the_device_need_not_be_on_the_host(a_small_process: None) -> N
 
 
 @pytest.mark.exhaustive
-def test_long_rows_in_tiles_are_counted_too(soon_long: None, a_small_process: None) -> None:
+def test_long_rows_in_tiles_are_counted_too(soon_long, a_small_process):
     long = replace(WORKLOAD, tokens_per_step=2048, sequence_length=2048)
     forecasts = ForecastCache(tiny_spec(2))
     for device, host in ((8, PLENTY), (40, 30)):
@@ -498,14 +485,14 @@ def test_long_rows_in_tiles_are_counted_too(soon_long: None, a_small_process: No
 
 
 @pytest.mark.parametrize("spilled", [(0, 0), (3, 0), (8, 2), (8, 8)])
-def test_what_tiles_spare_the_host_is_what_a_forecast_says(spilled: tuple[int, int]) -> None:
+def test_what_tiles_spare_the_host_is_what_a_forecast_says(spilled):
     """What a tile has on a disk spares the host nothing, and others may go there in its place."""
     forecasts, there = ForecastCache(tiny_spec()), machine(PLENTY, PLENTY)
     moments, remainder = spilled
     placement = Placement(compile=True, disk_moments=moments, disk_remainder=remainder)
     tiles = FirstTiles(forecasts.model(WORKLOAD).layouts, WORKLOAD, placement)
 
-    def on_host(count: int) -> int:
+    def on_host(count):
         resident = replace(placement, resident=tiles.names(count))
         found = forecasts.of(there, resident, WORKLOAD, 8, steps=1).host_parts
         return sum(found[part] for part in ("weights", "remainder", "moments", "gradients"))

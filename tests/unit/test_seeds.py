@@ -1,7 +1,6 @@
 """Seeds of drawn weights and dropout: other values would change every run there is."""
 
 import ast
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -20,11 +19,11 @@ VALUES = {
 
 
 @pytest.mark.parametrize(("path", "seed"), VALUES.items())
-def test_seeds_are_the_same_for_ever(path: tuple[int, ...], seed: int) -> None:
+def test_seeds_are_the_same_for_ever(path, seed):
     assert derived_seed(*path) == seed
 
 
-def test_neighbours_have_seeds_of_their_own_that_torch_takes() -> None:
+def test_neighbours_have_seeds_of_their_own_that_torch_takes():
     seeds = [derived_seed(a, b) for a in range(-20, 20) for b in range(40)]
     assert len({seed & (2**32 - 1) for seed in seeds}) == len(seeds)  # torch's CPU generator
     for seed in seeds[:10]:
@@ -32,10 +31,10 @@ def test_neighbours_have_seeds_of_their_own_that_torch_takes() -> None:
 
 
 @pytest.mark.exhaustive
-def test_nothing_is_drawn_by_the_interpreter_s_hash() -> None:
+def test_nothing_is_drawn_by_the_interpreter_s_hash():
     """What `hash` gives for numbers and tuples is each interpreter's own, for `__hash__`."""
 
-    def calls(tree: Iterable[ast.AST]) -> int:
+    def calls(tree):
         return sum(
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)

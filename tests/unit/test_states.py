@@ -1,14 +1,11 @@
 """The codes of 8-bit states and the rounding of bf16 ones: bounds, order, zero, NaN."""
 
 import math
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.nn.functional import pad
 
 from megatrain.kernels import reference
@@ -47,7 +44,7 @@ finite = st.floats(-(2.0**126), 2.0**126, width=32)
 groups = st.lists(finite, min_size=1, max_size=2 * GROUP + 3).map(torch.tensor)
 
 
-def of_groups(values: Tensor) -> Tensor:
+def of_groups(values):
     """The largest magnitude of each element's group."""
     parts = [part.abs().max().expand(len(part)) for part in values.split(GROUP)]
     return torch.cat(parts)
@@ -56,7 +53,7 @@ def of_groups(values: Tensor) -> Tensor:
 @given(groups)
 @example(torch.tensor([1e-38, 1e-45, 0.0]))
 @example(torch.full((GROUP,), 3.4e38))
-def test_a_first_moment_is_off_by_less_than_a_share_of_its_group_s_largest(values: Tensor) -> None:
+def test_a_first_moment_is_off_by_less_than_a_share_of_its_group_s_largest(values):
     codes, scales = encode_first(values)
     found, largest = decode_first(codes, scales), of_groups(values)
     assert ((found - values).abs() <= MOST_FIRST * largest + SMALLEST).all()
@@ -69,7 +66,7 @@ def test_a_first_moment_is_off_by_less_than_a_share_of_its_group_s_largest(value
 
 
 @given(groups.map(torch.abs))
-def test_a_second_moment_s_root_is_off_by_less_than_a_code(values: Tensor) -> None:
+def test_a_second_moment_s_root_is_off_by_less_than_a_code(values):
     codes, scales = encode_second(values)
     roots, largest = values.double().sqrt(), of_groups(values).double().sqrt()
     found = codes.double() / 255 * scales.double().repeat_interleave(GROUP)[: len(values)]
@@ -80,14 +77,14 @@ def test_a_second_moment_s_root_is_off_by_less_than_a_code(values: Tensor) -> No
     assert torch.allclose(decode_second(codes, scales).double(), found**2, rtol=1e-6, atol=1e-44)
 
 
-def beside_largest(shares: Tensor, largest: float) -> Tensor:
+def beside_largest(shares, largest):
     """Groups of these shares of `largest`, which ends each group."""
     rows = shares[: len(shares) // (GROUP - 1) * (GROUP - 1)].view(-1, GROUP - 1)
     return pad(rows * largest, (0, 1), value=largest).flatten()
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 3e38, 7.7e-5])
-def test_codes_never_fall_when_values_grow(scale: float) -> None:
+def test_codes_never_fall_when_values_grow(scale):
     values = beside_largest(torch.linspace(-1, 1, 100 * 1000), scale)
     first = encode_first(values)[0].view(-1, GROUP)[:, :-1].flatten()
     assert (first.int().diff() >= 0).all() and first.unique().numel() == 255
@@ -98,7 +95,7 @@ def test_codes_never_fall_when_values_grow(scale: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_makes_its_group_nan_and_no_other(bad: float) -> None:
+def test_what_is_not_finite_makes_its_group_nan_and_no_other(bad):
     values = torch.ones(3 * GROUP)
     values[GROUP + 5] = bad
     for encode, decode in ((encode_first, decode_first), (encode_second, decode_second)):
@@ -106,7 +103,7 @@ def test_what_is_not_finite_makes_its_group_nan_and_no_other(bad: float) -> None
         assert found[1].all() and not found[[0, 2]].any()
 
 
-def test_a_group_that_only_decays_keeps_its_codes() -> None:
+def test_a_group_that_only_decays_keeps_its_codes():
     """The row of a rare token fades as a whole, however close to 1 a beta is, to zero."""
     values = torch.randn(GROUP, generator=torch.Generator().manual_seed(0))
     first, second, largest = (
@@ -127,7 +124,7 @@ def test_a_group_that_only_decays_keeps_its_codes() -> None:
     assert not decode_first(*encode_first(faded * 1e-39)).any()
 
 
-def test_chances_round_to_the_mean_and_differ_by_element_step_and_moment() -> None:
+def test_chances_round_to_the_mean_and_differ_by_element_step_and_moment():
     values = torch.tensor([1.001, -3.14159, 1e-30, 0.0, 1.5]).repeat_interleave(1 << 16)
     one, two = random16(1 << 33, values.numel(), 7, values.device)
     assert one.min() >= 0 and one.max() < 1 << 16
@@ -145,13 +142,13 @@ def test_chances_round_to_the_mean_and_differ_by_element_step_and_moment() -> No
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0])
-def test_what_bf16_has_stays(value: float) -> None:
+def test_what_bf16_has_stays(value):
     values = torch.full((1 << 16,), value)
     found = stochastic_round(values, torch.arange(1 << 16, dtype=torch.int32))
     assert torch.equal(found.float().nan_to_num(7), values.nan_to_num(7))
 
 
-def all_shares() -> dict[str, Any]:
+def all_shares():
     """Int8 states and bf16 gradients whose next first moments have every share of their scale."""
     size, generator = 1 << 20, torch.Generator().manual_seed(0)
     codes = torch.randint(-127, 128, (size,), generator=generator, dtype=torch.int8)
@@ -166,7 +163,7 @@ def all_shares() -> dict[str, Any]:
 
 @needs_native
 @pytest.mark.usefixtures("instruction_set")
-def test_native_codes_are_the_reference_s_for_every_code_and_share() -> None:
+def test_native_codes_are_the_reference_s_for_every_code_and_share():
     """Some builds look codes up, or compute quotients without dividing."""
     if not fuses_like_torch(native.instruction_set()):
         pytest.skip("torch fuses multiply-adds here")
@@ -184,7 +181,7 @@ def test_native_codes_are_the_reference_s_for_every_code_and_share() -> None:
 @needs_native
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 @pytest.mark.usefixtures("instruction_set")
-def test_native_updates_carry_what_is_not_finite_as_the_reference(bad: float) -> None:
+def test_native_updates_carry_what_is_not_finite_as_the_reference(bad):
     if not fuses_like_torch(native.instruction_set()):
         pytest.skip("torch fuses multiply-adds here")
     grad = torch.ones(3 * GROUP, dtype=torch.bfloat16)
@@ -203,7 +200,7 @@ def test_native_updates_carry_what_is_not_finite_as_the_reference(bad: float) ->
 
 
 @implementations
-def test_24_bits_are_the_nearest_and_come_back(kernels: Any) -> None:
+def test_24_bits_are_the_nearest_and_come_back(kernels):
     master = torch.cat([randn(20_000, 0), torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan])])
     weights, found = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master)
     remainder = torch.empty_like(master, dtype=torch.int8)
@@ -219,7 +216,7 @@ def test_24_bits_are_the_nearest_and_come_back(kernels: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp32", "int8"])
-def test_24_bits_move_by_small_learning_rates_what_fp32_moves(kind: str) -> None:
+def test_24_bits_move_by_small_learning_rates_what_fp32_moves(kind):
     """Steps of a hundredth of what 24 bits tell apart, which rounding to nearest would lose."""
     size, hyper = 1 << 14, HYPER | {"lr": 1e-6, "weight_decay": 0.0}
     states = [split_state(size, kind, dtype) for dtype in (torch.int16, torch.int8)]
@@ -236,7 +233,7 @@ def test_24_bits_move_by_small_learning_rates_what_fp32_moves(kind: str) -> None
     assert short.unique().numel() > 1 and not (short * 2**14 % 1).any()
 
 
-def test_what_rounds_to_24_bits_differs_by_element_and_step() -> None:
+def test_what_rounds_to_24_bits_differs_by_element_and_step():
     one = random8(1 << 33, 1 << 16, 7, torch.device("cpu"))
     others = [random8(at, 1 << 16, step, one.device) for at, step in ((0, 7), (1 << 33, 8))]
     moments = random16(1 << 33, 1 << 16, 7, one.device)
@@ -246,7 +243,7 @@ def test_what_rounds_to_24_bits_differs_by_element_and_step() -> None:
     assert torch.equal(random8((1 << 33) + 640, 640, 7, one.device), one[640:1280])
 
 
-def steps_of(gradients: Iterable[Tensor], kind: str) -> Tensor:
+def steps_of(gradients, kind):
     """Each update [steps, GROUP] with a learning rate of 1."""
     state = whole_state(GROUP, kind)
     hyper = {"lr": 1.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
@@ -258,12 +255,12 @@ def steps_of(gradients: Iterable[Tensor], kind: str) -> Tensor:
     return torch.stack(steps)
 
 
-def longest_steps(gradients: Iterable[Tensor], kind: str) -> Tensor:
+def longest_steps(gradients, kind):
     """Of each element over these updates."""
     return steps_of(gradients, kind).abs().amax(0)
 
 
-def test_no_step_grows_beside_a_spike_when_a_gradient_ends() -> None:
+def test_no_step_grows_beside_a_spike_when_a_gradient_ends():
     """A second moment that became zero would leave the first one to be divided by eps."""
     steady = torch.linspace(1e-4, 1e-2, GROUP)
     spike = steady.clone()
@@ -272,7 +269,7 @@ def test_no_step_grows_beside_a_spike_when_a_gradient_ends() -> None:
     assert (longest_steps(gradients, "int8") < 4 * longest_steps(gradients, "fp32").max()).all()
 
 
-def test_tiny_gradients_and_rare_ones_move_what_they_move_in_fp32() -> None:
+def test_tiny_gradients_and_rare_ones_move_what_they_move_in_fp32():
     tiny = [torch.full((GROUP,), 1e-20)] * 3  # eps is far larger, and is told from no step
     rare = [torch.zeros(GROUP)] * 30 + [torch.randn(GROUP)] + [torch.zeros(GROUP)] * 30
     for gradients in (tiny, rare):
@@ -281,7 +278,7 @@ def test_tiny_gradients_and_rare_ones_move_what_they_move_in_fp32() -> None:
         assert torch.allclose(found, wanted, rtol=0.1)
 
 
-def test_a_warm_restart_steps_as_in_fp32() -> None:
+def test_a_warm_restart_steps_as_in_fp32():
     """Gradients that have become small, together or all but some, before the rate rises again."""
     noise = randn(150 * GROUP, 1).view(150, GROUP)
     noise[50:] *= 0.01
@@ -293,7 +290,7 @@ def test_a_warm_restart_steps_as_in_fp32() -> None:
 
 
 @pytest.mark.parametrize(("times", "off"), [(30, 0.17), (100, 0.57), (300, 0.99)])
-def test_what_is_lost_beside_gradients_that_stay_large(times: int, off: float) -> None:
+def test_what_is_lost_beside_gradients_that_stay_large(times, off):
     """How far the steps of the rest are off, as docs/optimizers.md says."""
     gradients = randn(150 * GROUP, 1).view(150, GROUP)
     gradients[:, ::16] *= times

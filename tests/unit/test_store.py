@@ -1,10 +1,7 @@
 """Planes in host memory: exact masters in 12 bytes, whichever dtype they come in."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from megatrain import AdamW, InputError
 from megatrain.device import CpuDevice
@@ -15,7 +12,7 @@ from megatrain.tile import TileLayout
 SHAPE = (3, 50)
 
 
-def layouts() -> list[TileLayout]:
+def layouts():
     return [
         TileLayout("first", [("a", torch.Size(SHAPE), 0), ("b", torch.Size([7]), None)], wide="b"),
         TileLayout("second", [("c", torch.Size([2, 2]), 1)]),
@@ -23,21 +20,19 @@ def layouts() -> list[TileLayout]:
     ]
 
 
-def store(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Store:
+def store(dtype=torch.bfloat16, **options):
     options.setdefault("rule", AdamW())
     return Store(CpuDevice(), layouts(), dtype, **options)
 
 
-def values(dtype: torch.dtype) -> Tensor:
+def values(dtype):
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 @pytest.mark.parametrize("resident", [(), ("first",)])
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_masters_are_what_was_written(
-    dtype: torch.dtype, compute: torch.dtype, resident: tuple
-) -> None:
+def test_masters_are_what_was_written(dtype, compute, resident):
     kept = store(compute, placement=Placement(resident=resident))
     tile, entry = next(kept.entries())
     written = values(dtype)
@@ -56,7 +51,7 @@ def test_masters_are_what_was_written(
         assert (tie | (streamed.float() == nearest)).all()
 
 
-def test_writing_a_parameter_touches_no_other() -> None:
+def test_writing_a_parameter_touches_no_other():
     kept = store()
     first, second = kept.tiles[:2]
     for tile, entry in kept.entries():
@@ -69,7 +64,7 @@ def test_writing_a_parameter_touches_no_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_master_read_is_a_copy(dtype: torch.dtype) -> None:
+def test_a_master_read_is_a_copy(dtype):
     kept = store(dtype)
     tile, entry = next(kept.entries())
     tile.write_master(entry, values(torch.float32))
@@ -77,7 +72,7 @@ def test_a_master_read_is_a_copy(dtype: torch.dtype) -> None:
     assert torch.equal(tile.read_master(entry), values(torch.float32))
 
 
-def test_planes_begin_at_zero_on_pages_of_their_own() -> None:
+def test_planes_begin_at_zero_on_pages_of_their_own():
     kept = store()
     for tile in kept.tiles:
         assert tile.version == 0
@@ -89,7 +84,7 @@ def test_planes_begin_at_zero_on_pages_of_their_own() -> None:
     assert [len(m.data) for m in first.states.values()] == [first.layout.trainable_numel] * 2
 
 
-def test_without_training_there_are_weights_only() -> None:
+def test_without_training_there_are_weights_only():
     for dtype in (torch.bfloat16, torch.float32):
         kept = store(dtype, rule=None)
         assert all(not tile.states and tile.remainder is None for tile in kept.tiles)
@@ -97,6 +92,6 @@ def test_without_training_there_are_weights_only() -> None:
         assert planes["weights"] > 0 == planes["remainder"] + planes["moments"]
 
 
-def test_a_tile_that_does_not_exist_cannot_rest_on_the_device() -> None:
+def test_a_tile_that_does_not_exist_cannot_rest_on_the_device():
     with pytest.raises(InputError, match="no tile 'third'; it has first, second, empty"):
         store(placement=Placement(resident=("first", "third")))

@@ -7,7 +7,7 @@ from tests.sweeps import few, swept
 AXES = {"one": [1, 2, 3], "other": {"a": None, "b": 0.5}, "third": [False, True]}
 
 
-def shown(together: int) -> tuple[set, set]:
+def shown(together):
     """All combinations, and those of them that are not exhaustive."""
     rows = swept(together, **AXES).args[1]
     return {row.values for row in rows}, {row.values for row in rows if not row.marks}

@@ -18,7 +18,7 @@ parameters = st.lists(st.tuples(shapes, groups), max_size=12).map(
 
 
 @given(parameters)
-def test_entries_are_disjoint_aligned_and_complete(given_parameters: list) -> None:
+def test_entries_are_disjoint_aligned_and_complete(given_parameters):
     layout = TileLayout("tile", given_parameters)
     assert {(e.name, e.shape, e.group) for e in layout.entries} == {
         (name, tuple(shape), group) for name, shape, group in given_parameters
@@ -33,9 +33,7 @@ def test_entries_are_disjoint_aligned_and_complete(given_parameters: list) -> No
 
 
 @given(parameters, st.data())
-def test_runs_cover_each_group_once_and_nothing_frozen(
-    given_parameters: list, data: st.DataObject
-) -> None:
+def test_runs_cover_each_group_once_and_nothing_frozen(given_parameters, data):
     layout = TileLayout("tile", given_parameters)
     trainable = [group for _, _, group in given_parameters if group is not None]
     first = {entry.name: entry.group for entry in layout.trainable}
@@ -53,9 +51,7 @@ def test_runs_cover_each_group_once_and_nothing_frozen(
 
 
 @given(parameters, st.data())
-def test_frozen_ones_of_more_bits_come_before_the_others(
-    given_parameters: list, data: st.DataObject
-) -> None:
+def test_frozen_ones_of_more_bits_come_before_the_others(given_parameters, data):
     wide = [name for name, _, _ in given_parameters if data.draw(st.booleans())]
     layout = TileLayout("tile", given_parameters, wide=wide)
     order = [0 if e.group is not None else 1 if e.wide else 2 for e in layout.entries]
@@ -67,7 +63,7 @@ def test_frozen_ones_of_more_bits_come_before_the_others(
 
 
 @given(parameters)
-def test_views_share_the_plane_and_keep_apart(given_parameters: list) -> None:
+def test_views_share_the_plane_and_keep_apart(given_parameters):
     layout = TileLayout("tile", given_parameters)
     plane = torch.full((layout.numel,), -1.0)
     for number, view in enumerate(layout.views(plane).values()):
@@ -78,7 +74,7 @@ def test_views_share_the_plane_and_keep_apart(given_parameters: list) -> None:
         assert torch.equal(layout.by_name[name].view(plane), view)
 
 
-def test_a_tile_without_parameters() -> None:
+def test_a_tile_without_parameters():
     layout = TileLayout("nothing", [])
     assert layout.numel == layout.trainable_numel == layout.num_parameters == 0
     assert layout.runs({}) == []

@@ -1,7 +1,6 @@
 """Timelines: what is noted of a step, and what is made of it."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ SPANS = [
 ]
 
 
-def test_idle_time_is_put_down_to_what_was_waited_for() -> None:
+def test_idle_time_is_put_down_to_what_was_waited_for():
     found = breakdown(SPANS, "compute")
     assert found.seconds == 6.0
     assert found.busy == pytest.approx({"compute": 3.4, "copy in": 2.0, "update": 2.0})
@@ -38,7 +37,7 @@ def test_idle_time_is_put_down_to_what_was_waited_for() -> None:
     assert found.rows()[0] == ("compute: layer", pytest.approx(2.0))
 
 
-def test_the_critical_path_leads_from_the_end_to_the_beginning() -> None:
+def test_the_critical_path_leads_from_the_end_to_the_beginning():
     """Computing takes most of the time, and waits for updates most of it."""
     spans = [
         Span("update", "update layer 0", 0.0, 2.0),
@@ -53,7 +52,7 @@ def test_the_critical_path_leads_from_the_end_to_the_beginning() -> None:
     assert breakdown(spans, "compute").busy["compute"] > path["update"] * 1.2
 
 
-def test_a_trace_opens_in_perfetto() -> None:
+def test_a_trace_opens_in_perfetto():
     events = json.loads(json.dumps(chrome_trace(SPANS)))["traceEvents"]
     whole = [event for event in events if event["ph"] == "X"]
     assert [event["name"] for event in whole] == [span.name for span in SPANS]
@@ -62,7 +61,7 @@ def test_a_trace_opens_in_perfetto() -> None:
     assert [e["tid"] for e in whole] == [lanes[span.stream] for span in SPANS]
 
 
-def test_a_trace_is_read_as_it_was_written() -> None:
+def test_a_trace_is_read_as_it_was_written():
     spans = [*SPANS, Span("copy out", "gradient", 6.0, 7.0, ("a", "b"), num_bytes=5)]
     read = read_trace(json.loads(json.dumps(chrome_trace(spans))))
     assert [(s.stream, s.name, s.after, s.num_bytes) for s in read] == [
@@ -75,17 +74,17 @@ def test_a_trace_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     "trace", [{}, [], {"traceEvents": 3}, {"traceEvents": [{"ph": "X", "tid": 1}]}]
 )
-def test_what_is_no_trace_is_refused(trace: object) -> None:
+def test_what_is_no_trace_is_refused(trace):
     with pytest.raises(ValueError, match="not a timeline"):
-        read_trace(trace)  # type: ignore[arg-type]
+        read_trace(trace)
 
 
-def test_a_window_cuts_spans_and_their_bytes() -> None:
+def test_a_window_cuts_spans_and_their_bytes():
     spans = [Span("compute", "before", 0.0, 1.0), Span("copy in", "w", 1.0, 5.0, ("x",), 400)]
     assert window(spans, 2.0, 4.0) == [Span("copy in", "w", 0.0, 2.0, ("x",), 200)]
 
 
-def _tiny_engine(width: int = 8) -> Engine:
+def _tiny_engine(width=8):
     config = LlamaConfig(
         vocab_size=32,
         hidden_size=width,
@@ -100,7 +99,7 @@ IDS = torch.ones(2, 4).long()
 BATCH = [{"input_ids": IDS, "labels": IDS}]
 
 
-def test_bytes_of_copies_and_updates_are_noted() -> None:
+def test_bytes_of_copies_and_updates_are_noted():
     with _tiny_engine(64) as engine:
         with engine.recording() as spans:
             engine.step(BATCH)
@@ -112,7 +111,7 @@ def test_bytes_of_copies_and_updates_are_noted() -> None:
 
 
 @pytest.mark.parametrize(("steps", "kept"), [(1, 1), (2, 2), (8, 6)])
-def test_a_run_keeps_the_timeline_of_one_early_step(tmp_path: Path, steps: int, kept: int) -> None:
+def test_a_run_keeps_the_timeline_of_one_early_step(tmp_path, steps, kept):
     with _tiny_engine() as engine:
         timeline = RunTimeline(engine.recording, tmp_path, steps)
         for number in range(1, steps + 1):
@@ -125,12 +124,12 @@ def test_a_run_keeps_the_timeline_of_one_early_step(tmp_path: Path, steps: int, 
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def _refuse() -> None:
+def _refuse():
     raise RunFailed("not finite")
 
 
 @pytest.mark.parametrize("refused", [5, 6])
-def test_a_step_that_is_left_out_is_not_on_the_timeline(tmp_path: Path, refused: int) -> None:
+def test_a_step_that_is_left_out_is_not_on_the_timeline(tmp_path, refused):
     with _tiny_engine() as engine:
         timeline = RunTimeline(engine.recording, tmp_path, 9)
         for number in range(1, 10):
@@ -145,7 +144,7 @@ def test_a_step_that_is_left_out_is_not_on_the_timeline(tmp_path: Path, refused:
     assert names.count("layer 0") == names.count("layer 0 backward") == 1
 
 
-def test_a_run_keeps_the_timelines_of_every_so_many_steps(tmp_path: Path) -> None:
+def test_a_run_keeps_the_timelines_of_every_so_many_steps(tmp_path):
     told: dict[int, Breakdown] = {}
     with _tiny_engine() as engine:
         timeline = RunTimeline(engine.recording, tmp_path, 20, 4)
@@ -165,14 +164,14 @@ def test_a_run_keeps_the_timelines_of_every_so_many_steps(tmp_path: Path) -> Non
     assert told[8].busy["compute"] > 0
 
 
-def test_a_timeline_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> None:
+def test_a_timeline_that_cannot_be_written_costs_nothing_else(tmp_path):
     with _tiny_engine() as engine:
         timeline = RunTimeline(engine.recording, tmp_path / "gone", 1)
         assert timeline.step(1, lambda: engine.step(BATCH)).tokens == 8
         timeline.draw()
 
 
-def test_every_visit_of_a_step_is_noted() -> None:
+def test_every_visit_of_a_step_is_noted():
     with _tiny_engine() as engine:
         with engine.recording() as spans:
             engine.step(BATCH)
@@ -185,7 +184,7 @@ def test_every_visit_of_a_step_is_noted() -> None:
     assert all(span.end >= span.start for span in spans)
 
 
-def test_which_layer_and_micro_batch_is_left_out_of_names() -> None:
+def test_which_layer_and_micro_batch_is_left_out_of_names():
     names = ["leaving kept kept (3, 0)", "kept (12, 1) returning kept", "layer 7 backward"]
     names += ["boundary Ref(visit=34, leaf=0)) returning boundary", "model.embed.weight 1 -> rows"]
     spans = [Span("copy", name, 0.0, 1.0) for name in names]

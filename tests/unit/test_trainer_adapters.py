@@ -25,7 +25,7 @@ from tests.unit.trainer_cases import (
 )
 
 
-def trainer(kind: Any, folder: Path, keys: dict[str, Any], **changes: Any) -> Any:
+def trainer(kind, folder, keys, **changes):
     torch.manual_seed(0)  # adapters are drawn
     config = LoraConfig(**({"r": 4, "target_modules": "all-linear"} | keys))
     return kind(
@@ -50,9 +50,7 @@ BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1}
         ]
     ),
 )
-def test_an_adapter_learns_what_it_does_under_the_plain_one(
-    tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any]
-) -> None:
+def test_an_adapter_learns_what_it_does_under_the_plain_one(tmp_path, keys, changes):
     made = [
         trainer(kind, tmp_path / kind.__name__, keys, **changes) for kind in (Trainer, Streamed)
     ]
@@ -68,9 +66,7 @@ def test_an_adapter_learns_what_it_does_under_the_plain_one(
 @pytest.mark.parametrize(
     "keys", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["embed_tokens"]}]
 )
-def test_an_adapter_of_the_embedding_goes_with_checkpointing(
-    tmp_path: Path, keys: dict[str, Any]
-) -> None:
+def test_an_adapter_of_the_embedding_goes_with_checkpointing(tmp_path, keys):
     """For which a trainer puts a hook on the embedding, whose wrapper takes it along."""
     model = get_peft_model(llama(), LoraConfig(**({"target_modules": ["q_proj"]} | keys)))
     model.enable_input_require_grads()
@@ -80,7 +76,7 @@ def test_an_adapter_of_the_embedding_goes_with_checkpointing(
         engine.save_pretrained(tmp_path)
 
 
-def test_other_methods_of_peft_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_methods_of_peft_are_refused_by_name(tmp_path):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(InputError, match=r"PromptTuning|PROMPT_TUNING"):
         Streamed(
@@ -90,7 +86,7 @@ def test_other_methods_of_peft_are_refused_by_name(tmp_path: Path) -> None:
         )
 
 
-def lora(**keys: Any) -> LoraConfig:
+def lora(**keys):
     torch.manual_seed(0)
     return LoraConfig(r=4, target_modules="all-linear", **keys)
 
@@ -111,7 +107,7 @@ OF_TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", quick(OF_TRL, ("scores of no task",)))
-def test_trls_peft_config_is_followed(tmp_path: Path, name: str) -> None:
+def test_trls_peft_config_is_followed(tmp_path, name):
     """Where TRL is installed, which no test needs."""
     trl = pytest.importorskip("trl")
     of, keys, changes, task = OF_TRL[name]
@@ -126,7 +122,7 @@ def test_trls_peft_config_is_followed(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_adapter_that_is_trained_already_is_the_reference(tmp_path: Path) -> None:
+def test_an_adapter_that_is_trained_already_is_the_reference(tmp_path):
     plain = pytest.importorskip("trl").DPOTrainer
     made = []
     for kind in (plain, mixed(plain)):
@@ -139,7 +135,7 @@ def test_an_adapter_that_is_trained_already_is_the_reference(tmp_path: Path) -> 
 
 
 @pytest.mark.exhaustive
-def test_a_new_adapter_that_changes_the_model_is_no_reference(tmp_path: Path) -> None:
+def test_a_new_adapter_that_changes_the_model_is_no_reference(tmp_path):
     """DPOTrainer compares with the base alone, which would be another model."""
     kind, model = mixed(pytest.importorskip("trl").DPOTrainer), llama(vocab_size=1024)
     options: dict[str, Any] = {"peft_config": lora(init_lora_weights=False)}

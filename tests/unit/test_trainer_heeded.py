@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,11 +55,11 @@ TABLES = {
 }
 
 
-def library(kind: type) -> list[type]:
+def library(kind):
     return [each for each in kind.__mro__ if each.__module__.startswith(("transformers", "trl"))]
 
 
-def of(kind: str, trainer: type) -> set[str]:
+def of(kind, trainer):
     """What a trainer of the installed version has."""
     classes = library(trainer)
     if kind == "METHODS":
@@ -70,12 +69,12 @@ def of(kind: str, trainer: type) -> set[str]:
         return {name for each in found for name in each}
     if kind == "ARGUMENTS":
         return {field.name for field in fields(TRAINERS[trainer])}
-    names = {n for each in classes for n in inspect.signature(each.__init__).parameters}  # type: ignore[misc]
+    names = {n for each in classes for n in inspect.signature(each.__init__).parameters}
     return names - {"self", "model", "kwargs"} if kind == "OPTIONS" else set()
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_a_table_has_every_name_of_the_installed_versions_once(kind: str) -> None:
+def test_a_table_has_every_name_of_the_installed_versions_once(kind):
     every = [name for table in TABLES[kind] for name in table]
     assert len(every) == len({*every})
     assert {name for each in TRAINERS for name in of(kind, each)} == {*every}
@@ -135,16 +134,14 @@ USUAL = (
 
 
 @cache
-def base(folder: Path) -> list[dict[str, float]]:
+def base(folder):
     made = trainer(Trainer, folder, **SHORT)
     made.train()
     return lines(made)
 
 
 @pytest.mark.parametrize("name", quick(ARGUMENTS, USUAL))
-def test_an_argument_is_heeded(
-    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_an_argument_is_heeded(name, tmp_path, tmp_path_factory):
     made = []
     for kind in (Trainer, Streamed):
         made.append(trainer(kind, tmp_path / kind.__name__, **SHORT | ARGUMENTS[name]))
@@ -199,7 +196,7 @@ TEXT_ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("plain", "changes"), few(TEXT_ARGUMENTS, 3, 9, 11, 16, 21, 22))
-def test_an_argument_of_trl_is_heeded(plain: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_an_argument_of_trl_is_heeded(plain, changes, tmp_path):
     if "chat_template_path" in changes:
         template = tmp_path / changes["chat_template_path"]
         template.write_text("{% for turn in messages %}{{ turn.content|upper }}{% endfor %}")
@@ -225,8 +222,8 @@ def test_an_argument_of_trl_is_heeded(plain: Any, changes: dict[str, Any], tmp_p
     ],
 )  # fmt: skip
 def test_a_loss_or_model_of_trl_that_the_engine_does_not_have_is_refused(
-    plain: Any, changes: Any, message: str, tmp_path: Path
-) -> None:
+    plain, changes, message, tmp_path
+):
     model = None
     if not isinstance(changes, dict):
         config = llama(vocab_size=len(chat_tokenizer("qwen"))).config
@@ -236,9 +233,7 @@ def test_a_loss_or_model_of_trl_that_the_engine_does_not_have_is_refused(
         text_trainer(mixed(plain), tmp_path, model, **changes)
 
 
-def test_a_model_that_is_refused_leaves_no_reference_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_refused_leaves_no_reference_open(tmp_path, monkeypatch):
     closed: list[Engine] = []
     monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
     kind = mixed(trl.DPOTrainer)
@@ -249,13 +244,13 @@ def test_a_model_that_is_refused_leaves_no_reference_open(
     assert reference.optimizer is None
 
 
-def test_a_micro_batch_counts_by_its_own_step_of_the_trainer() -> None:
+def test_a_micro_batch_counts_by_its_own_step_of_the_trainer():
     """A stream may end within a step, whose part is then added to the next one."""
     assert shares([Waiting({}, None, 4), Waiting({}, None, 2)]) == (1 / 4, 1 / 2)
 
 
 @cache
-def text_base(kind: Any, folder: Path) -> list[dict[str, float]]:
+def text_base(kind, folder):
     made = text_trainer(kind, folder)
     made.train()
     return lines(made)
@@ -264,9 +259,7 @@ def text_base(kind: Any, folder: Path) -> list[dict[str, float]]:
 @pytest.mark.parametrize("adapter", few([True, False], 0, 1))
 @pytest.mark.parametrize("plain", [trl.SFTTrainer, trl.DPOTrainer])
 @pytest.mark.parametrize("coefficient", few([0.9, None, 0.0]))
-def test_the_loss_of_routers_is_that_of_trl(
-    plain: Any, coefficient: float | None, adapter: bool, tmp_path: Path
-) -> None:
+def test_the_loss_of_routers_is_that_of_trl(plain, coefficient, adapter, tmp_path):
     """By default as the configuration weighs it, whether or not that asks for it.
 
     What is saved says of it what the source said.
@@ -293,9 +286,7 @@ def test_the_loss_of_routers_is_that_of_trl(
     assert got == pytest.approx(wanted, rel=1e-4) and len(got) == (0 if coefficient == 0 else 4)
 
 
-def test_a_resumed_adapter_is_merged_into_a_model_that_says_what_its_source_does(
-    tmp_path: Path,
-) -> None:
+def test_a_resumed_adapter_is_merged_into_a_model_that_says_what_its_source_does(tmp_path):
     size = {"vocab_size": len(chat_tokenizer("qwen")), "max_position_embeddings": 256}
     model = tiny_model("qwen3_moe", changes=size)
     for steps in (1, 2):
@@ -309,13 +300,13 @@ def test_a_resumed_adapter_is_merged_into_a_model_that_says_what_its_source_does
 
 
 @pytest.mark.parametrize("plain", [trl.SFTTrainer, trl.DPOTrainer])
-def test_routers_whose_loss_has_no_weight_are_left_as_they_are(plain: Any, tmp_path: Path) -> None:
+def test_routers_whose_loss_has_no_weight_are_left_as_they_are(plain, tmp_path):
     size = {"vocab_size": len(chat_tokenizer("qwen")), "max_position_embeddings": 256}
     made = text_trainer(mixed(plain), tmp_path, tiny_model("glm4_moe", changes=size))
     assert not made.engine.balances_experts
 
 
-def test_the_loss_of_routers_is_that_of_a_plain_trainer(tmp_path: Path) -> None:
+def test_the_loss_of_routers_is_that_of_a_plain_trainer(tmp_path):
     """Which adds those of all micro-batches."""
     asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     made = []
@@ -329,7 +320,7 @@ def test_the_loss_of_routers_is_that_of_a_plain_trainer(tmp_path: Path) -> None:
     assert made[1].state.log_history[0]["aux_loss"] > 0
 
 
-def test_dropout_that_trl_switches_off_is_off_in_what_is_saved(tmp_path: Path) -> None:
+def test_dropout_that_trl_switches_off_is_off_in_what_is_saved(tmp_path):
     size = {"vocab_size": len(chat_tokenizer("qwen")), "resid_pdrop": 0.3}
     made = []
     for kind in (trl.DPOTrainer, mixed(trl.DPOTrainer)):
@@ -343,7 +334,7 @@ def test_dropout_that_trl_switches_off_is_off_in_what_is_saved(tmp_path: Path) -
     assert AutoConfig.from_pretrained(tmp_path).resid_pdrop == 0
 
 
-def test_a_method_of_a_step_may_not_be_overridden(tmp_path: Path) -> None:
+def test_a_method_of_a_step_may_not_be_overridden(tmp_path):
     """By a class, on whichever side, by whoever changes the library's, or by a newer version."""
     for plain in TRAINERS:
         for name in heeded.decisive_methods(plain):
@@ -361,15 +352,13 @@ def test_a_method_of_a_step_may_not_be_overridden(tmp_path: Path) -> None:
         heeded.check_class(mixed(type("Own", (newer,), {"_new": str})), StreamedTrainer)
 
 
-def test_autocast_around_a_trainer_is_refused(tmp_path: Path) -> None:
+def test_autocast_around_a_trainer_is_refused(tmp_path):
     made = trainer(Streamed, tmp_path, **SHORT)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast"):
         made.train()
 
 
-def test_a_class_of_the_library_that_is_changed_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_class_of_the_library_that_is_changed_is_seen(tmp_path, monkeypatch):
     made = trainer(Streamed, tmp_path, **SHORT)
     monkeypatch.setattr(Trainer, "compute_loss", lambda *_, **__: 0)
     with pytest.raises(InputError, match=r"Trainer\.compute_loss"):
@@ -389,7 +378,7 @@ class OwnArguments(NewerArguments):
     own: bool = False
 
 
-def test_an_argument_that_is_not_heeded_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_argument_that_is_not_heeded_is_refused_by_name(tmp_path):
     args = OwnArguments(str(tmp_path), use_cpu=True, own=True)
     heeded.check_arguments(args)
     args.newer = True
@@ -404,11 +393,11 @@ def test_an_argument_that_is_not_heeded_is_refused_by_name(tmp_path: Path) -> No
                 heeded.check_arguments(changed)
 
 
-def set_args(name: str, value: Any) -> Callable[[Any], None]:
+def set_args(name, value):
     return lambda made: setattr(made.args, name, value)
 
 
-def set_own(name: str, value: Any) -> Callable[[Any], None]:
+def set_own(name, value):
     return lambda made: setattr(made, name, value)
 
 
@@ -436,9 +425,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", few([*CHANGES], *range(0, len(CHANGES), 3)))
-def test_what_changes_after_a_trainer_is_made_is_heeded_or_refused(
-    name: str, tmp_path: Path
-) -> None:
+def test_what_changes_after_a_trainer_is_made_is_heeded_or_refused(name, tmp_path):
     made = [
         trainer(kind, tmp_path, **SHORT | {"weight_decay": 0.1}) for kind in (Trainer, Streamed)
     ]
@@ -453,23 +440,23 @@ def test_what_changes_after_a_trainer_is_made_is_heeded_or_refused(
     same(*made)
 
 
-def at(event: str, change: Callable[..., None], step: int = 2) -> TrainerCallback:
-    def call(self: Any, args: Any, state: Any, control: Any, **given: Any) -> None:
+def at(event, change, step=2):
+    def call(self, args, state, control, **given):
         if state.global_step == step:
             change(args=args, control=control, **given)
 
     return type("At", (TrainerCallback,), {event: call})()
 
 
-def set_groups(**settings: Any) -> Callable[..., None]:
-    def change(optimizer: Any, **_: Any) -> None:
+def set_groups(**settings):
+    def change(optimizer, **_):
         for group in optimizer.param_groups:
             group.update(settings)
 
     return change
 
 
-def stop(control: Any, **_: Any) -> None:
+def stop(control, **_):
     control.should_training_stop = True
 
 
@@ -487,7 +474,7 @@ HEEDED_CALLBACKS = {
 
 
 @pytest.mark.parametrize("name", few([*HEEDED_CALLBACKS], *range(0, len(HEEDED_CALLBACKS), 3)))
-def test_what_a_callback_changes_is_heeded(name: str, tmp_path: Path) -> None:
+def test_what_a_callback_changes_is_heeded(name, tmp_path):
     event, change = HEEDED_CALLBACKS[name]
     made = []
     for kind in (Trainer, Streamed):
@@ -498,8 +485,8 @@ def test_what_a_callback_changes_is_heeded(name: str, tmp_path: Path) -> None:
     assert lines(made[0]) != base(tmp_path.parent) or name == "evaluation mode"
 
 
-def test_a_resumed_run_has_what_callbacks_set_before(tmp_path: Path) -> None:
-    def leave(control: Any, **given: Any) -> None:
+def test_a_resumed_run_has_what_callbacks_set_before(tmp_path):
+    def leave(control, **given):
         set_groups(betas=(0.3, 0.4), weight_decay=3.0)(**given)
         control.should_save = control.should_training_stop = True
 
@@ -523,7 +510,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", quick(RESUMED, ("ignore_data_skip",)))
-def test_an_argument_is_heeded_on_resume(name: str, tmp_path: Path) -> None:
+def test_an_argument_is_heeded_on_resume(name, tmp_path):
     """Rows that were seen are not passed over, patience goes on, or a folder goes."""
     ends = []
     for number, changes in enumerate((RESUMED[name], {})):
@@ -544,7 +531,7 @@ def test_an_argument_is_heeded_on_resume(name: str, tmp_path: Path) -> None:
     assert ends[0] != ends[1]
 
 
-def params(optimizer: Any) -> Any:
+def params(optimizer):
     return optimizer.param_groups[0]["params"][0]
 
 
@@ -582,7 +569,7 @@ REFUSED_CALLBACKS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED_CALLBACKS)
-def test_what_a_callback_cannot_change_is_refused(name: str, tmp_path: Path) -> None:
+def test_what_a_callback_cannot_change_is_refused(name, tmp_path):
     """At the latest at the update that would pass it over."""
     options = {"callbacks": [at("on_pre_optimizer_step", REFUSED_CALLBACKS[name], step=0)]}
     made = trainer(Streamed, tmp_path, options=options, **SHORT)

@@ -1,7 +1,5 @@
 """`compute_metrics` and `predict` of a streamed Trainer are the plain one's, as memory allows."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +17,14 @@ from tests.unit.trainer_cases import Streamed, rows, trainer
 class Stream(IterableDataset):
     """Rows without a length."""
 
-    def __init__(self, data: list[Any]) -> None:
+    def __init__(self, data):
         self.data = data
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(self.data)
 
 
-def share_right(given: Any) -> dict[str, float]:
+def share_right(given):
     """Of the labelled tokens; predictions are logits, or the likeliest tokens."""
     likely = given.predictions
     likely = likely.argmax(-1) if likely.ndim == 3 else likely
@@ -36,14 +34,12 @@ def share_right(given: Any) -> dict[str, float]:
     return {"right": right, "mean": float(likely.mean()), "of": labels.size}
 
 
-def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def likeliest(logits, labels):
     return logits.argmax(-1)
 
 
 @swept(together=0, preprocess=[None, likeliest], changes={"fp32": {}, "bf16": {"bf16": True}})
-def test_metrics_are_computed_as_under_the_plain_one(
-    tmp_path: Path, preprocess: Any, changes: dict[str, Any]
-) -> None:
+def test_metrics_are_computed_as_under_the_plain_one(tmp_path, preprocess, changes):
     """In two batches of other widths; the best is of the metric, too."""
     options = {"compute_metrics": share_right, "preprocess_logits_for_metrics": preprocess}
     changes = changes | {"metric_for_best_model": "mean", "load_best_model_at_end": True}
@@ -80,7 +76,7 @@ def test_metrics_are_computed_as_under_the_plain_one(
             )
 
 
-def held(given: Any) -> dict[str, float]:
+def held(given):
     """What there is to measure by."""
     every = {"of": given.predictions, "inputs": given.inputs, "losses": given.losses}
     return {
@@ -100,9 +96,7 @@ def held(given: Any) -> dict[str, float]:
         ]
     ),
 )
-def test_what_metrics_are_given_is_as_under_the_plain_one(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_what_metrics_are_given_is_as_under_the_plain_one(tmp_path, changes):
     plain, streamed, usual = (
         trainer(kind, tmp_path, options={"compute_metrics": held}, **more).evaluate()
         for kind, more in ((Trainer, changes), (Streamed, changes), (Trainer, {}))
@@ -114,7 +108,7 @@ def test_what_metrics_are_given_is_as_under_the_plain_one(
     assert got == pytest.approx(of, rel=1e-4) and of != otherwise
 
 
-def test_predictions_need_no_labels(tmp_path: Path) -> None:
+def test_predictions_need_no_labels(tmp_path):
     bare = [{"input_ids": torch.tensor(each["input_ids"])} for each in rows(1)]
     plain, streamed = (trainer(kind, tmp_path) for kind in (Trainer, Streamed))
     for made in (plain, streamed):
@@ -128,9 +122,7 @@ def test_predictions_need_no_labels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sized", [True, False])
 @pytest.mark.parametrize("how", ["kept", "preprocessed", "by batch", "with room"])
-def test_logits_that_the_host_cannot_keep_are_refused_at_once(
-    tmp_path: Path, how: str, sized: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_that_the_host_cannot_keep_are_refused_at_once(tmp_path, how, sized, monkeypatch):
     """Two batches of 3 and 2 rows of 8 and 7 tokens, of which all is kept and copied once."""
     first = 3 * 8 * VOCAB * 4
     room = 4 * first if how == "with room" else 4 * first - 1 if sized else 2 * first - 1

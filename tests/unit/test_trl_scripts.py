@@ -4,7 +4,6 @@ Their command line, loading of models and data, adapters, evaluations, saves and
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ KEYS = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
 ADAPTER = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear")
 
 
-def inputs(folder: Path, kind: str) -> tuple[Path, Path]:
+def inputs(folder, kind):
     """A model with a tokenizer, and a folder of rows to train and to test on."""
     tokenizer = chat_tokenizer("qwen")
     model: Any = llama(vocab_size=len(tokenizer), max_position_embeddings=256)
@@ -40,7 +39,7 @@ def inputs(folder: Path, kind: str) -> tuple[Path, Path]:
     return folder / "model", data
 
 
-def _row(kind: str, n: int) -> dict[str, Any]:
+def _row(kind, n):
     if kind == "sft":
         question = {"role": "user", "content": f"What is {n} + 30?"}
         return {"messages": [question, {"role": "assistant", "content": f"It is {n + 30}."}]}
@@ -50,9 +49,7 @@ def _row(kind: str, n: int) -> dict[str, Any]:
     return {"prompt": f"What is {n}?", **pair}
 
 
-def run(
-    script: Any, model: Path, data: Path, folder: Path, *options: str
-) -> list[dict[str, float]]:
+def run(script, model, data, folder, *options):
     """What the script's main has logged, with these options of its command line."""
     lines = (
         "--model_name_or_path", model, "--dataset_name", data, "--output_dir", folder,
@@ -72,9 +69,7 @@ def run(
 @pytest.mark.parametrize(
     ("kind", "name"), [("sft", "SFTTrainer"), ("dpo", "DPOTrainer"), ("reward", "RewardTrainer")]
 )
-def test_a_script_trains_with_the_engine(
-    kind: str, name: str, adapter: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_trains_with_the_engine(kind, name, adapter, tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
     script: Any = pytest.importorskip(f"trl.scripts.{kind}")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))

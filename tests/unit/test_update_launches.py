@@ -1,7 +1,5 @@
 """What updates on a GPU cost a rule that has no kernel there: torch's operations, one by one."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +15,6 @@ from megatrain.forecast.cost_model import CostModel
 from megatrain.forecast.workload import Workload
 from megatrain.kernels import reference
 from megatrain.machine import machine_for
-from megatrain.optim import Rule
 from megatrain.source.source import open_source, structure
 
 H200 = machine_for("NVIDIA H200", 120 * GIB, 16, 139 * GIB)
@@ -26,17 +23,17 @@ H200 = machine_for("NVIDIA H200", 120 * GIB, 16, 139 * GIB)
 class Operations(TorchDispatchMode):
     """Counts what is launched: views are not."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += not func.is_view
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("rule", (Muon(), Lion(), SGD()), ids=lambda rule: rule.name)
-def test_a_rule_says_what_its_update_launches(rule: Rule, monkeypatch) -> None:
+def test_a_rule_says_what_its_update_launches(rule, monkeypatch):
     """On a layer of 16 blocks, without its five vectors, which launch as much as a block."""
     width, block = 128, 128 * 128
     monkeypatch.setattr(reference, "UPDATE_BLOCK", block)
@@ -51,7 +48,7 @@ def test_a_rule_says_what_its_update_launches(rule: Rule, monkeypatch) -> None:
         update, found = engine._parts.update, {}
         apply = update._apply
 
-        def counted(tile: Any, first: int, host_grad: Any, runs: Any, *rest: Any) -> None:
+        def counted(tile, first, host_grad, runs, *rest):
             with Operations() as operations:
                 matrices = [run for run in runs if run.stop - run.start >= block]
                 apply(tile, first, host_grad, matrices, *rest)
@@ -65,7 +62,7 @@ def test_a_rule_says_what_its_update_launches(rule: Rule, monkeypatch) -> None:
     assert launched / (numel / block) == pytest.approx(rule.launches, rel=0.1)
 
 
-def seconds(rule: Rule, *sizes: int) -> float:
+def seconds(rule, *sizes):
     """Of an update on the device whose planes have so many elements."""
     costs = CostModel(H200, rule)
     planes = [
@@ -74,7 +71,7 @@ def seconds(rule: Rule, *sizes: int) -> float:
     return costs.run(COMPUTE, Name(Kind.UPDATE, "update"), lambda: None, planes[:1], planes).seconds
 
 
-def test_an_update_without_a_kernel_takes_its_launches() -> None:
+def test_an_update_without_a_kernel_takes_its_launches():
     layer = 233_057_792  # parameters of a layer of 7B, of which 22 rest on the device
     assert 22 * seconds(Muon(), layer, layer, 0) == pytest.approx(0.893, rel=0.05)  # as measured
     assert 22 * seconds(AdamW(), layer, layer, layer, layer) < 0.05
@@ -83,7 +80,7 @@ def test_an_update_without_a_kernel_takes_its_launches() -> None:
 
 
 @pytest.mark.exhaustive
-def test_such_rules_leave_more_layers_on_the_host() -> None:
+def test_such_rules_leave_more_layers_on_the_host():
     """7B, 96 x 1024: Muon leaves more of them on the host than AdamW."""
     forecasts = ForecastCache(structure(open_source(qwen2_config("7b", 1024))))
     resident = {

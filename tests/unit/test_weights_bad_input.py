@@ -4,8 +4,6 @@ import json
 import os
 import re
 import resource
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +12,6 @@ from huggingface_hub import errors as hub_errors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from megatrain.base.json_yaml import read_json
 from megatrain.errors import InputError
@@ -28,7 +24,7 @@ EMBED = "model.embed_tokens.weight"
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
-def refusal(folder: Path, model: PreTrainedModel) -> str:
+def refusal(folder, model):
     """The message with which a folder is refused, without one tensor written."""
     with pytest.raises(InputError) as caught:
         read_weights(
@@ -39,7 +35,7 @@ def refusal(folder: Path, model: PreTrainedModel) -> str:
     return message
 
 
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+def edit(folder, change):
     file = folder / "model.safetensors"
     tensors = load_file(file)
     change(tensors)
@@ -74,12 +70,10 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
         ),
     ],
 )
-def test_tensors_that_do_not_fit(
-    family: str, name: str, change: Any, message: str, tmp_path: Path
-) -> None:
+def test_tensors_that_do_not_fit(family, name, change, message, tmp_path):
     model = saved_model(family, tmp_path)
 
-    def put(tensors: dict[str, Tensor]) -> None:
+    def put(tensors):
         old = tensors.pop(name, None)
         if change is not None:
             tensors[name] = change if old is None else change(old).contiguous()
@@ -88,7 +82,7 @@ def test_tensors_that_do_not_fit(
     assert re.search(message, refusal(tmp_path, model))
 
 
-def test_two_missing_tensors_are_counted_and_tied_ones_that_differ_refused(tmp_path: Path) -> None:
+def test_two_missing_tensors_are_counted_and_tied_ones_that_differ_refused(tmp_path):
     model = saved_model("llama", tmp_path / "llama")
     edit(tmp_path / "llama", lambda t: [t.pop(UP), t.pop("model.norm.weight")])
     assert f"2 tensors ('{UP}' the first) are missing" in refusal(tmp_path / "llama", model)
@@ -98,7 +92,7 @@ def test_two_missing_tensors_are_counted_and_tied_ones_that_differ_refused(tmp_p
     assert "tied in config.json, but their values differ; set tie_word_embeddings" in message
 
 
-def test_a_quantised_model(tmp_path: Path) -> None:
+def test_a_quantised_model(tmp_path):
     model = saved_model("llama", tmp_path)
     path = tmp_path / "config.json"
     kept = json.loads(path.read_text())
@@ -107,7 +101,7 @@ def test_a_quantised_model(tmp_path: Path) -> None:
         assert f"its weights are quantised by {method}; only NF4" in refusal(tmp_path, model)
 
 
-def sharded(folder: Path) -> tuple[PreTrainedModel, Path, dict[str, Any]]:
+def sharded(folder):
     model = saved_model("llama", folder)
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="50KB")
@@ -115,7 +109,7 @@ def sharded(folder: Path) -> tuple[PreTrainedModel, Path, dict[str, Any]]:
     return model, index, json.loads(index.read_text())
 
 
-def test_a_truncated_shard(tmp_path: Path) -> None:
+def test_a_truncated_shard(tmp_path):
     model, _, content = sharded(tmp_path)
     shard = tmp_path / content["weight_map"][UP]
     os.truncate(shard, shard.stat().st_size - 100)
@@ -125,7 +119,7 @@ def test_a_truncated_shard(tmp_path: Path) -> None:
     assert f"{shard.name}: its JSON cannot be read" in refusal(tmp_path, model)
 
 
-def test_a_shard_that_shrinks_during_the_load(tmp_path: Path) -> None:
+def test_a_shard_that_shrinks_during_the_load(tmp_path):
     model = saved_model("llama", tmp_path)
     stored = stored_tensors(tmp_path)[UP]
     os.truncate(stored.file, stored.start + 10)
@@ -134,7 +128,7 @@ def test_a_shard_that_shrinks_during_the_load(tmp_path: Path) -> None:
     assert model is not None
 
 
-def test_shards_that_are_not_as_the_index_says(tmp_path: Path) -> None:
+def test_shards_that_are_not_as_the_index_says(tmp_path):
     model, index, content = sharded(tmp_path)
     files = content["weight_map"]
     other = next(file for file in files.values() if file != files[UP])
@@ -152,7 +146,7 @@ def test_shards_that_are_not_as_the_index_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "escape", ["../outside.safetensors", "/etc/passwd", "a/../../b", "a\u202eb", "..", "a\0b"]
 )
-def test_an_index_that_leaves_the_folder(escape: str, tmp_path: Path) -> None:
+def test_an_index_that_leaves_the_folder(escape, tmp_path):
     folder = tmp_path / "model"
     model, index, content = sharded(folder)
     save_file({UP: torch.zeros(1)}, tmp_path / "outside.safetensors")
@@ -175,21 +169,21 @@ def test_an_index_that_leaves_the_folder(escape: str, tmp_path: Path) -> None:
         (b'{"' + b"a" * 2000 + b'": 1}', "longer than 1000 characters"),
     ],
 )
-def test_a_broken_index(text: bytes, said: str, tmp_path: Path) -> None:
+def test_a_broken_index(text, said, tmp_path):
     model, index, _ = sharded(tmp_path)
     index.write_bytes(text)
     message = refusal(tmp_path, model)
     assert f"{index.name}: " in message and said in message and len(message) < 1000
 
 
-def test_a_huge_json_is_not_read(tmp_path: Path) -> None:
+def test_a_huge_json_is_not_read(tmp_path):
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(2**40)  # sparse
     with pytest.raises(InputError, match="larger than 32 MiB"):
         read_json(tmp_path / "config.json")
 
 
-def test_a_json_that_is_no_file(tmp_path: Path) -> None:
+def test_a_json_that_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(InputError, match="not a file"):
         source_dtype(tmp_path)
@@ -218,9 +212,7 @@ def test_a_json_that_is_no_file(tmp_path: Path) -> None:
         ({"a": entry(0, 1, [1], "F8_E5M2")}, b"1", None, "'a' is stored as F8_E5M2; only plain"),
     ],
 )
-def test_a_hostile_header(
-    header: Any, data: bytes, length: int | None, said: str, tmp_path: Path
-) -> None:
+def test_a_hostile_header(header, data, length, said, tmp_path):
     path = write_raw(tmp_path / "model.safetensors", header, data, length)
     with pytest.raises(InputError, match=said) as caught:
         stored_tensors(tmp_path)
@@ -228,7 +220,7 @@ def test_a_hostile_header(
     assert str(path) in message and "\n" not in message and len(message) < 500
 
 
-def test_a_header_of_a_terabyte_takes_no_memory(tmp_path: Path) -> None:
+def test_a_header_of_a_terabyte_takes_no_memory(tmp_path):
     path = write_raw(tmp_path / "model.safetensors", b"{}", b"", 2**39)
     os.truncate(path, 2**40)  # sparse: the length itself is no lie
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -239,9 +231,7 @@ def test_a_header_of_a_terabyte_takes_no_memory(tmp_path: Path) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_any_damage_is_an_input_error_or_harmless(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_damage_is_an_input_error_or_harmless(data, tmp_path_factory):
     header = {"__metadata__": {"format": "pt"}, "a": entry(0, 8), "b": entry(8, 12, [1, 1])}
     path = write_raw(tmp_path_factory.getbasetemp() / "damaged.safetensors", header, bytes(12))
     content = bytearray(path.read_bytes())
@@ -258,21 +248,21 @@ def test_any_damage_is_an_input_error_or_harmless(
             assert stored.read().shape == stored.shape
 
 
-def model_folder(folder: Path, *names: str) -> Path:
+def model_folder(folder, *names):
     folder.mkdir()
     for name in ("config.json", *names):
         (folder / name).write_text("{}")
     return folder
 
 
-def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch):
     folder = model_folder(tmp_path / "m")
     assert resolve_model(folder) == folder and resolve_model(str(folder)) == folder
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_model("~/m") == folder
 
 
-def test_pickle_weights_are_refused(tmp_path: Path) -> None:
+def test_pickle_weights_are_refused(tmp_path):
     folder = model_folder(tmp_path / "m", "pytorch_model.bin")
     with pytest.raises(InputError, match=r"only pickle weights.*never read; convert them"):
         resolve_model(folder)
@@ -282,7 +272,7 @@ def test_pickle_weights_are_refused(tmp_path: Path) -> None:
     assert resolve_model(folder) == folder
 
 
-def test_folders_that_are_no_models(tmp_path: Path) -> None:
+def test_folders_that_are_no_models(tmp_path):
     with pytest.raises(InputError, match="no config.json"):
         resolve_model(tmp_path)
     (tmp_path / "file").write_text("")
@@ -314,11 +304,11 @@ class _Response:
         (hub_errors.GatedRepoError, "restricts access; accept the terms"),
     ],
 )
-def test_the_hub_refuses(error: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_refuses(error, said, monkeypatch):
     if isinstance(error, type):
         error = error("many\nlines", response=_Response())
 
-    def download(*_: object, **__: object) -> str:
+    def download(*_, **__):
         raise error
 
     monkeypatch.setattr(weights, "snapshot_download", download)
@@ -327,7 +317,7 @@ def test_the_hub_refuses(error: Any, said: str, monkeypatch: pytest.MonkeyPatch)
     assert "\n" not in str(caught.value)
 
 
-def test_never_downloads_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_never_downloads_pickles(tmp_path, monkeypatch):
     folder = model_folder(tmp_path / "m")
     asked: dict[str, Any] = {}
     monkeypatch.setattr(
@@ -340,7 +330,7 @@ def test_never_downloads_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "no_grad", 7])
-def test_a_dtype_that_cannot_be_trained(dtype: Any, tmp_path: Path) -> None:
+def test_a_dtype_that_cannot_be_trained(dtype, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"dtype": dtype}))
     with pytest.raises(InputError, match=r"config\.json: dtype .* is no float to train"):
         source_dtype(tmp_path)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import LlamaConfig
 
 from megatrain.model import weights
@@ -27,20 +26,20 @@ from tests.unit.weights_cases import (
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reads_what_transformers_wrote(family: str, tmp_path: Path) -> None:
+def test_reads_what_transformers_wrote(family, tmp_path):
     model = saved_model(family, tmp_path)
     assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "laguna"])  # laguna's renaming must not apply
-def test_reads_experts_already_fused(family: str, tmp_path: Path) -> None:
+def test_reads_experts_already_fused(family, tmp_path):
     model = saved_model(family, tmp_path)
     model.save_pretrained(tmp_path, save_original_format=False)
     assert any(name.endswith("gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
     assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
 
 
-def test_reads_shards(tmp_path: Path) -> None:
+def test_reads_shards(tmp_path):
     model = saved_model("llama", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     model.save_pretrained(tmp_path, max_shard_size="50KB")
@@ -48,7 +47,7 @@ def test_reads_shards(tmp_path: Path) -> None:
     assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
 
 
-def test_reads_a_checkpoint_of_the_base_model(tmp_path: Path) -> None:
+def test_reads_a_checkpoint_of_the_base_model(tmp_path):
     model = saved_model("gemma", tmp_path)  # tied, so the base model is all there is
     model.model.save_pretrained(tmp_path)
     assert "layers.0.mlp.up_proj.weight" in load_file(tmp_path / "model.safetensors")
@@ -56,7 +55,7 @@ def test_reads_a_checkpoint_of_the_base_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored_as", ["both", "alias only"])
-def test_tied_weights_may_be_stored_under_either_name(stored_as: str, tmp_path: Path) -> None:
+def test_tied_weights_may_be_stored_under_either_name(stored_as, tmp_path):
     model = saved_model("gemma", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -68,7 +67,7 @@ def test_tied_weights_may_be_stored_under_either_name(stored_as: str, tmp_path: 
     assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
 
 
-def test_tensors_the_class_ignores_are_no_mistake(tmp_path: Path) -> None:
+def test_tensors_the_class_ignores_are_no_mistake(tmp_path):
     model = saved_model("deepseek_v3", tmp_path)
     file = tmp_path / "model.safetensors"
     extra = {
@@ -79,7 +78,7 @@ def test_tensors_the_class_ignores_are_no_mistake(tmp_path: Path) -> None:
     assert_same(read_all(tmp_path, blank(model)), kept_tensors(model))
 
 
-def test_says_which_tensors_may_be_left_out(tmp_path: Path) -> None:
+def test_says_which_tensors_may_be_left_out(tmp_path):
     model = saved_model("llama", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -93,23 +92,23 @@ def test_says_which_tensors_may_be_left_out(tmp_path: Path) -> None:
     assert "model.norm.weight" not in names and len(names) == len(kept_tensors(model)) - 1
 
 
-def test_reads_from_as_many_threads_as_asked(tmp_path: Path) -> None:
+def test_reads_from_as_many_threads_as_asked(tmp_path):
     model = saved_model("llama", tmp_path)
     together = threading.Barrier(3, timeout=120)
     first = iter(range(3))
 
-    def write(name: str, tensor: Tensor) -> None:
+    def write(name, tensor):
         if next(first, None) is not None:
             together.wait()  # breaks unless three writes are under way at once
 
     read_weights(tmp_path, blank(model), write, threads=3)
 
 
-def test_a_failing_write_ends_the_load(tmp_path: Path) -> None:
+def test_a_failing_write_ends_the_load(tmp_path):
     model = saved_model("llama", tmp_path)
     calls: list[str] = []
 
-    def write(name: str, tensor: Tensor) -> None:
+    def write(name, tensor):
         calls.append(name)
         raise MemoryError("no room for it")
 
@@ -119,9 +118,7 @@ def test_a_failing_write_ends_the_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_memory_stays_far_below_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_stays_far_below_the_checkpoint(tmp_path, monkeypatch):
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, vocab_size=8000
     )
@@ -144,15 +141,15 @@ def test_memory_stays_far_below_the_checkpoint(
 class _PeakMemory:
     """Growth of the resident set at its peak, mapped files included."""
 
-    def __enter__(self) -> "_PeakMemory":
+    def __enter__(self):
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         self._before = self._kib("VmRSS")
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.extra_bytes = 1024 * (self._kib("VmHWM") - self._before)
 
-    def _kib(self, key: str) -> int:
+    def _kib(self, key):
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(key))
 
@@ -161,12 +158,12 @@ class _PeakMemory:
     "config",
     [{"dtype": "float16"}, {"torch_dtype": "float16"}, {"text_config": {"dtype": "float16"}}],
 )
-def test_source_dtype_is_what_the_config_says(config: dict, tmp_path: Path) -> None:
+def test_source_dtype_is_what_the_config_says(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert source_dtype(tmp_path) == torch.float16
 
 
-def test_source_dtype_falls_back_on_most_bytes(tmp_path: Path) -> None:
+def test_source_dtype_falls_back_on_most_bytes(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert source_dtype(tmp_path) == torch.float32
     tensors = {"a": torch.zeros(9, dtype=torch.bfloat16), "b": torch.zeros(2), "c": torch.zeros(2)}
@@ -174,7 +171,7 @@ def test_source_dtype_falls_back_on_most_bytes(tmp_path: Path) -> None:
     assert source_dtype(tmp_path) == torch.bfloat16
 
 
-def test_values_survive_in_every_dtype(tmp_path: Path) -> None:
+def test_values_survive_in_every_dtype(tmp_path):
     model = saved_model("llama", tmp_path / "a")
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         wanted = {name: tensor.to(dtype) for name, tensor in kept_tensors(model).items()}

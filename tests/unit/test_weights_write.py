@@ -3,7 +3,6 @@
 import json
 import resource
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedModel,
 )
 
 from megatrain.errors import InputError, RunFailed
@@ -24,18 +22,18 @@ from megatrain.model.weights import read_weights, source_dtype
 from tests.unit.weights_cases import FAMILIES, blank, kept_tensors, saved_model, values_of
 
 
-def write(folder: Path, model: PreTrainedModel, dtype: torch.dtype, most: int = 2**30) -> None:
+def write(folder, model, dtype, most=2**30):
     values = values_of(kept_tensors(model))
     write_weights(folder, blank(model), values, dtype=dtype, max_shard_bytes=most)
 
 
-def layout(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def layout(folder):
     return {name: (each.dtype, each.shape) for name, each in stored_tensors(folder).items()}
 
 
 @pytest.mark.parametrize("max_shard_bytes", [2**30, 60_000])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_save_pretrained(family: str, max_shard_bytes: int, tmp_path: Path) -> None:
+def test_equals_save_pretrained(family, max_shard_bytes, tmp_path):
     model = saved_model(family, tmp_path / "wanted")
     write(tmp_path / "a", model, torch.float32, max_shard_bytes)
     assert layout(tmp_path / "a") == layout(tmp_path / "wanted")
@@ -51,7 +49,7 @@ def test_equals_save_pretrained(family: str, max_shard_bytes: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_equals_what_transformers_loads_from_the_source(family: str, tmp_path: Path) -> None:
+def test_bf16_equals_what_transformers_loads_from_the_source(family, tmp_path):
     saved_model(family, tmp_path / "old", torch.bfloat16)
     source = AutoModelForCausalLM.from_pretrained(tmp_path / "old", dtype="auto")
     source.save_pretrained(tmp_path / "source")
@@ -68,7 +66,7 @@ def test_bf16_equals_what_transformers_loads_from_the_source(family: str, tmp_pa
         assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
 
 
-def test_parameters_of_float32_classes_keep_their_precision(tmp_path: Path) -> None:
+def test_parameters_of_float32_classes_keep_their_precision(tmp_path):
     model = saved_model("zamba", tmp_path / "wanted")  # its decay rates are float32 in any model
     name = next(name for name in kept_tensors(model) if name.endswith("A_log"))
     write(tmp_path / "a", model, torch.bfloat16)
@@ -77,7 +75,7 @@ def test_parameters_of_float32_classes_keep_their_precision(tmp_path: Path) -> N
     assert loaded["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
-def test_parameters_merged_on_the_hub_share_the_wider_dtype(tmp_path: Path) -> None:
+def test_parameters_merged_on_the_hub_share_the_wider_dtype(tmp_path):
     model = saved_model("hrm_text", tmp_path / "wanted")
     values = values_of(kept_tensors(model))
     model._keep_in_fp32_modules_strict = {"up_proj"}
@@ -87,7 +85,7 @@ def test_parameters_merged_on_the_hub_share_the_wider_dtype(tmp_path: Path) -> N
     assert torch.equal(merged.read(), wanted.read())
 
 
-def test_gives_back_the_layout_that_was_read(tmp_path: Path) -> None:
+def test_gives_back_the_layout_that_was_read(tmp_path):
     model = saved_model("mixtral", tmp_path / "hub")
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
     for source in ("hub", "fused"):
@@ -98,7 +96,7 @@ def test_gives_back_the_layout_that_was_read(tmp_path: Path) -> None:
     assert layout(tmp_path / "hub") != layout(tmp_path / "fused")
 
 
-def test_shards_are_aligned_and_indexed(tmp_path: Path) -> None:
+def test_shards_are_aligned_and_indexed(tmp_path):
     config = LlamaConfig(
         hidden_size=16, intermediate_size=33, num_hidden_layers=3, num_attention_heads=2,
         vocab_size=500, mlp_bias=True,
@@ -121,7 +119,7 @@ def test_shards_are_aligned_and_indexed(tmp_path: Path) -> None:
             assert torch.equal(shard.get_tensor(name), each.read())
 
 
-def test_each_value_is_asked_for_once(tmp_path: Path) -> None:
+def test_each_value_is_asked_for_once(tmp_path):
     model = saved_model("qwen3_moe", tmp_path / "wanted")
     asked: list[str] = []
     values = {
@@ -132,7 +130,7 @@ def test_each_value_is_asked_for_once(tmp_path: Path) -> None:
     assert sorted(asked) == sorted(values)
 
 
-def test_persistent_buffers_may_come_from_the_model(tmp_path: Path) -> None:
+def test_persistent_buffers_may_come_from_the_model(tmp_path):
     model = saved_model("deepseek_v3", tmp_path / "wanted")
     values = values_of({name: p.detach() for name, p in model.named_parameters()})
     write_weights(tmp_path / "a", blank(model), values, dtype=torch.float32)
@@ -140,7 +138,7 @@ def test_persistent_buffers_may_come_from_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mistake", ["missing", "unknown", "shape"])
-def test_mistakes_of_the_caller(mistake: str, tmp_path: Path) -> None:
+def test_mistakes_of_the_caller(mistake, tmp_path):
     model = saved_model("llama", tmp_path / "wanted")
     values = values_of(kept_tensors(model))
     if mistake == "missing":
@@ -154,7 +152,7 @@ def test_mistakes_of_the_caller(mistake: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["wanted"]
 
 
-def test_the_configuration_is_not_touched_and_never_in_the_way(tmp_path: Path) -> None:
+def test_the_configuration_is_not_touched_and_never_in_the_way(tmp_path):
     model = saved_model("llama", tmp_path / "wanted")
     model.config.dtype = torch.float32
     model.generation_config = GenerationConfig(do_sample=False, temperature=0.5)  # refused on save
@@ -166,7 +164,7 @@ def test_the_configuration_is_not_touched_and_never_in_the_way(tmp_path: Path) -
     assert json.loads((tmp_path / "a/generation_config.json").read_text())["temperature"] == 0.5
 
 
-def test_replaces_an_export_and_keeps_other_files(tmp_path: Path) -> None:
+def test_replaces_an_export_and_keeps_other_files(tmp_path):
     model = saved_model("llama", tmp_path / "wanted")
     folder = tmp_path / "a"
     (folder / "notes").mkdir(parents=True)
@@ -184,7 +182,7 @@ def test_replaces_an_export_and_keeps_other_files(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def short_files() -> None:
+def short_files():
     """No file may grow beyond 20 kB: a real failing write, in the middle of a shard."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
@@ -193,9 +191,7 @@ def short_files() -> None:
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_a_write_that_fails_leaves_nothing(
-    existing: bool, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_write_that_fails_leaves_nothing(existing, tmp_path, request):
     model = saved_model("llama", tmp_path / "wanted")
     if existing:
         shutil.copytree(tmp_path / "wanted", tmp_path / "a")
@@ -207,9 +203,7 @@ def test_a_write_that_fails_leaves_nothing(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_too_little_space_is_seen_before_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
     model = saved_model("llama", tmp_path / "wanted")
     usage = shutil._ntuple_diskusage(10, 9, 1)
     monkeypatch.setattr(export.shutil, "disk_usage", lambda path: usage)
@@ -219,7 +213,7 @@ def test_too_little_space_is_seen_before_writing(
     assert [path.name for path in tmp_path.iterdir()] == ["wanted"]
 
 
-def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_refused(tmp_path):
     model = saved_model("llama", tmp_path / "wanted")
     (tmp_path / "a").write_text("mine")
     with pytest.raises(InputError, match="is a file"):

@@ -15,7 +15,7 @@ from megatrain import __version__
 ROOT = Path(__file__).parents[2]
 
 
-def run(*command: object, cwd: Path) -> str:
+def run(*command, cwd):
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, env=clean, capture_output=True, text=True)

@@ -17,7 +17,7 @@ def worker():
     worker.close()
 
 
-def test_work_is_done_in_order_and_counted(worker: HostStream) -> None:
+def test_work_is_done_in_order_and_counted(worker):
     done: list[int] = []
     gate = threading.Event()
     worker.put("wait", gate.wait)
@@ -34,7 +34,7 @@ def test_work_is_done_in_order_and_counted(worker: HostStream) -> None:
     assert worker.counter.item() == marks[-1]
 
 
-def test_an_error_is_kept_stops_the_work_and_lets_nothing_hang(worker: HostStream) -> None:
+def test_an_error_is_kept_stops_the_work_and_lets_nothing_hang(worker):
     done: list[int] = []
     worker.put("fail", lambda: 1 / 0)
     worker.put("append", lambda: done.append(1))
@@ -48,8 +48,8 @@ def test_an_error_is_kept_stops_the_work_and_lets_nothing_hang(worker: HostStrea
         assert cause.__traceback__ is not None
 
 
-def test_an_error_of_ours_is_raised_as_it_is(worker: HostStream) -> None:
-    def fail() -> None:
+def test_an_error_of_ours_is_raised_as_it_is(worker):
+    def fail():
         raise InputError("this line")
 
     worker.put("fail", fail)
@@ -58,13 +58,13 @@ def test_an_error_of_ours_is_raised_as_it_is(worker: HostStream) -> None:
         worker.check()
 
 
-def test_work_that_is_done_is_forgotten(worker: HostStream) -> None:
+def test_work_that_is_done_is_forgotten(worker):
     """It refers to an engine, which could not be collected while the thread waits for more."""
 
     collected = threading.Event()
 
     class Engine:
-        def update(self) -> None:
+        def update(self):
             pass
 
     engine = Engine()
@@ -74,7 +74,7 @@ def test_work_that_is_done_is_forgotten(worker: HostStream) -> None:
     assert collected.wait(timeout=120)
 
 
-def test_a_worker_may_be_closed_by_its_own_work() -> None:
+def test_a_worker_may_be_closed_by_its_own_work():
     worker = HostStream("update", torch.zeros(1, dtype=torch.int32))
     worker.put("close", worker.close)
     worker._thread.join(timeout=120)
@@ -82,7 +82,7 @@ def test_a_worker_may_be_closed_by_its_own_work() -> None:
     worker.check()
 
 
-def test_nothing_waits_for_a_closed_worker() -> None:
+def test_nothing_waits_for_a_closed_worker():
     worker = HostStream("rows", torch.zeros(1, dtype=torch.int32))
     done: list[int] = []
     worker.put("append", lambda: done.append(1))

@@ -24,7 +24,7 @@ def test_zeros_are_zero_and_take_no_memory():
 
 
 @pytest.mark.parametrize("bias", [None, torch.arange(3.0)])
-def test_products_with_zeros_are_what_torch_computes(bias: torch.Tensor | None) -> None:
+def test_products_with_zeros_are_what_torch_computes(bias):
     """Where the input is not finite, too; other weights are multiplied as ever."""
     nothing, ones = zero_pages((3, 4)), torch.ones(3, 4)
     x = torch.tensor([[1.0, 2, 3, 4], [1, torch.nan, 3, 4], [torch.inf, 2, 3, 4]])[None]
@@ -36,15 +36,11 @@ def test_products_with_zeros_are_what_torch_computes(bias: torch.Tensor | None) 
         assert found.is_contiguous()
 
 
-def test_the_structure_of_a_layer_is_learned_without_its_products(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_structure_of_a_layer_is_learned_without_its_products(monkeypatch):
     source, computed = open_source(qwen2_config("0.5b", layers=1)), zeros._product_with_zeros
     spared = list[str]()
 
-    def product(
-        rows: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def product(rows, x, weight, bias):
         spared.extend(["x".join(map(str, weight.shape))] * (not rows))
         return computed(rows, x, weight, bias)
 
