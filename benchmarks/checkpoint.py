@@ -26,7 +26,7 @@ from megatrain.cli.bench_step import StepCase, build_engine, random_step
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
 from megatrain.telemetry.environment import commit, environment
-from megatrain.telemetry.memory import peak_process_bytes
+from megatrain.telemetry.host import peak_process_bytes
 
 _log = logging.getLogger(__name__)
 

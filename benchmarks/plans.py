@@ -21,7 +21,7 @@ from megatrain.errors import MegatrainError
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.plan.planner import make_plan
-from megatrain.telemetry.known_gpus import known_gpus
+from megatrain.telemetry.gpu import known_gpus
 
 TOKENS = (1024, 8192, 98_304, 524_288, 1_000_000)
 HOST_GIB, DISK_GIB, CORES = (64, 128, 512, 2048), (0, 4000), 16

@@ -24,7 +24,7 @@ from megatrain import AdamW, Engine, Placement, api
 from megatrain.cli.bench_step import StepCase, build_engine, random_step, statistics_of
 from megatrain.parallel.distributed import ALONE, Ranks, connected, local_rank
 from megatrain.telemetry.environment import environment
-from megatrain.telemetry.memory import peak_process_bytes
+from megatrain.telemetry.host import peak_process_bytes
 
 TINY: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4,

@@ -21,7 +21,7 @@ from benchmarks.rivals.case import (
     NO_TIME,
     Task,
 )
-from megatrain.telemetry.memory import ProcessTree
+from megatrain.telemetry.host import ProcessTree
 
 LOOKS_PER_SECOND = 20
 SHOWN_LINES = 25  # of a failed process's output

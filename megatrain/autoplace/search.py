@@ -24,7 +24,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.loss import JointLoss
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
-from megatrain.telemetry.known_gpus import most_memory
+from megatrain.telemetry.gpu import most_memory
 from megatrain.tile import TileKind, TileLayout
 
 # Candidates of a family. What these leave free on the device may buy more than they cost: layer

@@ -31,8 +31,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.model.safetensors_io import DTYPE_NAMES, Described, header_bytes
 from megatrain.optim import Plane
 from megatrain.store.store import Reader, Tier, Tile
-from megatrain.telemetry.cores import update_threads
-from megatrain.telemetry.memory import host_available_bytes
+from megatrain.telemetry.host import host_available_bytes, update_threads
 from megatrain.tile import TileLayout
 
 _log = logging.getLogger(__name__)

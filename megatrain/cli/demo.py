@@ -13,7 +13,7 @@ from megatrain.cli.train import say_end
 from megatrain.data import stdlib_corpus, train_bpe_tokenizer
 from megatrain.generate import Sampling
 from megatrain.run_folder.layout import METRICS
-from megatrain.telemetry.memory import peak_process_bytes
+from megatrain.telemetry.host import peak_process_bytes
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import Outcome, train
 

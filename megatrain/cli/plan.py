@@ -17,14 +17,12 @@ from megatrain.forecast.second_model import second_needs
 from megatrain.forecast.simulate import CPU_PROCESS_BYTES, PROCESS_BYTES
 from megatrain.forecast.workload import SEQUENCE_LENGTH, Second, Workload
 from megatrain.machine import Machine, machine_for, present_cpu, present_machine
-from megatrain.machine.published import update_gbps
+from megatrain.machine.rates import update_gbps
 from megatrain.placement import CPU_PLACEMENT
 from megatrain.plan.planner import Plan, make_plan
-from megatrain.telemetry.cores import usable_cores
-from megatrain.telemetry.gpu import find_gpu, gpu_state
-from megatrain.telemetry.known_gpus import by_driver_name, named_gpu
+from megatrain.telemetry.gpu import by_driver_name, find_gpu, gpu_state, named_gpu
+from megatrain.telemetry.host import host_limit_bytes, usable_cores
 from megatrain.telemetry.log import end_passing, passing
-from megatrain.telemetry.memory import host_limit_bytes
 
 if TYPE_CHECKING:
     from megatrain.config import Config

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from megatrain.telemetry.memory import host_available_bytes
+from megatrain.telemetry.host import host_available_bytes
 
 COMPUTE = "compute"  # layers, in order
 COPY_IN = "copy in"  # host to device

@@ -11,8 +11,7 @@ from megatrain import kernels
 from megatrain.base import huge_pages
 from megatrain.base.units import size
 from megatrain.errors import DoesNotFit
-from megatrain.telemetry.cores import usable_cores
-from megatrain.telemetry.memory import host_available_bytes
+from megatrain.telemetry.host import host_available_bytes, usable_cores
 
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14, for which Python has no name
 

@@ -32,7 +32,7 @@ from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement, Verify
 from megatrain.store.disk_staging import DiskStaging
 from megatrain.store.store import Store, Tier, Tile
-from megatrain.telemetry.cores import update_threads
+from megatrain.telemetry.host import update_threads
 from megatrain.tile import TileKind
 from megatrain.tile.packed import Expand
 

@@ -16,7 +16,7 @@ from megatrain.engine.step import Parts
 from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Planned
 from megatrain.store.store import Store
-from megatrain.telemetry.memory import host_available_bytes
+from megatrain.telemetry.host import host_available_bytes
 
 _log = logging.getLogger(__name__)
 

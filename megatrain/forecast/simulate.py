@@ -37,7 +37,7 @@ from megatrain.parallel.distributed import ALONE, Foreseen
 from megatrain.placement import Placement
 from megatrain.source.engine_setup import Model
 from megatrain.store.store import Store
-from megatrain.telemetry.flops import model_tflops
+from megatrain.telemetry.metrics import model_tflops
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_path, window
 from megatrain.tile import TileKind
 

@@ -29,7 +29,7 @@ from megatrain.source.engine_setup import DTYPES
 from megatrain.source.load_weights import read_adapter
 from megatrain.source.source import Source, open_source
 from megatrain.source.state_io import read_untrained
-from megatrain.telemetry.cores import update_threads
+from megatrain.telemetry.host import update_threads
 
 log = logging.getLogger(__name__)
 

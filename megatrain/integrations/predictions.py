@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from megatrain.api import Engine
 from megatrain.base.units import gib
 from megatrain.errors import InputError
-from megatrain.telemetry.memory import host_available_bytes
+from megatrain.telemetry.host import host_available_bytes
 
 
 @dataclass

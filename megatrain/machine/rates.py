@@ -1,7 +1,12 @@
-"""What a machine can do: the rates that predictions are made of."""
+"""What a machine can do: the rates that predictions are made of, listed for GPUs in `gpus.json`."""
 
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
+
+from megatrain.base.units import GIB, MIB
+from megatrain.placement import Precision
+from megatrain.telemetry.gpu import named_gpu
 
 # The disk of the host of an H200, which reads and writes in turn: 1.07 and 1.07 at once. It counts
 # for one that nobody measured.
@@ -9,6 +14,24 @@ DISK_READ_GBPS, DISK_WRITE_GBPS = 1.8, 2.6
 
 # Of a host to other hosts, each way, for all its GPUs together: one port of 100 Gbit/s.
 NETWORK_GBPS = 12.5
+
+# The driver keeps some of the memory on the label: 0.4 % on an H200, 1.5 % on a 24 GiB card.
+_VISIBLE = 0.98
+# What the driver shows of an H200's process beside tensors (context, cuBLAS, cuDNN, Triton's
+# modules): 837 to 859 MiB in five steps with up to 35 GiB of planes on the host
+# (benchmarks/results/driver-memory-h200.json).
+CONTEXT_BYTES = 840 * MIB
+# 55.5 of 63 GB/s that a PCIe 5 x16 link carries (H200).
+_BUS_SHARE = 0.87
+# What `megatrain doctor` measured on a virtual machine with an H200: 22 and, while other jobs
+# compiled, 27 us.
+_LAUNCH_SECONDS = 22e-6
+
+# Host memory while AdamW runs on so many cores, GB/s. To 16 cores: measured on a Xeon with 8
+# channels of DDR5; above, what such a socket gives at most.
+_SERVER_GBPS = ((1, 13.0), (2, 27.0), (4, 54.0), (8, 86.0), (16, 120.0), (32, 180.0), (64, 220.0))
+# Two channels of DDR5, four channels.
+_HOST_LIMIT_GBPS = {"desktop": 60.0, "workstation": 120.0, "server": 220.0}
 
 
 def mapping_bytes(pinned_bytes: int) -> int:
@@ -93,3 +116,54 @@ class Machine:
     def as_dict(self) -> dict[str, Any]:
         """The machine as plain data."""
         return asdict(self)
+
+
+def machine_for(
+    gpu_name: str,
+    host_memory: int,
+    cores: int,
+    device_memory: int | None = None,
+    *,
+    precision: Precision = "bf16",
+) -> Machine:
+    """The expected rates of a GPU in `gpus.json`.
+
+    Args:
+        gpu_name: the common name or the driver's.
+        host_memory: bytes that a process may use.
+        cores: CPU cores that it may use.
+        device_memory: bytes that programs see; None: the advertised size, less 2 %.
+
+    Raises:
+        InputError: the GPU is not listed; the message has the nearest names.
+    """
+    gpu = named_gpu(gpu_name)
+    memory = int(gpu.memory_gib * GIB * _VISIBLE) if device_memory is None else device_memory
+    peak = gpu.fp32_tflops if precision == "fp32" else gpu.bf16_tflops
+    return Machine(
+        name=f"{gpu.name}, {cores} cores",
+        device_memory_bytes=memory,
+        device_context_bytes=CONTEXT_BYTES,
+        host_memory_bytes=host_memory,
+        cores=cores,
+        matmul_tflops=peak * gpu.shares["matmul"],
+        attention_forward_tflops=peak * gpu.shares["attention_forward"],
+        attention_backward_tflops=peak * gpu.shares["attention_backward"],
+        device_gbps=gpu.memory_gbps * gpu.shares["memory"],
+        to_device_gbps=gpu.bus_gbps * _BUS_SHARE,
+        from_device_gbps=gpu.bus_gbps * _BUS_SHARE,
+        update_gbps=update_gbps(cores, gpu.host),
+        disk_write_gbps=None,
+        launch_seconds=_LAUNCH_SECONDS,
+        measured=False,
+    )
+
+
+def update_gbps(cores: int, host: str = "server") -> float:
+    """The expected rate of host memory during updates, GB/s."""
+    known = _SERVER_GBPS[-1][1]
+    for (few, low), (many, high) in pairwise(_SERVER_GBPS):
+        if cores <= many:
+            known = low + (high - low) * (max(cores, few) - few) / (many - few)
+            break
+    return min(known, _HOST_LIMIT_GBPS[host])

@@ -12,12 +12,14 @@ import torch
 from megatrain import kernels
 from megatrain.autoplace.auto import can_compile
 from megatrain.base.units import GIB, gib
-from megatrain.telemetry.cgroups import cgroup_files
-from megatrain.telemetry.cores import usable_cores
-from megatrain.telemetry.environment import cpu_name
-from megatrain.telemetry.gpu import GpuState, gpu_state
-from megatrain.telemetry.known_gpus import pcie_gbps
-from megatrain.telemetry.memory import host_available_bytes, host_limit_bytes
+from megatrain.telemetry.gpu import GpuState, gpu_state, pcie_gbps
+from megatrain.telemetry.host import (
+    cgroup_files,
+    cpu_name,
+    host_available_bytes,
+    host_limit_bytes,
+    usable_cores,
+)
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # With fewer cores, updates are bound by the cores rather than by their shared memory.

@@ -12,7 +12,7 @@ import torch
 from megatrain.device import Device, open_device
 from megatrain.device.base import COMPUTE
 from megatrain.errors import InputError, MegatrainError, first_line
-from megatrain.machine import CONTEXT_BYTES, Machine, cache
+from megatrain.machine import CONTEXT_BYTES, Machine, present
 from megatrain.plan.diagnostics import Diagnostic, Facts, collect, findings
 from megatrain.plan.rates import (
     PRECISIONS,
@@ -86,7 +86,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         memory = device.memory()["device_total_bytes"]
         try:
             machines = {p: machine_of(facts, rates, p, memory) for p in PRECISIONS}
-            saved = str(cache.write(cache.key_of(name), machines))
+            saved = str(present.write(present.key_of(name), machines))
         except KeyError as missing:
             not_kept = f"{missing.args[0]} could not be measured"
         except OSError as error:

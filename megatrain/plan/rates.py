@@ -34,8 +34,7 @@ from megatrain.optim import (
     tile_planes,
 )
 from megatrain.placement import Precision
-from megatrain.telemetry.cores import update_threads
-from megatrain.telemetry.memory import host_available_bytes
+from megatrain.telemetry.host import host_available_bytes, update_threads
 
 PRECISIONS: tuple[Precision, Precision] = ("bf16", "fp32")
 _ROUNDS = 3

@@ -22,7 +22,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import AdamW
-from megatrain.telemetry.known_gpus import by_driver_name, known_gpus
+from megatrain.telemetry.gpu import by_driver_name, known_gpus
 
 SHOWN = 3
 _TRIED = 2  # full plans of likely remedies; one that does not fit takes long

@@ -34,7 +34,7 @@ from megatrain.model.weights import (
     stored_packings,
 )
 from megatrain.parallel.distributed import Ranks
-from megatrain.telemetry.cores import update_threads
+from megatrain.telemetry.host import update_threads
 from megatrain.tile import Entry
 from megatrain.tile.packed import PACKINGS
 

@@ -36,7 +36,7 @@ from megatrain.source.state_io import (
     saved_optimizer,
 )
 from megatrain.store.store import Store
-from megatrain.telemetry.cores import update_threads
+from megatrain.telemetry.host import update_threads
 from megatrain.telemetry.log import PASSING, Share, end_passing
 
 _log = logging.getLogger(__name__)

@@ -3,16 +3,14 @@
 import os
 import platform
 import subprocess
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from megatrain.telemetry.cores import usable_cores
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.telemetry.memory import host_limit_bytes
+from megatrain.telemetry.host import cpu_name, host_limit_bytes, usable_cores
 
 _PACKAGES = ("megatrain", "torch", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
 
@@ -41,18 +39,18 @@ def commit() -> str | None:
     if "MEGATRAIN_COMMIT" in os.environ:
         return os.environ["MEGATRAIN_COMMIT"]
     here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
     try:
         # An installed package may lie in a checkout of something else.
-        _git(here.parent, "ls-files", "--error-unmatch", here.name)
-        return _git(here.parent, "rev-parse", "HEAD")
+        git("ls-files", "--error-unmatch", here.name)
+        return git("rev-parse", "HEAD")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    return done.stdout.strip()
 
 
 def _version(package: str) -> str | None:
@@ -60,12 +58,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def cpu_name() -> str:
-    """The system's name of the processor."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()

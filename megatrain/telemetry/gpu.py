@@ -1,15 +1,30 @@
-"""The NVIDIA GPUs of this machine, as the driver reports them."""
+"""The NVIDIA GPUs of this machine, as the driver reports them, and the published figures of GPUs.
 
+The figures are in `gpus.json`; each entry names its source.
+"""
+
+import difflib
+import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from typing import Any, TypeVar
 
-from megatrain.base.units import gib
-from megatrain.telemetry.known_gpus import by_driver_name
+from megatrain.base.units import GIB, gib
+from megatrain.errors import InputError
 
 T = TypeVar("T")
+
+# Words in drivers' names that people leave out.
+_MAKERS = {"nvidia", "geforce", "rtx", "amd", "instinct", "radeon"}
+# Words for parts of a product or slower versions, which have the product's name.
+_LESSER = {"laptop", "mobile", "max", "mig", "vgpu"}
+# Suffixes of other products: a 3060 Ti has 8 GiB, a 3060 has 12.
+_OTHER = {"ti", "super"}
 
 
 @dataclass(frozen=True)
@@ -62,11 +77,6 @@ def gpu_identity(device: str) -> tuple[str, str] | None:
     )
 
 
-def used_bytes(device: str) -> int | None:
-    """Device memory that all processes take now, in bytes; None if it cannot be read."""
-    return _asked(device, lambda nvml, handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used))
-
-
 def gpu_state(device: str) -> GpuState | None:
     """The state of the GPU that torch calls `device`; None without one or without NVML."""
     with driver(device) as nvml_and_handle:
@@ -101,9 +111,8 @@ def held_by_others(device: str) -> str:
     state = gpu_state(device)
     if state is None or not state.other_processes:
         return ""
-    held = sum(num_bytes for _, num_bytes in state.other_processes)
-    pids = ", ".join(str(pid) for pid, _ in state.other_processes)
-    return f" (other processes hold {gib(held)}: {pids})"
+    pids, sizes = zip(*state.other_processes, strict=True)
+    return f" (other processes hold {gib(sum(sizes))}: {', '.join(map(str, pids))})"
 
 
 def _asked(device: str, question: Callable[[Any, Any], T]) -> T | None:
@@ -137,12 +146,6 @@ def driver(device: str) -> Iterator[tuple[Any, Any] | None]:
         pynvml.nvmlShutdown()
 
 
-def bf16_peak_tflops(gpu_name: str) -> float | None:
-    """Dense bf16 peak of a driver's product name; None when `gpus.json` does not list it."""
-    known = by_driver_name(gpu_name)
-    return None if known is None else known.bf16_tflops
-
-
 def _handle(pynvml: Any, index: int) -> Any:
     """NVML's handle of torch's GPU: NVML also counts GPUs hidden by CUDA_VISIBLE_DEVICES."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -152,3 +155,107 @@ def _handle(pynvml: Any, index: int) -> Any:
     if chosen[index].isdigit():
         return pynvml.nvmlDeviceGetHandleByIndex(int(chosen[index]))
     return pynvml.nvmlDeviceGetHandleByUUID(chosen[index])
+
+
+@dataclass(frozen=True)
+class KnownGpu:
+    """An entry of `gpus.json`: nominal peaks and sizes, and the shares usually reached.
+
+    Attributes:
+        bus_gbps: one way between host and device, from the link's generation and lanes.
+        host: `desktop`, `workstation` or `server`: the usual machine around it.
+        shares: of the peaks, reached in `matmul`, `attention_forward`, `attention_backward` and
+            `memory`.
+    """
+
+    name: str
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_gib: float
+    memory_gbps: float
+    bus_gbps: float
+    host: str
+    shares: dict[str, float]
+    words: frozenset[str]
+    source: str
+
+
+@cache
+def known_gpus() -> tuple[KnownGpu, ...]:
+    """All entries of `gpus.json`."""
+    path = resources.files("megatrain.telemetry").joinpath("gpus.json")
+    table, gpus = json.loads(path.read_text(encoding="utf-8")), []
+    for entry in table["gpus"]:
+        figures = {key: value for key, value in entry.items() if key in KnownGpu.__annotations__}
+        gpus.append(
+            KnownGpu(
+                **{"bus_gbps": pcie_gbps(*entry["pcie"])} | figures,
+                shares=table["shares"][entry["family"]],
+                words=frozenset(_words(entry.get("key", entry["name"]))),
+            )
+        )
+    return tuple(gpus)
+
+
+def by_driver_name(gpu_name: str) -> KnownGpu | None:
+    """The entry for a driver's product name; None when not listed, or only a part of a GPU."""
+    words = _words(gpu_name)
+    if words & _LESSER:
+        return None
+    fitting = [g for g in known_gpus() if g.words <= words and not (words - g.words) & _OTHER]
+    return max(fitting, key=lambda gpu: len(gpu.words), default=None)
+
+
+def named_gpu(text: str) -> KnownGpu:
+    """The entry that a user means: `4090`, `rtx4090`, `H100 PCIe`, or a driver's product name.
+
+    Raises:
+        InputError: no entry fits, or its memory differs from the text's.
+    """
+    names = {_squeezed(gpu.name): gpu for gpu in known_gpus()}
+    if (gpu := names.get(_squeezed(text))) is not None:
+        return gpu
+    if (gpu := by_driver_name(text)) is not None:
+        for size in map(int, re.findall(r"(\d+) ?g(?:i?b)?\b", text.lower())):
+            other = max(size / gpu.memory_gib, gpu.memory_gib / size) > 1.15
+            if other and size < 3 * gpu.memory_gib:  # a far larger one is the host's (GH200 480GB)
+                raise InputError(
+                    f"GPU {text!r}: {gpu.name} is listed with {gpu.memory_gib:g} GiB; give --gpu "
+                    f"'{gpu.name}' and --device-memory {size}GiB"
+                )
+        return gpu
+    wanted = _words(text)
+    close = [gpu.name for gpu in known_gpus() if wanted and wanted <= gpu.words]
+    near = difflib.get_close_matches(_squeezed(text), names, n=3, cutoff=0.5)
+    close = close or [names[name].name for name in near]
+    hint = f"did you mean {' or '.join(close)}?"
+    if not close:
+        hint = f"known are {', '.join(gpu.name for gpu in known_gpus())}"
+    raise InputError(
+        f"unknown GPU {text!r}; {hint} (for one that is not listed, name the most similar "
+        "and give --device-memory)"
+    )
+
+
+def most_memory() -> int:
+    """The largest memory of a GPU in `gpus.json`, in bytes."""
+    return int(max(gpu.memory_gib for gpu in known_gpus()) * GIB)
+
+
+def bf16_peak_tflops(gpu_name: str) -> float | None:
+    """Dense bf16 peak of a driver's product name; None when `gpus.json` does not list it."""
+    known = by_driver_name(gpu_name)
+    return None if known is None else known.bf16_tflops
+
+
+def pcie_gbps(generation: int, lanes: int) -> float:
+    """The nominal GB/s of a PCIe link in one direction: 2 GB/s a lane in generation 4."""
+    return 2.0 * lanes * 2.0 ** (generation - 4)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower())) - _MAKERS
+
+
+def _squeezed(name: str) -> str:
+    return re.sub(rf"{'|'.join(sorted(_MAKERS))}|[^a-z0-9]", "", name.lower())

@@ -91,3 +91,12 @@ def lines(file: IO[bytes]) -> Iterator[tuple[bytes, Mapping[str, Any] | None]]:
 def is_evaluation(record: Mapping[str, Any]) -> bool:
     """True for a line of `metrics.jsonl` that is of an evaluation."""
     return any(name.startswith("eval_") for name in record)
+
+
+def model_tflops(parameters: int, trained: int, tokens: int, seconds: float) -> float:
+    """The arithmetic of a step in 1e12 floating-point operations a second, by parameters.
+
+    A parameter takes 4 operations a token, and 2 more for its gradient if it is trained.
+    Only the experts that a token chooses count; attention and recomputation do not.
+    """
+    return (4 * parameters + 2 * trained) * tokens / seconds / 1e12

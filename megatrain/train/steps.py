@@ -18,10 +18,9 @@ from megatrain.errors import (
     StepRefused,
     in_one_line,
 )
-from megatrain.telemetry.flops import model_tflops
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
-from megatrain.telemetry.memory import process_bytes
-from megatrain.telemetry.metrics import MetricsWriter
+from megatrain.telemetry.host import process_bytes
+from megatrain.telemetry.metrics import MetricsWriter, model_tflops
 from megatrain.train.resume import RunState
 from megatrain.train.setup import Job
 from megatrain.train.sharing import by_all, check_rows, part_of, split_for_ranks

@@ -10,8 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatrain.telemetry.flops import model_tflops
-from megatrain.telemetry.metrics import read_metrics
+from megatrain.telemetry.metrics import model_tflops, read_metrics
 from tests.cli.cases import sets
 from tests.sweeps import few
 

@@ -19,7 +19,7 @@ from megatrain.forecast.workload import Workload, usual_micro_batch
 from megatrain.machine import present_cpu
 from megatrain.model.build import empty_model
 from megatrain.model.probe import spec
-from megatrain.telemetry.memory import peak_process_bytes, process_bytes
+from megatrain.telemetry.host import peak_process_bytes, process_bytes
 
 ROWS, TOKENS = 3, 192  # few, for the sake of time
 CONFIG = LlamaConfig(

@@ -15,7 +15,7 @@ from megatrain.device import CpuDevice
 from megatrain.engine import host_memory_guard
 from megatrain.engine.step import TrainingParts
 from megatrain.placement import ActivationPolicy, Planned
-from megatrain.telemetry.memory import process_bytes
+from megatrain.telemetry.host import process_bytes
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.race.late import LateDevice
 from tests.sweeps import few, swept

@@ -20,7 +20,7 @@ from typing import Any
 from megatrain.checkpoint import verify
 from megatrain.cli.demo import write_corpus_and_tokenizer
 from megatrain.telemetry.environment import environment
-from megatrain.telemetry.gpu import used_bytes
+from megatrain.telemetry.gpu import gpu_state
 from megatrain.telemetry.metrics import read_metrics
 from tests.cli.cases import sets
 from tests.reliability.cases import ROOT, checkpoint_steps
@@ -59,7 +59,8 @@ def one_run(run: Path, device: str, seconds: float) -> dict[str, Any]:
     started, seen, saved = time.monotonic(), [], {before}
     due = started + SAVE_SECONDS
     while process.poll() is None and time.monotonic() < started + seconds:
-        device_bytes = 0 if device == "cpu" else used_bytes(device)
+        state = None if device == "cpu" else gpu_state(device)
+        device_bytes = 0 if device == "cpu" else state and state.used_bytes
         assert device_bytes is not None, "nvidia-ml-py is not installed"
         seen.append(usage(process.pid) | {"device": device_bytes})
         saved |= set(checkpoint_steps(run))

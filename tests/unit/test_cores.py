@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
 
-ASK = "from megatrain.telemetry.cores import usable_cores; print(usable_cores())"
+ASK = "from megatrain.telemetry.host import usable_cores; print(usable_cores())"
 
 
 def test_a_core_that_is_not_allowed_is_not_counted():

@@ -10,11 +10,11 @@ import pytest
 from megatrain import kernels
 from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
-from megatrain.machine import Machine, cache
+from megatrain.machine import Machine, present
 from megatrain.plan import doctor, rates
 from megatrain.plan.diagnostics import Facts, collect, findings
 from megatrain.plan.rates import Measurement, Sizes, bus_measurements, device_measurements
-from megatrain.telemetry import cgroups, gpu
+from megatrain.telemetry import gpu, host
 from megatrain.telemetry.gpu import GpuState
 
 SMALL = Sizes(
@@ -95,8 +95,8 @@ def test_a_slow_bus_no_pinning_and_no_gpu_are_found():
 
 
 def test_the_limits_of_a_cgroup(tmp_path, monkeypatch):
-    monkeypatch.setattr(cgroups, "_ROOT", tmp_path)
-    monkeypatch.setattr(cgroups, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN_CGROUP", tmp_path / "own")
     (tmp_path / "own").write_text("0::/job\n")
     (tmp_path / "job").mkdir()
     for text, cores in (("max 100000", None), ("250000 100000", 2.5), ("", None)):
@@ -205,8 +205,8 @@ def gpu_machine(monkeypatch, tmp_path):
     """A machine whose GPU, measurements of the host and cache are the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     device = FakeGpu()
-    key = cache.Key("GPU-1", "580.1", "CPU", 16)
-    monkeypatch.setattr(cache, "key_of", lambda name: key)
+    key = present.Key("GPU-1", "580.1", "CPU", 16)
+    monkeypatch.setattr(present, "key_of", lambda name: key)
     monkeypatch.setattr(doctor, "open_device", lambda name: device)
     monkeypatch.setattr(doctor, "collect", lambda name, folder: HEALTHY)
     used = iter(range(1 << 30, 1 << 40, 500 * MIB))
@@ -222,7 +222,7 @@ def test_a_diagnosis_is_kept_for_plans(gpu_machine):
     diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)
     assert diagnosis.kept == str(gpu_machine.key.file) and diagnosis.not_kept is None
     for precision in ("bf16", "fp32"):
-        machine = cache.read(gpu_machine.key, precision)
+        machine = present.read(gpu_machine.key, precision)
         assert machine == diagnosis.machines[precision]
         assert machine.update_gbps == 4.0 * 26 and machine.disk_write_gbps is None
         assert machine.disk_read_gbps == 2.5 and machine.disk_both_gbps == 1.5

@@ -10,7 +10,7 @@ from megatrain import AdamW, DoesNotFit, Engine, Placement
 from megatrain.base.units import MIB
 from megatrain.engine.batch import halved
 from megatrain.loss import DPO
-from megatrain.telemetry.memory import process_bytes
+from megatrain.telemetry.host import process_bytes
 from tests.counted import CountedDevice
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.test_preferences import replies

@@ -21,8 +21,8 @@ from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.source.engine_setup import Model
 from megatrain.source.source import open_source
-from megatrain.telemetry import memory
-from megatrain.telemetry.memory import process_bytes
+from megatrain.telemetry import host
+from megatrain.telemetry.host import process_bytes
 from megatrain.tile import TileKind
 from tests.parity.cases import llama, make_engine
 from tests.parity.test_memory import MID
@@ -223,7 +223,7 @@ def test_remedies_are_those_that_would_help(remedies):
 
 def taken(num_bytes, monkeypatch):
     """This process takes so many bytes, whatever else happens on the machine."""
-    for module in (memory, fits):
+    for module in (host, fits):
         monkeypatch.setattr(module, "process_bytes", lambda: num_bytes)
 
 

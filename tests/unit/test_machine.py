@@ -9,12 +9,11 @@ import pytest
 
 from megatrain.base.units import GIB
 from megatrain.errors import InputError
-from megatrain.machine import cache, machine_for, present, present_machine
-from megatrain.machine.published import update_gbps
-from megatrain.telemetry.gpu import Gpu
-from megatrain.telemetry.known_gpus import by_driver_name, known_gpus, named_gpu
+from megatrain.machine import machine_for, present, present_machine
+from megatrain.machine.rates import update_gbps
+from megatrain.telemetry.gpu import Gpu, by_driver_name, known_gpus, named_gpu
 
-KEY = cache.Key("GPU-1234", "580.1", "Some CPU", 16)
+KEY = present.Key("GPU-1234", "580.1", "Some CPU", 16)
 
 
 @pytest.fixture(autouse=True)
@@ -109,16 +108,16 @@ def test_more_cores_never_update_slower_and_a_desktop_has_its_limit():
 
 
 def test_what_was_measured_is_read_again():
-    path = cache.write(KEY, {"bf16": measured()})
-    assert cache.read(KEY, "bf16") == measured()
-    assert cache.read(KEY, "fp32") is None
+    path = present.write(KEY, {"bf16": measured()})
+    assert present.read(KEY, "bf16") == measured()
+    assert present.read(KEY, "fp32") is None
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     for other in ({"gpu": "GPU-2"}, {"driver": "590"}, {"cpu": "B"}, {"cores": 8}):
-        assert cache.read(replace(KEY, **other), "bf16") is None
+        assert present.read(replace(KEY, **other), "bf16") is None
 
 
 def spoiled(change):
-    path = cache.write(KEY, {"bf16": measured()})
+    path = present.write(KEY, {"bf16": measured()})
     record = json.loads(path.read_text())
     change(record)
     path.write_text(json.dumps(record))
@@ -147,54 +146,54 @@ SPOILS = {
 @pytest.mark.parametrize("name", SPOILS)
 def test_a_spoilt_file_is_as_good_as_none(name):
     spoiled(lambda record: None)
-    assert cache.read(KEY, "bf16") is not None
+    assert present.read(KEY, "bf16") is not None
     spoiled(SPOILS[name])
-    assert cache.read(KEY, "bf16") is None
+    assert present.read(KEY, "bf16") is None
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b" " * (2 << 20)]
 )
 def test_a_file_that_is_no_measurement(content):
-    path = cache.write(KEY, {"bf16": measured()})
+    path = present.write(KEY, {"bf16": measured()})
     path.write_bytes(content)
-    assert cache.read(KEY, "bf16") is None
+    assert present.read(KEY, "bf16") is None
 
 
 def test_a_pipe_is_not_waited_for():
-    path = cache.write(KEY, {"bf16": measured()})
+    path = present.write(KEY, {"bf16": measured()})
     path.unlink()
     os.mkfifo(path)
-    assert cache.read(KEY, "bf16") is None
+    assert present.read(KEY, "bf16") is None
 
 
 def test_a_file_of_another_user_is_not_believed(monkeypatch):
-    cache.write(KEY, {"bf16": measured()})
+    present.write(KEY, {"bf16": measured()})
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    assert cache.read(KEY, "bf16") is None
+    assert present.read(KEY, "bf16") is None
 
 
 def test_a_failed_write_leaves_the_old_file(monkeypatch):
-    path = cache.write(KEY, {"bf16": measured()})
+    path = present.write(KEY, {"bf16": measured()})
     with pytest.raises(TypeError):
-        cache.write(KEY, {"bf16": replace(measured(), name=object())})
-    assert cache.read(KEY, "bf16") == measured()
+        present.write(KEY, {"bf16": replace(measured(), name=object())})
+    assert present.read(KEY, "bf16") == measured()
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_the_present_machine_is_measured_before_listed_before_none(monkeypatch):
     gpu = Gpu("NVIDIA H200", 140 * GIB, "580.1")
     monkeypatch.setattr(present, "find_gpu", lambda device: gpu)
-    monkeypatch.setattr(cache, "key_of", lambda device: KEY)
+    monkeypatch.setattr(present, "key_of", lambda device: KEY)
     monkeypatch.setattr(present, "host_limit_bytes", lambda: 77 * GIB)
     listed = present_machine()
     assert (listed.measured, listed.host_memory_bytes) == (False, 77 * GIB)
-    cache.write(KEY, {"bf16": measured()})
+    present.write(KEY, {"bf16": measured()})
     assert present_machine() == replace(measured(), host_memory_bytes=77 * GIB)
     assert present_machine(precision="fp32").measured is False
     monkeypatch.setattr(present, "find_gpu", lambda device: replace(gpu, name="Tesla T4"))
-    cache.key_of("cuda").file.unlink()
+    present.key_of("cuda").file.unlink()
     assert present_machine() is None
     monkeypatch.setattr(present, "find_gpu", lambda device: None)
     assert present_machine() is None

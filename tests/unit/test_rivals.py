@@ -16,7 +16,7 @@ from benchmarks.rivals import case as cases
 from benchmarks.rivals import child, common, resident, rows, supervise
 from benchmarks.rivals.case import Case, Task
 from megatrain.errors import DoesNotFit
-from megatrain.telemetry import memory
+from megatrain.telemetry import host
 from tests.forks import forked_module
 
 CASE = Case("toy", 1, 4, 8, steps=3, device="cpu", device_memory_bytes=None)
@@ -104,7 +104,7 @@ def test_a_process_that_ends_badly_leaves_a_row(kind, status, reason, capsys):
 @pytest.mark.exhaustive
 def test_memory_is_that_of_all_processes_of_a_row_each_page_once(monkeypatch):
     """Whatever others take or give back meanwhile."""
-    monkeypatch.setattr(memory, "CHILDREN_SECONDS", 0.1)
+    monkeypatch.setattr(host, "CHILDREN_SECONDS", 0.1)
     alone = supervise.run(task(), fake("is measured"))["host_peak_bytes"]
     with_workers = supervise.run(task(), fake("has workers"))["host_peak_bytes"]
     assert alone < 50 << 20

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from megatrain.base.units import GIB, MIB
 from megatrain.errors import InputError
-from megatrain.telemetry import cgroups, memory
 from megatrain.telemetry import environment as environment_module
+from megatrain.telemetry import host
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.gpu import bf16_peak_tflops
@@ -179,20 +179,20 @@ def test_only_a_gpu_that_is_listed_has_a_peak(name, peak):
 
 def test_process_memory_is_what_the_system_counts_children_included():
     holding = "held = bytearray(b'1' * (200 << 20)); print(flush=True); input()"
-    before = memory.ProcessTree(os.getpid()).num_bytes()
+    before = host.ProcessTree(os.getpid()).num_bytes()
     own = psutil.Process().memory_info().rss
     assert own <= before
     command = [sys.executable, "-c", holding]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         child.stdout.readline()
-        after = memory.ProcessTree(os.getpid()).num_bytes()
+        after = host.ProcessTree(os.getpid()).num_bytes()
         child.communicate(b"\n")
     assert after > before + 150 * MIB
 
 
 def test_a_peak_is_not_that_of_the_process_before():
     """What a program had that starts another one counts for that one in getrusage."""
-    peak = "from megatrain.telemetry.memory import peak_process_bytes as p; print(p())"
+    peak = "from megatrain.telemetry.host import peak_process_bytes as p; print(p())"
     block = b"1" * (256 << 20)
     run = subprocess.run([sys.executable, "-c", peak], capture_output=True, check=True)
     assert 0 < int(run.stdout) < len(block)
@@ -201,19 +201,19 @@ def test_a_peak_is_not_that_of_the_process_before():
 @pytest.fixture
 def cgroup_root(tmp_path, monkeypatch):
     """The folder of the cgroups, with one file: which the process is in."""
-    monkeypatch.setattr(cgroups, "_ROOT", tmp_path)
-    monkeypatch.setattr(cgroups, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host, "_OWN_CGROUP", tmp_path / "own")
     (tmp_path / "own").write_text("0::/\n")
     return tmp_path
 
 
 def test_the_host_limit_is_the_cgroups_where_that_is_smaller(cgroup_root):
     limit = cgroup_root / "memory.max"
-    unlimited = memory.host_limit_bytes()
+    unlimited = host.host_limit_bytes()
     limit.write_text("max\n")
-    assert memory.host_limit_bytes() == unlimited
+    assert host.host_limit_bytes() == unlimited
     limit.write_text("1073741824\n")
-    assert memory.host_limit_bytes() == GIB
+    assert host.host_limit_bytes() == GIB
 
 
 @pytest.mark.parametrize(
@@ -230,20 +230,20 @@ def test_the_limit_of_a_job_or_a_service_counts(own, place, cgroup_root):
     limit = cgroup_root / place
     limit.parent.mkdir(parents=True, exist_ok=True)
     limit.write_text("1073741824\n")
-    assert memory.host_limit_bytes() == GIB
+    assert host.host_limit_bytes() == GIB
     (cgroup_root / "own").write_text("4:cpu:/slurm/job\n0::/../outside\n")
-    assert (memory.host_limit_bytes() == GIB) == (place == "memory/memory.limit_in_bytes")
+    assert (host.host_limit_bytes() == GIB) == (place == "memory/memory.limit_in_bytes")
     (cgroup_root / "own").unlink()
-    assert memory.host_limit_bytes() >= GIB
+    assert host.host_limit_bytes() >= GIB
 
 
 def test_what_is_free_is_less_than_the_limit_and_never_negative(cgroup_root):
     limit = cgroup_root / "memory.max"
-    assert 0 < memory.host_available_bytes() < memory.host_limit_bytes()
-    limit.write_text(str(memory.process_bytes() + 64 * MIB))
-    assert 0 < memory.host_available_bytes() < 128 * MIB
+    assert 0 < host.host_available_bytes() < host.host_limit_bytes()
+    limit.write_text(str(host.process_bytes() + 64 * MIB))
+    assert 0 < host.host_available_bytes() < 128 * MIB
     limit.write_text("4096")
-    assert memory.host_available_bytes() == 0
+    assert host.host_available_bytes() == 0
 
 
 def test_the_environment_is_plain_json_without_names_of_persons_or_hosts():
@@ -263,11 +263,11 @@ def test_the_loss_curve_is_a_picture_even_of_an_empty_run(tmp_path):
 
 def test_declared_host_memory_counts_instead_of_what_the_system_shows(monkeypatch):
     monkeypatch.setenv("MEGATRAIN_HOST_MEMORY", "1TiB")
-    assert memory.host_limit_bytes() == 1 << 40
-    assert (1 << 40) - (64 << 30) < memory.host_available_bytes() < 1 << 40
+    assert host.host_limit_bytes() == 1 << 40
+    assert (1 << 40) - (64 << 30) < host.host_available_bytes() < 1 << 40
     monkeypatch.setenv("MEGATRAIN_HOST_MEMORY", "much")
     with pytest.raises(InputError, match="MEGATRAIN_HOST_MEMORY.*much"):
-        memory.host_available_bytes()
+        host.host_available_bytes()
 
 
 def test_the_commit_is_that_of_this_checkout_or_the_one_declared(monkeypatch):

@@ -11,7 +11,7 @@ from megatrain.model import zeros
 from megatrain.model.probe import spec
 from megatrain.model.zeros import ZeroProducts, zero_pages
 from megatrain.source.source import open_source
-from megatrain.telemetry.memory import peak_process_bytes
+from megatrain.telemetry.host import peak_process_bytes
 
 
 def test_zeros_are_zero_and_take_no_memory():

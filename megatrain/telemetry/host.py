@@ -1,21 +1,66 @@
-"""Host memory: this process's use and limits."""
+"""This host: its processor, the cores and memory that a process may use, and what it uses."""
 
 import os
+import platform
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import psutil
 
 from megatrain.base.units import parse_bytes
 from megatrain.errors import InputError
-from megatrain.telemetry.cgroups import cgroup_files
 
 HOST_MEMORY = "MEGATRAIN_HOST_MEMORY"
 CHILDREN_SECONDS = 1.0  # between two scans of a process's children, each of which takes 4 ms
+_SPARE_CORES = 2  # left to the thread that launches work and to the data loader
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def cpu_name() -> str:
+    """The system's name of the processor."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def usable_cores() -> int:
+    """Logical cores this process may run on: its affinity (`taskset`, a container's) counts."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def update_threads() -> int:
+    """Number of the optimizer's host threads, if the placement does not set it."""
+    return max(1, usable_cores() - _SPARE_CORES)
+
+
+def cgroup_files(name: str, controller: str = "") -> Iterator[str]:
+    """The contents of files of this name (`memory.max`) in the process's cgroup and its parents.
+
+    A container sees its cgroup as the root; a batch job or a service is in a nested one.
+
+    Args:
+        controller: for version 1, where each controller (`memory`) has a folder.
+    """
+    folders, lines = [_CGROUPS / controller], []
+    with suppress(OSError):  # no Linux
+        lines = _OWN_CGROUP.read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        inside = PurePosixPath(path).parts[1:]
+        if controller in controllers.split(",") and ".." not in inside:
+            folders += (folders[0].joinpath(*inside[:n]) for n in range(1, len(inside) + 1))
+    for folder in folders:
+        with suppress(OSError):
+            yield (folder / name).read_text().strip()
 
 
 class ProcessTree:
@@ -28,22 +73,18 @@ class ProcessTree:
     def __init__(self, process: int) -> None:
         """Raises psutil.NoSuchProcess."""
         self._process = psutil.Process(process)
-        self._children, self._due = 0, 0.0
+        self._children_bytes, self._due = 0, 0.0
 
     def num_bytes(self) -> int:
         """Resident memory now, pinned memory included; raises psutil.NoSuchProcess."""
         if time.monotonic() >= self._due:
-            self._children = self._children_bytes()
+            self._children_bytes = 0
+            for child in self._process.children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    memory = child.memory_full_info()
+                    self._children_bytes += getattr(memory, "pss", memory.rss)  # PSS: only Linux
             self._due = time.monotonic() + CHILDREN_SECONDS
-        return int(self._process.memory_info().rss) + self._children
-
-    def _children_bytes(self) -> int:
-        total = 0
-        for child in self._process.children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                memory = child.memory_full_info()
-                total += getattr(memory, "pss", memory.rss)  # only Linux has PSS
-        return total
+        return int(self._process.memory_info().rss) + self._children_bytes
 
 
 _tree = cache(ProcessTree)  # a forked process has its own
