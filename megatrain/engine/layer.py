@@ -188,7 +188,8 @@ class Layer(StreamedModule):
         self, at: Turn, leaving: OffloadPlan | None, saves: Saves
     ) -> tuple[KeptGraph, Activations]:
         inputs = {ref: value for ref, value in at.values.items() if ref in self.inputs}
-        held = SavedTensors(at.slot.data, inputs, at.micro.calls[self.visit].leaves, leaving)
+        outside = [*at.micro.calls[self.visit].leaves, *self.program.buffers_of(self.visit)]
+        held = SavedTensors(at.slot.data, inputs, outside, leaving)
         with held.saving():
             graph, produced = self._graph(at, saves)
         held.let_go()

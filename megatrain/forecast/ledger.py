@@ -10,10 +10,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from megatrain.base.units import align
 from megatrain.compat.torch import memory_of
 
 ACTIVATIONS, WORKING_SET, KEPT_GRAPHS = "activations", "working set", "kept graphs"
 KEPT_ATTENTION = "kept attention"
+
+_STEP = 256  # bytes: tensors begin at multiples, on the device and where they wait on the host
 
 
 class Held:
@@ -62,7 +65,7 @@ class Ledger:
         """Count a tensor as long as its storage lives; `num_bytes`: not as many as it has."""
         storage, key = tensor.untyped_storage(), memory_of(tensor)
         if key not in self._known:
-            size = storage.nbytes() if num_bytes is None else num_bytes
+            size = align(storage.nbytes() if num_bytes is None else num_bytes, _STEP)
             self.add_bytes(place, size)
             self._known[key] = ref(storage, partial(self._gone, key, place, size))
             self.took(0)

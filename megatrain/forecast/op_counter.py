@@ -111,11 +111,12 @@ def shapes_only(shapes: Callable[..., Any]) -> Any:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    *outer, tokens, _ = query.shape
-    out = query.new_empty((*outer, tokens, value.shape[-1]))
-    if out.dim() == 4:  # as kernels lay it out: a token's heads side by side
-        out = torch.empty_like(out.transpose(1, 2).contiguous()).transpose(1, 2)
-    return out, query.new_empty((*outer, tokens), dtype=torch.float32)
+    # Kernels lay the result out as the queries are; of other widths, a token's heads side by side.
+    out = torch.empty_like(query)
+    if query.shape[-1] != value.shape[-1]:
+        *batch, heads, tokens, _ = query.shape
+        out = query.new_empty((*batch, tokens, heads, value.shape[-1])).transpose(-3, -2)
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
 @shapes_only

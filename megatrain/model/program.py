@@ -213,6 +213,10 @@ class ModelProgram:
         leaves = layer.kind.call(bound, args, kwargs, saves, counted_N)
         return {ref: leaves[ref.leaf] for ref in self.spec.outputs[visit]}
 
+    def buffers_of(self, visit: int) -> list[Tensor]:
+        """The buffers that layer `visit` computes with: its own, and those of its template."""
+        return [*self.buffers[visit].values(), *self.spec.layers[visit].kind.module.buffers()]
+
     def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
         """True if a graph that saves nothing may wait; see `LayerTemplate.repeats`."""
         return self.spec.layers[visit].kind.repeats(lambda: {**self.buffers[visit], **weights()})
