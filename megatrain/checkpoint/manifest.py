@@ -15,7 +15,7 @@ from megatrain.errors import InputError, in_one_line
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.safetensors_io import DTYPES, MAX_DIMENSIONS
 from megatrain.placement import Precision
-from megatrain.tile import Entry
+from megatrain.tile import Entry, TileKind
 from megatrain.tile.packed import PACKINGS
 
 MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP = (
@@ -322,7 +322,9 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
                 yield f"parameter {parameter.name[:80]!r} does not fit its tile"
             if parameter.group is not None and parameter.group >= len(manifest.settings.groups):
                 yield f"parameter {parameter.name[:80]!r} is of optimizer group {parameter.group}"
-    trained = [t for t in manifest.tiles if any(p.group is not None for p in t.parameters)]
+    # Steps on text alone do not update the encoders of images and sounds.
+    always = [t for t in manifest.tiles if t.name != TileKind.MEDIA.value]
+    trained = [t for t in always if any(p.group is not None for p in t.parameters)]
     if len({tile.version for tile in trained}) > 1:
         yield "its tiles are of different versions"
     if any(tile.version > manifest.settings.steps for tile in manifest.tiles):

@@ -60,6 +60,21 @@ MULTIMODAL_CLASSES: dict[str, str] = {
 }
 """Names of the classes of language models that also take images or sound, by model type."""
 
+
+def encoder_calls(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The methods, each with its module, by which a multimodal model calls its encoders."""
+    names = ("get_image_features", "get_video_features", "get_audio_features")
+    return [(m, name) for m in model.modules() for name in names if hasattr(type(m), name)]
+
+
+def encoders(model: PreTrainedModel) -> list[nn.Module]:
+    """The encoders of images and sounds in a model, without what projects their features."""
+    if not encoder_calls(model):
+        return []
+    modules = [model.get_encoder(modality) for modality in ("image", "audio")]
+    return [module for module in modules if module not in (model, model.base_model)]
+
+
 SEQUENCE_CLASSES = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 """Names of transformers' classes that score whole rows."""
 

@@ -1,6 +1,7 @@
 """From a model to the parts of a step: tiles, store, weights, units."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import takewhile
@@ -16,7 +17,7 @@ from megatrain.engine.embedding import Embedding
 from megatrain.engine.head import WholeHead
 from megatrain.engine.host_offload import HostOffload
 from megatrain.engine.layer import Layer
-from megatrain.engine.modules import Head, Prologue
+from megatrain.engine.modules import Head, Media, Prologue
 from megatrain.engine.scratch import ScratchArena
 from megatrain.engine.sink import Sink
 from megatrain.engine.step import Parts, TrainingParts, Unit
@@ -25,6 +26,7 @@ from megatrain.engine.tile_slice import TileSlice, VocabSlices, require_streamab
 from megatrain.engine.update import Update
 from megatrain.engine.vocab_split import Epilogue, VocabRows, VocabShard
 from megatrain.loss import Loss, Summed, range_gradient, range_statistics
+from megatrain.model.capture import FEATURES
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
@@ -66,6 +68,7 @@ class Assembly:
         self.checks = BitChecks(self.device, tiles, self.verify, self._threads)
         self.layers = self.store.of(TileKind.LAYER)
         [self.prologue], [self.head] = map(self.store.of, (TileKind.PROLOGUE, TileKind.HEAD))
+        self.media = self.store.of(TileKind.MEDIA)  # one, or none
         tokens, compiled = self.placement.chunk_tokens, self.placement.compile
         if tokens is not None:
             self.program.tile(tokens, compiled=compiled)
@@ -100,7 +103,7 @@ class Assembly:
         """Everything that is streamed in one piece: tiles, and the slices of a split head."""
         slices = self.vocab_slices
         head = [self.head] if slices is None else [slices.rest, *slices.rows]
-        return [self.prologue, *self.layers, *head]
+        return [self.prologue, *self.layers, *head, *self.media]
 
     def unpack(self) -> Unpack:
         """A function that unpacks a tile's weights on the device."""
@@ -140,7 +143,8 @@ class Assembly:
         if any(name in spec.epilogue for name in spec.gathered):  # waits for rows of a tied table
             waiting.add(self.head)
         shared = [0] if passes > 1 else [t.layout.trainable_numel for t in self.visited]
-        work = ScratchArena(device, max(shared), shared[0], self.dtype)
+        before = max([shared[0], *(t.layout.trainable_numel for t in self.media)])
+        work = ScratchArena(device, max(shared), before if passes == 1 else 0, self.dtype)
         sink = self.sinks(
             device,
             tiles,
@@ -172,6 +176,8 @@ class Assembly:
             keep_rows=self.placement.keep_rows,
         )
         trunk, head = self._units(embedding)
+        encoded = self._encoded(trunk, embedding)
+        _end_backward(trunk)
         stream = Stream(
             self.device,
             self.placement,
@@ -181,7 +187,7 @@ class Assembly:
             self.collectives,
             self.unpack(),
         )
-        return Parts(trunk, head, embedding, stream)
+        return Parts(trunk, head, embedding, stream, encoded)
 
     def _units(self, embedding: Embedding) -> tuple[list[Unit], Head]:
         device, program = self.device, self.program
@@ -204,8 +210,21 @@ class Assembly:
                 shard.new_inputs = shard.inputs
             trunk += [Epilogue(device, program, slices.rest), *shards]
             head = Head(device, program, slices.rows[-1], last, self.collectives)
-        _end_backward(trunk)
         return trunk, head
+
+    def _encoded(self, trunk: Sequence[Unit], embedding: Embedding) -> list[Unit]:
+        """The trunk of a step in which images or sounds are encoded first; empty: none can be.
+
+        A step on text alone leaves the encoders' tile out, and does not update it.
+        """
+        prologue, *layers = map(copy, trunk)
+        if not self.media or not isinstance(prologue, Prologue):
+            return []
+        media = Media(self.device, self.program, self.media[0], embedding)
+        prologue.inputs = prologue.new_inputs = [FEATURES]
+        encoded = [media, prologue, *layers]
+        _end_backward(encoded)
+        return encoded
 
     def _whole_head(self) -> WholeHead:
         @cache

@@ -17,6 +17,7 @@ from megatrain.model.capture import Call, Rows
 from megatrain.model.document_check import DocumentCheck, check_masks
 from megatrain.model.documents import is_packed, starts_anew, told_by_lengths
 from megatrain.model.float8 import in_own_type
+from megatrain.model.media import as_computed
 from megatrain.model.program import MicroBatch, ModelProgram
 from megatrain.model.sequence_share import WHOLE, Judged, RowTrial, SequenceShare
 from megatrain.parallel.distributed import ALONE, Ranks, require_same
@@ -58,6 +59,7 @@ class Batch:
         own: the slice of `unique_U` whose rows this rank keeps.
         all_tokens: positions of all ranks.
         most: micro-batches of the rank that has the most; others may have passes without any.
+        has_media: True if any rank's micro-batch has images or sounds.
         loss_inputs: each micro-batch's targets and the loss's other inputs, on the device; for a
             joint loss the micro-batches of all ranks.
         measured: the measures of a joint loss, on the device, once the head has been visited.
@@ -78,6 +80,7 @@ class Batch:
     all_tokens: int = 0
     most: int = 0
     router_shares: Sequence[float] | None = None
+    has_media: bool = False
 
     @property
     def own_U(self) -> Tensor:
@@ -102,6 +105,8 @@ def prepare(
     takes: Callable[[str], bool],
     loss: Loss | None,
     seed: int,
+    is_media: Callable[[str], bool] = lambda name: False,
+    dtype: torch.dtype = torch.float32,
     label_shift: int = 1,
     constants: Sequence[int] = (),
     max_tokens: int | None = None,
@@ -114,6 +119,8 @@ def prepare(
 
     Args:
         takes: whether the model's forward takes a tensor of this name, beside `input_ids`.
+        is_media: whether a tensor of this name describes images or sounds, of any shape.
+        dtype: of the computation, in which pixels are given.
         loss: micro-batches must have labels and the loss's inputs; None: they need neither.
         label_shift: tokens from the position that predicts a label to the label.
         constants: token ids whose rows are needed besides the batch's own.
@@ -129,19 +136,22 @@ def prepare(
             that has a target.
     """
     shares: list[Mapping[str, Tensor]] = []
+    has_media: list[bool] = []
 
     def check_and_share() -> _Part:
         if not isinstance(micro_batches, list | tuple) or not micro_batches:
             got = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
             raise InputError(f"a step needs a list of at least one micro-batch; it got {got}")
         for index, micro in enumerate(micro_batches):
-            _check(f"micro-batch {index}", micro, vocab_size, takes, loss, max_tokens)
+            text = _without_media(f"micro-batch {index}", micro, is_media)
+            _check(f"micro-batch {index}", text, vocab_size, takes, loss, max_tokens)
+            has_media.append(text is not micro)
         losses = [] if loss is None else [_loss_inputs(m, loss, label_shift) for m in micro_batches]
         checksum = share.check(micro_batches, losses, loss, max_tokens)
         shares[:] = [share.micro(micro) for micro in micro_batches]
         ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
         unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
-        return _Part(share.judged(losses), unique, len(shares), len(ids), checksum)
+        return _Part(share.judged(losses), unique, len(shares), len(ids), checksum, any(has_media))
 
     parts = ranks.agree(check_and_share)
     require_same([{"checksum of the step's rows": str(part.checksum)} for part in parts])
@@ -152,7 +162,7 @@ def prepare(
     unique_U, own = _by_owner([part.unique for part in parts], ranks.shards, rows_each)
     mine = parts[ranks.rank]
     batch = Batch(
-        [_moved(micro, takes, unique_U, device, by_lengths) for micro in shares],
+        [_moved(micro, takes, is_media, dtype, unique_U, device, by_lengths) for micro in shares],
         normaliser,
         mine.num_tokens,
         unique_U,
@@ -161,6 +171,7 @@ def prepare(
         own=own,
         all_tokens=sum(part.num_tokens for part in parts),
         most=max(part.num for part in parts),
+        has_media=any(part.has_media for part in parts),
     )
     if loss is not None:
         joint = isinstance(loss, JointLoss)
@@ -211,6 +222,8 @@ class Intake:
             self._setup.device.torch_device,
             self._config.get_text_config(decoder=True).vocab_size,
             takes=spec.capture.accepts,
+            is_media=spec.capture.is_media,
+            dtype=self._program.dtype,
             loss=loss,
             seed=derived_seed(self._setup.seed, self._steps),
             label_shift=spec.label_shift,
@@ -258,11 +271,22 @@ def _widened(name: str, value: Any) -> Any:
     return value.long() if mask or value.dtype in _NARROW else value
 
 
-def halved(micro_batches: MicroBatches) -> list[Mapping[str, Tensor]]:
-    """Split the rows of each micro-batch into two halves; a single row stays as it is."""
-    parts = [(micro, -(-len(micro["input_ids"]) // 2)) for micro in micro_batches]
+def halved(
+    micro_batches: MicroBatches, is_media: Callable[[str], bool]
+) -> list[Mapping[str, Tensor]]:
+    """Split the rows of each micro-batch into two halves; a single row stays as it is.
+
+    So do rows with images or sounds, whose tensors do not say which row they are of.
+    """
+    whole = [any(map(is_media, micro)) for micro in micro_batches]
+    parts = [
+        (micro, len(micro["input_ids"]) if has_media else -(-len(micro["input_ids"]) // 2))
+        for micro, has_media in zip(micro_batches, whole, strict=True)
+    ]
     return [
         {name: value[at : at + rows] for name, value in micro.items()}
+        if rows < len(micro["input_ids"])
+        else micro
         for micro, rows in parts
         for at in range(0, len(micro["input_ids"]), rows)
     ]
@@ -293,6 +317,7 @@ class _Part(NamedTuple):
     num: int
     num_tokens: int
     checksum: int
+    has_media: bool
 
 
 def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
@@ -308,6 +333,8 @@ def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
 def _moved(
     micro: Mapping[str, Tensor],
     takes: Callable[[str], bool],
+    is_media: Callable[[str], bool],
+    dtype: torch.dtype,
     unique_U: Tensor,
     device: torch.device,
     by_lengths: bool,
@@ -321,12 +348,33 @@ def _moved(
         for key in micro
         if (key == "input_ids" or takes(key)) and not (key == "attention_mask" and plain)
     }
+    media = {key: as_computed(inputs.pop(key), dtype) for key in [*inputs] if is_media(key)}
     counted_N = None if bool(mask.all()) else mask.flatten().float().to(device)
     index_BT = torch.searchsorted(unique_U, micro["input_ids"].contiguous())
     rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
     packed = by_lengths and is_packed(micro)
     documents = told_by_lengths(micro["position_ids"], device) if packed else {}
-    return MicroBatch(inputs, None, rows, documents=documents, counted_N=counted_N)
+    return MicroBatch(inputs, None, rows, documents=documents, counted_N=counted_N, media=media)
+
+
+def _without_media(where: str, micro: Any, is_media: Callable[[str], bool]) -> Any:
+    """The tensors of a micro-batch that describe text; the micro-batch itself if all do.
+
+    Raises InputError: one that describes images or sounds is no CPU tensor of finite numbers, or
+    rows hold several documents.
+    """
+    media = [key for key in micro if is_media(key)] if isinstance(micro, Mapping) else []
+    for key in media:
+        value = micro[key]
+        if not isinstance(value, Tensor) or value.device.type != "cpu" or not value.numel():
+            raise InputError(f"{where}: {key} must be a tensor on the cpu, and not empty")
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise InputError(f"{where}: {key} holds a number that is not finite")
+    if media and is_packed(micro):
+        raise InputError(
+            f"{where} has {media[0]!r}, and rows of several documents; give each document a row"
+        )
+    return {key: micro[key] for key in micro if key not in media} if media else micro
 
 
 def _check(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -230,7 +230,7 @@ class PlacedEngine:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
         start = time.perf_counter()
         if self._lean and router_shares is None:  # halves would have other losses of routers
-            micro_batches = halved(micro_batches)
+            micro_batches = halved(micro_batches, self._spec.capture.is_media)
         batch = self._prepare(micro_batches, loss, norm_limit)
         if router_shares is not None:
             require_alone(self.ranks, "a loss of routers of each micro-batch")
@@ -259,6 +259,10 @@ class PlacedEngine:
         # Such a loss sees all micro-batches at once: one pass, whose graphs would be too many.
         joint = parts.passes > 1 and bool(isinstance(loss, JointLoss) or self._spec.routed)
         with self._undisturbed(), self._host.of(batch.num_tokens) as host:
+            for unit in parts.encoded[:1]:
+                if not batch.has_media and unit.trained:
+                    parts.sink.leave_out(unit.tile.whole)
+            parts = _for_batch(parts, batch)
             device = planned and not joint and not self._lean
             parts = parts.under(self._policies(device=device, host=host and not self._lean))
             return train_step(replace(parts, passes=1) if joint else parts, batch)
@@ -377,7 +381,7 @@ class PlacedEngine:
         self, batch: Batch, finish: Callable[[Head, Buffer, Batch, State], Result]
     ) -> Result:
         with self._undisturbed():
-            return forward_only(self._parts, batch, finish)
+            return forward_only(_for_batch(self._parts, batch), batch, finish)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -573,3 +577,11 @@ class PlacedEngine:
 
     def __exit__(self, *error: Any) -> None:
         self.close()
+
+
+AnyParts = TypeVar("AnyParts", bound=Parts)
+
+
+def _for_batch(parts: AnyParts, batch: Batch) -> AnyParts:
+    """The parts of a step of this batch: with encoders, if it has images or sounds."""
+    return replace(parts, trunk=parts.encoded) if batch.has_media else parts

@@ -21,8 +21,10 @@ from megatrain.engine.embedding import Embedding
 from megatrain.engine.head import WholeHead
 from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.tile_slice import TileSlice
+from megatrain.errors import InputError
 from megatrain.loss import JointLoss
-from megatrain.model.capture import PROLOGUE, Ref
+from megatrain.model.capture import FEATURES, MEDIA, PROLOGUE, Ref
+from megatrain.model.probe import reach
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.parallel.distributed import ALONE
 from megatrain.placement import ActivationPolicy
@@ -30,6 +32,7 @@ from megatrain.store.store import Tile
 
 State = list[Activations]
 
+MEDIA_NAME = Name(Kind.PROLOGUE, "media")
 PROLOGUE_NAME, HEAD_NAME = Name(Kind.PROLOGUE, "prologue"), Name(Kind.HEAD, "head")
 
 
@@ -103,6 +106,64 @@ class StreamedModule:
         return results
 
 
+class Media(StreamedModule):
+    """From images and sounds to their features, which the prologue puts among embedded tokens."""
+
+    visit = MEDIA
+
+    def __init__(
+        self, device: Device, program: ModelProgram, tile: Tile, embedding: Embedding
+    ) -> None:
+        super().__init__(device, program, tile)
+        self.embedding = embedding
+        self._reached: set[frozenset[str]] = set()  # kinds of media that reach all parameters
+
+    def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
+        """The features of every micro-batch, `[N]` values; none where there are no media."""
+        work = partial(self.forward, slot, train=train)
+        return self.each(MEDIA_NAME, batch, work, reads=[slot, *self.embedding.rows])
+
+    def forward(self, slot: Buffer, micro: MicroBatch, *, train: bool) -> Activations:
+        """The features of one micro-batch."""
+        if not micro.media:
+            return {FEATURES: torch.empty(0, device=self.program.device)}
+        weights, names = self.leaves(slot)
+        untried = train and bool(names) and frozenset(micro.media) not in self._reached
+        with torch.enable_grad() if untried else torch.no_grad():
+            features_N = self.program.encode(weights, micro)
+        if untried:
+            reached = reach([features_N]).leaves
+            if missed := [name for name in names if id(weights[name]) not in reached]:
+                raise InputError(
+                    f"no gradient reaches {missed[0]} from {', '.join(sorted(micro.media))} "
+                    f"({len(missed)} parameters in all: {', '.join(missed[1:4])} ...); freeze them"
+                )
+            self._reached.add(frozenset(micro.media))
+        return {FEATURES: features_N.detach()}
+
+    def vjp(
+        self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
+    ) -> State:
+        """Accumulate gradients of the encoders' weights."""
+        name, work = Name(Kind.PROLOGUE, "media backward"), partial(self.backward, slot)
+        reads, writes = [slot, *self.embedding.rows], [accumulator.sums]
+        self.each(name, batch, partial(work, accumulator), dh, reads=reads, writes=writes)
+        return [{} for _ in batch.micro]
+
+    def backward(
+        self, slot: Buffer, accumulator: GradAccumulator, micro: MicroBatch, dh: Activations
+    ) -> None:
+        """`vjp` of one micro-batch."""
+        weights, names = self.leaves(slot)
+        if not micro.media or not names:
+            return
+        with torch.enable_grad():
+            features_N = self.program.encode(weights, micro)
+        sources = [weights[name] for name in names]
+        grads = torch.autograd.grad(features_N, sources, dh[FEATURES], allow_unused=True)
+        accumulator.add(names, grads)
+
+
 class Prologue(StreamedModule):
     """From token ids to the first layer's arguments; the embedding rows come from `embedding`."""
 
@@ -119,16 +180,18 @@ class Prologue(StreamedModule):
         return super().trained or bool(self.embedding.trained)
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
-        """The first activations of every micro-batch (`h` is not read: there are none)."""
+        """The first activations of every micro-batch; `h` has the features of media, if any."""
         work = partial(self.forward, slot)
-        return self.each(PROLOGUE_NAME, batch, work, reads=[slot, *self.embedding.rows])
+        return self.each(PROLOGUE_NAME, batch, work, h, reads=[slot, *self.embedding.rows])
 
-    def forward(self, slot: Buffer, micro: MicroBatch) -> Activations:
+    def forward(self, slot: Buffer, micro: MicroBatch, h: Activations) -> Activations:
         """The first activations of one micro-batch."""
         tables = micro.rows.tables
         tables.update({n: table.detach().requires_grad_() for n, table in tables.items()})
         with torch.enable_grad():  # the program tells activations by `requires_grad`
-            values = self.program.prologue(self._all_leaves(slot), micro)
+            values = self.program.prologue(
+                self._all_leaves(slot), micro, h.get(FEATURES) if micro.media else None
+            )
         return {ref: value.detach() for ref, value in values.items()}
 
     def vjp(
@@ -139,26 +202,35 @@ class Prologue(StreamedModule):
             self.embedding.prepare_gradients(batch)
         reads, writes = [slot, *self.embedding.rows], [accumulator.sums, *self.embedding.sums]
         name, work = Name(Kind.PROLOGUE, "prologue backward"), partial(self.backward, slot)
-        self.each(name, batch, partial(work, accumulator), dh, reads=reads, writes=writes)
-        return [{} for _ in batch.micro]
+        work = partial(work, accumulator)
+        inputs = h if self.inputs else [{} for _ in batch.micro]
+        return self.each(name, batch, work, inputs, dh, reads=reads, writes=writes)
 
     def backward(
-        self, slot: Buffer, accumulator: GradAccumulator, micro: MicroBatch, dh: Activations
-    ) -> None:
-        """`vjp` of one micro-batch."""
+        self,
+        slot: Buffer,
+        accumulator: GradAccumulator,
+        micro: MicroBatch,
+        h: Activations,
+        dh: Activations,
+    ) -> Activations:
+        """`vjp` of one micro-batch; returns the slope of its features, if it has any."""
         weights, names = self.leaves(slot)
+        features = [value.detach().requires_grad_() for value in h.values() if micro.media]
         with torch.enable_grad():
-            values = self.program.prologue({**self._all_leaves(slot), **weights}, micro)
+            everything = {**self._all_leaves(slot), **weights}
+            values = self.program.prologue(everything, micro, *features)
             tables = {name: micro.rows.tables[name] for name in self.embedding.trained}
             pairs = [(values[ref], dh[ref]) for ref in dh if ref in values]
-            sources = [*tables.values(), *(weights[name] for name in names)]
+            sources = [*tables.values(), *(weights[name] for name in names), *features]
             if not pairs or not sources:
-                return
+                return {}
             outputs, gradients = zip(*pairs, strict=True)
             grads = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
         rows = dict(zip(tables, grads, strict=False))
         self.embedding.add({name: g for name, g in rows.items() if g is not None})
-        accumulator.add(names, grads[len(tables) :])
+        accumulator.add(names, grads[len(tables) : len(tables) + len(names)])
+        return {FEATURES: grads[-1]} if features else {}
 
     def _all_leaves(self, slot: Buffer) -> dict[str, Tensor]:
         return {n: w.detach().requires_grad_() for n, w in self.weights(slot).items()}

@@ -5,7 +5,8 @@ One range, as large as the largest visit needs:
     | fp32 sums of a tile's gradient ...................... | rows, if they are kept |
     | sums of a small prologue | sums of the rows, fp32 | rows |
 
-The first line is a layer or the head, the second the prologue's backward. Rows that are not kept
+The first line is a layer or the head, the second the backward of the prologue, or of encoders of
+images and sounds. Rows that are not kept
 lie where the sums are; they are brought again for the backward.
 """
 
@@ -25,7 +26,8 @@ class ScratchArena:
     """The memory range. Only COMPUTE touches it, except for the rows."""
 
     def __init__(self, device: Device, numel: int, prologue: int, dtype: torch.dtype) -> None:
-        """Args: `numel`: gradient elements of the largest tile; `prologue`: of that one."""
+        """Args: `numel`: gradient elements of the largest tile; `prologue`: of that one,
+        or of the encoders before it, if that is larger."""
         self._device, self._dtype = device, dtype
         self._numel, self._prologue = align(numel, _STEP), align(prologue, _STEP)
         self._memory: Tensor

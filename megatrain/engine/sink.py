@@ -185,6 +185,12 @@ class Sink:
             self._host_grad = self.claim(tile, COPY_OUT)
         self._landed(tile, self._host_grad, self.send(accumulator, self._host_grad))
 
+    def leave_out(self, tile: Tile) -> None:
+        """Note that a tile has no gradient in this step."""
+        clear = self.squares.data[tile.index].zero_
+        name = Name(Kind.PLAIN, f"no gradient of {tile.name}")
+        self._device.run(COMPUTE, name, clear, writes=[self.squares])
+
     def send(self, accumulator: GradAccumulator, host_grad: HostGrad) -> Any:
         """Send a gradient to where the update reads it; returns the event of its arrival."""
         tile, numel = accumulator.tile, len(accumulator.sums.data)

@@ -18,25 +18,30 @@ from megatrain.engine.batch import Batch
 from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.layer import Layer
-from megatrain.engine.modules import Head, Prologue, State
+from megatrain.engine.modules import Head, Media, Prologue, State
 from megatrain.engine.sink import Sink
 from megatrain.engine.stream import Stream
 from megatrain.engine.update import Report, Update
 from megatrain.engine.vocab_split import VocabShard
 from megatrain.placement import ActivationPolicy
 
-Unit = Prologue | Layer | VocabShard
+Unit = Media | Prologue | Layer | VocabShard
 Result = TypeVar("Result")
 
 
 @dataclass
 class Parts:
-    """The parts of a forward. `trunk` is the prologue and the layers, in order."""
+    """The parts of a forward.
+
+    `trunk` is the prologue and the layers, in order; `encoded` the trunk of a step with images or
+    sounds, whose encoders come first.
+    """
 
     trunk: list[Unit]
     head: Head
     embedding: Embedding
     stream: Stream
+    encoded: list[Unit]
 
 
 @dataclass

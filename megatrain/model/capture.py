@@ -20,12 +20,14 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from megatrain.compat.torch import memory_of, pytree
-from megatrain.compat.transformers import scores_rows
+from megatrain.compat.transformers import encoder_calls, scores_rows
 from megatrain.errors import InputError
 from megatrain.model.layer_template import containers
+from megatrain.model.media import of_media
 from megatrain.model.unsupported import refuse_lookup
 
 PROLOGUE = -1  # the "visit" of all that runs before the first layer
+MEDIA = -2  # that of the encoders of images and sounds
 
 
 @dataclass(frozen=True, order=True)
@@ -34,6 +36,9 @@ class Ref:
 
     visit: int
     leaf: int
+
+
+FEATURES = Ref(MEDIA, 0)  # what encoders make of a micro-batch, in one row
 
 
 @dataclass
@@ -204,6 +209,7 @@ class Capture:
             after it is the language-model head.
         scores_rows: True if its head gives a score for each row, not logits for each token.
         takes_any: True if the forward passes unknown keyword arguments to its layers.
+        encodes: True if the model has encoders of images or sounds.
     """
 
     def __init__(self, model: PreTrainedModel, stack: nn.ModuleList) -> None:
@@ -215,6 +221,7 @@ class Capture:
         self._signature = inspect.signature(model.forward).parameters
         kinds = [parameter.kind for parameter in self._signature.values()]
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+        self.encodes = bool(encoder_calls(model))
         self._stack = stack
         for layer in stack:
             self._replace(layer)
@@ -262,6 +269,10 @@ class Capture:
         """True if the model's forward can use a micro-batch's tensor of this name."""
         common = self.takes_any and name in ("attention_mask", "position_ids")
         return (self.takes(name) or common) and name != "labels"
+
+    def is_media(self, name: str) -> bool:
+        """True if a micro-batch's tensor of this name describes images or sounds."""
+        return self.encodes and self.takes(name) and of_media(name)
 
     def inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """The keyword arguments of the model's forward for a micro-batch."""

@@ -336,6 +336,8 @@ class _Probe:
         known = {*gathered, *prologue, *epilogue}
         rest = [name for name in weights if name not in known]
         fixed = sorted(name for name in rest if id(weights[name]) in self.uses.touched)
+        still = [name for name in rest if name not in fixed]
+        media = still if self.capture.encodes else []
         return ModelSpec(
             capture=self.capture,
             layers=self.layers,
@@ -348,7 +350,8 @@ class _Probe:
             num_logits=logits.shape[-1],
             trunk=with_hidden(output, last_hidden(output).detach()[:0]),
             fixed=fixed,
-            unused=[n for n in rest if n not in fixed] + self._skipped_layers(),
+            unused=[n for n in still if n not in media] + self._skipped_layers(),
+            media=media,
             router_loss=self.router_loss,
         )
 

@@ -5,7 +5,7 @@ Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from megatrain.model.capture import (
     Reached,
     Ref,
     Rows,
+    Uses,
     identity,
     last_hidden,
     stand_in,
@@ -32,6 +33,7 @@ from megatrain.model.capture import (
 from megatrain.model.documents import BY_LENGTHS, attend, takes_lengths, without_masks
 from megatrain.model.float8 import convert as float8_linears
 from megatrain.model.layer_template import move_buffers
+from megatrain.model.media import Encoded, Recorder, replaced, replayed
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.token_chunks import ChunkedOverTokens, parts
 from megatrain.model.unsupported import refuse_rounding
@@ -55,6 +57,8 @@ class MicroBatch:
         counted_N: 1 for a token, 0 for padding; None: all are tokens.
         calls: the layers' arguments, known once the prologue has run.
         document_indices: of each token in packed rows, one tensor for each time the forward asks.
+        media: the forward's arguments that describe images and sounds.
+        encoded: the calls of their encoders, known once these have run.
     """
 
     inputs: dict[str, Tensor]
@@ -66,6 +70,8 @@ class MicroBatch:
     counted_N: Tensor | None = None
     calls: list[Call] = field(default_factory=list)
     document_indices: list[Tensor | None] = field(default_factory=list)
+    media: dict[str, Tensor] = field(default_factory=dict)
+    encoded: list[Encoded] = field(default_factory=list)
 
 
 class ModelProgram:
@@ -78,7 +84,7 @@ class ModelProgram:
         self.spec, self.device, self.dtype = spec, device, dtype
         self.capture = spec.capture
         model = self.capture.model
-        types = loaded_types(model, dtype)
+        self._types = types = loaded_types(model, dtype)
         refuse_rounding(types, spec.computed, dtype)
         move_buffers(model, device, types)
         self.kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
@@ -100,7 +106,7 @@ class ModelProgram:
         self._outer = {
             name: stand_in(p, device, dtype)
             for name, p in model.named_parameters()
-            if name in {*spec.prologue, *spec.epilogue, *spec.gathered}
+            if name in {*spec.prologue, *spec.epilogue, *spec.gathered, *spec.media}
         }
 
     def train(self, mode: bool) -> None:
@@ -152,11 +158,34 @@ class ModelProgram:
             for kind, functions in zip(self.kinds, compiled, strict=True):
                 kind.compiled = functions
 
-    def prologue(self, weights: Weights, batch: MicroBatch) -> Activations:
+    def encode(self, weights: Weights, batch: MicroBatch) -> Tensor:
+        """The features `[N]` of a micro-batch's images and sounds; notes the calls in `batch`.
+
+        Raises InputError: the encoders compute in fp32 whatever the dtype.
+        """
+        refuse_rounding(self._types, self.spec.media, self.dtype)
+        uses = Uses()
+        recorder = Recorder(uses.touched)
+
+        def stop(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+            raise Reached(None)
+
+        with replaced(self.capture.model, recorder.call):
+            self._run(stop, weights, batch, {**batch.inputs, **batch.media}, uses)
+        batch.encoded, features = recorder.finish()
+        if not features:
+            return torch.empty(0, device=self.device, dtype=self.dtype)
+        return torch.cat([feature.reshape(-1) for feature in features])
+
+    def prologue(
+        self, weights: Weights, batch: MicroBatch, features_N: Tensor | None = None
+    ) -> Activations:
         """Compute the activations that enter the layers; record every layer's arguments in `batch`.
 
         Outputs carry a graph if any of `weights` or `batch.rows.tables` requires gradients. Where
         the arguments are known already, the forward ends with the last of the outputs.
+
+        Args: `features_N`: of `encode`, where the micro-batch has images or sounds.
         """
         origin: dict[Hashable, Ref] = {}
         values: Activations = {}
@@ -180,6 +209,8 @@ class ModelProgram:
             if batch.calls and len(values) == needed:
                 raise Reached(None)
             calls.append(Call(leaves, tree_spec))
+            if batch.media:
+                _require_same(self.spec.layers[visit], leaves)
             if len(calls) == len(self.spec.layers):
                 raise Reached(None)
             return self._output(visit, made)
@@ -190,12 +221,16 @@ class ModelProgram:
             alive.append(leaf)
             return leaf
 
-        self._run(record, weights, batch, batch.inputs)
+        with nullcontext() if features_N is None else self._encoded(batch, features_N):
+            self._run(record, weights, batch, {**batch.inputs, **batch.media})
         if not batch.calls:
             if len(calls) < len(self.spec.layers):
                 _expect(self.spec.layers[len(calls)], None)
             batch.calls = calls
         return values
+
+    def _encoded(self, batch: MicroBatch, features_N: Tensor) -> AbstractContextManager[None]:
+        return replayed(self.capture.model, batch.encoded, features_N)
 
     def layer(
         self,
@@ -277,7 +312,14 @@ class ModelProgram:
         real = (*shape, *rest) if example.shape[:2] == PROBE_SHAPE else example.shape
         return torch.zeros((), device=self.device, dtype=dtype).expand(real)
 
-    def _run(self, handler: Any, weights: Weights, batch: MicroBatch, inputs: Mapping) -> Any:
+    def _run(
+        self,
+        handler: Any,
+        weights: Weights,
+        batch: MicroBatch,
+        inputs: Mapping,
+        uses: Uses | None = None,
+    ) -> Any:
         outer = {**self._outer, **{k: w for k, w in weights.items() if k in self._outer}}
 
         def unwatched(*call: Any) -> Any:
@@ -287,12 +329,21 @@ class ModelProgram:
         documents = batch.documents if self.attends_by_lengths else {}
         with without_masks() if documents else nullcontext(), finding_once(batch.document_indices):
             arguments = {**self.capture.inputs(inputs), **documents}
-            return self.capture.forward(unwatched, outer, arguments, batch.rows)
+            return self.capture.forward(unwatched, outer, arguments, batch.rows, uses)
 
 
 def _expect(layer: Layer, called: nn.Module | None) -> None:
     if layer.module is not called:
         raise RunFailed(f"the model's forward left out {layer.name}, which it called at first")
+
+
+def _require_same(layer: Layer, leaves: list[Any]) -> None:
+    """Raises InputError: with images, the layer has other activations than on text alone."""
+    if [*dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Ref))] != layer.inputs:
+        raise InputError(
+            f"{layer.name} is given features of images besides the hidden states, or computes on "
+            "them between layers: such a model is trained on text alone; leave the images out"
+        )
 
 
 def _own_buffers(layer: Layer, types: Mapping[str, torch.dtype]) -> dict[str, Tensor]:

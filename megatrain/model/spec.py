@@ -49,7 +49,8 @@ class ModelSpec:
         num_logits: number of a token's logits.
         trunk: the trunk's output without its hidden states.
         fixed: parameters that no gradient reaches (plain training leaves them alone, too).
-        unused: parameters that text training never touches; they stay as they are.
+        unused: parameters that no training touches; they stay as they are.
+        media: parameters that text alone never touches, of a model that encodes images or sounds.
         wide: parameters whose source has bits that bf16 does not hold.
         packed: how frozen parameters are kept that are not kept in bf16.
         router_loss: the routers' loss that the configuration asks for; None: none.
@@ -68,6 +69,7 @@ class ModelSpec:
     trunk: Any
     fixed: list[str]
     unused: list[str]
+    media: list[str] = field(default_factory=list)
     label_shift: int = 1
     wide: Collection[str] = ()
     packed: Mapping[str, WeightFormat] = field(default_factory=dict)

@@ -4,9 +4,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from transformers import PreTrainedModel
 
+from megatrain.compat.transformers import encoders
 from megatrain.errors import InputError
+from megatrain.model.adapters import adapted
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class Trained:
 
     Attributes:
         freeze: parameters that match are not trained.
-        train_only: only parameters that match are trained; None: as the model says.
+        train_only: only parameters that match are trained; None: as the model says, but for its
+            encoders of images and sounds, which are not.
     """
 
     freeze: Sequence[str] = ()
@@ -34,7 +37,7 @@ class Trained:
                 except (re.error, TypeError) as error:
                     raise InputError(f"{key} has a bad pattern {pattern!r}: {error}") from error
 
-    def choose(self, model: nn.Module) -> None:
+    def choose(self, model: PreTrainedModel) -> None:
         """Set `requires_grad` of a model's parameters.
 
         Raises:
@@ -49,6 +52,9 @@ class Trained:
                     f"{key}: {pattern!r} matches the name of no parameter; there are "
                     f"{', '.join(names[:2])} ... {names[-1]}"
                 )
+        if self.train_only is None and adapted(model) is None:
+            for encoder in encoders(model):
+                encoder.requires_grad_(False)
         for name, parameter in model.named_parameters():
             if self.train_only is not None:
                 parameter.requires_grad_(_matches(self.train_only, name))

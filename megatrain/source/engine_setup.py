@@ -50,7 +50,10 @@ def tile_layouts(spec: ModelSpec, groups: dict[str, int], ranks: int = 1) -> lis
     head = spec.epilogue
     if ranks > 1:
         head = sorted(head, key=lambda name: name not in spec.gathered)
-    return [*tiles, layout(TileKind.HEAD, head), layout(TileKind.UNUSED, spec.unused)]
+    tiles.append(layout(TileKind.HEAD, head))
+    if spec.media:
+        tiles.append(layout(TileKind.MEDIA, spec.media))
+    return [*tiles, layout(TileKind.UNUSED, spec.unused)]
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class TileKind(Enum):
     PROLOGUE = "prologue"
     LAYER = "layer"
     HEAD = "head"
+    MEDIA = "media"  # encoders of images and sounds, which steps on text alone leave out
     UNUSED = "unused"  # nothing reads them
 
 
