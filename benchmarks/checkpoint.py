@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import write
+from benchmarks.step import StepCase, build_engine, parse_placement, random_step
 from megatrain.api import Engine
 from megatrain.base.units import gib
 from megatrain.checkpoint import Saving, rotate
-from megatrain.cli.bench import parse_placement
-from megatrain.cli.bench_step import StepCase, build_engine, random_step
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
 from megatrain.telemetry.environment import commit, environment

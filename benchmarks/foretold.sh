@@ -6,12 +6,12 @@ out=${1:?folder for the results}
 mkdir -p "$out"
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 
-# name, then options of `megatrain bench step`
+# name, then options of `python -m benchmarks.step`
 measure() {
     local name=$1
     shift
     echo "== $name"
-    timeout 120 python -m megatrain bench step --warmup 2 --steps 3 --output "$out/step-$name.json" \
+    timeout 120 python -m benchmarks.step --warmup 2 --steps 3 --output "$out/step-$name.json" \
         "$@" >"$out/$name.log" 2>&1 || { echo "failed: $name"; tail -n 3 "$out/$name.log"; }
 }
 # All choices of a placement; what is not said is as it is by default.

@@ -3,8 +3,8 @@
 Before the first length comes a row of two tiles: what acts on every token alone is compiled for one
 tile, whatever the length, and nothing else is compiled. The first step of a length takes and pins
 the host memory that its boundaries and attention results wait in. Beneath long rows that goes
-unnoticed, so only lengths up to `--warm-to` tokens are warmed up. Results are those of `megatrain
-bench step`, one file per length, with the arithmetic of causal attention counted beside.
+unnoticed, so only lengths up to `--warm-to` tokens are warmed up. Results are those of
+`benchmarks.step`, one file per length, with the arithmetic of causal attention counted beside.
 """
 
 from dataclasses import replace
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import parse, write
+from benchmarks.step import StepCase, build_engine, measure_on
 from megatrain.base.units import gib
-from megatrain.cli.bench_step import StepCase, build_engine, measure_on
 from megatrain.cli.shapes import qwen2_config
 
 TILE = 8192

@@ -1,7 +1,7 @@
 """`python -m benchmarks.predictions [FILE ...]`: measured steps beside what is foretold of them.
 
-Takes results of `megatrain bench step` and prints a table in Markdown: seconds, device and host
-memory, measured and foretold, with the errors. Without arguments: all in benchmarks/results.
+Takes results of `python -m benchmarks.step` and prints a table in Markdown: seconds, device and
+host memory, measured and foretold, with the errors. Without arguments: all in benchmarks/results.
 """
 
 import argparse

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from transformers import Qwen2Config
 from transformers.models.qwen2 import Qwen2ForCausalLM
 
+from benchmarks.step import StepCase, build_engine, random_step, statistics_of
 from megatrain import AdamW, Engine, Placement, api
-from megatrain.cli.bench_step import StepCase, build_engine, random_step, statistics_of
 from megatrain.parallel.distributed import ALONE, Ranks, connected, local_rank
 from megatrain.telemetry.environment import environment
 from megatrain.telemetry.host import peak_process_bytes

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.long_context import attention_tflops
 from benchmarks.rivals import rows as rival_rows
-from megatrain.cli.bench_step import StepCase
+from benchmarks.step import StepCase
 from megatrain.placement import renamed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {
     "precision": "bf16",
     **{field.name: field.default for field in fields(StepCase) if field.default is not MISSING},
 }
-"""Options of `bench step` that a case need not have, and what they are then."""
+"""Options of `benchmarks.step` that a case need not have, and what they are then."""
 OWN = {"120b": "Qwen2.5's proportions at "}
 """Shapes that Qwen2.5 does not have."""
 LONG = 16384
@@ -141,7 +141,7 @@ def command(result: dict[str, Any]) -> str:
         f" --placement {_choice(k, v)}" for k, v in renamed(case["placement"] or {}).items()
     )
     return (
-        f"megatrain bench step --shape {case['shape']} --sequences {case['sequences']} "
+        f"python -m benchmarks.step --shape {case['shape']} --sequences {case['sequences']} "
         f"--sequence-length {case['sequence_length']} --micro-batch {case['micro_batch']}"
         f"{options}{chosen}"
     )

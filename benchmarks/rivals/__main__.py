@@ -12,9 +12,9 @@ from typing import Any
 from benchmarks.rivals import rows
 from benchmarks.rivals.case import MEASURED, RIVALS, Case, Rival, Task, rival
 from benchmarks.rivals.supervise import only, run_fitting
+from benchmarks.step import statistics_of
 from megatrain.base.json_yaml import parse_yaml
 from megatrain.base.units import gib, parse_bytes
-from megatrain.cli.bench_step import statistics_of
 from megatrain.cli.shapes import SHAPES
 from megatrain.telemetry.environment import commit
 

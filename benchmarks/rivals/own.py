@@ -3,11 +3,11 @@
 from typing import Any
 
 from benchmarks.rivals.case import MAX_GRAD_NORM, Task
-from megatrain.cli.bench_step import StepCase, measure_step
+from benchmarks.step import StepCase, measure_step
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """What `megatrain bench step` measures, as the part of a row that comes from the process."""
+    """The part of a row that comes from the process, as `benchmarks.step` measures it."""
     case = task.case
     result = measure_step(
         StepCase(

@@ -12,7 +12,6 @@ import typer
 
 from megatrain import __version__
 from megatrain.base import seeds
-from megatrain.cli.bench import bench
 from megatrain.cli.options import (
     ComputeDtype,
     DeviceMemory,
@@ -34,7 +33,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(bench, name="bench")
 
 Overrides = Annotated[
     list[str] | None,

@@ -20,10 +20,6 @@ States = Annotated[
     Literal["fp32", "bf16", "int8"] | None,
     typer.Option(help="Keep AdamW's moments in this type; the default is fp32."),
 ]
-OptimizerName = Annotated[
-    Literal["adamw", "lion", "sgd", "muon"],
-    typer.Option(help="Update by this rule, with its default settings."),
-]
 Master = Annotated[
     int | None,
     typer.Option(min=1, help="Keep so many bits of AdamW's master: 32, exact fp32, or 24."),

@@ -22,22 +22,35 @@ _PATH_ERRORS = (
 _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 
 
+_GONE = {
+    "bench": "steps are measured in a checkout of MegaTrain's sources, by python -m "
+    "benchmarks.step with the options of bench step",
+}
+
+
 class ReportingGroup(TyperGroup):
     """Turns errors into one line on stderr and the documented exit code."""
 
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of a name. Raises InputError: there is none any more."""
+        if cmd_name in _GONE:
+            raise InputError(f"{cmd_name}: {_GONE[cmd_name]}")
+        return super().get_command(ctx, cmd_name)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command; `--debug` adds the traceback to the line."""
-        with _reported(ctx):
+        with reported(ctx):
             return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the options before the command."""
-        with _reported(ctx):
+        with reported(ctx):
             return super().parse_args(ctx, args)
 
 
 @contextmanager
-def _reported(ctx: Any) -> Iterator[None]:
+def reported(ctx: Any) -> Iterator[None]:
+    """In the block, turn errors into one line on stderr and the documented exit code."""
     try:
         try:
             yield

@@ -7,9 +7,10 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from benchmarks import checkpoint, generation, preferences, rollouts
-from megatrain.cli.bench_step import statistics_of
+from benchmarks.step import app, statistics_of
 from megatrain.cli.shapes import qwen2_config
 from megatrain.optim import RULES
 from tests.sweeps import few
@@ -26,6 +27,13 @@ PARAMETERS = {
 }
 
 
+@pytest.fixture
+def measure(monkeypatch, tmp_path):
+    """Runs `python -m benchmarks.step` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *options: CliRunner().invoke(app, [str(option) for option in options])
+
+
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_shape_has_the_parameters_of_the_published_model(name):
     with init_empty_weights():
@@ -34,9 +42,9 @@ def test_a_shape_has_the_parameters_of_the_published_model(name):
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
 
 
-def test_a_measurement_carries_what_repeats_it(megatrain, tmp_path):
-    result = megatrain(
-        *["bench", "step", "--shape", "toy", "--layers", 1, "--device", "cpu"],
+def test_a_measurement_carries_what_repeats_it(measure, tmp_path):
+    result = measure(
+        *["--shape", "toy", "--layers", 1, "--device", "cpu"],
         *["--precision", "fp32", "--sequences", 2, "--sequence-length", 8, "--micro-batch", 1],
         *["--warmup", 1, "--steps", 2, "--output", tmp_path / "results" / "step.json"],
     )
@@ -59,29 +67,29 @@ def test_a_measurement_carries_what_repeats_it(megatrain, tmp_path):
 
 
 @pytest.mark.parametrize("rule", few(RULES, 0, 2))
-def test_steps_of_each_rule_are_measured_with_planes_on_a_disk(megatrain, tmp_path, rule):
+def test_steps_of_each_rule_are_measured_with_planes_on_a_disk(measure, tmp_path, rule):
     toy = [
-        *["bench", "step", "--shape", "toy", "--layers", 1, "--device", "cpu", "--warmup", 0],
+        *["--shape", "toy", "--layers", 1, "--device", "cpu", "--warmup", 0],
         *["--sequences", 2, "--sequence-length", 8, "--micro-batch", 1, "--steps", 1],
         *["--optimizer", rule, "--placement", "disk_moments=9", "--placement", "disk_remainder=9"],
         *["--disk", tmp_path, "--output", tmp_path / "step.json"],
     ]
-    result = megatrain(*toy)
+    result = measure(*toy)
     assert result.exit_code == 0, result.output
     written = json.loads((tmp_path / "step.json").read_text())
     assert written["case"]["optimizer"] == rule
     assert written["breakdown"]["busy"]["disk out"] > 0
     if rule != "adamw":
-        refused = megatrain(*toy, "--states", "int8")
+        refused = measure(*toy, "--states", "int8")
         assert refused.exit_code == 2 and f"{rule} has no such choice" in refused.stderr
 
 
 @pytest.mark.parametrize("warmup", few([0, 1]))
-def test_compilations_in_measured_steps_are_warned_of(megatrain, tmp_path, monkeypatch, warmup):
+def test_compilations_in_measured_steps_are_warned_of(measure, tmp_path, monkeypatch, warmup):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    result = megatrain(
-        *["bench", "step", "--shape", "toy", "--layers", 2, "--device", "cpu"],
+    result = measure(
+        *["--shape", "toy", "--layers", 2, "--device", "cpu"],
         *["--precision", "fp32", "--sequences", 2, "--sequence-length", 8, "--micro-batch", 1],
         *["--placement", "compile=true", "--warmup", warmup, "--steps", 1],
         *["--output", tmp_path / "step.json"],
@@ -135,6 +143,20 @@ def test_stages_of_rollouts_are_measured(tmp_path):
     rollouts.main([*case, "--device", "cpu", "--steps", "1", "--warmup", "0", "--out", str(out)])
     (step,) = json.loads(out.read_text())["steps"]
     assert step["total"] >= step["generate"] + step["logprobs"] + step["train"] > 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "problem"),
+    [
+        ("slot=2", "write NAME=VALUE with NAME one of slots, prefetch"),
+        ("slabs=2", "slabs is now called host_grad_buffers"),
+        ("slots=[", "line 1: not valid"),
+    ],
+)
+def test_a_wrong_placement_is_refused(measure, choice, problem):
+    result = measure("--shape", "0.5b", "--placement", choice)
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    assert f"megatrain: error: --placement {choice}: {problem}" in result.stderr
 
 
 def test_frozen_parameters_have_no_gradient_to_compute():

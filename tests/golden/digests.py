@@ -162,7 +162,7 @@ def run_file_keys(section: type[BaseModel] = Config, path: str = "") -> dict[str
 def help_texts() -> dict[str, list[str]]:
     group: Any = typer.main.get_command(app)
     texts = {}
-    for name, command in {"": group, **group.commands, **group.commands["bench"].commands}.items():
+    for name, command in {"": group, **group.commands}.items():
         context = command.context_class(command, info_name=name, terminal_width=WIDTH)
         texts[name] = command.get_help(context).splitlines()
     return texts

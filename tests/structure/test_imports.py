@@ -181,9 +181,7 @@ SLOW = {"torch", "transformers", "datasets", "pyarrow", "matplotlib", "rich", "p
 SLOW |= {"numpy", "yaml", "psutil", "safetensors", "jinja2"}
 
 
-@pytest.mark.parametrize(
-    "arguments", ["", "--help", "train --help", "plan --help", "bench step --help"]
-)
+@pytest.mark.parametrize("arguments", ["", "--help", "train --help", "plan --help"])
 def test_help_and_the_plain_import_load_nothing_slow(arguments):
     # typer reads a command's options by pydantic; the group has none.
     slow = SLOW if arguments.count(" ") else SLOW | {"pydantic"}

@@ -3,8 +3,8 @@
 import inspect
 import json
 
+from benchmarks.step import step
 from benchmarks.tables import OPTIONS, ROOT, command, sections, steps
-from megatrain.cli.bench import step
 
 
 def test_the_documents_show_the_results():
