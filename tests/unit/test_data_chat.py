@@ -151,13 +151,6 @@ def test_malformed_rows_name_file_line_and_problem(tmp_path, row, problem):
         dataset(tmp_path, chat_tokenizer("qwen"), rows)
 
 
-def test_ids_outside_the_vocabulary_are_refused(tmp_path):
-    tokenizer = chat_tokenizer("qwen")
-    rows = [{"messages": talk("a", "b")}, {"messages": TWO_TURNS}]
-    with pytest.raises(InputError, match=r"chat.jsonl:\d: token id \d+ is outside .* of 300"):
-        dataset(tmp_path, tokenizer, rows, vocab_size=300)
-
-
 def test_parts_with_reasoning_and_calls_say_what_fields_of_their_own_say():
     call = {"name": "weather", "arguments": {"city": "Paris"}}
     said = {"role": "assistant", "content": "let me look", "tool_calls": [call]}

@@ -4,7 +4,6 @@ import pytest
 
 from megatrain.data import load_tokenizer, open_dataset, stdlib_corpus, train_bpe_tokenizer
 from megatrain.data.demo_corpus import END_OF_TEXT, PADDING
-from megatrain.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +19,6 @@ def test_the_corpus_is_megabytes_of_the_library_itself():
     assert {"argparse.py", "typing.py"} <= names
     folders = {part for f in files for part in f.parts[-3:-1]}
     assert not folders & {"site-packages", "test", "tests", "idlelib", "__pycache__"}
-
-
-def test_a_part_of_the_corpus_stays_under_its_limit(corpus):
-    assert 500_000 < sum(f.stat().st_size for f in corpus) <= 600_000
-    assert corpus[:20] == stdlib_corpus()[:20]
 
 
 def test_the_tokenizer_is_lossless_compact_and_reproducible(corpus, tmp_path):
@@ -44,13 +38,3 @@ def test_the_tokenizer_is_lossless_compact_and_reproducible(corpus, tmp_path):
     data = open_dataset(corpus, kind="text", tokenizer=loaded, sequence_length=128,
                         cache_dir=tmp_path, vocab_size=1000)  # fmt: skip
     assert data.fill > 0.99 and data.num_tokens > 100_000
-
-
-def test_unusable_requests_are_refused(corpus, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="vocab_size is 257"):
-        train_bpe_tokenizer(corpus, 257, tmp_path)
-    with pytest.raises(InputError, match=r"gone.py: cannot be read"):
-        train_bpe_tokenizer([tmp_path / "gone.py"], 300, tmp_path)
-    monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path / "nothing"))
-    with pytest.raises(InputError, match="no Python sources"):
-        stdlib_corpus()

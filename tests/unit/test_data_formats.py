@@ -137,24 +137,6 @@ def test_a_completion_that_does_not_repeat_its_prompt_is_read(prompt, completion
     assert example[:2] == (prompt, completion) or example.messages == [*prompt, *completion]
 
 
-TEXTS = ["[INST] Hi [/INST]", "[1, 2]", '{"a": 1}', '[{"from": "Bonn", "to": "Rome"}]', "["]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_texts_may_begin_as_json_does_or_be_json(text):
-    completion = {"prompt": text, "completion": text}
-    pair = {"prompt": text, "chosen": text, "rejected": text + "!"}
-    for kind, row in (
-        ("auto", completion),
-        ("rated", {**completion, "label": True}),
-        ("pairs", pair),
-    ):
-        reading = Reading(kind, {})
-        example, _ = reading.example(reading.find(row, "r:1"), row, "r:1")
-        said = [example] if kind == "auto" else example.replies
-        assert said == [(text, text), (text, text + "!")][: len(said)]
-
-
 def test_reasoning_beside_an_answer_is_that_of_the_reply():
     reading = Reading("auto", {})
     for row in (
@@ -289,34 +271,6 @@ def test_fields_of_other_names_are_mapped(tmp_path, fields, row, same):
         opened(write_jsonl(tmp_path / "a.jsonl", [other]), tmp_path, fields=fields)
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize(
-    ("fields", "beside"),
-    [
-        ({"content": "content_de"}, {"content": "no"}),
-        ({"role": "speaker"}, {"role": "user"}),
-        ({"role": "speaker"}, {"role": "nobody"}),
-        ({"role": "speaker", "content": "content_de"}, {"role": "tool", "content": "no"}),
-        ({"role": "content", "content": "role"}, {}),
-    ],
-)
-def test_the_mapped_field_of_a_message_is_read_in_whichever_order(tmp_path, fields, beside, first):
-    said = [{fields.get(name, name): value for name, value in m.items()} for m in talk(ASK, TELL)]
-    said = [{**beside, **m} if first else {**m, **beside} for m in said]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": said}])
-    data = opened(path, tmp_path, fields=fields)
-    assert data.batch([0])["input_ids"][0].tolist()[: data.num_tokens] == told(talk(ASK, TELL))[0]
-
-
-@pytest.mark.parametrize("absent", [{}, {"content_de": None}])
-def test_a_message_without_the_mapped_field_does_not_say_another(tmp_path, absent):
-    said = [{"role": "user", "content_de": ASK}, {"role": "assistant", "content": TELL, **absent}]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": said}])
-    problem = r"a.jsonl:1: message 2 has 'content', but no 'content_de', .*data.fields"
-    with pytest.raises(InputError, match=problem):
-        opened(path, tmp_path, fields={"content": "content_de"})
-
-
 def test_fields_that_are_none_of_ours_are_refused():
     with pytest.raises(InputError, match="data.fields: 'respones' is not a field; fields are"):
         Reading("auto", {"respones": "a"})
@@ -415,14 +369,6 @@ def test_malformed_files_are_refused_with_the_row(tmp_path, name, content, probl
         opened(path, tmp_path, make_tokenizer())
 
 
-def test_an_endless_row_of_json_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 20)
-    path = tmp_path / "a.json"
-    path.write_text('[{"text": "' + "a" * (3 << 20))
-    with pytest.raises(InputError, match=r"a.json:1: the row is longer than 1 MiB"):
-        opened(path, tmp_path)
-
-
 def test_what_was_found_is_said_in_a_line_also_from_kept_tokens(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     rows = [{"instruction": ASK, "input": "", "output": TELL, "text": "x", "id": 3}]
@@ -434,25 +380,6 @@ def test_what_was_found_is_said_in_a_line_also_from_kept_tokens(tmp_path, caplog
         (message,) = (r.getMessage() for r in caplog.records)
         assert message.startswith("data: 2 files (first: ") and ": instructions; " in message
         assert message.endswith("not read: 'text', 'id'")
-
-
-def test_files_of_rows_go_before_text_beside_them(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "README.md").write_text("About the rows.")
-    write_jsonl(folder / "a.jsonl", ROWS)
-    assert len(opened(folder, tmp_path)) == 3
-    assert "left out 1 files beside those of rows (first: " in caplog.text
-    (folder / "a.jsonl").unlink()
-    assert len(opened(folder, tmp_path)) == 1
-
-
-def test_text_and_conversations_are_not_mixed(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", ROWS)
-    write_jsonl(tmp_path / "b.jsonl", [{"text": "The sea"}])
-    with pytest.raises(InputError, match=r"b.jsonl: text, but .*a.jsonl is questions and answers"):
-        opened(f"{tmp_path}/*.jsonl", tmp_path)
 
 
 def test_bad_rows_are_left_out_counted_and_listed(tmp_path, caplog):

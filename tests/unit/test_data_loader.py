@@ -2,7 +2,6 @@
 
 import json
 import threading
-from types import SimpleNamespace
 
 import pytest
 from data_cases import make_tokenizer, same_batches, write_jsonl
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from megatrain.base.shipped import shipped
 from megatrain.data import StepLoader, open_dataset
 from megatrain.errors import InputError
-from megatrain.train.setup import _loader
 
 ROWS = 23
 
@@ -88,21 +86,6 @@ def test_a_step_is_cut_into_micro_batches_of_rows_of_like_length(datasets):
         loader(datasets[True], rows_per_step=8, rows_per_micro_batch=size) for size in (1, 3)
     )
     assert take(one, 2) == take(other, 2)  # packed rows keep their order
-
-
-def test_more_rows_in_a_step_than_there_are_goes_through_epochs(data):
-    (rows,) = take(loader(data, rows_per_step=2 * ROWS + 1), 1)
-    counts = sorted(rows.count(row) for row in set(rows))
-    assert counts == [2] * (ROWS - 1) + [3]
-
-
-def test_a_step_of_more_rows_than_the_data_has_is_said(data, caplog):
-    for rows in (ROWS, ROWS + 1):
-        training = SimpleNamespace(batch_size=rows, seed=0)
-        _loader(SimpleNamespace(training=training), data).close()
-        assert (f"batch_size {ROWS + 1} rows, and the data has only {ROWS}" in caplog.text) == (
-            rows > ROWS
-        )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -183,22 +166,17 @@ def test_hostile_positions_are_refused_and_change_nothing(data, name, value):
     assert steps.state_dict() == good
 
 
-@pytest.mark.parametrize("state", [None, [], "state", {}, {"steps": 3}])
-def test_positions_that_are_no_positions_are_refused(data, state):
-    with pytest.raises(InputError, match="the saved data position is damaged"):
-        loader(data).load_state_dict(state)
-
-
 def test_a_failing_worker_is_reported_where_steps_are_taken(data, monkeypatch):
     steps = loader(data, workers=2)
     expected = take(loader(data), 2)
     assert rows_of(next(steps)) == expected[0]
-    original, broken = data.batch, steps._plan(1)[0]
+    original = data.batch
 
     def fail(rows):
-        if rows == broken:
+        made = original(rows)
+        if rows_of([made])[0] in expected[1]:
             raise MemoryError("no room")
-        return original(rows)
+        return made
 
     with monkeypatch.context() as patch:
         patch.setattr(data, "batch", fail)
@@ -221,11 +199,3 @@ def test_threads_end_with_close(data):
     steps.close()
     assert threading.active_count() == before
     assert rows_of(next(steps)) == take(loader(data), 2)[1]
-
-
-@pytest.mark.parametrize(
-    "options", [{"rows_per_step": 0}, {"rows_per_micro_batch": 0}, {"workers": -1}, {"seed": -1}]
-)
-def test_impossible_counts_are_refused(data, options):
-    with pytest.raises(InputError, match="must be positive"):
-        loader(data, **options)

@@ -47,15 +47,6 @@ def test_what_can_only_be_meant_as_rows_is_read(tmp_path, opened, name, content)
     assert opened(tmp_path / name).fingerprint == same
 
 
-def test_a_field_of_messages_of_any_name_is_no_list_of_rows(tmp_path, opened):
-    rows = [{"data": talk("a", "b")}, {"data": talk("c", "d")}]
-    path = tmp_path / "a.json"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    assert opened(path, fields={"messages": "data"}).num_tokens
-    with pytest.raises(InputError, match="perhaps data.fields: {messages: data}"):
-        opened(path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
@@ -89,20 +80,6 @@ def test_what_a_file_is_instead_is_said_in_a_line(tmp_path, opened, name, conten
     with pytest.raises(InputError, match=problem) as caught:
         opened(tmp_path / name)
     assert "\n" not in str(caught.value) and name in str(caught.value)
-
-
-def test_text_with_a_role_that_nobody_speaks_in_is_text(tmp_path, opened):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "The sea was calm.", "role": "headline"}])
-    assert opened(path).num_tokens
-
-
-def test_text_may_begin_with_what_begins_other_files(tmp_path, opened):
-    for name, text in {
-        "a.html": "<html>Hello</html>",
-        "b.txt": "PAR1 and BZh are letters.",
-    }.items():
-        (tmp_path / name).write_text(text)
-        assert opened(tmp_path / name).num_tokens
 
 
 @pytest.mark.parametrize("pattern", ["", "*.jsonl", "data/*.jsonl"])

@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -170,13 +169,6 @@ def test_unpacked_rows_are_padded_to_the_longest_in_steps_of_eight(tmp_path):
     assert "attention_mask" not in full.batch([0])
 
 
-def test_batches_have_position_ids_only_when_a_row_has_several_segments(tmp_path):
-    data = open_text(tmp_path, [TEXT * 8], sequence_length=32)  # one long document
-    assert set(data.batch([0, 1])) == {"input_ids", "labels"}
-    assert "position_ids" in data.batch([0, len(data) - 1])  # the last row is padded
-    assert all(t.dtype == torch.int64 for t in data.batch([0, 1]).values())
-
-
 def test_long_documents_come_in_pieces_with_one_end(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "PIECE_BYTES", 100)
     tokenizer = make_tokenizer(bos_first=True)
@@ -284,26 +276,6 @@ def test_each_flipped_bit_of_kept_tokens_is_found_before_it_is_trained_on(tmp_pa
                 os.utime(path, ns=times)
 
 
-def test_a_first_token_alone_is_nothing_to_learn_from(tmp_path):
-    for name, count, first in (("one", 1, -1), ("two", 2, 1)):
-        document = Document(0, 1, np.arange(3, 3 + count, dtype=np.int32), np.ones(count, bool))
-        store = open_store(tmp_path / name, ["a.txt"], lambda d=document: [d], {})
-        assert store.documents()["first_target"].tolist() == [first]
-        ids, labels = store.read(0, count)
-        assert ids.tolist() == [3, 4][:count] and labels.tolist() == [-100, 4][:count]
-
-
-def test_leftovers_of_a_killed_run_are_removed(tmp_path):
-    open_text(tmp_path, documents())
-    (store,) = (tmp_path / "cache").glob("tokens-*/")
-    shutil.rmtree(store)
-    left_over = store.parent / f"{store.name}.part-killed"
-    left_over.mkdir()
-    open_dataset(tmp_path / "data.jsonl", kind="text", tokenizer=make_tokenizer(),
-                 sequence_length=32, cache_dir=tmp_path / "cache")  # fmt: skip
-    assert store.exists() and not left_over.exists()
-
-
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_the_held_out_part_is_disjoint_fixed_and_of_the_asked_size(tmp_path, kind):
     if kind == "text":
@@ -324,17 +296,6 @@ def test_the_held_out_part_is_disjoint_fixed_and_of_the_asked_size(tmp_path, kin
     if kind == "chat":
         lines = [{p for row in part for p in row.split(", ")} for part in places]
         assert not lines[0] & lines[1] and len(lines[0] | lines[1]) == 200
-
-
-def test_a_single_document_can_be_held_out_in_part(tmp_path):
-    data = open_text(tmp_path, [TEXT * 10])
-    train, held_out = data.hold_out(0.25)
-    assert len(train) > len(held_out) > 1
-    for fraction in (0, 1, -0.5):
-        with pytest.raises(InputError, match="must be between 0 and 1"):
-            data.hold_out(fraction)
-    with pytest.raises(InputError, match="no row with a token to predict"):
-        data.hold_out(1e-9)
 
 
 @pytest.mark.parametrize("repeat", [False, True])
@@ -363,14 +324,6 @@ def test_sources_with_weights_have_their_shares_of_the_tokens(tmp_path, packing,
     others = [plain, opened(weights=[1, 3, 1], repeat=repeat), opened(weights=[1, 3, 0.5], seed=1)]
     assert data.fingerprint not in [other.fingerprint for other in others]
     assert sorted(opened(weights=[2, 2, 2], repeat=True).documents.document)[:300] == [*range(300)]
-
-
-def test_weights_need_sources_that_have_something(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "The sea"}])
-    empty = write_jsonl(tmp_path / "b.jsonl", [{"text": ""}])
-    options = {"tokenizer": make_tokenizer(), "sequence_length": 64, "cache_dir": tmp_path}
-    with pytest.raises(InputError, match="weights: path 2 has nothing to learn from"):
-        open_dataset([path, empty], weights=[1, 1], **options)
 
 
 def test_who_waits_for_the_tokens_of_another_run_is_told(tmp_path, caplog):

@@ -8,7 +8,6 @@ from data_cases import chat_tokenizer, encode_row, refused, talk, write_jsonl
 from megatrain.data import StepLoader, open_dataset
 from megatrain.data.encoders import Document
 from megatrain.data.token_store import memory_store
-from megatrain.errors import InputError
 from megatrain.loss import DPO, KTO, ORPO
 
 QWEN = chat_tokenizer("qwen")
@@ -176,14 +175,6 @@ def test_a_prompt_of_another_name_is_not_passed_over(tmp_path, name, kind, made)
         opened(tmp_path, [row], kind)
 
 
-@pytest.mark.parametrize("name", ["messages", "conversations"])
-@pytest.mark.parametrize("made", [str, reply])
-def test_messages_are_no_prompt_that_is_passed_over(tmp_path, name, made):
-    row = {name: talk(ASK), "chosen": made(GOOD), "rejected": made(BAD)}
-    with pytest.raises(InputError, match=UNREAD.format(name)):
-        opened(tmp_path, [row])
-
-
 @pytest.mark.parametrize("name", ["question", "input"])
 def test_a_prompt_of_another_name_may_be_mapped_or_be_there_or_be_passed_over(tmp_path, name):
     there = {"prompt": ASK, "chosen": reply(GOOD), "rejected": reply(BAD)}
@@ -196,22 +187,6 @@ def test_a_prompt_of_another_name_may_be_mapped_or_be_there_or_be_passed_over(tm
     assert lines(opened(tmp_path, [said])) == same
     transcript = {**said, "question": None, "prompt": f"Human: {ASK} Assistant:"}
     assert lines(opened(tmp_path, [transcript])) == same
-
-
-def test_what_replies_begin_with_by_chance_is_no_prompt(tmp_path):
-    pair = {"chosen": "The answer is 4", "rejected": "The answer is 5"}
-    for name, value in (("messages", talk("2 + 2?")), ("question", "a")):
-        with pytest.raises(InputError, match=UNREAD.format(name)):
-            opened(tmp_path, [{name: value, **pair}])
-    broken = {"chosen": "4 it is", "rejected": '[{"role": broken'}
-    with pytest.raises(InputError, match="'rejected' is not JSON"):
-        opened(tmp_path, [broken])
-
-
-def test_a_worse_text_may_repeat_the_prompt(tmp_path):
-    prompt = f"Q: {ASK} A:"
-    row = {"prompt": prompt, "chosen": GOOD, "rejected": prompt + GOOD}
-    assert [QWEN.decode(ids).count("Q:") for ids, _ in lines(opened(tmp_path, [row]))] == [1, 2]
 
 
 def pair(prompt, chosen, rejected):
@@ -268,15 +243,6 @@ def test_a_bad_row_takes_both_replies_along(tmp_path):
     wrong = fine | {"rejected": [{"role": "assistant", "content": BAD, "images": ["a.png"]}]}
     data = opened(tmp_path, [wrong, fine], bad_rows="skip")
     assert lines(data) == [encoded({"messages": talk(ASK, text)}) for text in (GOOD, BAD)]
-
-
-def test_pairs_that_truncation_makes_the_same_are_told(tmp_path, caplog):
-    begun = f"{GOOD} " * 9
-    rows = [
-        {"prompt": ASK, "chosen": begun + end, "rejected": begun + BAD + end} for end in ("a", "b")
-    ]
-    opened(tmp_path, [*rows, {"prompt": ASK, "chosen": GOOD, "rejected": BAD}], length=16)
-    assert "2 of 3 pairs are the same up to where they are truncated" in caplog.text
 
 
 def test_margins_tell_data_apart_only_where_there_are_any():

@@ -26,12 +26,6 @@ def test_messages_that_a_table_keeps_as_json_are_messages(tmp_path):
         prompts(broken)
 
 
-def test_a_text_may_begin_as_json_does(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "[INST] 12 + 30 [/INST]"}])
-    [row] = prompts(path).batch([0])
-    assert row.prompt == "[INST] 12 + 30 [/INST]"
-
-
 @pytest.mark.parametrize("prompt", [ASKED, "12 + 30"], ids=["messages", "text"])
 @pytest.mark.parametrize("name", ["system", "system_prompt", "tools", "history", "images"])
 def test_what_would_change_the_prompt_is_refused_beside_it(tmp_path, name, prompt):
@@ -54,14 +48,6 @@ def test_what_the_template_leaves_out_of_a_prompt_is_refused(tmp_path, turn, sai
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": [turn, *ASKED]}])
     with pytest.raises(InputError, match=rf"a\.jsonl:1.*{said}"):
         prompts(path)
-
-
-def test_a_field_that_no_row_has_is_refused(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b", "gold": 3}])
-    first, second = prompts(path, fields={"answer": "gold"}).batch([0, 1])
-    assert (first.beside, second.beside) == ({}, {"answer": 3})
-    with pytest.raises(InputError, match=r"data\.fields: no row has 'god', .* 'answer'"):
-        prompts(path, fields={"answer": "god"})
 
 
 def test_prompts_are_held_out_of_all_sources_by_the_seed(tmp_path):

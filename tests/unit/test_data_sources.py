@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -42,49 +41,6 @@ def test_folders_are_read_in_order_without_hidden_empty_or_linked_ones(tmp_path)
     assert [f.path.name for f in find_files(root, "chat")] == ["y.jsonl"]
     globbed, _ = open_sources([f"{root}/**/*.py", str(root / "b.py"), root / "a"], "text")
     assert [f.path.name for f in globbed] == ["b.py", "y.jsonl", "z.txt"]
-
-
-def test_a_link_to_a_folder_that_is_not_followed_is_said(tmp_path, caplog):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "folder" / "a.txt").write_text("a")
-    (tmp_path / "folder" / "more").symlink_to(tmp_path / "elsewhere")
-    find_files(tmp_path / "folder", "text")
-    assert f"{tmp_path / 'folder' / 'more'}: a link to a folder is not followed" in caplog.text
-    assert [f.path.name for f in find_files(tmp_path / "folder" / ".." / "folder", "text")]
-    caplog.clear()
-    (tmp_path / "elsewhere" / "b.txt").write_text("b")
-    found = find_files(tmp_path / "folder" / "more", "text")
-    assert [f.path.name for f in found] == ["b.txt"] and not caplog.text
-
-
-def test_a_file_by_two_names_is_read_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "The sea was calm."}])
-    (tmp_path / "b.jsonl").symlink_to(path)
-    names = [str(path), "a.jsonl", "./b.jsonl", "../" + tmp_path.name]
-    assert len(open_sources(names, "text")[0]) == 1
-    assert open_text(names, tmp_path).num_tokens == open_text(path, tmp_path).num_tokens
-    with pytest.raises(InputError, match="named twice: a weight is for one of them"):
-        open_text([str(path), "b.jsonl"], tmp_path, weights=[1, 1])
-
-
-def test_what_datasets_keeps_beside_saved_rows_is_not_read(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    saved = datasets.Dataset.from_list([{"text": f"number {i}"} for i in range(4)])
-    saved.save_to_disk(str(tmp_path / "rows"))
-    again = datasets.load_from_disk(str(tmp_path / "rows"))
-    again.map(lambda row: {"text": row["text"].upper()})
-    kept = {path.name for path in (tmp_path / "rows").glob("cache-*.arrow")}
-    assert kept  # or this test tries nothing
-    found = find_files(tmp_path / "rows", "auto")
-    assert [file.path.name for file in found] == ["data-00000-of-00001.arrow"]
-
-
-def test_an_address_is_no_path():
-    for address in ("https://example.org/rows.jsonl", "s3://bucket/rows", "hf://datasets/a/b"):
-        with pytest.raises(InputError, match="an address, not a path: fetch it"):
-            find_files(address, "auto")
 
 
 def test_paths_that_cannot_be_read_are_named(tmp_path, monkeypatch):
@@ -149,17 +105,6 @@ def test_a_bad_jsonl_line_is_named_with_its_number(tmp_path, monkeypatch, line, 
     assert not list((tmp_path / "cache").glob("tokens-*/"))  # nothing half-written
 
 
-def test_an_endless_line_is_refused_without_reading_it_all(tmp_path):
-    path = tmp_path / "zeros.jsonl"
-    with path.open("wb") as file:
-        file.truncate(1 << 30)
-    tracemalloc.start()
-    with pytest.raises(InputError, match=r"zeros.jsonl:1: the line is longer than 32 MiB"):
-        open_text(path, tmp_path)
-    assert tracemalloc.get_traced_memory()[1] < 4 * readers.MAX_LINE_BYTES
-    tracemalloc.stop()
-
-
 def test_odd_but_valid_jsonl_is_read(tmp_path):
     path = tmp_path / "odd.jsonl"
     path.write_bytes(
@@ -187,30 +132,6 @@ def test_text_that_is_not_utf8_is_refused_with_the_offset(tmp_path, monkeypatch,
         monkeypatch.setattr(readers, "PIECE_BYTES", piece)
         with pytest.raises(InputError, match=rf"text.txt: .*{problem}"):
             list(readers.read_text(as_source(path)))
-
-
-@settings(deadline=None)
-@given(text=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
-def test_pieces_of_a_text_file_are_the_text_whatever_their_size(tmp_path_factory, text):
-    path = tmp_path_factory.mktemp("pieces") / "t.txt"
-    path.write_bytes(b"x" + text.encode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "PIECE_BYTES", 5)
-        pieces = list(readers.read_text(as_source(path)))
-    assert "".join(p.text for p in pieces) == "x" + text
-    assert [p.first for p in pieces] == [True] + [False] * (len(pieces) - 1)
-    assert [p.last for p in pieces] == [False] * (len(pieces) - 1) + [True]
-    lines = [("x" + text)[: sum(len(q.text) for q in pieces[:i])] for i in range(len(pieces))]
-    assert [p.line for p in pieces] == [1 + before.count("\n") for before in lines]
-
-
-def test_a_long_string_is_cut_at_line_ends_where_it_has_any(monkeypatch):
-    monkeypatch.setattr(readers, "PIECE_BYTES", 10)
-    pieces = list(readers.split_text("one\ntwo\nthree\n" + "x" * 23, 7))
-    assert [p.text for p in pieces] == ["one\ntwo\n", "three\n", "x" * 10, "x" * 10, "xxx"]
-    assert [p.first for p in pieces] == [True, False, False, False, False]
-    assert [p.last for p in pieces] == [False, False, False, False, True]
-    assert {p.line for p in pieces} == {7}
 
 
 @settings(
@@ -300,18 +221,6 @@ def test_hub_data_sets_come_through_datasets(tmp_path, monkeypatch):
         open_text("someone/stories", tmp_path)
 
 
-def test_an_unreachable_hub_data_set_may_also_be_a_wrong_path(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-
-    def load(*_args, **_options):
-        raise ConnectionError("Couldn't reach 'someone/stories' on the Hub\nmore")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(InputError, match=r"'someone/stories': no such file.*Couldn't reach") as err:
-        open_text("someone/stories", tmp_path)
-    assert "\n" not in str(err.value)
-
-
 def test_tokenizers_are_loaded_or_refused(tmp_path):
     make_tokenizer().save_pretrained(tmp_path / "good")
     assert load_tokenizer(tmp_path / "good")("The sea")["input_ids"]
@@ -360,14 +269,6 @@ def test_no_tokenizer_file_ends_the_process(tmp_path, monkeypatch, name, place):
         load_tokenizer(folder)
 
 
-def test_an_id_in_the_vocabulary_of_two_files_does_not_end_the_process(tmp_path):
-    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 4_000_000_000}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    with pytest.raises(InputError, match="vocab.json: token id 4000000000 is larger than any"):
-        load_tokenizer(tmp_path)
-
-
 def test_no_tokenizer_splits_words_by_chance(tmp_path, caplog):
     make_tokenizer().save_pretrained(tmp_path)
     path = tmp_path / "tokenizer.json"
@@ -407,10 +308,3 @@ def test_unusable_settings_are_refused(tmp_path, options, problem):
         options = {"tokenizer": make_tokenizer(eos=None)}
     with pytest.raises(InputError, match=problem):
         open_text(path, tmp_path, **options)
-
-
-def test_an_unwritable_cache_is_refused(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "The sea"}])
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(InputError, match="cache: cannot keep tokens there"):
-        open_text(path, tmp_path)

@@ -161,16 +161,6 @@ def test_calls_are_written_as_the_template_takes_them(arguments, written, conten
     assert runs == [f"<|call|>weather {written}<|end|>", "tell 2<|end|>", "tell 4<|end|>"]
 
 
-def test_calls_are_learnt_where_their_turn_is_written_otherwise_later():
-    template = TEMPLATES["ends the last reply otherwise"].replace(
-        "m.content + ('<|stop|>'", "(m.content or '') + calls(m) + ('<|stop|>'"
-    )
-    macro = "{%- macro calls(m) %}" + CALL.replace("ARGS", "c.function.arguments | tojson")
-    _, runs = spoken(macro + "{%- endmacro %}" + template, {"messages": with_calls(city="Paris")})
-    call = '<|call|>weather {"city": "Paris"}'
-    assert runs[0].startswith(call) and runs[1:] == ["tell 2<|end|>", "tell 4<|stop|>"]
-
-
 MACRO = (
     "{%- macro calls(m) %}" + CALL.replace("ARGS", "c.function.arguments | tojson")
     + "{%- endmacro %}"
@@ -330,23 +320,6 @@ def test_tokens_that_hold_a_part_of_a_reply_are_learnt(marked):
     assert [run.lstrip() for run in runs] == [f"the story 漢{end}", f"the sea 漢{end}"]
 
 
-def test_a_call_whose_end_is_spaced_otherwise_later_is_learnt_to_its_end():
-    reply = (
-        "{%- else %}{{- '<|a|>' + (m.content or '') + calls(m) }}{%- if m.tool_calls %}"
-        "{{- '<|tool|>' + ('' if loop.last else ' ') }}{%- endif %}{{- '<|end|>' }}{%- endif %}"
-    )
-    template = MACRO + FOR + OTHERS + reply + END
-    _, runs = spoken(template, {"messages": with_calls(city="a")})
-    assert runs[0].endswith('{"city": "a"}<|tool|> <|end|>') and len(runs) == 3
-
-
-def test_a_template_that_asks_for_the_content_of_earlier_calls_gets_an_empty_one():
-    result = "{%- if m.role == 'tool' %}{%- set _ = messages[loop.index0 - 1].content + '' %}"
-    reply = REPLY.replace("m.content", "(m.content or '') + calls(m)")
-    template = MACRO + FOR + result + "{%- endif %}" + OTHERS + reply + END
-    assert len(spoken(template, {"messages": with_calls(city="a")})[1]) == 3
-
-
 def test_an_end_that_only_a_question_brings_is_learnt_where_it_is():
     """As Apertus' and Hunyuan's; GLM's has a question's header there, and no other end."""
     for end in ("<|end|>", ""):
@@ -392,17 +365,6 @@ def test_what_another_says_is_never_part_of_a_reply_of_a_known_family():
     tokenizer = make_tokenizer(template, special=special, eos="<|end|>")
     turns = talk("ask 1", "tell 2", "ask 3")
     assert spoken(template, {"messages": turns}, tokenizer)[1] == ["tell 2<|end|>"]
-
-
-@pytest.mark.parametrize("header", ["say:", "I say:\n"])
-def test_headers_for_which_a_template_asks_with_other_white_space_are_not_learnt(header):
-    """As files of templates that are written over several lines do."""
-    reply = "{%- else %}{{- '   " + header + " ' + m.content + '<|end|>\n' }}{%- endif %}"
-    asks = END.replace("'<|a|>'", "' " + header.replace(" ", "  ") + "'")
-    turns = [*TURNS[:-1], {"role": "assistant", "content": header + " I say"}]
-    _, (first, last) = spoken(FOR + OTHERS + reply + asks, {"messages": turns})
-    assert first.lstrip() == "tell 2<|end|>"
-    assert last.lstrip() == header + " I say<|end|>"
 
 
 def test_each_of_two_replies_in_a_row_is_ended_where_the_last_of_all_ends_otherwise():
