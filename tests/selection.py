@@ -56,7 +56,7 @@ SAVED = (
     *("tests/reliability/test_disk.py", "tests/reliability/test_faults.py"),
 )
 FORECASTS = (
-    *("tests/unit/test_forecast", "tests/unit/test_fits.py", "tests/unit/test_labels.py"),
+    *("tests/unit/test_forecast", "tests/unit/test_fits.py"),
     *("tests/unit/test_plan", "tests/unit/test_search.py"),
     *("tests/unit/test_update_launches.py", "tests/cli/test_plan_command.py"),
     *("tests/cli/test_second_plan.py", "tests/parity/test_forecast_of_ranks.py"),

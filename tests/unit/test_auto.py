@@ -2,10 +2,8 @@
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
 
 from megatrain import AdamW
 from megatrain.autoplace import auto
@@ -83,38 +81,6 @@ def test_of_several_ranks_each_is_planned_with_its_part(monkeypatch):
     assert told.machine.host_memory_bytes == 4 * GIB and told.machine.link_gbps == 0.25
     assert told.machine.update_gbps == pytest.approx(machine.update_gbps / 3)
     assert told.placement == found.placement
-
-
-def test_of_several_hosts_each_rank_is_planned_with_the_rest(monkeypatch):
-    """It has 1/2 of the model, 1/6 of the step, and the network that the hosts' ranks measured."""
-
-    class Measured(Alike):
-        @property
-        def replicas(self):
-            return Alike(0, 3, link_gbps=0.05)
-
-    alone, ranks = opened(), Measured(0, 6, on_host=2, link_gbps=0.25, hosts=3)
-    model = Model(alone.model.spec, alone.model.optimizer, 2, 3)
-    seen: list[tuple[Any, Workload]] = []
-    search = auto.fastest
-    monkeypatch.setattr(
-        auto, "fastest", lambda cache, *given: seen.append(given) or search(cache, *given)
-    )
-    asked = replace(alone, model=model, ranks=ranks)
-    settled(monkeypatch, asked, machine=small_machine(1e6, host_gib=12))
-    [(machine, workload)] = seen
-    assert (workload.ranks, workload.hosts, workload.rows) == (2, 3, 2)  # of 8 rows
-    assert (machine.link_gbps, machine.network_gbps) == (0.25, 0.05)
-    assert machine.host_memory_bytes == 6 * GIB
-
-
-def test_rows_are_no_longer_than_the_model_allows(monkeypatch):
-    asked, seen = opened(), []
-    config: PreTrainedModel | Any = asked.source.model.config
-    config.max_position_embeddings = 128
-    monkeypatch.setattr(auto, "_fastest", lambda opened, workload: seen.append(workload))
-    settled(monkeypatch, asked, None, None)
-    assert seen[0].sequence_length == 128
 
 
 @pytest.mark.parametrize("compiler", [True, False])

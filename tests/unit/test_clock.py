@@ -1,17 +1,10 @@
 """The device that keeps time: what runs at once, what waits, and what couples resources."""
 
-from dataclasses import replace
-
-import pytest
 import torch
 
-from megatrain.device import Buffer
-from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE, Kind, Name
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
 from megatrain.device.clock import ClockDevice, Cost
-from megatrain.forecast.cost_model import CostModel
-from megatrain.forecast.op_counter import Work
-from megatrain.telemetry.timeline import Span, breakdown
-from tests.unit.forecast_cases import H200
+from megatrain.telemetry.timeline import breakdown
 
 
 class Fixed:
@@ -114,44 +107,3 @@ def test_copies_take_the_time_of_their_bytes():
     there = clock.host("weights", 8, torch.bfloat16, pinned=True)
     clock.copy(COPY_IN, here, there, 3)
     assert (clock.spans[-1].seconds, clock.spans[-1].num_bytes) == (6, 6)
-
-
-def costs_after(*spans):
-    costs = CostModel(H200)
-    costs.slow_down(spans)
-    return costs
-
-
-def test_both_directions_of_the_bus_slow_each_other():
-    alone = costs_after(Span(COPY_IN, "in", 0, 1), Span(COPY_OUT, "out", 1, 2))
-    both = costs_after(Span(COPY_IN, "in", 0, 1), Span(COPY_OUT, "out", 0, 1))
-    num_bytes = 1 << 30
-    assert alone.copy(COPY_IN, num_bytes) == pytest.approx(num_bytes / 55.5e9)
-    rates = [num_bytes / both.copy(stream, num_bytes) / 1e9 for stream in (COPY_IN, COPY_OUT)]
-    assert sum(rates) == pytest.approx(101.7, rel=0.01)  # as measured
-
-
-def update_seconds(costs):
-    """Of a million parameters."""
-    planes = {"weights": torch.bfloat16, "remainder": torch.int16}
-    planes |= {"first": torch.float32, "second": torch.float32}
-    writes = [Buffer(n, torch.empty(10**6, dtype=t, device="meta")) for n, t in planes.items()]
-    host_grad = Buffer("host gradient", torch.empty(2 * 10**6, dtype=torch.bfloat16, device="meta"))
-    return costs.run(UPDATE, Name(Kind.UPDATE, "update"), lambda: None, [host_grad], writes).seconds
-
-
-def test_updates_slow_down_under_copies():
-    idle = costs_after(Span(UPDATE, "update", 0, 1))
-    update, copies = Span(UPDATE, "update", 0, 1), [
-        Span(COPY_IN, "in", 0, 1), Span(COPY_OUT, "out", 0, 1)]  # fmt: skip
-    busy = costs_after(update, *copies)
-    assert 1e-3 / update_seconds(idle) == pytest.approx(4.56, rel=0.01)  # Gparam/s, as measured
-    assert 1e-3 / update_seconds(busy) == pytest.approx(2.97, rel=0.01)
-
-
-@pytest.mark.parametrize(("kernels", "measured"), [(16, 0.95e-3), (45, 1.95e-3)])
-def test_a_small_layer_takes_its_launches(kernels, measured):
-    """A compiled layer of 0.5B and its backward, 4096 tokens (step-0.5b-16x1024-1600mib)."""
-    costs = CostModel(replace(H200, launch_seconds=22e-6))
-    work = Work(product_flops=10**9, kernels=kernels)
-    assert costs.put_seconds + costs.seconds(work) == pytest.approx(measured, rel=0.06)

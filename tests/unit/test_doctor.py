@@ -12,9 +12,9 @@ from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
 from megatrain.machine import Machine, present
 from megatrain.plan import doctor, rates
-from megatrain.plan.diagnostics import Facts, collect, findings
+from megatrain.plan.diagnostics import Facts, findings
 from megatrain.plan.rates import Measurement, Sizes, bus_measurements, device_measurements
-from megatrain.telemetry import gpu, host
+from megatrain.telemetry import gpu
 from megatrain.telemetry.gpu import GpuState
 
 SMALL = Sizes(
@@ -94,19 +94,6 @@ def test_a_slow_bus_no_pinning_and_no_gpu_are_found():
     assert "the driver shows no GPU" in found(replace(HEALTHY, gpu=None))[0]
 
 
-def test_the_limits_of_a_cgroup(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(host, "_OWN_CGROUP", tmp_path / "own")
-    (tmp_path / "own").write_text("0::/job\n")
-    (tmp_path / "job").mkdir()
-    for text, cores in (("max 100000", None), ("250000 100000", 2.5), ("", None)):
-        (tmp_path / "cpu.max").write_text(text)
-        assert collect("cpu", tmp_path).quota_cores == cores
-        (tmp_path / "job" / "cpu.max").write_text("100000 100000\n")
-        assert collect("cpu", tmp_path).quota_cores == 1.0
-        (tmp_path / "job" / "cpu.max").unlink()
-
-
 class Library:
     """As pynvml, for a GPU that answers little."""
 
@@ -143,31 +130,11 @@ def test_a_driver_may_leave_questions_unanswered(monkeypatch):
     assert found(replace(HEALTHY, gpu=replace(state, other_processes=()))) == []
 
 
-def test_a_message_about_memory_names_who_else_holds_it(monkeypatch):
-    others = replace(GPU, other_processes=((7, GIB), (9, 2 * GIB)))
-    for state, text in ((others, " (other processes hold 3.0 GiB: 7, 9)"), (GPU, ""), (None, "")):
-        monkeypatch.setattr(gpu, "gpu_state", lambda device, state=state: state)
-        assert gpu.held_by_others("cuda:0") == text
-
-
 def test_every_rate_can_be_measured():
     device = CpuDevice()
     measured = bus_measurements(device, 1 << 16) + device_measurements(device, SMALL)
     assert [m for m in measured if m.why_not or not m.value or m.value <= 0] == []
     assert len({m.name for m in measured}) == len(measured) == 2 + 3 + 3 + 2
-
-
-def test_attention_is_measured_over_the_longest_rows_that_there_is_memory_for():
-    sizes = SMALL._replace(attention={"bf16": ((1 << 20, 1 << 20), (1, 16))})
-    _, forward, _ = rates.compute_measurements(CpuDevice(), sizes, "bf16")
-    assert forward.value and "1 x 16 tokens" in forward.label
-
-
-def test_a_host_without_memory_or_disk_is_still_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(rates, "host_available_bytes", lambda: 1000)
-    found = {m.name: m for m in rates.host_measurements(tmp_path / "none")}
-    assert found["update_gparams"].why_not == "too little host memory is free"
-    assert "No such file" in found["disk_write_gbps"].why_not
 
 
 def test_the_disk_is_left_as_it_was(tmp_path, monkeypatch):
@@ -240,23 +207,3 @@ def test_a_machine_that_cannot_pin_is_planned_with_pageable_copies(gpu_machine):
     values = {m.name: m.value for m in diagnosis.measurements}
     assert diagnosis.machines["bf16"].to_device_gbps == values["to_device_pageable_gbps"]
     assert "cannot be pinned" in diagnosis.findings[0].what
-
-
-def test_what_could_not_be_measured_is_not_kept(gpu_machine, monkeypatch):
-    monkeypatch.setattr(doctor, "device_measurements", lambda device, sizes: [])
-    diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)
-    assert diagnosis.machines == {} and diagnosis.kept is None
-    assert diagnosis.not_kept.endswith("could not be measured")
-    assert not gpu_machine.key.file.exists()
-
-
-def test_a_gpu_that_cannot_be_opened_is_said(gpu_machine, monkeypatch):
-    def busy(name):
-        if name == "cpu":
-            return CpuDevice()
-        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore")
-
-    monkeypatch.setattr(doctor, "open_device", busy)
-    diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)
-    assert "busy or unavailable" in diagnosis.findings[0].what
-    assert diagnosis.kept is None

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
 from megatrain.autoplace import fits
 from megatrain.autoplace.fits import check_fits, smallest
-from megatrain.base.units import GIB, MIB, parse_bytes
+from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.needs import UNSUMMED, needs_of
@@ -23,7 +23,6 @@ from megatrain.source.engine_setup import Model
 from megatrain.source.source import open_source
 from megatrain.telemetry import host
 from megatrain.telemetry.host import process_bytes
-from megatrain.tile import TileKind
 from tests.parity.cases import llama, make_engine
 from tests.parity.test_memory import MID
 from tests.unit.forecast_cases import H200, experts_config, tiny_config, wide_config
@@ -96,18 +95,6 @@ def test_what_is_counted_is_what_is_taken():
     engine.close()
 
 
-def test_rows_and_boundaries_count_where_the_tokens_are_known():
-    unknown, known = Asked().needs(Placement()), Asked(4096).needs(Placement())
-    assert sum(known.host.values()) - sum(unknown.host.values()) == 2 * 4096 * 384  # staged rows
-    assert known.device["boundaries"] == 2 * 4096 * 384 * 5
-    in_passes = Asked(4096).needs(Placement(passes=4))
-    assert in_passes.device["boundaries"] == 2 * 1024 * 384 * 5
-    layouts = Asked().model.layouts
-    summed = [each for each in layouts if each.kind not in (TileKind.EMBEDDING, TileKind.UNUSED)]
-    sums = 4 * sum(each.trainable_numel for each in summed)
-    assert in_passes.device["gradient sums"] == sums
-
-
 def test_the_least_for_a_model_with_a_large_head_is_with_it_in_ranges():
     """A head of 4.2 MB takes 12.6 with its sums; a layer of 1.6 MB 4.8."""
     frugal = smallest(Placement())
@@ -177,24 +164,6 @@ def test_the_least_is_enough_and_less_is_refused(model):
         asked.check(Card(least + MIB - 1), placement)
 
 
-def test_the_least_that_is_named_is_enough():
-    asked = Asked(None, LlamaConfig(**WIDE | {"hidden_size": 2048}))
-    with pytest.raises(DoesNotFit) as told:
-        asked.check(Card(20 * MIB), Placement(slots=6))
-    named = str(told.value).partition("with a few tokens a step, is ")[2].partition(" (")[0]
-    asked.check(Card(parse_bytes(named)), smallest(Placement()))
-    with pytest.raises(DoesNotFit):
-        asked.check(Card(parse_bytes(named) - GIB // 10), smallest(Placement()))
-
-
-def test_the_smallest_placement_takes_the_least():
-    asked = Asked(4096)
-    chosen = Placement(slots=6, passes=4, save_activations=2, save_all=1)
-    least = sum(asked.needs(smallest(chosen)).device.values())
-    for placement in (Placement(slots=1), Placement(slots=2, keep_rows=False), Placement(slots=6)):
-        assert least < sum(asked.needs(placement).device.values())
-
-
 def test_host_memory_is_refused_before_it_is_taken():
     device = Card(8 * GIB)
     with pytest.raises(DoesNotFit, match=r"host memory: at least .* weights .* too few"):
@@ -240,22 +209,7 @@ def test_a_limit_below_what_the_process_itself_takes_is_named_as_it_was_given(li
     assert told and told[1] == f"{limit // MIB} MiB", caught.value
 
 
-def test_host_memory_that_grows_beyond_its_limit_is_refused(monkeypatch):
-    taken(600 * MIB, monkeypatch)
-    device = CpuDevice()
-    device.limit(None, (600 + 64) * MIB)
-    device.host("small", MIB, torch.uint8, pinned=True)
-    told = r"no host memory for large: 512 MiB wanted, 64 MiB free; raise host_memory \(\d"
-    with pytest.raises(DoesNotFit, match=told):
-        device.host("large", 512 * MIB, torch.uint8, pinned=True)
-
-
 @pytest.mark.parametrize("value", ["ten", "-3GiB", 0, -5, 1.5, True, ""])
 def test_a_limit_that_is_no_size_is_refused(value):
     with pytest.raises(InputError, match="host_memory is"):
         make_engine(llama(), host_memory=value)
-
-
-def test_device_memory_is_for_a_gpu():
-    with pytest.raises(InputError, match="device_memory limits a GPU"):
-        make_engine(llama(), device_memory="10GiB")

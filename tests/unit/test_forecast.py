@@ -19,14 +19,12 @@ from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
 from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.groups import groups
-from megatrain.forecast.op_counter import NotForeseeable, OpCounter
+from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.workload import Workload
-from megatrain.model.init import most_drawn_at_once
 from megatrain.model.probe import spec
 from megatrain.optim.muon import is_matrix
 from megatrain.plan.tiles import disk_use, tile_bytes
-from megatrain.source import engine_setup
 from megatrain.source.engine_setup import Model
 from megatrain.source.source import open_source
 from megatrain.tile import TileKind
@@ -132,33 +130,6 @@ def test_a_layers_flops_are_those_of_its_matrices():
     assert work.backward.attention_backward_flops == attention * 5 // 2
 
 
-def test_compiling_saves_memory_and_traffic():
-    compiled, eager = (
-        Profile(tiny_spec(), torch.bfloat16, TOKENS, compiled=c).layer(0, 4) for c in (True, False)
-    )
-    assert compiled.forward.touched_bytes < 0.6 * eager.forward.touched_bytes
-    assert compiled.again.kept_bytes < 0.8 * eager.again.kept_bytes
-    assert compiled.keeping.kept_bytes <= 0.5 * compiled.again.kept_bytes
-    assert eager.keeping.kept_bytes == eager.again.kept_bytes
-    # What is not kept is computed again, and nothing else.
-    again = compiled.kept_backward.product_flops - compiled.backward.product_flops
-    assert 0 < again < compiled.forward.product_flops
-
-
-def test_eager_memory_is_what_autograd_holds():
-    """The live bytes of a small function, counted by hand."""
-    x = torch.empty(1024, dtype=torch.float32, device="meta", requires_grad=True)
-    with OpCounter() as counter:
-        y = (x * 2).exp()  # exp keeps its result; the product is gone
-        assert counter.total_bytes == 4096 and counter.peak_bytes == 8192
-        z = y.sum()
-        assert counter.total_bytes == 4096 + 256  # memory comes in steps
-        z.backward()
-        del y, z
-        assert counter.total_bytes == 4096  # the gradient of x
-    assert counter.work.touched_bytes > 4 * 8000
-
-
 def test_a_recurrence_that_would_take_minutes_to_count_is_refused():
     config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
     model = spec(open_source(config).model)
@@ -197,21 +168,6 @@ def test_more_slots_are_never_slower():
             assert more.seconds <= fewer.seconds * 1.001
             assert more.device_bytes["slots"] >= fewer.device_bytes["slots"]
         assert found[-1].seconds < 0.95 * found[0].seconds
-
-
-def test_kept_graphs_cost_memory_and_save_time():
-    none, some = (told(Placement(slots=3, compile=True, save_activations=k)) for k in (0, 4))
-    assert some.seconds < none.seconds and some.bounds["compute"] < none.bounds["compute"]
-    assert some.device_bytes["kept graphs"] > 0 and "kept graphs" not in none.device_bytes
-
-
-def test_whole_graphs_cost_more_memory_and_save_more_time():
-    half, whole = (
-        told(Placement(slots=3, compile=True, save_activations=4, save_all=count))
-        for count in (0, 4)
-    )
-    assert whole.bounds["compute"] < half.bounds["compute"]
-    assert whole.device_bytes["kept graphs"] > half.device_bytes["kept graphs"]
 
 
 def test_products_of_layers_are_faster_in_float8():
@@ -284,14 +240,6 @@ def test_groups_of_passes_are_those_of_the_step(rows, passes):
     assert len(found) <= 8 + passes
 
 
-def test_resident_tiles_are_not_updated_by_the_host():
-    names = tuple(t.name for t in forecasts().model(Workload()).layouts if t.name != "unused")
-    everything = told(Placement(resident=names))
-    numel = sum(t.numel for t in forecasts().model(Workload()).layouts)
-    assert everything.bounds["update"] == 0 and everything.bounds["copy in"] == 0
-    assert everything.device_bytes["resident tiles"] == pytest.approx(14 * numel, rel=0.01)
-
-
 def test_a_disk_that_binds_is_read_and_written_all_the_time():
     """Only the first piece is read, and the last one written, while nothing goes the other way."""
     slow = replace(small_machine(), disk_read_gbps=0.02, disk_write_gbps=0.03)
@@ -339,15 +287,6 @@ def test_recorded_steps_are_foretold(name):
     assert abs(seconds) < 0.1 and abs(device) < 0.03 and abs(host) < 0.03
 
 
-def test_the_breakdown_of_a_recorded_step_is_foretold():
-    prediction = measured_step("7b-96x1024")
-    was = prediction.result["breakdown"]["work"]
-    now = prediction.forecast.breakdown.as_dict()["work"]
-    for name in ("compute: layer", "compute: layer backward", "compute: head"):
-        assert now[name] == pytest.approx(was[name], rel=0.06), name
-    assert prediction.forecast.binds == "compute"
-
-
 @pytest.mark.parametrize(
     "name", few(["1.5b-32x1024", "3b-8x1024-12gib", "7b-16x1024-10gib", "7b-16x1024-24gib"], 1, 2)
 )
@@ -369,51 +308,6 @@ def test_what_torch_holds_besides_is_foretold(name):
     held = told.device_held_bytes - told.device_bytes["context"]
     assert held == pytest.approx(prediction.result["memory"]["device_peak_bytes"], rel=0.01)
     assert told.device_peak_bytes < told.device_held_bytes <= told.machine.device_memory_bytes
-
-
-def test_tiles_and_optimizer_are_made_once(monkeypatch):
-    made = []
-    layouts = engine_setup.tile_layouts
-    monkeypatch.setattr(engine_setup, "tile_layouts", lambda *a: made.append(a) or layouts(*a))
-    several = ForecastCache(tiny_spec())
-    workload = Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", False)
-    for placement in (Placement(), Placement(slots=3)):
-        several.needs(workload, placement)
-        several.of(small_machine(), placement, workload, 4)
-    assert len(made) == 1
-
-
-def test_weights_on_their_way_count_where_little_follows_them():
-    """A layer that is drawn takes 4 bytes a value; without clipping little is still to come."""
-    config = tiny_config(layers=2)
-    config.intermediate_size = 1 << 19  # 403 M parameters a layer
-    model = spec(open_source(config).model)
-    trainee = Model.trained(model, AdamW())
-    layer = max(sum(p.numel() for p in each.module.parameters()) for each in model.layers)
-    machine, measured = small_machine(), Profile(model, torch.bfloat16, 16, compiled=True)
-
-    def process(later, *resident):
-        placement = Placement(resident=resident)
-        return simulate.process_bytes(trainee, machine, placement, measured, later)
-
-    assert most_drawn_at_once(model) == layer
-    early = simulate._EARLY_PROCESS_BYTES
-    assert process(0) == early + 4 * layer > simulate.PROCESS_BYTES
-    assert process(4 * layer) == simulate.PROCESS_BYTES
-    down = 4 * config.intermediate_size * config.hidden_size
-    assert process(0, "layer 0") == process(0) + down
-
-
-@pytest.mark.parametrize("gbps", [1, 64])
-def test_the_second_step_is_like_those_that_follow(gbps):
-    machine, cache = replace(small_machine(), update_gbps=gbps), ForecastCache(tiny_spec())
-    given = machine, Placement(compile=True), Workload(8 * TOKENS, TOKENS), 2
-    first, second, third = (cache.of(*given, steps=steps) for steps in (1, 2, 3))
-    assert cache.of(*given) == second
-    assert second.seconds == pytest.approx(third.seconds, rel=0.002)
-    assert second.device_bytes == third.device_bytes
-    if gbps == 1:  # whose updates the first step does not wait for
-        assert first.seconds < 0.9 * second.seconds
 
 
 @swept(together=1, rows=[48, 53], choices={

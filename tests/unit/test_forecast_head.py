@@ -6,15 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.predictions import model_forecasts
 from megatrain import AdamW, Engine, Placement
-from megatrain.autoplace.search import fastest
-from megatrain.base.units import GIB, MIB
 from megatrain.forecast import op_counter
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss
-from megatrain.machine import machine_for
 from tests.parity.cases import Noting
 from tests.sweeps import few
 from tests.unit.forecast_cases import small_machine, wide_config, wide_spec
@@ -73,27 +69,6 @@ def test_memory_of_a_head_in_ranges_is_the_engines(tied):
     assert rows == pytest.approx(found.host_bytes["host_rows_bytes"], rel=0.05)
     layer = sum(p.numel() for p in wide_spec(tied).layers[0].module.parameters())
     assert found.device_bytes["slots"] == device.taken["slots"] == 2 * 2 * layer
-
-
-def test_a_head_in_ranges_computes_its_logits_twice_and_takes_the_memory_of_one():
-    """Against the same head as a whole."""
-    machine, workload = small_machine(), Workload(ROWS * TOKENS, TOKENS, None, True, "bf16", True)
-    forecasts = ForecastCache(wide_spec())
-    whole, split = (
-        forecasts.of(machine, Placement(slots=3, max_stream_bytes=size, compile=True), workload, 4)
-        for size in (None, SPLIT)
-    )
-    product = 2 * ROWS * TOKENS * 256 * 8192 / (machine.matmul_tflops * 1e12)
-    heads = [
-        sum(s.seconds for s in f.spans if s.stream == "compute" and s.name.startswith("head"))
-        for f in (whole, split)
-    ]
-    assert heads[1] == pytest.approx(heads[0] + product, rel=0.03)
-    table, rows = 256 * 8192, 256 * 3072
-    assert whole.device_bytes["slots"] >= 2 * table > 2 * split.device_bytes["slots"] / 3
-    saved = whole.device_bytes["gradients and rows"] - split.device_bytes["gradients and rows"]
-    assert saved > 4 * (table - rows) * 0.9
-    assert whole.device_bytes["working set"] > split.device_bytes["working set"] * 1.5
 
 
 def head_seconds(found):
@@ -159,12 +134,3 @@ def test_what_a_step_works_with_is_foretold(tokens, max_stream_bytes, boundaries
             counts.ignore(device.kept)
             engine.step(step, loss)
     assert counts.peak_bytes == pytest.approx(told, rel=0.03)
-
-
-@pytest.mark.exhaustive
-def test_where_memory_is_short_it_goes_to_larger_pieces():
-    """0.5B, 16 x 1024 in 1920 MiB: half as many launches are worth two lanes of the host."""
-    machine = replace(machine_for("H200", 60 * GIB, 16), device_memory_bytes=1920 * MIB)
-    workload = Workload(16 * 1024, 1024, None, True, "bf16", True)
-    found = fastest(model_forecasts("0.5b", None, 1024), machine, workload)
-    assert (found.micro_batch, found.placement.layer_input_lanes) == (8, 2)

@@ -29,7 +29,7 @@ def partition(joint, inputs, **kwargs):
 @pytest.fixture
 def quickly(monkeypatch):
     """torch.compile partitions graphs as always, but makes no kernels."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
     def boxed(graph, inputs):
         return make_boxed_func(graph.forward)

@@ -128,18 +128,6 @@ def test_memory_of_a_head_is_that_of_a_real_one(head_tokens):
     assert not any("forward" in vars(part) for _, part in found.program.rest)
 
 
-def test_a_final_norm_takes_the_memory_of_a_few_tokens():
-    """Beside it are its result, and the gradients of that and of its input."""
-    model = spec(open_source(tiny_config()).model)
-    found = Profile(model, torch.bfloat16, 4096, compiled=True, chunk_tokens=256)
-    for visit in range(len(model.layers)):
-        found.layer(visit, 1)
-    peaks = [found.head(head_layout(model), 1, n).peak_bytes for n in (256, 4096)]
-    row = 4096 * 256 * 2
-    assert 3 * row < peaks[0] < 4 * row
-    assert peaks[1] > 14 * row
-
-
 @pytest.mark.parametrize("family", TAKEN)
 def test_parts_that_run_in_tiles_are_known_without_weights(family):
     source = open_source(model_of(family)).model
@@ -171,18 +159,3 @@ def test_attention_that_waits_is_not_computed_again():
     assert host.host_bytes["host_kept_bytes"] == results
     assert host.bounds["copy out"] > device.bounds["copy out"]
     assert host.device_bytes["lanes of the host"] > device.device_bytes["lanes of the host"]
-
-
-def test_tiles_save_memory_and_cost_time():
-    model = spec(open_source(tiny_config()).model)
-    whole, cut = (
-        Profile(model, torch.bfloat16, 4096, compiled=False, chunk_tokens=n).layer(0, 1)
-        for n in (None, 256)
-    )
-    assert cut.forward.peak_bytes < 0.6 * whole.forward.peak_bytes
-    assert cut.again.kept_bytes < 0.6 * whole.again.kept_bytes
-    assert cut.backward.peak_bytes < 0.7 * whole.backward.peak_bytes
-    mlp = 2 * 3 * 256 * 768 * 4096
-    assert cut.backward.product_flops == whole.backward.product_flops + mlp
-    # Nothing of it stays behind in the model.
-    assert not any("forward" in vars(part) for part in model.layers[0].kind.module.modules())

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 
 from megatrain import Muon
-from megatrain.autoplace.candidates import Candidates
 from megatrain.autoplace.first_tiles import FirstTiles, disk_bytes
 from megatrain.autoplace.search import fastest, least
 from megatrain.device import disk
@@ -110,25 +109,6 @@ def test_what_rests_on_the_device_is_counted_as_the_engine_cuts_it():
     )
 
 
-def test_slices_are_gathered_and_summed_as_a_whole():
-    """Of ranges of the head's rows a rank has any part: twice as much crosses the link."""
-    forecasts, machine = ForecastCache(wide_spec()), small_machine().shared(RANKS, link_gbps=8.0)
-    slice_bytes = Candidates(forecasts, SHARED).slice_bytes
-    assert slice_bytes is not None
-    whole, cut = (
-        forecasts.of(machine, Placement(slots=3, max_stream_bytes=each), SHARED, 4)
-        for each in (None, slice_bytes)
-    )
-    layouts = forecasts.model(SHARED).layouts
-    [head] = [each.numel for each in layouts if each.kind is TileKind.HEAD]
-    more = [seconds(cut, stream) - seconds(whole, stream) for stream in (GATHER, REDUCE)]
-    crossing = head * (1 - 1 / RANKS) / 8e9
-    # The head comes once as a whole; each of its ranges in both sweeps, but for the last.
-    assert 2 * crossing < more[0] < 6 * crossing + 1e-6
-    assert more[1] == pytest.approx(4 * crossing, rel=0.05)
-    assert cut.host_bytes["host_moments_bytes"] == whole.host_bytes["host_moments_bytes"]
-
-
 @pytest.mark.parametrize("rows", [None, 8])
 def test_each_rank_keeps_keys_and_values_of_its_own_replies(rows):
     """Of all of a step of 32, or of those that all ranks make at once."""
@@ -195,14 +175,3 @@ def test_sums_between_hosts_take_the_network_and_are_waited_for():
     assert seconds(usual, HOSTS) == pytest.approx(crossing * RANKS / NETWORK_GBPS, rel=0.01)
     single = told(WHOLE.shared(1, 2), machine)  # each host has one card with all of the model
     assert seconds(single, HOSTS) == pytest.approx(4 * summed / 1e9, rel=0.01)
-
-
-def test_a_reference_is_shared_by_the_ranks_of_all_hosts():
-    replied = replace(WHOLE, generation=Generation(16, 32, reference=True))
-    one, two = (
-        told(each, small_machine()).host_bytes["host_reference_model_bytes"]
-        for each in (replied.shared(2), replied.shared(2, 2))
-    )
-    assert one / 2 < two < 1.1 * one / 2
-    asked = replied.shared(2, 2).generation
-    assert asked is not None and asked.rows == 8

@@ -53,7 +53,7 @@ def test_an_mlp_s_three_results_are_alive_with_what_they_are_computed_from(measu
 @pytest.mark.parametrize("saves", ["nothing", "graph", None])
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
 def test_compiled_code_works_with_what_is_foretold(measured, saves, tmp_path):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     measured.program.compile()
     _, weights, micro, values = layer_call(measured.program, 0, (ROWS, TOKENS))
 

@@ -1,7 +1,6 @@
 """Machines: what is listed, what was measured, and which file is believed."""
 
 import json
-import os
 import time
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ import pytest
 from megatrain.base.units import GIB
 from megatrain.errors import InputError
 from megatrain.machine import machine_for, present, present_machine
-from megatrain.machine.rates import update_gbps
 from megatrain.telemetry.gpu import Gpu, by_driver_name, known_gpus, named_gpu
 
 KEY = present.Key("GPU-1234", "580.1", "Some CPU", 16)
@@ -75,15 +73,6 @@ def test_an_unknown_gpu_is_answered_with_the_nearest(text, hint):
     assert hint in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "listed", "size"),
-    [("4060 Ti 8GB", 16, 8), ("RTX 3080 12 GiB", 10, 12), ("H100 96G", 79, 96)],
-)
-def test_a_gpu_with_another_memory_is_not_taken_for_the_listed_one(text, listed, size):
-    with pytest.raises(InputError, match=f"with {listed} GiB; .* --device-memory {size}GiB"):
-        named_gpu(text)
-
-
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 3060 Ti", "4090 ti", "RTX 5080 SUPER"])
 def test_a_ti_is_another_gpu(name):
     assert by_driver_name(name) is None
@@ -99,12 +88,6 @@ def test_the_listed_h200_is_near_the_measured_one():
     assert not machine.measured
     assert machine_for("H200", 1, 1, 7).device_memory_bytes == 7
     assert machine_for("H200", 1, 1, precision="fp32").matmul_tflops < 60
-
-
-def test_more_cores_never_update_slower_and_a_desktop_has_its_limit():
-    rates = [update_gbps(cores) for cores in range(1, 200)]
-    assert rates == sorted(rates) and rates[0] == 13 and rates[-1] == 220
-    assert update_gbps(24, "desktop") == 60
 
 
 def test_what_was_measured_is_read_again():
@@ -149,37 +132,6 @@ def test_a_spoilt_file_is_as_good_as_none(name):
     assert present.read(KEY, "bf16") is not None
     spoiled(SPOILS[name])
     assert present.read(KEY, "bf16") is None
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b" " * (2 << 20)]
-)
-def test_a_file_that_is_no_measurement(content):
-    path = present.write(KEY, {"bf16": measured()})
-    path.write_bytes(content)
-    assert present.read(KEY, "bf16") is None
-
-
-def test_a_pipe_is_not_waited_for():
-    path = present.write(KEY, {"bf16": measured()})
-    path.unlink()
-    os.mkfifo(path)
-    assert present.read(KEY, "bf16") is None
-
-
-def test_a_file_of_another_user_is_not_believed(monkeypatch):
-    present.write(KEY, {"bf16": measured()})
-    owner = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    assert present.read(KEY, "bf16") is None
-
-
-def test_a_failed_write_leaves_the_old_file(monkeypatch):
-    path = present.write(KEY, {"bf16": measured()})
-    with pytest.raises(TypeError):
-        present.write(KEY, {"bf16": replace(measured(), name=object())})
-    assert present.read(KEY, "bf16") == measured()
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_the_present_machine_is_measured_before_listed_before_none(monkeypatch):

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -13,26 +12,21 @@ from megatrain.autoplace.spend import Budget, Spending
 from megatrain.base.units import GIB
 from megatrain.cli.shapes import qwen2_config
 from megatrain.device.clock import ClockDevice
-from megatrain.engine import sink
-from megatrain.forecast import assembly, cache, profile, simulate
+from megatrain.forecast import cache, profile, simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.profile import Profile
-from megatrain.forecast.profile_head import some_rows
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.model.probe import spec
 from megatrain.placement import Placement
 from megatrain.plan.planner import make_plan
 from megatrain.source.source import open_source
-from megatrain.tile import TileKind
 from tests.sweeps import few
 from tests.unit.forecast_cases import (
     experts_config,
     small_machine,
     tiny_config,
     tiny_spec,
-    wide_config,
-    wide_spec,
 )
 
 FAMILIES = {
@@ -71,39 +65,6 @@ def test_layers_of_other_rows_follow_from_two_that_are_recorded(name, monkeypatc
         assert recorded.calls == 2
         assert follows == Profile(model, torch.bfloat16, 16, compiled=True).layer(0, rows)
         recorded.calls = 2
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("rows", "model"), few(product([2, 8, 9], [wide_spec, tiny_spec]), 2, 5))
-def test_chunks_of_a_head_that_are_alike_are_run_once(rows, model, compiled, monkeypatch):
-    """As much as all of them take: of a whole head, and of some of its rows."""
-    layouts = ForecastCache(model()).model(Workload()).layouts
-    head = next(t for t in layouts if t.kind is TileKind.HEAD)
-    some = {"lm_head.weight": torch.Size([256, wide_config().hidden_size])}
-    found, chunk = [], 5 - rows % 2
-    for run in (3, 1000):
-        monkeypatch.setattr(profile, "_CHUNKS_RUN", run)
-        measured = Profile(model(), torch.bfloat16, 16, compiled=compiled)
-        measured.layer(0, 4)  # shapes of other rows follow from it
-        found.append([measured.head(head, rows, chunk), *some_rows(measured, some, rows, chunk)])
-    for few_run, all_run in zip(*found, strict=True):
-        assert tuple(few_run) == pytest.approx(tuple(all_run), rel=1e-5)
-
-
-@pytest.mark.parametrize("lanes", few([1, 2, 3], 1))
-def test_pieces_of_a_gradient_that_leave_together_take_as_long(lanes, monkeypatch):
-    """And as much memory, though a tenth of them are followed; the bus is what binds."""
-    for module in (sink, assembly):
-        monkeypatch.setattr(module, "PIECE", 2048)
-    machine, workload = small_machine(), Workload(512, 64)
-    placement = Placement(slots=2, gradient_lanes=lanes)
-    together = ForecastCache(tiny_spec(2)).of(machine, placement, workload, 8)
-    sent = Counted(monkeypatch, sink.Sink, "_send_piece")
-    monkeypatch.setattr(assembly.ForecastAssembly, "sinks", sink.Sink)
-    each = ForecastCache(tiny_spec(2)).of(machine, placement, workload, 8)
-    assert sent.calls > 1000 and len(together.spans) < len(each.spans) / 4
-    assert together.seconds == pytest.approx(each.seconds, rel=2e-3)
-    assert together.device_bytes == each.device_bytes
 
 
 def test_a_plan_follows_few_steps(monkeypatch):
@@ -147,15 +108,3 @@ def test_that_each_pass_reads_the_disk_is_known_before_it_is_followed(passes):
         assert way.likely <= 7 / 6 * found.seconds
         if not way.staying and not way.resident:
             assert way.likely >= 0.65 * found.seconds
-
-
-def test_memory_alone_takes_one_step_where_weights_are_on_a_disk(monkeypatch):
-    placement = Placement(slots=2, disk_moments=6, disk_remainder=6, disk_weights=2)
-    forecasts, machine, workload = ForecastCache(tiny_spec(4)), small_machine(64), Workload(512, 64)
-    followed = Counted(monkeypatch, simulate, "train_step")
-    least = forecasts.of(machine, placement, workload, 4, steps=1)
-    assert followed.calls == 1
-    whole = forecasts.of(machine, placement, workload, 4)
-    assert followed.calls == 1 + simulate.STEADY + 1
-    assert least.device_peak_bytes <= whole.device_peak_bytes
-    assert least.host_peak_bytes == whole.host_peak_bytes

@@ -1,6 +1,5 @@
 """The search: it stays within the budgets, uses what there is, and says what it did."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -13,15 +12,12 @@ from megatrain import Placement
 from megatrain.autoplace import candidates, search
 from megatrain.autoplace.first_tiles import FirstTiles
 from megatrain.autoplace.search import could_fit, fastest, least
-from megatrain.base.units import size
 from megatrain.device import disk
 from megatrain.errors import DoesNotFit
 from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.workload import Workload
 from megatrain.loss import DPO
-from megatrain.plan import planner
 from tests.sweeps import quick
 from tests.unit.forecast_cases import (
     small_machine,
@@ -73,54 +69,6 @@ def test_no_more_goes_to_a_disk_than_the_host_lacks(monkeypatch):
     assert could_fit(FEW_LAYERS, enough, WORKLOAD)
 
 
-def test_with_a_disk_the_host_is_told_to_lack_what_cannot_be_on_it(monkeypatch):
-    monkeypatch.setattr(disk, "PIECE", 4096)
-    short = small_machine(2 * least_mib(FEW_LAYERS), host_gib=1.0)
-    without = least(FEW_LAYERS, short, WORKLOAD).machine
-    told = least(FEW_LAYERS, replace(short, disk_space_bytes=1 << 40), WORKLOAD)
-    enough, there = told.machine, told.placement
-    tiles = FEW_LAYERS.model(WORKLOAD).layouts
-    moments = 8 * sum(each.trainable_numel for each in tiles)
-    assert without.host_memory_bytes - enough.host_memory_bytes > moments
-    assert there.disk_moments and there.disk_remainder and there.disk_weights
-    ample = replace(
-        enough,
-        device_memory_bytes=2 * enough.device_memory_bytes,
-        host_memory_bytes=int(1.1 * enough.host_memory_bytes),
-    )
-    assert could_fit(FEW_LAYERS, ample, WORKLOAD)
-    with pytest.raises(DoesNotFit, match=f"at least {size(enough.host_memory_bytes)} of host"):
-        fastest(FEW_LAYERS, replace(enough, host_memory_bytes=1 << 30), WORKLOAD)
-    less = replace(enough, device_memory_bytes=1 << 20)  # nothing on a disk spares the device
-    ample = replace(less, host_memory_bytes=1 << 40)
-    assert not least(FEW_LAYERS, ample, WORKLOAD).placement.on_disk
-
-
-def test_a_plan_says_where_a_disk_would_do(monkeypatch):
-    monkeypatch.setattr(disk, "PIECE", 4096)
-    monkeypatch.setattr(planner, "remedies", lambda *asked, **settings: [])
-    short = small_machine(2 * least_mib(FEW_LAYERS), host_gib=1.0)
-    enough = least(FEW_LAYERS, replace(short, disk_space_bytes=1 << 40), WORKLOAD).machine
-
-    def told(host_bytes, space=None):
-        there = replace(enough, host_memory_bytes=host_bytes, disk_space_bytes=space)
-        plan = planner.make_plan(tiny_spec(2), there, WORKLOAD)
-        assert not plan.fits
-        return any("fits with planes on a disk" in warning for warning in plan.warnings)
-
-    assert told(enough.host_memory_bytes + 4 * MIB)
-    assert not told(enough.host_memory_bytes, space=4096)  # a disk is there, and too small
-    assert not told(1 << 30)
-
-
-def test_beside_weights_on_a_disk_no_head_is_tried_in_slices():
-    short = replace(small_machine(1.0, host_gib=1.0), disk_space_bytes=1 << 40)
-    forecasts = ForecastCache(wide_spec())
-    without = replace(short, disk_space_bytes=None)
-    assert least(forecasts, without, WORKLOAD).placement.max_stream_bytes
-    assert not could_fit(forecasts, short, WORKLOAD)  # with weights on the disk
-
-
 def test_budgets_are_never_exceeded_and_more_memory_is_never_slower():
     budgets = [least_mib(FEW_LAYERS) * times for times in (1.0, 1.4, 2.0, 8.0)]
     found = [choose(budget, forecasts=FEW_LAYERS) for budget in budgets]
@@ -166,29 +114,6 @@ def test_what_does_not_fit_is_refused_with_the_least_that_would():
         DoesNotFit, match="device memory and 2.[23] GiB of host memory; .* and 10.2 MiB"
     ):
         choose(0.5, host_gib=0.01, forecasts=FEW_LAYERS)
-
-
-@pytest.mark.exhaustive
-def test_a_head_is_streamed_in_ranges_where_memory_is_short():
-    """It then takes no more than a layer, and what that leaves is spent as ever."""
-    forecasts = ForecastCache(wide_spec())
-    layer = 2 * sum(p.numel() for p in wide_spec().layers[0].module.parameters())
-
-    def found(device_mib):
-        chosen = choose(device_mib, forecasts=forecasts)
-        assert chosen.device_peak_bytes <= 0.95 * device_mib * 2**20
-        return chosen
-
-    whole = candidates.Candidates(forecasts, WORKLOAD).families(1)[0]
-    frames = [forecasts.of(small_machine(), candidate, WORKLOAD, 1) for candidate in whole]
-    least_whole = min(candidate.device_peak_bytes for candidate in frames) / 0.95 / 2**20
-    assert found(1.3 * least_whole).placement.max_stream_bytes is None
-    split = found(0.95 * least_whole)
-    assert split.placement.max_stream_bytes == layer
-    least = least_mib(forecasts)
-    assert least < 0.7 * least_whole
-    assert found(least).placement.max_stream_bytes == layer
-    assert split.seconds < found(least).seconds
 
 
 def test_micro_batches_are_even_and_a_given_one_is_kept():
@@ -252,12 +177,6 @@ class Grid:
 
 
 FEW = Grid([8, 4], [(3, "device")], [0, 3], [(0, 0), (4, 0), (0, 4)])
-MANY = Grid(
-    [8, 4, 2],
-    [(3, "device"), (2, "device"), (2, "host")],
-    [0, 3, 5, 7],
-    [(0, 0), (2, 0), (4, 0), (0, 4), (2, 2)],
-)
 
 
 @cache
@@ -273,13 +192,6 @@ def just_mib():
 @pytest.mark.parametrize("spare_mib, more_mib", [(28.3, 1e6), (5.3, 1e6), (28.3, -10.0)])
 def test_no_hand_made_placement_in_the_budget_is_much_faster(spare_mib, more_mib):
     FEW.check(least_mib() + spare_mib, just_mib() + more_mib)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("spare_mib", [2.8, 4.3, 9.3, 19.3, 28.3, 41.3, 69.3])
-@pytest.mark.parametrize("more_mib", [-10.0, 5.0, 30.0, 1e6])
-def test_nor_is_any_of_many(spare_mib, more_mib):
-    MANY.check(least_mib() + spare_mib + 14.0 * (more_mib < 0), just_mib() + more_mib)
 
 
 def fast_bus(device_mib, host_gib):
@@ -340,16 +252,6 @@ def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(soon_long, monkeypa
         long_row(budget, 20.0)
 
 
-def test_layers_that_cannot_be_foreseen_in_tiles_are_taken_whole(soon_long, monkeypatch):
-    def refuse(*given):
-        raise NotForeseeable("not in tiles")
-
-    monkeypatch.setattr("megatrain.forecast.profile.tiled", refuse)
-    forecasts = ForecastCache(tiny_spec(2))
-    found = fastest(forecasts, small_machine(64.0), Workload(2048, 2048))
-    assert found.placement.chunk_tokens is None
-
-
 def test_graphs_on_the_host_are_spread_over_all_layers_and_the_last_others_keep_theirs():
     def kept(**choices):
         policies = Placement(**choices).policies(6)
@@ -364,13 +266,6 @@ def test_graphs_on_the_host_are_spread_over_all_layers_and_the_last_others_keep_
     assert kept(offload_activations=99, save_activations=1) == ([0, 1, 2, 3, 4, 5], [])
     assert kept(offload_activations=2, save_activations=6) == ([0, 3], [1, 2, 4, 5])
     assert kept(save_activations=2) == ([], [4, 5])
-
-
-def test_a_forecast_is_plain_data():
-    data = json.loads(json.dumps(choose(1e4).as_dict()))
-    assert data["binds"] == next(iter(data["critical_path"])) and data["micro_batch"] == 8
-    assert Placement(**data["placement"] | {"resident": tuple(data["placement"]["resident"])})
-    assert replace(small_machine(), **data["machine"]).device_memory_bytes
 
 
 @pytest.fixture
@@ -463,25 +358,6 @@ def test_no_larger_device_is_asked_for_than_there_are(a_small_process, monkeypat
     monkeypatch.setattr(search, "most_memory", lambda: 64 * MIB)
     device, host = asked()
     assert 16 < device < 64 and host > 60
-
-
-def test_tiles_on_the_device_need_not_be_on_the_host(a_small_process):
-    without, some, many = (
-        least(small_forecasts(few_layers), machine(device, 30), WORKLOAD) for device in (12, 24, 50)
-    )
-    assert not without.placement.resident
-    assert some.placement.resident[:2] == ("embedding", "prologue")
-    assert len(many.placement.resident) > len(some.placement.resident)
-    hosts = [found.machine.host_memory_bytes for found in (without, some, many)]
-    assert hosts[0] > 1.1 * hosts[1] > 1.1**2 * hosts[2]
-
-
-@pytest.mark.exhaustive
-def test_long_rows_in_tiles_are_counted_too(soon_long, a_small_process):
-    long = replace(WORKLOAD, tokens_per_step=2048, sequence_length=2048)
-    forecasts = ForecastCache(tiny_spec(2))
-    for device, host in ((8, PLENTY), (40, 30)):
-        checked(forecasts, machine(device, host), long)
 
 
 @pytest.mark.parametrize("spilled", [(0, 0), (3, 0), (8, 2), (8, 8)])

@@ -15,7 +15,6 @@ from megatrain.telemetry.timeline import (
     chrome_trace,
     critical_path,
     read_trace,
-    window,
 )
 from megatrain.train.timeline import RunTimeline
 
@@ -52,15 +51,6 @@ def test_the_critical_path_leads_from_the_end_to_the_beginning():
     assert breakdown(spans, "compute").busy["compute"] > path["update"] * 1.2
 
 
-def test_a_trace_opens_in_perfetto():
-    events = json.loads(json.dumps(chrome_trace(SPANS)))["traceEvents"]
-    whole = [event for event in events if event["ph"] == "X"]
-    assert [event["name"] for event in whole] == [span.name for span in SPANS]
-    assert whole[1]["ts"] == pytest.approx(5e5) and whole[1]["dur"] == pytest.approx(2e6)
-    lanes = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M"}
-    assert [e["tid"] for e in whole] == [lanes[span.stream] for span in SPANS]
-
-
 def test_a_trace_is_read_as_it_was_written():
     spans = [*SPANS, Span("copy out", "gradient", 6.0, 7.0, ("a", "b"), num_bytes=5)]
     read = read_trace(json.loads(json.dumps(chrome_trace(spans))))
@@ -69,19 +59,6 @@ def test_a_trace_is_read_as_it_was_written():
     ]
     times = [(s.start, s.end) for s in spans]
     assert [(s.start, s.end) for s in read] == [pytest.approx(pair) for pair in times]
-
-
-@pytest.mark.parametrize(
-    "trace", [{}, [], {"traceEvents": 3}, {"traceEvents": [{"ph": "X", "tid": 1}]}]
-)
-def test_what_is_no_trace_is_refused(trace):
-    with pytest.raises(ValueError, match="not a timeline"):
-        read_trace(trace)
-
-
-def test_a_window_cuts_spans_and_their_bytes():
-    spans = [Span("compute", "before", 0.0, 1.0), Span("copy in", "w", 1.0, 5.0, ("x",), 400)]
-    assert window(spans, 2.0, 4.0) == [Span("copy in", "w", 0.0, 2.0, ("x",), 200)]
 
 
 def _tiny_engine(width=8):
@@ -162,36 +139,3 @@ def test_a_run_keeps_the_timelines_of_every_so_many_steps(tmp_path):
                 )
     assert list(told) == [6, 8, 20]
     assert told[8].busy["compute"] > 0
-
-
-def test_a_timeline_that_cannot_be_written_costs_nothing_else(tmp_path):
-    with _tiny_engine() as engine:
-        timeline = RunTimeline(engine.recording, tmp_path / "gone", 1)
-        assert timeline.step(1, lambda: engine.step(BATCH)).tokens == 8
-        timeline.draw()
-
-
-def test_every_visit_of_a_step_is_noted():
-    with _tiny_engine() as engine:
-        with engine.recording() as spans:
-            engine.step(BATCH)
-        noted = len(spans)
-        engine.step(BATCH)
-    names = [span.name for span in spans]
-    for visit in range(3):
-        assert {f"layer {visit}", f"layer {visit} backward", f"update layer {visit}"} <= set(names)
-    assert len(spans) == noted  # nothing is noted outside the block
-    assert all(span.end >= span.start for span in spans)
-
-
-def test_which_layer_and_micro_batch_is_left_out_of_names():
-    names = ["leaving kept kept (3, 0)", "kept (12, 1) returning kept", "layer 7 backward"]
-    names += ["boundary Ref(visit=34, leaf=0)) returning boundary", "model.embed.weight 1 -> rows"]
-    spans = [Span("copy", name, 0.0, 1.0) for name in names]
-    assert [kind for _, kind in breakdown(spans, "copy").work] == [
-        "leaving kept kept",
-        "kept returning kept",
-        "layer backward",
-        "boundary returning boundary",
-        "model.embed.weight rows",
-    ]

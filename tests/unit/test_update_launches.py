@@ -6,16 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatrain import SGD, AdamW, Engine, Lion, Muon, Placement, kernels
-from megatrain.autoplace.search import fastest
 from megatrain.base.units import GIB
-from megatrain.cli.shapes import qwen2_config
 from megatrain.device.base import COMPUTE, Buffer, Kind, Name
-from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.cost_model import CostModel
-from megatrain.forecast.workload import Workload
 from megatrain.kernels import reference
 from megatrain.machine import machine_for
-from megatrain.source.source import open_source, structure
+from tests.inside import parts_of
 
 H200 = machine_for("NVIDIA H200", 120 * GIB, 16, 139 * GIB)
 
@@ -45,7 +41,7 @@ def test_a_rule_says_what_its_update_launches(rule, monkeypatch):
     )  # fmt: skip
     model = Qwen2ForCausalLM(config)
     with Engine(model, optimizer=rule, placement=Placement(slots=2), device="cpu") as engine:
-        update, found = engine._parts.update, {}
+        update, found = parts_of(engine).update, {}
         apply = update._apply
 
         def counted(tile, first, host_grad, runs, *rest):
@@ -77,17 +73,3 @@ def test_an_update_without_a_kernel_takes_its_launches():
     assert 22 * seconds(AdamW(), layer, layer, layer, layer) < 0.05
     assert seconds(Muon(), layer, layer, layer) < 2e-3  # by AdamW's kernel: embeddings
     assert seconds(Lion(), layer, layer, layer) > 0.03
-
-
-@pytest.mark.exhaustive
-def test_such_rules_leave_more_layers_on_the_host():
-    """7B, 96 x 1024: Muon leaves more of them on the host than AdamW."""
-    forecasts = ForecastCache(structure(open_source(qwen2_config("7b", 1024))))
-    resident = {
-        rule.name: len(
-            fastest(forecasts, H200, Workload(98304, 1024, 8, rule=rule)).placement.resident
-        )
-        for rule in (AdamW(), Muon(clip="all"))
-    }
-    assert resident["adamw"] > 20
-    assert resident["muon"] < 15
