@@ -114,23 +114,6 @@ def test_merged_adapters_are_exported_with_everything(folder, tmp_path):
     assert_carried(tmp_path / "exported", source, config)
 
 
-def test_files_that_no_index_names_are_told(tmp_path, caplog):
-    transformers.LlamaForCausalLM(tiny_config("llama")).save_pretrained(tmp_path)
-    for name in ("mtp", "consolidated"):
-        save_file({"mtp.weight": torch.ones(2)}, tmp_path / f"{name}.safetensors")
-    engine(tmp_path).close()
-    assert "mtp.safetensors: is named by no index" in caplog.text
-    assert "consolidated" not in caplog.text
-
-
-def test_shards_of_any_name_are_exported(tmp_path):
-    model = transformers.LlamaForCausalLM(tiny_config("llama"))
-    model.save_pretrained(folder := tmp_path / "model")
-    save_file({"mtp.weight": torch.ones(2)}, folder / "mtp.safetensors")
-    export(str(folder), tmp_path / "out")
-    assert stored(tmp_path / "out").keys() == stored(folder).keys()
-
-
 @pytest.mark.parametrize(
     ("family", "architecture", "said"),
     [

@@ -86,19 +86,3 @@ def test_layers_that_are_alike_are_drawn_once_where_that_is_asked_for(family, so
     follow = [(a, b) for a, b in pairwise(layers) if a.keys() == b.keys()]
     assert len(follow) == some * (len(layers) - 1)
     assert all(torch.equal(a[name], b[name]) for a, b in follow for name in a)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mamba2", "qwen3_moe"])
-def test_so_much_is_drawn_at_once(family, monkeypatch):
-    model = spec(open_source(tiny_config(family)).model)
-    most = 0
-    draw = init._draw
-
-    def noted(part, owners):
-        nonlocal most
-        draw(part, owners)
-        most = max(most, sum(p.numel() for m in part for p in m.parameters(recurse=False)))
-
-    monkeypatch.setattr(init, "_draw", noted)
-    drawn(model)
-    assert init.most_drawn_at_once(model) == most > 0

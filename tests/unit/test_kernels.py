@@ -1,10 +1,8 @@
 """Rows, norms, memory, threads and the choice between native and reference kernels."""
 
-import importlib
 import mmap
 import os
 import shutil
-import sys
 import threading
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from megatrain import kernels
-from megatrain.errors import InputError
 from megatrain.kernels import reference
 from tests.forks import forked
 from tests.unit.kernel_cases import (
@@ -46,18 +43,6 @@ def test_rows_are_gathered_and_scattered(kernels, dtype, width):
     expected[unique] = rows
     kernels.scatter_rows(table, unique, rows, threads=2)
     assert torch.equal(table, expected)
-
-
-@implementations
-@pytest.mark.parametrize("rows", [0, 1000])
-def test_no_rows_and_many(kernels, rows):
-    table, ids = randn(40_000, 0).view(1000, 40), torch.randperm(rows)
-    out = torch.empty(rows, 40)
-    kernels.gather_rows(table, ids, out, threads=3)
-    assert torch.equal(out, table[ids])
-    back = torch.zeros_like(table)
-    kernels.scatter_rows(back, ids, out, threads=3)
-    assert torch.equal(back, table * bool(rows))
 
 
 @implementations
@@ -167,55 +152,3 @@ def test_native_is_chosen_where_it_exists_unless_the_reference_is_asked_for(
         wanted = reference, "reference (asked for)"
     assert kernels._choose() == wanted
     assert caplog.text == ""
-
-
-def test_an_unknown_choice_is_refused(monkeypatch):
-    monkeypatch.setenv("MEGATRAIN_KERNELS", "fast")
-    message = "^MEGATRAIN_KERNELS is 'fast'; set it to native or reference$"
-    with pytest.raises(InputError, match=message):
-        kernels._choose()
-
-
-@pytest.fixture
-def imported(tmp_path, monkeypatch):
-    """Imports the kernels from a copy of the package that has no library, or a broken one."""
-    ignored = shutil.ignore_patterns("*.so", "__pycache__", "csrc")
-    shutil.copytree(PACKAGE / "kernels", tmp_path / "megatrain" / "kernels", ignore=ignored)
-    shutil.copy(PACKAGE / "errors.py", tmp_path / "megatrain")
-    (tmp_path / "megatrain" / "__init__.py").touch()
-    # An editable installation would lend its library.
-    monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    for name in [name for name in sys.modules if name.split(".")[0] == "megatrain"]:
-        monkeypatch.delitem(sys.modules, name)
-
-    def load(library=None, choice=""):
-        if library is not None:
-            (tmp_path / "megatrain" / "kernels" / "_native.so").write_bytes(library)
-        monkeypatch.setenv("MEGATRAIN_KERNELS", choice)
-        found = importlib.import_module("megatrain.kernels")
-        assert Path(found.__file__).is_relative_to(tmp_path)
-        return found.implementation
-
-    return load
-
-
-def test_a_missing_library_is_said_once_and_replaced(imported, caplog):
-    reason = (
-        "no native library: it was not built; `make native` builds it where there is a compiler"
-    )
-    assert imported() == f"reference ({reason})"
-    assert caplog.messages == [f"Using the slower reference kernels: {reason}"]
-
-
-def test_a_broken_library_is_said(imported, caplog):
-    said = imported(library=b"not a library")
-    assert said.startswith("reference (no native library: ") and "does not load" in said
-    [message] = caplog.messages
-    assert "\n" not in message
-
-
-def test_native_asked_for_but_missing_is_refused(imported):
-    with pytest.raises(Exception, match="^MEGATRAIN_KERNELS is native, but it was not built") as e:
-        imported(choice="native")
-    assert e.typename == "InputError"

@@ -1,12 +1,8 @@
 """The AdamW kernels: bit for bit torch's arithmetic, on every instruction set, length and form."""
 
 import math
-import os
-import subprocess
-import sys
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -99,29 +95,6 @@ def after_steps(kernels, form, kind, grad_dtype, size):
 by_reference = cache(partial(after_steps, reference))  # the same for all instruction sets
 
 
-@pytest.mark.exhaustive
-@needs_native
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
-    reason="torch already runs without its AVX kernels, or has none",
-)
-def test_baseline_is_the_reference_where_torch_does_not_fuse():
-    """torch learns what the processor can do once in a process."""
-    code = (
-        "from tests.unit import test_kernels_adamw as tests\n"
-        "assert tests.native.use_instruction_set('baseline')\n"
-        "assert tests.fuses_like_torch('baseline')\n"
-        "for case in tests.CASES: tests.check_native(*case)\n"
-        "tests.check_rule('direction')\n"
-        "print(len(tests.CASES))"
-    )
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", code]
-    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (0, "18\n"), run.stderr
-
-
 @needs_native
 def test_hyperparameter_extremes_agree():
     cases = [
@@ -182,35 +155,6 @@ def test_small_steps_are_not_lost_to_bf16(kernels, kind):
     assert (travelled > 1.5e-4).all()
     stuck = stalled["weights"] == start.bfloat16()
     assert stuck[start.abs() > 1e-3].all()
-
-
-def arguments_with(**changes):
-    size = 16
-    arguments = split_state(size) | {"grad": torch.zeros(size)} | HYPER | {"step": 1}
-    return arguments | changes
-
-
-@implementations
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"weights": torch.zeros(16)}, "weights .* is torch.float32"),
-        ({"weights": torch.zeros(32, dtype=torch.bfloat16)[::2]}, "weights .* not contiguous"),
-        ({"remainder": None}, "weights .* is torch.bfloat16"),
-        ({"remainder": torch.zeros(15, dtype=torch.int16)}, "remainder has 15 elements"),
-        ({"exp_avg": torch.zeros(16).double()}, "exp_avg is torch.float64"),
-        ({"exp_avg_sq": torch.zeros(17)}, "exp_avg_sq has 17 elements"),
-        ({"grad": torch.zeros(16).half()}, "grad is torch.float16"),
-        ({"grad": torch.zeros(16, device="meta")}, "grad is on meta"),
-        ({"step": 0}, "step is 0"),
-        ({"at": 32}, "at is 32, no multiple of 64"),
-        ({"exp_avg": torch.zeros(16, dtype=torch.int8)}, "exp_avg is torch.int8"),
-        ({"scales": [torch.zeros(1)] * 2}, r"exp_avg \(with scales\) is torch.float32"),
-    ],
-)
-def test_wrong_arguments_are_named(kernels, changes, message):
-    with pytest.raises(ValueError, match=message):
-        adamw(kernels, **arguments_with(**changes))
 
 
 BY = Scalars(-3e-3, 0.97, 0.9, 0.3, 0.95, 0.05)

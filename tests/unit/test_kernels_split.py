@@ -12,25 +12,6 @@ from tests.unit.kernel_cases import (
     randn,
 )
 
-NAMED = {
-    "zero": (0x00000000, 0x0000, 0),
-    "minus zero": (0x80000000, 0x8000, 0),
-    "one": (0x3F800000, 0x3F80, 0),
-    "infinity": (0x7F800000, 0x7F80, 0),
-    "minus infinity": (0xFF800000, 0xFF80, 0),
-    "smallest subnormal": (0x00000001, 0x0000, 1),
-    "largest subnormal": (0x007FFFFF, 0x0080, -1),
-    "largest finite, streams as infinity": (0x7F7FFFFF, 0x7F80, -1),
-    "tie, away from zero": (0x3F808000, 0x3F81, -32768),
-    "negative tie, away from zero": (0xBF808000, 0xBF81, -32768),
-    "just below a tie": (0x3F807FFF, 0x3F80, 32767),
-    "quiet NaN": (0x7FC00000, 0x7FC0, 0),
-    "NaN that rounding would make infinite": (0x7F800001, 0x7FC0, 0),
-    "NaN that rounding would make minus zero": (0x7FFFFFFF, 0x7FFF, 0),
-    "negative NaN that rounding would make zero": (0xFFFFFFFF, 0xFFFF, 0),
-    "NaN with a payload": (0x7F921234, 0x7FD2, 0),
-}
-
 
 def as_floats(patterns):
     return torch.from_numpy(patterns.view(np.int32)).view(torch.float32)
@@ -60,14 +41,6 @@ def check_patterns(kernels, patterns, threads=1):
     quiet = (patterns | 0x00400000) & 0xFFFF0000
     assert np.array_equal(back[is_nan], quiet[is_nan])
     assert np.array_equal(high[is_nan], quiet[is_nan] >> 16)
-
-
-@implementations
-def test_named_patterns(kernels):
-    patterns, weights, remainders = zip(*NAMED.values(), strict=True)
-    high, low, _ = take_apart(kernels, np.array(patterns, dtype=np.uint32))
-    halves = zip(NAMED, map(hex, high), low.tolist(), strict=True)
-    assert [*halves] == [*zip(NAMED, map(hex, weights), remainders, strict=True)]
 
 
 @implementations
@@ -108,15 +81,3 @@ def test_nothing_is_written_outside_the_range():
     for plane in (weights, remainder):
         assert (plane[:edge] == 7).all()
         assert (plane[edge + size :] == 7).all()
-
-
-@implementations
-def test_wrong_planes_are_named(kernels):
-    master, weights = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
-    remainder = torch.zeros(8, dtype=torch.int16)
-    with pytest.raises(ValueError, match="master is torch.bfloat16"):
-        kernels.split(weights, weights, remainder)
-    with pytest.raises(ValueError, match="remainder has 7 elements"):
-        kernels.split(master, weights, remainder[:7])
-    with pytest.raises(ValueError, match="weights is torch.float32"):
-        kernels.join(master, remainder, master)

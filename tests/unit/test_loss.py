@@ -15,7 +15,6 @@ from megatrain.loss import (
     cross_entropy_sum,
     range_gradient,
     range_statistics,
-    targets_of,
 )
 
 N, D, V = 23, 8, 31
@@ -100,19 +99,6 @@ def test_ranges_of_rows_give_the_loss_and_gradient_of_the_whole(bounds, size):
     assert not torch.cat(gradient, 1)[~labelled].any()
 
 
-def test_logits_of_ranges_are_taken_in_fp32_and_gradients_given_in_their_type():
-    logits, places = torch.randn(5, 3).bfloat16(), torch.tensor([0, 2, -1, 3, -130])
-    lse, picked = range_statistics(logits, places)
-    assert torch.equal(picked, torch.tensor([*logits[[0, 1], [0, 2]].float(), 0.0, 0.0, 0.0]))
-    assert torch.equal(lse, logits.float().logsumexp(1))
-    gradient = range_gradient(logits, places, lse, torch.ones(5))
-    hits = F.one_hot(torch.tensor([0, 2]), 3)
-    wanted = logits.float().softmax(1)
-    wanted[:2] -= hits
-    assert gradient.dtype == torch.bfloat16
-    torch.testing.assert_close(gradient.float(), wanted, rtol=1e-2, atol=1e-6)
-
-
 def test_logits_that_are_not_finite_show_in_the_loss():
     for value in (torch.nan, torch.inf):
         logits = torch.zeros(1, 3)
@@ -120,32 +106,6 @@ def test_logits_that_are_not_finite_show_in_the_loss():
         assert not range_statistics(logits, torch.tensor([5]))[0].isfinite()
     lse, picked = range_statistics(torch.full((1, 3), -torch.inf), torch.tensor([5]))
     assert torch.logaddexp(lse, torch.zeros(1)) == 0 and picked == 0  # a range of masked tokens
-
-
-def test_ignored_tokens_add_nothing():
-    hidden, targets, weight = case()
-    kept = targets != IGNORED
-    loss, only = (
-        sum(chunk_results(lambda h: h @ weight.T, *some, 4, cross_entropy_sum))
-        for some in ((hidden, targets), (hidden[kept], targets[kept]))
-    )
-    torch.testing.assert_close(loss, only)
-    none = torch.full_like(targets, IGNORED)
-    loss, gradient = chunked_loss_gradients(
-        lambda h: h @ weight.T, hidden, none, 5, 4, cross_entropy_sum, [], lambda gradients: None
-    )
-    assert loss == 0
-    assert not gradient.any()
-
-
-def test_a_parameter_that_the_head_does_not_use_gets_none():
-    hidden, targets, weight = case()
-    unused = torch.ones(3, requires_grad=True)
-    got = []
-    chunked_loss_gradients(
-        lambda h: h @ weight.T, hidden, targets, 9, 8, cross_entropy_sum, [unused], got.extend
-    )
-    assert got == [None] * 3
 
 
 def test_bf16_logits_are_summed_in_fp32():
@@ -165,12 +125,3 @@ def test_bf16_logits_are_summed_in_fp32():
         torch.set_default_dtype(torch.float32)
     assert in_chunks.dtype == torch.float32
     torch.testing.assert_close(in_chunks.double(), wanted, rtol=1e-5, atol=0)
-
-
-def test_each_position_predicts_the_next_label():
-    labels = torch.tensor([[5, 6, IGNORED, 8], [1, IGNORED, 3, 4]])
-    before = labels.clone()
-    expected = torch.tensor([[6, IGNORED, 8, IGNORED], [IGNORED, 3, 4, IGNORED]])
-    assert torch.equal(targets_of(labels), expected)
-    assert torch.equal(labels, before)
-    assert torch.equal(targets_of(torch.tensor([[7]])), torch.tensor([[IGNORED]]))

@@ -2,7 +2,6 @@
 
 import json
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
-import megatrain
-from megatrain import SGD, AdamW, InputError, Lion
+from megatrain import SGD, AdamW, InputError
 from megatrain.device import CpuDevice
 from megatrain.kernels import reference
 from megatrain.kernels.states import TileRange, UpdateOptions, load_moments
@@ -20,8 +18,6 @@ from megatrain.optim import (
     RULES,
     Plane,
     StreamedOptimizer,
-    moved_bytes,
-    parameter_bytes,
 )
 from megatrain.source.engine_setup import DTYPES
 from megatrain.store.store import Store
@@ -29,7 +25,6 @@ from megatrain.tile import TileLayout
 from tests.families.plain import PlainSGD
 from tests.families.tiny import tiny_model
 from tests.rules import FLAT, PLAIN, SWEPT
-from tests.structure.source_tree import ROOT
 from tests.unit.kernel_cases import exact_roots, gradient, randn  # noqa: F401
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -97,17 +92,6 @@ def test_groups_are_those_of_transformers_trainer(family):
     assert set(second["param_names"]) == named - decaying
     assert (first["weight_decay"], second["weight_decay"]) == (0.3, 0.0)
     assert optimizer.group_of() == {name: int(name not in decaying) for name in named}
-
-
-def test_torch_takes_it_for_an_optimizer():
-    optimizer = StreamedOptimizer(AdamW(lr=2e-5), tiny_model("llama"))
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [2e-5, 2e-5]
-    optimizer.took_step()
-    optimizer.zero_grad()
-    assert optimizer.num_steps == 1
-    saved = optimizer.state_dict()
-    assert saved["state"] == {} and "Engine.save" in saved["note"]
 
 
 def moved():
@@ -250,32 +234,6 @@ def test_a_bad_gradient_is_seen_in_its_weights(name):
     assert weights[0].isnan()
 
 
-BYTES = {("adamw", "bf16"): (14, 26), ("adamw", "fp32"): (16, 28),
-         ("adamw bf16", "bf16"): (10, 18), ("adamw int8", "bf16"): (8.125, 14.25),
-         ("adamw int8", "fp32"): (10.125, 16.25), ("adamw 24", "bf16"): (7.125, 12.25),
-         ("sgd", "bf16"): (10, 18), ("sgd plain", "bf16"): (6, 10),
-         ("muon", "bf16"): (10, 10), ("muon", "fp32"): (12, 12),
-         ("lion", "bf16"): (10, 18), ("lion", "fp32"): (12, 20)}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "precision"), BYTES)
-def test_bytes_of_a_parameter_follow_from_the_planes(name, precision):
-    swept = SWEPT | {"adamw 24": partial(AdamW, states="int8", master=24)}
-    rule, dtype = swept[name](), DTYPES[precision]
-    assert (parameter_bytes(rule, dtype), moved_bytes(rule, dtype)) == BYTES[name, precision]
-    assert parameter_bytes(None, dtype) == dtype.itemsize  # what inference keeps
-
-
-def test_the_documents_say_these_bytes():
-    adamw, lions = (parameter_bytes(rule(), torch.bfloat16) for rule in (AdamW, Lion))
-    gradient = torch.bfloat16.itemsize
-
-    said = f"{adamw:g} bytes a parameter with clipping, {adamw - gradient:g} without (Lion: "
-    said += f"{lions:g} and {lions - gradient:g})"
-    assert said in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"AdamW: {adamw:g} bytes a parameter" in (ROOT / "docs" / "engine.md").read_text()
-
-
 def test_planes_may_have_a_value_for_many_elements_or_be_of_some_parameters():
     """As scales of 8-bit states, and the momentum of matrices, are going to be."""
     scales = Plane("scales", torch.bfloat16, per=64)
@@ -333,8 +291,3 @@ def test_groups_are_saved_as_plain_values_and_taken_over_again():
     optimizer.param_groups[1]["mine"] = torch.zeros(2)
     with pytest.raises(InputError, match="'mine' is a Tensor, which no checkpoint can hold"):
         optimizer.saved_groups()
-
-
-def test_adafactor_is_refused_with_what_to_take():
-    with pytest.raises(ImportError, match="use AdamW with states: int8"):
-        _ = megatrain.Adafactor

@@ -84,22 +84,3 @@ def test_a_piece_that_may_be_large_waits_for_host_threads(busy, seconds, seen):
         launch(pace, "layer").join()
     pace.note_wait(worker, worker.mark())
     assert waits(pace, "layer", over)
-
-
-def test_a_small_piece_does_not(busy):
-    (worker, _), pace = busy, paced()
-    launch(pace, "layer").join()
-    pace.note_wait(worker, worker.mark())
-    assert not launch(pace, "layer").is_alive()
-
-
-def test_one_large_piece_among_small_ones_of_its_name_is_remembered(busy):
-    (worker, over), seconds = busy, iter([0.0, 1.0, 1.0, 1.001, 1.001, 1.002])
-    pace = LaunchThrottle(Gpu().record, lambda: next(seconds, 1.002))
-    for _ in range(3):
-        launch(pace, "layer").join()
-    pace.note_wait(worker, worker.mark())
-    assert waits(pace, "layer", over)
-    for _ in range(4):
-        launch(pace, "layer").join()
-    assert not launch(pace, "layer").is_alive()

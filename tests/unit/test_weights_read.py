@@ -2,7 +2,6 @@
 
 import json
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tests.unit.weights_cases import (
     kept_tensors,
     read_all,
     saved_model,
-    values_of,
 )
 
 
@@ -92,18 +90,6 @@ def test_says_which_tensors_may_be_left_out(tmp_path):
     assert "model.norm.weight" not in names and len(names) == len(kept_tensors(model)) - 1
 
 
-def test_reads_from_as_many_threads_as_asked(tmp_path):
-    model = saved_model("llama", tmp_path)
-    together = threading.Barrier(3, timeout=120)
-    first = iter(range(3))
-
-    def write(name, tensor):
-        if next(first, None) is not None:
-            together.wait()  # breaks unless three writes are under way at once
-
-    read_weights(tmp_path, blank(model), write, threads=3)
-
-
 def test_a_failing_write_ends_the_load(tmp_path):
     model = saved_model("llama", tmp_path)
     calls: list[str] = []
@@ -161,19 +147,3 @@ class _PeakMemory:
 def test_source_dtype_is_what_the_config_says(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert source_dtype(tmp_path) == torch.float16
-
-
-def test_source_dtype_falls_back_on_most_bytes(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert source_dtype(tmp_path) == torch.float32
-    tensors = {"a": torch.zeros(9, dtype=torch.bfloat16), "b": torch.zeros(2), "c": torch.zeros(2)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert source_dtype(tmp_path) == torch.bfloat16
-
-
-def test_values_survive_in_every_dtype(tmp_path):
-    model = saved_model("llama", tmp_path / "a")
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        wanted = {name: tensor.to(dtype) for name, tensor in kept_tensors(model).items()}
-        write_weights(tmp_path / "b", blank(model), values_of(wanted), dtype=dtype)
-        assert_same(read_all(tmp_path / "b", blank(model)), wanted)

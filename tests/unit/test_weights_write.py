@@ -14,8 +14,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from megatrain.errors import InputError, RunFailed
-from megatrain.model import export
+from megatrain.errors import RunFailed
 from megatrain.model.export import write_weights
 from megatrain.model.safetensors_io import stored_tensors
 from megatrain.model.weights import read_weights, source_dtype
@@ -75,16 +74,6 @@ def test_parameters_of_float32_classes_keep_their_precision(tmp_path):
     assert loaded["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
-def test_parameters_merged_on_the_hub_share_the_wider_dtype(tmp_path):
-    model = saved_model("hrm_text", tmp_path / "wanted")
-    values = values_of(kept_tensors(model))
-    model._keep_in_fp32_modules_strict = {"up_proj"}
-    write_weights(tmp_path / "a", blank(model), values, dtype=torch.bfloat16)
-    merged = stored_tensors(tmp_path / "a")["model.H_module.layers.0.mlp.gate_up_proj.weight"]
-    wanted = stored_tensors(tmp_path / "wanted")[merged.name]
-    assert torch.equal(merged.read(), wanted.read())
-
-
 def test_gives_back_the_layout_that_was_read(tmp_path):
     model = saved_model("mixtral", tmp_path / "hub")
     model.save_pretrained(tmp_path / "fused", save_original_format=False)
@@ -117,39 +106,6 @@ def test_shards_are_aligned_and_indexed(tmp_path):
         assert each.start % each.dtype.itemsize == 0
         with safe_open(each.file, "pt") as shard:  # the library itself finds the same
             assert torch.equal(shard.get_tensor(name), each.read())
-
-
-def test_each_value_is_asked_for_once(tmp_path):
-    model = saved_model("qwen3_moe", tmp_path / "wanted")
-    asked: list[str] = []
-    values = {
-        name: (lambda name=name, tensor=tensor: (asked.append(name), tensor)[1])
-        for name, tensor in kept_tensors(model).items()
-    }
-    write_weights(tmp_path / "a", blank(model), values, dtype=torch.bfloat16)
-    assert sorted(asked) == sorted(values)
-
-
-def test_persistent_buffers_may_come_from_the_model(tmp_path):
-    model = saved_model("deepseek_v3", tmp_path / "wanted")
-    values = values_of({name: p.detach() for name, p in model.named_parameters()})
-    write_weights(tmp_path / "a", blank(model), values, dtype=torch.float32)
-    assert layout(tmp_path / "a") == layout(tmp_path / "wanted")
-
-
-@pytest.mark.parametrize("mistake", ["missing", "unknown", "shape"])
-def test_mistakes_of_the_caller(mistake, tmp_path):
-    model = saved_model("llama", tmp_path / "wanted")
-    values = values_of(kept_tensors(model))
-    if mistake == "missing":
-        del values["model.norm.weight"]
-    elif mistake == "unknown":
-        values["model.norm.wait"] = values["model.norm.weight"]
-    else:
-        values["model.norm.weight"] = lambda: torch.zeros(1)
-    with pytest.raises(ValueError, match=r"norm\.(weight|wait)"):
-        write_weights(tmp_path / "a", blank(model), values, dtype=torch.float32)
-    assert [path.name for path in tmp_path.iterdir()] == ["wanted"]
 
 
 def test_the_configuration_is_not_touched_and_never_in_the_way(tmp_path):
@@ -201,21 +157,3 @@ def test_a_write_that_fails_leaves_nothing(existing, tmp_path, request):
         write(tmp_path / "a", model, torch.float32)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not list(tmp_path.glob(".*"))
-
-
-def test_too_little_space_is_seen_before_writing(tmp_path, monkeypatch):
-    model = saved_model("llama", tmp_path / "wanted")
-    usage = shutil._ntuple_diskusage(10, 9, 1)
-    monkeypatch.setattr(export.shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(export, "write_shard", lambda *_: pytest.fail("it began to write"))
-    with pytest.raises(RunFailed, match=r"a: the model takes .* MiB and the disk has 1 byte"):
-        write(tmp_path / "a", model, torch.float32)
-    assert [path.name for path in tmp_path.iterdir()] == ["wanted"]
-
-
-def test_a_file_in_the_way_is_refused(tmp_path):
-    model = saved_model("llama", tmp_path / "wanted")
-    (tmp_path / "a").write_text("mine")
-    with pytest.raises(InputError, match="is a file"):
-        write(tmp_path / "a", model, torch.float32)
-    assert (tmp_path / "a").read_text() == "mine"

@@ -1,7 +1,6 @@
 """Host threads that stand in for streams: order, errors that do not hang, and the end."""
 
 import threading
-import weakref
 
 import pytest
 import torch
@@ -56,40 +55,3 @@ def test_an_error_of_ours_is_raised_as_it_is(worker):
     worker.wait(worker.mark())
     with pytest.raises(InputError, match="^this line$"):
         worker.check()
-
-
-def test_work_that_is_done_is_forgotten(worker):
-    """It refers to an engine, which could not be collected while the thread waits for more."""
-
-    collected = threading.Event()
-
-    class Engine:
-        def update(self):
-            pass
-
-    engine = Engine()
-    weakref.finalize(engine, collected.set)
-    worker.put("update", engine.update)
-    del engine
-    assert collected.wait(timeout=120)
-
-
-def test_a_worker_may_be_closed_by_its_own_work():
-    worker = HostStream("update", torch.zeros(1, dtype=torch.int32))
-    worker.put("close", worker.close)
-    worker._thread.join(timeout=120)
-    assert not worker._thread.is_alive()
-    worker.check()
-
-
-def test_nothing_waits_for_a_closed_worker():
-    worker = HostStream("rows", torch.zeros(1, dtype=torch.int32))
-    done: list[int] = []
-    worker.put("append", lambda: done.append(1))
-    worker.close()
-    assert done == [1]
-    worker.close()
-    with pytest.raises(RunFailed, match="the engine is closed"):
-        worker.put("append", lambda: done.append(2))
-    with pytest.raises(RunFailed, match="the engine is closed"):
-        worker.mark()
