@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.loss import GRPO
+from tests.inside import store_of
 from tests.parity.cases import llama, make_batches, make_engine, masters
 from tests.structure.source_tree import ROOT
 
@@ -20,7 +21,7 @@ def test_weights_of_tiles_are_those_of_the_last_step_without_a_copy():
         engine.step(make_batches(1)[0])
         found = masters(engine)
         names = []
-        rest = [tile for tile in engine._store.tiles if tile.layout.entries]
+        rest = [tile for tile in store_of(engine).tiles if tile.layout.entries]
         for tile, own in zip(engine.updated_tiles(), rest, strict=True):
             assert (tile.name, tile.version) == (own.name, 1)
             plane = own.weights.data.untyped_storage().data_ptr()
@@ -38,7 +39,7 @@ def test_a_tile_is_waited_for_alone(monkeypatch):
         monkeypatch.setattr(engine.device, "synchronize", lambda event, name: waited.append(event))
         tiles = engine.updated_tiles()
         next(tiles)
-        first = next(tile for tile in engine._store.tiles if tile.layout.entries)
+        first = next(tile for tile in store_of(engine).tiles if tile.layout.entries)
         assert waited == [first.updated, first.written]
 
 

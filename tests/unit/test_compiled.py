@@ -56,18 +56,6 @@ def test_a_large_tensor_is_not_copied_to_the_host_to_time_a_kernel():
         CachingAutotuner.benchmark_all_configs(tuner, large, small)
 
 
-def test_a_user_is_told_what_is_compiled_before_it_begins(caplog, quickly):
-    with caplog.at_level(logging.INFO), _engine(compile=True, save_activations=1) as engine:
-        assert not [m for m in caplog.messages if "compiling" in m]  # nothing before its first call
-        _step(engine)
-        _step(engine)
-    assert [m for m in caplog.messages if "compiling" in m] == [
-        "compiling layer kind 1 of 1 (forward and backward)...",
-        "compiling layer kind 1 of 1 (kept graph)...",
-        "compiling the loss...",
-    ]
-
-
 def test_layers_of_a_kind_are_compiled_once_for_a_purpose(quickly):
     before = num_compilations()
     with _engine(compile=True, save_activations=1) as engine:
@@ -116,30 +104,6 @@ def test_whether_layers_draw_is_tried_on_a_few_tokens(family, changes, repeats):
     for visit, layer in enumerate(program.spec.layers):
         weights = {n: torch.ones(p.shape).to(BF16) for n, p in layer.module.named_parameters()}
         assert program.repeats(visit, partial(dict, weights), None) == repeats
-
-
-@pytest.mark.exhaustive
-def test_another_model_is_compiled_for_its_own_sizes(calls):
-    """Not for any size, as torch.compile would from the second one on that a function is given."""
-    for number in range(3):
-        with _engine(vocab_size=32 + number, hidden_size=8 + 4 * number, compile=True) as engine:
-            calls.clear()
-            _step(engine, width=4 + number)
-            assert calls
-            assert not any(calls)
-            _step(engine, width=9)  # of the same model any length from now on
-            assert any(calls)
-
-
-@pytest.mark.exhaustive
-def test_the_usual_micro_batches_keep_their_graphs_beside_others(calls):
-    """Of the last rows of a step or an epoch: torch.compile would take theirs, for any size."""
-    with _engine(compile=True) as engine:
-        for width in (4, 6, 5, 4):
-            calls.clear()
-            _step(engine, width)
-            assert calls
-            assert set(calls) == {width != 4}
 
 
 def test_layers_with_a_buffer_that_others_lack_keep_their_graphs(calls):

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from torch.optim import SGD
 from transformers import TrainingArguments, get_scheduler
 
-from megatrain import AdamW, config
+from megatrain import config
 from megatrain.base.json_yaml import parse_yaml
-from megatrain.data import sources
 from megatrain.errors import InputError
 from megatrain.optim import RULES
-from megatrain.placement import Placement
 from megatrain.train.schedule import make_schedule
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -48,19 +46,6 @@ def test_overrides_beat_the_file_and_the_file_beats_the_defaults(load):
     assert loaded.optimizer.lr == 5e-4
     assert loaded.optimizer.eps == 1e-7
     assert loaded.optimizer.betas == [0.9, 0.95]
-
-
-def test_an_override_may_name_a_section_that_the_file_lacks(load):
-    loaded = load(MINIMAL, "engine.placement.slots=3", "output.folder=out")
-    assert loaded.engine.placement_value() == Placement(slots=3)
-    assert loaded.output.folder == "out"
-
-
-@pytest.mark.parametrize("names", [(), ("embedding", "layer 0")])
-def test_tiles_that_rest_on_the_device_are_a_list(load, names):
-    loaded = load(MINIMAL, f"engine.placement.resident={list(names)}")
-    assert loaded.engine.placement_value() == Placement(resident=names)
-    assert load(loaded.as_yaml()).engine.placement_value() == Placement(resident=names)
 
 
 def test_the_resolved_file_loads_as_the_same_configuration(load):
@@ -103,19 +88,6 @@ def test_a_null_section_is_as_if_left_out(load):
     assert load(given, "adapter=null") == load(MINIMAL, "engine.precision=fp32")
 
 
-def test_null_of_a_key_that_asks_for_nothing_by_default_is_as_if_left_out(load):
-    keys = (
-        "data.eval_fraction", "data.fields", "data.repeat", "model.freeze", "adapter.lora_dropout",
-        "adapter.rank_pattern", "schedule.options", "tracking.to", "training.seed",
-        "rollout.rewards", "optimizer.weight_decay", "loss.label_smoothing", "data.eval_path",
-    )  # fmt: skip
-    for key in keys:
-        assert load(MINIMAL, f"{key}=null") == load()
-    for key in ("checkpoint.keep", "data.packing", "training.batch_size"):  # all, or the default?
-        with pytest.raises(InputError, match=rf"--set {key}: should be a valid .*, got None"):
-            load(MINIMAL, f"{key}=null")
-
-
 @pytest.mark.parametrize("text", ["{}", "model: null", "data: {path: a}", MINIMAL + "a: 1"])
 def test_all_that_is_wrong_is_said_at_once(load, text):
     """With the smallest file that works, which does."""
@@ -132,11 +104,6 @@ def test_all_that_is_wrong_is_said_at_once(load, text):
 def test_problems_between_sections_are_said_at_once(load):
     with pytest.raises(InputError, match=r"base nf4 needs engine.precision bf16.*; training.eval_"):
         load(MINIMAL, "model.base=nf4", "engine.precision=fp32", "training.eval_every=3")
-
-
-def test_run_files_that_name_no_optimizer_mean_adamw(load):
-    loaded = load(MINIMAL, "optimizer.eps=1e-6", "optimizer.no_decay=[bias]")
-    assert loaded.optimizer.rule() == AdamW(eps=1e-6, no_decay=("bias",))
 
 
 @pytest.mark.parametrize(("ratio", "steps"), [(0.1, 12), (0.03, 45), (0.1, 30), (0.5, 4), (0, 4)])
@@ -161,27 +128,6 @@ def test_exponents_are_numbers_as_in_yaml_1_2(number):
 def test_what_is_a_number_in_one_version_of_yaml_alone_is_refused(load, number):
     with pytest.raises(InputError, match="line 1: not valid: .* in YAML 1.1 and something else"):
         load(MINIMAL, f"training.steps={number}")
-
-
-@pytest.mark.parametrize("number", ["10", "-3", "0", "0x1F", "1_000", "0.5"])
-def test_other_numbers_are_what_they_were(number):
-    assert parse_yaml(number) == yaml.safe_load(number)
-
-
-def test_what_yaml_would_cut_off_an_override_is_refused(load):
-    for value in ("a #1", "#1", "[a, b] # c"):
-        with pytest.raises(InputError, match='YAML ends at " #"; put the value in quotes'):
-            load(MINIMAL, f"output.folder={value}")
-    assert load(MINIMAL, "output.folder='a #1'").output.folder == "a #1"
-    assert load(MINIMAL, "output.folder=a#1").output.folder == "a#1"
-
-
-def test_a_variable_of_the_shell_is_no_path_unless_one_has_its_name(load, tmp_path):
-    for path in ("$HOME/runs", "${SCRATCH}/runs", str(tmp_path / "$USER")):
-        with pytest.raises(InputError, match="is not filled in here: write the path out"):
-            load(MINIMAL, f"output.folder={path}")
-    (tmp_path / "$USER").mkdir()
-    load(MINIMAL, f"output.folder={tmp_path / '$USER'}", "data.path=a$")
 
 
 MISTAKES = [
@@ -338,11 +284,6 @@ def test_a_mistake_in_the_file_names_the_file(load, tmp_path):
     assert str(caught.value).startswith(f"{tmp_path / 'run.yaml'}: optimizer.lrr: ")
 
 
-def test_the_misspelt_key_is_named_before_the_one_it_leaves_missing(load):
-    with pytest.raises(InputError, match=r"lenght: unknown key.*data.sequence_length: missing"):
-        load(MINIMAL.replace("sequence_length", "sequence_lenght"))
-
-
 FILES = {
     "": "not a mapping",
     "- 1": "not a mapping",
@@ -371,16 +312,8 @@ def test_a_hostile_or_broken_file_is_refused_in_one_line(load, text, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00a", b"\x80abc"])
-def test_a_binary_file_is_refused(tmp_path, content):
-    path = tmp_path / "run.yaml"
-    path.write_bytes(content)
-    with pytest.raises(InputError):
-        config.load(path)
-
-
-@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("suffix", [*sorted({*sources._SUFFIXES} - {".json"}), ".txt", ".CSV"])
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".txt", ".CSV"])
 def test_a_file_of_data_is_refused_with_the_key_it_belongs_to(tmp_path, suffix, packed):
     path = tmp_path / f"rows{suffix}{packed}"
     with pytest.raises(InputError, match="cannot be read: No such file"):
@@ -392,13 +325,6 @@ def test_a_file_of_data_is_refused_with_the_key_it_belongs_to(tmp_path, suffix, 
         f"{path}: a file of data, not a run file: give a run file (YAML), and name the data in it "
         f"as data.path, or with --set data.path={path}"
     )
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    with pytest.raises(InputError, match="No such file"):
-        config.load(tmp_path / "none.yaml")
-    with pytest.raises(InputError, match="Is a directory"):
-        config.load(tmp_path)
 
 
 @given(st.text(alphabet="ab:[]{}&*!|>-?'\" \n\t#%@`0.e,", max_size=60))

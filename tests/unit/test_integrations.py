@@ -1,6 +1,5 @@
 """A streamed Trainer is the plain one: losses, norms, rates, evaluations, weights, and a resume."""
 
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,14 +9,11 @@ from data_cases import chat_tokenizer
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import (
-    DataCollatorForSeq2Seq,
     LlamaForCausalLM,
-    LlamaForSequenceClassification,
     Trainer,
     TrainerCallback,
 )
 
-from megatrain import Placement
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import llama
@@ -118,12 +114,6 @@ def test_what_is_no_tensor_in_a_batch_is_honoured_or_refused(tmp_path):
             losses_and_norms(Unsaved, llama(), rows(4), tmp_path, **{name: value})
 
 
-def test_a_micro_batch_without_labels_is_named_where_its_mean_is_taken(tmp_path):
-    data = [{**row, "labels": [-100] * len(row["labels"])} for row in rows(2)]
-    with pytest.raises(InputError, match="micro-batch [012] of this step has no label"):
-        losses_and_norms(Unsaved, without_kwargs(), rows(4) + data, tmp_path)
-
-
 def test_a_streamed_trainer_goes_on_exactly(tmp_path):
     whole = trainer(Streamed, tmp_path / "whole")
     whole.train()
@@ -136,20 +126,6 @@ def test_a_streamed_trainer_goes_on_exactly(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert lines(whole)[:-1] == lines(again)[:-1]
     assert sum("loss" in entry for entry in lines(whole)) == 5
-
-
-def test_options_of_the_engine_are_heeded_on_resume(tmp_path):
-    trainer(Streamed, tmp_path, options={"callbacks": [Stop()]}).train()
-    placed = type("Placed", (Streamed,), {"engine_options": {"placement": Placement(slots=3)}})
-    again = trainer(placed, tmp_path)
-    again.train(resume_from_checkpoint=True)
-    assert again.engine.placement.slots == 3
-
-
-def test_a_run_does_not_go_on_in_another_precision(tmp_path):
-    trainer(Streamed, tmp_path, options={"callbacks": [Stop()]}).train()
-    with pytest.raises(InputError, match="precision is 'bf16', but .* was trained in 'fp32'"):
-        trainer(Streamed, tmp_path, bf16=True).train(resume_from_checkpoint=True)
 
 
 def test_a_step_that_is_broken_off_is_not_part_of_the_next_run(tmp_path):
@@ -205,33 +181,6 @@ class Precise(StreamedTrainer, Trainer):
 def test_what_cannot_be_right_is_refused_by_name(tmp_path, kind, changes, options, message):
     with pytest.raises(InputError, match=message):
         trainer(kind, tmp_path, options=options, **changes)
-
-
-def test_the_tokenizer_of_a_collator_is_saved(tmp_path):
-    collator = DataCollatorForSeq2Seq(chat_tokenizer("qwen"))
-    args = arguments(tmp_path, eval_strategy="no")
-    made = Streamed(llama(), args, train_dataset=rows(4), data_collator=collator)
-    made.save_model(str(tmp_path / "model"))
-    assert (tmp_path / "model" / "tokenizer.json").exists()
-
-
-def test_a_model_with_another_head_is_refused(tmp_path):
-    model = LlamaForSequenceClassification(llama(num_labels=1).config)
-    with pytest.raises(InputError, match="a LlamaForSequenceClassification: .* RewardTrainer"):
-        Streamed(model, arguments(tmp_path), train_dataset=rows(4))
-
-
-def test_a_tokenizer_that_would_end_the_process_is_refused(tmp_path):
-    """Where a model is named, and its tokenizer is not given."""
-    trl = pytest.importorskip("trl")
-    llama().save_pretrained(tmp_path)
-    chat_tokenizer("qwen").save_pretrained(tmp_path)
-    file = tmp_path / "tokenizer.json"
-    charsmap = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | charsmap))
-    args = trl.SFTConfig(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False)
-    with pytest.raises(InputError, match="charsmap"):
-        mixed(trl.SFTTrainer)(str(tmp_path), args, train_dataset=rows(4))
 
 
 def test_a_new_head_is_drawn_by_the_seed(tmp_path):

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatrain import DoesNotFit, Placement
 from megatrain.base.units import GIB
 from megatrain.model.document_check import check_masks
+from tests.inside import program_of
 from tests.parity.cases import llama, make_engine
 
 PLAIN = SimpleNamespace(_attn_implementation="sdpa", sliding_window=None)
@@ -52,14 +53,14 @@ def test_layers_of_a_plain_long_row_get_no_mask(monkeypatch):
     tokens = 3000
     engine = make_engine(llama(max_position_embeddings=tokens), placement=Placement())
     sizes = []
-    layer = engine._program.layer
+    layer = program_of(engine).layer
 
     def listen(visit, weights, batch, values, *options):
         leaves = batch.calls[visit].leaves
         sizes.extend(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
         return layer(visit, weights, batch, values, *options)
 
-    monkeypatch.setattr(engine._program, "layer", listen)
+    monkeypatch.setattr(program_of(engine), "layer", listen)
     ids = torch.ones(1, tokens, dtype=torch.int64)
     engine.evaluate([{"input_ids": ids, "labels": ids}])
     assert sizes and max(sizes) <= tokens * 64

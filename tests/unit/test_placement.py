@@ -1,12 +1,10 @@
 """What a placement may be."""
 
-import json
 from typing import Any
 
 import pytest
 import yaml
 
-from benchmarks.predictions import RESULTS, placement_of
 from megatrain import InputError, Placement
 from megatrain.config.schema import EngineSection
 from megatrain.placement import RENAMED, renamed
@@ -83,14 +81,3 @@ def test_earlier_names_of_saved_choices_are_read():
     saved = {earlier.get(name, name): value for name, value in today.items()}
     assert saved.keys() - today.keys() == RENAMED.keys()
     assert Placement(**renamed(saved)) == Placement(**renamed(today)) == placement
-
-
-def test_results_of_the_benchmarks_are_read_by_earlier_names():
-    files = sorted(RESULTS.glob("step-*.json"))
-    assert len(files) >= 16
-    for file in files:
-        result = json.loads(file.read_text())
-        placement = placement_of(result).as_dict()
-        for name, value in (result.get("placement") or result["case"]["placement"]).items():
-            found = placement[RENAMED.get(name, name)]
-            assert (list(found) if name == "resident" else found) == value, file

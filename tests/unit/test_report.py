@@ -66,9 +66,10 @@ def test_a_disk_is_shown_with_what_is_written_to_it(tmp_path):
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        *(("metrics.jsonl", damage) for damage in ("gone", "empty", "half", "noise")),
-        *(("environment.json", damage) for damage in ("gone", "half")),
-        *(("config.yaml", damage) for damage in ("noise", "bomb")),
+        ("metrics.jsonl", "half"),
+        ("metrics.jsonl", "noise"),
+        ("environment.json", "gone"),
+        ("config.yaml", "bomb"),
     ],
 )
 def test_a_damaged_file_costs_only_what_it_says(tmp_path, name, damage):
@@ -90,7 +91,7 @@ def test_a_damaged_file_costs_only_what_it_says(tmp_path, name, damage):
 
 @pytest.mark.parametrize(
     "content",
-    [None, "{", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X"}]}', "[" * 100_000],
+    [None, '{"traceEvents": [{"ph": "X"}]}', "[" * 100_000],
 )
 def test_a_damaged_timeline_leaves_the_rest(tmp_path, content):
     run = write_run(tmp_path / "run")
@@ -118,20 +119,6 @@ def test_a_run_that_goes_on_and_one_that_failed(tmp_path):
     assert "Failed" not in made(run).text  # it was taken up again
 
 
-def test_a_run_that_ended_early_is_finished(tmp_path):
-    run = write_run(tmp_path / "run", steps=5, total=100)
-    (run / "model").mkdir()
-    noted = {"done": 5, "best": {"step": 3, "eval_loss": 1.0}, "early": "eval_loss was not better"}
-    (run / "finished.json").write_text(json.dumps(noted))
-    assert (
-        "Finished: 5 of 100 steps, stopped early: eval_loss was not better. The model is that of "
-        "step 3, the best." in made(run).text
-    )
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(record(6)) + "\n")
-    assert "Still going" in made(run).text  # it was made longer
-
-
 def test_evaluation_sets_and_accuracy_are_shown(tmp_path):
     run = write_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
@@ -142,13 +129,6 @@ def test_evaluation_sets_and_accuracy_are_shown(tmp_path):
     assert "evaluation 2, 62.5% of tokens right" in text and "evaluation, code" in text
     assert "the cat" in text and "<sat>" in text and "Samples after step 8" in text
     assert "Accuracy, of tokens: last 0.625, from 0.625 to 0.625" in text
-
-
-def test_what_reward_functions_log_is_no_loss_of_a_set_and_no_share_of_tokens():
-    line = {"eval_reward": 1.0, "eval_format_loss": 7.0, "eval_accuracy": 0.5}
-    metrics = collect([record(1), {"step": 1, **line}])
-    assert [line.y.tolist() for line in metrics.evaluated("reward")] == [[1.0]]
-    assert metrics.evaluated("loss") == metrics.evaluated("accuracy") == []
 
 
 def test_what_a_resumed_run_did_twice_counts_once():
@@ -172,13 +152,6 @@ def test_values_that_are_no_numbers_are_gaps():
     assert metrics.last("loss") == 10.0
 
 
-def test_a_page_does_not_grow_with_the_steps(tmp_path):
-    run = write_run(tmp_path / "run")
-    lines = (json.dumps(record(s)) + "\n" for s in range(1, 30_001))
-    (run / "metrics.jsonl").write_text("".join(lines))
-    assert write_report(run).stat().st_size < 1_000_000
-
-
 def test_names_are_text_whatever_is_in_them(tmp_path):
     evil = "</script><script>alert(1)</script><img src=x onerror='\"&>"
     run = write_run(tmp_path / "run")
@@ -193,12 +166,6 @@ def test_names_are_text_whatever_is_in_them(tmp_path):
     found = made(run)
     assert not found.named("script") and len(found.named("img")) == 2
     assert found.text.count("alert(1)") >= 4
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_very_short_run_has_a_page(tmp_path, steps):
-    found = made(write_run(tmp_path / "run", steps=steps, total=steps))
-    assert len(found.named("figure", "charts")) == 1 and "Host memory, GiB: last 14" in found.text
 
 
 @pytest.mark.parametrize("name", ["model", "gone", "step.json"])

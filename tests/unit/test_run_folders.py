@@ -1,11 +1,8 @@
 """Folders that are whole or not there, their locks, what a log keeps on resume, signals."""
 
-import errno
-import fcntl
 import os
 import signal
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -66,42 +63,6 @@ def test_a_folder_that_is_replaced_stays_until_the_new_one_is_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_link_to_an_empty_folder_is_followed(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    with whole_folder(tmp_path / "link") as folder:
-        (folder / "a").write_text("1")
-    assert (tmp_path / "real" / "a").read_text() == "1"
-
-
-def test_a_folder_that_cannot_be_replaced_is_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for target in (Path("."), Path("/proc")):
-        with pytest.raises(InputError, match="name a new folder inside"), whole_folder(target):
-            pass
-
-
-def test_what_a_killed_process_left_is_cleared(tmp_path):
-    (tmp_path / ".model.partial").mkdir()
-    (tmp_path / ".model.partial" / "old").write_text("half")
-    with whole_folder(tmp_path / "model") as folder:
-        assert list(folder.iterdir()) == []
-
-
-def test_a_run_folder_is_new(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert str(new_run_folder(None, "demo")).startswith("runs/demo-20")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="file is a file"):
-        new_run_folder("file", "demo")
-
-
-def test_a_link_to_nothing_is_no_run_folder(tmp_path):
-    (tmp_path / "run").symlink_to(tmp_path / "disk" / "run")
-    with pytest.raises(InputError, match="run: no folder, or a link to none"):
-        make_run_folder(str(tmp_path / "run"), "name")  # it tried again for ever
-
-
 def test_a_tilde_is_the_users_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert new_run_folder("~/run", "demo") == tmp_path / "run"
@@ -135,17 +96,6 @@ def test_a_folder_is_locked_once(tmp_path):
                 pass
 
 
-@pytest.mark.parametrize("text", [b"", b"\xff\xb1\n\0", b"a\n" * 1000])
-def test_whatever_is_in_a_lock_it_holds(tmp_path, text):
-    lock = tmp_path / ".lock"
-    lock.write_bytes(text)
-    with lock.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match="is writing there") as refused, locked(tmp_path):
-            pass
-    assert "\n" not in str(refused.value)
-
-
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_what_is_no_file_is_no_lock_and_no_log(tmp_path, make):
     make(tmp_path / ".lock")
@@ -154,21 +104,6 @@ def test_what_is_no_file_is_no_lock_and_no_log(tmp_path, make):
     make(tmp_path / "m.jsonl")
     with pytest.raises(InputError, match="not a plain file"):
         cut_metrics(tmp_path / "m.jsonl", 1)
-
-
-def test_an_endless_log_is_not_read(tmp_path):
-    (tmp_path / "m.jsonl").symlink_to("/dev/zero")
-    with pytest.raises(InputError, match="not a plain file"):
-        cut_metrics(tmp_path / "m.jsonl", 1)
-
-
-def test_a_file_system_without_locks_is_said_to_be_one(tmp_path, monkeypatch, caplog):
-    def none(file, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", none)
-    with locked(tmp_path):
-        assert "start no second run in it" in caplog.text
 
 
 def test_the_newest_run_of_a_name_is_found(tmp_path, monkeypatch):

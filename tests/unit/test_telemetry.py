@@ -4,7 +4,6 @@ import io
 import json
 import logging
 import os
-import resource
 import subprocess
 import sys
 
@@ -21,7 +20,6 @@ from megatrain.telemetry.environment import environment
 from megatrain.telemetry.gpu import bf16_peak_tflops
 from megatrain.telemetry.log import PASSING, Share, StderrHandler
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
-from megatrain.telemetry.pictures import draw_loss
 
 RECORD = {
     "step": 1,
@@ -44,13 +42,6 @@ def test_metrics_are_on_disk_line_by_line(tmp_path):
     assert list(read_metrics(tmp_path / "m.jsonl"))[1] == {"step": 2, "loss": None}
 
 
-def test_a_second_writer_goes_on_where_the_first_ended(tmp_path):
-    for step in (1, 2):
-        writer = MetricsWriter(tmp_path / "m.jsonl")
-        writer.write(step=step)
-    assert [record["step"] for record in read_metrics(tmp_path / "m.jsonl")] == [1, 2]
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_reported_once_and_never_stops_the_run(tmp_path):
     path = tmp_path / "m.jsonl"
@@ -65,21 +56,6 @@ def test_a_full_disk_is_reported_once_and_never_stops_the_run(tmp_path):
     for step in (3, 4):
         writer.write(step=step)
     assert [record["step"] for record in read_metrics(path)] == [0, 1, 2, 3, 4]
-
-
-def test_a_line_that_does_not_fit_is_written_later_not_in_part(tmp_path):
-    path = tmp_path / "m.jsonl"
-    writer = MetricsWriter(path, warn=lambda message: None)
-    writer.write(step=1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
-    try:
-        writer.write(step=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_text() == '{"step": 1}\n'
-    writer.write(step=3)
-    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal():
@@ -103,16 +79,6 @@ class Stderr(io.StringIO):
         self.isatty = lambda: terminal
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_lines_of_stderr_are_wrapped_at_words_in_a_terminal_alone(terminal, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Stderr(terminal))
-    monkeypatch.setenv("COLUMNS", "12")
-    line = logging.LogRecord("", logging.INFO, "", 0, "a long line of words", (), None)
-    StderrHandler().emit(line)
-    told = sys.stderr.getvalue()
-    assert told == ("a long line\nof words\n" if terminal else "a long line of words\n")
-
-
 @pytest.mark.parametrize("where", ["terminal", "file", "dumb", "rank 1"])
 def test_what_is_being_done_is_shown_on_a_terminal_until_more_is_said(where, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Stderr(where != "file"))
@@ -130,30 +96,6 @@ def test_what_is_being_done_is_shown_on_a_terminal_until_more_is_said(where, mon
     erase = "\r\x1b[2K"
     passing = f"{erase}weights: 33{erase}a long line{erase}" if where == "terminal" else ""
     assert sys.stderr.getvalue() == f"{passing}done\nmore\n"
-
-
-def test_steps_are_shown_in_place_on_a_terminal_and_lines_above_them(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Stderr(True))
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.delenv("TERM", raising=False)
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=60, legacy_windows=False)
-    with TrainingProgress(25, log_every=10, console=console) as progress:
-        progress.step(RECORD | {"step": 5})
-        progress.say("an evaluation")
-        progress.step(RECORD | {"step": 10})
-    assert out.getvalue() == "an evaluation\n"
-    first, gone, second, end = sys.stderr.getvalue().split("\r\x1b[2K")[1:]
-    assert first.startswith("step 5/25  ETA ") and "loss 2.5000  grad 0.75" in first
-    assert second.startswith("step 10/25") and gone == end == ""
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_lines_that_stay_are_wrapped_at_words_on_a_terminal_alone(terminal):
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=12, legacy_windows=False)
-    TrainingProgress(25, log_every=10, console=console).say("a long line of words")
-    assert out.getvalue() == ("a long line \nof words\n" if terminal else "a long line of words\n")
 
 
 @pytest.mark.parametrize(
@@ -188,14 +130,6 @@ def test_process_memory_is_what_the_system_counts_children_included():
         after = host.ProcessTree(os.getpid()).num_bytes()
         child.communicate(b"\n")
     assert after > before + 150 * MIB
-
-
-def test_a_peak_is_not_that_of_the_process_before():
-    """What a program had that starts another one counts for that one in getrusage."""
-    peak = "from megatrain.telemetry.host import peak_process_bytes as p; print(p())"
-    block = b"1" * (256 << 20)
-    run = subprocess.run([sys.executable, "-c", peak], capture_output=True, check=True)
-    assert 0 < int(run.stdout) < len(block)
 
 
 @pytest.fixture
@@ -254,13 +188,6 @@ def test_the_environment_is_plain_json_without_names_of_persons_or_hosts():
     assert os.path.expanduser("~") not in text
 
 
-def test_the_loss_curve_is_a_picture_even_of_an_empty_run(tmp_path):
-    records = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 2, "eval_loss": 1.5}]
-    for name, lines in (("a.png", records), ("b.png", [])):
-        draw_loss(lines, tmp_path / name)
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
 def test_declared_host_memory_counts_instead_of_what_the_system_shows(monkeypatch):
     monkeypatch.setenv("MEGATRAIN_HOST_MEMORY", "1TiB")
     assert host.host_limit_bytes() == 1 << 40
@@ -276,13 +203,3 @@ def test_the_commit_is_that_of_this_checkout_or_the_one_declared(monkeypatch):
     assert found is None or len(found) == 40  # None: an unpacked archive
     monkeypatch.setenv("MEGATRAIN_COMMIT", "abc")
     assert environment("cpu")["commit"] == "abc"
-
-
-def test_a_package_that_lies_in_another_checkout_has_no_commit(tmp_path, monkeypatch):
-    monkeypatch.delenv("MEGATRAIN_COMMIT", raising=False)
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    command = ["git", "-C", tmp_path, *identity, "commit", "-q", "--allow-empty", "-m", "a"]
-    subprocess.run(command, check=True)
-    monkeypatch.setattr(environment_module, "__file__", str(tmp_path / "environment.py"))
-    assert environment_module.commit() is None

@@ -1,7 +1,6 @@
 """PEFT's adapters under a streamed Trainer are trained as under the plain one."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import Trainer
 
 from megatrain.errors import InputError
-from tests.parity.cases import llama, make_batches, make_engine
+from tests.parity.cases import llama
 from tests.sweeps import few, quick
 from tests.unit.trainer_cases import (
     Streamed,
@@ -63,19 +62,6 @@ def test_an_adapter_learns_what_it_does_under_the_plain_one(tmp_path, keys, chan
     assert described["r"] == 4 and whole.peft_config["default"].use_dora == ("use_dora" in keys)
 
 
-@pytest.mark.parametrize(
-    "keys", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["embed_tokens"]}]
-)
-def test_an_adapter_of_the_embedding_goes_with_checkpointing(tmp_path, keys):
-    """For which a trainer puts a hook on the embedding, whose wrapper takes it along."""
-    model = get_peft_model(llama(), LoraConfig(**({"target_modules": ["q_proj"]} | keys)))
-    model.enable_input_require_grads()
-    [step] = make_batches(1)
-    with make_engine(model) as engine:
-        assert engine.step(step).loss > 0
-        engine.save_pretrained(tmp_path)
-
-
 def test_other_methods_of_peft_are_refused_by_name(tmp_path):
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(InputError, match=r"PromptTuning|PROMPT_TUNING"):
@@ -119,28 +105,3 @@ def test_trls_peft_config_is_followed(tmp_path, name):
     same_weights(*made)
     described = Path(made[1].args.output_dir) / "adapter_config.json"
     assert json.loads(described.read_text())["task_type"] == task
-
-
-@pytest.mark.exhaustive
-def test_an_adapter_that_is_trained_already_is_the_reference(tmp_path):
-    plain = pytest.importorskip("trl").DPOTrainer
-    made = []
-    for kind in (plain, mixed(plain)):
-        model = llama(vocab_size=1024, max_position_embeddings=256)
-        model = get_peft_model(model, lora(init_lora_weights=False))
-        made.append(text_trainer(kind, tmp_path, model, options={}))
-        made[-1].train()
-    same(*made, near=1e-5)
-    same_weights(*made)
-
-
-@pytest.mark.exhaustive
-def test_a_new_adapter_that_changes_the_model_is_no_reference(tmp_path):
-    """DPOTrainer compares with the base alone, which would be another model."""
-    kind, model = mixed(pytest.importorskip("trl").DPOTrainer), llama(vocab_size=1024)
-    options: dict[str, Any] = {"peft_config": lora(init_lora_weights=False)}
-    with pytest.raises(InputError, match="peft_config with init_lora_weights: False"):
-        text_trainer(kind, tmp_path, model, options=options)
-    made = text_trainer(kind, tmp_path, model, options=options | {"ref_model": model})
-    made.train()
-    assert made.state.log_history[0]["loss"] != pytest.approx(math.log(2), abs=1e-4)

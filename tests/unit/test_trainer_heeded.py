@@ -20,10 +20,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from megatrain import DoesNotFit, Engine
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer, heeded, taken
-from megatrain.integrations.accumulation import Waiting, shares
 from tests.families.tiny import tiny_model
 from tests.parity.cases import llama
 from tests.sweeps import few, quick
@@ -233,22 +231,6 @@ def test_a_loss_or_model_of_trl_that_the_engine_does_not_have_is_refused(
         text_trainer(mixed(plain), tmp_path, model, **changes)
 
 
-def test_a_model_that_is_refused_leaves_no_reference_open(tmp_path, monkeypatch):
-    closed: list[Engine] = []
-    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
-    kind = mixed(trl.DPOTrainer)
-    kind.engine_options = {"host_memory": "1KiB"}
-    with pytest.raises(DoesNotFit):
-        text_trainer(kind, tmp_path)
-    (reference,) = closed
-    assert reference.optimizer is None
-
-
-def test_a_micro_batch_counts_by_its_own_step_of_the_trainer():
-    """A stream may end within a step, whose part is then added to the next one."""
-    assert shares([Waiting({}, None, 4), Waiting({}, None, 2)]) == (1 / 4, 1 / 2)
-
-
 @cache
 def text_base(kind, folder):
     made = text_trainer(kind, folder)
@@ -299,13 +281,6 @@ def test_a_resumed_adapter_is_merged_into_a_model_that_says_what_its_source_does
     assert not AutoConfig.from_pretrained(tmp_path / "merged").output_router_logits
 
 
-@pytest.mark.parametrize("plain", [trl.SFTTrainer, trl.DPOTrainer])
-def test_routers_whose_loss_has_no_weight_are_left_as_they_are(plain, tmp_path):
-    size = {"vocab_size": len(chat_tokenizer("qwen")), "max_position_embeddings": 256}
-    made = text_trainer(mixed(plain), tmp_path, tiny_model("glm4_moe", changes=size))
-    assert not made.engine.balances_experts
-
-
 def test_the_loss_of_routers_is_that_of_a_plain_trainer(tmp_path):
     """Which adds those of all micro-batches."""
     asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -350,19 +325,6 @@ def test_a_method_of_a_step_may_not_be_overridden(tmp_path):
     heeded.check_class(mixed(newer), StreamedTrainer)
     with pytest.raises(InputError, match=r"Own\._new: this version of MegaTrain does not know it"):
         heeded.check_class(mixed(type("Own", (newer,), {"_new": str})), StreamedTrainer)
-
-
-def test_autocast_around_a_trainer_is_refused(tmp_path):
-    made = trainer(Streamed, tmp_path, **SHORT)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast"):
-        made.train()
-
-
-def test_a_class_of_the_library_that_is_changed_is_seen(tmp_path, monkeypatch):
-    made = trainer(Streamed, tmp_path, **SHORT)
-    monkeypatch.setattr(Trainer, "compute_loss", lambda *_, **__: 0)
-    with pytest.raises(InputError, match=r"Trainer\.compute_loss"):
-        made.train()
 
 
 @dataclass

@@ -1,27 +1,11 @@
 """`compute_metrics` and `predict` of a streamed Trainer are the plain one's, as memory allows."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from megatrain.errors import InputError
-from megatrain.integrations import predictions
-from tests.parity.cases import VOCAB
 from tests.sweeps import few, swept
 from tests.unit.trainer_cases import Streamed, rows, trainer
-
-
-class Stream(IterableDataset):
-    """Rows without a length."""
-
-    def __init__(self, data):
-        self.data = data
-
-    def __iter__(self):
-        return iter(self.data)
 
 
 def share_right(given):
@@ -106,38 +90,3 @@ def test_what_metrics_are_given_is_as_under_the_plain_one(tmp_path, changes):
         for metrics in (plain, streamed, usual)
     )
     assert got == pytest.approx(of, rel=1e-4) and of != otherwise
-
-
-def test_predictions_need_no_labels(tmp_path):
-    bare = [{"input_ids": torch.tensor(each["input_ids"])} for each in rows(1)]
-    plain, streamed = (trainer(kind, tmp_path) for kind in (Trainer, Streamed))
-    for made in (plain, streamed):
-        made.data_collator = None
-    wanted, got = (made.predict(bare, metric_key_prefix="x") for made in (plain, streamed))
-    assert got.label_ids is wanted.label_ids is None and "x_loss" not in got.metrics
-    torch.testing.assert_close(
-        torch.tensor(got.predictions), torch.tensor(wanted.predictions), rtol=1e-4, atol=1e-5
-    )
-
-
-@pytest.mark.parametrize("sized", [True, False])
-@pytest.mark.parametrize("how", ["kept", "preprocessed", "by batch", "with room"])
-def test_logits_that_the_host_cannot_keep_are_refused_at_once(tmp_path, how, sized, monkeypatch):
-    """Two batches of 3 and 2 rows of 8 and 7 tokens, of which all is kept and copied once."""
-    first = 3 * 8 * VOCAB * 4
-    room = 4 * first if how == "with room" else 4 * first - 1 if sized else 2 * first - 1
-    monkeypatch.setattr(predictions, "host_available_bytes", lambda limit: room)
-    preprocess = likeliest if how == "preprocessed" else None
-    options = {
-        "compute_metrics": lambda given, compute_result=True: {},
-        "preprocess_logits_for_metrics": preprocess,
-    }
-    made = trainer(Streamed, tmp_path, options=options, batch_eval_metrics=how == "by batch")
-    data = rows(5, seed=1)
-    data[0] = rows(4)[3]  # 8 tokens
-    given: Any = data if sized else Stream(data)
-    if how == "kept":
-        with pytest.raises(InputError, match="give preprocess_logits_for_metrics"):
-            made.evaluate(given)
-    else:
-        assert made.evaluate(given)["eval_loss"] > 0
