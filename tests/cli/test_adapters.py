@@ -1,6 +1,5 @@
 """A run that trains an adapter: what it writes, how it goes on, and what is made of it."""
 
-import json
 import shutil
 
 import pytest
@@ -111,52 +110,6 @@ def test_a_run_goes_on_where_its_base_has_moved(own, megatrain, adapter_file, ba
 
 
 @pytest.mark.exhaustive
-def test_every_command_takes_a_base_that_has_moved(megatrain, adapter_file, base, tmp_path):
-    here, there, run = (tmp_path / name for name in ("here", "there", "run"))
-    shutil.copytree(base, here)
-    chosen = sets(model__path=str(here), output__folder=str(run), training__steps=2)
-    assert megatrain("train", adapter_file, *chosen).exit_code == 0
-    here.rename(there)
-    checkpoint, moved = run / "checkpoints" / "step-00000002", ("--base-model", there)
-    place, said = sets(model__base_model=str(there)), ("--device", "cpu", "--precision", "fp32")
-    written = (tmp_path / f"out{number}" for number in range(20))
-    for source in (run, checkpoint):  # an adapter's folder, and a checkpoint of one
-        asked = ("--prompt", "cat", "--max-new-tokens", "2", *said)
-        for command in (
-            ("generate", source, *asked),
-            ("chat", source, *said),
-            ("export", source, next(written), "--merged"),
-        ):
-            refused = megatrain(*command)
-            assert refused.exit_code == 2 and str(here) in refused.stderr, refused.output
-            result = megatrain(*command, *moved)
-            assert result.exit_code == 0 or "no chat template" in result.stderr, result.output
-        alone = next(written)
-        assert megatrain("export", source, alone, *moved).exit_code == 0
-        named = json.loads((alone / "adapter_config.json").read_text())
-        assert named["base_model_name_or_path"] == str(there) and named["inference_mode"]
-        assert load_file(alone / "adapter_model.safetensors")
-    begins = {"model__path": str(run), "adapter": {}, "training__steps": 1}
-    for command in (
-        ("branch", run, next(written), *sets(training__steps=3)),
-        ("branch", run, next(written), "--fresh", *sets(training__steps=1, adapter={})),
-        ("train", adapter_file, *sets(output__folder=str(next(written)), **begins)),
-        (
-            "plan", adapter_file, *sets(engine__precision="bf16", engine__device="auto", **begins),
-            "--gpu", "4090", "--host-memory", "64GiB", "--cores", "8",
-        ),
-    ):  # fmt: skip
-        refused = megatrain(*command)
-        assert refused.exit_code == 2 and str(here) in refused.stderr, refused.output
-        result = megatrain(*command, *place)
-        assert result.exit_code == 0, result.output
-    assert megatrain("report", run).exit_code == 0
-    for command in (("generate", there, *asked), ("export", there, tmp_path / "none")):
-        refused = megatrain(*command, *moved)
-        assert refused.exit_code == 2 and "leave base_model out" in refused.stderr
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("tokenizer", [True, False])
 def test_a_run_begins_with_the_adapter_of_another(
     tokenizer, megatrain, adapter_file, base, tmp_path
@@ -201,35 +154,6 @@ def test_a_plan_knows_the_adapter(megatrain, adapter_file):
     assert 0.66 < step["model_tflops"] / usual < 0.9  # no gradients of what is frozen
     layers = next(tile for tile in told["tiles"] if tile["name"].startswith("layer"))
     assert 0 < layers["planes"]["moments"] < layers["planes"]["weights"]
-
-
-@pytest.mark.exhaustive
-def test_a_run_has_a_smaller_base(megatrain, adapter_file, base, tmp_path):
-    packed = sets(model__base="nf4", engine__precision="bf16")
-    plan = ("--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--json")
-    bf16, nf4 = (
-        yaml.safe_load(megatrain("plan", adapter_file, *sets(**chosen), *plan).stdout)
-        for chosen in (
-            {"engine__precision": "bf16", "engine__device": "auto"},
-            {"engine__precision": "bf16", "engine__device": "auto", "model__base": "nf4"},
-        )
-    )
-    layers = [
-        next(t for t in told["tiles"] if t["name"].startswith("layer")) for told in (bf16, nf4)
-    ]
-    assert layers[1]["planes"]["weights"] < 0.6 * layers[0]["planes"]["weights"]
-    quantised = shutil.copytree(base, tmp_path / "quantised")  # as bitsandbytes writes it
-    how = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    config = json.loads((base / "config.json").read_text()) | {"quantization_config": how}
-    (quantised / "config.json").write_text(json.dumps(config))
-    chosen = {"engine__precision": "bf16", "engine__device": "auto", "model__path": str(quantised)}
-    told = yaml.safe_load(megatrain("plan", adapter_file, *sets(**chosen), *plan).stdout)
-    assert next(t for t in told["tiles"] if t["name"].startswith("layer")) == layers[1]
-    run = sets(output__folder=str(tmp_path / "run"), training__steps=2)
-    assert megatrain("train", adapter_file, *packed, *run).exit_code == 0
-    longer = sets(output__folder=str(tmp_path / "run"), training__steps=3)
-    assert megatrain("train", adapter_file, *packed, *longer, "--resume").exit_code == 0
-    assert load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize(

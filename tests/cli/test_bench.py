@@ -86,7 +86,7 @@ def test_steps_of_each_rule_are_measured_with_planes_on_a_disk(measure, tmp_path
 
 @pytest.mark.parametrize("warmup", few([0, 1]))
 def test_compilations_in_measured_steps_are_warned_of(measure, tmp_path, monkeypatch, warmup):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     result = measure(
         *["--shape", "toy", "--layers", 2, "--device", "cpu"],

@@ -1,7 +1,5 @@
 """Runs that begin from other runs: by `model.path`, and by `megatrain branch`."""
 
-import json
-import math
 import shutil
 
 import pytest
@@ -66,16 +64,6 @@ def test_a_branch_goes_on_with_other_settings(megatrain, run_file, trained, tmp_
     assert open_checkpoint(trained[0] / "checkpoints" / "step-00000006").step == 6  # as it was
 
 
-def test_a_schedule_ends_at_its_own_rate_after_another_learning_rate(megatrain, trained, tmp_path):
-    """Of the run it was 0.01: a floor that is taken as a share of that would be another one."""
-    schedule = {"name": "cosine_with_min_lr", "warmup_steps": 0, "options": {"min_lr": 0.002}}
-    changed = sets(schedule=schedule, optimizer__lr=0.1, training__steps=8)
-    megatrain.done("branch", trained[0], tmp_path / "other", *changed)
-    lines = (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()
-    rate = [line["lr"] for line in map(json.loads, lines) if "lr" in line][-1]
-    assert rate == pytest.approx(0.002 + 0.098 * (1 + math.cos(math.pi * 7 / 8)) / 2)
-
-
 def test_a_fresh_branch_takes_the_weights_alone(megatrain, trained, tmp_path):
     changed = sets(optimizer={"name": "lion", "lr": 1e-3}, training__steps=2)
     changed += sets(training__eval_every=None, training__batch_size=2, engine__precision="bf16")
@@ -105,20 +93,6 @@ def test_settings_that_cannot_change(megatrain, trained, tmp_path, options, prob
     assert result.exit_code == 2 and problem in result.stderr
     assert result.stderr.count("megatrain: error:") == 1
     assert not (tmp_path / "new").exists()
-
-
-def test_a_branch_of_a_run_that_has_ended_early_is_refused(megatrain, run_file, tmp_path):
-    stopping = {"patience": 1, "min_delta": 9.0}
-    chosen = sets(training__early_stopping=stopping, training__eval_every=1)
-    result = megatrain("train", run_file, *chosen)
-    assert "2 steps done, stopped early" in result.stdout
-    result = megatrain("branch", tmp_path / "run", tmp_path / "new")
-    assert result.exit_code == 2
-    assert "ended early (eval_loss was not better" in result.stderr
-    assert not (tmp_path / "new").exists()
-    on = sets(training__early_stopping=None, training__steps=3)
-    result = megatrain("branch", tmp_path / "run", tmp_path / "new", *on)
-    assert result.exit_code == 0 and "3 steps done" in result.stdout
 
 
 def test_what_is_no_run_and_what_is_no_new_folder(megatrain, trained, tmp_path):

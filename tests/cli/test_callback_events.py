@@ -1,7 +1,5 @@
 """Callbacks are told what transformers' Trainer tells them, in its order."""
 
-import math
-
 import pytest
 from transformers import PrinterCallback, TrainerCallback
 from transformers.integrations import TensorBoardCallback
@@ -66,22 +64,6 @@ def test_events_come_in_trainers_order(run_file):
     assert again.seen[1:7] == [
         *("train_begin", "log", "evaluate", "epoch_begin", "step_begin", "step_end")
     ]
-
-
-def test_epochs_are_counted_by_rows_and_not_by_what_the_log_rounds(run_file, monkeypatch):
-    rounded = "megatrain.train.steps.round"
-    monkeypatch.setattr(rounded, lambda value, digits: float(math.ceil(value)), raising=False)
-    told = Recorder()
-    package.run(run_file, [*SHORT, "training.eval_every=null"], callbacks=[told])
-    events = [event for event in told.seen if event in ("step_end", "epoch_end")]
-    assert events == ["step_end", "step_end", "epoch_end"] * 2
-
-
-def test_a_stream_has_no_known_number_of_epochs(run_file):
-    told = Recorder()
-    streamed = ["data.streaming=true", "data.eval_fraction=0", "training.eval_every=null"]
-    package.run(run_file, [*streamed, "training.steps=3"], callbacks=[told])
-    assert told.state.num_train_epochs == 1 and told.state.global_step == 3
 
 
 class Asks(TrainerCallback):

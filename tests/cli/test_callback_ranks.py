@@ -10,7 +10,7 @@ from transformers.trainer_callback import ExportableState
 import megatrain as package
 from megatrain.errors import InputError, RunFailed
 from tests.cli.test_callback_events import Recorder
-from tests.cli.test_ranks import CHANGED, run_of, stopped_at
+from tests.cli.test_ranks import CHANGED, run_of
 from tests.parity.ranks import run_ranks
 from tests.reliability.cases import checkpoint_steps
 
@@ -77,18 +77,6 @@ class Counts(TrainerCallback, ExportableState):
 
     def state(self):
         return {"args": {}, "attributes": {"count": self.count}}
-
-
-@pytest.mark.exhaustive
-def test_what_callbacks_export_is_set_again_on_any_number_of_ranks(run_file, tmp_path):
-    for size, resume, steps in ((2, False, 3), (3, True, 5)):
-        counts, folder = Counts(), tmp_path / str(size)
-        folder.mkdir()
-        given = str(tmp_path / "several"), "training.steps=5"
-        at = None if resume else stopped_at(2)
-        run = run_of(run_file, *given, resume=resume, at=at, callbacks=[counts])
-        work = launched(lambda group, run=run, counts=counts: [run(group), counts.count])
-        assert [count for _, count in run_ranks(size, folder, work)] == [steps] * size
 
 
 class Fails(TrainerCallback):

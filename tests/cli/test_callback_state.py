@@ -91,13 +91,6 @@ def test_an_end_that_was_asked_for_is_one_after_a_resume(run_file):
     assert package.run(run_file, longer, resume=True).steps == 8
 
 
-def test_other_callbacks_after_a_resume_are_said(run_file, caplog):
-    with pytest.raises(KeyboardInterrupt):
-        package.run(run_file, SHORT, callbacks=[Stops(ends=True)])
-    package.run(run_file, SHORT, resume=True)
-    assert "resume: callbacks were ['Stops'], and are [] now" in caplog.text
-
-
 REFUSED = {
     "args.max_grad_norm": lambda args, **given: setattr(args, "max_grad_norm", 0.1),
     "state.save_steps": lambda state, **given: setattr(state, "save_steps", 7),

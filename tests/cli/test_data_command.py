@@ -7,7 +7,7 @@ import yaml
 from transformers import AutoConfig
 
 from megatrain.data import load_tokenizer, open_dataset
-from megatrain.data.preview import Summary, also_trained
+from megatrain.data.preview import also_trained
 from tests.cli.cases import sets, tiny_llama
 
 TEMPLATE = (
@@ -49,18 +49,6 @@ def test_counts_lengths_and_rows_are_shown(megatrain, chats, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("training", [None, {"seed": 3}])
-def test_how_long_to_train_need_not_be_said(megatrain, chats, training):
-    tree = yaml.safe_load(chats.read_text())
-    del tree["training"]
-    chats.write_text(yaml.safe_dump(tree if training is None else tree | {"training": training}))
-    result = megatrain("data", chats, *sets(data__streaming=True))
-    assert result.exit_code == 0 and "5 conversations" in result.stdout, result.output
-    assert megatrain("train", chats).exit_code == 2
-    wrong = megatrain("data", chats, *sets(training__steps=1, training__epochs=1))
-    assert wrong.exit_code == 2 and "give either steps or epochs" in wrong.output
-
-
 def test_what_is_cut_off_or_left_out_is_counted(megatrain, chats, tmp_path):
     rows = [{"question": "the cat", "answer": "a dog " * n} for n in (1, 60)]
     rows += [{"question": "the cat " * 60, "answer": "a dog"}, {"question": "a"}]
@@ -73,15 +61,6 @@ def test_what_is_cut_off_or_left_out_is_counted(megatrain, chats, tmp_path):
         "1 bad rows are left out",
     ):
         assert part in result.stdout, part
-
-
-def test_mistakes_are_one_line(megatrain, chats, tmp_path):
-    (tmp_path / "rows.json").write_text('[{"title": "a"}]')
-    result = megatrain("data", chats)
-    assert result.exit_code == 2
-    assert result.stderr.count("\n") == 1 and "rows.json:1: no format is known" in result.stderr
-    result = megatrain("data", chats, *sets(data__fields={"answr": "a"}))
-    assert result.exit_code == 2 and "data.fields: 'answr' is not a field" in result.stderr
 
 
 def test_text_is_shown_with_its_evaluation(megatrain, run_file):
@@ -117,30 +96,6 @@ def test_a_run_tells_of_documents_that_are_held_out_and_trained_on(megatrain, ru
     twice = sets(data__eval_path=path, data__eval_fraction=0)
     assert megatrain("data", run_file, "--rows", 1, *twice).exit_code == 0
     assert "documents that are held out are trained on, too (first: " in caplog.text
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_the_summary_counts_what_the_batches_have(tmp_path, tokenizer_folder, packing):
-    texts = ["the cat sat", "a dog ran to the cat " * 20, "the cat sat", "mat"]
-    for name, part in {"a": texts[:2], "b": texts[2:]}.items():
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in part)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
-    data = open_dataset(f"{tmp_path}/*.jsonl", tokenizer=load_tokenizer(tokenizer_folder),
-                        sequence_length=16, cache_dir=tmp_path, packing=packing)  # fmt: skip
-    found = Summary(data)
-    batches = list(data.batches(4))
-    assert found.num_learnt == sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    assert (found.num_tokens, found.num_rows) == (data.num_tokens, len(data))
-    assert sum(source.tokens for source in found.sources) == sum(found.lengths.tolist())
-    assert [source.documents for source in found.sources] == [2, 2]
-    assert (found.num_cut, found.num_useless, found.num_bad) == (0, 0, 0)
-    assert found.folder == f"{tmp_path}/" and found.sources[0].name == "a.jsonl"
-    assert found.num_repeated == 1 and {place[-7:] for place in found.repeated} == {
-        "a.jsonl:1"[-7:], "b.jsonl:1"[-7:]}  # fmt: skip
-    histogram = found.histogram()
-    assert sum(count for *_, count in histogram) == 4
-    for shortest, longest, count in histogram:
-        assert count == sum(shortest <= n <= longest for n in found.lengths.tolist())
 
 
 def test_a_template_of_the_run_file_takes_the_place_of_the_tokenizers(megatrain, chats, tmp_path):

@@ -1,10 +1,6 @@
 """The demo with a handful of steps: all its parts, none of its quality."""
 
-import os
-import signal
-
 from megatrain.cli import demo
-from megatrain.train.steps import Steps
 
 
 def test_the_demo_trains_samples_and_shows_the_memory(megatrain, monkeypatch, tmp_path):
@@ -19,18 +15,3 @@ def test_the_demo_trains_samples_and_shows_the_memory(megatrain, monkeypatch, tm
     assert "def read_" in result.stdout and " at first, " in result.stdout
     states = next(line for line in result.stdout.splitlines() if "optimizer states" in line)
     assert 4 < float(states.split()[-4]) < 8  # momentum of matrices; two moments of all else
-
-
-def test_a_demo_that_is_stopped_says_how_to_go_on(megatrain, monkeypatch, tmp_path):
-    take = Steps.take
-
-    def stopping(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        return take(self)
-
-    monkeypatch.setattr(demo, "CORPUS_BYTES", 200_000)
-    monkeypatch.setattr(Steps, "take", stopping)
-    result = megatrain("demo", "--set", "data.sequence_length=32", "--set", "engine.device=cpu")
-    assert result.exit_code == 0, result.output
-    (run,) = (tmp_path / "runs").glob("demo-2*")
-    assert result.stdout.endswith(f"megatrain train runs/{run.name} --resume\n")

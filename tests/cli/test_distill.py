@@ -1,7 +1,6 @@
 """Runs that distil a teacher, or stream their reference: kept or streamed is the same."""
 
 import json
-import os
 import shutil
 from functools import partial
 from unittest import mock
@@ -13,12 +12,13 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from megatrain.errors import DoesNotFit, InputError, RunFailed
+from megatrain.errors import RunFailed
 from megatrain.model.companions import tokenizer_files
 from megatrain.train.second_model import _Asking
 from tests.cli.cases import sets, tiny_llama
 from tests.cli.test_preferences import pair, preference_file, rated, read  # noqa: F401
 from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
+from tests.forks import end
 from tests.parity.cases import noisy
 from tests.parity.ranks import run_ranks
 from tests.sweeps import few
@@ -104,28 +104,6 @@ def test_a_run_that_distils_goes_on_exactly(megatrain, distilling, teacher, tmp_
     result = megatrain("train", file, *more, "--resume")
     assert result.exit_code == 2 and "not the one that the run began with" in result.stderr
     assert same(load_file(tmp_path / "run" / FILE), whole)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["kept", pytest.param("streamed", marks=pytest.mark.exhaustive)])
-def test_a_teacher_replaced_with_its_sizes_and_times_is_another(
-    megatrain, distilling, teacher, tmp_path, how, caplog
-):
-    own = tmp_path / "teacher"
-    shutil.copytree(teacher, own)
-    file = distilling(teacher=str(own), teacher_log_probs=how)
-    trained(megatrain, file, tmp_path / "run", *sets(training__steps=2))
-    path = own / "model.safetensors"
-    before, raw = path.stat(), bytearray(path.read_bytes())
-    raw[-2] ^= 0x40
-    path.write_bytes(raw)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    result = megatrain("train", file, *sets(output__folder=str(tmp_path / "run")), "--resume")
-    assert result.exit_code == 2, result.output
-    assert "not the one that the run began with" in result.stderr
-    caplog.clear()
-    trained(megatrain, file, tmp_path / "again", *sets(training__steps=2))
-    assert caplog.text.count("asking the teacher of") == (2 if how == "kept" else 0)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +211,7 @@ def loses_a_rank(run, group):
     def swept(asking, first):
         taken.append(first)
         if len(taken) == 3 and dist.get_rank():
-            os._exit(0)
+            end()
         return sweep(asking, first)
 
     with (
@@ -241,7 +219,7 @@ def loses_a_rank(run, group):
         pytest.raises(RunFailed, match="rank 0 of 2 has lost the others"),
     ):
         run(group)
-    os._exit(0)
+    end()
 
 
 @pytest.mark.exhaustive
@@ -258,26 +236,3 @@ def test_ranks_distil_as_one(megatrain, distilling, tmp_path, how):
     assert_ranks_do_it(megatrain, file, tmp_path)
     made = list(kept.glob("teacher-*/whole.json"))
     assert len(made) == (2 if how == "kept" else 0)
-
-
-@pytest.mark.parametrize("how", ["kept", "streamed"])
-def test_all_ranks_refuse_a_teacher_that_one_cannot_have(distilling, tmp_path, how):
-    """And what it says where the first one cannot keep it."""
-    file, never = distilling(teacher_log_probs=how), str(tmp_path / "never")
-
-    def full(folder, num_rows, top_k, said):
-        next(said(0))
-        raise InputError("the disk is full")
-
-    def work(group):
-        with pytest.raises(DoesNotFit, match="host memory"):
-            run_of(file, never, "engine.host_memory=1MiB")(group)
-        if how == "kept":
-            with (
-                mock.patch("megatrain.train.second_model.open_teacher_file", full),
-                pytest.raises(InputError, match="the disk is full"),
-            ):
-                run_of(file, never)(group)
-
-    run_ranks(2, tmp_path, work)
-    assert not (tmp_path / "never").exists()

@@ -5,9 +5,6 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
-
-from megatrain.cli.app import app
 
 OPTIONS = ["--max-new-tokens", "4", "--temperature", "0", "--device", "cpu", "--precision", "fp32"]
 PROMPTS = ["the cat", "a dog ran"]
@@ -44,12 +41,6 @@ def test_prompts_of_options_and_files_are_continued_together(megatrain, trained,
         assert out.read_bytes() == before
 
 
-def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_read(megatrain, tmp_path):
-    result = megatrain("generate", "no/model", "--prompt", "a", "--output", tmp_path / "no" / "o")
-    assert result.exit_code == 2 and "No such file or directory" in result.stderr
-    assert str(tmp_path / "no" / "o") in result.stderr
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -79,16 +70,6 @@ def test_a_context_with_less_room_than_was_asked_for_is_named(megatrain, trained
     assert told in caplog.text
     result = megatrain("generate", trained[0], "--prompt", "the cat " * 40, *OPTIONS)
     assert result.exit_code == 2 and "leave no room in a context of 64" in result.stderr
-
-
-def test_a_prompt_is_needed(megatrain, trained):
-    result = megatrain("generate", trained[0])
-    assert result.exit_code == 2 and "no prompt: give --prompt TEXT" in result.stderr
-
-
-def test_a_model_without_a_template_cannot_chat(trained):
-    result = CliRunner().invoke(app, ["chat", str(trained[0]), *OPTIONS], input="hello\n")
-    assert result.exit_code == 2 and "has no chat template" in result.stderr
 
 
 @pytest.mark.parametrize("drawn", [(), ("--temperature", "0")], ids=["drawn", "likeliest"])

@@ -155,34 +155,6 @@ def test_a_run_that_takes_the_cpu_says_so(megatrain, run_file, caplog, device):
     )
 
 
-def test_a_rate_that_is_0_throughout_is_said(megatrain, run_file, caplog):
-    for steps in (1, 2):
-        megatrain("train", run_file, *sets(training__steps=steps, data__path="none.txt"))
-        assert ("the learning rate is 0 in every step" in caplog.text) == (steps == 1)
-        caplog.clear()
-
-
-def test_a_disk_that_nothing_rests_on_is_said(megatrain, run_file, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "disk").mkdir()
-    megatrain.done("train", run_file, *sets(engine__disk="~/disk", training__steps=1))
-    assert "disk: nothing rests in ~/disk; placement.disk_moments says" in caplog.text
-    caplog.clear()
-    there = sets(engine__disk="~/disk", engine__placement={"slots": 1, "disk_moments": 1})
-    megatrain.done("train", run_file, *there, *sets(output__folder="other"))
-    assert "nothing rests" not in caplog.text
-
-
-def test_a_warm_up_that_is_longer_than_the_run_is_said(megatrain, run_file, caplog):
-    long = "the warm-up takes 6 steps, and the run has 6: the learning rate never gets to"
-    for warmup, said in (
-        ({"schedule__warmup_steps": 5}, False),
-        ({"schedule__warmup_steps": 6}, True),
-    ):
-        megatrain.done("train", run_file, *sets(output__folder=f"{said}", **warmup))
-        assert (long in caplog.text) == said
-
-
 DATA = {
     "empty": ("", "empty"),
     "malformed line": ('{"text": "a"}\n{"text": \n', "bad.jsonl:2"),
@@ -278,24 +250,11 @@ def test_export_of_what_is_no_model_and_into_what_is_not_empty(megatrain, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_generate_from_a_misspelt_folder(megatrain):
-    result = megatrain("generate", "./runs/my-rum", "--prompt", "a")
-    assert_refused(result, "./runs/my-rum: no such folder, and not a hub id")
-
-
 def test_a_path_that_cannot_be_used_is_bad_input(megatrain, trained, tmp_path):
     assert_refused(megatrain("export", trained[0], "/proc/out"), "/proc/.out.partial: No such file")
     (tmp_path / "page.html").mkdir()
     result = megatrain("report", trained[0], "--output", tmp_path / "page.html")
     assert_refused(result, f"{tmp_path / 'page.html'}: Is a directory")
-
-
-def test_a_page_replaces_no_file_of_another_kind(megatrain, trained, run_file, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    before = rows.read_bytes()
-    result = megatrain("report", trained[0], "--output", rows)
-    assert_refused(result, "rows.jsonl: the page would replace it; name one")
-    assert rows.read_bytes() == before
 
 
 def test_the_version_can_be_asked_for(megatrain):

@@ -28,19 +28,6 @@ def test_an_export_of_a_run_tells_where_it_comes_from(megatrain, trained, talker
     assert '"role": "user"' in last.read_text()
 
 
-def test_what_the_hub_has_is_named_in_the_header(megatrain, trained, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(trained[0], run)
-    config = (run / "config.yaml").read_text()
-    config = config.replace("path: null", "path: some/base", 1)
-    written = config[config.index("  config:") : config.index("  tokenizer:")]
-    config = config.replace(written, "  config: null\n")
-    (run / "config.yaml").write_text(config)
-    megatrain.done("export", run, tmp_path / "out")
-    card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert (card.data.base_model, card.data.license) == ("some/base", None)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "wanted"),
     [
@@ -60,18 +47,3 @@ def test_the_licence_is_that_of_the_source(trained, tmp_path, name, text, wanted
     card = ModelCard.load(run / "model" / "README.md")
     assert card.data.license == wanted
     assert "mine:\n    - a.jsonl" in card.text
-
-
-def test_a_model_with_a_template_that_learnt_texts_is_no_chat_model(base, tmp_path):
-    write_card(base, base.parent)
-    told = (base / "README.md").read_text()
-    (base / "README.md").unlink()
-    (base / "loss.png").unlink()
-    assert "a language model, trained from" in told and '"role": "user"' not in told
-
-
-def test_a_model_of_no_run_gets_no_card(megatrain, trained, tmp_path):
-    shutil.copytree(trained[0] / "model", tmp_path / "model")
-    (tmp_path / "config.yaml").write_text("of: something else")
-    megatrain.done("export", tmp_path / "model", tmp_path / "out")
-    assert not (tmp_path / "out" / "README.md").exists()

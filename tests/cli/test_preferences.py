@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.loss import DPO, KTO, ORPO, Reward, SimPO, ZLoss
 from megatrain.train.second_model import References
 from tests.cli.cases import SENTENCES, sets
-from tests.cli.test_ranks import run_of
 from tests.parity.cases import llama, make_batches, make_engine
-from tests.parity.ranks import run_ranks
 from tests.sweeps import few
 
 LANGUAGES = ("yaml", "python")
@@ -194,21 +191,6 @@ def test_a_reward_model_may_be_an_adapter(megatrain, preference_file, tmp_path):
     megatrain.done("plan", file, *length, "--gpu", "4090")
 
 
-def test_an_adapter_of_texts_has_no_head_to_score_with(megatrain, preference_file, tmp_path):
-    rows = [pair(number) for number in range(20)]
-    learnt = {"adapter__method": "lora", "training__steps": 1}
-    megatrain.done("train", preference_file(rows, name="simpo"), *sets(**learnt))
-    path = tmp_path / "run" / "model"
-    result = megatrain(
-        "train", preference_file(rows, name="reward"),
-        *sets(model__path=str(path), output__folder="scores"),
-    )  # fmt: skip
-    assert result.exit_code == 2, result.output
-    assert f"{path}: has no sequence head, and nor has its base; merge it first" in " ".join(
-        result.stderr.split()
-    )
-
-
 def test_margins_of_the_data_are_taken_off(megatrain, preference_file, tmp_path):
     """Evaluated before anything is learnt, by the rewards that the run without margins logs."""
     margins = {"one": [40, 50], "other": [70, 90, 95]}
@@ -234,23 +216,6 @@ def test_margins_of_the_data_are_taken_off(megatrain, preference_file, tmp_path)
         wanted = sum(each) / len(each) - gap
         assert with_margins[f"eval_{name}_loss"] == pytest.approx(wanted, rel=1e-6)
         assert without[f"eval_{name}_loss"] < 2
-
-
-@pytest.mark.parametrize(
-    ("margin", "message"),
-    [
-        ({}, "no 'margin' beside the replies"),
-        ({"margin": "much"}, "'margin' must be a number, not 'much'"),
-        ({"margin": True}, "'margin' must be a number, not True"),
-        ({"margin": None}, "'margin' must be a number, not None"),
-    ],
-    ids=["none", "text", "bool", "null"],
-)
-def test_margins_that_are_no_numbers_are_refused(megatrain, preference_file, margin, message):
-    rows = [pair(number) | margin for number in range(8)]
-    result = megatrain("train", preference_file(rows, name="reward", margin=True))
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.stderr.split())
 
 
 def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp_path, caplog):
@@ -327,46 +292,3 @@ def test_what_the_page_shows_runs(tmp_path):
         for key in re.search(rf"\n\| `{name}` \|(.*?)\|", page)[1].split("`")[1::2]:
             key, _, value = key.partition(": ")
             assert not value or str(getattr(loss, key)).rstrip(".0") == value.rstrip(".0")
-
-
-@pytest.mark.exhaustive
-def test_preferences_with_an_adapter_are_those_of_one_rank(megatrain, preference_file, tmp_path):
-    """The reference's log-probabilities, each step, evaluations, and the adapter itself."""
-    file = preference_file([pair(number) for number in range(20)], name="dpo")
-    tree = yaml.safe_load(file.read_text())
-    tree["adapter"] = {"method": "lora", "r": 2, "target_modules": "all-linear"}
-    tree["training"] |= {"micro_batch_size": 1, "batch_size": 2, "steps": 3}
-    file.write_text(yaml.safe_dump(tree))
-    megatrain.done("train", file, *sets(output__folder="one"))
-    run_ranks(2, tmp_path, run_of(file, str(tmp_path / "several")))
-    one, several = (tmp_path / "one", tmp_path / "several")
-    sums = [json.loads((run / "references.json").read_text())["sums"] for run in (one, several)]
-    for name, each in sums[0].items():
-        assert torch.allclose(torch.tensor(sums[1][name]), torch.tensor(each), atol=1e-5), name
-    for mine, other in zip(read(several), read(one), strict=True):
-        for name in mine.keys() & other.keys() & {"loss", "grad_norm", "eval_loss", "tokens"}:
-            assert mine[name] == pytest.approx(other[name], rel=1e-5), name
-    [weights, other] = [
-        load_file(run / "model" / "adapter_model.safetensors") for run in (one, several)
-    ]
-    assert weights.keys() == other.keys()
-    for name, value in weights.items():
-        assert torch.allclose(other[name], value, rtol=2e-6, atol=1e-6), name
-
-
-@pytest.mark.exhaustive
-def test_what_a_reference_has_said_holds_where_the_base_has_moved(
-    megatrain, preference_file, base, tmp_path
-):
-    file = preference_file([pair(number) for number in range(20)], name="dpo")
-    here, there = Path(shutil.copytree(base, tmp_path / "here")), tmp_path / "there"
-    lora = sets(adapter__method="lora", adapter__target_modules="all-linear")
-
-    def trained(steps, *options, **given):
-        chosen = sets(model__path=str(here), training__steps=steps, **given)
-        megatrain.done("train", file, *lora, *chosen, *options)
-
-    trained(1)
-    here.rename(there)
-    trained(2, "--resume", model__base_model=str(there))
-    assert [each["step"] for each in read(tmp_path / "run")][-1] == 2

@@ -1,6 +1,5 @@
 """A run of several ranks is that of one, whatever happens to a rank on the way."""
 
-import itertools
 import json
 import os
 import signal
@@ -18,13 +17,14 @@ from megatrain.checkpoint import verify
 from megatrain.config import load
 from megatrain.data import open_stream
 from megatrain.errors import DoesNotFit, InputError, RunFailed
-from megatrain.parallel.distributed import ProcessGroups, patience
+from megatrain.parallel.distributed import ProcessGroups
 from megatrain.parallel.launch import joined
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train
 from megatrain.train.sharing import part_of, split_for_ranks
 from megatrain.train.steps import Steps
 from tests.cli.cases import sets
+from tests.forks import end
 from tests.parity.ranks import run_ranks
 from tests.race.schedule import Alike
 
@@ -67,7 +67,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, c
         if done == 4 and dist.get_rank() == 1:
             while not (folder / "checkpoints" / "step-00000003").exists():
                 time.sleep(0.01)
-            os._exit(0)
+            end()
 
     def told(done):
         if done == 4 and dist.get_rank() == 2:
@@ -76,7 +76,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(megatrain, run_file, tmp_path, c
     def lost(group):
         with pytest.raises(RunFailed, match="rank 0 of 2 has lost the others"):
             run_of(run_file, str(folder), *on_disk, at=dies)(group)
-        os._exit(0)
+        end()
 
     on_disk = f"engine.disk={tmp_path}", "engine.placement={disk_moments: 9, disk_weights: 2}"
     for name in ("two", "three"):
@@ -245,14 +245,6 @@ def test_micro_batches_are_cut_for_ranks_that_would_have_none():
             assert torch.equal(joined, numbers[: sum(rows)] + more)
 
 
-def test_each_rank_has_a_micro_batch_if_there_are_enough():
-    """However uneven they are."""
-    for sizes in itertools.product((1, 9, 90), repeat=4):
-        step = [{"input_ids": torch.ones(1, n).long(), "labels": torch.ones(1, n)} for n in sizes]
-        parts = [part_of(step, Alike(rank, 3)) for rank in range(3)]
-        assert [id(each) for part in parts for each in part] == [id(each) for each in step]
-
-
 def test_a_step_with_fewer_replies_than_ranks_is_refused(run_file):
     @contextmanager
     def joined():
@@ -278,21 +270,6 @@ def test_a_restart_by_torchrun_does_not_see_addresses_of_processes_that_ended(mo
                 store = dist.init_process_group.call_args.kwargs["store"]
             assert not store.check(["address of rank 1"])
             store.set("address of rank 1", "it")
-
-
-@pytest.mark.parametrize("told", ["10m", "0", "-1", "", "1000001"])
-def test_a_timeout_that_is_none_is_refused_by_name(monkeypatch, told):
-    monkeypatch.setenv("MEGATRAIN_RANK_TIMEOUT", told)
-    with pytest.raises(InputError, match="MEGATRAIN_RANK_TIMEOUT is"):
-        patience()
-
-
-def test_ranks_that_cannot_meet_say_so_in_a_line(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(RunFailed, match="do not find each other.*MASTER_ADDR"), joined():
-        pass
 
 
 def test_devices_are_started_by_torchrun(megatrain, run_file):

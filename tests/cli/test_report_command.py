@@ -1,7 +1,5 @@
 """`megatrain report` on a real run, and on what is none."""
 
-import shutil
-
 from tests.unit.report_cases import Page
 
 
@@ -17,13 +15,6 @@ def test_a_finished_run_has_a_page(megatrain, trained, tmp_path):
     assert "is not there" not in page.text
     result = megatrain("report", folder, "--output", folder / "metrics.jsonl")
     assert result.exit_code == 2 and "name one that ends in .html" in result.stderr
-
-
-def test_a_page_appears_in_the_folder_and_leaves_nothing_else(megatrain, trained, tmp_path):
-    run = shutil.copytree(trained[0], tmp_path / "copy")
-    before = {path.name for path in run.iterdir()}
-    assert megatrain("report", run).exit_code == 0
-    assert {path.name for path in run.iterdir()} == before | {"report.html"}
 
 
 def test_what_is_no_run_is_refused_in_one_line(megatrain, tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain import Engine
 from megatrain.errors import RunFailed
 from megatrain.generate import Sampling, Server
 from tests.cli import test_rollouts
@@ -197,20 +196,6 @@ def test_an_adapter_is_merged_for_the_server(megatrain, file_of, served, tmp_pat
     assert served.loaded == 2
 
 
-def test_a_folder_with_other_files_is_left_alone(megatrain, file_of, tmp_path):
-    file = file_of(server_weights=str(tmp_path))
-    result = megatrain("train", file)
-    assert result.exit_code == 2
-    assert "has files that no rollouts wrote" in result.stderr
-    assert not (tmp_path / "config.json").exists()
-
-
-def test_an_address_needs_a_folder(megatrain, rollout_file):
-    result = megatrain("train", rollout_file({"name": "grpo"}, server="http://127.0.0.1:1"))
-    assert result.exit_code == 2
-    assert "rollout.server and rollout.server_weights go together" in result.stderr
-
-
 def test_replies_far_from_the_engine_are_not_learnt_from_unless_told(
     megatrain, file_of, served, tmp_path
 ):
@@ -220,49 +205,6 @@ def test_replies_far_from_the_engine_are_not_learnt_from_unless_told(
     [record] = test_rollouts.read(tmp_path / "run")
     assert record["sampling/importance_sampling_ratio/min"] == 0
     assert record["sampling/importance_sampling_ratio/max"] < 3
-
-
-NOT_CORRECTED = {
-    "no server": (
-        {"server": None, "server_weights": None, "importance_sampling_clip_max": 2.0},
-        "grpo",
-        "rollout.importance_sampling_... is for replies of a rollout.server",
-    ),
-    "rloo": ({"importance_sampling_mode": "token_mask"}, "rloo", "is for loss.name grpo"),
-    "bounds": ({"importance_sampling_clip_min": 4.0}, "grpo", "clip_max is 3.0 and its clip_min"),
-    "no bound": (
-        {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": None},
-        "grpo",
-        "token_truncate needs clip_max or clip_min; give one",
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("given", "name", "message"), few(NOT_CORRECTED.values(), 0, 1), ids=NOT_CORRECTED
-)
-def test_corrections_that_cannot_be_are_refused(megatrain, file_of, given, name, message):
-    result = megatrain("train", file_of({"name": name}, **given))
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.stderr.split())
-
-
-@pytest.mark.exhaustive
-def test_a_run_killed_after_its_export_goes_on_with_its_folder(
-    megatrain, file_of, served, tmp_path, monkeypatch
-):
-    """Whatever moment ends it between the folder's first byte and the server's loading."""
-    saved = Engine.save_pretrained
-
-    def killed(*arguments, **settings):
-        saved(*arguments, **settings)
-        raise SystemExit(137)
-
-    monkeypatch.setattr(Engine, "save_pretrained", killed)
-    assert megatrain("train", file_of()).exit_code == 137
-    assert (tmp_path / "weights" / "config.json").exists()
-    monkeypatch.setattr(Engine, "save_pretrained", saved)
-    megatrain.done("train", file_of(), *sets(output__folder=str(tmp_path / "again")))
 
 
 @pytest.mark.exhaustive

@@ -2,22 +2,19 @@
 
 import asyncio
 import json
-import math
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 import megatrain as package
 from megatrain.config import RolloutSection, load, step_loss
 from megatrain.errors import RunFailed
-from megatrain.train.rewards import Rewards, measured
-from megatrain.train.rollouts import _log_metric
+from megatrain.train.rewards import Rewards
 from tests.cli.cases import SENTENCES, sets
 from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
 from tests.parity.ranks import run_ranks
@@ -151,9 +148,6 @@ def test_a_run_learns_from_replies_and_goes_on_exactly(megatrain, rollout_file, 
     assert first["clip_ratio/region_mean"] == 0
     assert first["kl"] == pytest.approx(0, abs=1e-6)
     assert max(abs(record.get("kl", 0)) for record in others) > 1e-4
-    for name in {*first, "eval_seen", "failed", "skipped", "busy", "samples"} - {"seen"}:
-        with pytest.raises(ValueError, match="is a name of the log's own"):
-            _log_metric({}, name, 0)
     if loss["name"] == "grpo":
         assert ["reward" in record for record in others] == [False, True, False]
 
@@ -161,19 +155,6 @@ def test_a_run_learns_from_replies_and_goes_on_exactly(megatrain, rollout_file, 
 def test_the_loss_has_the_temperature_that_replies_are_drawn_at(rollout_file):
     config = load(rollout_file({"name": "grpo"}, temperature=0.8))
     assert step_loss(config.loss, config.rollout) == replace(config.loss.loss(), temperature=0.8)
-
-
-def test_a_file_of_rewards_is_run_once_and_may_have_dataclasses(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(
-        "from __future__ import annotations\nimport dataclasses\n\n\n@dataclasses.dataclass\n"
-        "class Seen:\n    replies: int = 0\n\n\nseen = Seen()\n\n\n"
-        "def one(completions, **_):\n    seen.replies += len(completions)\n"
-        "    return [1.0] * len(completions)\n\n\n"
-        "def two(completions, **_):\n    return [float(seen.replies)] * len(completions)\n"
-    )
-    rewards = Rewards(RolloutSection(rewards=[f"{file}:one", f"{file}:two"]))
-    assert rewards.of(["a", "b"], ["c", "d"]).tolist() == [[1.0, 2.0]] * 2
 
 
 def test_async_functions_run_beside_a_loop_that_is_running(tmp_path):
@@ -218,15 +199,6 @@ def test_a_reward_is_learnt(megatrain, rollout_file, tmp_path, loss):
     assert sum(rewards[-5:]) / 5 > 0.97
 
 
-@pytest.mark.exhaustive
-def test_the_reference_of_an_adapter_is_its_base(megatrain, rollout_file, tmp_path):
-    file = rollout_file({"name": "grpo", "beta": 0.1})
-    adapter = {"method": "lora", "r": 4, "target_modules": "all-linear"}
-    megatrain.done("train", file, *sets(training__steps=3, adapter=adapter))
-    first, *_, last = [record["kl"] for record in read(tmp_path / "run")]
-    assert first == pytest.approx(0, abs=1e-6) and last > 1e-5
-
-
 def test_held_out_prompts_are_rewarded(megatrain, rollout_file, tmp_path):
     file = rollout_file({"name": "grpo"}, ["short", "wanted"])
     held = {
@@ -245,22 +217,6 @@ def test_held_out_prompts_are_rewarded(megatrain, rollout_file, tmp_path):
     assert "evaluation reward" in result.output
     megatrain.done("report", tmp_path / "run")
     assert "Mean reward" in (tmp_path / "run" / "report.html").read_text()
-
-
-def test_each_reply_of_an_evaluation_is_rewarded_once(megatrain, rollout_file, tmp_path):
-    file = rollout_file({"name": "grpo"}, ["note"])
-    (tmp_path / "rewards.py").write_text(NOTE)
-    held = {}
-    for name, text in {"cats": "the cat", "dogs": "a dog"}.items():
-        data = tmp_path / f"{name}.jsonl"
-        data.write_text(json.dumps({"prompt": text}))
-        held[name] = str(data)
-    how = {"data__eval_path": held, "training__eval_every": 1, "training__steps": 1}
-    megatrain.done("train", file, *sets(**how))
-    calls = [json.loads(line)[0] for line in (tmp_path / "noted").read_text().splitlines()]
-    assert calls[1:] == [["the cat", "a dog"]]
-    record = next(record for record in read(tmp_path / "run") if "eval_seconds" in record)
-    assert record["eval_cats_reward"] == record["eval_dogs_reward"] == record["eval_reward"] == 0
 
 
 def test_other_prompts_and_replies_come_each_step(megatrain, rollout_file, tmp_path):
@@ -314,45 +270,6 @@ def test_bad_rewards_are_told_in_a_line(megatrain, rollout_file, name):
     assert re.search(message, result.stderr), result.stderr
 
 
-def test_what_functions_do_to_their_arguments_changes_nothing(megatrain, rollout_file, tmp_path):
-    records = []
-    for rewards in (["untidy", "wanted"], ["wanted", "untidy"]):
-        file = rollout_file({"name": "grpo"}, rewards)
-        folder = tmp_path / rewards[0]
-        how = sets(output__folder=str(folder), training__steps=1)
-        megatrain.done("train", file, *how)
-        records.append(read(folder)[0])
-    first, second = records
-    assert first["loss"] == second["loss"] and first["grad_norm"] == second["grad_norm"] > 0
-    assert first["completions/mean_length"] == first["rewards/untidy/mean"] > 0
-
-
-def test_replies_of_another_loss_are_not_learnt_from(megatrain, rollout_file):
-    file = rollout_file({"name": "grpo", "beta": 0.1, "num_iterations": 2})
-    megatrain.done("train", file, *sets(training__steps=1))
-    result = megatrain("train", file, "--resume", *sets(loss__beta=0.0))
-    assert result.exit_code == 2
-    assert "made for another loss.name, loss.beta or rollout" in result.stderr.replace("\n", " ")
-
-
-@pytest.mark.exhaustive
-def test_a_run_goes_on_with_the_reference_that_it_began_with(
-    megatrain, rollout_file, base, tmp_path
-):
-    copied = shutil.copytree(base, tmp_path / "base")
-    file, there = rollout_file({"name": "grpo", "beta": 0.1}), sets(model__path=str(copied))
-    megatrain.done("train", file, *there, *sets(training__steps=1))
-    weights = copied / "model.safetensors"
-    changed = {name: 2 * each for name, each in load_file(weights).items()}
-    save_file(changed, weights, metadata={"format": "pt"})
-    result = megatrain("train", file, "--resume", *there)
-    assert result.exit_code == 2, result.output
-    said = " ".join(result.stderr.split())
-    assert "is not the one that the run began with" in said and "put it back" in said
-    result = megatrain("train", file, "--resume", *there, *sets(loss__beta=0.0))
-    assert result.exit_code == 0, result.output  # nothing is asked of it
-
-
 def test_replies_drawn_at_another_temperature_are_not_learnt_from(megatrain, rollout_file):
     """Old log-probabilities are at the temperature of then: ratios to them would be of both."""
     file = rollout_file({"name": "grpo", "num_iterations": 2}, temperature=0.8)
@@ -365,23 +282,6 @@ def test_replies_drawn_at_another_temperature_are_not_learnt_from(megatrain, rol
     megatrain.done("train", file, "--resume", *sets(training__steps=2))
     result = megatrain("train", file, "--resume", *hot, *sets(training__steps=3))
     assert result.exit_code == 0, result.output  # none are left: new ones are drawn
-
-
-def test_tools_beside_a_prompt_are_refused(megatrain, rollout_file, tmp_path):
-    file = rollout_file({"name": "grpo"})
-    prompt = [{"role": "user", "content": "the cat"}]
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": prompt, "tools": [{"a": 1}]}))
-    result = megatrain("train", file)
-    assert result.exit_code == 2
-    assert "prompts.jsonl:1: field 'tools': it is not read" in result.stderr
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_what_nobody_has_rewarded_has_no_measure():
-    none = torch.full((2, 1), math.nan)
-    assert measured(none, none[:, 0], ["f"]) == {}
-    one = torch.tensor([[1.0], [math.nan]])
-    assert measured(one, one[:, 0], ["f"]) == {"rewards/f/mean": 1.0, "reward": 1.0}
 
 
 def test_a_step_whose_replies_nobody_rewards_ends_the_run(megatrain, rollout_file):
@@ -414,17 +314,6 @@ def test_steps_that_learn_nothing_of_rewards_are_said(megatrain, rollout_file, c
     megatrain.done("train", file, *sets(training__steps=3))
     assert words in caplog.text and "step 3: " in caplog.text
     assert ("step 2: " in caplog.text) == ("no reply has ended" in words)
-
-
-def test_rloo_learns_the_divergence_where_rewards_are_alike(megatrain, rollout_file, tmp_path):
-    """After a step that has moved the model; without beta there is nothing to learn."""
-    for beta in (0.0, 0.5):
-        file = rollout_file({"name": "rloo", "beta": beta}, ("alike",))
-        folder = tmp_path / f"beta-{beta}"
-        chosen = sets(training__steps=3, output__folder=str(folder))
-        megatrain.done("train", file, *chosen)
-        norms = [record["grad_norm"] for record in read(folder)]
-        assert norms[0] == 0 < norms[1] and (norms[2] > 0) == (beta > 0)
 
 
 DRAWS = {
@@ -460,13 +349,6 @@ def test_a_step_whose_replies_nobody_rewards_may_be_left_out(megatrain, rollout_
     assert "rewarded any of the 12 replies" in first["skipped"] and "loss" not in first
     assert all("loss" in record for record in others)
     assert ["reward" in record for record in others] == [True, False]
-
-
-def test_an_evaluation_whose_replies_nobody_rewards_is_told_of(megatrain, rollout_file, caplog):
-    file = rollout_file({"name": "grpo"}, ["at_end"])
-    held = sets(data__eval_fraction=0.2, training__eval_every=1, training__steps=1)
-    megatrain.done("train", file, *held)
-    assert "rewarded any of 4 replies: this evaluation has no reward" in caplog.text
 
 
 REFUSED = {

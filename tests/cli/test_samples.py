@@ -4,9 +4,8 @@ import pytest
 from safetensors.torch import load_file
 
 from megatrain import config
-from megatrain.errors import DoesNotFit, InputError
+from megatrain.errors import InputError
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train import evaluations
 from tests.cli.cases import sets
 from tests.cli.test_mistakes import assert_refused
 
@@ -32,16 +31,6 @@ def test_each_evaluation_has_samples_and_nothing_else_changes(megatrain, run_fil
     assert all(ours[name].equal(others[name]) for name in ours)
 
 
-def test_samples_that_do_not_fit_cost_one_warning(megatrain, run_file, monkeypatch, caplog):
-    def generate(*arguments):
-        raise DoesNotFit("no room for keys and values")
-
-    monkeypatch.setattr(evaluations, "generate", generate)
-    megatrain.done("train", run_file, *sets(**SAMPLES))
-    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert told == ["no samples from here on: no room for keys and values"]
-
-
 def test_prompts_that_cannot_be_used_are_refused_first(megatrain, run_file):
     result = megatrain("train", run_file, *sets(training__samples={"prompts": [""]}))
     assert_refused(result, "training.samples: prompt 1: holds no token")
@@ -54,19 +43,6 @@ def test_prompts_that_cannot_be_used_are_refused_first(megatrain, run_file):
         assert_refused(result, told)
     with pytest.raises(InputError, match="training.samples needs evaluations"):
         config.load(run_file, ['training.samples={prompts: ["a"]}', "data.eval_fraction=0"])
-
-
-@pytest.mark.exhaustive
-def test_frozen_parameters_stay_also_on_resume(megatrain, run_file):
-    folder = run_file.parent
-    choices = {"model__freeze": ["layernorm"], "model__train_only": ["layers", "norm"]}
-    for steps, how in ((1, ()), (3, ()), (5, ("--resume",))):
-        name = str(folder / ("short" if steps == 1 else "run"))
-        changes = sets(**choices, output__folder=name, training__steps=steps)
-        megatrain.done("train", run_file, *how, *changes)
-    short, run = (load_file(folder / n / "model" / "model.safetensors") for n in ("short", "run"))
-    changed = {name for name in run if not run[name].equal(short[name])}
-    assert changed == {n for n in run if n != "model.embed_tokens.weight" and "layernorm" not in n}
 
 
 @pytest.mark.parametrize(

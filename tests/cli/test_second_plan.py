@@ -63,17 +63,6 @@ def test_a_streamed_teacher_is_counted(megatrain, distilling, tmp_path):  # noqa
     assert told["device_bytes"]["teacher"] > 0 and told["seconds"] > plain["seconds"]
 
 
-@pytest.mark.exhaustive
-def test_a_streamed_reference_is_counted(megatrain, preference_file, tmp_path):  # noqa: F811
-    rows = [pair(number) for number in range(20)]
-    plain = forecast(megatrain, preference_file(rows, name="dpo"))
-    file = preference_file(rows, name="dpo", reference="streamed")
-    told = forecast(megatrain, file)
-    own = agree(told, of_run(megatrain, file, tmp_path / "run"), 32)
-    assert told["host_peak_bytes"] - plain["host_peak_bytes"] == own
-    assert plain["seconds"] < told["seconds"] < 2 * plain["seconds"]
-
-
 @pytest.mark.parametrize("rows", few([4, 64]))
 def test_the_seconds_of_a_reference_are_those_of_a_forward(rows):
     """7B: of few rows as long as weights take over the bus, of many as a third of a step's work."""

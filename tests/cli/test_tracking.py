@@ -8,7 +8,6 @@ from accelerate.tracking import TensorBoardTracker
 from megatrain import config
 from megatrain.errors import InputError
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train import trackers
 from megatrain.train.trackers import Trackers
 from tests.cli.test_mistakes import assert_refused
 
@@ -63,13 +62,6 @@ def test_a_tracker_that_does_not_start_is_refused_and_leaves_nothing(
     megatrain.done("train", run_file, *TENSORBOARD)
 
 
-def test_what_is_not_installed_is_refused_with_what_to_install(megatrain, run_file, monkeypatch):
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    result = megatrain("train", run_file, "--set", "tracking.to=[wandb]")
-    assert_refused(result, 'wandb is not installed; pip install "megatrain[wandb]"')
-    assert not (run_file.parent / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
@@ -100,21 +92,3 @@ def test_mlflow_goes_on_in_the_same_run(run_file, tmp_path):
     history = client.get_metric_history(run, "train/loss")
     assert [(each.step, each.value) for each in history] == [(1, 3.0), (2, 2.0)]
     assert client.get_run(run).data.params["training.steps"] == "6"
-
-
-def test_wandb_writes_offline_files_of_one_run(run_file, tmp_path):
-    pytest.importorskip("wandb")
-    folder = logged_twice(run_file, tmp_path, "wandb")
-    run = json.loads((folder / "runs.json").read_text())["wandb"]
-    assert len([*folder.glob(f"wandb/offline-run-*/run-{run}.wandb")]) >= 1
-
-
-def test_trackio_goes_on_in_the_same_run(run_file, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    trackio = pytest.importorskip("trackio")
-    from trackio.sqlite_storage import SQLiteStorage
-
-    logged_twice(run_file, tmp_path, "trackio")
-    (run,) = trackio.Api().runs("megatrain")
-    rows = SQLiteStorage.get_logs("megatrain", run.name)
-    assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 3.0), (2, 2.0)]

@@ -3,7 +3,6 @@
 import json
 import math
 import resource
-import shutil
 import sys
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.cli import main
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train import resume
 from tests.cli.cases import sets, tiny_llama, write_rows
 
 
@@ -78,22 +76,6 @@ def test_labels_are_smoothed_in_steps_but_not_in_evaluations(megatrain, run_file
             assert smoothed["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
         else:
             assert smoothed["loss"] != plain["loss"]
-
-
-def test_a_schedule_is_tried_with_the_rate_of_the_run(megatrain, run_file):
-    """An end of 0.005 is below this run's rate, and above torch's usual one."""
-    options = ["--set", "schedule.options={lr_end: 0.005}"]
-    chosen = sets(schedule__name="polynomial", training__steps=1)
-    megatrain.done("train", run_file, *chosen, *options)
-
-
-@pytest.mark.parametrize("name", ["polynomial", "inverse_sqrt"])
-def test_a_schedule_is_not_asked_what_follows_the_last_step(megatrain, run_file, name):
-    """Both divide by zero there."""
-    chosen = sets(schedule__name=name, training__steps=2, schedule__warmup_steps=2)
-    options = [] if name == "polynomial" else ["--set", "schedule.options={timescale: 0}"]
-    megatrain.done("train", run_file, *chosen, *options)
-    megatrain.done("train", run_file, *chosen, *options, "--resume")
 
 
 def weights(folder):
@@ -180,35 +162,6 @@ def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):
     assert texts[0].stdout == texts[1].stdout
 
 
-def test_generate_reads_a_run_that_has_not_ended(megatrain, trained, tmp_path, caplog):
-    folder, _ = trained
-    shutil.copytree(folder / "checkpoints", tmp_path / "run" / "checkpoints")
-    options = ["--prompt", "the cat", "--max-new-tokens", "5", "--temperature", "0"]
-    options += ["--device", "cpu", "--precision", "fp32"]
-    texts = [
-        megatrain("generate", path, *options)
-        for path in (folder, tmp_path / "run", folder / "checkpoints" / "step-00000006")
-    ]
-    assert [text.exit_code for text in texts] == [0, 0, 0], texts[1].output
-    assert texts[0].stdout == texts[1].stdout == texts[2].stdout
-    assert caplog.text.count("the run has not ended") == 1
-
-
-def test_a_choice_that_the_optimizer_was_not_made_with_is_refused(megatrain, run_file, monkeypatch):
-    """Of a key that is newer than the run nothing is known but what its rule is."""
-    muon = {"name": "muon", "lr": 1e-2}
-    chosen = sets(training__steps=2, checkpoint__every=1, training__eval_every=None)
-    megatrain.done("train", run_file, *chosen, "--set", f"optimizer={muon}")
-    free = (*resume.FREE_KEYS["optimizer"], "ns_precision")
-    monkeypatch.setitem(resume.FREE_KEYS, "optimizer", free)
-    fp32 = muon | {"ns_precision": "fp32"}
-    longer = [*sets(training__steps=3, training__eval_every=None), "--set", f"optimizer={fp32}"]
-    result = megatrain("train", run_file, *longer, "--resume")
-    assert result.exit_code == 2
-    assert "optimizer.ns_precision:" in result.stderr
-    assert "was made with bf16; set it back" in result.stderr
-
-
 def test_an_export_onto_a_full_disk_leaves_nothing(trained, tmp_path, monkeypatch, capsys):
     arguments = ["export", str(trained[0]), str(tmp_path / "out"), "--dtype", "bfloat16"]
     monkeypatch.setattr(sys, "argv", ["megatrain", *arguments])
@@ -247,8 +200,3 @@ def test_a_streamed_run_keeps_no_tokens_and_is_resumed_exactly(
     assert not (tmp_path / "cache").exists()
     shown = megatrain("data", run_file)
     assert shown.exit_code == 0 and "the first tokens of a stream: " in shown.stdout
-
-
-def test_tokens_are_cached_outside_of_the_run(megatrain, run_file, tmp_path):
-    megatrain.done("train", run_file, *sets(training__steps=1, data__cache_dir=None))
-    assert any((tmp_path / "xdg" / "megatrain").rglob("*"))
