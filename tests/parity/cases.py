@@ -14,6 +14,7 @@ from megatrain import Engine
 from megatrain.device import Buffer, CpuDevice
 from tests.families.plain import Step, accumulate
 from tests.families.tiny import tiny_model
+from tests.inside import host_gradients, store_of
 from tests.rules import SWEPT
 
 VOCAB = 128
@@ -98,15 +99,15 @@ def masters(engine: Engine) -> dict[str, Tensor]:
 
 
 def moments(engine: Engine) -> list[Tensor]:
-    return [m.values().clone() for tile in engine._store.tiles for m in tile.states.values()]
+    return [m.values().clone() for tile in store_of(engine).tiles for m in tile.states.values()]
 
 
 def gradients(engine: Engine) -> dict[str, Tensor]:
     """Those of the last step: with clipping, each tile has room of its own that keeps them."""
-    host_grads = engine._parts.sink._own
+    host_grads = host_gradients(engine)
     return {
         entry.name: entry.view(host_grads[tile.index].buffer.data).clone()
-        for tile in engine._store.tiles
+        for tile in store_of(engine).tiles
         for entry in tile.layout.trainable
     }
 

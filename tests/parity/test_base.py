@@ -73,20 +73,6 @@ def test_values_are_near_and_few_bytes(packing, most, bytes_each):
     assert (again - values).norm() < most * values.norm()
 
 
-@pytest.mark.exhaustive
-def test_packed_bytes_do_not_depend_on_the_number_of_threads():
-    torch.manual_seed(0)
-    values, before = torch.randn(4096, 2048), torch.get_num_threads()
-    packed = []
-    try:
-        for threads in range(1, 5):
-            torch.set_num_threads(threads)
-            packed.append(NF4.pack(values)[:4])
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(each, packed[0]) for each in packed)
-
-
 def adapted(model):
     torch.manual_seed(1)
     return get_peft_model(copy.deepcopy(model), LoraConfig(**LORA))

@@ -19,16 +19,6 @@ def moved(after, before):
     return torch.cat([(after[name].float() - before[name].float()).flatten() for name in names])
 
 
-@pytest.mark.parametrize(
-    ("precision", "has", "told"),
-    [("bf16", "AVX2", True), ("fp32", "AVX2", False), ("bf16", "AVX512", False)],
-)
-def test_a_cpu_without_products_in_bf16_is_told(precision, has, told, monkeypatch, caplog):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: has)
-    make_engine(llama(), precision=precision).close()
-    assert ("take precision fp32" in caplog.text) == told
-
-
 def test_small_steps_move_the_masters_where_bf16_alone_stalls():
     model, [step] = llama(num_hidden_layers=1, hidden_size=16), make_batches(1, ((2, 8),))
     model.load_state_dict({name: p.bfloat16().float() for name, p in model.state_dict().items()})
@@ -75,12 +65,6 @@ def test_masters_are_copies(precision):
     for master in before.values():
         master.zero_()
     assert not any(torch.equal(before[name], after) for name, after in engine.named_masters())
-
-
-def test_the_masters_of_an_engine_without_optimizer_are_fp32_too():
-    engine = Engine(llama(), precision="bf16", device="cpu")
-    wanted = {name: p.bfloat16().float() for name, p in parameters(llama()).items()}
-    assert same(masters(engine), wanted)
 
 
 @swept(

@@ -8,6 +8,7 @@ import torch
 
 from megatrain import Engine, InputError, Placement, RunFailed
 from megatrain.device import CpuDevice
+from tests.inside import host_gradients, store_of
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.ranks import run_ranks
 from tests.rules import SWEPT
@@ -32,7 +33,7 @@ def flip(plane, byte, bit=3):
 
 
 def layer(engine):
-    [tile] = [tile for tile in engine._store.tiles if tile.name == "layer 1"]
+    [tile] = [tile for tile in store_of(engine).tiles if tile.name == "layer 1"]
     return tile
 
 
@@ -101,7 +102,7 @@ def test_a_gradient_that_changes_before_its_update_is_found(place):
     device, steps = Flipping(), make_batches(2)
     with make_engine(llama(), verify="step", device=device, placement=PLACES[place]) as engine:
         engine.step(steps[0])
-        gradient = engine._parts.sink._own[layer(engine).index].buffer
+        gradient = host_gradients(engine)[layer(engine).index].buffer
         device.armed = lambda: flip(gradient, 100)
         with pytest.raises(RunFailed, match="layer 1: the gradient .* differs from its checksum"):
             engine.step(steps[1])

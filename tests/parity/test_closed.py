@@ -7,6 +7,7 @@ import pytest
 
 from megatrain import Placement
 from megatrain.errors import RunFailed
+from tests.inside import store_of
 from tests.parity.cases import make_batches, make_engine, qwen2
 
 PLACEMENTS = {
@@ -18,7 +19,7 @@ PLACEMENTS = {
 
 def closed(engine):
     """What holds the planes of an engine that is closed, before anything is collected."""
-    held = [weakref.ref(buffer) for t in engine._store.tiles for buffer in t.planes.values()]
+    held = [weakref.ref(buffer) for t in store_of(engine).tiles for buffer in t.planes.values()]
     engine.close()
     return held
 

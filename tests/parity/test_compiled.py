@@ -35,7 +35,7 @@ def trained(**choices):
 def test_compiled_layers_train_as_eager_ones():
     losses, norms, masters = trained()
     for choices in CHOICES:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         other = trained(compile=True, **choices)
         assert other[0] == pytest.approx(losses, rel=1e-6)
         assert other[1] == pytest.approx(norms, rel=1e-5)

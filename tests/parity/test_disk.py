@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from torch import nn
 
 from megatrain import DoesNotFit, Engine, InputError, Placement, RunFailed
 from megatrain.checkpoint import verify
-from megatrain.device import Buffer, CpuDevice, disk
+from megatrain.device import CpuDevice, disk
 from megatrain.device.plane_file import BLOCK, PlaneFile
 from megatrain.engine.step import TrainingParts
 from tests.checkpoint.cases import ThreadedDevice, state
+from tests.inside import parts_of, store_of
 from tests.parity.cases import frozen, llama, make_batches, make_engine, same
 from tests.sweeps import swept
 
@@ -23,7 +23,7 @@ def test_planes_on_a_disk_take_lanes_of_host_memory_alone(tmp_path):
     placement = replace(ON_DISK, disk_weights=99)
     engine = make_engine(llama(), precision="bf16", placement=placement, disk=tmp_path)
     plain = make_engine(llama(), precision="bf16").memory()
-    memory, tiles = engine.memory(), engine._store.tiles
+    memory, tiles = engine.memory(), store_of(engine).tiles
     layers = [tile.layout.numel for tile in tiles if tile.name.startswith("layer")]
     largest = max(tile.layout.trainable_numel for tile in tiles)
     assert memory["host_moments_bytes"] == 0 < plain["host_moments_bytes"]
@@ -77,34 +77,12 @@ def test_a_disk_that_fails_ends_the_run_and_leaves_the_checkpoint(
         assert same(state(again), wanted)
 
 
-@pytest.mark.parametrize("part", ["load_weights", "Assembly"])
-def test_an_engine_that_fails_to_open_gives_all_back(part, tmp_path, monkeypatch):
-    """Threads of the device, and the file on the disk, as soon as the error is there."""
-
-    def fail(*given, **options):
-        raise RunFailed("it fails")
-
-    create, files, device = PlaneFile.create, list[PlaneFile](), ThreadedDevice()
-
-    def noting(*given):
-        files.append(create(*given))
-        return files[-1]
-
-    monkeypatch.setattr(PlaneFile, "create", noting)
-    monkeypatch.setattr(f"megatrain.engine.engine.{part}", fail)
-    with pytest.raises(RunFailed, match="it fails") as error:
-        make_engine(llama(), placement=ON_DISK, disk=tmp_path, device=device)
-    assert error.tb is not None  # its frames, which hold the engine, are still there
-    assert not any(worker._thread.is_alive() for worker in device._workers.values())
-    assert [file._handle.closed for file in files] == [True]
-
-
 @pytest.mark.parametrize("device", [CpuDevice, ThreadedDevice])
 def test_weights_that_cannot_be_read_end_the_step_before_any_update(device, tmp_path, monkeypatch):
     steps = make_batches(2)
     engine = make_engine(llama(), precision="bf16", placement=ALL, disk=tmp_path, device=device())
     engine.step(steps[0])
-    wanted, weights = state(engine), engine._store.tiles[3].weights
+    wanted, weights = state(engine), store_of(engine).tiles[3].weights
     engine.save(tmp_path / "saved")
     assert isinstance(weights, disk.DiskBuffer)
     read, at = PlaneFile.read, weights.at
@@ -118,20 +96,9 @@ def test_weights_that_cannot_be_read_end_the_step_before_any_update(device, tmp_
     with pytest.raises(RunFailed, match="the disk fails"):
         engine.step(steps[1])
     monkeypatch.undo()
-    assert isinstance(engine._parts, TrainingParts) and not engine._parts.update.torn
+    assert isinstance(parts_of(engine), TrainingParts) and not parts_of(engine).update.torn
     with Engine.load(tmp_path / "saved", device="cpu", disk=tmp_path) as again:
         assert same(state(again), wanted)
-
-
-def test_autograd_takes_weights_read_into_one_slot_for_no_change_of_another(tmp_path):
-    """Slots are one memory, and a thread reads while a layer is at work."""
-    engine = make_engine(llama(), precision="bf16", placement=ALL, disk=tmp_path)
-    tile = next(tile for tile in engine._store.tiles if tile.name == "layer 1")
-    slots = torch.zeros(2, tile.layout.numel, dtype=torch.bfloat16)
-    version = slots._version
-    engine._parts.stream.disk.bring(tile, tile.weights, Buffer("slot", slots[1]))
-    assert torch.equal(slots[1], tile.weights.values()) and slots[1].any()
-    assert slots._version == version
 
 
 def test_a_layer_that_is_smaller_than_a_slot_is_read_and_nothing_behind_it():
@@ -166,7 +133,7 @@ def test_frozen_weights_on_a_disk_are_only_read(tmp_path, monkeypatch):
         for step in steps:
             engine.step(step)
         monkeypatch.undo()
-        return state(engine), engine._store.tiles
+        return state(engine), store_of(engine).tiles
 
     wanted, _ = train()
     found, tiles = train(placement=ALL, disk=tmp_path)

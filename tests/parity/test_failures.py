@@ -10,7 +10,7 @@ import torch
 from megatrain import Placement, RunFailed
 from megatrain.device import CpuDevice
 from megatrain.engine.update import Update
-from megatrain.placement import RECOMPUTE
+from tests.inside import parts_of, program_of, store_of
 from tests.parity.cases import llama, make_batches, make_engine, masters, moments, same
 from tests.race.late import LateDevice
 from tests.sweeps import swept
@@ -26,7 +26,7 @@ def engine_of(tied, clip, device):
 
 
 def versions(engine):
-    return [tile.version for tile in engine._store.tiles]
+    return [tile.version for tile in store_of(engine).tiles]
 
 
 def without(engine, damage, step):
@@ -55,7 +55,7 @@ def test_a_bad_loss(tied, clip, device):
     steps = make_batches(3)
     engine.step(steps[0])
     other.step(steps[0])
-    program, logits = engine._program, engine._program.logits
+    program, logits = program_of(engine), program_of(engine).logits
     bad = steps[1][1]["input_ids"].shape[0]
 
     def damage():
@@ -78,7 +78,7 @@ def test_a_bad_loss(tied, clip, device):
 
 def spoil_gradient(engine, value):
     """The second layer hands on a bad gradient; returns what undoes it."""
-    layer = engine._parts.trunk[2]
+    layer = parts_of(engine).trunk[2]
     pull = layer.vjp
 
     def damaged(*arguments):
@@ -132,7 +132,7 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(where, placement):
     other = make_engine(model, **options)
     engine.step(steps[0])
     other.step(steps[0])
-    parts = engine._parts
+    parts = parts_of(engine)
     unit, name = {
         "forward": (parts.trunk[2], "run"),
         "head": (parts.head, "loss_and_vjp"),
@@ -150,20 +150,6 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(where, placement):
     goes_on(engine, other, [steps[1][:1], *steps[1:]])
 
 
-def test_graphs_of_a_broken_step_are_not_used_by_a_later_one():
-    """After running out of memory fewer graphs may be kept, or there may be more micro-batches."""
-    model, steps = llama(), make_batches(2)
-    engine = make_engine(model, placement=Placement(save_activations=3))
-    layer = engine._parts.trunk[1]
-    pull = layer.vjp
-    layer.vjp = engine._parts.head.loss_and_vjp  # of other arguments: fails
-    with pytest.raises(TypeError):
-        engine.step(steps[1])
-    layer.vjp = pull
-    engine._policies = lambda **given: [RECOMPUTE] * 3
-    goes_on(engine, make_engine(model), steps)
-
-
 @swept(together=1, tied=TIED, clip=CLIPPED)
 def test_a_step_that_fails_in_its_updates_leaves_nothing_to_save(tied, clip, monkeypatch, tmp_path):
     """Also when all tiles count it already, and after later steps."""
@@ -177,7 +163,9 @@ def test_a_step_that_fails_in_its_updates_leaves_nothing_to_save(tied, clip, mon
         if args[0] is last:
             raise RuntimeError("out of ideas")
 
-    last = [tile for tile in engine._store.tiles if tile.layout.trainable_numel][-1 if clip else 0]
+    last = [tile for tile in store_of(engine).tiles if tile.layout.trainable_numel][
+        -1 if clip else 0
+    ]
     monkeypatch.setattr(Update, "_apply", broken)
     with pytest.raises(RuntimeError, match="out of ideas"):
         engine.step(second)

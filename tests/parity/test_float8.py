@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import Engine, InputError, Placement
 from megatrain.model.float8 import convert
+from tests.inside import program_of
 from tests.parity.cases import gradients, llama, make_batches, make_engine, masters, same
 from tests.parity.test_dropout import gpt2
 from tests.parity.test_packing import documents, packed
@@ -77,9 +78,9 @@ def test_losses_are_near_and_no_placement_changes_a_bit():
 @needs_torchao
 def test_packed_rows_train_by_their_lengths_as_by_masks():
     engines = [make_engine(llama(), precision="fp8") for _ in range(2)]
-    engines[1]._program.may_attend_by_lengths = False
+    program_of(engines[1]).may_attend_by_lengths = False
     losses = [engine.step([packed(documents())]).loss for engine in engines]
-    assert [engine._program.attends_by_lengths for engine in engines] == [True, False]
+    assert [program_of(engine).attends_by_lengths for engine in engines] == [True, False]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 

@@ -1,18 +1,15 @@
 """Texts that a streamed model continues: transformers' own, with a cache, token for token."""
 
 from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerFast
 
-from megatrain import AdamW, DoesNotFit, Engine, Placement
+from megatrain import AdamW, Engine, Placement
 from megatrain.engine.stream import Stream
-from megatrain.engine.whole_model import _from_first
-from megatrain.generate import Kept, Sampling, caches, continued, generate
-from megatrain.generate.caches import cache_bytes
+from megatrain.generate import Kept, Sampling, continued, generate
 from tests.families.tiny import tiny_model
 from tests.parity.cases import make_batches
 
@@ -48,17 +45,6 @@ def test_streamed_tokens_are_those_of_transformers(family):
         fresh = Engine(model, precision="fp32", device="cpu")
         batch = {"input_ids": inputs()["input_ids"]}
         assert engine.logits(batch).equal(fresh.logits(batch))
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_all_ranks_take_the_first_ones_logits(rank):
-    """Logits of -inf among them, which some models give tokens that are never to be drawn."""
-    first = torch.tensor([1.0, -torch.inf])
-    others = torch.zeros(2) if rank == 0 else first
-    ranks: Any = SimpleNamespace(rank=rank, all_reduce=lambda values: values.add_(others))
-    output = SimpleNamespace(logits=first if rank == 0 else first + 1)
-    _from_first(ranks, torch.nn.Identity(), (), output)
-    assert output.logits.equal(torch.tensor([1.0, -torch.inf]))
 
 
 def test_generating_between_two_steps_changes_no_bit_of_training():
@@ -168,14 +154,6 @@ def test_a_text_ends_with_an_end_token(engine):
     assert ended.split() == said[: said.index(tokenizer.eos_token)]
 
 
-def test_the_seed_decides_the_draws(engine):
-    drawn = [
-        generate(engine, words(), PROMPTS[:1], Sampling(12, temperature=1.0, seed=seed))
-        for seed in (1, 1, 2)
-    ]
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
 def test_heads_in_ranges_generate_without_a_cache():
     from megatrain import Placement
 
@@ -215,25 +193,6 @@ def test_families_that_fail_with_a_cache_or_have_no_limit_generate(family):
         sampling = Sampling(max_new_tokens=3, temperature=0)
         how: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": 1}
         assert continued(source, [prompt], sampling, GenerationConfig(), **how) == [wanted]
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mamba"])
-def test_the_cache_takes_what_was_foretold(family):
-    model = tiny_model(family).eval()
-    rows, tokens = 3, 18
-    made = model.generate(
-        **inputs(rows), max_new_tokens=13, do_sample=False, eos_token_id=None, pad_token_id=0,
-        use_cache=True, return_dict_in_generate=True,
-    )  # fmt: skip
-    layers = [size for size, _ in caches._layers(made.past_key_values)]
-    needed = sum(layers) + max(layers)
-    assert needed <= cache_bytes(model, rows, tokens) <= 1.05 * needed  # windows: to a token
-
-
-def test_a_cache_that_has_no_room_is_refused(engine, monkeypatch):
-    monkeypatch.setattr(caches, "free_bytes", lambda device: 1000)
-    with pytest.raises(DoesNotFit, match="keys and values of 3 prompts of 20 tokens take"):
-        generate(engine, words(), PROMPTS, GREEDY)
 
 
 def test_drawn_tokens_are_those_of_transformers_up_to_a_stop(engine):

@@ -9,25 +9,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LlamaConfig
 
-from megatrain import AdamW, DoesNotFit, Engine, Placement
-from megatrain.autoplace import fits
-from megatrain.autoplace.auto import foretold_on_cpu
-from megatrain.base.units import MIB
+from megatrain import Engine, Placement
 from megatrain.checkpoint import open_checkpoint
 from megatrain.compat.torch import pytree
 from megatrain.config import Config
-from megatrain.device import CpuDevice
 from megatrain.engine import whole_model
 from megatrain.forecast.generation import generation_bytes
-from megatrain.forecast.second_model import second_needs
 from megatrain.forecast.workload import Generation, Workload
 from megatrain.generate import Sampling, continued
 from megatrain.model.build import empty_model
 from megatrain.model.probe import spec
 from megatrain.optim import RULES
 from megatrain.plan.tiles import tile_bytes
-from megatrain.source.engine_setup import Model
-from tests.families.tiny import tiny_config
+from tests.inside import spec_of
 from tests.sweeps import few, swept
 
 ROWS, TOKENS, NEW = 24, 64, 16
@@ -97,49 +91,6 @@ def test_generation_takes_what_is_foretold(precision, apart, monkeypatch):
     assert 0.95 * told <= alive.peak <= told + random + 16 * ROWS  # whether a row goes on
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "family", few(["qwen3_next", "gemma3_text", "mamba2", "qwen3_moe", "jamba"], 1)
-)
-def test_other_caches_are_counted(family):
-    """States, experts and windows, of each row the same; no cache of Jamba's states alone."""
-    found = spec(empty_model(tiny_config(family)))
-    few, more = (generation_bytes(found, torch.bfloat16, rows, 32, 8) for rows in (2, 4))
-    assert few < more <= 2 * few + 4096
-
-
-def workload(generation):
-    return Workload(ROWS * TOKENS, TOKENS, 1, generation=generation)
-
-
-@pytest.mark.exhaustive
-def test_forecasts_count_replies_and_the_reference_model():
-    """What replies take beyond the work of a step; few of them take no more than a step."""
-    found = spec(empty_model(CONFIG))
-    plain, few, both = (
-        foretold_on_cpu(found, PLACEMENT, workload(asked))
-        for asked in (None, Generation(NEW, 1), Generation(NEW, reference=True))
-    )
-    assert plain and few and both
-    assert few.host_peak_bytes == plain.host_peak_bytes
-    frozen = second_needs(found, torch.bfloat16, ROWS * TOKENS, 1)
-    told = sum(frozen.host.values()) + sum(frozen.device.values())
-    assert both.host_parts["reference model"] == told
-    assert told >= 2 * sum(t.numel for t in Model.trained(found, None).layouts)
-    more = both.host_peak_bytes - plain.host_peak_bytes - told
-    assert more == both.host_parts["generation"] > 0
-
-
-def test_replies_that_a_server_makes_take_nothing_here():
-    """Nor a plan of a run whose model generates nothing but has a reference."""
-    found = spec(empty_model(CONFIG))
-    remote = Generation(None, reference=True)
-    plain, other = (foretold_on_cpu(found, PLACEMENT, workload(each)) for each in (None, remote))
-    assert plain and other
-    told = other.host_parts["reference model"]
-    assert other.host_peak_bytes - plain.host_peak_bytes == told > 0
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_plans_of_runs_with_a_server_count_no_replies(beta):
     server = {"server": "http://127.0.0.1:1", "server_weights": "/w"}
@@ -157,28 +108,6 @@ def test_plans_of_runs_with_a_server_count_no_replies(beta):
     assert remote.generation == (Generation(None, reference=True) if beta else None)
 
 
-@pytest.mark.exhaustive
-def test_a_run_whose_replies_do_not_fit_is_refused_before_anything_is_allocated(monkeypatch):
-    config = LlamaConfig(**CONFIG.to_dict() | {"vocab_size": 1 << 17})
-    told = foretold_on_cpu(spec(empty_model(config)), PLACEMENT, workload(None))
-    assert told is not None
-    parts, grows = told.host_growth
-    many = Generation(NEW, reference=True)
-    size = {"tokens_per_step": ROWS * TOKENS, "sequence_length": TOKENS, "micro_batch": 1}
-
-    available = sum(parts.values()) + grows + MIB
-    monkeypatch.setattr(fits, "host_available_bytes", lambda limit: available)
-
-    def opened(generation):
-        given: dict[str, Any] = size | {"optimizer": AdamW(), "generation": generation}
-        Engine(config, placement=PLACEMENT, device="cpu", **given).close()
-
-    opened(None)
-    monkeypatch.setattr(CpuDevice, "host", lambda *_, **__: pytest.fail("allocated"))
-    with pytest.raises(DoesNotFit, match="host memory: at least .* too few"):
-        opened(many)
-
-
 @pytest.mark.parametrize("rule", few(RULES))
 def test_a_plan_knows_that_saves_leave_the_base_of_an_adapter_out(rule, tmp_path):
     empty_model(CONFIG).to_empty(device="cpu").save_pretrained(tmp_path / "base")
@@ -187,7 +116,7 @@ def test_a_plan_knows_that_saves_leave_the_base_of_an_adapter_out(rule, tmp_path
         tmp_path / "base", adapter=keys, optimizer=RULES[rule](), placement=PLACEMENT, device="cpu"
     ) as engine:
         engine.save(tmp_path / "saved")
-        tiles = tile_bytes(engine._spec, PLACEMENT, Workload(rule=RULES[rule]()))
+        tiles = tile_bytes(spec_of(engine), PLACEMENT, Workload(rule=RULES[rule]()))
     manifest = open_checkpoint(tmp_path / "saved").manifest
     planes = [plane for tile in manifest.tiles for plane in tile.planes.values()]
     sizes = {"BF16": 2, "I16": 2, "F32": 4}

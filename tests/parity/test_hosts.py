@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatrain import Engine, Placement
 from megatrain.checkpoint import files
 from megatrain.errors import InputError, RunFailed
+from tests.inside import store_of
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.ranks import run_ranks
 from tests.parity.test_ranks import CLOSE, SHAPES, part_of, refused, saved_state
@@ -91,7 +92,7 @@ def test_any_layout_goes_on_from_a_checkpoint_of_hosts_bit_for_bit(tmp_path):
             refused(RunFailed, "is not to be seen from", engine.save, tmp_path / "none")
         kept = masters(engine)
         if rank == 2:  # of the second host, a bit falls over
-            engine._store.tiles[2].weights.data[0] += 1
+            store_of(engine).tiles[2].weights.data[0] += 1
         refused(RunFailed, "on one host than on another", engine.save, tmp_path / "none")
         return kept
 

@@ -258,33 +258,6 @@ def test_a_score_is_the_mean_loss_and_the_share_of_likeliest_tokens(placement):
     assert loss == pytest.approx(engine.evaluate(step), rel=1e-6)
 
 
-def test_losses_may_change_from_step_to_step():
-    step = micro_batches()
-    engine, other = make_engine(llama()), make_engine(llama())
-    losses = [LabelSmoothing(0.1), CrossEntropy(), LabelSmoothing(0.3)]
-    for loss in losses:
-        engine.step(taken(step, loss), loss)
-    for loss in losses[:2]:
-        other.step(taken(step, loss), loss)
-    assert not same(masters(engine), masters(other))
-    other.step(taken(step, losses[2]), losses[2])
-    assert same(masters(engine), masters(other))
-
-
-def test_weights_of_tokens_belong_to_their_labels():
-    """A label of weight 0 is one of -100, and weights of twice as much are the same."""
-    model, [micro, *_] = llama(), micro_batches()
-    micro = taken([micro], TokenWeights())[0]
-    off = torch.zeros_like(micro["labels"]).bool()
-    off[:, 3] = True
-    micro["token_weights"] = torch.where(off, 0.0, 2.0)
-    engine = make_engine(model)
-    plain = {**micro, "labels": micro["labels"].masked_fill(off, -100)}
-    del plain["token_weights"]
-    wanted = engine.evaluate([plain])
-    assert engine.evaluate([micro], TokenWeights()) == pytest.approx(wanted, rel=1e-6)
-
-
 WRONG: dict[str, tuple[Any, Loss, str]] = {
     "no weights": (lambda m: m.pop("token_weights"), TokenWeights(), "has no token_weights"),
     "weights that nobody asked for": (
@@ -350,21 +323,6 @@ def test_what_a_loss_cannot_use_is_refused(spoil, loss, message):
     with pytest.raises(InputError, match=message):
         engine.step([micro], loss)
     assert same(before, masters(engine))
-
-
-@pytest.mark.parametrize("loss", [Distillation(beta=0.4, add_tail=True), Distillation(beta=1.0)])
-def test_places_where_fewer_tokens_were_kept_count_for_nothing(loss):
-    step = taken(micro_batches(), loss)
-    more = [
-        micro
-        | {
-            "teacher_ids": F.pad(micro["teacher_ids"], (0, 2)),
-            "teacher_log_probs": F.pad(micro["teacher_log_probs"], (0, 2), value=-1e9),
-        }
-        for micro in step
-    ]
-    engine = make_engine(llama(vocab_size=WIDE))
-    assert engine.evaluate(more, loss) == pytest.approx(engine.evaluate(step, loss), rel=1e-6)
 
 
 NAN, INF = float("nan"), float("inf")

@@ -93,19 +93,6 @@ def test_a_frozen_parameter_is_its_weights_alone(source):
     assert found["remainder"] == pytest.approx(rest, rel=0.01)
 
 
-def test_rooms_of_rows_and_boundaries_are_declared():
-    engine = make_engine(llama(), placement=Placement(layer_inputs="host"))
-    before = engine.memory()
-    assert before["host_rows_bytes"] == before["host_boundaries_bytes"] == 0
-    engine.step(make_batches(1)[0])
-    after = engine.memory()
-    assert after["host_rows_bytes"] > 0
-    tokens, width, layers = 2 * 12 + 1 * 7 + 3 * 5, 32, 3
-    assert after["host_boundaries_bytes"] == tokens * width * layers * 4
-    grown = after["host_rows_bytes"] + after["host_boundaries_bytes"]
-    assert after["host_bytes"] == before["host_bytes"] + grown
-
-
 class CountingDevice(CpuDevice):
     """Counts the host memory that it has given and not got back."""
 

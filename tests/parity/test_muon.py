@@ -17,6 +17,7 @@ from megatrain.tile import Entry
 from megatrain.tile.layout import MOST_ELEMENTS
 from tests.checkpoint.cases import ThreadedDevice, state
 from tests.families.plain import accumulate
+from tests.inside import store_of
 from tests.parity.cases import (
     llama,
     make_batches,
@@ -105,14 +106,14 @@ def test_steps_are_torch_s_on_the_same_gradients(placement, clip, settings, monk
     optimizers = plain(engine, named)
     directed = [
         entry.name
-        for tile in reversed(engine._store.tiles)
+        for tile in reversed(store_of(engine).tiles)
         for entry in tile.layout.trainable
         if is_matrix(entry.name, entry.shape)
     ]
     assert len(directed) == 3 * 7
     rest = rule.clip == "rest"
     if clip is not None and not rest:  # in the order of need, once the norm is known
-        layers = [t for t in engine._store.tiles if t.name.startswith("layer")]
+        layers = [t for t in store_of(engine).tiles if t.name.startswith("layer")]
         directed = [e.name for t in layers for e in t.layout.trainable if e.name in directed]
     for step in make_batches(3):
         rule.matrices.clear()
@@ -120,7 +121,7 @@ def test_steps_are_torch_s_on_the_same_gradients(placement, clip, settings, monk
         engine.flush()
         for name, gradient in zip(directed, rule.matrices, strict=True):
             named[name].grad = gradient.view(named[name].shape)
-        for tile, entry in engine._store.entries():
+        for tile, entry in store_of(engine).entries():
             if entry.name not in directed:
                 gradient, scale = rule.others[tile.index * MOST_ELEMENTS + entry.offset]
                 inside = (rest and "layers" in entry.name) or clip is None
@@ -163,7 +164,7 @@ def test_fused_experts_are_matrices_of_their_own():
         torch.testing.assert_close(found, each, rtol=0, atol=0.02)  # of bf16 products
         singular = torch.linalg.svdvals(found)
         assert singular.min() > 0.5 and singular.max() < 1.5
-    names = [e.name for t in engine_of(model_of("mixtral"), rule, None)._store.tiles
+    names = [e.name for t in store_of(engine_of(model_of("mixtral"), rule, None)).tiles
              for e in t.layout.trainable if rule.directed(e)]  # fmt: skip
     assert any("experts" in name for name in names)
     assert not any("embed" in name or "norm" in name or "lm_head" in name for name in names)
@@ -195,17 +196,6 @@ def test_packed_matrices_are_torch_s_taken_apart(shape, sizes, settings, monkeyp
     assert (ours - together).norm() < 1e-5 * (together - start).norm()
 
 
-def test_a_model_with_packed_matrices_trains():
-    sizes = {r"attn\.c_attn": [32, 32, 32]}
-    engines = [engine_of(model_of("gpt2"), Muon(lr=1e-2, packed=p), CLIP) for p in ((), sizes)]
-    for engine in engines:
-        engine.step(make_batches(1)[0])
-    one, other = map(masters, engines)
-    assert {n for n in one if not torch.equal(one[n], other[n])} == {
-        n for n in one if "c_attn.weight" in n
-    }
-
-
 @pytest.mark.parametrize(
     ("packed", "message"),
     [
@@ -227,7 +217,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(clip, placement):
     engine.step(first)
     before, kept = masters(engine), moments(engine)
     with torch.no_grad():
-        tile = engine._store.tiles[-2]
+        tile = store_of(engine).tiles[-2]
         good = tile.weights.data.clone()
         tile.weights.data.fill_(float("nan"))
     with pytest.raises(StepRefused, match="the loss is nan"):

@@ -14,6 +14,7 @@ from megatrain.model.documents import is_packed
 from megatrain.model.probe import spec
 from megatrain.source import state_io
 from tests.families.tiny import tiny_model
+from tests.inside import program_of
 from tests.parity.cases import gradients, llama, make_engine, masters, relative_error, same
 from tests.sweeps import few
 
@@ -55,13 +56,13 @@ def test_a_checkpoint_says_the_attention_that_the_model_was_made_with(tmp_path):
     checkpoint = read_checkpoint(tmp_path / "saved")
     assert attention_of(state_io.open_model(checkpoint).config) == "sdpa"
     loaded = Engine.load(tmp_path / "saved", device="cpu")
-    assert loaded._program.may_attend_by_lengths
+    assert program_of(loaded).may_attend_by_lengths
 
 
 def by_masks(model, **settings):
     """An engine that is never told the lengths of documents."""
     engine = make_engine(model, **settings)
-    engine._program.may_attend_by_lengths = False
+    program_of(engine).may_attend_by_lengths = False
     return engine
 
 
@@ -79,7 +80,7 @@ def test_lengths_of_documents_do_what_masks_do(family, changes, monkeypatch):
     one, other = make_engine(model), by_masks(model)
     micro_batches = [row(9, 1, 4, 2, rows=2), row(6), row(5, 8)]
     results = [engine.step(micro_batches) for engine in (one, other)]
-    assert one._program.attends_by_lengths and not other._program.attends_by_lengths
+    assert program_of(one).attends_by_lengths and not program_of(other).attends_by_lengths
     assert results[0].loss == results[1].loss
     assert same(masters(one), masters(other))
 
@@ -109,7 +110,7 @@ def test_models_that_lengths_do_not_reach_keep_their_masks(complain):
     model.model.layers[0] = Deaf(model.model.layers[0], complain)
     one, other = make_engine(model, saveable=False), by_masks(model, saveable=False)
     results = [engine.step([row(9, 1, 4)]) for engine in (one, other)]
-    assert not one._program.attends_by_lengths
+    assert not program_of(one).attends_by_lengths
     assert results[0].loss == results[1].loss
     assert same(masters(one), masters(other))
 
@@ -229,19 +230,6 @@ def forgetful(when):
     model = llama(max_position_embeddings=512)
     model.set_attn_implementation("forgetful")
     return model
-
-
-@pytest.mark.exhaustive
-def test_blocks_larger_than_the_first_documents_are_tried():
-    """Keys of 32 tokens in one: only in rows longer than that do documents see others' blocks."""
-    rates = {"compressed_sparse_attention": 32, "heavily_compressed_attention": 32}
-    changes = {"compress_rates": rates, "max_position_embeddings": 128}
-    new, used = (make_engine(tiny_model("deepseek_v4", changes=changes)) for _ in range(2))
-    used.step([row(10, 15)])
-    tried = [(25, 39), (15, 49), (33, 42), (3, 72)]
-    for engine, lengths in [*((used, each) for each in tried), (new, tried[0])]:
-        with pytest.raises(InputError, match=REFUSED):
-            engine.step([row(*lengths)])
 
 
 def test_rows_of_one_kind_of_token_hide_nothing():

@@ -18,6 +18,7 @@ from megatrain.generate import open_model
 from megatrain.model.quantised import quantised_base
 from megatrain.tile.packed import _NF4, FP8, NF4, NF4_WIDE, _dynamic_values
 from megatrain.train.export import export
+from tests.inside import store_of
 from tests.parity.cases import gradients, in_dtype, llama, make_batches, make_engine, masters, same
 from tests.sweeps import few
 
@@ -97,10 +98,10 @@ def test_training_resuming_and_merging_have_the_values_of_the_folder(packing, tm
         next_loss = engine.step(LATER).loss
         last = masters(engine)
     with make_engine(folder, **how) as engine:
-        weights = sum(each.layout.numel for each in engine._store.tiles if "layer" in each.name)
+        weights = sum(each.layout.numel for each in store_of(engine).tiles if "layer" in each.name)
         assert 2 * weights < 1.35 * sum(
             entry.numel * (1 if entry.packed else 2)
-            for tile, entry in engine._store.entries() if "layer" in tile.name
+            for tile, entry in store_of(engine).entries() if "layer" in tile.name
         )  # fmt: skip
         got = engine.step(STEP)
         assert (got.loss, got.grad_norm) == (wanted.loss, wanted.grad_norm)

@@ -1,7 +1,6 @@
 """Several ranks make a part of the replies each, which are those that one rank makes."""
 
 import itertools
-import os
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -14,6 +13,8 @@ from transformers import GenerationConfig
 from megatrain import DoesNotFit, Placement, RunFailed
 from megatrain.generate import Sampling, continued
 from tests.families.tiny import tiny_model
+from tests.forks import end
+from tests.inside import spec_of
 from tests.parity.cases import make_engine
 from tests.parity.ranks import run_ranks
 
@@ -26,7 +27,7 @@ IDS = [torch.arange(3, 3 + count).tolist() for count in (5, 2, 5, 2, 4, 2, 5)]
 @contextmanager
 def counted(engine):
     """The rows of each forward of the whole model."""
-    model, rows = engine._spec.capture.model, list[int]()
+    model, rows = spec_of(engine).capture.model, list[int]()
     hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
@@ -87,28 +88,12 @@ def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path):
 
             def ends(module, given):
                 if rank and len(forwards) == 6:
-                    os._exit(0)
+                    end()
 
-            engine._spec.capture.model.register_forward_pre_hook(ends)
+            spec_of(engine).capture.model.register_forward_pre_hook(ends)
             with pytest.raises(RunFailed, match="rank 0 of 2 has lost the others") as lost:
                 continued(*made, **given)
         assert not lost.value.by_all
-        os._exit(0)
+        end()
 
     run_ranks(2, tmp_path, work, whole=False)
-
-
-@pytest.mark.exhaustive
-def test_ranks_share_replies_also_where_the_head_is_streamed_in_slices(tmp_path):
-    """Without keys and values: every token is a forward of the engine over all before it."""
-
-    def work(group):
-        model = tiny_model("llama", changes={"intermediate_size": 4, "num_key_value_heads": 1})
-        placement = Placement(slots=2, max_stream_bytes=15000)
-        engine = make_engine(model, group=group, placement=placement)
-        assert not engine.is_whole
-        given: dict[str, Any] = {"stops": {*range(9)}, "pad": 0, "batch_size": 3, "apart": True}
-        drawn = Sampling(max_new_tokens=6, **DRAWN)
-        return continued(engine, IDS, drawn, GenerationConfig(), **given)
-
-    assert run_ranks(2, tmp_path, work) == [work(None)] * 2

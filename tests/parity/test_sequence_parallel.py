@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatrain import Engine, Placement
 from megatrain.device import CpuDevice
@@ -235,7 +235,7 @@ def long_rotary():
 
 def eager():
     """Of which nobody else may attend."""
-    return LlamaForCausalLM._from_config(LlamaConfig(**SIZES), attn_implementation="eager")
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation="eager")
 
 
 # Models whose rows cannot be shared, and why not.

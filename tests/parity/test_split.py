@@ -11,16 +11,15 @@ from transformers import PhiConfig, PhiForCausalLM
 
 from megatrain import InputError, Placement
 from megatrain.base.units import align
-from megatrain.engine.layer import Layer
 from megatrain.engine.vocab_split import VocabRows
 from megatrain.errors import StepRefused
 from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied
-from megatrain.placement import ActivationPolicy
 from tests.families.examine import PASSES
 from tests.families.parity import compare
 from tests.families.report import documented
 from tests.families.tiny import families, tiny_model
+from tests.inside import parts_of
 from tests.parity.cases import (
     SHAPES,
     SIZES,
@@ -90,8 +89,8 @@ def alike(one, other):
 
 
 def num_ranges(engine):
-    names = [type(unit).__name__ for unit in [*engine._parts.trunk, engine._parts.head]]
-    return names.count("VocabShard") + isinstance(engine._parts.head.computed, VocabRows)
+    names = [type(unit).__name__ for unit in [*parts_of(engine).trunk, parts_of(engine).head]]
+    return names.count("VocabShard") + isinstance(parts_of(engine).head.computed, VocabRows)
 
 
 @swept(together=0, make=[wide, tied, phi], clip=[1.0, None])
@@ -167,12 +166,6 @@ def test_schedules_and_lateness_change_no_bit(make, name, clip):
     assert alike(train(engine, wide_batches(2)), wanted)
 
 
-def test_the_loss_of_a_step_is_that_of_an_evaluation():
-    steps = wide_batches(1)
-    with make_engine(wide(), placement=SPLIT) as engine:
-        assert engine.evaluate(steps[0]) == engine.step(steps[0]).loss
-
-
 # Caps and scales of logits; tables tied to the embedding; biases; what cannot be split.
 WITH_HEADS = ["gemma2", "codegen", "roberta"]
 
@@ -198,20 +191,6 @@ def test_families_are_plain_torch_s_with_their_head_in_ranges(family):
         return
     with pytest.raises(InputError, match=obstacle):
         compare(model, placement)
-
-
-def test_in_bf16_sums_are_rounded_elsewhere_but_no_worse():
-    steps, model = wide_batches(2), tied()
-    whole = make_engine(model, precision="bf16")
-    with make_engine(
-        model, precision="bf16", placement=Placement(max_stream_bytes=16000)
-    ) as engine:
-        assert num_ranges(engine) > 1
-        for step in steps:
-            found, wanted = engine.step(step), whole.step(step)
-            assert found.loss == pytest.approx(wanted.loss, rel=1e-3)
-            assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-2)
-        assert relative_error(masters(engine), masters(whole), parameters(model)) < 0.1
 
 
 def taken(model, placement):
@@ -258,23 +237,6 @@ def test_only_heads_that_are_too_large_are_split_and_resident_ones_never():
     assert ranges(max_stream_bytes=whole - 1) == 6  # as small as layers
     assert ranges(max_stream_bytes=32000, resident=("head",)) == 0
     assert ranges(max_stream_bytes=64000, resident=("layer 0", "layer 1", "layer 2")) == 3
-
-
-def test_layers_that_keep_their_graphs_are_counted_without_the_head():
-    policy = ActivationPolicy("graph", "device")
-    with make_engine(wide(), placement=replace(SPLIT, save_activations=1)) as engine:
-        layers = [unit for unit in engine._parts.trunk if isinstance(unit, Layer)]
-        assert [layer.visit for layer in layers if layer.policy == policy] == [2]
-
-
-def test_steps_that_break_off_leave_nothing(monkeypatch):
-    steps = wide_batches(2)
-    engine = make_engine(wide(), clip=0.5, placement=SPLIT)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._parts.trunk[-1], "vjp", lambda *arguments: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.step(steps[0])
-    assert alike(train(engine, steps), plainest(wide, 0.5, ()))
 
 
 @pytest.mark.parametrize("clip", [1.0, None])

@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from megatrain import AdamW, Engine, InputError
 from megatrain.optim import NO_DECAY
 from tests.families.plain import RoundedAdamW, accumulate
+from tests.inside import store_of
 from tests.parity.cases import (
     gradients,
     llama,
@@ -30,7 +31,6 @@ from tests.sweeps import swept
 from tests.unit.kernel_cases import exact_roots  # noqa: F401  a fixture
 
 Schedule = Callable[[torch.optim.Optimizer], LRScheduler | None]
-Change = Callable[[int, torch.optim.Optimizer], None]
 
 LR, EPS, DECAY, BETAS = 1e-2, 1e-3, 0.1, (0.9, 0.95)
 
@@ -135,11 +135,6 @@ def test_a_schedule_takes_effect_at_the_step_it_is_for(schedule, clip):
     check(llama(), schedule=schedule, clip=clip)
 
 
-def test_a_scheduler_does_not_warn_of_a_missing_step(recwarn):
-    engine_training(llama(), make_batches(2), 1.0, SCHEDULES["torch"], nothing)
-    assert not [w for w in recwarn if "optimizer.step()" in str(w.message)]
-
-
 def place(tile, entry):
     """What a parameter's random numbers follow from."""
     return (tile.index << 40) + entry.offset
@@ -167,7 +162,7 @@ def test_a_rule_s_steps_are_its_plain_form_s_on_the_same_gradients(rule, clip, p
     )
     if isinstance(plain, RoundedAdamW):
         plain.at = {
-            named[entry.name]: place(tile, entry) for tile, entry in engine._store.entries()
+            named[entry.name]: place(tile, entry) for tile, entry in store_of(engine).entries()
         }
     for step in make_batches(3):
         norm = engine.step(step).grad_norm

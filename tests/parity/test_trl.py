@@ -1,6 +1,5 @@
 """Losses against those of TRL's own trainers: what they compute, and its gradients."""
 
-import json
 from typing import Any
 
 import pytest
@@ -8,24 +7,17 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForSequenceClassification,
 )
 
-from megatrain.data import open_dataset
 from megatrain.data.demo_corpus import train_bpe_tokenizer
-from megatrain.data.preferences import scored
-from megatrain.loss import CROSS_ENTROPY, DPO, KTO, ORPO, Distillation, Reward, SimPO
+from megatrain.loss import KTO, ORPO, Distillation, SimPO
 from tests.parity.cases import (
-    SIZES,
     gradients,
     llama,
     make_batches,
     make_engine,
-    noisy,
     relative_error,
 )
-from tests.unit.data_cases import chat_tokenizer
 
 pytestmark = pytest.mark.exhaustive
 trl = pytest.importorskip("trl")
@@ -114,99 +106,10 @@ def of_pairs(batch):
     return {"input_ids": ids, "attention_mask": batch["attention_mask"], **both}
 
 
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("loss", [Reward(), Reward(0.3), Reward(0.3, margin=True)], ids=str)
-def test_reward(tokenizer, tmp_path, loss, cut):
-    sizes = SIZES | {"vocab_size": VOCAB, "pad_token_id": tokenizer.pad_token_id}
-    model = noisy(LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1)))
-    data = [
-        {"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]}
-        | ({"margin": 0.5 * number} if loss.margin else {})
-        for number, row in enumerate(rows())
-    ]
-    trainer = trainer_of(
-        "Reward", [model], data, tokenizer, tmp_path, disable_dropout=True,
-        center_rewards_coefficient=loss.center_rewards_coefficient,
-    )  # fmt: skip
-    batch, *wanted = computed(trainer)
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    step = of_pairs(batch) | {"labels": scored(ids, mask, tokenizer.pad_token_id)}
-    if loss.margin:
-        step["margin"] = batch["margin"].repeat(2)[:, None].expand(ids.shape).contiguous()
-    agree(model, in_parts(step, cut), loss, wanted)
-
-
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_reward_with_an_adapter(tokenizer, tmp_path, cut):
-    """PEFT's task SEQ_CLS: the adapter and the head are trained, and steps are the trainer's."""
-    peft = pytest.importorskip("peft")
-    sizes = SIZES | {"vocab_size": VOCAB, "pad_token_id": tokenizer.pad_token_id}
-    model = noisy(LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1)))
-    data = [
-        {"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]}
-        for row in rows()
-    ]
-    lora = peft.LoraConfig(
-        task_type="SEQ_CLS", r=4, target_modules="all-linear", init_lora_weights=False
-    )
-    trainer = trainer_of("Reward", [model], data, tokenizer, tmp_path, lora, disable_dropout=True)
-    trainer.model.save_pretrained(tmp_path / "adapter")
-    batch, value, grads = computed(trainer)
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    step = of_pairs(batch) | {"labels": scored(ids, mask, tokenizer.pad_token_id)}
-    trained = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
-    assert any("score.modules_to_save" in name for name in trained)
-    engine = make_engine(trainer.model, clip=1e9, saveable=False)  # the trainer has put tags on it
-    assert engine.step(in_parts(step, cut), Reward()).loss == pytest.approx(value, rel=1e-6)
-    wanted = {n.removeprefix("base_model.model."): g for n, g in grads.items() if n in trained}
-    assert relative_error(gradients(engine), wanted) < 3e-6
-
-    model.save_pretrained(tmp_path / "base")  # the same from files, as PEFT writes them
-    path = tmp_path / "adapter" / "adapter_config.json"
-    kept = json.loads(path.read_text()) | {"base_model_name_or_path": str(tmp_path / "base")}
-    path.write_text(json.dumps(kept))
-    opened = make_engine(tmp_path / "adapter", clip=1e9, precision="fp32")
-    assert opened.step(in_parts(step, cut), Reward()).loss == pytest.approx(value, rel=1e-6)
-    assert relative_error(gradients(opened), wanted) < 3e-6
-    opened.save_pretrained(tmp_path / "out")
-    again = peft.AutoPeftModelForSequenceClassification.from_pretrained(
-        tmp_path / "out", num_labels=1
-    )
-    [found] = opened.rewards([{n: step[n] for n in ("input_ids", "attention_mask", "labels")}])
-    with torch.no_grad():
-        scores = again.eval()(batch["input_ids"], attention_mask=mask).logits[:, 0]
-    torch.testing.assert_close(found.sum(1), scores, rtol=1e-5, atol=1e-6)
-
-
 def copied(model):
     made = type(model)(model.config)
     made.load_state_dict(model.state_dict())
     return made
-
-
-DPOS = [
-    DPO(),
-    DPO(0.3, 0.1, "robust"),
-    DPO(0.2, loss_type="ipo"),
-    DPO(0.3, loss_type="hinge"),
-    DPO(0.3, loss_type="sigmoid_norm"),
-]
-
-
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("loss", DPOS, ids=str)
-def test_dpo(tokenizer, tmp_path, loss, cut):
-    model, other = (
-        llama(vocab_size=VOCAB, pad_token_id=tokenizer.pad_token_id),
-        llama(vocab_size=VOCAB, tie_word_embeddings=True),
-    )
-    given = vars(loss) | {"loss_type": [loss.loss_type]}
-    trainer = trainer_of("DPO", [model, other], rows(), tokenizer, tmp_path, **given)
-    batch, *wanted = computed(trainer)
-    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
-    step = of_pairs(batch) | {"labels": labels}
-    step["reference_logp"] = plain_logprobs(other, batch, labels)
-    agree(model, in_parts(step, cut), loss, wanted)
 
 
 KTOS = [KTO(), KTO(0.3, 1.5, 0.5), KTO(0.3, loss_type="apo_zero_unpaired")]
@@ -266,51 +169,6 @@ def test_orpo_and_simpo(tokenizer, tmp_path, loss, cut):
         read = (mask == 1) & (step["chosen"] == 1)
         step["labels"] = torch.where(read, ids, labels)
     agree(model, in_parts(step, cut), loss, wanted)
-
-
-def talks(count=4):
-    """Conversations of one or two replies."""
-    said = [" ".join(WORDS[at % 9 : at % 9 + 1 + at % 2]) for at in range(4 * count)]
-    turns = [said[4 * i : 4 * i + 2 + 2 * (i % 2)] for i in range(count)]
-    roles = ("user", "assistant")
-    return [
-        {"messages": [{"role": roles[at % 2], "content": text} for at, text in enumerate(each)]}
-        for each in turns
-    ]
-
-
-SFTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "texts": ([{"text": row["prompt"] + row["chosen"]} for row in rows()], {}),
-    "assistant only": (talks(), {"assistant_only_loss": True}),
-    "completion only": (
-        [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows()],
-        {"completion_only_loss": True},
-    ),
-    "completion of messages": (
-        [{"prompt": m[:-1], "completion": m[-1:]} for m in (row["messages"] for row in talks())],
-        {"completion_only_loss": True},
-    ),
-}
-
-
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("case", SFTS)
-def test_sft(tmp_path, case, cut):
-    """The data as a run reads them: TRL's rows are of another order, and padded otherwise."""
-    data, given = SFTS[case]
-    # TRL learns what a template writes between turns as well; that of Llama 3 writes nothing there.
-    tokenizer = chat_tokenizer("llama3" if case == "completion of messages" else "marked")
-    size = len(tokenizer) + 3
-    model = llama(vocab_size=size, pad_token_id=tokenizer.pad_token_id)
-    trainer = trainer_of("SFT", [model], data, tokenizer, tmp_path / "trl", **given)
-    _, *wanted = computed(trainer)
-    file = tmp_path / "data.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in data))
-    read = open_dataset(
-        str(file), tokenizer=tokenizer, sequence_length=64, packing=False, cache_dir=tmp_path
-    )
-    assert len(read) == len(data)
-    agree(model, [*read.batches(cut)], CROSS_ENTROPY, wanted)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.9, 2.5])
