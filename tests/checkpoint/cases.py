@@ -17,6 +17,7 @@ from megatrain.device import Buffer, CpuDevice
 from megatrain.device.base import HOST_STREAMS
 from megatrain.device.host_stream import HostStream
 from tests.families.plain import Step
+from tests.inside import store_of
 from tests.parity.cases import llama, make_batches, make_engine, masters
 
 SHAPES = ((2, 8), (1, 5))
@@ -35,7 +36,7 @@ def batches(count: int) -> list[Step]:
 def state(engine: Engine) -> dict[str, Tensor]:
     """Every number that is saved of the tiles."""
     found = {f"master {name}": master for name, master in masters(engine).items()}
-    for tile in engine._store.tiles:
+    for tile in store_of(engine).tiles:
         for number, moment in enumerate(tile.states.values()):
             found[f"moment {number} of {tile.name}"] = moment.values().clone()
         found[f"version of {tile.name}"] = torch.tensor(tile.version)

@@ -2,17 +2,13 @@
 
 import errno
 import itertools
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from megatrain import Engine, InputError, Placement, RunFailed
 from megatrain.checkpoint import files, newest_whole, verify
-from megatrain.checkpoint.snapshot import TO_LEAVE
 from megatrain.device import CpuDevice
 from tests.checkpoint.cases import (
     SlowWrites,
@@ -22,9 +18,9 @@ from tests.checkpoint.cases import (
     state,
     tiny_pool,
 )
+from tests.inside import store_of
 from tests.parity.cases import same
 from tests.race.late import LateDevice
-from tests.reliability.cases import ROOT
 from tests.sweeps import swept
 
 RESIDENT = {"resident": ("embedding", "layer 1")}
@@ -115,7 +111,7 @@ def test_only_updates_wait_for_the_disk(tmp_path, monkeypatch):
 
 
 def state_without_flush(engine):
-    planes = [(t.name, plane) for t in engine._store.tiles for plane in t.planes.values()]
+    planes = [(t.name, plane) for t in store_of(engine).tiles for plane in t.planes.values()]
     return {f"{name} {i}": plane.data.clone() for i, (name, plane) in enumerate(planes)}
 
 
@@ -156,19 +152,6 @@ def test_the_call_waits_for_no_disk(blocks, tmp_path, monkeypatch):
         slow.may_go_on.set()
         saving.wait()
     assert same(saved_state(tmp_path / "saved"), wanted)
-
-
-def test_spare_memory_is_bounded_declared_and_taken_once(tmp_path):
-    engine = engine_of(placement=tiny_pool(7, **RESIDENT))
-    assert engine.memory()["host_checkpoint_bytes"] == 0
-    steps = batches(3)
-    sizes = []
-    for step in steps:
-        engine.step(step)
-        engine.save(tmp_path / "saved", wait=False)
-        sizes.append(engine.memory()["host_checkpoint_bytes"])
-    assert sizes == [(7 + TO_LEAVE) * 4096] * 3
-    assert engine.memory()["host_bytes"] > sizes[0]
 
 
 def test_a_save_waits_for_the_one_before_and_closing_for_both(tmp_path, monkeypatch):
@@ -225,14 +208,6 @@ def _full_from(patch, at):
         write(file, data, offset)
 
     patch.setattr(files.NewFile, "write", full)
-
-
-def test_too_small_a_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
-    usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("megatrain.checkpoint.saver.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(RunFailed, match="the disk has 1,000 bytes left"):
-        engine_of().save(tmp_path / "saved")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["a link", "a link to a folder", "two\nlines", "an error"])
@@ -309,49 +284,3 @@ def test_a_damaged_checkpoint_and_a_link_that_has_the_name_give_way(tmp_path):
     assert verify(tmp_path / "saved").settings.steps == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "saved"]
     assert not (tmp_path / "latest").is_symlink()
-
-
-def test_engines_that_save_side_by_side_do_not_tidy_each_other_away(tmp_path, monkeypatch):
-    slow = SlowWrites(monkeypatch)
-    slow.may_go_on.clear()
-    with engine_of() as engine:
-        saving = engine.save(tmp_path / "saved", wait=False)
-        while not slow.count:
-            time.sleep(0.01)
-        files.put_right(tmp_path)  # what a save beside it does first
-        slow.may_go_on.set()
-        saving.wait()
-    assert verify(tmp_path / "saved").settings.steps == 0
-
-
-LAST_WORDS = """
-import sys, torch
-from pathlib import Path
-from tests.checkpoint.cases import batches, engine_of
-torch.set_num_threads(1)
-for folder in sys.argv[1:]:
-    engine = engine_of(precision="fp32")
-    engine.step(batches(1)[0])
-    engine.save(Path(folder), wait=False)
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_program_that_ends_without_closing_has_its_checkpoint(tmp_path):
-    """Or says why not."""
-    command = [sys.executable, "-c", LAST_WORDS, str(tmp_path / "a"), "/dev/null/a"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert verify(tmp_path / "a").settings.steps == 1
-    assert "cannot save the checkpoint of step 1" in done.stderr
-
-
-def test_a_failure_that_nobody_asked_for_is_told(tmp_path, monkeypatch, caplog):
-    with engine_of() as engine:
-        saving = engine.save(Path("/dev/null/a"), wait=False)
-    assert caplog.text.count("cannot save the checkpoint of step 0") == 1
-    with pytest.raises(RunFailed):
-        saving.wait()
-    caplog.clear()
-    with engine_of() as engine, pytest.raises(RunFailed):
-        engine.save(Path("/dev/null/a"), wait=False).wait()
-    assert not caplog.text

@@ -1,7 +1,6 @@
 """A checkpoint of an adapter leaves out its base, and knows it again."""
 
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -10,12 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
-from megatrain.checkpoint.manifest import KEEP
 from megatrain.config import ModelSection
 from megatrain.generate import Resident, open_model
 from megatrain.model.trained import Trained
-from megatrain.parallel.distributed import Ranks
-from megatrain.source.base_reference import base_reference
 from megatrain.train.export import export
 from megatrain.train.resolve_model import ResolvedModel
 from tests.parity.cases import in_dtype, llama, make_batches, make_engine, masters, qwen2, same
@@ -128,52 +124,6 @@ def test_another_base_is_refused_where_one_has_moved(base, tmp_path):
         engine.save(tmp_path / "whole")
     with pytest.raises(InputError, match="whole: has no adapter, .* leave base_model out"):
         Engine.load(tmp_path / "whole", device="cpu", base_model=other)
-
-
-@pytest.mark.exhaustive
-def test_a_base_that_is_a_checkpoint_of_ours_stays(tmp_path):
-    with make_engine(llama(), precision="bf16") as engine:
-        engine.step(STEPS[0])
-        engine.save(tmp_path / "base")
-    loss, wanted = trained(tmp_path / "base", tmp_path / "saved")
-    assert (tmp_path / "base" / KEEP).exists()
-    assert open_checkpoint(tmp_path / "saved").settings.left_out
-    with Engine.load(tmp_path / "saved", device="cpu") as engine:
-        assert engine.step(STEPS[1]).loss == loss
-        assert same(masters(engine), wanted)
-
-
-def test_a_base_that_is_gone_when_the_run_saves_is_saved(base, tmp_path):
-    with make_engine(base, adapter=LORA, precision="bf16") as engine:
-        engine.step(STEPS[0])
-        shutil.rmtree(base)
-        engine.save(tmp_path / "saved")
-        wanted = masters(engine)
-    with Engine.load(tmp_path / "saved", device="cpu") as again:
-        assert same(masters(again), wanted)
-
-
-@pytest.mark.exhaustive
-def test_a_checkpoint_that_takes_the_place_of_its_base_has_it(tmp_path):
-    with make_engine(llama(), precision="bf16") as engine:
-        engine.step(STEPS[0])
-        engine.save(tmp_path / "saved")
-    loss, wanted = trained(tmp_path / "saved", tmp_path / "saved")
-    with Engine.load(tmp_path / "saved", device="cpu") as again:
-        assert again.step(STEPS[1]).loss == loss
-        assert same(masters(again), wanted)
-
-
-def test_ranks_leave_the_base_out_together_or_not_at_all(base, tmp_path):
-    class Another(Ranks):
-        def all_gather_object(self, value):
-            return [value, None]
-
-    with make_engine(base, adapter=LORA) as engine:
-        entries, source = [entry for _, entry in engine._store.entries()], engine._opened.source
-        reference = partial(base_reference, source.model, source.origin, entries, tmp_path / "new")
-        assert reference(Ranks()) is not None
-        assert reference(Another()) is None
 
 
 def test_what_is_no_file_s_is_saved(base, tmp_path):

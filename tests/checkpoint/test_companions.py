@@ -5,8 +5,6 @@ import shutil
 from transformers import GenerationConfig
 
 from megatrain import AdamW, Engine
-from megatrain.model import companions as module
-from megatrain.model.companions import companions
 from megatrain.train.export import export
 from tests.checkpoint.cases import batches
 from tests.parity.cases import llama
@@ -95,12 +93,3 @@ def test_what_the_folder_has_already_stays(tmp_path):
     with Engine(source(tmp_path / "source"), precision="fp32", device="cpu") as engine:
         engine.save_pretrained(tmp_path / "out")
     assert files(tmp_path / "out") == ALONG | {"tokenizer.json": "mine"}
-
-
-def test_what_is_too_large_is_left_out_and_named(tmp_path, monkeypatch, caplog):
-    folder = source(tmp_path / "source")
-    limit = sum(map(len, ALONG.values()))
-    monkeypatch.setattr(module, "_MOST_BYTES", limit)
-    (folder / "corpus.txt").write_text("x" * (limit + 1))
-    assert {name: data.decode() for name, data in companions(folder).items()} == ALONG
-    assert "corpus.txt: does not go along with the model" in caplog.text

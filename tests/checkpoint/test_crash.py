@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import shutil
-import tempfile
 import types
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from megatrain import Engine, RunFailed
 from megatrain.base import whole_files
 from megatrain.checkpoint import files, put_right, rotate, verify, whole_checkpoints
 from tests.checkpoint.cases import batches, engine_of, state
+from tests.inside import set_steps
 from tests.parity.cases import same
 from tests.sweeps import swept
 
@@ -86,7 +86,7 @@ def test_whatever_call_fails_a_whole_checkpoint_is_there(engine, every, name, de
     failed = 0
     tried = sorted({*range(12), *range(0, calls, every), *range(calls - 12, calls + 8)})
     for at in tried:
-        engine._steps += 1  # so that one checkpoint is known from another
+        set_steps(engine, engine.steps + 1)  # so that one checkpoint is known from another
         with pytest.MonkeyPatch.context() as patch:
             Calls(patch, at, dead=dead)
             try:
@@ -110,7 +110,7 @@ def test_whatever_call_fails_a_whole_checkpoint_is_there(engine, every, name, de
 def test_whatever_call_of_a_rotation_fails_no_half_checkpoint_is_there(engine, tmp_path):
     whole = tmp_path / "whole"
     for number in range(4):
-        engine._steps = number
+        set_steps(engine, number)
         engine.save(whole / f"step {number}")
     shutil.copytree(whole, tmp_path / "count")
     with pytest.MonkeyPatch.context() as patch:
@@ -175,37 +175,3 @@ def test_leftovers_of_killed_saves_go_at_the_next_save(engine, tmp_path):
     engine.save(tmp_path / "saved")
     assert sorted(os.listdir(tmp_path)) == [".mine.partial", "b", "c", "saved"]
     assert whole_checkpoints(tmp_path) == [tmp_path / "saved", tmp_path / "b"]
-
-
-@pytest.fixture
-def unprivileged():
-    """A folder of somebody to whom permissions apply."""
-    root, nobody = os.geteuid() == 0, 65534
-    with tempfile.TemporaryDirectory() as folder:
-        if root:
-            os.chown(folder, nobody, nobody)
-            os.setresuid(nobody, nobody, 0)
-        try:
-            yield Path(folder)
-        finally:
-            if root:
-                os.setresuid(0, 0, 0)
-            for path, *_ in os.walk(folder):
-                os.chmod(path, 0o700)
-
-
-def test_what_may_not_be_removed_stops_no_save(engine, unprivileged, caplog):
-    """A checkpoint that somebody has made read-only stays as it is; what is left over is told."""
-    for number in range(4):
-        engine._steps = number
-        engine.save(unprivileged / f"step {number}")
-    for name in ("step 2", "step 2/tiles"):
-        (unprivileged / name).chmod(0o500)
-    with pytest.raises(PermissionError, match="step 2"):
-        rotate(unprivileged, 1)
-    assert sorted(os.listdir(unprivileged)) == ["step 2", "step 3"]
-    (unprivileged / "step 2").rename(unprivileged / ".step 2.checkpoint-removed")
-    engine.save(unprivileged / "step 4")
-    put_right(unprivileged)
-    assert ".step 2.checkpoint-removed: left over, and cannot be removed" in caplog.text
-    verify(unprivileged / "step 4")

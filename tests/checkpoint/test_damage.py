@@ -5,13 +5,12 @@ import random
 import shutil
 
 import pytest
-import torch
 
 from megatrain import Engine, InputError
 from megatrain.checkpoint import files, mark, newest_whole, rotate, verify
-from megatrain.checkpoint import whole_checkpoints as whole
 from megatrain.checkpoint.manifest import KEEP, read_checkpoint
 from tests.checkpoint.cases import batches, change, engine_of, flip
+from tests.inside import set_steps
 
 LAYER = "tiles/0002-layer-0.safetensors"
 OTHER = "tiles/0003-layer-1.safetensors"
@@ -242,15 +241,6 @@ def test_a_hostile_header_that_is_signed(newer):
     refused(newer, LAYER, "ask for a header of 4611686018427387904 bytes")
 
 
-def test_no_other_checkpoint_is_offered_where_there_is_none(newer, tmp_path):
-    shutil.rmtree(newer.parent / "step-1")
-    (newer / LAYER).unlink()
-    refused(newer, offers=False)
-    for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(InputError, match="; no whole one is there"):
-            Engine.load(path)
-
-
 def test_a_run_and_a_misspelt_checkpoint_of_it_are_told_the_newest(newer, tmp_path):
     (tmp_path / "run").mkdir()
     shutil.move(newer.parent, tmp_path / "run" / "checkpoints")
@@ -259,38 +249,11 @@ def test_a_run_and_a_misspelt_checkpoint_of_it_are_told_the_newest(newer, tmp_pa
             Engine.load(path, device="cpu")
 
 
-def test_a_piece_across_planes(newer):
-    """Written by somebody else, with other pieces: read all the same."""
-    data = (newer / LAYER).read_bytes()
-
-    def edit(content):
-        parts = [data[i : i + 5000] for i in range(0, len(data), 5000)]
-        summed = files.ALGORITHMS[content["algorithm"]]
-        content["files"][LAYER]["pieces"] = [[len(part), summed(part)] for part in parts]
-
-    before = dict(Engine.load(newer, device="cpu").named_masters())
-    change(newer, edit)
-    after = dict(Engine.load(newer, device="cpu").named_masters())
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-def test_whole_ones_are_listed_newest_first(newer):
-    parent = newer.parent
-    shutil.copytree(newer, parent / "a copy")
-    (parent / "notes.txt").write_text("mine")
-    (parent / ".hidden").mkdir()
-    assert whole(parent) == [newer, parent / "a copy", parent / "step-1"]  # by name where equal
-    os.truncate(newer / LAYER, 100)
-    assert whole(parent) == [parent / "a copy", parent / "step-1"]
-    assert whole(parent / "nothing") == []
-    assert newest_whole(parent / "nothing") is None
-
-
 def test_rotation_keeps_the_newest_and_the_marked(two, tmp_path):
     with pytest.MonkeyPatch.context():
         engine = engine_of(sizes={"num_hidden_layers": 1})
         for number in range(6):
-            engine._steps = number
+            set_steps(engine, number)
             engine.save(tmp_path / f"{number}", keep=number == 1)
     (tmp_path / "mine").mkdir()
     os.truncate(tmp_path / "0" / LAYER, 100)

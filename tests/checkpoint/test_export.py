@@ -1,6 +1,5 @@
 """A model out of a checkpoint, without its engine; and the benchmark of saves."""
 
-import json
 import logging
 import os
 import shutil
@@ -9,9 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import benchmarks.checkpoint
 from megatrain import Engine, InputError
-from megatrain.checkpoint import files
 from megatrain.train.export import export
 from tests.checkpoint.cases import batches, engine_of, flip
 from tests.checkpoint.test_roundtrip import moe
@@ -93,17 +90,6 @@ def test_of_a_run_whose_newest_checkpoint_is_damaged_the_one_before_is_taken_and
     assert f"this is {saved / 'step-1'}" in caplog.text
 
 
-@pytest.mark.parametrize(("done", "said"), [(1, True), (2, False), ("[", False)])
-def test_of_a_run_that_has_gone_on_the_newer_state_is_named(done, said, tmp_path, caplog):
-    run = tmp_path / "run"
-    engine = trained(run / "checkpoints" / "step-00000002")
-    engine.save_pretrained(run / "model")
-    (run / "finished.json").write_text(f'{{"done": {done}}}')
-    export(str(run), tmp_path / "out")
-    newer = run / "checkpoints" / "step-00000002"
-    assert (f"its newest state is {newer}" in caplog.text) == said
-
-
 def test_a_configuration_without_weights_is_no_model(tmp_path):
     """A checkpoint that has lost its manifest looks like one."""
     trained(tmp_path / "saved")
@@ -119,20 +105,3 @@ def test_weights_that_were_never_trained(tmp_path):
     export(str(tmp_path / "saved"), tmp_path / "out", "bfloat16")
     got = read(tmp_path / "out")
     assert all(torch.equal(got[n], master.bfloat16()) for n, master in engine.named_masters())
-
-
-def test_the_benchmark_of_saves(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(files, "PIECE_BYTES", 1 << 20)
-    words = "--shape toy --layers 1 --device cpu --precision fp32 --sequences 2 --micro-batch 1"
-    words += " --sequence-length 8 --warmup 1 --steps 2 --saves 1"
-    places = ["--folder", str(tmp_path / "saves"), "--output", str(tmp_path / "result.json")]
-    benchmarks.checkpoint.main([*words.split(), *places])
-    written = json.loads((tmp_path / "result.json").read_text())
-    [save] = written["saves"]
-    assert save["bytes"] > 12 * written["parameters"]
-    assert save["gb_per_second"] == pytest.approx(save["bytes"] / save["seconds"] / 1e9)
-    assert len(save["step_seconds"]) == save["steps_during"] + 2
-    assert written["memory"]["host_checkpoint_bytes"] > 0
-    assert written["resume"]["same"]
-    assert not (tmp_path / "saves").exists()
-    assert "bit for bit" in capsys.readouterr().out

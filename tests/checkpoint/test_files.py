@@ -1,6 +1,5 @@
 """Files are written past the page cache, whatever their pieces' offsets and sizes."""
 
-import errno
 import os
 import types
 
@@ -44,14 +43,3 @@ def test_whole_blocks_go_past_the_page_cache(tmp_path, calls):
     rest = sum(SIZES) - sum(size for size, _ in past)
     assert rest < 2 * 4096 * len(SIZES)
     assert all(size < 4096 for handle, size, _ in calls if handle != direct)
-
-
-def test_where_there_is_no_direct_access_all_goes_through_the_cache(tmp_path, calls):
-    def refusing(path, flags, *mode):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return os.open(path, flags, *mode)
-
-    files.os.open = refusing
-    assert written(tmp_path / "file") == (tmp_path / "file").read_bytes()
-    assert [size for _, size, _ in calls] == list(reversed(SIZES))

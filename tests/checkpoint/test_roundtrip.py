@@ -20,6 +20,7 @@ from megatrain.kernels.states import GROUP, load_moments
 from megatrain.store.store import Store
 from megatrain.tile import TileLayout
 from tests.checkpoint.cases import batches, engine_of, state
+from tests.inside import spec_of, store_of
 from tests.parity.cases import frozen, llama, masters, noisy, same
 from tests.rules import SWEPT, with_rules
 from tests.sweeps import swept
@@ -133,7 +134,7 @@ def test_persistent_buffers_come_back(tmp_path):
     for bias in biases.values():
         bias.copy_(torch.randn(bias.shape))
     again = check(engine_of(model=model), tmp_path)
-    loaded = dict(again._spec.capture.model.named_buffers())
+    loaded = dict(spec_of(again).capture.model.named_buffers())
     assert same({n: loaded[n] for n in biases}, biases)
 
 
@@ -192,7 +193,7 @@ def test_other_tiles_are_filled_by_name(tmp_path):
     for step in batches(2):
         engine.step(step)
     engine.save(tmp_path / "saved")
-    entries = [(tile, entry) for tile, entry in engine._store.entries()][::-1]
+    entries = [(tile, entry) for tile, entry in store_of(engine).entries()][::-1]
     layouts = [
         TileLayout(e.name, [(e.name, torch.Size(e.shape), e.group)], wide=[e.name] * e.wide)
         for _, e in entries
@@ -213,13 +214,13 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     checkpoint = open_checkpoint(tmp_path / "saved")
     other = engine_of(sizes={"num_hidden_layers": 2})
     with pytest.raises(InputError, match=r"layers\.2.* unknown to the model"):
-        read_tiles(checkpoint, other._store.tiles, 1)
+        read_tiles(checkpoint, store_of(other).tiles, 1)
     wider = engine_of(sizes={"intermediate_size": 64})
     with pytest.raises(InputError, match="has shape"):
-        read_tiles(checkpoint, wider._store.tiles, 1)
+        read_tiles(checkpoint, store_of(wider).tiles, 1)
     other = engine_of(precision="bf16")
     with pytest.raises(InputError, match="of another model or precision"):
-        read_tiles(checkpoint, other._store.tiles, 1)
+        read_tiles(checkpoint, store_of(other).tiles, 1)
 
 
 def half_frozen():
@@ -256,7 +257,7 @@ def test_other_states_and_masters_are_made_of_the_saved_ones(
     if new_bits < bits:
         kept = {n: ((p.view(torch.int32) + 0x80) & ~0xFF).view(p.dtype) for n, p in kept.items()}
     assert same(masters(again), kept)
-    for one, other in zip(again._store.tiles, engine._store.tiles, strict=True):
+    for one, other in zip(store_of(again).tiles, store_of(engine).tiles, strict=True):
         assert one.version == other.version
         pair = [load_moments([b.values() for b in tile.states.values()]) for tile in (one, other)]
         for new, old in zip(*pair, strict=True):

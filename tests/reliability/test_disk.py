@@ -5,9 +5,8 @@ import signal
 
 import pytest
 
-from megatrain.checkpoint import verify
 from tests.cli.cases import sets
-from tests.reliability.cases import AT_STEP, checkpoint_steps, model_bytes, toy_run
+from tests.reliability.cases import AT_STEP, model_bytes, toy_run
 from tests.reliability.test_faults import CHOICES, failed_with, goes_on
 
 __all__ = ["goes_on"]
@@ -29,16 +28,6 @@ def spilled(tmp_path):
     (tmp_path / "disk").mkdir()
     placement = {"slots": 1, "disk_moments": 9, "disk_remainder": 2, "disk_weights": 9}
     return sets(engine__disk=str(tmp_path / "disk"), engine__placement=placement)
-
-
-@pytest.mark.exhaustive
-def test_a_disk_that_fails_ends_the_run_and_it_goes_on_without(start, goes_on, spilled, run):
-    at = "\nat = lambda step: step == 5 and setattr(kernels, 'move_file', fail)"
-    process = start(FAILING.format(code="ENOSPC") + AT_STEP + at, *spilled)
-    failed_with(process, 4, "cannot write planes on this disk: No space left on device; make room")
-    assert checkpoint_steps(run.parent / "run") == [3]
-    verify(run.parent / "run" / "checkpoints" / "step-00000003")
-    goes_on()
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(start, spilled, run):

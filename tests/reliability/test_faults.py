@@ -8,7 +8,6 @@ import errno
 import os
 import shutil
 import signal
-import time
 
 import pytest
 
@@ -80,48 +79,12 @@ opening.prepare = both
     assert model_bytes(run.parent / "run") == model_bytes(whole)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_log_costs_nothing_but_a_warning(start, run, whole):
-    """From step 3 to 5 the disk under the log is full."""
-    fault = (
-        AT_STEP
-        + f"""
-import os
-log = {str(run.parent / "run" / "metrics.jsonl")!r}
-def at(step):
-    if step == 3:
-        os.rename(log, log + ".kept")
-        os.symlink("/dev/full", log)
-    if step == 6:
-        os.replace(log + ".kept", log)
-"""
-    )
-    out = start(fault).finish()
-    assert out.count("cannot be written (No space left on device); the run goes on") == 1
-    assert logged(run.parent / "run") == logged(whole)
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @SLOW
 def test_a_full_disk_under_the_output_does_not_end_the_run(zygote, run, whole, tmp_path):
     log = tmp_path / "log"
     log.symlink_to("/dev/full")
     assert zygote.start("train", run, log=log).wait() == 0
-    assert model_bytes(tmp_path / "run") == model_bytes(whole)
-
-
-@pytest.mark.exhaustive
-def test_a_reader_of_the_output_that_goes_away_does_not_end_the_run(zygote, run, whole, tmp_path):
-    """As in `megatrain train run.yaml | head`."""
-    log = tmp_path / "log"
-    os.mkfifo(log)
-    reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
-    process = zygote.start("train", run, log=log)
-    while not (tmp_path / "run" / "metrics.jsonl").exists():
-        time.sleep(0.01)
-    os.close(reader)
-    assert process.wait() == 0
     assert model_bytes(tmp_path / "run") == model_bytes(whole)
 
 
@@ -181,22 +144,6 @@ def at(step):
     (saved,) = (run.parent / "run" / "checkpoints").iterdir()
     assert verify(saved).extra["step"] == 25
     assert (saved / "keep").exists()
-
-
-def test_a_save_whose_thread_cannot_start_is_one_line_and_loses_nothing(start, goes_on):
-    """No new thread has room for its stack."""
-    fault = (
-        AT_STEP
-        + """
-import os, signal, threading
-def at(step):
-    if step == 5:
-        threading.stack_size(1 << 47)
-        os.kill(os.getpid(), signal.SIGTERM)
-"""
-    )
-    failed_with(start(fault), 4, "cannot save the checkpoint of step 5", "thread cannot start")
-    assert "going on after step 3" in goes_on()
 
 
 CHANGES = {
@@ -280,27 +227,6 @@ kernels.update = dying
     assert "in dying" in process.output  # the traceback
     assert "the state before the failure is not saved: a step was broken off" in process.output
     assert "going on after step 3" in goes_on()
-
-
-@pytest.mark.exhaustive
-def test_a_device_without_memory_is_no_loss(start, goes_on):
-    fault = """
-import torch
-from megatrain.device.recording import Recording
-from megatrain.engine.layer import Layer
-vjp, calls = Layer.vjp, []
-def dying(self, *args, **kwargs):
-    if not isinstance(self.device, Recording):  # a forecast
-        return vjp(self, *args, **kwargs)
-    calls.append(1)
-    if len(calls) in (9, 10):  # 2 layers: the first of step 5, and again in less memory
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-    return vjp(self, *args, **kwargs)
-Layer.vjp = dying
-"""
-    out = failed_with(start(fault), 3, "step 5: the device has no memory left", "use smaller micro")
-    assert "the state after step 4 is saved" in out
-    assert "going on after step 4" in goes_on()
 
 
 NAN_AT = """

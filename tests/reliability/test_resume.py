@@ -12,10 +12,8 @@ from tests.reliability.cases import (
     checkpoint_steps,
     logged,
     model_bytes,
-    stopped_in,
     toy_run,
 )
-from tests.sweeps import few
 
 SLOW = pytest.mark.exhaustive
 STEPS = 12
@@ -154,37 +152,6 @@ def test_a_finished_run_can_be_made_longer(whole, tmp_path, tokenizer_folder, zy
     ]
 
 
-@SLOW
-def test_a_finished_run_that_is_made_longer_goes_on_after_a_stop(
-    tmp_path, tokenizer_folder, zygote
-):
-    """The model of the shorter run is still there, and the checkpoints are of the longer one."""
-    run = toy_run(tmp_path, tokenizer_folder, checkpoint__every=2)
-    zygote.start("train", run, log=tmp_path / "1").finish()
-    longer = ["train", run, "--resume", *sets(training__steps=11)]
-    out = zygote.start(*longer, log=tmp_path / "2", before=stopped_in(step=9)).finish()
-    assert "stopped by SIGTERM after step 9 and saved" in out
-    before = model_bytes(tmp_path / "run")
-    zygote.start("report", tmp_path / "run", log=tmp_path / "3").finish()
-    assert "Finished" not in (tmp_path / "run" / "report.html").read_text()
-    assert "11 steps done" in zygote.start(*longer, log=tmp_path / "4").finish()
-    assert logged(tmp_path / "run")[-1]["step"] == 11 and model_bytes(tmp_path / "run") != before
-    again = zygote.start("train", tmp_path / "run", "--resume", log=tmp_path / "5").finish()
-    assert "11 steps done" in again and "going on" not in again
-
-
-@pytest.mark.parametrize("note", few(["[" * 50_000, '{"done": 6}']))
-def test_a_finished_run_needs_no_checkpoint_to_be_known_as_such(
-    tmp_path, tokenizer_folder, zygote, note
-):
-    run = toy_run(tmp_path, tokenizer_folder, checkpoint__every=4, checkpoint__at_end=False)
-    zygote.start("train", run, log=tmp_path / "1").finish()
-    assert "6 steps done" in zygote.start("train", run, "--resume", log=tmp_path / "2").finish()
-    (tmp_path / "run" / "finished.json").write_text(note)
-    out = zygote.start("train", run, "--resume", log=tmp_path / "3").finish()
-    assert "going on after step 4" in out and "6 steps done" in out
-
-
 def test_a_run_goes_on_without_the_model_that_it_began_from(
     whole, tmp_path, tokenizer_folder, zygote
 ):
@@ -251,18 +218,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(whole, cut, z
     assert model_bytes(cut / "run") == model_bytes(whole / "run")
 
 
-def test_a_damaged_checkpoint_takes_the_place_of_no_whole_one(cut, zygote):
-    """That it is damaged shows only when all of it is read, which no save does."""
-    victim = next((cut / "run" / "checkpoints" / "step-00000008" / "tiles").iterdir())
-    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
-    arguments = ["train", cut / "run.yaml", "--resume", *sets(checkpoint__keep=1)]
-    out = zygote.start(*arguments, log=cut / "log2", before=stopped_in(step=6)).finish()
-    assert "stopped by SIGTERM after step 6 and saved" in out
-    assert checkpoint_steps(cut / "run") == [6, 8]
-    out = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log3").finish()
-    assert "going on after step 6" in out
-
-
 def test_a_run_is_not_begun_anew_where_its_checkpoints_are_out_of_reach(cut, zygote):
     """They may lie on another disk, which has not been mounted."""
     (cut / "run" / "checkpoints").rename(cut / "elsewhere")
@@ -276,27 +231,6 @@ def test_a_run_is_not_begun_anew_where_its_checkpoints_are_out_of_reach(cut, zyg
     (cut / "unmounted").rename(cut / "elsewhere")
     out = zygote.start("train", cut / "run.yaml", "--resume", log=cut / "log3").finish()
     assert "going on after step 8" in out
-
-
-def test_checkpoints_are_not_read_in_vain(whole, cut, zygote):
-    """Not for a run that is finished, and not to tell of data that are missing."""
-    seen = """
-import megatrain.checkpoint.folders as folders, megatrain.train.resume as resume
-def told(*arguments, read=folders.read_checkpoint):
-    print("READ", flush=True)
-    return read(*arguments)
-folders.read_checkpoint = told
-"""
-    arguments = ["train", whole / "run", "--resume"]
-    out = zygote.start(*arguments, log=cut / "log2", before=seen).finish()
-    assert out.startswith(f"{STEPS} steps done") and "READ" not in out
-    refused = zygote.start(*arguments, *sets(training__seed=1), log=cut / "log3")
-    assert refused.wait() == 2 and "config.yaml was made with 0" in refused.output
-    (cut / "rows.jsonl").unlink()
-    missing = ["train", cut / "run.yaml", "--resume", *sets(data__path=str(cut / "rows.jsonl"))]
-    process = zygote.start(*missing, log=cut / "log4", before=seen)
-    assert process.wait() == 2
-    assert "rows.jsonl: no such file" in process.output and process.output.count("READ") == 1
 
 
 def test_nothing_is_begun_anew_where_all_checkpoints_are_damaged(cut, zygote):

@@ -7,14 +7,11 @@ import pytest
 from megatrain.checkpoint import open_checkpoint, verify
 from tests.cli.cases import sets
 from tests.reliability.cases import (
-    AT_STEP,
     checkpoint_steps,
     logged,
     model_bytes,
 )
 from tests.sweeps import few
-
-CHOICES = {"training__steps": 6, "training__eval_every": 2, "checkpoint__every": 3}
 
 # Makes a part of the run say its name and take long, so that a signal meets it.
 SLOW = """
@@ -157,74 +154,6 @@ def test_usr1_saves_now_and_the_run_goes_on(whole, run, tmp_path, start, go):
     assert logged(tmp_path / "run") == logged(whole)
 
 
-# What LLVM does when it compiles the first GPU kernel: another handler, which Python cannot see.
-TAKEN = (
-    AT_STEP
-    + """
-import ctypes, signal
-def at(step):
-    if step == 1:
-        libc = ctypes.CDLL(None)
-        libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
-        libc.signal(signal.SIGUSR1, ctypes.cast(libc.abs, ctypes.c_void_p))
-"""
-)
-
-
-def test_usr1_is_heard_after_a_compiler_has_taken_it(run, tmp_path, start, go):
-    none = sets(checkpoint__every=None, checkpoint__at_end=False)
-    process = start(TAKEN + held("evaluation", go), *none)
-    process.until("PHASE")
-    process.send(signal.SIGUSR1)
-    go.touch()
-    process.finish()
-    assert checkpoint_steps(tmp_path / "run") == [3]
-
-
-@pytest.mark.exhaustive
-def test_a_signal_ends_a_long_evaluation(zygote, tmp_path, start, go):
-    """It may be longer than a machine waits; the resumed run makes up for it."""
-    choices = sets(data__eval_fraction=0.5)  # five parts
-    process = start(held("evaluation", go), *choices)
-    process.until("PHASE")
-    process.send(signal.SIGTERM)
-    go.touch()
-    out = process.finish()
-    assert out.count("PHASE") == 1 and "stopped by SIGTERM after step 2 and saved" in out
-    assert not any("eval_loss" in record for record in logged(tmp_path / "run"))
-    again = zygote.start("train", tmp_path / "run", "--resume", log=tmp_path / "2").finish()
-    assert "6 steps done" in again
-    evaluated = [record["step"] for record in logged(tmp_path / "run") if "eval_loss" in record]
-    assert evaluated == [2, 4, 6]
-
-
-TERMINAL = (
-    AT_STEP
-    + """
-import fcntl, os, pty, signal, termios
-master, slave = pty.openpty()
-fcntl.ioctl(slave, termios.TIOCSCTTY)
-for number in (0, 1):
-    os.dup2(slave, number)
-os.close(slave)
-os.environ["TERM"] = "xterm"
-signal.signal(signal.SIGHUP, signal.{reaction})
-at = lambda step: step == 4 and os.close(master)
-"""
-)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("nohup", [False, True], ids=["", "nohup"])
-def test_a_terminal_that_is_closed_ends_the_run_well(whole, run, tmp_path, start, nohup):
-    """Or not at all, with a live bar that nobody sees any more."""
-    before = TERMINAL.format(reaction="SIG_IGN" if nohup else "SIG_DFL")
-    start(before, *sets(checkpoint__every=None)).finish()
-    assert checkpoint_steps(tmp_path / "run") == [6 if nohup else 4]
-    start("", "--resume").finish()
-    assert logged(tmp_path / "run") == logged(whole)
-
-
 def test_a_step_that_the_signal_breaks_is_given_up(whole, run, tmp_path, start):
     """A compiler in the same group gets the signal, too."""
     before = """
@@ -243,22 +172,3 @@ Engine.step = broken
     assert "stopped by SIGTERM after step 4 and saved" in out
     start("", "--resume").finish()
     assert logged(tmp_path / "run") == logged(whole)
-
-
-def test_the_run_is_saved_before_pictures_are_drawn(run, tmp_path, start, go):
-    """They take seconds that a machine may not give to a stopped run."""
-    before = (
-        held("step", go)
-        + """
-import megatrain.train.loop as loop
-loop.draw = lambda run: print("drawing", flush=True) or time.sleep(60)
-"""
-    )
-    process = start(before)
-    process.until("PHASE")
-    process.send(signal.SIGTERM)
-    go.touch()
-    process.until("drawing")
-    process.send(signal.SIGKILL)
-    process.wait()
-    assert [verify(tmp_path / "run" / "checkpoints" / "step-00000001").step] == [1]
