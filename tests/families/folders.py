@@ -29,6 +29,7 @@ from tests.families.parity import (
 )
 from tests.families.plain import EPS, LR, accumulate, make_steps, shares
 from tests.families.tiny import tiny_model
+from tests.inside import spec_of
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -137,7 +138,7 @@ def _compare_bf16(found: FromFolder, folder: Path) -> None:
 
 
 def _compare_buffers(errors: Errors, engine: Engine, model: PreTrainedModel) -> None:
-    got, wanted = dict(engine._spec.capture.model.named_buffers()), dict(model.named_buffers())
+    got, wanted = dict(spec_of(engine).capture.model.named_buffers()), dict(model.named_buffers())
     if got.keys() != wanted.keys():
         errors.failures.append(f"buffers {sorted(got.keys() ^ wanted.keys())[:3]}")
         return

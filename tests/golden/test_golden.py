@@ -2,9 +2,7 @@
 
 import pytest
 
-from megatrain import Placement
-from tests.golden.digests import GROUPS, PLACEMENTS, Noting, differences, snapshots, stored, traces
-from tests.race import schedule
+from tests.golden.digests import GROUPS, PLACEMENTS, differences, snapshots, stored, traces
 from tests.sweeps import few
 
 REMEDY = "if that is meant: python -m tests.golden --update"
@@ -27,18 +25,3 @@ def test_names_keys_and_texts_are_those_of_before():
     content = snapshots()
     changed = differences({name: stored()[name] for name in content}, content)
     assert not changed, "\n".join([*changed, REMEDY])
-
-
-def test_a_wait_less_and_a_name_less_are_told(monkeypatch):
-    before = {"names": {"one": "(a)", "two": "(b)"}, "texts": ["first", "last"]}
-    assert differences(before, {"names": {"one": "(a, c)"}, "texts": ["first"]}) == [
-        "/names/one: '(a)' is now '(a, c)'",
-        "/names/two: '(b)' is now None",
-        "/texts: - last",
-    ]
-    monkeypatch.setattr(schedule, "TraceDevice", Noting)
-    notes = [
-        schedule.trace(Placement(slots=slots), 1.0, False, **how).notes
-        for slots, how in ((2, {}), (2, {}), (3, {}), (2, {"rule": "lion"}))
-    ]
-    assert notes[0] == notes[1] and notes[2] != notes[0] != notes[3]

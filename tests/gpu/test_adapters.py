@@ -5,6 +5,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from megatrain import AdamW, Engine, Placement
+from megatrain.compat.transformers import set_experts
 from tests.gpu.test_cuda import steps
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +21,7 @@ def train(device, experts, **options):
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
     )  # fmt: skip
-    config._experts_implementation = experts
+    set_experts(config, experts)
     with Engine(
         MixtralForCausalLM(config), adapter=ADAPTER, optimizer=AdamW(lr=1e-3), device=device,
         seed=0, **options,

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatrain import Placement, RunFailed
+from tests.inside import store_of
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +27,7 @@ def test_bits_are_compared_and_nothing_changes(rule, resident):
             engine.step(steps[0])
             engine.flush()
             torch.cuda.synchronize()
-            [tile] = [tile for tile in engine._store.tiles if tile.name == "layer 1"]
+            [tile] = [tile for tile in store_of(engine).tiles if tile.name == "layer 1"]
             buffer = [*tile.planes.values()][plane]
             if len(buffer.data):
                 buffer.data.view(torch.uint8)[4] ^= 8

@@ -9,6 +9,7 @@ import torch
 from megatrain import AdamW, Engine, Placement
 from megatrain.checkpoint import files, verify
 from tests.gpu.test_cuda import model, steps
+from tests.inside import store_of
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +53,7 @@ def disk(monkeypatch):
 def numbers(engine):
     """Masters and moments, on the CPU."""
     masters = [master for _, master in engine.named_masters()]
-    return masters + [m.data.cpu() for tile in engine._store.tiles for m in tile.states.values()]
+    return masters + [m.data.cpu() for tile in store_of(engine).tiles for m in tile.states.values()]
 
 
 @pytest.mark.parametrize("blocks", [2, 1000])
@@ -66,7 +67,7 @@ def test_saves_are_exact_and_change_nothing(placement, clip, blocks, tmp_path, d
     with Engine(model(), optimizer=AdamW(lr=1e-3), **options) as engine:
         wanted = [(r.loss, r.grad_norm) for r in map(engine.step, batches)]
         end = numbers(engine)
-        everything = sum(p.data.nbytes for t in engine._store.tiles for p in t.planes.values())
+        everything = sum(p.data.nbytes for t in store_of(engine).tiles for p in t.planes.values())
     saves = []
     with Engine(model(), optimizer=AdamW(lr=1e-3), **options) as engine:
         got = []
@@ -112,24 +113,6 @@ def test_the_launching_thread_does_not_wait_for_the_disk(tmp_path, disk):
         assert not saving.done
         saving.wait()
     verify(tmp_path / "saved")
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("blocks", [0, 1000])
-def test_neither_does_the_call_where_all_must_leave_the_device(blocks, tmp_path, disk, monkeypatch):
-    """More pieces than a stream's queue holds, again and again."""
-    monkeypatch.setattr(files, "PIECE_BYTES", 4096)
-    names = ("embedding", "prologue", *(f"layer {n}" for n in range(6)), "head")
-    placement = Placement(resident=names, save_bytes=blocks * 4096)
-    with Engine(model(), optimizer=AdamW(), placement=placement, device="cuda") as engine:
-        for number, batch in enumerate(steps(4)):
-            engine.step(batch)
-            disk.stall()
-            saving = engine.save(tmp_path / f"{number}", wait=False)
-            assert not saving.done
-            saving.wait()
-    for number in range(4):
-        verify(tmp_path / f"{number}")
 
 
 def test_compiled_layers_and_kept_graphs_resume_alike(tmp_path):

@@ -5,6 +5,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from megatrain import AdamW, Engine, Placement
+from tests.inside import program_of
 
 pytestmark = pytest.mark.gpu
 
@@ -60,9 +61,9 @@ def test_lengths_do_what_masks_do(window, compiled):
             device="cuda",
             placement=Placement(compile=compiled),
         ) as engine:
-            engine._program.may_attend_by_lengths = by_lengths
+            program_of(engine).may_attend_by_lengths = by_lengths
             results.append(updates(engine, batches))
-            assert engine._program.attends_by_lengths == by_lengths
+            assert program_of(engine).attends_by_lengths == by_lengths
     (one, moved), (other, wanted) = results
     assert one == pytest.approx(other, rel=2e-3)
     for name in wanted:
@@ -74,5 +75,5 @@ def test_long_packed_rows_take_no_mask():
     micro = packed(1, 1 << 16, 2000, 0)
     with Engine(mistral(None), optimizer=AdamW(lr=1e-3), device="cuda") as engine:
         engine.step([micro])
-        assert engine._program.attends_by_lengths
+        assert program_of(engine).attends_by_lengths
         assert engine.memory()["device_used_peak_bytes"] < 2 << 30

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain import Placement, RunFailed
-from tests.families.tiny import tiny_model
+from tests.inside import program_of
 from tests.parity.cases import (
     llama,
     make_batches,
@@ -17,7 +17,6 @@ from tests.parity.cases import (
     same,
 )
 from tests.parity.test_dropout import gpt2, slope_error
-from tests.parity.test_packing import documents, packed
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -79,16 +78,6 @@ def test_without_pinning_the_same_is_learned(monkeypatch, caplog, least_bytes, r
     assert len(warnings) == 1 and "5.5 times slower" in warnings[0].message
 
 
-def test_a_closed_engine_says_so():
-    [step] = make_batches(1)
-    engine = engine_of(llama())
-    engine.step(step)
-    engine.close()
-    engine.close()
-    with pytest.raises(RunFailed, match="the engine is closed"):
-        engine.step(step)
-
-
 @pytest.mark.parametrize("boundaries", ["device", "host"])
 def test_steps_that_need_more_and_more_room(boundaries):
     """Rows, lanes and rooms are replaced while their last work is still on its way."""
@@ -112,13 +101,13 @@ def test_a_bad_loss_changes_nothing_and_the_next_step_counts(clip):
     for engine in engines:
         engine.step(steps[0])
     bad, before = engines[0], masters(engines[0])
-    logits = bad._program.logits
-    bad._program.logits = lambda *arguments: logits(*arguments) * torch.nan
+    logits = program_of(bad).logits
+    program_of(bad).logits = lambda *arguments: logits(*arguments) * torch.nan
     for _ in range(2):
         with pytest.raises(RunFailed, match="the loss is nan"):
             bad.step(steps[1])
         assert same(masters(bad), before)
-    bad._program.logits = logits
+    program_of(bad).logits = logits
     assert bad.step(steps[1]).loss == engines[1].step(steps[1]).loss
     assert same(masters(bad), masters(engines[1]))
 
@@ -146,23 +135,3 @@ def test_a_host_thread_that_fails_ends_the_run(monkeypatch):
 def test_recomputed_dropout_is_the_forward_s(placement):
     [step] = make_batches(1)
     assert slope_error(gpt2(), step, placement, device=DEVICE) < 5e-3
-
-
-def test_the_caller_s_random_numbers_stay_as_they_were():
-    [step] = make_batches(1)
-    engine = engine_of(gpt2())
-    torch.manual_seed(0)
-    wanted = [torch.rand(3), torch.rand(3, device=DEVICE)]
-    torch.manual_seed(0)
-    engine.step(step)
-    engine.evaluate(step)
-    assert torch.equal(torch.rand(3), wanted[0])
-    assert torch.equal(torch.rand(3, device=DEVICE), wanted[1])
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2", "qwen3_moe"])
-def test_packing_is_not_refused_for_rounding(family):
-    """Experts take their tokens in another order, and bf16 rounds otherwise."""
-    model = llama() if family == "llama" else tiny_model(family)
-    engine = engine_of(model, precision="bf16", placement="auto")
-    assert engine.step([packed(documents())]).loss > 0

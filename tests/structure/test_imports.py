@@ -136,23 +136,6 @@ def test_internals_of_libraries_stay_in_compat():
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "tensor._cdata",
-        "torch._C.f()",
-        "getattr(config, '_attn_implementation')",
-        "from torch.utils import _pytree as pytree",
-        "from torch._subclasses import FakeTensor",
-        "import torch._dynamo",
-        "from transformers.models.auto.modeling_auto import NAMES",
-        "from unittest import mock",
-    ],
-)
-def test_internals_are_seen(code):
-    assert any(internals(node, set()) for node in ast.walk(ast.parse(code)))
-
-
 def test_optional_packages_stay_in_their_parts():
     wrong = []
     for name, path in MODULES.items():

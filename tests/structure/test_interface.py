@@ -80,23 +80,6 @@ def test_shown_commands_exist(document):
     assert not wrong, wrong
 
 
-def options_of(command, name):
-    for each in command.params:
-        if each.name not in ("help", "install_completion", "show_completion"):
-            yield f"{name} {each.name}", each.help
-    for below in getattr(command, "commands", {}).values():
-        yield from options_of(below, f"{name} {below.name}")
-
-
-def test_help_is_in_whole_sentences():
-    """Of options it begins with what they do, as `Take so many rows.`"""
-    told = dict(options_of(typer.main.get_command(app), "megatrain"))
-    wrong = {
-        n: h for n, h in told.items() if not re.fullmatch(r"[A-Z].* .*[.]", h or "", re.DOTALL)
-    }
-    assert len(told) > 75 and not wrong, wrong
-
-
 def test_every_command_is_in_the_readme():
     shown = {tuple(words[:2]) for words in shown_commands(readme())}
     missing = [name for name in COMMANDS if ("megatrain", name) not in shown]

@@ -57,16 +57,6 @@ def test_nothing_built_is_tracked():
     assert not built
 
 
-def test_native_sources_keep_to_the_columns():
-    wide = [
-        f"{path.name}:{number}"
-        for path in (ROOT / "megatrain" / "kernels" / "csrc").iterdir()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if len(line) > MAX_COLUMNS
-    ]
-    assert not wide
-
-
 def test_files_of_tests_have_names_of_their_own():
     """Folders that are no packages share one space of names: pytest collects no second file."""
     files = [p for p in (ROOT / "tests").rglob("*.py") if not (p.parent / "__init__.py").exists()]
