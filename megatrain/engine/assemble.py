@@ -222,6 +222,9 @@ class Assembly:
             return []
         media = Media(self.device, self.program, self.media[0], embedding)
         prologue.inputs = prologue.new_inputs = [FEATURES]
+        for unit in layers:
+            if isinstance(unit, Layer):
+                unit.take_added()
         encoded = [media, prologue, *layers]
         _end_backward(encoded)
         return encoded

@@ -29,7 +29,7 @@ class DeviceBoundaries:
         """Keep those inputs of `unit` that no unit before it reads."""
 
         def keep(kept: Activations, values: Activations) -> None:
-            kept.update({ref: values[ref] for ref in unit.new_inputs})
+            kept.update({ref: values[ref] for ref in unit.new_inputs if ref in values})
 
         for pair in zip(self._kept, h, strict=True):
             self._device.run(COMPUTE, _KEEP, partial(keep, *pair))
@@ -38,9 +38,9 @@ class DeviceBoundaries:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
 
         def give(kept: Activations) -> Activations:
-            inputs = {ref: kept[ref] for ref in unit.inputs}
+            inputs = {ref: kept[ref] for ref in unit.inputs if ref in kept}
             for ref in unit.new_inputs:
-                del kept[ref]
+                kept.pop(ref, None)
             return inputs
 
         for kept in self._kept:
@@ -68,8 +68,8 @@ class HostBoundaries:
     def put(self, unit: StreamedModule, h: list[Activations]) -> None:
         """Send those inputs of `unit` to the host that no unit before it reads."""
         keys = [(index, ref) for index in range(self._num_micro) for ref in unit.new_inputs]
-        # Where nothing is computed there are no values.
-        values = [[h[index][ref].contiguous()] if h[index] else [] for index, ref in keys]
+        # Where nothing is computed there are no values, nor does a forward always add some.
+        values = [[h[index][ref].contiguous()] if ref in h[index] else [] for index, ref in keys]
         later_bytes = sum(map(packed_bytes, values))
         for key, tensors in zip(keys, values, strict=True):
             later_bytes -= packed_bytes(tensors)
@@ -82,6 +82,8 @@ class HostBoundaries:
         """The unit's inputs, one micro-batch after the other; each holds until the next."""
         for _ in range(self._num_micro):
             for items, buffers in self._offload.take(len(unit.inputs)):
-                values = (value for [value] in items)
-                give: partial[Activations] = partial(dict, zip(unit.inputs, values, strict=True))
+                pairs = zip(unit.inputs, items, strict=True)
+                give: partial[Activations] = partial(
+                    dict, [(ref, item[0]) for ref, item in pairs if item]
+                )
                 yield self._device.run(COMPUTE, _GIVE, give, reads=buffers)

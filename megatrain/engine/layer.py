@@ -24,6 +24,7 @@ from megatrain.engine.saved_tensors import (
 from megatrain.engine.sink import GradAccumulator
 from megatrain.engine.tile_slice import TileSlice
 from megatrain.model import attention
+from megatrain.model.capture import ADDED, Ref
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Saves
 from megatrain.store.store import Tile
@@ -75,6 +76,13 @@ class Layer(StreamedModule):
         self.new_inputs = [ref for ref in before if ref in spec.read]
         self.live_out = spec.live_after[visit]
         self.waiting: dict[int, Any] = {}
+
+    def take_added(self) -> None:
+        """Let the layer read what the forward may add to its input, where it has images."""
+        num = len(self.program.spec.layers)
+        added, later = Ref(ADDED, self.visit), {Ref(ADDED, v) for v in range(self.visit + 1, num)}
+        self.inputs = self.grad_inputs = [*self.inputs, added]
+        self.new_inputs, self.live_out = [*self.new_inputs, added], self.live_out | later
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
         """A copy of the layer that follows the policy of its visit.

@@ -28,6 +28,7 @@ from megatrain.model.unsupported import refuse_lookup
 
 PROLOGUE = -1  # the "visit" of all that runs before the first layer
 MEDIA = -2  # that of the encoders of images and sounds
+ADDED = -3  # of what a forward adds to activations between two layers, where it has images
 
 
 @dataclass(frozen=True, order=True)
@@ -41,17 +42,42 @@ class Ref:
 FEATURES = Ref(MEDIA, 0)  # what encoders make of a micro-batch, in one row
 
 
+@dataclass(frozen=True)
+class Sum:
+    """A layer's argument: an activation, and what the forward adds to it before the layer."""
+
+    activation: Ref
+    added: Ref
+
+
 @dataclass
 class Call:
-    """One layer call: flat argument leaves; activations are Refs, all else is passed as it is."""
+    """One layer call: flat argument leaves; activations are Refs or Sums, all else is passed on."""
 
     leaves: list[Any]
     spec: Any
 
+    @property
+    def activations(self) -> list[Ref]:
+        """The activations of earlier units among the arguments, each once."""
+        leaves = [leaf.activation if isinstance(leaf, Sum) else leaf for leaf in self.leaves]
+        return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Ref)))
+
+    @property
+    def entering(self) -> set[Ref]:
+        """The arguments, or parts of them, that the prologue computes."""
+        added = {leaf.added for leaf in self.leaves if isinstance(leaf, Sum)}
+        return added.union(ref for ref in self.activations if ref.visit == PROLOGUE)
+
     def arguments(self, values: Mapping[Ref, Tensor]) -> tuple[tuple, dict[str, Any]]:
-        """`(args, kwargs)` with each Ref replaced by its value."""
-        leaves = [values[leaf] if isinstance(leaf, Ref) else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.spec)
+        """`(args, kwargs)` with each Ref and Sum replaced by its value."""
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, Sum):
+                return values[leaf.activation] + values[leaf.added]
+            return values[leaf] if isinstance(leaf, Ref) else leaf
+
+        return pytree.tree_unflatten(map(value, self.leaves), self.spec)
 
 
 def identity(tensor: Tensor) -> Hashable:

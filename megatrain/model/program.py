@@ -19,11 +19,13 @@ from megatrain.errors import InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.model.build import loaded_types
 from megatrain.model.capture import (
+    ADDED,
     PROLOGUE,
     Call,
     Reached,
     Ref,
     Rows,
+    Sum,
     Uses,
     identity,
     last_hidden,
@@ -34,6 +36,7 @@ from megatrain.model.documents import BY_LENGTHS, attend, takes_lengths, without
 from megatrain.model.float8 import convert as float8_linears
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.media import Encoded, Recorder, replaced, replayed
+from megatrain.model.probe import reach
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.token_chunks import ChunkedOverTokens, parts
 from megatrain.model.unsupported import refuse_rounding
@@ -101,6 +104,9 @@ class ModelProgram:
         may = device.type == "cpu" or dtype != torch.float32  # kernels for documents are of bf16
         self.may_attend_by_lengths = may and self.capture.takes_any and takes_lengths(model)
         self.attends_by_lengths = False
+        self._followed: set[frozenset[str]] = (
+            set()
+        )  # kinds of media that the layers are followed with
         numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
         self._layers_follow = any(numbered)
         self._outer = {
@@ -187,11 +193,39 @@ class ModelProgram:
 
         Args: `features_N`: of `encode`, where the micro-batch has images or sounds.
         """
-        origin: dict[Hashable, Ref] = {}
+        if features_N is not None and frozenset(batch.media) not in self._followed:
+            self._check_media(weights, batch, features_N)
+            self._followed.add(frozenset(batch.media))
+        values, calls, _ = self._recorded(weights, batch, features_N)
+        if not batch.calls:
+            if len(calls) < len(self.spec.layers):
+                _expect(self.spec.layers[len(calls)], None)
+            batch.calls = calls
+        return values
+
+    def _recorded(
+        self,
+        weights: Weights,
+        batch: MicroBatch,
+        features_N: Tensor | None,
+        made_of: float = 0.0,
+        *,
+        whole: bool = False,
+    ) -> tuple[Activations, list[Call], Any]:
+        """The activations that enter the layers; the layers' calls, if not known already.
+
+        Args:
+            made_of: the value of all outputs of layers in this run.
+            whole: go on to the trunk's output, which is returned, too.
+        """
+        origin: dict[Hashable, Ref | Sum] = {}
+        outputs: dict[int, Ref] = {}  # by the id of the leaf that a layer's output expands
         values: Activations = {}
         calls: list[Call] = []
         alive: list[Any] = []
         needed = 1 + max((ref.leaf for ref in self.spec.prologue_outputs), default=-1)
+        if batch.media:
+            needed = len(set[Ref]().union(*(call.entering for call in batch.calls)))
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = len(calls)
@@ -203,31 +237,63 @@ class ModelProgram:
                     continue
                 key = identity(leaf)
                 if key not in origin and leaf.requires_grad:
-                    ref = Ref(PROLOGUE, len(values))
-                    origin[key], values[ref] = ref, leaf
+                    origin[key] = entering(visit, leaf)
                 leaves[index] = origin.get(key, leaf)
             if batch.calls and len(values) == needed:
                 raise Reached(None)
             calls.append(Call(leaves, tree_spec))
-            if batch.media:
-                _require_same(self.spec.layers[visit], leaves)
-            if len(calls) == len(self.spec.layers):
+            if len(calls) == len(self.spec.layers) and not whole:
                 raise Reached(None)
             return self._output(visit, made)
 
+        def entering(visit: int, leaf: Tensor) -> Ref | Sum:
+            before = {outputs[i] for i in reach([leaf]).leaves if i in outputs}
+            if not before:
+                ref = Ref(PROLOGUE, sum(ref.visit == PROLOGUE for ref in values))
+                values[ref] = leaf
+                return ref
+            ref = Ref(ADDED, visit)
+            if len(before) > 1 or ref in values:
+                raise _beyond_sums(self.spec.layers[visit])
+            values[ref] = leaf - made_of if made_of else leaf
+            alive.append(leaf)
+            [activation] = before
+            return Sum(activation, ref)
+
         def made(ref: Ref, example: Tensor) -> Tensor:
             leaf = self._zeros(example, batch)
+            if batch.media and leaf.is_floating_point():
+                one = torch.full((), made_of, device=leaf.device, dtype=leaf.dtype)
+                leaf = one.requires_grad_().expand(leaf.shape)
+                outputs[id(one)] = ref
+                alive.append(one)
             origin[identity(leaf)] = ref
             alive.append(leaf)
             return leaf
 
         with nullcontext() if features_N is None else self._encoded(batch, features_N):
-            self._run(record, weights, batch, {**batch.inputs, **batch.media})
-        if not batch.calls:
-            if len(calls) < len(self.spec.layers):
-                _expect(self.spec.layers[len(calls)], None)
-            batch.calls = calls
-        return values
+            output = self._run(record, weights, batch, {**batch.inputs, **batch.media})
+        return values, calls, output
+
+    def _check_media(self, weights: Weights, batch: MicroBatch, features_N: Tensor) -> None:
+        """Refuse a model that does more with features of images than to add them before layers.
+
+        Raises:
+            InputError: names the layer.
+        """
+        features_N = features_N.detach().requires_grad_()
+        with torch.enable_grad(), self.capture.stop_at_trunk():
+            sums, calls, _ = self._recorded(weights, batch, features_N)
+            others, _, output = self._recorded(weights, batch, features_N, 1.0, whole=True)
+        for layer, call in zip(self.spec.layers, calls, strict=True):
+            alike = all(
+                torch.allclose(sums[ref], others[ref], rtol=0.02, atol=0.02)
+                for ref in call.entering
+            )
+            if call.activations != layer.inputs or not alike:
+                raise _beyond_sums(layer)
+        if id(features_N) in reach([last_hidden(output)]).leaves:
+            raise _beyond_sums(self.spec.layers[-1])
 
     def _encoded(self, batch: MicroBatch, features_N: Tensor) -> AbstractContextManager[None]:
         return replayed(self.capture.model, batch.encoded, features_N)
@@ -337,13 +403,11 @@ def _expect(layer: Layer, called: nn.Module | None) -> None:
         raise RunFailed(f"the model's forward left out {layer.name}, which it called at first")
 
 
-def _require_same(layer: Layer, leaves: list[Any]) -> None:
-    """Raises InputError: with images, the layer has other activations than on text alone."""
-    if [*dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Ref))] != layer.inputs:
-        raise InputError(
-            f"{layer.name} is given features of images besides the hidden states, or computes on "
-            "them between layers: such a model is trained on text alone; leave the images out"
-        )
+def _beyond_sums(layer: Layer) -> InputError:
+    return InputError(
+        f"at {layer.name}, the forward does more with features of images or sounds than to "
+        "add them to the hidden states: such a model is trained on text alone; leave the media out"
+    )
 
 
 def _own_buffers(layer: Layer, types: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
