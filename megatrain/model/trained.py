@@ -4,11 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+from torch import nn
 
-from megatrain.compat.transformers import encoders
 from megatrain.errors import InputError
-from megatrain.model.adapters import adapted
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Trained:
                 except (re.error, TypeError) as error:
                     raise InputError(f"{key} has a bad pattern {pattern!r}: {error}") from error
 
-    def choose(self, model: PreTrainedModel) -> None:
+    def choose(self, model: nn.Module) -> None:
         """Set `requires_grad` of a model's parameters.
 
         Raises:
@@ -52,9 +50,6 @@ class Trained:
                     f"{key}: {pattern!r} matches the name of no parameter; there are "
                     f"{', '.join(names[:2])} ... {names[-1]}"
                 )
-        if self.train_only is None and adapted(model) is None:
-            for encoder in encoders(model):
-                encoder.requires_grad_(False)
         for name, parameter in model.named_parameters():
             if self.train_only is not None:
                 parameter.requires_grad_(_matches(self.train_only, name))

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatrain.base.units import size
+from megatrain.compat.transformers import encoders
 from megatrain.device import Recording
 from megatrain.device.plane_file import PlaneFile, disk_bytes
 from megatrain.errors import DoesNotFit, InputError
@@ -192,10 +193,14 @@ def choose_trained(
     source: Source, trained: Trained, optimizer: Rule | None, precision: Precision
 ) -> None:
     """Set which parameters require gradients. Raises InputError: they cannot be trained so."""
+    plain = adapted(source.model) is None
+    if plain and trained.train_only is None and not source.resumes:
+        for encoder in encoders(source.model):
+            encoder.requires_grad_(False)
     trained.choose(source.model)
     if source.base != "bf16" and precision != "bf16":
         raise InputError(f"base is {source.base!r}, and precision {precision!r}; take bf16")
-    if adapted(source.model) is None:
+    if plain:
         return
     if precision == "fp8":
         raise InputError("precision is 'fp8', and the model has an adapter; take bf16")

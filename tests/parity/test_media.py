@@ -1,0 +1,258 @@
+"""Models with encoders of images: a step is plain training's, in every placement, on all ranks."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+
+from megatrain import AdamW, Engine, InputError, Placement
+from megatrain.model.trained import Trained
+from tests.parity.cases import SIZES, masters, noisy, same
+from tests.parity.ranks import run_ranks
+
+IMAGE, START, END = 100, 102, 103
+TEXT = SIZES | {"head_dim": 8, "pad_token_id": 0}
+ALL = Trained(train_only=["."])
+LR = 1e-2
+
+
+def qwen3_vl(**text):
+    """Adds features after its first layers, too, and has positions of three kinds."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    tower = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
+    tower |= {"patch_size": 4, "temporal_patch_size": 1, "out_hidden_size": 32}
+    tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    config = transformers.Qwen3VLConfig(
+        text_config=TEXT | {"rope_parameters": rope} | text,
+        vision_config=tower,
+        image_token_id=IMAGE,
+        video_token_id=101,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+    torch.manual_seed(0)
+    return noisy(transformers.Qwen3VLForConditionalGeneration(config))
+
+
+def llava():
+    """Projects an inner layer of its tower, whose last layer is never used."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 8}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**TEXT),
+        vision_config=transformers.CLIPVisionConfig(**sizes),
+        image_token_index=IMAGE,
+    )
+    torch.manual_seed(0)
+    return noisy(transformers.LlavaForConditionalGeneration(config))
+
+
+def rows(seed, count, images):
+    """Rows that have an image of four tokens each, or none."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(10, 90, (count, 11), generator=generator)
+    if images:
+        ids[:, 2:8] = torch.tensor([START, *[IMAGE] * 4, END])
+    labels = ids.masked_fill(ids >= IMAGE, -100)
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+    return batch, generator
+
+
+def of_qwen(seed, count=2, images=True):
+    batch, generator = rows(seed, count, images)
+    kinds = {"mm_token_type_ids": (batch["input_ids"] == IMAGE).long()}
+    if not images:
+        return batch | kinds
+    grid = torch.tensor([[1, 4, 4]]).repeat(count, 1)
+    pixels = torch.randn(16 * count, 3 * 4 * 4, generator=generator)
+    return batch | kinds | {"pixel_values": pixels, "image_grid_thw": grid}
+
+
+def of_llava(seed, count=2, images=True):
+    batch, generator = rows(seed, count, images)
+    pixels = {"pixel_values": torch.randn(count, 3, 8, 8, generator=generator)}
+    return batch | pixels if images else batch
+
+
+MODELS = {"qwen3_vl": (qwen3_vl, of_qwen), "llava": (llava, of_llava)}
+
+
+def steps_of(rows_of):
+    """Images and text, text alone, and both in micro-batches of several sizes."""
+    return [
+        [rows_of(1), rows_of(2, 1, images=False), rows_of(3, 1)],
+        [rows_of(4, images=False), rows_of(5, 3, images=False)],
+        [rows_of(6, 3, images=False), rows_of(7, 3)],
+    ]
+
+
+def plain(model, steps, frozen):
+    """Losses, norms and the model after plain training of what no pattern of `frozen` is in."""
+    model = copy.deepcopy(model).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    losses, norms = [], []
+    for step in steps:
+        optimizer.zero_grad()
+        count = sum(int((micro["labels"][:, 1:] != -100).sum()) for micro in step)
+        losses.append(0.0)
+        for micro in step:
+            inputs = {name: value for name, value in micro.items() if name != "labels"}
+            logits = model(**inputs, use_cache=False).logits[:, :-1].float()
+            loss = F.cross_entropy(logits.flatten(0, 1), micro["labels"][:, 1:].flatten()) / count
+            loss = loss * (micro["labels"][:, 1:] != -100).sum()
+            loss.backward()
+            losses[-1] += float(loss.detach())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
+        optimizer.step()
+    return losses, norms, model
+
+
+def engine_of(model, **options):
+    rule = AdamW(lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    options = {"placement": Placement(), "device": "cpu", "precision": "fp32"} | options
+    return Engine(model, optimizer=rule, **options)
+
+
+def assert_equal(engine, steps, expected, start):
+    losses, norms, model = expected
+    results = [engine.step(step) for step in steps]
+    assert [result.loss for result in results] == pytest.approx(losses, rel=1e-6)
+    assert [result.grad_norm for result in results] == pytest.approx(norms, rel=1e-5)
+    before = dict(start.named_parameters())
+    after = masters(engine)
+    for name, parameter in model.named_parameters():
+        moved, off = (parameter - before[name]).norm(), (after[name] - parameter).norm()
+        if not name.endswith("k_proj.bias"):  # no gradient but rounding
+            assert off <= 1e-4 * moved, name
+
+
+CASES = {
+    "frozen tower": ("qwen3_vl", Trained(), ["visual"]),
+    "all": ("qwen3_vl", ALL, []),
+    "projector and text": ("llava", Trained(), ["vision_tower"]),
+    "projector alone": ("qwen3_vl", Trained(train_only=["visual.*merger"]), None),
+    "used layers of a tower": (
+        "llava",
+        Trained(["tower.*layers.2", "post_layernorm"], ["."]),
+        ["tower.encoder.layers.2", "post_layernorm"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_images_train_as_in_plain_torch(case):
+    name, trained, frozen = CASES[case]
+    make, rows_of = MODELS[name]
+    model, steps = make(), steps_of(rows_of)
+    if frozen is None:  # text alone reaches nothing, and plain torch cannot take such a step
+        frozen = [n for n, _ in model.named_parameters() if "merger" not in n]
+        steps = [[rows_of(1)], [rows_of(2), rows_of(3, 1)]]
+    expected = plain(model, steps, frozen)
+    with engine_of(copy.deepcopy(model), trained=trained) as engine:
+        assert_equal(engine, steps, expected, model)
+
+
+PLACEMENTS = {
+    "inputs on the host": Placement(layer_inputs="host"),
+    "passes": Placement(passes=2),
+    "on the device": Placement(resident=("media", "prologue", "layer 1")),
+    "graphs": Placement(save_activations=2, save_all=1),
+    "graphs on the host": Placement(offload_activations=1, save_attention="host"),
+    "rows brought twice": Placement(keep_rows=False),
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_placements_are_neutral_for_images(placement):
+    model, steps = qwen3_vl(), steps_of(of_qwen)
+    with engine_of(copy.deepcopy(model), trained=ALL) as engine:
+        expected = [engine.step(step).loss for step in steps], masters(engine)
+    with engine_of(model, trained=ALL, placement=PLACEMENTS[placement]) as engine:
+        assert [engine.step(step).loss for step in steps] == expected[0]
+        assert same(masters(engine), expected[1])
+
+
+def test_no_clipping_leaves_the_encoders_alone_in_steps_on_text():
+    model, steps = qwen3_vl(), steps_of(of_qwen)
+    with engine_of(model, trained=ALL, max_grad_norm=None) as engine:
+        engine.step(steps[0])
+        before = masters(engine)
+        engine.step(steps[1])
+        after = masters(engine)
+    assert all(torch.equal(before[n], after[n]) == ("visual" in n) for n in before)
+
+
+def on_ranks(steps, group):
+    parts = [step[group.rank() :: 2] if len(step) > 1 else step for step in steps]
+    with engine_of(qwen3_vl(), trained=ALL, group=group) as engine:
+        return [engine.step(part).loss for part in parts], masters(engine)
+
+
+def test_ranks_with_and_without_images_train_as_one(tmp_path):
+    steps = steps_of(of_qwen)
+    with engine_of(qwen3_vl(), trained=ALL) as engine:
+        losses = [engine.step([*step[::2], *step[1::2]]).loss for step in steps]
+        expected = masters(engine)
+    for result in run_ranks(2, tmp_path, partial(on_ranks, steps)):
+        assert result[0] == pytest.approx(losses, rel=1e-6)
+        for name, value in result[1].items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_with_images_resumes_to_the_bit_and_is_exported_whole(tmp_path):
+    model, steps = qwen3_vl(), steps_of(of_qwen)
+    model.save_pretrained(tmp_path / "model")
+    with engine_of(tmp_path / "model", trained=ALL) as engine:
+        engine.step(steps[0])
+        engine.step(steps[1])  # the encoders' tile is one version behind now
+        engine.save(tmp_path / "checkpoint")
+        loss = engine.step(steps[2]).loss
+        expected = masters(engine)
+        engine.save_pretrained(tmp_path / "trained")
+    with Engine.load(tmp_path / "checkpoint", device="cpu") as engine:
+        assert engine.step(steps[2]).loss == loss
+        assert same(masters(engine), expected)
+    again = type(model).from_pretrained(tmp_path / "trained", dtype=torch.float32)
+    assert same({n: p.detach() for n, p in again.named_parameters()}, expected)
+
+
+def test_evaluation_and_logits_see_the_images():
+    model, batch = qwen3_vl().eval(), of_qwen(1)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        expected = copy.deepcopy(model)(**inputs, use_cache=False).logits
+    with engine_of(model) as engine:
+        torch.testing.assert_close(engine.logits(inputs), expected, rtol=1e-5, atol=1e-5)
+        with_images = engine.evaluate([batch])
+        batch["pixel_values"] = -batch["pixel_values"]
+        assert engine.evaluate([batch]) != with_images
+
+
+def test_what_encoders_cannot_have_is_refused():
+    with engine_of(llava(), trained=ALL) as engine:
+        before = masters(engine)
+        with pytest.raises(
+            InputError, match=r"no gradient reaches .*layers\.2.*pixel_values.*freeze"
+        ):
+            engine.step([of_llava(1)])
+        assert same(masters(engine), before)
+        batch = of_llava(1)
+        with pytest.raises(InputError, match="pixel_values holds a number that is not finite"):
+            engine.step([batch | {"pixel_values": batch["pixel_values"] / 0}])
+        del batch["attention_mask"]
+        batch["position_ids"] = torch.arange(11).remainder(8).repeat(2, 1)
+        with pytest.raises(InputError, match="give each document a row"):
+            engine.step([batch])
+
+
+def test_features_that_are_added_after_the_last_layer_are_refused():
+    with engine_of(qwen3_vl(num_hidden_layers=2)) as engine:
+        with pytest.raises(InputError, match=r"layers\.1, the forward does more with features"):
+            engine.step([of_qwen(1)])
+        engine.step([of_qwen(1, images=False)])
