@@ -39,7 +39,7 @@ from megatrain.errors import InputError
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
 from megatrain.optim import RULES
-from megatrain.placement import RENAMED, Placement, Precision
+from megatrain.placement import Placement, Precision, old_name
 from megatrain.source.source import Alike, Base
 from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
@@ -318,8 +318,8 @@ def parse_placement(choices: Sequence[str]) -> dict[str, Any] | None:
     parsed = {}
     for choice in choices:
         name, equals, value = choice.partition("=")
-        if name in RENAMED:
-            raise InputError(f"--placement {choice}: {name} is now called {RENAMED[name]}")
+        if (reason := old_name(name)) is not None:
+            raise InputError(f"--placement {choice}: {reason}")
         if not equals or name not in Placement.names():
             valid = ", ".join(Placement.names())
             raise InputError(f"--placement {choice}: write NAME=VALUE with NAME one of {valid}")

@@ -15,7 +15,8 @@ from megatrain.checkpoint import open_checkpoint
 from megatrain.device import Buffer, Device, Recording, open_device
 from megatrain.engine.batch import Batch, MicroBatches
 from megatrain.engine.engine import PlacedEngine, cpu_by_default
-from megatrain.engine.modules import Head, State
+from megatrain.engine.head import Head
+from megatrain.engine.modules import State
 from megatrain.engine.update import StepResult, UpdatedTile
 from megatrain.errors import InputError
 from megatrain.forecast.workload import Generation

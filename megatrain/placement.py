@@ -1,7 +1,7 @@
 """Placement: every choice of where state rests and how it is scheduled, as one frozen value.
 
 They trade memory for time. With eager layers none of them changes a bit of the result, but for
-`chunk_tokens`, `head_tokens` and `max_stream_bytes`, which sum in another order (tests/race).
+`chunk_tokens` and `head_tokens`, which sum in another order (tests/race).
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ _LEAST: dict[str, int] = {
     **dict.fromkeys(("update_threads", "gradient_lanes", "chunk_tokens", "passes"), 1),
     **dict.fromkeys(("save_activations", "offload_activations", "save_all", "keep_weights"), 0),
     **dict.fromkeys(("disk_moments", "disk_remainder", "disk_weights", "prefetch"), 0),
-    **{"save_bytes": 0, "max_stream_bytes": 1},
+    "save_bytes": 0,
 }
 
 # Of what is made one by one, so many are enough for any model.
@@ -34,7 +34,6 @@ RENAMED = {
     "offload_layers": "offload_activations",
     "keep_attention": "save_attention",
     "tile_tokens": "chunk_tokens",
-    "split_bytes": "max_stream_bytes",
 }
 """Old names of choices, which may be in checkpoints and results, to their new names."""
 
@@ -42,6 +41,13 @@ RENAMED = {
 def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
     """The choices of a saved placement by their current names."""
     return {RENAMED.get(name, name): value for name, value in choices.items()}
+
+
+def old_name(name: str) -> str | None:
+    """The reason why a choice of an earlier version is none any more; None: it was none, or is."""
+    if name in ("max_stream_bytes", "split_bytes"):
+        return f"{name!r} has been given up: heads are streamed as a whole; leave it out"
+    return f"{name!r} is now called {RENAMED[name]!r}" if name in RENAMED else None
 
 
 Precision = Literal["bf16", "fp32", "fp8"]
@@ -106,9 +112,6 @@ class Placement:
         chunk_tokens: modules that act on each token alone (the MLP, norms) run over chunks of so
             many tokens, and are recomputed chunk by chunk in the backward: for long rows. Attention
             and the rest of a layer then stay eager. None: whole rows.
-        max_stream_bytes: a head whose weights take more (and do not rest on the device) is streamed
-            in slices of at most so many bytes, and so are their gradients: some rows of its table
-            at a time, whose logits are computed twice. Layers cannot take more. None: a whole head.
         compile: compile one forward and one backward per layer kind with torch.compile.
         update_threads: host threads of the optimizer; None: all cores but two.
         save_bytes: host memory at most for parts of tiles whose update is due before a save in the
@@ -135,7 +138,6 @@ class Placement:
     save_attention: Literal["none", "device", "host"] = "none"
     head_tokens: int = 4096
     chunk_tokens: int | None = None
-    max_stream_bytes: int | None = None
     compile: bool = False
     update_threads: int | None = None
     save_bytes: int | None = None
@@ -188,16 +190,6 @@ class Placement:
             self.passes > 1 and not self.keep_rows,
             "keep_rows is false, but in several passes the embedding's rows stay on the device; "
             "set it true, or set passes: 1",
-        )
-        yield (
-            self.passes > 1 and self.max_stream_bytes is not None,
-            "max_stream_bytes splits tiles, but in several passes the sums of whole tiles stay on "
-            "the device; leave it out, or set passes: 1",
-        )
-        yield (
-            self.disk_weights > 0 and self.max_stream_bytes is not None,
-            "max_stream_bytes splits tiles, but weights on a disk are read as whole tiles; leave "
-            "it out, or set disk_weights: 0",
         )
 
     def __str__(self) -> str:

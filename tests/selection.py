@@ -43,12 +43,12 @@ STEP = (
     *("tests/parity/test_gradients.py", "tests/parity/test_host_memory_guard.py"),
     *("tests/parity/test_losses.py", "tests/parity/test_neutrality.py"),
     *("tests/parity/test_ranks.py", "tests/parity/test_sequence_parallel.py"),
-    *("tests/parity/test_split.py", "tests/parity/test_tiles.py", "tests/parity/test_training.py"),
+    *("tests/parity/test_tiles.py", "tests/parity/test_training.py"),
     *("tests/parity/test_waiting.py", "tests/unit/test_forecast"),
 )
 MODELS = (
     *("tests/families/", "tests/parity/test_adapters.py", "tests/parity/test_folders.py"),
-    *("tests/parity/test_packing.py", "tests/parity/test_split.py", "tests/parity/test_tiles.py"),
+    *("tests/parity/test_packing.py", "tests/parity/test_tiles.py"),
     *("tests/unit/test_compiled.py", "tests/unit/test_random_kinds.py"),
 )
 SAVED = (

@@ -228,8 +228,6 @@ def _reasons(best: Forecast) -> list[str]:
         where = placement.save_attention
         kept = "attention computed twice" if where == "none" else f"attention kept on the {where}"
         tiles += f", tiles of {placement.chunk_tokens} tokens, {kept}"
-    if placement.max_stream_bytes is not None:
-        tiles += f", the head in slices of at most {gib(placement.max_stream_bytes)}"
     for planes in ("moments", "remainder", "weights"):
         count = getattr(placement, f"disk_{planes}")
         tiles += f", {planes} of {counted(count, 'tile')} on the disk" * bool(count)

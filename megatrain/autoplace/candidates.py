@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 from megatrain.autoplace.first_tiles import FirstTiles, first_tiles
-from megatrain.engine.tile_slice import least_split
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.workload import Workload
 from megatrain.placement import Placement
@@ -74,14 +73,8 @@ class Candidates:
         few = [rows for rows in self.sizes() if rows * self.workload.sequence_length <= _FEW]
         return self.sizes() if self.workload.micro_batch is not None else few[:2]
 
-    def families(self, rows: int, *, split: bool = False) -> list[list[Placement]]:
-        """Candidates, the fastest first, the most sparing last: whole layers; for long rows, tiles.
-
-        With `split`, the same with the head in slices, for when memory is short.
-        """
-        slice_bytes = self.slice_bytes if split else None
-        if split and slice_bytes is None:
-            return []
+    def families(self, rows: int) -> list[list[Placement]]:
+        """Candidates, the fastest first, the most sparing last; for long rows also in tiles."""
         least = -(-rows * self.workload.sequence_length // _CHUNKS)
         long, whole = self.workload.sequence_length >= _LONG, list[Placement]()
         for choices in _CANDIDATES:
@@ -92,7 +85,6 @@ class Candidates:
                     base,
                     head_tokens=max(least, base.head_tokens),
                     layer_input_lanes=lanes,
-                    max_stream_bytes=slice_bytes,
                 )
             )
         tiled = [
@@ -101,17 +93,6 @@ class Candidates:
             if long
         ]
         return [whole, *tiled]
-
-    @cached_property
-    def slice_bytes(self) -> int | None:
-        """Bytes of the slices that the head can be streamed in.
-
-        None: it is not so large; weights on a disk come as whole tiles.
-        """
-        if "disk_weights" in self.spilled:
-            return None
-        layouts = self.forecasts.model(self.workload).layouts
-        return least_split(self.forecasts.spec, layouts, self.workload.dtype.itemsize)
 
     @cached_property
     def tiles(self) -> FirstTiles:

@@ -14,7 +14,6 @@ import torch
 
 from megatrain.base.units import GIB, MIB, align, gib, parse_bytes, size
 from megatrain.device import Device
-from megatrain.engine.tile_slice import least_split
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.needs import Needs, needs_of
 from megatrain.forecast.simulate import Forecast
@@ -84,16 +83,12 @@ def check_fits(
         allowed = memory["device_free_bytes"] + memory["device_bytes"] - mapping
         context = memory["device_context_bytes"] + mapping
         if sum(needs.device.values()) > allowed:
-            split = least_split(model.spec, model.layouts, dtype.itemsize)
-            frugal = replace(smallest(placement), max_stream_bytes=split)
-            frugal_bytes = sum((needs_in(frugal).device + more.device).values())
+            frugal_bytes = sum((needs_in(smallest(placement)).device + more.device).values())
             least = align(frugal_bytes + context, GIB // 10)
             raise DoesNotFit(
                 _refusal("device", needs.device, context, allowed + context)
                 + f"; the least for this model, with a few tokens a step, is {gib(least)} "
-                "(slots: 1, gradient_lanes: 1, keep_rows: false, layer_inputs: host, resident: []"
-                + ("" if split is None else f", max_stream_bytes: {split}")
-                + ")"
+                "(slots: 1, gradient_lanes: 1, keep_rows: false, layer_inputs: host, resident: [])"
             )
     planes = needs.host if has_memory else needs.host + needs.device
     grows = max(0, _GPU_PROCESS_BYTES - process_bytes()) if has_memory else 0

@@ -242,8 +242,8 @@ class Search:
 
     def _families(self, rows: int) -> list[list[Placement]]:
         """The sparing candidates of all families."""
-        splits = (self._candidates.families(rows, split=split) for split in (False, True))
-        return [[c for c in family if c.slots < MOST_SLOTS] for each in splits for family in each]
+        families = self._candidates.families(rows)
+        return [[c for c in family if c.slots < MOST_SLOTS] for family in families]
 
     def _most_sparing(self, family: list[Placement]) -> list[Placement]:
         """The candidates that take least, with layer inputs on the host and on the device.
@@ -275,7 +275,7 @@ class Search:
         """
         needs = self._forecasts.needs(self._workload, placement)
         device = self._machine.device_context_bytes + mapping_bytes(sum(needs.host.values()))
-        if rows is not None and placement.chunk_tokens is placement.max_stream_bytes is None:
+        if rows is not None and placement.chunk_tokens is None:
             works = self._forecasts.measured(self._workload).layer(0, rows).computed_twice
             device += max(0, max(work.peak_bytes for work in works) - needs.device[UNSUMMED])
         host = self._forecasts.least_host_bytes(self._machine, self._workload, placement)
@@ -320,30 +320,24 @@ class Search:
 
     def _fitting_frames(self, sizes: list[int]) -> list[Forecast]:
         """Candidates that fit, of the two largest micro-batches that do, and more sparing ones."""
-        frames = self._first_fitting(sizes, split=False)
-        # Where memory is short, a head in ranges may leave room for what is worth more.
-        short = all(frame.placement.slots < MOST_SLOTS for frame in frames)
-        if not frames or short:
-            rows = min((frame.micro_batch for frame in frames), default=0)
-            frames += self._first_fitting([n for n in sizes if n >= rows], split=True)
+        frames = self._first_fitting(sizes)
         if not frames or not self._thorough:
             return frames
         best = min(frames, key=lambda frame: frame.seconds)
-        rows, split = best.micro_batch, best.placement.max_stream_bytes
+        rows = best.micro_batch
         placements = {frame.placement for frame in frames if frame.micro_batch == rows}
-        families = self._candidates.families(rows, split=split is not None)
-        for family in families:
+        for family in self._candidates.families(rows):
             first = next((n for n, each in enumerate(family) if each in placements), len(family))
             sparing = [self._of(family[n], rows) for n in _SPARING if n > first]
             frames += [frame for frame in sparing if self._fits_moved(frame)]
         return frames
 
-    def _first_fitting(self, sizes: list[int], *, split: bool) -> list[Forecast]:
+    def _first_fitting(self, sizes: list[int]) -> list[Forecast]:
         """Of every family the first candidate that fits; of the two largest sizes with any."""
         frames: list[Forecast] = []
         wanted = 2 if self._thorough else 1
         for rows in sizes:
-            families = self._candidates.families(rows, split=split)
+            families = self._candidates.families(rows)
             fitting = [*filter(None, (self._first_of(family, rows) for family in families))]
             frames += fitting
             wanted -= bool(fitting)

@@ -18,7 +18,7 @@ from megatrain.config.learning import (
 )
 from megatrain.config.section import Fraction, Name, Pattern, Positive, Section, nearest, shown
 from megatrain.errors import InputError
-from megatrain.placement import RENAMED, Placement, Precision, Verify
+from megatrain.placement import Placement, Precision, Verify, old_name
 
 
 class ModelSection(Section):
@@ -387,8 +387,8 @@ def _check_placement(choices: dict[str, Any]) -> None:
     """Placement checks values, not types; a run file needs both."""
     hints = get_type_hints(Placement)
     for name, value in choices.items():
-        if name in RENAMED:
-            raise ValueError(f"{name!r} is now called {RENAMED[name]!r}")
+        if (reason := old_name(str(name))) is not None:
+            raise ValueError(reason)
         if name not in hints:
             raise ValueError(f"unknown key {name!r}{nearest(str(name), Placement.names())}")
         try:

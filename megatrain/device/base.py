@@ -39,8 +39,6 @@ class Kind(Enum):
 
     LAYER = auto()  # forward
     LAYER_BACKWARD = auto()
-    PART = auto()  # of a layer that is split, forward
-    PART_BACKWARD = auto()
     HEAD = auto()
     PROLOGUE = auto()  # the model's own forward around the layers, or its backward
     UPDATE = auto()

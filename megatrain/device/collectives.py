@@ -45,40 +45,17 @@ class Collectives:
             every = self.all_gather([values], what, COMPUTE)
             self._device.wait(COMPUTE, every, "blocks of all ranks")
 
-    def clear(self, values: Buffer, stream: str) -> None:
-        """Clear a buffer of which this rank will write a part, before `all_gather_uneven`."""
-        if self.ranks.shards.together:
-            self._device.run(stream, f"clear {values.name}", values.data.zero_, writes=[values])
-
-    def all_gather_uneven(self, values: Buffer, what: str, stream: str) -> Any:
-        """Fill a buffer of which each rank has written some elements on `stream`, others zero.
-
-        Returns:
-            The event of its being whole.
-        """
-        device = self._device
-        if not self.ranks.shards.together:
-            return device.record(stream)
-        device.wait(GATHER, device.record(stream), "shard arrived")
-        self._run(
-            GATHER, f"gather {what}", self.ranks.shards.all_gather_uneven, values, Kind.ALL_REDUCE
-        )
-        return device.record(GATHER)
-
-    def reduce_scatter(self, sums: Buffer, what: str, *, whole: bool = False) -> None:
-        """Sum a buffer over the ranks; COMPUTE gets this rank's block of it, or the `whole`."""
+    def reduce_scatter(self, sums: Buffer, what: str) -> None:
+        """Sum a buffer over the ranks; COMPUTE gets this rank's block of it."""
         device, shards, replicas = self._device, self.ranks.shards, self.ranks.replicas
         if not (self.ranks.together and len(sums.data)):
             return
         done, mine = device.record(COMPUTE), sums
         if shards.together:
             device.wait(REDUCE, done, "sums ready")
-            if whole:
-                self._run(REDUCE, f"sum {what}", shards.all_reduce, sums, Kind.ALL_REDUCE)
-            else:
-                self._run(REDUCE, f"sum {what}", shards.reduce_scatter, sums)
-                block = len(sums.data) // shards.size
-                mine = sums.piece(shards.rank * block, (shards.rank + 1) * block)
+            self._run(REDUCE, f"sum {what}", shards.reduce_scatter, sums)
+            block = len(sums.data) // shards.size
+            mine = sums.piece(shards.rank * block, (shards.rank + 1) * block)
             done = device.record(REDUCE)
         if replicas.together:
             device.wait(HOSTS, done, "sums of this host")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import takewhile
 from typing import Any, ClassVar, TypeVar
 
@@ -12,20 +12,16 @@ import torch
 from megatrain.device import Device
 from megatrain.device.collectives import Collectives
 from megatrain.engine.bit_checks import BitChecks
-from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
 from megatrain.engine.embedding import Embedding
-from megatrain.engine.head import WholeHead
-from megatrain.engine.host_offload import HostOffload
+from megatrain.engine.head import Head, Summed
 from megatrain.engine.layer import Layer
-from megatrain.engine.modules import Head, Media, Prologue
-from megatrain.engine.scratch import ScratchArena
-from megatrain.engine.sink import Sink
+from megatrain.engine.modules import Media, Prologue
+from megatrain.engine.saved_tensors import DeviceBoundaries, HostBoundaries, HostOffload
+from megatrain.engine.sink import ScratchArena, Sink
 from megatrain.engine.step import Parts, TrainingParts, Unit
 from megatrain.engine.stream import Stream, Unpack
-from megatrain.engine.tile_slice import TileSlice, VocabSlices, require_streamable, vocab_slices
 from megatrain.engine.update import Update
-from megatrain.engine.vocab_split import Epilogue, VocabRows, VocabShard
-from megatrain.loss import Loss, Summed, range_gradient, range_statistics
+from megatrain.loss import Loss
 from megatrain.model.capture import FEATURES
 from megatrain.model.compiled import compile_and_tell
 from megatrain.model.program import ModelProgram
@@ -84,26 +80,10 @@ class Assembly:
         policies = self.placement.policies(len(self.layers))
         return [policy if allowed[policy.where] else RECOMPUTE for policy in policies]
 
-    @cached_property
-    def vocab_slices(self) -> VocabSlices | None:
-        """The slices of the head, if it is split; each fits where a layer does."""
-        tile, most, size = self.head, self.placement.max_stream_bytes, self.dtype.itemsize
-        if not most:
-            return None
-        streamed = [t for t in self.layers if t.rests.streamed]
-        for layer in streamed:
-            require_streamable(layer.name, layer.layout.numel * size, most)
-        if not tile.rests.streamed or tile.layout.numel * size <= most:
-            return None
-        slot = max((t.layout.numel * size for t in streamed), default=most)
-        return vocab_slices(tile, self.program.spec.projection, most, slot, size)
-
-    @cached_property
-    def visited(self) -> list[Tile | TileSlice]:
-        """Everything that is streamed in one piece: tiles, and the slices of a split head."""
-        slices = self.vocab_slices
-        head = [self.head] if slices is None else [slices.rest, *slices.rows]
-        return [self.prologue, *self.layers, *head, *self.media]
+    @property
+    def visited(self) -> list[Tile]:
+        """The tiles that sweeps visit; the others are looked up by rows, or unused."""
+        return [self.prologue, *self.layers, self.head, *self.media]
 
     def unpack(self) -> Unpack:
         """A function that unpacks a tile's weights on the device."""
@@ -198,18 +178,13 @@ class Assembly:
         trunk: list[Unit] = [Prologue(device, program, self.prologue, embedding)]
         for visit, (tile, policy) in enumerate(zip(self.layers, policies, strict=True)):
             trunk.append(Layer(device, program, tile, visit, policy, offload))
-        if (slices := self.vocab_slices) is None:
-            head = Head(device, program, self.head, self._whole_head(), self.collectives)
-        else:
-            *rows, last = self._vocab_rows(slices)
-            shards = [
-                VocabShard(device, program, *shard)
-                for shard in zip(slices.rows[:-1], rows, strict=True)
-            ]
-            for shard in shards[:1]:
-                shard.new_inputs = shard.inputs
-            trunk += [Epilogue(device, program, slices.rest), *shards]
-            head = Head(device, program, slices.rows[-1], last, self.collectives)
+
+        @cache
+        def summed(loss: Loss) -> Summed:
+            return self._compiled(loss.summed, "the loss")
+
+        tokens = self.placement.head_tokens
+        head = Head(device, program, self.head, tokens, summed, self.collectives)
         return trunk, head
 
     def _encoded(self, trunk: Sequence[Unit], embedding: Embedding) -> list[Unit]:
@@ -228,22 +203,6 @@ class Assembly:
         encoded = [media, prologue, *layers]
         _end_backward(encoded)
         return encoded
-
-    def _whole_head(self) -> WholeHead:
-        @cache
-        def summed(loss: Loss) -> Summed:
-            return self._compiled(loss.summed, "the loss")
-
-        return WholeHead(self.program, self.placement.head_tokens, summed)
-
-    def _vocab_rows(self, slices: VocabSlices) -> list[VocabRows]:
-        statistics = self._compiled(range_statistics, "the loss of some rows")
-        gradient = self._compiled(range_gradient, "the gradient of some rows")
-        tokens = self.placement.head_tokens
-        return [
-            VocabRows(self.program, tokens, start, statistics, gradient)
-            for start in slices.bounds[:-1]
-        ]
 
     def _compiled(self, function: Function, name: str) -> Function:
         compiled: Any = compile_and_tell(function, name) if self.placement.compile else function

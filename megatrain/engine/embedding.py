@@ -26,8 +26,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, Memory, Name
 from megatrain.device.collectives import Collectives
 from megatrain.engine.batch import Batch
-from megatrain.engine.scratch import ScratchArena
-from megatrain.engine.sink import HostGrad, Sink
+from megatrain.engine.sink import HostGrad, ScratchArena, Sink
 from megatrain.errors import InputError
 from megatrain.store.store import Tier, Tile
 from megatrain.tile import Entry

@@ -20,11 +20,12 @@ from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, req
 from megatrain.device import Buffer
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.batch import Batch, Intake, MicroBatches, halved
+from megatrain.engine.head import Head
 from megatrain.engine.host_memory_guard import HostMemoryGuard
-from megatrain.engine.modules import Head, State
+from megatrain.engine.modules import State
 from megatrain.engine.step import Parts, Result, TrainingParts, forward_only, train_step
 from megatrain.engine.update import Report, StepResult, UpdatedTile
-from megatrain.engine.whole_model import is_whole, whole_model
+from megatrain.engine.whole_model import whole_model
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import (
     CROSS_ENTROPY,
@@ -261,7 +262,7 @@ class PlacedEngine:
         with self._undisturbed(), self._host.of(batch.num_tokens) as host:
             for unit in parts.encoded[:1]:
                 if not batch.has_media and unit.trained:
-                    parts.sink.leave_out(unit.tile.whole)
+                    parts.sink.leave_out(unit.tile)
             parts = _for_batch(parts, batch)
             device = planned and not joint and not self._lean
             parts = parts.under(self._policies(device=device, host=host and not self._lean))
@@ -319,9 +320,6 @@ class PlacedEngine:
             spare: hold the weights on the device meanwhile, where that leaves so many bytes free;
                 one of several ranks does not.
             apart: several ranks call it with inputs of their own, but of one shape and as often.
-
-        Raises:
-            InputError: layers or the head are streamed in slices (`is_whole` says so before).
         """
         check_call(self.ranks, self._spec, self._steps, None, NO_LABELS, None)
         require_whole_rows(self._opened.sequence_ranks, "the model as a whole, for texts,")
@@ -371,11 +369,6 @@ class PlacedEngine:
     def balances_experts(self) -> bool:
         """True if a step's loss includes the routers' loss, over all tokens except padding."""
         return bool(self._spec.routed)
-
-    @property
-    def is_whole(self) -> bool:
-        """True if layers and head are each streamed as a whole."""
-        return is_whole(self._parts, self._spec)
 
     def _forward_only(
         self, batch: Batch, finish: Callable[[Head, Buffer, Batch, State], Result]

@@ -1,53 +1,87 @@
-"""The computation of a head, given its weights: from the last activations to a loss or logits.
+"""The head: from the last activations to loss, gradients or logits, some tokens at a time.
 
-One micro-batch at a time. A head in ranges of rows is in engine/vocab_split.py.
+Legend: N tokens of a micro-batch, C tokens of a chunk, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.engine.saved_tensors import add
+from megatrain.device import Buffer, Device
+from megatrain.device.base import COMPUTE, Kind, Name
+from megatrain.device.collectives import Collectives
+from megatrain.engine.batch import Batch
+from megatrain.engine.modules import State, StreamedModule, add
 from megatrain.engine.sink import GradAccumulator
-from megatrain.loss import Loss, Summed, chunk_results, chunked_loss_gradients, chunked_losses
+from megatrain.loss import JointLoss, Loss
 from megatrain.model.capture import last_hidden, with_hidden
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
+from megatrain.parallel.distributed import ALONE
+from megatrain.store.store import Tile
+
+_NAME = Name(Kind.HEAD, "head")
+
+Summed = Callable[..., Tensor]  # of logits `[C, V]`, targets `[C]` and more numbers `[C]` of each
 
 
-class WholeHead:
-    """Epilogue and projection; logits exist for at most `tokens` positions at once."""
+class Head(StreamedModule):
+    """Epilogue and language-model head; logits exist for at most `tokens` positions at once."""
 
     def __init__(
         self,
+        device: Device,
         program: ModelProgram,
+        tile: Tile,
         tokens: int,
         summed: Callable[[Loss], Summed],
-        chunked: Callable[..., tuple[Tensor, Tensor]] = chunked_loss_gradients,
-        token_losses: Callable[..., Tensor] = chunked_losses,
+        collectives: Collectives | None = None,
     ) -> None:
-        """Args: `summed` returns a loss's function of summed losses, compiled or not."""
-        self._program, self._tokens, self._summed = program, tokens, summed
-        self._chunked, self._token_losses = chunked, token_losses
+        """Args:
+        summed: returns a loss's function of summed losses, compiled or not.
+        collectives: None with a single rank.
+        """
+        super().__init__(device, program, tile)
+        self.visit, self._tokens, self._summed = len(program.spec.layers), tokens, summed
+        self.collectives = collectives or Collectives(device, ALONE)
 
-    def gradients_of(
+    def loss_and_vjp(
+        self, slot: Buffer, batch: Batch, h: State, accumulator: GradAccumulator
+    ) -> tuple[list[Tensor], State]:
+        """Each micro-batch's share of the step's loss, and the activations' gradients.
+
+        Takes the activations out of `h`.
+        """
+        batch, joint = self._weighed(slot, batch, h)
+        balance, slopes = self.balanced(batch, h)
+        losses: list[Any] = []
+        dh: list[Any] = []
+        for index, micro in enumerate(batch.micro):
+            self.seed(batch, index)
+            work = partial(self.gradients, slot, batch.normaliser, accumulator, micro, h[index])
+            result = self.device.run(COMPUTE, _NAME, work, [slot], [accumulator.sums])
+            loss, gradients = result if result is not None else (None, {})
+            losses.append(loss)
+            dh.append(gradients | slopes[index])
+            h[index] = {}  # nobody reads it any more: it would stay until the backward's end
+        return [*(joint or losses), *balance], dh
+
+    def gradients(
         self,
-        weights: dict[str, Tensor],
-        names: list[str],
-        micro: MicroBatch,
-        values: Activations,
+        slot: Buffer,
         count: float,
         accumulator: GradAccumulator,
+        micro: MicroBatch,
+        values: Activations,
     ) -> tuple[Tensor, Activations]:
-        """This micro-batch's share of the step's loss, and the gradients of `values`.
+        """One micro-batch's share of the step's loss, and the gradients of its activations.
 
-        Adds the weights' gradients to `accumulator`.
-
-        Args:
-            weights: as autograd leaves.
-            names: the weights that have gradients.
-            count: divisor of the step's loss.
+        Args: `count`: divisor of the step's loss.
         """
+        weights, names = self.leaves(slot)
         parameters = [weights[name] for name in names]
         inputs = {
             ref: value.detach().requires_grad_(value.is_floating_point())
@@ -56,7 +90,7 @@ class WholeHead:
         differentiable = [ref for ref in inputs if inputs[ref].requires_grad]
         with torch.enable_grad():
             logits_of, hidden_ND, targets_N = self._chunks(weights, micro, inputs)
-        loss, gradient_ND = self._chunked(
+        loss, gradient_ND = chunked_loss_gradients(
             logits_of,
             hidden_ND.detach(),
             targets_N,
@@ -64,50 +98,178 @@ class WholeHead:
             self._tokens,
             self._summed(micro.loss),
             parameters,
-            lambda gradients: accumulator.add(names, gradients),
-            flat(micro.extras),
+            partial(accumulator.add, names),
+            _flat(micro.extras),
         )
         sources = [*(inputs[ref] for ref in differentiable), *parameters]
         grads = torch.autograd.grad(hidden_ND, sources, gradient_ND, allow_unused=True)
         accumulator.add(names, grads[len(differentiable) :])
         return loss / count, add({}, differentiable, grads)
 
-    def loss(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        """Summed over the labelled tokens, without gradients."""
-        summed = self._summed(micro.loss)
-        with torch.no_grad():
-            logits_of, hidden_ND, targets_N = self._chunks(weights, micro, values)
-            extras = flat(micro.extras)
-            parts = chunk_results(logits_of, hidden_ND, targets_N, self._tokens, summed, extras)
-            return sum(parts, torch.zeros((), dtype=torch.float32, device=hidden_ND.device))
+    def balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], list[Activations]]:
+        """The routers' loss over all layers, if the model has one; its slopes, by micro-batch.
 
-    def losses(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        """Each token's loss `[N]`, fp32; 0 where nothing is predicted."""
+        Takes the routers' activations out of `h`. The loss is over the tokens of all ranks, and is
+        returned on rank 0; or over each micro-batch alone, if the batch has `router_shares`.
+        """
+        spec, ranks = self.program.spec, self.collectives.ranks
+        loss, routed = spec.router_loss, spec.routed
+        if loss is None:
+            return [], [{} for _ in h]
+        shares, results = batch.router_shares or [1.0], []
+        for states in [h] if batch.router_shares is None else [[values] for values in h]:
+            total = self.device.run(COMPUTE, _NAME, partial(self.routed_total, states))
+            shapes = [spec.routed_shape] * ranks.size
+            totals = self.collectives.gather_by_sum([total], shapes, ranks.rank)
+            results.append(self.device.run(COMPUTE, _NAME, partial(loss.balance, totals)))
+        if None in results:  # nothing is computed
+            return [], [{} for _ in h]
+        balances, slopes = zip(*results, strict=True)
+        batch.measured["aux_loss"] = torch.stack(balances).mean()  # as transformers calls it
+        weighed = [share * slope for share, slope in zip(shares, slopes, strict=True)]
+        dh = [dict.fromkeys(routed, weighed[i % len(weighed)]) for i in range(len(h))]
+        if ranks.rank:
+            return [], dh
+        total = sum(share * balance for share, balance in zip(shares, balances, strict=True))
+        return [loss.weight * total], dh
+
+    def routed_total(self, h: State) -> Tensor:
+        """The totals of all layers' routing, whose activations are taken out of `h`."""
+        loss, routed = self.program.spec.router_loss, self.program.spec.routed
+        assert loss is not None
+        return loss.total([values.pop(ref) for values in h for ref in routed])
+
+    def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
+        """For a joint loss: the batch with weighed labels, and the losses; visits the head for it.
+
+        For any other loss: the batch as it is, and no losses.
+        """
+        loss = batch.micro[0].loss if batch.micro else None
+        if not isinstance(loss, JointLoss):
+            return batch, []
+        here = slice(batch.before, batch.before + len(batch.micro))
+        targets, extras = zip(*batch.loss_inputs, strict=True)
+        shapes = [target.shape for target in targets]
+        log_probs = self.collectives.gather_by_sum(self.losses(slot, batch, h), shapes, here.start)
+        work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
+        nothing: Any = [None] * len(log_probs), [None] * len(log_probs), {}
+        losses, weights, measured = self.device.run(COMPUTE, _NAME, work) or nothing
+        batch.measured |= measured
+        micro_batches = [
+            replace(micro, loss=loss.weighed, extras=[weight])
+            for micro, weight in zip(batch.micro, weights[here], strict=True)
+        ]
+        return replace(batch, micro=micro_batches, normaliser=1.0), losses[here]
+
+    def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
+        """Each micro-batch's share of the step's loss, without gradients."""
+
+        @torch.no_grad()
+        def share(micro: MicroBatch, values: Activations) -> Tensor:
+            chunks, summed = self._chunks(self.weights(slot), micro, values), self._summed
+            parts = chunk_results(*chunks, self._tokens, summed(micro.loss), _flat(micro.extras))
+            zero = torch.zeros((), dtype=torch.float32, device=chunks[1].device)
+            return sum(parts, zero) / batch.normaliser
+
+        joint = self._weighed(slot, batch, h)[1]
+        return joint or self.each(_NAME, batch, share, h, reads=[slot])
+
+    def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
+        """Each token's loss `[B, T]` (or numbers `[B, T, ...]`), fp32; 0 without a target."""
+        return self.each(_NAME, batch, partial(self.token_losses, slot), h, reads=[slot])
+
+    @torch.no_grad()
+    def token_losses(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Tensor:
+        """`losses` of one micro-batch."""
         tokens = -(-self._tokens // 4)  # this code is not compiled, so it takes more memory a token
-        with torch.no_grad():
-            chunks = self._chunks(weights, micro, values)
-            return self._token_losses(*chunks, tokens, micro.loss.each_of, flat(micro.extras))
+        chunks = self._chunks(self.weights(slot), micro, values)
+        parts = chunk_results(*chunks, tokens, micro.loss.each_of, _flat(micro.extras))
+        losses = torch.cat([*parts])
+        return losses.view(*micro.rows.ids.shape, *losses.shape[1:])
 
-    def logits(self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations) -> Tensor:
-        """`[B, T, V]`, fp32, on the CPU."""
-        with torch.no_grad():
-            output = self._program.epilogue(weights, micro, values)
-            return self._program.logits(weights, micro, output).float().cpu()
+    def logits(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
+        """Each micro-batch's logits `[B, T, V]`, fp32, on the CPU."""
+
+        @torch.no_grad()
+        def logits(micro: MicroBatch, values: Activations) -> Tensor:
+            weights = self.weights(slot)
+            output = self.program.epilogue(weights, micro, values)
+            return self.program.logits(weights, micro, output).float().cpu()
+
+        return self.each(_NAME, batch, logits, h, reads=[slot])
 
     def _chunks(
         self, weights: dict[str, Tensor], micro: MicroBatch, values: Activations
     ) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
         """A function from a chunk of hidden states to logits; all hidden states; all targets."""
-        output = self._program.epilogue(weights, micro, values)
+        output = self.program.epilogue(weights, micro, values)
         hidden = last_hidden(output)
         assert micro.targets is not None
         return (
-            lambda chunk: self._program.logits(weights, micro, with_hidden(output, chunk)),
+            lambda chunk: self.program.logits(weights, micro, with_hidden(output, chunk)),
             hidden.reshape(-1, hidden.shape[-1]),
             micro.targets.reshape(-1),
         )
 
 
-def flat(extras: Sequence[Tensor]) -> list[Tensor]:
+def _flat(extras: Sequence[Tensor]) -> list[Tensor]:
     """Tensors `[B, T, ...]` as `[N, ...]`."""
     return [extra.flatten(0, 1) for extra in extras]
+
+
+def chunk_results(
+    head: Callable[[Tensor], Tensor],
+    hidden_ND: Tensor,
+    targets_N: Tensor,
+    tokens: int,
+    results: Summed,
+    extras: Sequence[Tensor] = (),
+) -> Iterator[Tensor]:
+    """Apply `results` to the logits of each chunk of `tokens`, without gradients.
+
+    Args:
+        head: hidden `[1, C, D]` to logits `[1, C, V]`.
+        results: such as `Loss.summed`, compiled or not, or `Loss.each_of`.
+        extras: its inputs besides the targets, `[N]` or `[N, K]`.
+    """
+    for start in range(0, len(hidden_ND), tokens):
+        rows = slice(start, start + tokens)
+        logits = head(hidden_ND[None, rows])
+        yield results(logits[0], targets_N[rows], *(extra[rows] for extra in extras))
+
+
+def chunked_loss_gradients(
+    head: Callable[[Tensor], Tensor],
+    hidden_ND: Tensor,
+    targets_N: Tensor,
+    denominator: float,
+    tokens: int,
+    summed: Summed,
+    parameters: list[Tensor],
+    accumulate: Callable[[list[Tensor | None]], None],
+    extras: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradients of one micro-batch's share of a step's loss.
+
+    Args:
+        head, tokens, summed, extras: as of `chunk_results`; `head` differentiable in `parameters`.
+        denominator: of the whole step's loss: its labelled tokens, or what the loss says.
+        accumulate: takes each chunk's gradients of `parameters`.
+
+    Returns:
+        The summed loss (not divided), and the gradient of `hidden_ND`.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
+    gradient_ND = torch.empty_like(hidden_ND)
+    for start in range(0, len(hidden_ND), tokens):
+        rows = slice(start, start + tokens)
+        with torch.enable_grad():
+            chunk_CD = hidden_ND[None, rows].detach().requires_grad_()
+            beside = [extra[rows] for extra in extras]
+            part = summed(head(chunk_CD)[0], targets_N[rows], *beside)
+            loss = part / denominator
+        grads = torch.autograd.grad(loss, [chunk_CD, *parameters], allow_unused=True)
+        gradient_ND[rows] = grads[0][0]
+        accumulate(list(grads[1:]))
+        total += part.detach()
+    return total, gradient_ND

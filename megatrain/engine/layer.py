@@ -12,17 +12,17 @@ from torch import Tensor
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.batch import Batch
-from megatrain.engine.host_offload import HostOffload, packed_bytes
 from megatrain.engine.modules import State, StreamedModule
 from megatrain.engine.saved_tensors import (
     Graph,
+    HostOffload,
     KeptAttention,
     KeptGraph,
     OffloadPlan,
     SavedTensors,
+    packed_bytes,
 )
 from megatrain.engine.sink import GradAccumulator
-from megatrain.engine.tile_slice import TileSlice
 from megatrain.model import attention
 from megatrain.model.capture import ADDED, Ref
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
@@ -51,13 +51,11 @@ class Layer(StreamedModule):
         grad_inputs: the activations whose gradients its backward computes.
     """
 
-    kinds = (Kind.LAYER, Kind.LAYER_BACKWARD)
-
     def __init__(
         self,
         device: Device,
         program: ModelProgram,
-        tile: Tile | TileSlice,
+        tile: Tile,
         visit: int,
         policy: ActivationPolicy = RECOMPUTE,
         offload: HostOffload | None = None,
@@ -65,12 +63,10 @@ class Layer(StreamedModule):
         """Args: `offload` moves tensors that `policy` saves on the host."""
         spec = program.spec
         super().__init__(device, program, tile, spec.layers[visit].name + ".")
-        forward, backward = self.kinds
-        self.name = Name(forward, f"layer {visit}")
-        self.backward_name = Name(backward, f"{self.name} backward")
+        self.name = Name(Kind.LAYER, f"layer {visit}")
+        self.backward_name = Name(Kind.LAYER_BACKWARD, f"{self.name} backward")
         self.visit, self.policy, self.offload = visit, policy, offload
-        self.inputs = spec.layers[visit].inputs
-        self.grad_inputs = self.inputs
+        self.inputs = self.grad_inputs = spec.layers[visit].inputs
         self.outputs = spec.outputs[visit]
         before = spec.outputs[visit - 1] if visit else spec.prologue_outputs
         self.new_inputs = [ref for ref in before if ref in spec.read]
@@ -137,7 +133,7 @@ class Layer(StreamedModule):
             self.waiting[at.index] = KeptAttention(kept.results, leaving)
             return produced
         with torch.no_grad():
-            return self._call(self.weights(at.slot), at.micro, at.values)
+            return self.program.layer(self.visit, self.weights(at.slot), at.micro, at.values)
 
     def saves(self, at: Turn) -> Saves | None:
         """The part of a graph that waits for the backward; None: no graph waits."""
@@ -204,15 +200,6 @@ class Layer(StreamedModule):
         graph.let_go()
         return KeptGraph(graph, held), produced
 
-    def _call(
-        self,
-        weights: dict[str, Tensor],
-        micro: MicroBatch,
-        values: Activations,
-        saves: Saves | None = None,
-    ) -> Activations:
-        return self.program.layer(self.visit, weights, micro, values, saves)
-
     def _graph(self, at: Turn, saves: Saves | None = None) -> tuple[Graph, Activations]:
         weights, names = self.leaves(at.slot)
         inputs = {
@@ -221,7 +208,8 @@ class Layer(StreamedModule):
             if ref in self.grad_inputs
         }
         with torch.enable_grad():
-            produced = self._call(weights, at.micro, {**at.values, **inputs}, saves)
+            values = {**at.values, **inputs}
+            produced = self.program.layer(self.visit, weights, at.micro, values, saves)
         sources = [weights[name.removeprefix(self.prefix)] for name in names]
         detached = {ref: value.detach() for ref, value in produced.items()}
         return Graph.of(inputs, produced, sources, names), detached

@@ -1,11 +1,10 @@
-"""The units that sweeps visit, put on the device's compute stream: here prologue and head.
+"""The units that sweeps visit, put on the device's compute stream: here prologue and encoders.
 
 Each takes the weights that the stream has brought and a list of activations, one entry per
 micro-batch, and knows how to run forward and backward for all micro-batches in turn.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -15,29 +14,24 @@ from torch import Tensor
 from megatrain.base.seeds import derived_seed
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
-from megatrain.device.collectives import Collectives
 from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
-from megatrain.engine.head import WholeHead
 from megatrain.engine.sink import GradAccumulator
-from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import InputError
-from megatrain.loss import JointLoss
 from megatrain.model.capture import FEATURES, MEDIA, PROLOGUE, Ref
 from megatrain.model.probe import reach
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
-from megatrain.parallel.distributed import ALONE
 from megatrain.placement import ActivationPolicy
 from megatrain.store.store import Tile
 
 State = list[Activations]
 
 MEDIA_NAME = Name(Kind.PROLOGUE, "media")
-PROLOGUE_NAME, HEAD_NAME = Name(Kind.PROLOGUE, "prologue"), Name(Kind.HEAD, "head")
+PROLOGUE_NAME = Name(Kind.PROLOGUE, "prologue")
 
 
 class StreamedModule:
-    """The weights of one tile, or of a slice of one, as a function.
+    """The weights of one tile as a function.
 
     Attributes:
         tile: holds its weights.
@@ -51,9 +45,7 @@ class StreamedModule:
     inputs: list[Ref]
     needs_backward = True
 
-    def __init__(
-        self, device: Device, program: ModelProgram, tile: Tile | TileSlice, prefix: str = ""
-    ) -> None:
+    def __init__(self, device: Device, program: ModelProgram, tile: Tile, prefix: str = "") -> None:
         self.device, self.program, self.tile, self.prefix = device, program, tile, prefix
         self.inputs, self.new_inputs = list[Ref](), list[Ref]()
 
@@ -63,7 +55,7 @@ class StreamedModule:
     @property
     def trained(self) -> bool:
         """True if any weights of the unit are trained."""
-        return bool(self.tile.whole.layout.trainable_numel)
+        return bool(self.tile.layout.trainable_numel)
 
     def under(self, policies: Sequence[ActivationPolicy]) -> Self:
         """This unit with other activation policies; itself, if it saves nothing."""
@@ -236,132 +228,9 @@ class Prologue(StreamedModule):
         return {n: w.detach().requires_grad_() for n, w in self.weights(slot).items()}
 
 
-class Head(StreamedModule):
-    """Epilogue and language-model head: from the last activations to loss or logits."""
-
-    def __init__(
-        self,
-        device: Device,
-        program: ModelProgram,
-        tile: Tile | TileSlice,
-        computed: WholeHead,
-        collectives: Collectives | None = None,
-    ) -> None:
-        """Args: `collectives`: None with a single rank."""
-        super().__init__(device, program, tile)
-        self.computed, self.visit = computed, len(program.spec.layers)
-        self.collectives = collectives or Collectives(device, ALONE)
-
-    def loss_and_vjp(
-        self, slot: Buffer, batch: Batch, h: State, accumulator: GradAccumulator
-    ) -> tuple[list[Tensor], State]:
-        """Each micro-batch's share of the step's loss, and the activations' gradients.
-
-        Takes the activations out of `h`.
-        """
-        batch, joint = self._weighed(slot, batch, h)
-        balance, slopes = self.balanced(batch, h)
-        losses: list[Any] = []
-        dh: list[Any] = []
-        for index, micro in enumerate(batch.micro):
-            self.seed(batch, index)
-            work = partial(self.gradients, slot, batch.normaliser, accumulator, micro, h[index])
-            result = self.device.run(COMPUTE, HEAD_NAME, work, [slot], [accumulator.sums])
-            loss, gradients = result if result is not None else (None, {})
-            losses.append(loss)
-            dh.append(gradients | slopes[index])
-            h[index] = {}  # nobody reads it any more: it would stay until the backward's end
-        return [*(joint or losses), *balance], dh
-
-    def gradients(
-        self,
-        slot: Buffer,
-        count: float,
-        accumulator: GradAccumulator,
-        micro: MicroBatch,
-        values: Activations,
-    ) -> tuple[Tensor, Activations]:
-        """One micro-batch's share of the step's loss, and the gradients of its activations."""
-        weights, names = self.leaves(slot)
-        return self.computed.gradients_of(weights, names, micro, values, count, accumulator)
-
-    def balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], list[Activations]]:
-        """The routers' loss over all layers, if the model has one; its slopes, by micro-batch.
-
-        Takes the routers' activations out of `h`. The loss is over the tokens of all ranks, and is
-        returned on rank 0; or over each micro-batch alone, if the batch has `router_shares`.
-        """
-        spec, ranks = self.program.spec, self.collectives.ranks
-        loss, routed = spec.router_loss, spec.routed
-        if loss is None:
-            return [], [{} for _ in h]
-        shares, results = batch.router_shares or [1.0], []
-        for states in [h] if batch.router_shares is None else [[values] for values in h]:
-            total = self.device.run(COMPUTE, HEAD_NAME, partial(self.routed_total, states))
-            shapes = [spec.routed_shape] * ranks.size
-            totals = self.collectives.gather_by_sum([total], shapes, ranks.rank)
-            results.append(self.device.run(COMPUTE, HEAD_NAME, partial(loss.balance, totals)))
-        if None in results:  # nothing is computed
-            return [], [{} for _ in h]
-        balances, slopes = zip(*results, strict=True)
-        batch.measured["aux_loss"] = torch.stack(balances).mean()  # as transformers calls it
-        weighed = [share * slope for share, slope in zip(shares, slopes, strict=True)]
-        dh = [dict.fromkeys(routed, weighed[i % len(weighed)]) for i in range(len(h))]
-        if ranks.rank:
-            return [], dh
-        total = sum(share * balance for share, balance in zip(shares, balances, strict=True))
-        return [loss.weight * total], dh
-
-    def routed_total(self, h: State) -> Tensor:
-        """The totals of all layers' routing, whose activations are taken out of `h`."""
-        loss, routed = self.program.spec.router_loss, self.program.spec.routed
-        assert loss is not None
-        return loss.total([values.pop(ref) for values in h for ref in routed])
-
-    def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
-        """For a joint loss: the batch with weighed labels, and the losses; visits the head for it.
-
-        For any other loss: the batch as it is, and no losses.
-        """
-        loss = batch.micro[0].loss if batch.micro else None
-        if not isinstance(loss, JointLoss):
-            return batch, []
-        here = slice(batch.before, batch.before + len(batch.micro))
-        targets, extras = zip(*batch.loss_inputs, strict=True)
-        shapes = [target.shape for target in targets]
-        log_probs = self.collectives.gather_by_sum(self.losses(slot, batch, h), shapes, here.start)
-        work = partial(loss.weigh, log_probs, targets, extras, batch.normaliser)
-        nothing: Any = [None] * len(log_probs), [None] * len(log_probs), {}
-        losses, weights, measured = self.device.run(COMPUTE, HEAD_NAME, work) or nothing
-        batch.measured |= measured
-        micro_batches = [
-            replace(micro, loss=loss.weighed, extras=[weight])
-            for micro, weight in zip(batch.micro, weights[here], strict=True)
-        ]
-        return replace(batch, micro=micro_batches, normaliser=1.0), losses[here]
-
-    def loss(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
-        """Each micro-batch's share of the step's loss, without gradients."""
-
-        def share(micro: MicroBatch, values: Activations) -> Tensor:
-            return self.computed.loss(self.weights(slot), micro, values) / batch.normaliser
-
-        joint = self._weighed(slot, batch, h)[1]
-        return joint or self.each(HEAD_NAME, batch, share, h, reads=[slot])
-
-    def losses(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
-        """Each token's loss `[B, T]` (or numbers `[B, T, ...]`), fp32; 0 without a target."""
-        return self.each(HEAD_NAME, batch, partial(self.token_losses, slot), h, reads=[slot])
-
-    def token_losses(self, slot: Buffer, micro: MicroBatch, values: Activations) -> Tensor:
-        """`losses` of one micro-batch."""
-        losses = self.computed.losses(self.weights(slot), micro, values)
-        return losses.view(*micro.rows.ids.shape, *losses.shape[1:])
-
-    def logits(self, slot: Buffer, batch: Batch, h: State) -> list[Tensor]:
-        """Each micro-batch's logits `[B, T, V]`, fp32, on the CPU."""
-
-        def logits(micro: MicroBatch, values: Activations) -> Tensor:
-            return self.computed.logits(self.weights(slot), micro, values)
-
-        return self.each(HEAD_NAME, batch, logits, h, reads=[slot])
+def add(total: Activations, refs: Sequence[Ref], gradients: Iterable[Tensor | None]) -> Activations:
+    """Add gradients of activations to `total`."""
+    for ref, gradient in zip(refs, gradients, strict=False):
+        if gradient is not None:
+            total[ref] = total[ref] + gradient if ref in total else gradient
+    return total

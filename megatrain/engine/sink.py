@@ -8,20 +8,95 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatrain.base.units import align
 from megatrain.compat.torch import add_each
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.device.collectives import Collectives
-from megatrain.engine.scratch import ScratchArena
-from megatrain.engine.tile_slice import TileSlice
 from megatrain.optim import gradient_plane
 from megatrain.placement import Placement
 from megatrain.store.store import Span, Tier, Tile, planes
 from megatrain.tile import TileKind
 
+_STEP = 128  # fp32 elements: every piece starts on a boundary that the widest loads like
+
 # Elements of a gradient that are rounded and sent at once. 32 MiB in bf16: large enough for the
 # bus (0.6 ms), small enough that a few of them are nothing beside a tile.
 PIECE = 1 << 24
+
+
+class ScratchArena:
+    """Device memory that one visit after the other works in: gradient sums, embedding rows.
+
+    One range, as large as the largest visit needs:
+
+        | fp32 sums of a tile's gradient ...................... | rows, if they are kept |
+        | sums of a small prologue | sums of the rows, fp32 | rows |
+
+    The first line is a layer or the head, the second the backward of the prologue, or of encoders
+    of images and sounds. Rows that are not kept lie where the sums are; they are brought again for
+    the backward. Only COMPUTE touches the range, except for the rows.
+    """
+
+    def __init__(self, device: Device, numel: int, prologue: int, dtype: torch.dtype) -> None:
+        """Args: `numel`: gradient elements of the largest tile; `prologue`: of that one,
+        or of the encoders before it, if that is larger."""
+        self._device, self._dtype = device, dtype
+        self._numel, self._prologue = align(numel, _STEP), align(prologue, _STEP)
+        self._memory: Tensor
+        self._overlapping: tuple[Buffer, ...] = ()
+        self._take(self._numel)
+
+    def _take(self, numel: int) -> None:
+        name = Name(Memory.SUMS, "scratch arena")
+        self._memory = self._device.empty(name, numel, torch.float32).data
+
+    def sums(self, numel: int) -> Buffer:
+        """Room for `numel` fp32 sums, not cleared."""
+        return Buffer("gradient sums", self._memory[:numel], self._overlapping)
+
+    def tables(
+        self, names: Sequence[str], lengths: Sequence[int], summed: Sequence[int], *, kept: bool
+    ) -> list[tuple[Buffer, Buffer]]:
+        """Buffers for each table's rows in a step, and for the sums of their gradients.
+
+        They hold until the next call. The range grows if it must.
+
+        Args:
+            lengths: elements of each table's rows; `summed`: of their gradients.
+            kept: the tiles' `sums` must not overlap the rows.
+        """
+        self._overlapping = ()
+        sums, stop = _in_a_row(summed, self._prologue)
+        in_fp32 = [-(-length * self._dtype.itemsize // 4) for length in lengths]
+        rows, stop = _in_a_row(in_fp32, max(stop, self._numel) if kept else stop)
+        if stop > len(self._memory):
+            del self._memory
+            self._take(stop)
+        rooms = [
+            (
+                Buffer(f"{name} rows", self._memory[row:].view(self._dtype)[:length]),
+                Buffer(f"{name} row gradients", self._memory[start : start + numel]),
+            )
+            for name, length, numel, start, row in zip(
+                names, lengths, summed, sums, rows, strict=True
+            )
+        ]
+        every = [buffer for room in rooms for buffer in room]
+        self._overlapping = tuple(sums for _, sums in rooms) if kept else tuple(every)
+        # Earlier sums in this memory were used in the order of COMPUTE; earlier rows have left,
+        # since a step ends when all its copies out have ended.
+        self._device.run(COMPUTE, "lay out rows", lambda: None, writes=every)
+        return rooms
+
+
+def _in_a_row(lengths: Sequence[int], offset: int) -> tuple[list[int], int]:
+    """The starts of pieces placed one after the other from `offset`, and the end of the last."""
+    starts = []
+    for length in lengths:
+        starts.append(offset)
+        offset = align(offset + length, _STEP)
+    return starts, offset
 
 
 @dataclass
@@ -36,7 +111,7 @@ class HostGrad:
 class GradAccumulator:
     """The fp32 sums of a tile's gradient on the device."""
 
-    tile: Tile | TileSlice
+    tile: Tile
     sums: Buffer
 
     @cached_property
@@ -63,10 +138,10 @@ class _Lane:
 class Updates(Protocol):
     """The calls that the sink makes for each gradient (see engine/update.py)."""
 
-    def expect(self, tile: Tile | TileSlice) -> None:
+    def expect(self, tile: Tile) -> None:
         """Called ahead: a tile's gradient will be complete soon."""
 
-    def direct(self, tile: Tile | TileSlice, sums: Buffer) -> None:
+    def direct(self, tile: Tile, sums: Buffer) -> None:
         """Called with a complete, measured gradient; may change `sums` before they are sent."""
 
     def ready(self, tile: Tile, host_grad: HostGrad, landed: Any) -> None:
@@ -74,7 +149,7 @@ class Updates(Protocol):
 
 
 class Sink:
-    """Takes each tile's gradient once per step, as a whole or slice by slice.
+    """Takes each tile's gradient once per step.
 
     Attributes:
         landed: by tile index, host gradients and arrival events of tiles with embedding rows, whose
@@ -87,7 +162,7 @@ class Sink:
         self,
         device: Device,
         tiles: Sequence[Tile],
-        visited: Sequence[Tile | TileSlice],
+        visited: Sequence[Tile],
         dtype: torch.dtype,
         placement: Placement,
         waiting: Sequence[Tile],
@@ -95,7 +170,7 @@ class Sink:
         work: ScratchArena,
         collectives: Collectives,
     ) -> None:
-        """Args: `visited`: tiles and slices that get accumulators; with several passes one each.
+        """Args: `visited`: tiles that get accumulators; with several passes one each.
 
         Tiles in `waiting` have a host gradient each; the others share a few.
         """
@@ -134,7 +209,6 @@ class Sink:
         ]
         self._claimed, self._with_rows = 0, set[int]()
         self.landed: dict[int, tuple[HostGrad, Any]] = {}
-        self._host_grad: HostGrad | None = None  # of the tile whose slices are coming
         on_host = [self._own[t.index] for t in waiting if t.rests.gradient is Tier.HOST]
         self.host_bytes = sum(s.buffer.data.nbytes for s in (*on_host, *self._shared))
 
@@ -151,10 +225,10 @@ class Sink:
         """Begin a pass of a step, which may be its first, its last or both."""
         self._first, self._last = first, last
 
-    def accumulator(self, tile: Tile | TileSlice) -> GradAccumulator:
-        """fp32 sums for the gradient of a tile or a slice: zeros in the step's first pass."""
+    def accumulator(self, tile: Tile) -> GradAccumulator:
+        """fp32 sums for the gradient of a tile: zeros in the step's first pass."""
         sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
-        if not tile.whole.layout.trainable_numel:  # all of it is frozen
+        if not tile.layout.trainable_numel:  # all of it is frozen
             return GradAccumulator(tile, sums)
         if self._first:
             self._device.run(
@@ -165,25 +239,25 @@ class Sink:
         return GradAccumulator(tile, sums)
 
     def put(self, accumulator: GradAccumulator) -> None:
-        """After the last pass, measure a gradient and send it; a tile's last slice completes it."""
+        """After the last pass, measure a gradient and send it."""
         tile, sums, device = accumulator.tile, accumulator.sums, self._device
-        if not self._last or not tile.whole.layout.trainable_numel:
+        if not self._last or not tile.layout.trainable_numel:
             return
-        self._collectives.reduce_scatter(sums, tile.name, whole=isinstance(tile, TileSlice))
+        self._collectives.reduce_scatter(sums, tile.name)
 
         def measure() -> None:
             square = torch.linalg.vector_norm(sums.data[tile.trained]) ** 2
-            if tile.begins:
-                self.squares.data[tile.index] = square
-            else:
-                self.squares.data[tile.index] += square
+            self.squares.data[tile.index] = square
 
         name = Name(Kind.PLAIN, f"measure {tile.name}")
         device.run(COMPUTE, name, measure, [sums], [self.squares])
         self.updates.direct(tile, sums)
-        if tile.begins or self._host_grad is None:
-            self._host_grad = self.claim(tile, COPY_OUT)
-        self._landed(tile, self._host_grad, self.send(accumulator, self._host_grad))
+        host_grad = self.claim(tile, COPY_OUT)
+        landed = self.send(accumulator, host_grad)
+        if tile.index in self._with_rows:
+            self.landed[tile.index] = host_grad, landed
+        else:
+            self.updates.ready(tile, host_grad, landed)
 
     def leave_out(self, tile: Tile) -> None:
         """Note that a tile has no gradient in this step."""
@@ -248,12 +322,6 @@ class Sink:
         name = Name(Kind.ROUND, f"round {accumulator.tile.name}")
         self._device.run(COMPUTE, name, work, [accumulator.sums], [to])
 
-    def _landed(self, tile: Tile | TileSlice, host_grad: HostGrad, event: Any) -> None:
-        if tile.index in self._with_rows:
-            self.landed[tile.index] = host_grad, event
-        elif tile.ends:
-            self.updates.ready(tile.whole, host_grad, event)
-
     def expect_rows(self, tiles: Iterable[Tile]) -> None:
         """For these tiles, engine/embedding.py adds row gradients and then calls `ready`."""
         self._with_rows = {tile.index for tile in tiles}
@@ -269,7 +337,7 @@ class Sink:
         else:
             self.squares.data[-1] += torch.dot(rows.flatten(), (rows + 2 * dense).flatten())
 
-    def claim(self, tile: Tile | TileSlice, stream: str) -> HostGrad:
+    def claim(self, tile: Tile, stream: str) -> HostGrad:
         """The host gradient for a tile; later work of `stream` may write it."""
         if tile.index in self._own:
             return self._own[tile.index]

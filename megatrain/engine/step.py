@@ -3,7 +3,7 @@
 Layer-major: every micro-batch passes a layer before the next layer's weights are used, so weights
 cross the bus twice however many micro-batches there are. A step may take its micro-batches in
 several passes through both sweeps: then fewer graphs wait at once, which leaves room to save more
-of them. `stream`, `boundaries`, `saved_tensors`, `sink`, `embedding` and `update` say where tensors
+of them. `stream`, `saved_tensors`, `sink`, `embedding` and `update` say where tensors
 are and what waits for what.
 """
 
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from megatrain.device import Buffer
 from megatrain.engine.batch import Batch
-from megatrain.engine.boundaries import DeviceBoundaries, HostBoundaries
 from megatrain.engine.embedding import Embedding
+from megatrain.engine.head import Head
 from megatrain.engine.layer import Layer
-from megatrain.engine.modules import Head, Media, Prologue, State
+from megatrain.engine.modules import Media, Prologue, State
+from megatrain.engine.saved_tensors import DeviceBoundaries, HostBoundaries
 from megatrain.engine.sink import Sink
 from megatrain.engine.stream import Stream
 from megatrain.engine.update import Report, Update
-from megatrain.engine.vocab_split import VocabShard
 from megatrain.placement import ActivationPolicy
 
-Unit = Media | Prologue | Layer | VocabShard
+Unit = Media | Prologue | Layer
 Result = TypeVar("Result")
 
 

@@ -15,7 +15,6 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Kind, Memory, Name
 from megatrain.device.collectives import Collectives
 from megatrain.engine.modules import StreamedModule
-from megatrain.engine.tile_slice import TileSlice
 from megatrain.placement import Placement
 from megatrain.store.disk_staging import DiskReader
 from megatrain.store.store import Tier, Tile
@@ -48,7 +47,7 @@ class Stream:
         self,
         device: Device,
         placement: Placement,
-        visited: Sequence[Tile | TileSlice],
+        visited: Sequence[Tile],
         tiles: Sequence[Tile],
         dtype: torch.dtype,
         collectives: Collectives,
@@ -88,7 +87,7 @@ class Stream:
         self._places: list[_Place] = []
         self._loaded = self._visited = 0
 
-    def keeps(self, tile: Tile | TileSlice) -> bool:
+    def keeps(self, tile: Tile) -> bool:
         """True if the weights stay on the device until they are updated."""
         on_device = tile.rests.weights is Tier.DEVICE or tile.index in self._staying
         return on_device and not tile.layout.is_packed
@@ -97,7 +96,7 @@ class Stream:
         """Set a step's visits, of both sweeps, in their order; start the first loads."""
         self._itinerary, due = [], {i: place.version for i, place in self._staying.items()}
         for unit in itinerary:
-            tile = unit.tile.whole
+            tile = unit.tile
             if tile.rests.streamed or due.get(tile.index, tile.version) != tile.version:
                 self._itinerary.append(unit)
                 due[tile.index] = tile.version
@@ -146,7 +145,7 @@ class Stream:
                 slot.free = done
             self._visited += due
 
-    def _as_computed(self, tile: Tile | TileSlice, weights: Buffer) -> Buffer:
+    def _as_computed(self, tile: Tile, weights: Buffer) -> Buffer:
         """A tile's weights in the form that layers compute with: unpacked."""
         layout = tile.layout
         if not layout.is_packed:
@@ -167,9 +166,9 @@ class Stream:
         ahead = self._places[self._visited : self._loaded]
         return any(slot in place.slots for other in ahead for slot in other.slots)
 
-    def _load(self, tile: Tile | TileSlice, place: _Place) -> None:
-        place.version = tile.whole.version
-        if isinstance(tile, Tile) and tile.rests.weights is Tier.DISK:
+    def _load(self, tile: Tile, place: _Place) -> None:
+        place.version = tile.version
+        if tile.rests.weights is Tier.DISK:
             for slot in place.slots:
                 self._device.wait(DISK_WEIGHTS, slot.free, "slot free for the disk")
             self.disk.bring(tile, tile.weights, place.buffer, tile.spans)
@@ -178,20 +177,14 @@ class Stream:
         self._device.wait(COPY_IN, tile.updated, "version due")
         for slot in place.slots:
             self._device.wait(COPY_IN, slot.free, "slot free")
-        if isinstance(tile, TileSlice):
-            self._collectives.clear(place.buffer.piece(0, tile.layout.numel), COPY_IN)
         for span in tile.spans:
             to = place.buffer.piece(span.at, span.at + span.numel)
             source = tile.weights.piece(span.start, span.start + span.numel)
             self._device.copy(COPY_IN, to, source)
         place.ready = self._gather(tile, place.buffer, COPY_IN)
 
-    def _gather(self, tile: Tile | TileSlice, whole: Buffer, stream: str) -> Any:
+    def _gather(self, tile: Tile, whole: Buffer, stream: str) -> Any:
         """Gather the other ranks' parts; this rank's come on `stream`. Returns the event."""
-        if isinstance(tile, TileSlice):
-            return self._collectives.all_gather_uneven(
-                whole.piece(0, tile.layout.numel), tile.name, stream
-            )
         parts = [whole.piece(*part) for part in tile.layout.parts]
         return self._collectives.all_gather(parts, tile.name, stream)
 

@@ -15,7 +15,6 @@ from megatrain.device.collectives import Collectives
 from megatrain.engine.bit_checks import BitChecks, UpdateSums
 from megatrain.engine.directions import Directions, give_way
 from megatrain.engine.sink import HostGrad, Sink
-from megatrain.engine.tile_slice import TileSlice
 from megatrain.errors import RunFailed, StepRefused
 from megatrain.optim import Plane, StreamedOptimizer, TileRange, UpdateOptions
 from megatrain.store.disk_staging import DiskStaging
@@ -304,15 +303,15 @@ class Update:
             run = _Run(group, entry.offset, entry.offset + entry.numel, kept, directed)
             yield run.within(tile.trained.start, tile.trained.stop)
 
-    def expect(self, tile: Tile | TileSlice) -> None:
+    def expect(self, tile: Tile) -> None:
         """Prepare for a tile's gradient, which will soon be complete on the device."""
-        if not self.waits(tile.whole):
-            self.directions.fetch_state(tile.whole)
+        if not self.waits(tile):
+            self.directions.fetch_state(tile)
 
-    def direct(self, tile: Tile | TileSlice, sums: Buffer) -> None:
+    def direct(self, tile: Tile, sums: Buffer) -> None:
         """Replace the complete gradient in `sums` by the rule's directions, if it has any."""
-        if not self.waits(tile.whole):
-            self.directions.replace_gradients(tile.whole, sums, self._settings)
+        if not self.waits(tile):
+            self.directions.replace_gradients(tile, sums, self._settings)
 
     def _apply(
         self,

@@ -23,8 +23,7 @@ from megatrain.device import Buffer, Device, free_bytes
 from megatrain.device.base import COPY_IN
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.step import Parts
-from megatrain.engine.tile_slice import TileSlice
-from megatrain.errors import InputError, RunFailed
+from megatrain.errors import RunFailed
 from megatrain.model.capture import stand_in
 from megatrain.model.spec import ModelSpec
 from megatrain.parallel.distributed import Ranks
@@ -39,16 +38,10 @@ _HELD = 0.9  # of the memory that is free; the rest is for the work
 _HARMLESS = ("__get__", "dim", "size", "is_floating_point", "requires_grad_")  # of a table
 
 
-def is_whole(parts: Parts, spec: ModelSpec) -> bool:
-    """True if layers and head are each streamed as a whole."""
-    units = [*parts.trunk, parts.head]
-    return len(units) == len(spec.layers) + 2 and isinstance(parts.head.tile, Tile)
-
-
 def _held_bytes(parts: Parts, spec: ModelSpec, store: Store) -> int:
     """Bytes of device memory that all weights need besides those already there."""
     units = [unit for unit in (*parts.trunk, parts.head) if not parts.stream.keeps(unit.tile)]
-    numel = sum(tile.layout.unpacked.numel for tile in {unit.tile.whole for unit in units})
+    numel = sum(tile.layout.unpacked.numel for tile in {unit.tile for unit in units})
     tables = sum(entry.numel for _, entry in store.entries() if entry.name in spec.gathered)
     return (numel + tables) * store.tiles[0].weights.data.dtype.itemsize
 
@@ -70,15 +63,7 @@ def whole_model(
     With one rank, all weights are copied to the device once if that leaves `spare` bytes. Several
     `ranks` must call the model equally often, with ids of one shape. All get the logits of rank 0,
     unless each passes its own ids (`apart`).
-
-    Raises:
-        InputError: layers or head are streamed in slices.
     """
-    if not is_whole(parts, spec):
-        raise InputError(
-            "layers or the head are streamed in slices, so the model cannot run as a whole: "
-            "leave placement.max_stream_bytes out"
-        )
     with ExitStack() as opened:
         # What was loaded ahead must not be read any more when the next update writes it.
         opened.callback(lambda: device.synchronize(device.record(COPY_IN), "weights read"))
@@ -279,6 +264,5 @@ class _Feed:
         unit, slot = next(self._visits)
         if unit is not [*self._parts.trunk, self._parts.head][number]:
             raise RunFailed("the model's forward calls its layers in another order than it did")
-        assert not isinstance(unit.tile, TileSlice)
         for name, values in unit.tile.layout.unpacked.views(slot.data).items():
             self._places.put(name, values)

@@ -9,16 +9,15 @@ one after the other.
 """
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatrain.engine.head import Head
 from megatrain.engine.layer import Layer, Turn
-from megatrain.engine.modules import Head, Prologue, StreamedModule
+from megatrain.engine.modules import Prologue
 from megatrain.engine.saved_tensors import OffloadPlan
-from megatrain.engine.vocab_split import HIDDEN, Epilogue, VocabRows, VocabShard
 from megatrain.forecast.groups import grouped
 from megatrain.forecast.layer_work import LayerWork
 from megatrain.forecast.ledger import (
@@ -31,7 +30,6 @@ from megatrain.forecast.ledger import (
 )
 from megatrain.forecast.op_counter import Work, added
 from megatrain.forecast.profile import Profile
-from megatrain.forecast.profile_head import some_rows
 from megatrain.model.capture import Call, Ref
 from megatrain.model.program import MicroBatch
 from megatrain.tile import TileLayout
@@ -106,8 +104,6 @@ class Declared:
             Layer.backward: self._backward,
             Prologue.forward: self._prologue,
             Prologue.backward: self._prologue_backward,
-            VocabShard.add_statistics: self._see,
-            VocabShard.add_gradients: self._rows_backward,
             Head.gradients: self._gradients,
             Head.token_losses: self._token_losses,
             Head.routed_total: self._routed_total,
@@ -138,20 +134,12 @@ class Declared:
             total = work if total is _NO_WORK else added(total, work)
         return total
 
-    def _work(self, layer: Layer, rows: int) -> LayerWork:
-        if isinstance(layer, Epilogue):
-            return self._measured.projected(rows, self._head_tokens)
-        return self._measured.layer(layer.visit, rows)
-
-    def _produced(self, layer: Layer) -> Sequence[Ref]:
-        return layer.outputs[:1] if isinstance(layer, Epilogue) else layer.outputs
-
     def _visit(self, layer: Layer, rows: int) -> "_Visit":
         """The cost of a layer, for micro-batches of so many rows."""
         visit = self._visits.get((layer, rows))
         if visit is None:
-            work = self._work(layer, rows)
-            produced = {ref: work.outputs[ref.leaf].num_bytes for ref in self._produced(layer)}
+            work = self._measured.layer(layer.visit, rows)
+            produced = {ref: work.outputs[ref.leaf].num_bytes for ref in layer.outputs}
             shapes = {ref: self._measured.shape(ref, rows) for ref in layer.grad_inputs}
             input_grads = {r: s.num_bytes for r, s in shapes.items() if s.dtype.is_floating_point}
             trained = layer.tile.layout.trainable_numel
@@ -264,10 +252,6 @@ class Declared:
             done = added(done, Work(touched_bytes=3 * input_grads[ref].nbytes, kernels=1))
         return done, rest | input_grads
 
-    def _shapes(self, unit: StreamedModule) -> dict[str, Any]:
-        entries = unit.tile.layout.unpacked.entries
-        return {entry.name.removeprefix(unit.prefix): entry.shape for entry in entries}
-
     def _prologue(self, prologue: Prologue, slot: Any, micro: MicroBatch) -> tuple[Work, Values]:
         rows, count, measured = len(micro.inputs["input_ids"]), grouped(micro), self._measured
         held = self._ledger.hold("layer arguments", count * measured.argument_bytes(rows))
@@ -302,18 +286,6 @@ class Declared:
     ) -> tuple[Work, tuple[Tensor, Values]]:
         number, rows, ledger = grouped(micro), len(micro.inputs["input_ids"]), self._ledger
         loss = torch.empty((), device="meta")
-        if isinstance(head.computed, VocabRows):
-            see, values = self._see(head, slot, micro, values)
-            hidden, lse, picked = (Ref(head.visit, HIDDEN + leaf) for leaf in range(3))
-            projected_bytes = self._measured.projected(rows, self._head_tokens).outputs[HIDDEN]
-            size = 4 * prod(projected_bytes.sizes) * number  # in fp32
-            made = {
-                hidden: ledger.hold(ACTIVATIONS, size),
-                lse: values[lse],
-                picked: ledger.hold(ACTIVATIONS, values[picked].nbytes),
-            }
-            backward, _ = self._rows_backward(head, slot, accumulator, micro, values, made)
-            return added(see, backward), (loss, made)
         done = self._add(
             self._measured.head(self._head, rows, self._head_tokens, micro.loss).times(number)
         )
@@ -330,39 +302,12 @@ class Declared:
                 {ref: ledger.hold(ACTIVATIONS, n) for ref, n in input_grads.items()},
             )
 
-    def _rows_work(self, unit: StreamedModule, micro: MicroBatch) -> tuple[Work, Work]:
-        rows, count = len(micro.inputs["input_ids"]), grouped(micro)
-        see, backward = some_rows(self._measured, self._shapes(unit), rows, self._head_tokens)
-        return see.times(count), backward.times(count)
-
-    def _see(
-        self, unit: StreamedModule, slot: Any, micro: MicroBatch, values: Values
-    ) -> tuple[Work, Values]:
-        done = self._add(self._rows_work(unit, micro)[0])
-        tokens = micro.inputs["input_ids"].numel() * grouped(micro)
-        refs = [Ref(unit.visit, leaf) for leaf in (HIDDEN + 1, HIDDEN + 2)]
-        return done, {**values, **self._results(dict.fromkeys(refs, 4 * tokens), 1)}
-
-    def _rows_backward(
-        self,
-        unit: StreamedModule,
-        slot: Any,
-        accumulator: Any,
-        micro: MicroBatch,
-        values: Values,
-        gradients: Values,
-    ) -> tuple[Work, None]:
-        return self._add(self._rows_work(unit, micro)[1]), None
-
     def _token_losses(
         self, head: Head, slot: Any, micro: MicroBatch, values: Values
     ) -> tuple[Work, Tensor]:
         rows, count = len(micro.inputs["input_ids"]), grouped(micro)
-        if isinstance(head.computed, VocabRows):
-            done, _ = self._see(head, slot, micro, values)
-        else:
-            work = self._measured.head_losses(self._head, rows, self._head_tokens)
-            done = self._add(work.times(count))
+        work = self._measured.head_losses(self._head, rows, self._head_tokens)
+        done = self._add(work.times(count))
         every = torch.empty(count, micro.inputs["input_ids"].numel(), device="meta")
         return done, self._ledger.made(every, WORKING_SET)[0]
 

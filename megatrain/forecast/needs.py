@@ -17,7 +17,6 @@ from megatrain.device import Buffer, TraceDevice
 from megatrain.device.base import Memory, kind_of
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.step import Parts, TrainingParts
-from megatrain.engine.tile_slice import TileSlice
 from megatrain.model.capture import Ref
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
@@ -98,41 +97,26 @@ def needs_of(
         device.needs.device[UNSUMMED] += _unsummed_bytes(assembly.visited, dtype)
         at_once = (tokens or 0) // placement.passes  # at least: of one pass
         where = device.needs.host if placement.layer_inputs == "host" else device.needs.device
-        numel = _boundary_numel(model.spec) + _stage_numel(assembly)
+        numel = _boundary_numel(model.spec)
         where[_BOUNDARIES] += numel * dtype.itemsize * at_once
     return device.needs
 
 
-def _unsummed_bytes(visited: Sequence[Tile | TileSlice], dtype: torch.dtype) -> int:
+def _unsummed_bytes(visited: Sequence[Tile], dtype: torch.dtype) -> int:
     """The largest gradient of one backward, in the compute type; of the head, one parameter's.
 
     Beside it, what the backward of a few tokens works with is next to nothing.
     """
-    heads = [t.layout.trainable for t in visited if _is_whole_head(t)]
-    whole = [t.layout.trainable_numel for t in visited if not _is_whole_head(t)]
+    heads = [t.layout.trainable for t in visited if t.layout.kind is TileKind.HEAD]
+    whole = [t.layout.trainable_numel for t in visited if t.layout.kind is not TileKind.HEAD]
     single = [prod(entry.shape) for entries in heads for entry in entries]
     return max([*whole, *single], default=0) * dtype.itemsize
-
-
-def _is_whole_head(tile: Tile | TileSlice) -> bool:
-    return tile.whole is tile and tile.layout.kind is TileKind.HEAD
 
 
 def _boundary_numel(spec: ModelSpec) -> int:
     """What enters the layers, of one token."""
     layers = zip(spec.layers, spec.outputs, strict=True)
     return sum(_numel(layer, ref) for layer, refs in layers for ref in refs)
-
-
-def _stage_numel(assembly: Assembly) -> int:
-    """What enters the stages of a head that is split, of one token: its own part, and the rows."""
-    spec, head = assembly.program.spec, assembly.vocab_slices
-    if head is None:
-        return 0
-    new = [ref for ref in spec.epilogue_inputs if ref not in spec.read]
-    table = head.rows[0].layout.by_name[spec.projection.names[0]]
-    projected = prod(table.shape[1:]) if len(head.rows) > 1 else 0
-    return projected + sum(_numel(spec.layers[ref.visit], ref) for ref in new)
 
 
 def _numel(layer: Layer, ref: Ref) -> int:

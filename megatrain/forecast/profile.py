@@ -18,18 +18,16 @@ from megatrain.compat.torch import FakeTensorMode, without_modes
 from megatrain.compat.transformers import unpacked
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.batch import Batch
-from megatrain.engine.head import WholeHead
-from megatrain.engine.modules import Head
+from megatrain.engine.head import Head, Summed
 from megatrain.engine.sink import GradAccumulator
-from megatrain.engine.vocab_split import HIDDEN
 from megatrain.forecast.groups import Group, groups
 from megatrain.forecast.layer_work import LayerWork, Shape
 from megatrain.forecast.meta_loss import TWO_VISITS, cross_entropy
 from megatrain.forecast.op_counter import OneAttention, OpCounter, Work, foreseeing
 from megatrain.forecast.profile_chunks import TileWork, foretold, tiled
 from megatrain.forecast.profile_layer import Trace, compiled_work, eager_work, traced
-from megatrain.loss import CROSS_ENTROPY, Loss, Summed
-from megatrain.model.capture import Call, Ref, Rows, stand_in
+from megatrain.loss import CROSS_ENTROPY, Loss
+from megatrain.model.capture import Call, Ref, Rows, last_hidden, stand_in
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
@@ -190,12 +188,12 @@ class Profile:
                         self.parameters[name].shape, dtype=self.dtype
                     ).requires_grad_()
                     for name in spec.epilogue
-                    if name not in spec.projection.names
+                    if name not in spec.head
                 }
 
                 def run() -> Activations:
-                    hidden = self.program.projected(weights, micro, values)
-                    return {Ref(len(spec.layers), HIDDEN): hidden}
+                    hidden = last_hidden(self.program.epilogue(weights, micro, values))
+                    return {Ref(len(spec.layers), 0): hidden.contiguous()}
 
                 return eager_work(run, [*values.values(), *weights.values()])
 
@@ -343,8 +341,8 @@ class Profile:
                 }
                 h = [{ref: shape.of_tokens(*sizes).empty("cpu") for ref, shape in shapes.items()}]
                 batch = Batch([micro], 1, tokens, torch.zeros(1), 0)
-                whole = WholeHead(self.program, head_tokens, self._summed)
-                head, counter = Head(CpuDevice(), self.program, tile, whole), OpCounter()
+                head = Head(CpuDevice(), self.program, tile, head_tokens, self._summed)
+                counter = OpCounter()
                 counter.ignore((slot.data, sums.data, h, micro.inputs, micro.targets, beside))
                 with counter:
                     result = visit(head, slot, batch, h, GradAccumulator(tile, sums))

@@ -42,9 +42,8 @@ from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_pa
 from megatrain.tile import TileKind
 
 # Groups of micro-batches that are followed, where something of each leaves for the host or comes
-# back; where the head is split they wait longer for each other's boundaries. Elsewhere one shows as
-# much. For memory alone two do: they hold as much.
-_FOLLOWED, _FOLLOWED_SPLIT, _FOLLOWED_FOR_MEMORY = 8, 16, 2
+# back. Elsewhere one shows as much. For memory alone two do: they hold as much.
+_FOLLOWED, _FOLLOWED_FOR_MEMORY = 8, 2
 STEADY = 2  # steps: the first starts without updates, the second with those of the first
 _BOUNDS = (*DEVICE_STREAMS, UPDATE, *DISK_STREAMS)
 
@@ -325,8 +324,6 @@ def _run(
 
 def _followed(placement: Placement, steps: int) -> int | None:
     """Micro-batches, or groups of them, that are followed."""
-    if placement.max_stream_bytes is not None:
-        return _FOLLOWED_SPLIT if steps >= STEADY else _FOLLOWED_FOR_MEMORY
     on_host = placement.layer_inputs, placement.save_attention
     leaves = "host" in on_host or placement.offload_activations > 0
     if not leaves:

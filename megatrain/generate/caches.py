@@ -16,7 +16,6 @@ from megatrain.base.units import gib
 from megatrain.compat.transformers import DynamicLayer
 from megatrain.device import Device, free_bytes
 from megatrain.errors import DoesNotFit, MegatrainError, first_line
-from megatrain.generate.models import Recomputed
 
 _TRIED = (2, 3)  # tokens of the prompts whose caches are compared
 
@@ -33,7 +32,7 @@ def takes_cache(model: PreTrainedModel) -> bool:
     A cache of states alone does not count its tokens, and masks of some families ask for the count;
     others do not compute with one at all.
     """
-    return not isinstance(model, Recomputed) and _layers_of(model) is not None
+    return _layers_of(model) is not None
 
 
 def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
@@ -53,8 +52,6 @@ def check_cache(
     device: Device, model: PreTrainedModel, rows: int, tokens: int, past: Any = None
 ) -> None:
     """Raises DoesNotFit unless the device has room for the cache; `past` is allocated already."""
-    if isinstance(model, Recomputed):
-        return
     taken = sum(num_bytes for num_bytes, _ in _layers(past))
     needed, free = cache_bytes(model, rows, tokens) - taken, free_bytes(device)
     if needed > free:

@@ -3,18 +3,17 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.api import Engine
 from megatrain.autoplace.fits import limits
 from megatrain.base.units import gib
 from megatrain.checkpoint import Checkpoint
 from megatrain.compat.torch import buffers_of, parameters_of
-from megatrain.compat.transformers import CausalLMOutput, scores_rows
+from megatrain.compat.transformers import scores_rows
 from megatrain.device import Device, free_bytes, open_device
 from megatrain.engine.whole_model import to_generate
 from megatrain.errors import InputError
@@ -38,10 +37,9 @@ class Resident:
     """A model on a device, ready to run.
 
     Attributes:
-        is_whole, ranks: as those of `Engine`.
+        ranks: as that of `Engine`.
     """
 
-    is_whole = True
     ranks = ALONE
 
     def __init__(self, source: Source, device: Device, dtype: torch.dtype) -> None:
@@ -100,7 +98,7 @@ class Resident:
 
 
 TextModel = Engine | Resident
-"""A model that is open. Only one that `is_whole` has a `whole_model`; all have logits."""
+"""A model that is open."""
 
 
 def _fill(model: PreTrainedModel, values: dict[str, Tensor]) -> None:
@@ -166,33 +164,3 @@ def open_model(
         host_memory=host_memory,
         base_model=base_model,
     )
-
-
-class Recomputed(PreTrainedModel, GenerationMixin):
-    """An engine as a model that transformers can generate with."""
-
-    def __init__(self, engine: TextModel) -> None:
-        super().__init__(PreTrainedConfig())  # an empty one: nothing in it is read
-        self._engine = engine
-        self.generation_config = engine.generation_config
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the logits."""
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
-        return torch.float32
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **rest: Any
-    ) -> CausalLMOutput:
-        """Logits `[B, T, V]` of token ids `[B, T]`."""
-        batch = {"input_ids": input_ids.cpu()}
-        if attention_mask is not None:
-            batch["attention_mask"] = attention_mask.cpu()
-            positions = attention_mask.cpu().long().cumsum(-1) - 1
-            batch["position_ids"] = positions.masked_fill(positions < 0, 0)
-        return CausalLMOutput(logits=self._engine.logits(batch).to(input_ids.device))

@@ -16,7 +16,7 @@ from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.generate.caches import Kept, cache_bytes, check_cache, heeds_mask, takes_cache
-from megatrain.generate.models import Recomputed, TextModel
+from megatrain.generate.models import TextModel
 from megatrain.generate.sampling import OnlyNumbers, Sampling, drawn_apart
 from megatrain.parallel.distributed import ALONE
 
@@ -168,14 +168,10 @@ def _running(
     Args: `apart`: each of several ranks has rows of its own.
     """
     try:
-        if source.is_whole:
-            with source.whole_model() as model:
-                cached = cache_bytes(model, rows, tokens)
-            with source.whole_model(spare=cached, apart=apart) as model:
-                yield model
-        else:
-            log.info("layers are streamed in slices: every token is made of all before it anew")
-            yield Recomputed(source)
+        with source.whole_model() as model:
+            cached = cache_bytes(model, rows, tokens)
+        with source.whole_model(spare=cached, apart=apart) as model:
+            yield model
     except torch.OutOfMemoryError as error:
         raise DoesNotFit(
             "the device has no memory left; take fewer prompts at once, or shorter ones"

@@ -1,17 +1,6 @@
 """Losses: functions of what the head says of each token, never of all logits at once."""
 
 from megatrain.loss.base import IGNORED, Loss, Statistics, given_loss, num_labelled, targets_of
-from megatrain.loss.chunks import (
-    Summed,
-    chunk_results,
-    chunked_loss_gradients,
-    chunked_losses,
-    larger_logits,
-    largest_logits,
-    range_gradient,
-    range_logits,
-    range_statistics,
-)
 from megatrain.loss.distill import Distillation
 from megatrain.loss.joint import JointLoss, as_numbers
 from megatrain.loss.policy import GRPO, RLOO, ImportanceSampling, PolicyLoss
@@ -67,22 +56,13 @@ __all__ = [
     "ScoreWeights",
     "SimPO",
     "Statistics",
-    "Summed",
     "TokenScore",
     "TokenWeights",
     "TopTokens",
     "ZLoss",
     "as_numbers",
-    "chunk_results",
-    "chunked_loss_gradients",
-    "chunked_losses",
     "cross_entropy_sum",
     "given_loss",
-    "larger_logits",
-    "largest_logits",
     "num_labelled",
-    "range_gradient",
-    "range_logits",
-    "range_statistics",
     "targets_of",
 ]

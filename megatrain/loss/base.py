@@ -1,9 +1,8 @@
 """The base of losses: functions of statistics of each token's logits.
 
-The head's logits `[N, V]` never exist as a whole, whether it is taken in chunks of tokens or in
-ranges of its table's rows. So a loss sees statistics of each token's logits instead, and gives a
-value of each token; its slopes by the statistics are the logits' gradients. It also says what the
-sum is divided by, over all micro-batches of a step.
+The head's logits `[N, V]` exist for some tokens at a time. A loss sees statistics of each token's
+logits, and gives a value of each token. It also says what the sum is divided by, over all
+micro-batches of a step.
 
 Legend: B rows, T tokens of a row, N tokens of a micro-batch, V vocabulary, K tokens that a loss
 chooses for each label.
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.chunks import largest_logits
 
 IGNORED = -100
 
@@ -41,7 +39,7 @@ def num_labelled(targets_BT: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Numbers of each token's logits `[N]`, fp32; or slopes by these numbers, None for zero.
+    """Numbers of each token's logits `[N]`, fp32.
 
     Attributes:
         log_prob: log-probability of the target; undefined without a target.
@@ -137,22 +135,11 @@ class Loss(ABC):
         margin_N = picked_N - logits.amax(1) if self.uses_margin else None
         ids_NK = self.chosen(extras)
         chosen_NK = None if ids_NK is None else logits.gather(1, ids_NK)
-        top_N2K = largest_logits(logits, self.top_k) if self.top_k else None
+        top_N2K = None
+        if self.top_k:
+            values_NK, ids_NK = logits.topk(min(self.top_k, logits.shape[1]))
+            top_N2K = torch.stack([values_NK, ids_NK.float()], 1)
         return Statistics(picked_N - lse_N, lse_N, mean_N, margin_N, chosen_NK, top_N2K)
-
-    def slopes(
-        self, statistics: Statistics, targets_N: Tensor, extras: Sequence[Tensor], normaliser: float
-    ) -> Statistics:
-        """The derivatives of the step's loss by each statistic of each token."""
-        with torch.enable_grad():
-            leaves = {
-                name: value.detach().requires_grad_()
-                for name, value in vars(statistics).items()
-                if value is not None
-            }
-            share = self.each(Statistics(**leaves), targets_N, *extras).sum() / normaliser
-        grads = torch.autograd.grad(share, [*leaves.values()], allow_unused=True)
-        return Statistics(**{"log_prob": None, **dict(zip(leaves, grads, strict=True))})
 
 
 def given_loss(loss: object) -> Loss:

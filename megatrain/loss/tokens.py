@@ -33,11 +33,6 @@ class CrossEntropy(Loss):
     def summed(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
         return cross_entropy_sum(self.tempered(logits_NV), targets_N)
 
-    def slopes(
-        self, statistics: Statistics, targets_N: Tensor, extras: Sequence[Tensor], normaliser: float
-    ) -> Statistics:
-        return Statistics(-((targets_N != IGNORED).float() / normaliser))
-
 
 CROSS_ENTROPY = CrossEntropy()
 

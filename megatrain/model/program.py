@@ -30,7 +30,6 @@ from megatrain.model.capture import (
     identity,
     last_hidden,
     stand_in,
-    with_hidden,
 )
 from megatrain.model.documents import BY_LENGTHS, attend, takes_lengths, without_masks
 from megatrain.model.float8 import convert as float8_linears
@@ -334,14 +333,6 @@ class ModelProgram:
         """`[B, T, V]` of the hidden states in a trunk output."""
         inputs = self.capture.inputs(batch.inputs)
         return self.capture.head({**self._outer, **weights}, output, inputs)
-
-    def projected(self, weights: Weights, batch: MicroBatch, values: Activations) -> Tensor:
-        """The hidden states that the head projects `[B, T, D]`, contiguous."""
-        return last_hidden(self.epilogue(weights, batch, values)).contiguous()
-
-    def projection(self, weights: Weights, batch: MicroBatch, hidden_BTD: Tensor) -> Tensor:
-        """Logits `[B, T, R]` for the R rows of the head's table that `weights` holds."""
-        return self.logits(weights, batch, with_hidden(self.spec.trunk, hidden_BTD))
 
     def _replay(self, batch: MicroBatch, values: Activations) -> Any:
         """A handler that returns the layers' real outputs where they are known, else zeros."""

@@ -1,15 +1,11 @@
-"""The head's projection, some rows of its table at a time.
+"""Whether a head mixes tokens: tried with a few random rows of its table.
 
 A language-model head multiplies hidden states with a table that has a row for each token of the
-vocabulary. Further steps of models (scaling, capping) act on each logit alone. So the
-model's own forward with a shorter table gives the logits of some tokens. Whether that is
-so is tried, on a few random rows.
-
-Legend: C tokens, D width, R rows of the table.
+vocabulary. Further steps of models (scaling, capping) act on each logit alone. So the model's own
+forward with a shorter table gives the logits of some tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,53 +13,11 @@ from torch import Tensor
 from megatrain.compat.torch import without_modes
 from megatrain.model.zeros import zero_pages
 
-_TOKENS, _ROWS, _FIRST = 3, 6, 2  # of a trial, and rows of the first of its two parts
+_TOKENS, _ROWS = 3, 6  # of a trial
 _MOST = 1 << 24  # values that a head is tried with
 
 
-@dataclass(frozen=True)
-class Projection:
-    """The parameters that the logits of a model are computed with.
-
-    Attributes:
-        names: of the parameters with one row (of the table) or element (of its bias) a token.
-        num: how many rows they have.
-        obstacle: the reason why it cannot be taken some rows at a time; empty: it can.
-    """
-
-    names: tuple[str, ...]
-    num: int
-    obstacle: str
-
-
 Head = Callable[[dict[str, Tensor], Tensor], Tensor]
-
-
-def find_projection(head: Head, shapes: dict[str, torch.Size], num_logits: int) -> Projection:
-    """The projection of a head.
-
-    Args:
-        head: weights and hidden states `[1, C, D]` to logits `[1, C, R]`, by the model's own code.
-        shapes: of all parameters that it computes with.
-        num_logits: number of logits that it makes with them.
-    """
-    num, names = num_logits, _names(shapes, num_logits)
-    if not names:
-        return Projection((), num, "which has no table with a row for each logit")
-    others = [name for name in shapes if name not in names]
-    if others:
-        return Projection(names, num, f"which computes with {others[0]} before its table")
-    few = {name: torch.Size((_ROWS, *shapes[name][1:])) for name in names}
-
-    def at_once_and_in_parts() -> tuple[Tensor, Tensor]:
-        weights, hidden = _random(few, shapes[names[0]][1])
-        parts = (slice(None), slice(_FIRST), slice(_FIRST, None))
-        logits = [head({name: w[part] for name, w in weights.items()}, hidden) for part in parts]
-        return logits[0], torch.cat(logits[1:], -1)
-
-    with torch.no_grad(), without_modes():
-        alone = _agree(at_once_and_in_parts)
-    return Projection(names, num, "" if alone else "whose logits depend on each other")
 
 
 def _names(shapes: dict[str, torch.Size], num_logits: int) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from megatrain.model.capture import PROLOGUE, Capture, Ref, with_hidden
 from megatrain.model.layer_template import LayerTemplate
-from megatrain.model.projection import Projection, find_projection
 from megatrain.model.routers import RouterLoss
 from megatrain.tile.packed import WeightFormat
 
@@ -121,8 +120,3 @@ class ModelSpec:
         for layer in reversed(self.layers):
             live.append(live[-1].union(layer.inputs))
         return live[-2::-1]
-
-    @cached_property
-    def projection(self) -> Projection:
-        """How the head makes logits."""
-        return find_projection(self.logits, self.head_shapes, self.num_logits)

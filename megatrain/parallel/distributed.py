@@ -105,9 +105,6 @@ class Ranks:
     def reduce_scatter(self, whole: Tensor) -> None:
         """Put the sum over all ranks into this rank's block of a tensor; the rest is undefined."""
 
-    def all_gather_uneven(self, whole: Tensor) -> None:
-        """Fill a tensor of which each rank has some elements, and zeros in place of the others'."""
-
     def all_reduce(self, values: Tensor) -> None:
         """Put the sum over all ranks in the place of a tensor; every rank has the same bits."""
 
@@ -265,10 +262,6 @@ class ProcessGroups(Ranks):
                 dist.all_reduce(whole, group=self.outgoing)
             else:
                 reduce_scatter_single(self._block(whole), whole, group=self.outgoing)
-
-    def all_gather_uneven(self, whole: Tensor) -> None:
-        with self._peer_errors():  # as integers: a sum with zeros keeps every bit
-            dist.all_reduce(whole.view(torch.int32), group=self.incoming)
 
     def all_reduce(self, values: Tensor) -> None:
         with self._peer_errors():

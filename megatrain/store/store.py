@@ -126,7 +126,6 @@ class Tile:
     written: Any = None
     readers: tuple[Reader, ...] = ()
     rank: int = 0
-    begins = ends = True  # as a slice of itself (engine/tile_slice.py)
 
     def __post_init__(self) -> None:
         kinds = {plane.kind: buffer for plane, buffer in self.planes.items()}
@@ -136,11 +135,6 @@ class Tile:
     @property
     def name(self) -> str:
         return self.layout.name
-
-    @property
-    def whole(self) -> "Tile":
-        """The tile itself; TileSlice has the tile that it is a slice of."""
-        return self
 
     @property
     def spans(self) -> list[Span]:

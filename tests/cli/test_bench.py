@@ -149,7 +149,7 @@ def test_stages_of_rollouts_are_measured(tmp_path):
     ("choice", "problem"),
     [
         ("slot=2", "write NAME=VALUE with NAME one of slots, prefetch"),
-        ("slabs=2", "slabs is now called host_grad_buffers"),
+        ("slabs=2", "'slabs' is now called 'host_grad_buffers'"),
         ("slots=[", "line 1: not valid"),
     ],
 )

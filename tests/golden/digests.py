@@ -73,12 +73,8 @@ def digest(content: bytes) -> str:
 
 @functools.cache
 def traced_schedules() -> list[dict[str, Any]]:
-    """Evenly taken of those of one rank whose layers are whole."""
-    every = [
-        each
-        for each in schedule.schedules()
-        if "ranks" not in each and each["placement"].max_stream_bytes is None
-    ]
+    """Evenly taken of those of one rank."""
+    every = [each for each in schedule.schedules() if "ranks" not in each]
     return [every[number * len(every) // PLACEMENTS] for number in range(PLACEMENTS)]
 
 

@@ -116,7 +116,7 @@ def test_weights_are_drawn_without_device_memory_and_alike_on_every_device():
         num_attention_heads=8,
         num_key_value_heads=4,
     )
-    placement = Placement(slots=1, gradient_lanes=1, keep_rows=False, max_stream_bytes=32 * MIB)
+    placement = Placement(slots=1, gradient_lanes=1, keep_rows=False)
     names = ("model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight")
     found = []
     gc.collect()

@@ -154,20 +154,6 @@ def test_a_text_ends_with_an_end_token(engine):
     assert ended.split() == said[: said.index(tokenizer.eos_token)]
 
 
-def test_heads_in_ranges_generate_without_a_cache():
-    from megatrain import Placement
-
-    changes = {"intermediate_size": 4, "num_key_value_heads": 1}  # a layer is smaller than the head
-    model = tiny_model("llama", changes=changes).eval()
-    whole = Engine(model, precision="fp32", device="cpu")
-    split = Engine(
-        model, precision="fp32", device="cpu", placement=Placement(slots=2, max_stream_bytes=15000)
-    )
-    assert whole.is_whole and not split.is_whole
-    wanted = generate(whole, words(), PROMPTS, GREEDY)
-    assert generate(split, words(), PROMPTS, GREEDY) == wanted
-
-
 @pytest.mark.parametrize("family", ["jamba", "bamba"])
 def test_a_cache_of_states_that_does_not_count_tokens_is_not_used(family, caplog):
     """Masks of these families ask for the count, where no layer attends to all before it."""

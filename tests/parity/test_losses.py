@@ -1,4 +1,4 @@
-"""Losses that are given, by whole heads and by heads in ranges of rows, against plain torch."""
+"""Losses that are given, by heads in chunks of tokens, against plain torch."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -44,8 +44,8 @@ from tests.sweeps import swept
 
 WIDE = 1000  # tokens of the vocabulary
 PLACEMENTS = {
-    "whole": Placement(head_tokens=5),
-    "ranges": Placement(max_stream_bytes=33000, head_tokens=5),
+    "chunks": Placement(head_tokens=5),
+    "a chunk": Placement(),
 }
 
 

@@ -11,8 +11,8 @@ from tests.parity.cases import gradients, llama, make_batches, make_engine, rela
 from tests.sweeps import swept
 
 PLACEMENTS = {
-    "whole": Placement(head_tokens=5),
-    "ranges": Placement(max_stream_bytes=33000, head_tokens=5),
+    "chunks": Placement(head_tokens=5),
+    "a chunk": Placement(),
 }
 WIDE = 1000
 LOSSES: dict[str, Any] = {

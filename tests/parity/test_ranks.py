@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -43,7 +42,6 @@ from tests.parity.cases import (
 )
 from tests.parity.ranks import run_ranks
 from tests.parity.test_preferences import replies
-from tests.parity.test_split import SPLIT, tied, wide, wide_batches
 from tests.sweeps import few
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (2, 9))
@@ -176,16 +174,6 @@ CLOSE: dict[str, Callable[[Any], dict]] = {
         for rule in ("muon", "muon clipped")
         for clip in (None, 0.5)
     },
-    "a head in slices": lambda group: train(
-        group,
-        wide(),
-        clip=0.5,
-        batches=wide_batches(2, SHAPES),
-        placement=replace(SPLIT, layer_inputs="host"),
-    ),
-    "a tied head in slices, preferences": lambda group: train(
-        group, tied(), DPO(), pairs(DPO()), placement=replace(SPLIT, resident=("layer 1",))
-    ),
     "preferences, in passes": lambda group: train(
         group, llama(), DPO(), pairs(DPO()), placement=Placement(passes=2, resident=("head",))
     ),
@@ -216,16 +204,16 @@ EXACT: dict[str, Callable[[Any], dict]] = (
         for precision, rule in (("fp32", "adamw"), ("bf16", "adamw bf16"), ("bf16", "lion"))
     }
     | {
-        "bf16, a head in slices, frozen in part": lambda group: train(
+        "bf16, frozen in part": lambda group: train(
             group,
-            wide(),
+            llama(),
             TOKEN_WEIGHTS,
-            weighed(wide_batches(2, SHAPES)),
+            weighed(make_batches(2, SHAPES)),
             clip=1e9,
             precision="bf16",
             rule="adamw int8",
             trained=Trained(freeze=("model.norm",)),
-            placement=SPLIT,
+            placement=Placement(slots=2),
         ),
         "bf16, planes on a disk": lambda group: on_disk(
             group,
@@ -271,11 +259,11 @@ EXACT: dict[str, Callable[[Any], dict]] = (
 
 USUAL = (
     *("tied, rows that are not kept, graphs that are", "preferences, in passes", "nf4, adapter"),
-    *("bf16, planes on a disk", "a head in slices", "muon clipped, 0.5"),
+    *("bf16, planes on a disk", "muon clipped, 0.5"),
 )
 REST = (
     *("frozen in part", "resident, in passes", "experts that are balanced"),
-    *("bf16, lion", "a tied head in slices, preferences", "bf16, a head in slices, frozen in part"),
+    *("bf16, lion", "bf16, frozen in part"),
     *("bf16, muon, on a disk", "fp32, muon, resident, in passes"),
 )
 

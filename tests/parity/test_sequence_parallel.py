@@ -20,7 +20,6 @@ from tests.parity.cases import SIZES, llama, make_batches, make_engine, masters,
 from tests.parity.ranks import run_ranks
 from tests.parity.test_preferences import replies
 from tests.parity.test_ranks import LORA, RATES, refused
-from tests.parity.test_split import wide, wide_batches
 
 SHAPES = ((2, 12), (1, 7), (3, 5), (1, 2))  # of which no length is a multiple of 5, and two are odd
 MANY = {"hidden_size": 48, "num_attention_heads": 12}  # heads that 2, 3 and 4 ranks can share
@@ -101,12 +100,6 @@ CASES: dict[str, Callable[[Any], dict]] = {
         clip=0.5,
         placement=Placement(passes=3, resident=("embedding", "layer 0", "head")),
     ),
-    "a head in slices": lambda group: train(
-        group,
-        wide(**MANY),
-        batches=wide_batches(2, SHAPES),
-        placement=Placement(slots=2, max_stream_bytes=100_000, layer_inputs="host"),
-    ),
     "frozen in part": lambda group: train(
         group, llama(**MANY), trained=Trained(freeze=("embed_tokens", "q_proj", "norm"))
     ),
@@ -122,10 +115,7 @@ CASES: dict[str, Callable[[Any], dict]] = {
 }
 # Three ranks share the heads of the first ones, not those of tiny models.
 OF_ANY = [*CASES][:-2]
-USUAL = (
-    *("a single head of keys", "attention kept, tokens in chunks"),
-    "a head in slices",
-)
+USUAL = (*("a single head of keys", "attention kept, tokens in chunks"),)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megatrain.device import TraceDevice, disk
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.batch import prepare
-from megatrain.engine.modules import Head
+from megatrain.engine.head import Head
 from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.model.probe import spec
@@ -55,8 +55,6 @@ DISKS: tuple[dict, ...] = (
 
 # Tiles whose weights stay: every other layer, of which one rests there; all.
 STAYING = (0, 3, 9)
-
-WIDE, SLICE = 500, 3000  # tokens of a head that has four ranges of at most so many bytes
 
 
 class Together(JointLoss):
@@ -157,35 +155,7 @@ def schedules() -> Iterator[dict]:
                     "loss": next(losses),
                     "lowest": next(lowest),
                 }
-    yield from split_schedules()
     yield from shared_schedules()
-
-
-def split_schedules() -> Iterator[dict]:
-    """Those of models whose head is streamed in slices."""
-    rest = itertools.cycle(itertools.product((1, None), (True, False), RESIDENT, ((), (0, 1))))
-    for slots, boundaries, clip, tied in itertools.product(
-        (1, 3), ("device", "host"), (1.0, None), (False, True)
-    ):
-        gradient_lanes, keep_rows, resident, saves = next(rest)
-        placement = Placement(
-            slots=slots,
-            layer_inputs=boundaries,
-            layer_input_lanes=1,
-            gradient_lanes=gradient_lanes,
-            keep_rows=keep_rows,
-            resident=resident,
-            max_stream_bytes=SLICE,
-        )
-        schedule = {
-            "placement": placement,
-            "max_grad_norm": clip,
-            "tied": tied,
-            "saves": saves,
-        }
-        yield schedule
-        if slots == 3:
-            yield schedule | {"ranks": Alike(1, 3)}
 
 
 class Alike(Ranks):
@@ -265,9 +235,7 @@ def trace(
     if experts:
         program, optimizer = tiny_program_with_experts(tied)
     else:
-        program, optimizer = tiny_program(
-            tied, WIDE if placement.max_stream_bytes else VOCAB, lowest
-        )
+        program, optimizer = tiny_program(tied, VOCAB, lowest)
     if rule != optimizer.rule.name:
         optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
     layouts = tile_layouts(program.spec, optimizer.group_of(), ranks.shards.size)

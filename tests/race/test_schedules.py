@@ -11,7 +11,7 @@ import pytest
 from megatrain import Placement
 from megatrain.device.base import COPY_IN, GATHER, HOSTS, REDUCE
 from megatrain.engine.batch import Batch
-from tests.race.schedule import SLICE, STEPS, Alike, Told, schedules, shared_schedules, trace
+from tests.race.schedule import STEPS, Alike, Told, schedules, shared_schedules, trace
 from tests.sweeps import few
 
 PARTS = 6  # of all schedules; the first, which has every wait, is in the plain run
@@ -101,18 +101,6 @@ def test_all_ranks_put_on_the_same_collectives_in_the_same_order():
     )
     with own:  # a rank takes as many passes as it has micro-batches for
         assert any(others != [first] * 2 for first, *others in collectives())
-
-
-def test_slices_of_ranks_need_each_wait_of_their_way():
-    """Also before zeros are put where the others' elements come to be added."""
-    placement = Placement(slots=3, max_stream_bytes=SLICE)
-    schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}
-    schedule |= {"ranks": Alike(1, 3)}
-    assert not trace(**schedule).races
-    ways = ("slot free", "shard arrived", "weights arrived", "sums ready", "sums of all ranks")
-    for why in ways:
-        races = trace(**schedule, without=frozenset({why})).races
-        assert any("rows" in race for race in races), why
 
 
 def test_sums_of_several_hosts_need_each_wait_of_their_way():

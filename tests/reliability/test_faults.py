@@ -231,7 +231,7 @@ kernels.update = dying
 
 NAN_AT = """
 import megatrain.train.steps as steps
-from megatrain.engine.modules import Head
+from megatrain.engine.head import Head
 loss_and_vjp = Head.loss_and_vjp
 step_of, at = {steps!r}, [0]
 take = steps.Steps.take

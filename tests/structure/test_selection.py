@@ -28,7 +28,7 @@ def test_every_folder_is_in_the_table_and_every_name_there_exists():
         ("megatrain/engine/step.py", NEAR["megatrain/engine"]),
         ("megatrain/kernels/csrc/CMakeLists.txt", NEAR["megatrain/kernels"]),
         ("megatrain/api.py", NEAR["megatrain"]),
-        ("tests/parity/test_split.py", ("tests/parity/test_split.py",)),
+        ("tests/parity/test_tiles.py", ("tests/parity/test_tiles.py",)),
         ("tests/parity/cases.py", ("tests/parity/",)),
         ("tests/sweeps.py", ALL),
         ("constraints.txt", ALL),

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
 from megatrain.autoplace import fits
-from megatrain.autoplace.fits import check_fits, smallest
+from megatrain.autoplace.fits import check_fits
 from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
 from megatrain.forecast.cache import ForecastCache
@@ -25,7 +25,7 @@ from megatrain.telemetry import host
 from megatrain.telemetry.host import process_bytes
 from tests.parity.cases import llama, make_engine
 from tests.parity.test_memory import MID
-from tests.unit.forecast_cases import H200, experts_config, tiny_config, wide_config
+from tests.unit.forecast_cases import H200, experts_config, tiny_config
 
 
 class Card(CpuDevice):
@@ -95,30 +95,12 @@ def test_what_is_counted_is_what_is_taken():
     engine.close()
 
 
-def test_the_least_for_a_model_with_a_large_head_is_with_it_in_ranges():
-    """A head of 4.2 MB takes 12.6 with its sums; a layer of 1.6 MB 4.8."""
-    frugal = smallest(Placement())
-    with pytest.raises(DoesNotFit) as whole:
-        open_engine(Card(8 * GIB), wide_config(), frugal, device_memory="10MiB")
-    split = int(str(whole.value).rpartition("max_stream_bytes: ")[2].removesuffix(")"))
-    needs = Asked(None, wide_config()).needs(replace(frugal, max_stream_bytes=split))
-    assert sum(needs.device.values()) < 9 * MIB
-    layer = 256 * (4 * 256 - 2 * 128 + 3 * 768 + 2)
-    assert split == needs.device[UNSUMMED] == 2 * layer
-    device = Card(8 * GIB)
-    device.kind = "cpu"  # there is no GPU to draw weights on
-    open_engine(device, wide_config(), replace(frugal, max_stream_bytes=split)).close()
-    needs.device.pop(UNSUMMED)
-    assert device.taken == sum(needs.device.values())
-
-
 # The head's gradient is the largest; a layer's; all the experts' of one.
 WIDE = tiny_config().to_dict() | {"hidden_size": 512, "intermediate_size": 2048}
 MODELS = {
     "head": MID,
     "layer": LlamaConfig(**WIDE),
     "experts": experts_config(),
-    "ranges": wide_config(),
 }
 WAYS: list[dict[str, Any]] = [
     {},
@@ -136,9 +118,7 @@ WAYS: list[dict[str, Any]] = [
             pytest.param(model, way, marks=[pytest.mark.exhaustive] if (m + w) % 2 else [])
             for m, model in enumerate(MODELS)
             for w, way in enumerate(WAYS)
-            if model != "ranges"
         ),
-        ("ranges", {"slots": 1, "gradient_lanes": 1, "max_stream_bytes": 1_700_000}),
     ],
     ids=str,
 )

@@ -38,7 +38,6 @@ from tests.unit.forecast_cases import (
     small_machine,
     tiny_config,
     tiny_spec,
-    wide_spec,
 )
 
 ROWS, TOKENS = 6, 32
@@ -313,14 +312,12 @@ def test_what_torch_holds_besides_is_foretold(name):
 @swept(together=1, rows=[48, 53], choices={
     "plain": {}, "host": {"layer_inputs": "host"}, "chunks": {"head_tokens": 16},
     "graphs": {"save_activations": 2, "offload_activations": 2},
-    "head": {"max_stream_bytes": 1_700_000},
 })  # fmt: skip
 def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(rows, choices, monkeypatch):
     placement, workload = Placement(compile=True, **choices), Workload(rows * TOKENS, TOKENS)
     found = []
-    model = wide_spec() if "max_stream_bytes" in choices else tiny_spec()
     for _ in range(2):
-        found.append(ForecastCache(model).of(small_machine(), placement, workload, 2))
+        found.append(ForecastCache(tiny_spec()).of(small_machine(), placement, workload, 2))
         monkeypatch.setattr(simulate, "_followed", lambda *given: None)
     few, every = found
     assert few.seconds == pytest.approx(every.seconds, rel=0.01)

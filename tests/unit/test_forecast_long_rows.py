@@ -9,8 +9,7 @@ from torch import Tensor
 from megatrain import AdamW, Placement
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.batch import Batch
-from megatrain.engine.head import WholeHead
-from megatrain.engine.modules import Head
+from megatrain.engine.head import Head
 from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast import op_counter
 from megatrain.forecast.profile import Profile
@@ -106,8 +105,7 @@ def real_head_bytes(head_tokens):
     micro = MicroBatch({"input_ids": ids}, ids, Rows(ids, ids, table, torch.zeros(1).long()))
     h = [{ref: torch.randn(ROWS, TOKENS, WIDTH) for ref in model.epilogue_inputs}]
     batch = Batch([micro], 1, ROWS * TOKENS, torch.zeros(1), 0)
-    whole = WholeHead(program, head_tokens, lambda loss: loss.summed)
-    head = Head(CpuDevice(), program, tile, whole)
+    head = Head(CpuDevice(), program, tile, head_tokens, lambda loss: loss.summed)
     room = GradAccumulator(tile, sums)
     head.loss_and_vjp(slot, batch, [*h], room)  # parts are tried at the first call
     with tallied(), op_counter.OpCounter() as counts:

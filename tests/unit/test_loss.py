@@ -1,20 +1,16 @@
 """Cross entropy in chunks of tokens against the whole at once."""
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatrain.engine.head import chunk_results, chunked_loss_gradients
 from megatrain.loss import (
     IGNORED,
-    chunk_results,
-    chunked_loss_gradients,
     cross_entropy_sum,
-    range_gradient,
-    range_statistics,
 )
 
 N, D, V = 23, 8, 31
@@ -76,36 +72,6 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(head, tokens):
         lambda chunk: two_dimensional(chunk, weight), hidden, targets, tokens, cross_entropy_sum
     )
     assert torch.equal(sum(parts), loss)
-
-
-@pytest.mark.parametrize("bounds", [[0, 31], [0, 1, 30, 31], [0, 7, 8, 16, 31], list(range(32))])
-@pytest.mark.parametrize("size", [1.0, 1e4])
-def test_ranges_of_rows_give_the_loss_and_gradient_of_the_whole(bounds, size):
-    hidden, targets, weight = case()
-    targets[-V:] = torch.arange(V)[-len(targets) :]  # each of them on a border of some range
-    logits = (hidden @ weight.T * size).requires_grad_()
-    summed = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    (summed / 7).backward()
-    lse, picked = torch.full((N,), -torch.inf), torch.zeros(N)
-    parts = [(a, logits.detach()[:, a:b]) for a, b in pairwise(bounds)]
-    for start, part in parts:
-        more, found = range_statistics(part, targets - start)
-        lse, picked = torch.logaddexp(lse, more), picked + found
-    labelled = targets != IGNORED
-    torch.testing.assert_close((lse - picked)[labelled].sum(), summed.detach(), rtol=1e-6, atol=0)
-    weights = labelled.float() / 7
-    gradient = [range_gradient(part, targets - start, lse, weights) for start, part in parts]
-    torch.testing.assert_close(torch.cat(gradient, 1), logits.grad, rtol=1e-5, atol=1e-8)
-    assert not torch.cat(gradient, 1)[~labelled].any()
-
-
-def test_logits_that_are_not_finite_show_in_the_loss():
-    for value in (torch.nan, torch.inf):
-        logits = torch.zeros(1, 3)
-        logits[0, 1] = value
-        assert not range_statistics(logits, torch.tensor([5]))[0].isfinite()
-    lse, picked = range_statistics(torch.full((1, 3), -torch.inf), torch.tensor([5]))
-    assert torch.logaddexp(lse, torch.zeros(1)) == 0 and picked == 0  # a range of masked tokens
 
 
 def test_bf16_logits_are_summed_in_fp32():
