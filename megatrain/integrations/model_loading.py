@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
@@ -14,7 +16,7 @@ from transformers import (
 )
 
 from megatrain.compat.peft import is_peft_model
-from megatrain.compat.transformers import scores_rows
+from megatrain.compat.transformers import MULTIMODAL_CLASSES, scores_rows
 from megatrain.data import load_tokenizer
 from megatrain.errors import InputError
 from megatrain.integrations.heeded import refuse
@@ -51,8 +53,12 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         "dtype": "auto",
         "trust_remote_code": getattr(args, "trust_remote_code", False),
     } | kwargs
+    named = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
+    config = AutoConfig.from_pretrained(model, **named)
+    multimodal = MULTIMODAL_CLASSES.get(config.model_type)
+    if multimodal in (config.architectures or ()) and not scores:  # TRL finds its processor
+        return getattr(transformers, str(multimodal)).from_pretrained(model, **kwargs)
     if options.get("processing_class") is None:
-        named = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
         options["processing_class"] = load_tokenizer(model, **named)
     if scores:
         set_seed(args.seed)  # a head that the files lack is random

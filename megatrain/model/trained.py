@@ -17,8 +17,8 @@ class Trained:
 
     Attributes:
         freeze: parameters that match are not trained.
-        train_only: only parameters that match are trained; None: as the model says, but for its
-            encoders of images and sounds, which are not.
+        train_only: only parameters that match are trained; None: those that require gradients, of
+            a folder all but those of its encoders of images and sounds.
     """
 
     freeze: Sequence[str] = ()

@@ -194,7 +194,7 @@ def choose_trained(
 ) -> None:
     """Set which parameters require gradients. Raises InputError: they cannot be trained so."""
     plain = adapted(source.model) is None
-    if plain and trained.train_only is None and not source.resumes:
+    if plain and trained.train_only is None and source.stored is not None and not source.resumes:
         for encoder in encoders(source.model):
             encoder.requires_grad_(False)
     trained.choose(source.model)

@@ -2,16 +2,22 @@
 
 import copy
 from functools import partial
+from typing import ClassVar
 
+import datasets
 import pytest
 import torch
 import transformers
+import trl
+from PIL import Image
 from torch.nn import functional as F
 
 from megatrain import AdamW, Engine, InputError, Placement
+from megatrain.integrations import StreamedTrainer
 from megatrain.model.trained import Trained
 from tests.parity.cases import SIZES, masters, noisy, same
 from tests.parity.ranks import run_ranks
+from tests.unit.data_cases import make_tokenizer
 
 IMAGE, START, END = 100, 102, 103
 TEXT = SIZES | {"head_dim": 8, "pad_token_id": 0}
@@ -37,14 +43,14 @@ def qwen3_vl(**text):
     return noisy(transformers.Qwen3VLForConditionalGeneration(config))
 
 
-def llava():
+def llava(image_token_index=IMAGE, **text):
     """Projects an inner layer of its tower, whose last layer is never used."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 8}
     config = transformers.LlavaConfig(
-        text_config=transformers.LlamaConfig(**TEXT),
+        text_config=transformers.LlamaConfig(**(TEXT | text)),
         vision_config=transformers.CLIPVisionConfig(**sizes),
-        image_token_index=IMAGE,
+        image_token_index=image_token_index,
     )
     torch.manual_seed(0)
     return noisy(transformers.LlavaForConditionalGeneration(config))
@@ -133,9 +139,9 @@ def assert_equal(engine, steps, expected, start):
 
 
 CASES = {
-    "frozen tower": ("qwen3_vl", Trained(), ["visual"]),
+    "frozen tower": ("qwen3_vl", Trained(["visual"]), ["visual"]),
     "all": ("qwen3_vl", ALL, []),
-    "projector and text": ("llava", Trained(), ["vision_tower"]),
+    "projector and text": ("llava", Trained(["vision_tower"]), ["vision_tower"]),
     "projector alone": ("qwen3_vl", Trained(train_only=["visual.*merger"]), None),
     "used layers of a tower": (
         "llava",
@@ -220,6 +226,85 @@ def test_a_run_with_images_resumes_to_the_bit_and_is_exported_whole(tmp_path):
         assert same(masters(engine), expected)
     again = type(model).from_pretrained(tmp_path / "trained", dtype=torch.float32)
     assert same({n: p.detach() for n, p in again.named_parameters()}, expected)
+
+
+TEMPLATE = """{% for m in messages %}{{ m['role'] }}: {% for c in m['content'] %}
+{% if c['type'] == 'image' %}<image>{% else %}{{ c['text'] }}{% endif %}{% endfor %}
+{{ eos_token }}{% endfor %}"""
+
+
+def processor():
+    """Makes four tokens of each image."""
+    tokenizer = make_tokenizer(TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    size = {"height": 8, "width": 8}
+    return transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(size=size, crop_size=size),
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        chat_template=TEMPLATE,
+        num_additional_image_tokens=1,
+    )
+
+
+def conversations(count):
+    """Questions about pictures of one colour each."""
+    return datasets.Dataset.from_list(
+        [
+            {
+                "images": [Image.new("RGB", (8, 8), (40 * i, 90, 200 - 30 * i))],
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "text": None}]},
+                    {"role": "assistant", "content": [{"type": "text", "text": f"it is {i}"}]},
+                ],
+            }
+            for i in range(count)
+        ]
+    )
+
+
+def trained_by(kind, model, folder, **options):
+    args = trl.SFTConfig(
+        str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=LR,
+        max_length=None,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = kind(model=model, args=args, train_dataset=conversations(8), **options)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return trainer, [(log["loss"], log["grad_norm"]) for log in logs]
+
+
+def test_trl_trains_on_conversations_with_pictures_as_without_the_engine(tmp_path):
+    class Streamed(StreamedTrainer, trl.SFTTrainer):
+        engine_options: ClassVar = {"placement": Placement()}
+
+    processing = processor()
+    image, count = processing.image_token_id, len(processing.tokenizer)
+    model = llava(image_token_index=image, vocab_size=count)
+    model.model.vision_tower.requires_grad_(False)
+    model.save_pretrained(tmp_path / "model")
+    processing.save_pretrained(tmp_path / "model")
+    _, expected = trained_by(
+        trl.SFTTrainer, copy.deepcopy(model), tmp_path / "plain", processing_class=processing
+    )
+    trainer, logs = trained_by(
+        Streamed, copy.deepcopy(model), tmp_path / "streamed", processing_class=processing
+    )
+    for wanted, log in zip(expected, logs, strict=True):
+        assert log == pytest.approx(wanted, rel=1e-5)
+    trainer.save_model(tmp_path / "trained")
+    assert (tmp_path / "trained" / "processor_config.json").exists()
 
 
 def test_evaluation_and_logits_see_the_images():
