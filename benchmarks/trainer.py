@@ -77,7 +77,7 @@ def by_run_file(chosen: argparse.Namespace, folder: Path) -> list[float]:
         "output": {"folder": str(folder / "run"), "log_every": 1},
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(tree))  # which is YAML, too
-    megatrain.run(folder / "run.json", callbacks=[ends])
+    megatrain.run(folder / "run.json", on_record=ends.on_step_end)
     return ends.between(chosen.warmup)
 
 

@@ -75,7 +75,7 @@ RANKS = (
         "tests/parity/test_hosts.py",
         "tests/parity/test_sequence_parallel.py",
     ),
-    *("tests/cli/test_ranks.py", "tests/cli/test_hosts.py", "tests/cli/test_callback_ranks.py"),
+    *("tests/cli/test_ranks.py", "tests/cli/test_hosts.py"),
 )
 TRAINERS = (
     *("tests/unit/test_integrations.py", "tests/unit/test_trainer"),

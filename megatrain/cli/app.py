@@ -115,27 +115,6 @@ def train(
 
 
 @app.command()
-def branch(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, or one of its checkpoints.")],
-    new: Annotated[Path, typer.Argument(help="The new run's folder. It must be new or empty.")],
-    overrides: Overrides = None,
-    fresh: Annotated[
-        bool,
-        typer.Option("--fresh", help="Take the weights alone, begin at step 1, change all else."),
-    ] = False,
-) -> None:
-    """Go on from where a run is, in another folder and with other settings.
-
-    Optimizer state, steps and place in the data are taken along; what may change is what may
-    change on --resume: the length of the run, learning rate, schedule, clipping, loss, evaluation,
-    where things rest.
-    """
-    from megatrain.cli.train import run_branch
-
-    run_branch(run, new, overrides or [], fresh=fresh)
-
-
-@app.command()
 def data(
     run: Annotated[Path, typer.Argument(help="The run file (YAML).")],
     overrides: Overrides = None,

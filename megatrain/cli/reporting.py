@@ -23,6 +23,8 @@ _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 
 
 _GONE = {
+    "branch": "copy the run's folder and go on there: cp -r RUN NEW, then megatrain train NEW "
+    "--resume --set optimizer.lr=1e-6; or begin anew from its weights, with model.path: RUN",
     "bench": "steps are measured in a checkout of MegaTrain's sources, by python -m "
     "benchmarks.step with the options of bench step",
 }

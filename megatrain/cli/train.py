@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.errors import InputError
 from megatrain.run_folder.layout import MODEL, load_run
 from megatrain.telemetry.log import end_passing
 from megatrain.train.signals import Signals, Stopped
@@ -45,26 +44,6 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
         options += ["--resume"] if resume else []
         if code := launch(loaded.engine.devices, ["train", str(run), *options]):
             raise SystemExit(code)
-        return
-    say_end(outcome)
-
-
-def run_branch(run: Path, new: Path, overrides: Sequence[str], *, fresh: bool) -> None:
-    """Train on from another run's state, and print where the result is or how to go on.
-
-    Raises:
-        InputError: the run cannot be branched with these settings.
-    """
-    from megatrain.train.loop import train
-    from megatrain.train.opening import branched
-
-    try:
-        with Signals() as signals, branched(run, new, overrides, fresh=fresh) as config:
-            if config.engine.devices > 1:
-                raise InputError("branch trains with one device; give --set engine.devices=1")
-            outcome = train(config, new.name, resume=not fresh, signals=signals)
-    except Stopped as signal:
-        _say(f"stopped by {signal} before the first step; nothing to save")
         return
     say_end(outcome)
 

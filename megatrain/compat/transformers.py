@@ -90,13 +90,6 @@ def scores_rows(model: object) -> bool:
     return type(model).__name__ in SEQUENCE_CLASSES
 
 
-def exports_state(callback: Any) -> bool:
-    """True if a callback of transformers has a state to save."""
-    from transformers.trainer_callback import ExportableState  # imports PEFT, which takes long
-
-    return isinstance(callback, ExportableState)
-
-
 def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int, str]]:
     """A model's recorded routers: class of module, index of its output, place in the layer."""
     routers: dict[tuple[type[nn.Module], int, str], None] = {}

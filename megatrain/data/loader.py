@@ -124,7 +124,7 @@ class StepLoader:
             raise InputError(
                 "the data or its settings are not those of the saved run "
                 f"(fingerprint {state['fingerprint']!r:.40}, now {expected['fingerprint']}): "
-                "restore them, or go on from its weights alone: megatrain branch RUN NEW --fresh"
+                "restore them, or begin a new run from its weights, with model.path: RUN"
                 f"{DATED}"
             )
         if state["seed"] != self._seed:

@@ -252,7 +252,9 @@ class Declared:
             done = added(done, Work(touched_bytes=3 * input_grads[ref].nbytes, kernels=1))
         return done, rest | input_grads
 
-    def _prologue(self, prologue: Prologue, slot: Any, micro: MicroBatch) -> tuple[Work, Values]:
+    def _prologue(
+        self, prologue: Prologue, slot: Any, micro: MicroBatch, h: Values
+    ) -> tuple[Work, Values]:
         rows, count, measured = len(micro.inputs["input_ids"]), grouped(micro), self._measured
         held = self._ledger.hold("layer arguments", count * measured.argument_bytes(rows))
         micro.calls = [Call([held], None)] * len(measured.spec.layers)
@@ -262,9 +264,15 @@ class Declared:
         return work, self._results(sizes, count)
 
     def _prologue_backward(
-        self, prologue: Prologue, slot: Any, accumulator: Any, micro: MicroBatch, dh: Values
+        self,
+        prologue: Prologue,
+        slot: Any,
+        accumulator: Any,
+        micro: MicroBatch,
+        h: Values,
+        dh: Values,
     ) -> tuple[Work, None]:
-        work, values = self._prologue(prologue, slot, micro)
+        work, values = self._prologue(prologue, slot, micro, h)
         rows = sum(micro.rows.tables[name].nbytes for name in prologue.embedding.trained)
         numel = prologue.tile.layout.trainable_numel
         if values.keys().isdisjoint(dh) or not rows + numel:

@@ -41,7 +41,7 @@ from megatrain.tile.packed import PACKINGS
 Write = Callable[[str, Tensor], None]
 
 _NAME_IT = (
-    "put the base back as it was, or name its new place: --base-model PLACE (of train and branch: "
+    "put the base back as it was, or name its new place: --base-model PLACE (of train: "
     "--set model.base_model=PLACE; in Python: base_model)"
 )
 

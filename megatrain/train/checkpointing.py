@@ -4,13 +4,16 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatrain.base.whole_files import flush
 from megatrain.checkpoint import Saving, rotate
 from megatrain.errors import InputError, MegatrainError, RunFailed, StepRefused
 from megatrain.run_folder.layout import CHECKPOINTS, METRICS, checkpoint_folder, checkpoints
 from megatrain.train.resume import RunState
-from megatrain.train.setup import Job
+
+if TYPE_CHECKING:
+    from megatrain.train.setup import Job
 
 _RETRY_AFTER = 10  # steps, when a checkpoint could not be written
 
@@ -25,10 +28,9 @@ class Checkpointing:
     and the next attempt follows soon.
     """
 
-    job: Job
+    job: "Job"
     saved: int  # the step of the newest whole checkpoint, 0 if there is none
     best: Callable[[], int | None]  # the step of the best saved state; its checkpoint is kept
-    call: Callable[[int], None]  # called with the step of each checkpoint once it is whole
     _running: tuple[int, Saving] | None = None
     _retry: int | None = None  # the step after which a failed save is tried again
     _stays: bool = False  # the next checkpoint is never deleted
@@ -133,7 +135,6 @@ class Checkpointing:
                 rotate(self.job.folder / CHECKPOINTS, keep, newest=newest, spared=spared)
             except OSError as error:
                 log.warning("an old checkpoint cannot be deleted: %s", error)
-        self.call(step)
 
     def _failed(self, step: int, error: Exception) -> None:
         again = self._retry = step + _RETRY_AFTER

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,9 +17,11 @@ from megatrain.loss import Distillation, JointLoss, Reward, num_labelled, target
 from megatrain.telemetry.console import described_rewards
 from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
 from megatrain.train.rollouts import Rollouts
-from megatrain.train.setup import Job
 from megatrain.train.sharing import logprobs, part_of
 from megatrain.train.signals import Signals
+
+if TYPE_CHECKING:
+    from megatrain.train.setup import Job
 
 _Parts = list[tuple[Step, int]]  # rows computed at once, and their number of labelled tokens
 _MOST_NATS = 700  # beyond, a perplexity is no number
@@ -36,7 +38,7 @@ class Evaluations:
 
     def __init__(
         self,
-        job: Job,
+        job: "Job",
         metrics: MetricsWriter,
         logged: Sequence[Mapping[str, Any]],
         signals: Signals,
@@ -65,10 +67,10 @@ class Evaluations:
             self._trained.append(record["loss"])
 
     def after(
-        self, step: int, say: Callable[[str], None], *, final: bool, asked: bool = False
+        self, step: int, say: Callable[[str], None], *, final: bool
     ) -> Mapping[str, Any] | None:
-        """Evaluate if it is due after `step`, or asked for; returns the log's record."""
-        due = final or asked or (step > 0 and self._every is not None and step % self._every == 0)
+        """Evaluate if it is due after `step`; returns the log's record."""
+        due = final or (step > 0 and self._every is not None and step % self._every == 0)
         if not (due and self._sets) or step in self._done:
             return None
         started = time.perf_counter()

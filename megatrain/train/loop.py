@@ -1,25 +1,27 @@
-"""The training loop: steps, evaluations, checkpoints, and what they leave in the run's folder."""
+"""A run in its folder: begun or gone on with, its steps, evaluations and checkpoints, its end."""
 
 import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from megatrain import config as run_files
+from megatrain.base.json_yaml import read_yaml
 from megatrain.base.whole_files import whole_folder, write_file
-from megatrain.checkpoint import open_checkpoint
+from megatrain.checkpoint import open_checkpoint, put_right
 from megatrain.config import Config
 from megatrain.errors import InputError, MegatrainError, RunFailed, first_line, os_reason
 from megatrain.parallel.distributed import Ranks, local_rank
 from megatrain.parallel.launch import joined
 from megatrain.report import write_report
 from megatrain.run_folder.layout import (
+    CHECKPOINTS,
     CONFIG,
     ENVIRONMENT,
     METRICS,
@@ -27,23 +29,33 @@ from megatrain.run_folder.layout import (
     checkpoint_folder,
     checkpoints,
     early_end,
+    finished_steps,
     load_run,
+    locked,
+    make_run_folder,
     model_steps,
+    new_run_folder,
     note_finished,
+    require_empty,
+    require_folder,
+    run_to_resume,
 )
 from megatrain.source.write_model import write_saved
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.environment import environment
-from megatrain.telemetry.metrics import MetricsWriter, is_evaluation, read_metrics
+from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from megatrain.telemetry.pictures import draw_loss
-from megatrain.train.callbacks import Callbacks, names_of
 from megatrain.train.checkpointing import Checkpointing
 from megatrain.train.evaluations import Evaluations, Watch
-from megatrain.train.opening import open_run
-from megatrain.train.resume import RunState, cut_metrics
-from megatrain.train.schedule import schedule_state
-from megatrain.train.setup import Job
-from megatrain.train.sharing import check_shared, from_first
+from megatrain.train.resume import (
+    Damaged,
+    check_config,
+    cut_metrics,
+    find_starts,
+    say_differences,
+)
+from megatrain.train.setup import Job, prepare
+from megatrain.train.sharing import check_folder, check_shared, from_first
 from megatrain.train.signals import Signals
 from megatrain.train.steps import Steps
 from megatrain.train.timeline import RunTimeline
@@ -75,6 +87,7 @@ def run(
     overrides: Sequence[str] = (),
     *,
     callbacks: Sequence[Any] = (),
+    on_record: Callable[[Mapping[str, Any]], None] | None = None,
     resume: bool = False,
 ) -> Outcome:
     """Train as `megatrain train` does.
@@ -82,19 +95,24 @@ def run(
     Args:
         what: a run file, its content, or (with `resume`) the folder of a run.
         overrides: `path.to.key=value`.
-        callbacks: transformers' TrainerCallbacks; their `model` is the engine. What
-            those keep that are an `ExportableState` is saved; the others begin anew on resume.
+        callbacks: refused: StreamedTrainer calls transformers' TrainerCallbacks, a run does not.
+        on_record: called on the first rank with each line of `metrics.jsonl` once it is written.
         resume: go on with the run where there is one.
 
     Raises InputError, DoesNotFit, RunFailed: as `megatrain.train.loop.train`.
     """
+    if callbacks:
+        raise InputError(
+            "callbacks: a run calls none; give on_record a function of each record of the log, or "
+            "train with megatrain.integrations.StreamedTrainer, which calls them as Trainer does"
+        )
     if not isinstance(what, Mapping):
         config, name = load_run(Path(what), overrides, resume=resume), Path(what).stem
     elif overrides:
         raise InputError("overrides are for run files; change the mapping")
     else:
         config, name = run_files.validate(what, "the run"), "run"
-    return train(config, name, resume=resume, callbacks=callbacks)
+    return train(config, name, resume=resume, on_record=on_record)
 
 
 def train(
@@ -103,13 +121,14 @@ def train(
     *,
     resume: bool = False,
     signals: Signals | None = None,
-    callbacks: Sequence[Any] = (),
+    on_record: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> Outcome:
     """Train as `config` says and write the run's folder; `name` is part of a derived folder name.
 
     The folder appears when the first step can start; README has what is in it. With `resume` the
     run in `output.folder`, or the newest one of this name, goes on from its newest whole
-    checkpoint, if there is one. Whoever listens to signals already gives them.
+    checkpoint, if there is one. Whoever listens to signals already gives them. `on_record`: as
+    `run` has it.
 
     Raises:
         InputError: configuration, data, model or checkpoint cannot be used; nothing was written.
@@ -120,21 +139,77 @@ def train(
     with ExitStack() as stack:
         signals = signals or stack.enter_context(Signals())
         ranks = stack.enter_context(joined())
-        check_shared(config, ranks, callbacks=names_of(callbacks))
+        check_shared(config, ranks)
         config = _as_started(config, ranks)
         if ranks.rank:  # only the first rank logs
             logging.getLogger("megatrain").setLevel(logging.ERROR)
             config = config.model_copy(update={"tracking": type(config.tracking)()})
         with signals.interruptible():
             check_trackers(config)
-            job = open_run(config, name, stack, resume=resume, ranks=ranks)
+            job = _open(config, name, stack, ranks, resume=resume)
         if isinstance(job, Path):
             return Outcome(job, model_steps(job) or 0, early=early_end(job))
         try:
-            return _run(job, signals, callbacks)
+            return _run(job, signals, on_record)
         except OSError as error:
             message = f"{job.folder}: cannot be written to or read: {os_reason(error)}"
             raise RunFailed(message) from error
+
+
+def _open(config: Config, name: str, stack: ExitStack, ranks: Ranks, *, resume: bool) -> Job | Path:
+    """A run in its folder, which is locked, ready for the next step; `stack` gives both back.
+
+    Returns only the folder if the run has finished. The first rank makes and locks the folder.
+    """
+    wanted = config.output.folder
+    earlier = from_first(ranks, lambda: run_to_resume(wanted, name) if resume else None)
+    if earlier is not None:
+        return _open_earlier(earlier, config, stack, ranks)
+    from_first(ranks, lambda: new_run_folder(wanted, name))  # a mistake in it is known at once
+    if resume:
+        log.info("no earlier run of that name: this one begins")
+    job = prepare(config, ranks=ranks)
+    stack.callback(job.close)
+    job.folder = from_first(ranks, lambda: _made_folder(config, name, stack))
+    check_folder(ranks, job.folder)
+    return job
+
+
+def _made_folder(config: Config, name: str, stack: ExitStack) -> Path:
+    folder = make_run_folder(config.output.folder, name)
+    stack.enter_context(locked(folder))
+    require_empty(folder, "output.folder: ")  # another run may have taken it meanwhile
+    return folder
+
+
+def _open_earlier(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) -> Job | Path:
+    from_first(ranks, lambda: stack.enter_context(locked(folder)))
+    check_folder(ranks, folder)
+    if finished_steps(folder, config) is not None:
+        check_config(config, read_yaml(folder / CONFIG), folder / CONFIG)
+        return folder
+    require_folder(folder / CHECKPOINTS)
+    from_first(ranks, lambda: put_right(folder / CHECKPOINTS))
+    job = _go_on(folder, config, ranks)
+    job.folder = folder
+    stack.callback(job.close)
+    return job
+
+
+def _go_on(folder: Path, config: Config, ranks: Ranks) -> Job:
+    """Open the newest whole checkpoint: damaged tiles show only when all tiles are read."""
+    for start in find_starts(folder, config):
+        say_differences(config, start.state)
+        try:
+            return prepare(config, start, ranks)
+        except Damaged as error:
+            log.warning("not resumed from: %s", error)
+    if checkpoints(folder):
+        raise InputError(f"{folder}: none of its checkpoints is whole; start a new run")
+    if (folder / MODEL).exists():
+        raise InputError(f"{folder}: a finished run without checkpoints; start a new run")
+    log.info("%s has no checkpoint yet: the run begins anew", folder)
+    return prepare(config, ranks=ranks)
 
 
 def _as_started(config: Config, ranks: Ranks) -> Config:
@@ -153,25 +228,26 @@ def _as_started(config: Config, ranks: Ranks) -> Config:
     return config.model_copy(update={"engine": engine})
 
 
-def _run(job: Job, signals: Signals, callbacks: Sequence[Any]) -> Outcome:
+def _run(
+    job: Job, signals: Signals, on_record: Callable[[Mapping[str, Any]], None] | None
+) -> Outcome:
     folder, first = job.folder, job.resumed.step if job.resumed else 0
     log.info("%s %s", f"going on after step {first} in" if first else "writing to", folder)
-    called = Callbacks(callbacks, job)
     with closing(Trackers(job.config, folder, first)) as trackers:
-        run, best = _Run(job, signals, trackers, called, first), None
+        listeners = [trackers.log, *([on_record] if on_record else [])]
+        run, best = _Run(job, signals, listeners, first), None
         try:
             run.take_steps()
-            done = run.steps.done == job.total_steps or run.early is not None
+            done = run.is_last or run.watch.stop is not None
             if stopped := None if done else signals.stop:
-                run.checkpoints.now(run.state)
+                run.checkpoints.now(run.steps.state)
             else:
                 best = run.finish()
-            called.end()
         finally:  # plots can be drawn later; whoever stops a run may be in a hurry
             if job.ranks.rank == 0:
                 draw(folder)
                 run.timeline.draw()
-    engine, early = job.engine, run.early if run.steps.done < job.total_steps else None
+    engine, early = job.engine, None if run.is_last else run.watch.stop
     return Outcome(
         folder, run.steps.done, engine.num_parameters, engine.memory(), stopped, early, best
     )
@@ -181,40 +257,34 @@ class _Run:
     """The parts of a run, and what is done after each of its steps."""
 
     def __init__(
-        self, job: Job, signals: Signals, trackers: Trackers, callbacks: Callbacks, first: int
+        self,
+        job: Job,
+        signals: Signals,
+        listeners: Sequence[Callable[[Mapping[str, Any]], None]],
+        first: int,
     ) -> None:
         self._job, self._config, self._folder = job, job.config, job.folder
-        self.signals, self.callbacks = signals, callbacks
+        self._signals = signals
         is_first = job.ranks.rank == 0
         device = str(job.engine.device.torch_device), not local_rank(job.ranks.host)
         devices = job.ranks.all_gather_object(device)
         from_first(job.ranks, lambda: describe_run(job, devices))
         log_file = self._folder / METRICS
-        self._logged = from_first(job.ranks, lambda: cut_metrics(log_file, first))
-        metrics = MetricsWriter(log_file if is_first else Path(os.devnull), also=[trackers.log])
+        logged = from_first(job.ranks, lambda: cut_metrics(log_file, first))
+        log_file, listeners = (log_file, listeners) if is_first else (Path(os.devnull), [])
+        metrics = MetricsWriter(log_file, also=listeners)
         left = job.total_steps - first if is_first else 0
         every = self._config.output.timeline_every if is_first else None
         self.timeline = RunTimeline(job.engine.recording, self._folder, left, every)
         self.steps = Steps(job, metrics, self.timeline)
-        self.watch = Watch(self._config, ())
-        self.checkpoints = Checkpointing(job, first, self.best_kept, callbacks.saved)
-        self.evaluations = Evaluations(job, metrics, self._logged, signals)
+        self.watch = Watch(self._config, logged)
+        self.checkpoints = Checkpointing(job, first, self.best_kept)
+        self.evaluations = Evaluations(job, metrics, logged, signals)
 
     @property
-    def state(self) -> RunState:
-        """The state that a checkpoint keeps beside the engine's."""
-        job, steps = self._job, self.steps
-        schedule = schedule_state(job.schedule, job.total_steps, steps.done)
-        return replace(steps.state, callbacks=self.callbacks.state_dict(), schedule=schedule)
-
-    @property
-    def early(self) -> str | None:
-        """The reason why the run ends before its last step; None: it does not."""
-        return self.watch.stop or ("a callback asked for it" if self.callbacks.stop else None)
-
-    @property
-    def _is_last(self) -> bool:
-        return self.steps.done == self._job.total_steps or self.callbacks.stop
+    def is_last(self) -> bool:
+        """True if all steps are done."""
+        return self.steps.done == self._job.total_steps
 
     def best_kept(self) -> int | None:
         """The step of the best state that has a checkpoint; None: nobody asked for it."""
@@ -228,64 +298,42 @@ class _Run:
         console = Console(quiet=True) if self._job.ranks.rank else None
         every, done = self._config.output.log_every, self.steps.done
         progress = TrainingProgress(total, every, console, done=done)
-        self.signals.share(self._job.ranks)
+        self._signals.share(self._job.ranks)
         try:
-            with progress, self.checkpoints.rescue(lambda: self.state):
-                self.callbacks.begin(self._logged)
-                for record in self._logged:  # the last evaluation may have come after the save
-                    if is_evaluation(record):
-                        self._heed(record)
+            with progress, self.checkpoints.rescue(lambda: self.steps.state):
                 self._evaluate(progress.say)  # a kill may have prevented it
-                while self.steps.done < total and not (self.signals.stop or self.early):
+                while not (self.is_last or self._signals.stop or self.watch.stop):
                     self._step(progress)
         except MegatrainError:
             raise
         except Exception as error:
             # Ctrl-C in a terminal also ends a compiler that the step waits for.
-            if not self.signals.stop or self.checkpoints.saved != self.steps.done:
+            if not self._signals.stop or self.checkpoints.saved != self.steps.done:
                 raise
             log.warning("the running step is given up: %s", first_line(error))
 
     def _step(self, progress: TrainingProgress) -> None:
-        self.callbacks.step_begins()
         record = self.steps.take()
         self.evaluations.trained(record)
         progress.step(record)
-        self.callbacks.step(record)
-        self.signals.share(self._job.ranks)
-        self._save_and_evaluate(progress.say)
-        if self.callbacks.epoch(more=not (self._is_last or self.signals.stop or self.early)):
-            self._save_and_evaluate(progress.say)  # callbacks' requests at the end
-
-    def _save_and_evaluate(self, say: Callable[[str], None]) -> None:
-        save_asked = self.signals.take_save() | self.callbacks.take("should_save")
-        self.checkpoints.after(self.state, asked=save_asked, last=self._is_last)
-        self._evaluate(say)
+        self._signals.share(self._job.ranks)
+        asked = self._signals.take_save()
+        self.checkpoints.after(self.steps.state, asked=asked, last=self.is_last)
+        self._evaluate(progress.say)
 
     def _evaluate(self, say: Callable[[str], None]) -> None:
-        asked = self.callbacks.take("should_evaluate")
-        step = self.steps.done
-        record = self.evaluations.after(step, say, final=self._is_last, asked=asked)
+        record = self.evaluations.after(self.steps.done, say, final=self.is_last)
         if record is None:
             return
-        if self._heed(record) and self._config.checkpoint.best is not None:
-            self.checkpoints.keep_best(self.state)
-        asked = self.callbacks.take("should_save")
-        if asked or self.early:
-            self.checkpoints.after(self.state, asked=asked, last=self.early is not None)
-
-    def _heed(self, record: Mapping[str, Any]) -> bool:
-        """Note an evaluation; True if its state is the best so far."""
-        self.callbacks.evaluated(record)
-        is_best, step = self.watch.see(record), record["step"]
-        if is_best:
-            self.callbacks.found_best(step, self.watch.value(step))
-        return is_best
+        if self.watch.see(record) and self._config.checkpoint.best is not None:
+            self.checkpoints.keep_best(self.steps.state)
+        if self.watch.stop is not None:
+            self.checkpoints.after(self.steps.state, asked=False, last=True)
 
     def finish(self) -> str | None:
         """Write the model; returns words for its state unless that is the last."""
         steps, config, best = self.steps.done, self._config, None
-        with self.checkpoints.rescue(lambda: self.state):
+        with self.checkpoints.rescue(lambda: self.steps.state):
             self.checkpoints.finish()
             kept = from_first(self._job.ranks, self.best_kept)
             step = kept if config.checkpoint.load_best else None
@@ -298,7 +346,7 @@ class _Run:
                 log.warning("no evaluated state has a checkpoint: the model is that of the last")
             write_model(self._job, None if step == steps else step)
             if self._job.ranks.rank == 0:
-                note_finished(self._folder, config, steps, best=best, early=self.early)
+                note_finished(self._folder, config, steps, best=best, early=self.watch.stop)
         if best is None or step == steps:
             return None
         return f"step {step}, the best ({config.watched} {best[config.watched]:.4g}),"

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,7 @@ class RunState:
     data: Mapping[str, Any]
     refusals: Mapping[str, Any]
     config: Mapping[str, Any]
-    callbacks: Mapping[str, Any] = field(default_factory=dict)
     rollouts: Mapping[str, Any] = field(default_factory=dict)
-    schedule: Mapping[str, Any] = field(default_factory=dict)
 
     def differs(self, config: Config, section: str, *keys: str) -> bool:
         """True if a section, or any of these keys of it, has another value in `config`."""
@@ -62,14 +60,19 @@ class RunState:
     def of(cls, kept: Mapping[str, Any], where: Path) -> "RunState":
         """The state in a checkpoint of a run.
 
-        Raises InputError: it has none, or one that no run has written.
+        Raises InputError: it has none, one that no run has written, or one of an earlier version
+            with callbacks, which may have changed what runs no longer keep.
         """
-        states = {f.name: kept.get(f.name, {} if callable(f.default_factory) else None)
-                  for f in fields(cls)}  # fmt: skip
-        step, parts = states.pop("step"), states.values()
+        step, rollouts = kept.get("step"), kept.get("rollouts", {})
+        parts = [kept.get("data"), kept.get("refusals"), kept.get("config"), rollouts]
         if type(step) is not int or step < 0 or not all(isinstance(p, dict) for p in parts):
             raise InputError(f"{where}: not a checkpoint of a training run; choose another")
-        return cls(step=step, **states)
+        if kept.get("callbacks"):
+            raise InputError(
+                f"{where}: its run had callbacks, which a run no longer calls; begin a new run "
+                f"from its weights, with model.path: {where}"
+            )
+        return cls(step, *parts)
 
 
 @dataclass(frozen=True)

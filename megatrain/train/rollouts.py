@@ -133,7 +133,7 @@ class Rollouts:
         if self._left:
             raise InputError(
                 f"{self._left} more steps learn from replies made for another {changed}; set it "
-                "back, or begin anew: megatrain branch --fresh"
+                "back, or begin a new run with model.path: this one"
             )
 
     def _roll(self, rows: Sequence[PromptRow], step: int) -> tuple[Step, dict[str, Any]]:

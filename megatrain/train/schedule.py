@@ -2,8 +2,6 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -23,12 +21,8 @@ def make_schedule(
     optimizer: Optimizer | None,
     total_steps: int,
     done: int,
-    saved: Mapping[str, Any] | None = None,
 ) -> LRScheduler:
     """The schedule after `done` steps: the learning rate is a function of the step alone.
-
-    Args:
-        saved: `schedule_state` at that step; None: as the configuration says.
 
     Raises InputError: `schedule.options` are not those of this schedule.
     """
@@ -41,23 +35,14 @@ def make_schedule(
             num_training_steps=total_steps,
             scheduler_specific_kwargs=dict(schedule.options),
         )
-        further = saved["further"] if saved else 0
-        if saved:
-            scheduler.base_lrs = list(saved["base_lrs"])
-        if 0 < done < total_steps or further:
-            scheduler.last_epoch = done + further - 1
+        if 0 < done < total_steps:
+            scheduler.last_epoch = done - 1
             with warnings.catch_warnings():  # torch misses the steps before a resume
                 warnings.simplefilter("ignore", UserWarning)
                 scheduler.step()
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
         raise InputError(f"schedule: {schedule.name} cannot be set up: {error}") from error
     return scheduler
-
-
-def schedule_state(schedule: LRScheduler, total_steps: int, done: int) -> dict[str, Any]:
-    """The parts of a schedule that callbacks may change: its rates, and extra steps."""
-    usual = min(done, total_steps - 1)  # a schedule need not be defined after the last step
-    return {"base_lrs": list(schedule.base_lrs), "further": schedule.last_epoch - usual}
 
 
 def check_schedule(config: Config, total_steps: int) -> None:

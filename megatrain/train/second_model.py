@@ -197,7 +197,7 @@ class References:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"{path}: what the run keeps of its reference cannot be read ({error}); put the "
-                "file back, or begin a run from these weights with megatrain branch --fresh"
+                "file back, or begin a new run with model.path: this one"
             ) from error
 
 
@@ -213,8 +213,8 @@ def _same_model(key: str, start: Start | None) -> References:
     if start is not None and References.read(start.run).keys != {"model": key}:
         raise InputError(
             f"{start.run / REFERENCES}: the reference or teacher is not the one that the run began "
-            "with (its files have other sizes, times or bytes); put it back, or begin anew: "
-            "megatrain branch --fresh"
+            "with (its files have other sizes, times or bytes); put it back, or begin a new run "
+            "with model.path: this one"
         )
     return References({}, {"model": key})
 
@@ -263,7 +263,7 @@ def prepare_replies(
             if kept is None or _placeless(kept) != _placeless(key):
                 raise InputError(
                     f"{path}: the reference's log-probabilities are not of this data ({name}) and "
-                    "model; set them back, or begin anew: megatrain branch --fresh"
+                    "model; set them back, or begin a new run with model.path: this one"
                 )
         if not known.sums:
             log.info("%s has no checksum, so it counts as absent", path)

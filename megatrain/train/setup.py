@@ -198,31 +198,13 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         kind=training.kind,
         evaluation=_batches(evaluation, rows, second, ranks),
         references=references,
-        schedule=_schedule(config, engine, total_steps, done, start),
+        schedule=make_schedule(config, engine.optimizer, total_steps, done),
         total_steps=total_steps,
         resumed=start.state if start else None,
         ranks=ranks,
         rollouts=rollouts,
         second=second,
     )
-
-
-def _schedule(
-    config: Config, engine: Engine, total_steps: int, done: int, start: Start | None
-) -> LRScheduler:
-    """The schedule; on resume with the changes that callbacks have made to it and to rates."""
-    optimizer, state = engine.optimizer, start.state if start else None
-    keeps = state is not None and not state.differs(config, "optimizer", "lr")
-    saved = state.schedule if state is not None and keeps else None
-    schedule = make_schedule(config, optimizer, total_steps, done, saved)
-    if optimizer is None:
-        return schedule
-    rates, optimizer.restored_rates = optimizer.restored_rates, None
-    goes_on = state is not None and not state.differs(config, "training", "steps", "epochs")
-    if saved and rates and state and goes_on and not state.differs(config, "schedule"):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # of the next step
-    return schedule
 
 
 def steps_of(epochs: float, config: Config, loader: StepLoader) -> int:
@@ -403,8 +385,9 @@ def _saved_engine(
         for name, value in settings.items()
         if name in FREE_KEYS["optimizer"] and start.state.differs(config, "optimizer", name)
     }
+    optimizer.restored_rates = None  # the run's schedule sets them anew, as they were
     optimizer.defaults |= settings  # of which schedules take their floor: min_lr, lr_end
-    for group in optimizer.param_groups:  # the rest stays as callbacks may have set it
+    for group in optimizer.param_groups:
         group |= changed
         if "lr" in changed:
             # torch's schedules start from `initial_lr`, which is saved with the group.

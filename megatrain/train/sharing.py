@@ -23,13 +23,13 @@ from megatrain.parallel.distributed import Ranks, require_same
 T = TypeVar("T")
 
 
-def check_shared(config: Config, ranks: Ranks, *, callbacks: str) -> None:
-    """Raises InputError: a rank has another run file or other callbacks, or too few replies."""
+def check_shared(config: Config, ranks: Ranks) -> None:
+    """Raises InputError: a rank has another run file, or a step has too few replies for all."""
     if ranks.size == 1:
         return
     sections = config.model_dump(mode="json").items()
     shared = {f"{name}.{key}": str(value) for name, keys in sections for key, value in keys.items()}
-    require_same(ranks.all_gather_object(shared | {"callbacks": callbacks}))
+    require_same(ranks.all_gather_object(shared))
     replies = config.training.batch_size * config.loss.lines
     if config.loss.kind == "prompts" and replies < ranks.size:
         raise InputError(

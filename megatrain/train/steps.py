@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain.config import TrainingSection, step_loss
 from megatrain.data import Step
@@ -22,9 +22,11 @@ from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.host import process_bytes
 from megatrain.telemetry.metrics import MetricsWriter, model_tflops
 from megatrain.train.resume import RunState
-from megatrain.train.setup import Job
 from megatrain.train.sharing import by_all, check_rows, part_of, split_for_ranks
 from megatrain.train.timeline import RunTimeline
+
+if TYPE_CHECKING:
+    from megatrain.train.setup import Job
 
 _REMEMBERED = 100  # gradient norms that the median is taken of
 _ENOUGH = 20  # the first norms of a run say little about the next ones
@@ -41,7 +43,7 @@ class Steps:
         state: of the run after those, for a checkpoint, beside the engine's state.
     """
 
-    def __init__(self, job: Job, metrics: MetricsWriter, timeline: RunTimeline) -> None:
+    def __init__(self, job: "Job", metrics: MetricsWriter, timeline: RunTimeline) -> None:
         config = job.config
         self._job, self._metrics, self._timeline = job, metrics, timeline
         gpu = find_gpu(str(job.engine.device.torch_device))

@@ -1,4 +1,4 @@
-"""The best state of a run, its early end, several evaluation sets, and callbacks."""
+"""The best state of a run, its early end, and several evaluation sets."""
 
 import json
 import math
@@ -6,9 +6,7 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback
 
-import megatrain as package
 from megatrain import config
 from megatrain.errors import InputError
 from megatrain.telemetry.metrics import read_metrics
@@ -141,28 +139,3 @@ def test_mistakes_are_named(run_file, mistakes, told):
     with pytest.raises(InputError) as caught:
         config.load(run_file, mistakes)
     assert told in str(caught.value)
-
-
-@pytest.mark.exhaustive
-def test_callbacks_that_export_their_state_go_on_with_it(run_file):
-    """They know also of an evaluation that came after the save."""
-    overrides = [f"{name.replace('__', '.')}={json.dumps(v)}" for name, v in WORSE.items()]
-    overrides += ["checkpoint.best=eval_loss", "schedule.name=constant_with_warmup"]
-    whole = package.run(
-        run_file,
-        [*overrides, f"output.folder={run_file.parent / 'whole'}"],
-        callbacks=[EarlyStoppingCallback(2)],
-    )
-    patient = EarlyStoppingCallback(2)
-    package.run(run_file, [*overrides, f"training.steps={whole.steps - 1}"], callbacks=[patient])
-    assert patient.early_stopping_patience_counter == 1
-    resumed = package.run(run_file, overrides, callbacks=[EarlyStoppingCallback(2)], resume=True)
-    assert resumed.steps == whole.steps < 8 and resumed.early == "a callback asked for it"
-
-
-def test_what_callbacks_export_may_not_cost_the_save(run_file, caplog):
-    patient = EarlyStoppingCallback(2)
-    patient.state = lambda: {"attributes": {"seen": print}}
-    assert package.run(run_file, callbacks=[patient]).steps == 6
-    assert "callbacks will begin anew on resume: Object of type builtin" in caplog.text
-    assert checkpoint_steps(run_file.parent / "run") == [6]

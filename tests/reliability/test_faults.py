@@ -60,8 +60,8 @@ def test_a_second_run_in_the_same_folder_is_refused(start, goes_on, tmp_path):
 def test_of_two_runs_that_start_at_once_in_one_folder_one_is_refused(start, run, whole):
     together = """
 import os, time, pathlib
-import megatrain.train.opening as opening
-prepare = opening.prepare
+import megatrain.train.loop as loop
+prepare = loop.prepare
 def both(*args, **named):
     job = prepare(*args, **named)
     place = pathlib.Path({place!r})
@@ -69,7 +69,7 @@ def both(*args, **named):
     while len(list(place.iterdir())) < 2:
         time.sleep(0.001)
     return job
-opening.prepare = both
+loop.prepare = both
 """
     place = run.parent / "place"
     place.mkdir()
