@@ -78,7 +78,8 @@ class Engine(PlacedEngine):
         disk_space: bytes of it at most. None: what is free.
         saveable: False also trains a model that code has changed so that no folder could hold it;
             it cannot be saved then.
-        adapter: a LoraConfig of PEFT, or its keys as a dictionary: only this is trained.
+        adapter: a LoraConfig of PEFT, or its keys as a dictionary: only this is trained. Of a model
+            with encoders of images or sounds, `all-linear` is its language model.
         base: how the frozen linear layers under an adapter rest: bf16, fp8 or nf4 (2, 1 and half
             a byte a parameter).
         base_model: the place of the base of an adapter `model`. None: from its configuration.

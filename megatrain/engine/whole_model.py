@@ -6,7 +6,7 @@ embedding tables are gathered on the host.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
@@ -23,8 +23,9 @@ from megatrain.device import Buffer, Device, free_bytes
 from megatrain.device.base import COPY_IN
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.step import Parts
-from megatrain.errors import RunFailed
+from megatrain.errors import InputError, RunFailed
 from megatrain.model.capture import stand_in
+from megatrain.model.media import replaced
 from megatrain.model.spec import ModelSpec
 from megatrain.parallel.distributed import Ranks
 from megatrain.store.store import Store, Tile
@@ -72,8 +73,10 @@ def whole_model(
         opened.callback(places.restore)
         first, _ = next(model.named_parameters())  # which tells the model's device
         nothing = torch.full((), torch.nan, device=device.torch_device, dtype=dtype)
-        for name in {first, *spec.unused}:
+        for name in {first, *spec.unused, *spec.media}:
             places.put(name, nothing.expand(model.get_parameter(name).shape))
+        media = _Encoders(device, places, spec, store, ranks)
+        opened.enter_context(replaced(model, media.call))
         held = False
         if spare is not None and not ranks.together:
             needed = spare + _held_bytes(parts, spec, store)
@@ -150,6 +153,26 @@ class _Places:
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         for module, attribute in self._held[name]:
             setattr(module, attribute, parameter)
+
+
+class _Encoders:
+    """Puts the weights of a model's encoders into it before the first of their calls."""
+
+    def __init__(
+        self, device: Device, places: _Places, spec: ModelSpec, store: Store, ranks: Ranks
+    ) -> None:
+        self._device, self._places, self._ranks = device.torch_device, places, ranks
+        self._awaited, self._store = {*spec.media}, store
+
+    def call(self, encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of an encoder. Raises InputError: ranks share the weights."""
+        if self._awaited and self._ranks.together:
+            raise InputError("ranks that share a model make no texts of images; use one rank")
+        for tile, entry in self._store.entries() if self._awaited else ():
+            if entry.name in self._awaited:
+                self._places.put(entry.name, entry.view(tile.weights.data).to(self._device))
+        self._awaited.clear()
+        return encoder(*args, **kwargs)
 
 
 class _Tables(TorchFunctionMode):

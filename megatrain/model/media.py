@@ -8,6 +8,7 @@ of the model's forward, and given back in others: so an encoder runs apart from 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -109,19 +110,15 @@ class Recorder:
 @contextmanager
 def replaced(model: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """Within this context `call(encoder, *args)` runs in the place of each encoder's call."""
-    replaced: list[tuple[nn.Module, str]] = []
-
-    def replace(module: nn.Module, name: str) -> None:
+    calls = encoder_calls(model)
+    for module, name in calls:
         encoder = getattr(module, name)
-        vars(module)[name] = lambda *args, **kwargs: call(encoder, *args, **kwargs)
-        replaced.append((module, name))
-
-    for module, name in encoder_calls(model):
-        replace(module, name)
+        # transformers' generate reads the signature, which `wraps` passes on.
+        vars(module)[name] = wraps(encoder)(partial(call, encoder))
     try:
         yield
     finally:
-        for module, name in replaced:
+        for module, name in calls:
             del vars(module)[name]
 
 

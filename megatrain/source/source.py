@@ -1,6 +1,7 @@
 """A model's structure, and where its weights come from."""
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.base.json_yaml import read_json
 from megatrain.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from megatrain.compat import peft
-from megatrain.compat.transformers import MULTIMODAL_CLASSES, scores_rows
+from megatrain.compat.transformers import MULTIMODAL_CLASSES, encoder_calls, scores_rows
 from megatrain.errors import InputError
 from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
 from megatrain.model.build import empty_model, load_config, loaded_types, scoring
@@ -176,7 +177,13 @@ def open_source(
             "the model has an adapter already; leave adapter out to go on with that one, or merge "
             "it first: megatrain export MODEL OUT --merged"
         )
-    return _grown(source, _asked_for(adapter, model, scores=scores_rows(source.model)))
+    config = _asked_for(adapter, model, scores=scores_rows(source.model))
+    if config.target_modules == "all-linear" and encoder_calls(source.model):
+        decoder = source.model.get_decoder()
+        path = next(name for name, module in source.model.named_modules() if module is decoder)
+        if config.exclude_modules is None and path:  # PEFT's pattern of whole names
+            config.exclude_modules = rf"(?!{re.escape(path)}\.).*"
+    return _grown(source, config)
 
 
 def _asked_for(adapter: Any, model: Any, *, scores: bool) -> Any:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import ClassVar
 
 import datasets
+import peft
 import pytest
 import torch
 import transformers
@@ -317,6 +318,43 @@ def test_evaluation_and_logits_see_the_images():
         with_images = engine.evaluate([batch])
         batch["pixel_values"] = -batch["pixel_values"]
         assert engine.evaluate([batch]) != with_images
+
+
+def test_all_linear_adapters_are_of_the_language_model(tmp_path):
+    qwen3_vl().save_pretrained(tmp_path)
+    adapter = {"r": 2, "target_modules": "all-linear"}
+    with engine_of(tmp_path, adapter=adapter) as engine:
+        [group] = engine.optimizer.param_groups
+        names = group["param_names"]
+        assert len(names) == 2 * 7 * 3 and all("language_model.layers" in name for name in names)
+        assert engine.step([of_qwen(1)]).grad_norm > 0
+
+
+def test_adapters_of_encoders_and_text_train_as_in_peft():
+    model, steps = qwen3_vl(), steps_of(of_qwen)
+    wanted = peft.LoraConfig(r=2, target_modules=["q_proj", "qkv", "linear_fc1"])
+    adapted = peft.get_peft_model(model, wanted)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    start = copy.deepcopy(adapted)
+    base = [name for name, p in start.named_parameters() if not p.requires_grad]
+    losses, norms, _ = plain(adapted, steps, base)
+    with engine_of(copy.deepcopy(start)) as engine:
+        results = [engine.step(step) for step in steps]
+    assert [result.loss for result in results] == pytest.approx(losses, rel=1e-6)
+    assert [result.grad_norm for result in results] == pytest.approx(norms, rel=1e-5)
+
+
+def test_the_whole_model_makes_texts_of_images():
+    model, batch = qwen3_vl().eval(), of_qwen(1)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    length = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    expected = copy.deepcopy(model).generate(**inputs, **length)
+    with engine_of(model) as engine:
+        with engine.whole_model() as streamed:
+            assert torch.equal(streamed.generate(**inputs, **length), expected)
+        assert engine.step([batch]).loss > 0
 
 
 def test_what_encoders_cannot_have_is_refused():
