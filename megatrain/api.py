@@ -273,7 +273,7 @@ class Engine(PlacedEngine):
             placement: None takes the saved one, if the kind of device is the same; else `auto`.
             precision: as a check: it cannot change.
             max_grad_norm: a new value, or None, from now on.
-            states, master: of the optimizer from now on; saved states are converted, not exactly.
+            states, master: of the optimizer, as a check, too.
             base_model: the new place of an adapter's base, with the same values, if it has moved.
             attn_implementation: None: the saved one; else as for `Engine`.
             group: as for `Engine`; any number of ranks, whatever it was at the save.

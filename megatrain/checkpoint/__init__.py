@@ -13,6 +13,6 @@ from megatrain.checkpoint.folders import (
     whole_checkpoints,
 )
 from megatrain.checkpoint.manifest import BaseReference, Checkpoint, Settings, as_json
-from megatrain.checkpoint.read import masters, read_converted, read_tiles
+from megatrain.checkpoint.read import masters, read_tiles
 from megatrain.checkpoint.saver import Contents, Saver, Saving
 from megatrain.checkpoint.snapshot import saved_numel, spare_bytes_of, useful_bytes

@@ -1,10 +1,8 @@
 """Tiles, or the weights alone, back from a checkpoint: every byte that is taken is checked."""
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,18 +14,11 @@ from megatrain.checkpoint.manifest import Checkpoint, Parameter, TileRecord
 from megatrain.checkpoint.snapshot import planes_of
 from megatrain.device import Buffer
 from megatrain.errors import InputError
-from megatrain.kernels.reference import join_block, split_block
 from megatrain.model.safetensors_io import DTYPE_NAMES, DTYPES, Stored, read_header
-from megatrain.optim import Plane, PlaneKind, Rule
 from megatrain.store.store import Tile
 from megatrain.tile import Entry
-from megatrain.tile.layout import ALIGNMENT, MOST_ELEMENTS
-
-_log = logging.getLogger(__name__)
 
 _READERS = 4  # threads that check weights
-# Elements converted at a time: what is made meanwhile stays small.
-_PIECE = ALIGNMENT << 15
 
 
 @dataclass(frozen=True)
@@ -48,14 +39,10 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
 
     Raises InputError: a file is damaged, or the checkpoint has other parameters or planes.
     """
-    _check(checkpoint, tiles)
-    _read(checkpoint, tiles, threads, partly=any(tile.layout.ranks > 1 for tile in tiles))
-
-
-def _read(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int, *, partly: bool) -> None:
-    """Fill tiles; `partly`: skip pieces without bytes of them, which other ranks check."""
+    for mismatch in _mismatches(checkpoint, tiles):
+        raise InputError(f"{checkpoint.folder}: {mismatch}; it is of another model or precision")
     with ThreadPoolExecutor(threads, thread_name_prefix="read-checkpoint") as pool:
-        running = [pool.submit(read) for read in _pieces(checkpoint, tiles, partly=partly)]
+        running = [pool.submit(read) for read in _pieces(checkpoint, tiles)]
         try:
             for future in running:
                 future.result()
@@ -74,13 +61,8 @@ def _read(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int, *, partly
         )
 
 
-def _check(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> None:
-    """Raises InputError: the checkpoint has other parameters than `tiles`, or other planes."""
-    for mismatch in _mismatches(checkpoint, tiles):
-        raise InputError(f"{checkpoint.folder}: {mismatch}; it is of another model or precision")
-
-
 def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:
+    """Yield a message for each parameter or plane that differs from those of `tiles`."""
     left_out, tile_records = checkpoint.settings.left_out is not None, checkpoint.manifest.tiles
     saved = {p.name: (record, p) for record in tile_records for p in record.parameters}
     for tile, entry in [(t, entry) for t in tiles for entry in t.layout.entries]:
@@ -106,10 +88,9 @@ def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:
         yield f"its parameter {min(saved)!r} is unknown to the model"
 
 
-def _pieces(
-    checkpoint: Checkpoint, tiles: Sequence[Tile], *, partly: bool
-) -> Iterator[Callable[[], None]]:
+def _pieces(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[Callable[[], None]]:
     """Functions that each read one piece of the checkpoint's files into `tiles`."""
+    partly = any(tile.layout.ranks > 1 for tile in tiles)  # other ranks check the other pieces
     places = {entry.name: (tile, entry) for tile in tiles for entry in tile.layout.entries}
     for record in checkpoint.manifest.tiles:
         ranges = list(_ranges(record, tile_planes(checkpoint, record), places))
@@ -186,83 +167,6 @@ def _read_piece(
         with part.target.writing(slice(start - part.start, stop - part.start)) as place:
             place.copy_(data[start - offset : stop - offset])
     return None
-
-
-def read_converted(
-    checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int, saved: Rule, rule: Rule
-) -> None:
-    """`read_tiles` where `saved` is the checkpoint's rule and `rule` that of `tiles`.
-
-    Needs extra host memory for the saved state of one tile at a time.
-
-    Raises InputError: as `read_tiles`; or `rule` cannot convert the state of `saved`.
-    """
-    both = [("name", saved.name, rule.name)]
-    if saved.name == rule.name:
-        both = [(name, getattr(saved, name), getattr(rule, name)) for name in rule.choices]
-    _log.warning(
-        "%s: the optimizer's state is converted (%s), so the run does not go on exactly as it "
-        "would have",
-        checkpoint.folder,
-        ", ".join(f"{name} {before} to {after}" for name, before, after in both if before != after),
-    )
-    same_states = saved.state_planes == rule.state_planes
-
-    def is_same(plane: Plane) -> bool:
-        if plane.kind is PlaneKind.REMAINDER:
-            return plane.dtype == saved.remainder
-        return plane.kind is not PlaneKind.STATE or same_states
-
-    alike = [
-        replace(tile, planes={p: b for p, b in tile.planes.items() if is_same(p)}) for tile in tiles
-    ]
-    _check(checkpoint, alike)
-    for tile, part in zip(tiles, alike, strict=True):
-        states = () if same_states else saved.state_planes
-        others = [p for p in tile.planes if p.kind is PlaneKind.REMAINDER and not is_same(p)]
-        remainders = [replace(plane, dtype=saved.remainder) for plane in others]
-        old = {
-            plane: Buffer(plane.name, torch.zeros(plane.numel(tile.layout), dtype=plane.dtype))
-            for plane in (*states, *remainders)
-        }
-        as_saved = replace(part, planes={**part.planes, **old})
-        _read(checkpoint, [as_saved], threads, partly=True)
-        tile.version = as_saved.version
-        for plane in remainders:
-            _convert_masters(tile, old.pop(plane).data)
-        if not same_states:
-            _convert_states(tile, saved, rule, old)
-
-
-def _convert_masters(tile: Tile, old: Tensor) -> None:
-    """Convert the masters of a tile, whose weights are read already, from another remainder."""
-    assert tile.remainder is not None
-    for start in range(0, len(old), _PIECE):
-        part = slice(start, start + _PIECE)
-        with tile.remainder.writing(part) as remainder:
-            high = tile.weights.values(part).to(remainder.device)
-            master = torch.empty_like(high, dtype=torch.float32)
-            join_block(high, old[part].to(high.device), master)
-            split_block(master, high, remainder)
-            with tile.weights.writing(part) as weights:
-                weights.copy_(high)
-
-
-def _convert_states(tile: Tile, saved: Rule, rule: Rule, old: Mapping[Plane, Buffer]) -> None:
-    for start in range(0, tile.layout.trainable_numel, _PIECE):
-        stop = min(start + _PIECE, tile.layout.trainable_numel)
-        with ExitStack() as writing:
-            new = [
-                writing.enter_context(b.writing(plane.place(start, stop)))
-                for plane, b in tile.states.items()
-            ]
-            rule.take_over(
-                saved,
-                [b.data[plane.place(start, stop)].to(new[0].device) for plane, b in old.items()],
-                new,
-                at=tile.index * MOST_ELEMENTS + start,
-                step=tile.version,
-            )
 
 
 def masters(checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:

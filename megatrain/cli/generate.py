@@ -14,7 +14,7 @@ from megatrain.data import load_tokenizer
 from megatrain.data.prompts import Prompt
 from megatrain.data.refused_fields import empty
 from megatrain.errors import InputError
-from megatrain.generate import Kept, Sampling, generate, open_model
+from megatrain.generate import Sampling, generate, open_model
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
 from megatrain.source.source import adapter_folder
@@ -100,7 +100,7 @@ def talk(engine: Any, tokenizer: Any, system: str | None, sampling: Sampling) ->
             "`megatrain generate`"
         )
     beginning = [] if system is None else [{"role": "system", "content": system}]
-    messages, kept = list(beginning), Kept()
+    messages = list(beginning)
     print("an empty line ends the talk, /reset begins a new one")
     with suppress(EOFError):
         while line := input("> ").strip():
@@ -109,9 +109,7 @@ def talk(engine: Any, tokenizer: Any, system: str | None, sampling: Sampling) ->
                 continue
             messages.append({"role": "user", "content": line})
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            [reply] = generate(
-                engine, tokenizer, [messages], sampling, streamer=streamer, kept=kept
-            )
+            [reply] = generate(engine, tokenizer, [messages], sampling, streamer=streamer)
             messages.append({"role": "assistant", "content": reply})
 
 

@@ -1,6 +1,8 @@
 """All that the package takes of torch beneath its public names."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,34 +43,15 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def version_of(tensor: Tensor) -> int:
-    """The number of writes to the tensor."""
-    return tensor._version
-
-
-def schema_of(operation: Any) -> Any:
-    """Name and arguments of an operation that a dispatch mode sees."""
-    return operation._schema
-
-
-def packet_of(operation: Any) -> Any:
-    """An operation without its overload."""
-    return operation._overloadpacket
-
-
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's dictionary of its own parameters, which may be changed."""
-    return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's dictionary of its own buffers, which may be changed."""
-    return module._buffers
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's children by name; one under two names comes twice."""
-    return module._modules
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""The number of writes to a tensor."""
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
+"""Of an operation that a dispatch mode sees: name and arguments, and itself without overload."""
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+"""A module's own dictionaries, which may be changed; a child under two names comes twice."""
 
 
 def is_saved(module: nn.Module, buffer: str) -> bool:

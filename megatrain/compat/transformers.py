@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from transformers import (
     SchedulerType,
     masking_utils,
 )
-from transformers.cache_utils import DynamicLayer
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -25,7 +25,6 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -38,8 +37,6 @@ from megatrain.compat.torch import FORWARD_HOOKS
 
 __all__ = [
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "CausalLMOutput",
-    "DynamicLayer",
     "WeightConverter",
     "WeightRenaming",
     "dot_natural_key",
@@ -116,9 +113,9 @@ def counts_tokens(config: PreTrainedConfig) -> bool:
     return True
 
 
-def attention_of(config: PreTrainedConfig) -> str | None:
-    """The implementation of attention that a configuration names."""
-    return config._attn_implementation
+attention_of: Callable[[PreTrainedConfig], str | None] = attrgetter("_attn_implementation")
+experts_of: Callable[[PreTrainedConfig], str | None] = attrgetter("_experts_implementation")
+"""The implementations of attention and of experts that a configuration names."""
 
 
 def set_attention(config: PreTrainedConfig, name: Any) -> None:
@@ -129,11 +126,6 @@ def set_attention(config: PreTrainedConfig, name: Any) -> None:
 def takes_flash_attention(model: nn.Module) -> bool:
     """True if a model's class declares flash attention equal to its masks."""
     return bool(getattr(model, "_supports_flash_attn", False))
-
-
-def experts_of(config: PreTrainedConfig) -> str | None:
-    """The implementation of experts that a configuration names."""
-    return config._experts_implementation
 
 
 def set_experts(config: PreTrainedConfig, name: Any) -> None:

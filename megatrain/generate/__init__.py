@@ -3,7 +3,6 @@
 `generate` is all that most callers need; `open_model` opens what `megatrain generate` is given.
 """
 
-from megatrain.generate.caches import Kept
 from megatrain.generate.models import Resident, open_model
 from megatrain.generate.sampling import Sampling
 from megatrain.generate.server import Continued, Server

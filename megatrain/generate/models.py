@@ -1,8 +1,14 @@
-"""Models to generate with: resident on the device where they fit, else streamed."""
+"""Models to generate with, resident on the device where they fit, else streamed; their caches.
+
+Short trials of a model show if it works with a cache of keys and values, the cache's size, and if
+padding changes its logits.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +22,7 @@ from megatrain.compat.torch import buffers_of, parameters_of
 from megatrain.compat.transformers import scores_rows
 from megatrain.device import Device, free_bytes, open_device
 from megatrain.engine.whole_model import to_generate
-from megatrain.errors import InputError
+from megatrain.errors import DoesNotFit, InputError, MegatrainError, first_line
 from megatrain.model.adapters import plain
 from megatrain.model.build import loaded_types
 from megatrain.model.layer_template import move_buffers
@@ -37,7 +43,7 @@ class Resident:
     """A model on a device, ready to run.
 
     Attributes:
-        ranks: as that of `Engine`.
+        ranks: as those of `Engine`.
     """
 
     ranks = ALONE
@@ -98,7 +104,6 @@ class Resident:
 
 
 TextModel = Engine | Resident
-"""A model that is open."""
 
 
 def _fill(model: PreTrainedModel, values: dict[str, Tensor]) -> None:
@@ -164,3 +169,117 @@ def open_model(
         host_memory=host_memory,
         base_model=base_model,
     )
+
+
+_TRIED = (2, 3)  # tokens of the prompts whose caches are compared
+
+# For each layer: bytes of a row at both lengths, and the most tokens that it keeps.
+_Layers = list[tuple[int, int, int | None]]
+_known: WeakKeyDictionary[PreTrainedModel, _Layers | None] = WeakKeyDictionary()
+
+
+def takes_cache(model: PreTrainedModel) -> bool:
+    """True if the model computes with a cache; tried once for a model.
+
+    A cache of states alone does not count its tokens, and masks of some families ask for the count;
+    others do not compute with one at all.
+    """
+    return _layers_of(model) is not None
+
+
+def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
+    """Bytes that the model's cache takes of `rows` rows of `tokens` tokens.
+
+    Measured once for a model, by two short prompts: what a layer keeps of a token is the same of
+    each, up to its window. The largest layer counts twice, since a cache grows into a new one.
+    """
+    sizes = []
+    for first, second, window in _layers_of(model) or []:
+        kept = min(tokens, window or tokens)
+        sizes.append(rows * (first + (second - first) * (kept - _TRIED[0])))
+    return sum(sizes) + max(sizes, default=0)
+
+
+def check_cache(device: Device, model: PreTrainedModel, rows: int, tokens: int) -> None:
+    """Raises DoesNotFit unless the device has room for the cache."""
+    needed, free = cache_bytes(model, rows, tokens), free_bytes(device)
+    if needed > free:
+        raise DoesNotFit(
+            f"the keys and values of {rows} prompts of {tokens} tokens take {gib(needed)}, and "
+            f"{gib(free)} are free; take fewer prompts at once, shorter ones, or fewer new tokens"
+        )
+
+
+def _layers_of(model: PreTrainedModel) -> _Layers | None:
+    """The cache of each layer; None: the model does not compute with a cache."""
+    if model not in _known:
+        try:
+            outputs = (_next_token(model, [0] * n, 0, use_cache=True) for n in _TRIED)
+            first, second = (_layers(output.past_key_values) for output in outputs)
+            pairs = zip(first, second, strict=True)
+            _known[model] = [(a, b, window) for (a, window), (b, _) in pairs]
+        except (torch.OutOfMemoryError, MegatrainError):
+            raise
+        except Exception as error:  # of the model's code: a mask that asks states for their length
+            log.info(
+                "it generates with no cache of %s, every token is made of all before it anew: %s",
+                model.config.model_type,
+                first_line(error),
+            )
+            _known[model] = None
+    return _known[model]
+
+
+def _next_token(model: PreTrainedModel, ids: list[int], padding: int, **options: bool) -> Any:
+    """The output of `generate` for one token after `ids`, the first `padding` of them masked."""
+    row = torch.tensor([ids], device=model.device)
+    mask = (torch.arange(len(ids), device=model.device) >= padding).long()[None]
+    return model.generate(
+        row,
+        attention_mask=mask,
+        max_new_tokens=1,
+        do_sample=False,
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+def _layers(cache: Any) -> list[tuple[int, int | None]]:
+    """Bytes and sliding window (None: none) of each layer of a cache."""
+    layers = getattr(cache, "layers", [cache])
+    return [
+        (_held(getattr(layer, "__dict__", layer)), getattr(layer, "sliding_window", None))
+        for layer in layers
+    ]
+
+
+def _held(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_held, value.values()))
+    return sum(map(_held, value)) if isinstance(value, list | tuple) else 0
+
+
+_PROMPT = (5, 7, 6, 9)  # ids that every vocabulary has
+_PADDED = 3
+_SHARE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the logits' spread: more is no rounding
+_heeding: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def heeds_mask(model: PreTrainedModel) -> bool:
+    """True if padding does not change a prompt's logits; tried once for a model.
+
+    States and convolutions of some families include padding.
+    """
+    if model not in _heeding:
+        plain, padded = _logits(model, 0), _logits(model, _PADDED)
+        spread = float((plain - plain.mean()).abs().max())
+        share = _SHARE.get(model.dtype, 0.1)
+        _heeding[model] = float((plain - padded).abs().max()) <= share * spread
+    return _heeding[model]
+
+
+def _logits(model: PreTrainedModel, padding: int) -> Tensor:
+    ids, cached = [_PROMPT[0]] * padding + list(_PROMPT), takes_cache(model)
+    return _next_token(model, ids, padding, use_cache=cached, output_logits=True).logits[0].float()

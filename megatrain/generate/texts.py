@@ -15,8 +15,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.generate.caches import Kept, cache_bytes, check_cache, heeds_mask, takes_cache
-from megatrain.generate.models import TextModel
+from megatrain.generate.models import (
+    TextModel,
+    cache_bytes,
+    check_cache,
+    heeds_mask,
+    takes_cache,
+)
 from megatrain.generate.sampling import OnlyNumbers, Sampling, drawn_apart
 from megatrain.parallel.distributed import ALONE
 
@@ -31,7 +36,6 @@ def generate(
     *,
     batch_size: int = 16,
     streamer: Any = None,
-    kept: Kept | None = None,
 ) -> list[str]:
     """The model's continuation of each prompt, without the prompt and special tokens.
 
@@ -43,7 +47,6 @@ def generate(
         sampling: None: the model's own settings.
         batch_size: prompts that are continued together.
         streamer: transformers' streamer, which gets each new token; for a single prompt.
-        kept: the cache of the text before; for a single prompt, which may begin like that text.
 
     Raises:
         InputError: a prompt that cannot be used, or leaves no room in the model's context.
@@ -68,7 +71,6 @@ def generate(
         batch_size=batch_size,
         tokenizer=tokenizer,
         streamer=streamer,
-        kept=kept,
     )
     with tokenising("the new tokens"):
         return tokenizer.batch_decode(
@@ -89,12 +91,11 @@ def continued(
     apart: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
     streamer: Any = None,
-    kept: Kept | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt, up to the first of `stops`, which is one of them.
 
     Args:
-        source, sampling, batch_size, streamer, kept: as of `generate`.
+        source, sampling, batch_size, streamer: as of `generate`.
         ids: the tokens of each prompt.
         of_model, stops, pad: as of `Sampling.settings`.
         apart: tokens drawn for a prompt follow from the seed and its place in `ids` alone, so
@@ -114,16 +115,15 @@ def continued(
             padded = mine + rows[:1] * (count - len(mine))  # as many as any rank's
             width = max(len(ids[row]) for row in rows)
             room = min(sampling.max_new_tokens, limit - width)
-            past = None if kept is None else kept.take(ids[0])
             source.ranks.agree(
-                partial(check_cache, source.device, model, len(padded), width + room, past)
+                partial(check_cache, source.device, model, len(padded), width + room)
             )
             settings = sampling.settings(
                 of_model, room=room, stops=stops, pad=pad, cached=takes_cache(model)
             )
-            extras = {} if past is None else {"past_key_values": past}
+            extras: dict[str, Any] = {}
             if apart:
-                extras |= drawn_apart(settings, sampling.seed, padded, len(mine), share, device)
+                extras = drawn_apart(settings, sampling.seed, padded, len(mine), share, device)
             extras["logits_processor"] = [OnlyNumbers(), *extras.get("logits_processor", ())]
             batch = _padded([ids[row] for row in padded], width, pad, device)
             output = model.generate(
@@ -133,8 +133,6 @@ def continued(
                 tokenizer=tokenizer,
                 streamer=streamer,
             )
-            if kept is not None:
-                kept.keep(output.sequences[0].tolist(), output.past_key_values)
             new = output.sequences[: len(mine), width:].tolist()
             for row, tokens in zip(mine, new, strict=True):
                 ends = (at for at, token in enumerate(tokens, 1) if token in stops)

@@ -1,25 +1,139 @@
-"""Losses of trainers: cross entropy, or with DPOTrainer and RewardTrainer a loss of pairs.
+"""Losses of trainers, and predictions for `compute_metrics` and `Trainer.predict`.
 
-Micro-batches of those two have chosen replies in the first half of their rows, and rejected
-ones in the second.
+The loss is cross entropy, or with DPOTrainer and RewardTrainer a loss of pairs, whose micro-batches
+have chosen replies in the first half of their rows and rejected ones in the second. A step's
+micro-batches are added as a Trainer does: with a divisor for each, not over all rows. Where a
+stream without a length ends within a step, the Trainer adds that part's gradient to the next step.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from megatrain.api import Engine
+from megatrain.base.units import gib
 from megatrain.data.preferences import scored
-from megatrain.integrations.accumulation import MicroBatchMeans, Waiting, shares, weighed
+from megatrain.errors import InputError
 from megatrain.integrations.heeded import refuse
-from megatrain.loss import CROSS_ENTROPY, DPO, DpoVariant, JointLoss, Loss, Replies, Reward
+from megatrain.loss import (
+    CROSS_ENTROPY,
+    DPO,
+    DpoVariant,
+    JointLoss,
+    Loss,
+    PairLoss,
+    Replies,
+    Reward,
+    TokenWeights,
+    num_labelled,
+    targets_of,
+)
+from megatrain.telemetry.host import host_available_bytes
 
 _PLAIN = ("input_ids", "labels", "attention_mask")
 MicroBatches = list[dict[str, Tensor]]
 _LOSSES = ("nll", "chunked_nll")  # of SFTTrainer, mathematically one
+
+
+class Waiting(NamedTuple):
+    """A micro-batch until its step is taken.
+
+    Attributes:
+        inputs: on the host.
+        items: labels of the Trainer's step, which divide the sum of its losses; None: the Trainer
+            takes the mean of each micro-batch, divided by their number.
+        num_micro: micro-batches of the Trainer's step.
+    """
+
+    inputs: dict[str, Tensor]
+    items: float | None
+    num_micro: int
+
+
+@dataclass(frozen=True)
+class MicroBatchMeans(PairLoss):
+    """Mix-in for a loss of pairs: its mean over each micro-batch, weighted by shares.
+
+    Micro-batches hold whole pairs, each reply a row. Measures are the means of those of each
+    micro-batch.
+
+    Attributes:
+        shares: the weight of each micro-batch's mean.
+    """
+
+    shares: tuple[float, ...] = (1.0,)
+
+    def weigh(
+        self,
+        log_probs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        extras: Sequence[Sequence[Tensor]],
+        normaliser: float,
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        """See `JointLoss.weigh`; the normaliser of all pairs is not used."""
+        losses, weights, measured = [], [], []
+        for micro in zip(log_probs, targets, extras, self.shares, strict=True):
+            row_log_probs, labels, beside, share = micro
+            [loss], [weight], measures_now = super().weigh(
+                [row_log_probs], [labels], [beside], len(labels) / 2
+            )
+            losses.append(share * loss)
+            weights.append(share * weight)
+            measured.append(measures_now)
+        total = torch.stack(losses).sum()
+        means = {
+            name: torch.stack([measures[name] for measures in measured]).mean()
+            for name in measured[0]
+        }
+        return [total, *[total * 0] * (len(weights) - 1)], weights, means
+
+
+@dataclass(frozen=True)
+class WeightedSum(TokenWeights):
+    """The sum of cross entropy by `token_weights`, not divided."""
+
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
+        """1; weights are divided already."""
+        return 1.0
+
+
+WEIGHTED_SUM = WeightedSum()
+
+
+def shares(step: Sequence[Waiting]) -> tuple[float, ...]:
+    """The weight of each micro-batch's mean."""
+    return tuple(1 / micro.num_micro for micro in step)
+
+
+def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]], Loss]:
+    """The micro-batches, with weights for their labels if needed, and the loss.
+
+    Args:
+        shift: how many tokens a label lies behind the logits that predict it.
+
+    Raises InputError: the Trainer would divide by 0.
+    """
+    rows = [micro.inputs for micro in step]
+    if any("labels" not in row for row in rows):
+        return rows, CROSS_ENTROPY
+    counts = [num_labelled(targets_of(row["labels"], shift)) for row in rows]
+    parts = [
+        micro.num_micro * count if micro.items is None else micro.items
+        for micro, count in zip(step, counts, strict=True)
+    ]
+    if all(part == sum(counts) for part in parts):
+        return rows, CROSS_ENTROPY
+    if 0 in parts:
+        raise InputError(
+            f"micro-batch {parts.index(0)} of this step has no label, and Trainer's loss of it is "
+            "not a number; leave such rows out"
+        )
+    weights = [torch.full(r["labels"].shape, 1 / part) for r, part in zip(rows, parts, strict=True)]
+    return [r | {"token_weights": w} for r, w in zip(rows, weights, strict=True)], WEIGHTED_SUM
 
 
 @dataclass(frozen=True)
@@ -191,3 +305,59 @@ def _numbered(step: MicroBatches, labels: list[Tensor]) -> MicroBatches:
         tensors = micro["input_ids"], targets, micro["attention_mask"]
         numbered.append(dict(zip(_PLAIN, tensors, strict=True)) | beside)
     return numbered
+
+
+@dataclass
+class Predictions:
+    """The predictions of one evaluation.
+
+    Attributes:
+        batches: their number; None: unknown.
+        keeps: the Trainer keeps the logits of all batches, and copies them with each one.
+        limit_bytes: host memory that the process may take; None: no limit.
+    """
+
+    batches: int | None
+    keeps: bool
+    limit_bytes: int | None
+    seen: int = 0
+
+    def of(
+        self, engine: Engine, inputs: dict[str, Tensor], items: float | None
+    ) -> tuple[Any, Tensor, Any]:
+        """Loss, logits `[B, T, V]` in fp32 and labels `[B, T]` of a batch, on the CPU.
+
+        The loss is the cross entropy of the labelled tokens, divided by `items`; None: by their
+        number. Without labels there is none.
+
+        Raises InputError: the host has no room for the logits that will be kept.
+        """
+        labels = inputs.get("labels")
+        logits = engine.logits({name: value for name, value in inputs.items() if name != "labels"})
+        if self.keeps:
+            to_come = self.seen + 1 if self.batches is None else self.batches - self.seen
+            needed, left = 2 * logits.nbytes * to_come, host_available_bytes(self.limit_bytes)
+            if needed > left:
+                raise InputError(
+                    f"the logits of this evaluation take {gib(needed)} more, copied once, and the "
+                    f"host has {gib(left)} left; give preprocess_logits_for_metrics "
+                    "(logits.argmax(-1), say), batch_eval_metrics, or fewer rows"
+                )
+        self.seen += 1
+        if labels is None:
+            return None, logits, None
+        last = logits.shape[1] - engine.label_shift
+        predicted, wanted = (
+            logits[:, :last].flatten(0, 1),
+            labels[:, engine.label_shift :].flatten(),
+        )
+        total = cross_entropy(predicted, wanted, ignore_index=-100, reduction="sum")
+        return total / ((wanted != -100).sum() if items is None else items), logits, labels
+
+
+def length(dataloader: Any) -> int | None:
+    """The number of a data loader's batches; None: a stream, which has no length."""
+    try:
+        return len(dataloader)
+    except TypeError:
+        return None

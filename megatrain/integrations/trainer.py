@@ -21,19 +21,25 @@ from megatrain.compat.peft import is_peft_model
 from megatrain.compat.transformers import num_items
 from megatrain.errors import InputError
 from megatrain.integrations import heeded
-from megatrain.integrations.accumulation import Waiting
 from megatrain.integrations.heeded import refuse
-from megatrain.integrations.model_loading import changed, opened, without_dropout
 from megatrain.integrations.objectives import (
     Objective,
+    Predictions,
     Preferences,
     Scores,
+    Waiting,
     check_new_adapters,
     check_padding,
+    length,
 )
-from megatrain.integrations.predictions import Predictions, length
-from megatrain.integrations.stand_in import ModelStandIn, Wrapped
 from megatrain.integrations.taken import REFUSED_OPTIONS
+from megatrain.integrations.trainer_model import (
+    ModelStandIn,
+    Wrapped,
+    changed,
+    opened,
+    without_dropout,
+)
 from megatrain.model.routers import ask_for
 from megatrain.optim import AdamW
 

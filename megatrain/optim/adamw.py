@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from megatrain import kernels
 from megatrain.errors import InputError
@@ -67,13 +66,6 @@ class AdamW(Rule):
 
     def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
         update_adamw(tile, group, options)
-
-    def take_over(
-        self, other: Rule, saved: Sequence[Tensor], new: Sequence[Tensor], *, at: int, step: int
-    ) -> None:
-        if not isinstance(other, AdamW):
-            raise InputError(f"the moments of {self.name} cannot be made of those of {other.name}")
-        states.store_moments(states.load_moments(saved), new, at=at, step=step)
 
 
 def update_adamw(tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:

@@ -189,21 +189,6 @@ class Rule(ABC):
         """
         raise NotImplementedError
 
-    def take_over(
-        self, other: "Rule", saved: Sequence[Tensor], new: Sequence[Tensor], *, at: int, step: int
-    ) -> None:
-        """Convert a range of another rule's state to this rule's state.
-
-        Args:
-            saved: the range of each of `other.state_planes`.
-            new: the same of `state_planes`, written, on the same device.
-            at, step: as in `UpdateOptions`, of the last update.
-
-        Raises:
-            InputError: it cannot be converted.
-        """
-        raise InputError(f"the state of {self.name} cannot be made of that of {other.name}")
-
     def __post_init__(self) -> None:
         kind = type(self).__name__
         for name, values in self.choices.items():

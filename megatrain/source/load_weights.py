@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import Checkpoint, offering_another, read_converted, read_tiles
+from megatrain.checkpoint import Checkpoint, offering_another, read_tiles
 from megatrain.compat import peft
 from megatrain.compat.transformers import scores_rows
 from megatrain.errors import InputError
@@ -19,7 +19,6 @@ from megatrain.model.safetensors_io import read_header
 from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import read_weights
-from megatrain.optim import Rule
 from megatrain.parallel.distributed import Ranks
 from megatrain.source.base_reference import (
     carried,
@@ -33,7 +32,6 @@ from megatrain.source.state_io import (
     computed_buffers,
     persistent_buffers,
     read_untrained,
-    saved_optimizer,
 )
 from megatrain.store.store import Store
 from megatrain.telemetry.host import update_threads
@@ -136,12 +134,8 @@ def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -
     threads = update_threads()
     with offering_another(saved.folder):
         if source.resumes:
-            saved_rule, rule = saved_optimizer(saved), store.rule
             _log.log(PASSING, "reading weights and states of %s...", saved.folder)
-            if saved_rule is None or rule is None or same_state(saved_rule, rule):
-                read_tiles(saved, store.tiles, threads)
-            else:
-                read_converted(saved, store.tiles, threads, saved_rule, rule)
+            read_tiles(saved, store.tiles, threads)
         untrained = read_untrained(saved, source.model)
     if source.resumes:
         unused = read_left_out(saved, source.model, write)
@@ -153,11 +147,6 @@ def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -
     untrained.rounded = source.untrained.rounded
     source.untrained = untrained
     return unused
-
-
-def same_state(one: Rule, other: Rule) -> bool:
-    """True if both rules keep masters and states in the same form."""
-    return (one.state_planes, one.remainder) == (other.state_planes, other.remainder)
 
 
 def _writer(

@@ -15,9 +15,7 @@ from megatrain.optim import StreamedOptimizer
 from megatrain.parallel.distributed import Ranks, require_same
 from megatrain.placement import Placement
 from megatrain.source.engine_setup import EngineSetup
-from megatrain.source.load_weights import same_state
 from megatrain.source.source import Source
-from megatrain.source.state_io import saved_optimizer
 
 NO_LABELS = "no labels"  # in the place of a loss
 
@@ -97,14 +95,6 @@ def require_whole_rows(sequence_ranks: Ranks, what: str) -> None:
 
 
 def _refuse(opened: EngineSetup) -> None:
-    source, rule = opened.source, opened.model.rule
-    if source.saved is not None and source.resumes and rule is not None:
-        saved = saved_optimizer(source.saved)
-        if saved is not None and not same_state(saved, rule):
-            raise InputError(
-                "the optimizer's states or masters are to be kept in another form than in the "
-                "checkpoint, which several ranks cannot convert yet; go on with one for a step"
-            )
     spec = opened.model.spec
     if len(spec.gathered) > 1:
         raise InputError(

@@ -167,9 +167,12 @@ def saved_dtype(checkpoint: Checkpoint, name: str | None = None) -> torch.dtype:
 
 
 def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
-    """The checkpoint's optimizer rule, with those choices in `wanted` that are not None.
+    """The checkpoint's optimizer rule.
 
-    Raises InputError: the rule is unknown, or has no such choice.
+    Args:
+        wanted: choices that it must have; None: any.
+
+    Raises InputError: the rule is unknown, or has other choices.
     """
     if checkpoint.settings.optimizer is None:
         return None
@@ -181,11 +184,13 @@ def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
     known = set() if rule is None else {setting.name for setting in fields(rule)}
     if rule is None or settings.keys() != known:
         raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
-    wanted = {choice: value for choice, value in wanted.items() if value is not None}
     for choice, value in wanted.items():
-        if choice not in rule.choices:
-            raise InputError(f"{choice} is {value!r}, but {name} has no such choice; leave it out")
-    return rule(**settings | wanted)
+        if value not in (None, settings.get(choice)):
+            raise InputError(
+                f"{choice} is {value!r}, but {checkpoint.folder} was trained with "
+                f"{settings.get(choice)!r}, which cannot change on the way; leave it out"
+            )
+    return rule(**settings)
 
 
 def resumed_placement(

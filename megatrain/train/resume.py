@@ -27,7 +27,7 @@ FREE_KEYS = {
         "steps", "epochs", "micro_batch_size", "max_grad_norm", "eval_every",
         "early_stopping", "samples", "on_nonfinite", "max_skips", "spike", "recheck",
     ),
-    "optimizer": ("lr", "betas", "eps", "states", "master"),
+    "optimizer": ("lr", "betas", "eps"),
     "engine": (
         "device", "devices", "placement", "device_memory", "host_memory", "disk", "disk_space",
         "sequence_parallel", "verify",

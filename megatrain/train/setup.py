@@ -359,8 +359,6 @@ def _saved_engine(
         engine = Engine.load(
             start.checkpoint,
             placement=None if still_auto else placement,
-            states=config.optimizer.states,
-            master=config.optimizer.master,
             base_model=moved_base(config.model.base_model),
             **Workload.of_run(config).limits,
             **options,

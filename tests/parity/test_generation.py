@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.engine.stream import Stream
-from megatrain.generate import Kept, Sampling, continued, generate
+from megatrain.generate import Sampling, continued, generate
 from tests.families.tiny import tiny_model
 from tests.parity.cases import make_batches
 
@@ -111,39 +111,6 @@ def test_padding_changes_no_text(family, caplog):
     alone = [generate(source, words(), [prompt], GREEDY)[0] for prompt in PROMPTS]
     assert generate(source, words(), PROMPTS, GREEDY) == alone
     assert ("only prompts of one length share" in caplog.text) == (family == "recurrent_gemma")
-
-
-@pytest.mark.parametrize(
-    ("family", "keeps"), [("llama", True), ("gemma2", False), ("mamba", False)]
-)
-def test_a_talk_goes_on_from_what_was_computed(family, keeps, monkeypatch):
-    """Also where its template writes earlier turns otherwise; the replies are the same."""
-    tokenizer, past = words(), []
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ 'w2 ' + m.content + (' w3 ' if loop.last else ' w4 ') }}"
-        "{% endfor %}{% if add_generation_prompt %}w5 {% endif %}"
-    )
-    generate_plainly = GenerationMixin.generate
-
-    def spy(self, *args, past_key_values=None, **told):
-        past.append(0 if past_key_values is None else past_key_values.get_seq_length())
-        told |= {} if past_key_values is None else {"past_key_values": past_key_values}
-        return generate_plainly(self, *args, **told)
-
-    monkeypatch.setattr(GenerationMixin, "generate", spy)
-    source = Engine(tiny_model(family).eval(), precision="fp32", device="cpu")
-    replies: list[list[str]] = []
-    for kept in (Kept(), None):
-        messages: list[dict[str, str]] = []
-        for asked in ("w6 w7", "w8", "w9 w10 w11"):
-            messages.append({"role": "user", "content": asked})
-            [reply] = generate(source, tokenizer, [messages], GREEDY, kept=kept)
-            messages.append({"role": "assistant", "content": reply})
-        again = generate(source, tokenizer, [messages[:1]], GREEDY, kept=kept)
-        replies.append([*again, *(m["content"] for m in messages)])
-    assert replies[0] == replies[1]
-    taken = [each for each in past if each]
-    assert taken == ([3, 21, 3] if keeps else [])  # up to what ended the last turn
 
 
 def test_a_text_ends_with_an_end_token(engine):
