@@ -1,7 +1,11 @@
 """Checkpoints: a run's exact state on disk, written while training goes on."""
 
 from megatrain.checkpoint.files import put_right
-from megatrain.checkpoint.folders import (
+from megatrain.checkpoint.manifest import (
+    BaseReference,
+    Checkpoint,
+    Settings,
+    as_json,
     is_checkpoint,
     mark,
     newest_whole,
@@ -12,7 +16,6 @@ from megatrain.checkpoint.folders import (
     verify,
     whole_checkpoints,
 )
-from megatrain.checkpoint.manifest import BaseReference, Checkpoint, Settings, as_json
 from megatrain.checkpoint.read import masters, read_tiles
 from megatrain.checkpoint.saver import Contents, Saver, Saving
 from megatrain.checkpoint.snapshot import saved_numel, spare_bytes_of, useful_bytes

@@ -1,16 +1,27 @@
-"""The manifest of a checkpoint (`manifest.json`), checked before anything in it is believed."""
+"""Checkpoints in a run's folder, and their manifests (`manifest.json`).
+
+A manifest is checked before anything in it is believed.
+"""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval, Len, Predicate
 
 from megatrain.base.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
-from megatrain.checkpoint.files import ALGORITHMS, MAX_PIECE_BYTES, OldFile, regular_size
+from megatrain.checkpoint.files import (
+    ALGORITHMS,
+    MAX_PIECE_BYTES,
+    OldFile,
+    regular_size,
+    remove,
+)
 from megatrain.errors import InputError, in_one_line
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.safetensors_io import DTYPES, MAX_DIMENSIONS
@@ -22,6 +33,7 @@ MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP = (
     "manifest.json", "extra.json", "buffers.safetensors", "computed_buffers.safetensors",
     "carried.safetensors", "model", "tiles", "keep",
 )  # fmt: skip
+_OWN = {MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP}
 
 _LARGEST = 2**62  # of any number that counts bytes or elements
 Count = Annotated[int, Interval(ge=0, lt=_LARGEST)]
@@ -304,8 +316,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     for name, record in manifest.files.items():
         if sum(size for size, _ in record.pieces) != record.num_bytes:
             yield f"{name!r}: its pieces do not make up its size"
-    names = {parameter.name for parameter in manifest.parameters}
-    if len(names) != len(manifest.parameters):
+    if len({parameter.name for parameter in manifest.parameters}) != len(manifest.parameters):
         yield "a parameter is in two places"
     if len({tile.file for tile in manifest.tiles}) != len(manifest.tiles):
         yield "two tiles have one file"
@@ -313,15 +324,15 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         if tile.file not in manifest.files or "weights" not in tile.planes:
             yield f"tile {tile.name[:80]!r} has no file, or no weights in it"
             return
-        end = 0
+        end, weights, groups = 0, tile.planes["weights"].numel, len(manifest.settings.groups)
         for parameter in sorted(tile.parameters, key=lambda p: (p.offset, p.entry.stored)):
-            if parameter.offset < end:
-                yield f"parameter {parameter.name[:80]!r} overlaps another one"
-            end = parameter.offset + parameter.entry.stored
-            if end > tile.planes["weights"].numel:
-                yield f"parameter {parameter.name[:80]!r} does not fit its tile"
-            if parameter.group is not None and parameter.group >= len(manifest.settings.groups):
-                yield f"parameter {parameter.name[:80]!r} is of optimizer group {parameter.group}"
+            begin, end = end, parameter.offset + parameter.entry.stored
+            unknown = parameter.group is not None and parameter.group >= groups
+            if parameter.offset < begin or end > weights or unknown:
+                yield (
+                    f"parameter {parameter.name[:80]!r} overlaps another one, does not fit its "
+                    "tile, or is of no optimizer group"
+                )
     # Steps on text alone do not update the encoders of images and sounds.
     always = [t for t in manifest.tiles if t.name != TileKind.MEDIA.value]
     trained = [t for t in always if any(p.group is not None for p in t.parameters)]
@@ -329,3 +340,116 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield "its tiles are of different versions"
     if any(tile.version > manifest.settings.steps for tile in manifest.tiles):
         yield "a tile has had more updates than there were steps"
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    """True if a folder has a checkpoint's manifest; the checkpoint may be damaged."""
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def require_replaceable(folder: Path) -> None:
+    """Refuse to save over anything but a checkpoint.
+
+    Raises InputError: a file has it, or a folder that holds more than a checkpoint, damaged or not.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise InputError(f"{folder}: is a file; give a folder to save to")
+    foreign = sorted({path.name for path in folder.iterdir()} - _OWN)
+    if foreign:
+        raise InputError(
+            f"{folder}: holds {foreign[0]}, which is no part of a checkpoint and would be lost; "
+            "give another folder to save to"
+        )
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """A checkpoint after a check of its manifest, small files and file sizes, not of its tiles.
+
+    Raises:
+        InputError: names the file, what is wrong, and the newest whole checkpoint beside it.
+    """
+    with offering_another(Path(folder)):
+        return read_checkpoint(Path(folder))
+
+
+def verify(folder: str | Path) -> Checkpoint:
+    """`open_checkpoint`, and compare every byte of every file with its checksum.
+
+    Raises InputError: as `open_checkpoint` does.
+    """
+    checkpoint = open_checkpoint(folder)
+    with offering_another(checkpoint.folder):
+        for name in checkpoint.manifest.files:
+            checkpoint.check_file(name)
+    return checkpoint
+
+
+def whole_checkpoints(parent: str | Path) -> list[Path]:
+    """The checkpoints in a folder that `open_checkpoint` accepts, the one with most steps first.
+
+    With equally many steps (a run may skip some) the last name comes first.
+    """
+    whole: list[Checkpoint] = []
+    parent = Path(parent)
+    for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
+        if not folder.name.startswith(".") and is_checkpoint(folder):
+            with suppress(InputError):
+                whole.append(read_checkpoint(folder))
+    return [c.folder for c in sorted(whole, key=lambda c: (c.step, c.folder.name), reverse=True)]
+
+
+def newest_whole(parent: str | Path) -> Path | None:
+    """The first of `whole_checkpoints`."""
+    return next(iter(whole_checkpoints(parent)), None)
+
+
+def mark(folder: str | Path) -> None:
+    """Mark a checkpoint, so that `rotate` never removes it."""
+    (Path(folder) / KEEP).touch()
+
+
+def rotate(
+    parent: str | Path,
+    keep_last: int,
+    *,
+    newest: Path | None = None,
+    spared: Collection[Path] = (),
+) -> list[Path]:
+    """Remove whole checkpoints except the newest `keep_last`, marked and `spared` ones.
+
+    Returns the removed ones. Damaged checkpoints and other folders are left alone. Checkpoints
+    after `newest` are left alone, too, and do not count: their tiles may be damaged.
+
+    Raises:
+        ValueError: `keep_last` is below 1.
+        OSError: one cannot be removed; the others are.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last is {keep_last}; the newest checkpoint always stays")
+    known = dropwhile(lambda path: newest not in (None, path), whole_checkpoints(parent))
+    later = [path for path in islice(known, keep_last, None) if path not in spared]
+    old = [path for path in later if not (path / KEEP).exists()]
+    failures = []
+    for folder in old:
+        try:
+            remove(folder)
+        except OSError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return old
+
+
+@contextmanager
+def offering_another(folder: Path) -> Iterator[None]:
+    """Add the newest whole checkpoint, in or beside the folder, to the message of an InputError."""
+    try:
+        yield
+    except InputError as error:
+        inside = [*whole_checkpoints(folder), *whole_checkpoints(folder / "checkpoints")]
+        beside = [path for path in whole_checkpoints(folder.parent) if path != folder]
+        others = inside or beside
+        hint = f"the newest whole one there is {others[0]}" if others else "no whole one is there"
+        raise InputError(f"{error}; {hint}") from error

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from megatrain import kernels
-from megatrain.checkpoint.folders import offering_another
-from megatrain.checkpoint.manifest import Checkpoint, Parameter, TileRecord
-from megatrain.checkpoint.snapshot import planes_of
+from megatrain.checkpoint.manifest import Checkpoint, Parameter, TileRecord, offering_another
 from megatrain.device import Buffer
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import DTYPE_NAMES, DTYPES, Stored, read_header
+from megatrain.optim import Plane
 from megatrain.store.store import Tile
 from megatrain.tile import Entry
 
@@ -86,6 +85,13 @@ def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:
                 yield f"{name} of {entry.name!r} is {plane.dtype}, not {dtype}"
     if saved:
         yield f"its parameter {min(saved)!r} is unknown to the model"
+
+
+def planes_of(tile: Tile) -> dict[str, Plane]:
+    """A tile's planes by their names in files; wide dtypes first, which keeps all aligned."""
+    states_first = sorted(tile.planes, key=lambda plane: plane not in tile.states)
+    wide_first = sorted(states_first, key=lambda plane: -plane.dtype.itemsize)
+    return {plane.name.replace(" ", "_"): plane for plane in wide_first}
 
 
 def _pieces(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[Callable[[], None]]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.base.units import align
 from megatrain.checkpoint import files, manifest
+from megatrain.checkpoint.read import planes_of
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, SAVE
 from megatrain.device.disk import DiskBuffer
@@ -96,18 +97,6 @@ class TileFile:
     def __post_init__(self) -> None:
         self.released = [piece for piece in self.pieces if piece.tier is Tier.HOST]
         self.leaving = [piece for piece in self.pieces if piece.tier is not Tier.HOST]
-
-
-def planes_of(tile: Tile) -> dict[str, Plane]:
-    """A tile's planes by their names in files; wide dtypes first, which keeps all aligned."""
-    states_first = sorted(tile.planes, key=lambda plane: plane not in tile.states)
-    wide_first = sorted(states_first, key=lambda plane: -plane.dtype.itemsize)
-    return {file_name(plane): plane for plane in wide_first}
-
-
-def file_name(plane: Plane) -> str:
-    """A plane's name in files."""
-    return plane.name.replace(" ", "_")
 
 
 def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:

@@ -173,7 +173,7 @@ EDITS = {
     "more updates than steps": (lambda c: versions(c, 3), "more updates than there were steps"),
     "tiles of two versions": (lambda c: c["tiles"][2].update(version=1), "different versions"),
     "no such group": (
-        lambda c: c["tiles"][2]["parameters"][0].update(group=9), "of optimizer group 9",
+        lambda c: c["tiles"][2]["parameters"][0].update(group=9), "of no optimizer group",
     ),
     "parameters that overlap": (
         lambda c: c["tiles"][2]["parameters"][1].update(offset=0), "overlap",
