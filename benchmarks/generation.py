@@ -1,7 +1,7 @@
 """Tokens a second of `megatrain generate` beside transformers' own.
 
 Random weights of a shape, a batch of random prompts, greedy, no end token: resident through
-transformers alone, resident as `open_model` gives it, and streamed from host memory. Each is run
+transformers alone, resident, and streamed from host memory. Each is run
 once before it is measured. Prints a line, and writes JSON to `--out`.
 
 With `--streamed-alone`, for models that fit neither the GPU nor the disk: seconds of a pass over
@@ -25,7 +25,6 @@ from benchmarks.options import case_of, parse, write
 from megatrain import Engine, Placement
 from megatrain.base.units import GIB
 from megatrain.cli.shapes import qwen2_config
-from megatrain.generate import Resident, open_model
 from megatrain.source.source import Alike
 from megatrain.telemetry.environment import environment
 
@@ -99,12 +98,9 @@ def compared(chosen: argparse.Namespace, prompts: torch.Tensor) -> dict[str, Any
         plain.to(chosen.device)
         found["transformers"], wanted = measure(nullcontext(plain), *how)
         del plain
-        resident = open_model(folder, device=chosen.device)
-        assert isinstance(resident, Resident)
-        found["resident"], logits = measure(resident.whole_model(), *how)
-        found["resident"]["logits_off"] = off(logits, wanted)
-        resident.close()
         streamed = Engine(folder, device=chosen.device, placement=Placement(slots=3))
+        found["resident"], logits = measure(streamed.whole_model(spare=0), *how)
+        found["resident"]["logits_off"] = off(logits, wanted)
         found["streamed"], logits = measure(streamed.whole_model(), *how)
         found["streamed"] |= {"logits_off": off(logits, wanted), "memory": streamed.memory()}
         found["weights_bytes"] = streamed.num_parameters * 2

@@ -8,13 +8,14 @@ from typing import Any
 
 from transformers import TextStreamer
 
+from megatrain.api import Engine
 from megatrain.base.json_yaml import parse_json
 from megatrain.checkpoint import Checkpoint
 from megatrain.data import load_tokenizer
 from megatrain.data.prompts import Prompt
 from megatrain.data.refused_fields import empty
 from megatrain.errors import InputError
-from megatrain.generate import Sampling, generate, open_model
+from megatrain.generate import Sampling, generate
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
 from megatrain.source.source import adapter_folder
@@ -45,7 +46,7 @@ def opened(
     if isinstance(source, str) and adapter_folder(source) is None:
         resolve_model(source)  # first: its error is the right one for a misspelt folder
     tokenizer = load_tokenizer(source.model_folder if isinstance(source, Checkpoint) else source)
-    engine = open_model(
+    engine = Engine(
         source,
         precision=precision,
         device=None if device == "auto" else device,

@@ -7,29 +7,37 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from megatrain.api import Engine
+from megatrain.base.units import gib
 from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id, tokenising
-from megatrain.errors import DoesNotFit, InputError
-from megatrain.generate.models import (
-    TextModel,
-    cache_bytes,
-    check_cache,
-    heeds_mask,
-    takes_cache,
-)
+from megatrain.device import Device, free_bytes
+from megatrain.errors import DoesNotFit, InputError, MegatrainError, first_line
 from megatrain.generate.sampling import OnlyNumbers, Sampling, drawn_apart
 from megatrain.parallel.distributed import ALONE
 
 log = logging.getLogger(__name__)
 
+# Short trials of a model show its cache and if padding changes its logits.
+_TRIED = (2, 3)  # tokens of the prompts whose caches are compared
+
+# For each layer: bytes of a row at both lengths, and the most tokens that it keeps.
+_Layers = list[tuple[int, int, int | None]]
+_known: WeakKeyDictionary[PreTrainedModel, _Layers | None] = WeakKeyDictionary()
+_PROMPT = (5, 7, 6, 9)  # ids that every vocabulary has
+_PADDED = 3
+_ROUNDED = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the logits' spread: more is no rounding
+_heeding: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
 
 def generate(
-    source: TextModel,
+    source: Engine,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     sampling: Sampling | None = None,
@@ -42,7 +50,7 @@ def generate(
     Where weights are streamed, all prompts of a batch share each pass over them.
 
     Args:
-        source: an engine (also one in training: its state is not changed), or a resident model.
+        source: an engine, also one in training: its state is not changed.
         prompts: texts to continue, and messages to reply to.
         sampling: None: the model's own settings.
         batch_size: prompts that are continued together.
@@ -80,7 +88,7 @@ def generate(
 
 
 def continued(
-    source: TextModel,
+    source: Engine,
     ids: Sequence[Sequence[int]],
     sampling: Sampling,
     of_model: GenerationConfig,
@@ -142,7 +150,7 @@ def continued(
 
 
 def _batches(
-    source: TextModel, model: PreTrainedModel, ids: Sequence[Sequence[int]], batch_size: int
+    source: Engine, model: PreTrainedModel, ids: Sequence[Sequence[int]], batch_size: int
 ) -> list[list[int]]:
     """Batches of rows: in their order, of equal lengths where padding would change results."""
     every = list(range(len(ids)))
@@ -159,7 +167,7 @@ def _batches(
 
 @contextmanager
 def _running(
-    source: TextModel, rows: int, tokens: int, *, apart: bool = False
+    source: Engine, rows: int, tokens: int, *, apart: bool = False
 ) -> Iterator[PreTrainedModel]:
     """The model for rows of this length; its weights are on the device if they fit beside it.
 
@@ -192,7 +200,7 @@ def _set(model: PreTrainedModel, settings: GenerationConfig) -> Iterator[None]:
             config.output_router_logits = True
 
 
-def stop_ids(source: TextModel, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> set[int]:
+def stop_ids(source: Engine, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> set[int]:
     """The tokens that end a text: the model's, the tokenizer's, in a chat also the template's."""
     eos = source.generation_config.eos_token_id
     ends = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id}
@@ -201,7 +209,7 @@ def stop_ids(source: TextModel, tokenizer: PreTrainedTokenizerBase, *, chat: boo
     return {end for end in ends if end is not None}
 
 
-def _room(source: TextModel, ids: Sequence[Sequence[int]], wanted: int) -> int:
+def _room(source: Engine, ids: Sequence[Sequence[int]], wanted: int) -> int:
     """The longest possible row. Raises InputError: a prompt leaves no room for any token."""
     config = source.config.get_text_config(decoder=True)
     limit: int | None = getattr(config, "max_position_embeddings", None)
@@ -229,3 +237,104 @@ def _padded(
         "input_ids": torch.tensor(ids, device=device),
         "attention_mask": torch.tensor(mask, device=device),
     }
+
+
+def takes_cache(model: PreTrainedModel) -> bool:
+    """True if the model computes with a cache; tried once for a model.
+
+    A cache of states alone does not count its tokens, and masks of some families ask for the count;
+    others do not compute with one at all.
+    """
+    return _layers_of(model) is not None
+
+
+def cache_bytes(model: PreTrainedModel, rows: int, tokens: int) -> int:
+    """Bytes that the model's cache takes of `rows` rows of `tokens` tokens.
+
+    Measured once for a model, by two short prompts: what a layer keeps of a token is the same of
+    each, up to its window. The largest layer counts twice, since a cache grows into a new one.
+    """
+    sizes = []
+    for first, second, window in _layers_of(model) or []:
+        kept = min(tokens, window or tokens)
+        sizes.append(rows * (first + (second - first) * (kept - _TRIED[0])))
+    return sum(sizes) + max(sizes, default=0)
+
+
+def check_cache(device: Device, model: PreTrainedModel, rows: int, tokens: int) -> None:
+    """Raises DoesNotFit unless the device has room for the cache."""
+    needed, free = cache_bytes(model, rows, tokens), free_bytes(device)
+    if needed > free:
+        raise DoesNotFit(
+            f"the keys and values of {rows} prompts of {tokens} tokens take {gib(needed)}, and "
+            f"{gib(free)} are free; take fewer prompts at once, shorter ones, or fewer new tokens"
+        )
+
+
+def _layers_of(model: PreTrainedModel) -> _Layers | None:
+    """The cache of each layer; None: the model does not compute with a cache."""
+    if model not in _known:
+        try:
+            outputs = (_next_token(model, [0] * n, 0, use_cache=True) for n in _TRIED)
+            first, second = (_layers(output.past_key_values) for output in outputs)
+            pairs = zip(first, second, strict=True)
+            _known[model] = [(a, b, window) for (a, window), (b, _) in pairs]
+        except (torch.OutOfMemoryError, MegatrainError):
+            raise
+        except Exception as error:  # of the model's code: a mask that asks states for their length
+            log.info(
+                "it generates with no cache of %s, every token is made of all before it anew: %s",
+                model.config.model_type,
+                first_line(error),
+            )
+            _known[model] = None
+    return _known[model]
+
+
+def _next_token(model: PreTrainedModel, ids: list[int], padding: int, **options: bool) -> Any:
+    """The output of `generate` for one token after `ids`, the first `padding` of them masked."""
+    row = torch.tensor([ids], device=model.device)
+    mask = (torch.arange(len(ids), device=model.device) >= padding).long()[None]
+    return model.generate(
+        row,
+        attention_mask=mask,
+        max_new_tokens=1,
+        do_sample=False,
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+def _layers(cache: Any) -> list[tuple[int, int | None]]:
+    """Bytes and sliding window (None: none) of each layer of a cache."""
+    layers = getattr(cache, "layers", [cache])
+    return [
+        (_held(getattr(layer, "__dict__", layer)), getattr(layer, "sliding_window", None))
+        for layer in layers
+    ]
+
+
+def _held(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_held, value.values()))
+    return sum(map(_held, value)) if isinstance(value, list | tuple) else 0
+
+
+def heeds_mask(model: PreTrainedModel) -> bool:
+    """True if padding does not change a prompt's logits; tried once for a model.
+
+    States and convolutions of some families include padding.
+    """
+    if model not in _heeding:
+        plain, padded = _logits(model, 0), _logits(model, _PADDED)
+        spread = float((plain - plain.mean()).abs().max())
+        share = _ROUNDED.get(model.dtype, 0.1)
+        _heeding[model] = float((plain - padded).abs().max()) <= share * spread
+    return _heeding[model]
+
+
+def _logits(model: PreTrainedModel, padding: int) -> Tensor:
+    ids, cached = [_PROMPT[0]] * padding + list(_PROMPT), takes_cache(model)
+    return _next_token(model, ids, padding, use_cache=cached, output_logits=True).logits[0].float()

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megatrain.api import Engine, StepResult
-from megatrain.base.units import parse_bytes
 from megatrain.compat.peft import is_peft_model
 from megatrain.compat.transformers import num_items
 from megatrain.errors import InputError
@@ -24,13 +23,12 @@ from megatrain.integrations import heeded
 from megatrain.integrations.heeded import refuse
 from megatrain.integrations.objectives import (
     Objective,
-    Predictions,
     Preferences,
     Scores,
     Waiting,
     check_new_adapters,
     check_padding,
-    length,
+    predicted,
 )
 from megatrain.integrations.taken import REFUSED_OPTIONS
 from megatrain.integrations.trainer_model import (
@@ -294,14 +292,10 @@ class StreamedTrainer(_Trainer):
                 self._metrics[mode][name].append(value)
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
-        """Evaluate as the base class does, within the host memory for logits."""
+        """Evaluate as the base class does."""
         self._settings.check(self)
         if self.optimizer is None:  # as Trainer says where no run has prepared the model
             self.model_preparation_time = 0.0
-        keeps = self.preprocess_logits_for_metrics is None and not self.args.batch_eval_metrics
-        limit = self.engine_options.get("host_memory")
-        limit = None if limit is None else parse_bytes(limit)
-        self._predictions = Predictions(length(dataloader), keeps, limit)
         return super().evaluation_loop(dataloader, *arguments, **options)
 
     def prediction_step(
@@ -313,7 +307,7 @@ class StreamedTrainer(_Trainer):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The loss of a batch, and unless `prediction_loss_only` its logits and labels.
 
-        Raises InputError: logits of pairs are asked for, or more than the host has room for.
+        Raises InputError: logits of pairs are asked for.
         """
         rows, plain = _on_host(inputs), type(self._objective) is Objective
         if prediction_loss_only and plain and "labels" not in rows:
@@ -327,7 +321,7 @@ class StreamedTrainer(_Trainer):
         more = [name for name in _OUTPUTS if getattr(self.engine.config, name, False)]
         if more or "logits" in (ignore_keys or ()):
             refuse(", ".join(more) or "ignore_keys", "predictions are logits alone")
-        return self._predictions.of(self.engine, rows, self._num_items(rows))
+        return predicted(self.engine, rows, self._num_items(rows))
 
     def _num_items(self, rows: dict[str, Tensor]) -> float | None:
         """The divisor of an evaluation's loss: Trainer's as in training; None for TRL's mean."""

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
 from megatrain.config import ModelSection
-from megatrain.generate import Resident, open_model
 from megatrain.model.trained import Trained
 from megatrain.train.export import export
 from megatrain.train.resolve_model import ResolvedModel
@@ -58,9 +57,10 @@ def test_its_weights_and_its_merged_model_are_whole(packed, base, tmp_path):
         wanted = masters(engine)
     with make_engine(tmp_path / "saved") as opened:
         assert same(masters(opened), wanted)
-    resident = open_model(open_checkpoint(tmp_path / "saved"), precision="fp32", device="cpu")
-    assert isinstance(resident, Resident)
-    with resident.whole_model() as model:
+    with (
+        Engine(tmp_path / "saved", precision="fp32", device="cpu") as opened,
+        opened.whole_model(spare=0) as model,
+    ):
         assert same(dict(model.named_parameters()), wanted)
     export(str(tmp_path / "saved"), tmp_path / "exported", merged=True)
     parts = [load_file(tmp_path / n / "model.safetensors") for n in ("merged", "exported")]

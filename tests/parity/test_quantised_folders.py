@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
-from megatrain.generate import open_model
 from megatrain.model.quantised import quantised_base
 from megatrain.tile.packed import _NF4, FP8, NF4, NF4_WIDE, _dynamic_values
 from megatrain.train.export import export
@@ -129,9 +128,11 @@ def test_such_a_folder_is_run_as_it_is(tmp_path):
     folder, plain = quantised(tmp_path, NF4)
     with Engine(folder, device="cpu") as engine, Engine(plain, device="cpu") as other:
         assert engine.evaluate(STEP) == other.evaluate(STEP)
-    resident = open_model(str(folder), precision="fp32", device="cpu")
-    wanted = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-    with resident.whole_model() as model:
+    wanted = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+    with (
+        Engine(folder, device="cpu") as engine,
+        engine.whole_model(spare=0) as model,
+    ):
         assert same(dict(model.named_parameters()), dict(wanted.named_parameters()))
 
 
