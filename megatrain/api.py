@@ -35,9 +35,16 @@ from megatrain.optim import Rule, is_number
 from megatrain.parallel.distributed import local_rank, open_ranks
 from megatrain.parallel.sequence_ranks import open_sequence_ranks
 from megatrain.placement import Placement, Precision, Verify
-from megatrain.source.engine_setup import DTYPES, EngineSetup, choose_trained, open_structure
 from megatrain.source.sharing import NO_LABELS, require_alone
-from megatrain.source.source import Base, Opens, open_source
+from megatrain.source.source import (
+    DTYPES,
+    Base,
+    EngineSetup,
+    Opens,
+    choose_trained,
+    open_source,
+    open_structure,
+)
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 
 __all__ = ["Engine", "StepResult", "UpdatedTile"]

@@ -26,7 +26,7 @@ from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.machine import present_cpu, present_machine
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import CPU_PLACEMENT, Placement, Planned
-from megatrain.source.engine_setup import EngineSetup
+from megatrain.source.source import EngineSetup
 from megatrain.telemetry.log import PASSING
 from megatrain.tile import TileKind
 

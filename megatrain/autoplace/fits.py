@@ -20,7 +20,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.machine import mapping_bytes
 from megatrain.model.program import ModelProgram
 from megatrain.placement import Placement
-from megatrain.source.engine_setup import Model
+from megatrain.source.source import Model
 from megatrain.telemetry.host import host_available_bytes, host_limit_bytes, process_bytes
 
 # Resident memory of a process with a GPU beside planes and buffers, compiling included: 3.6 to

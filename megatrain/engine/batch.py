@@ -21,7 +21,7 @@ from megatrain.model.media import as_computed
 from megatrain.model.program import MicroBatch, ModelProgram
 from megatrain.model.sequence_share import WHOLE, Judged, RowTrial, SequenceShare
 from megatrain.parallel.distributed import ALONE, Ranks, require_same
-from megatrain.source.engine_setup import EngineSetup
+from megatrain.source.source import EngineSetup
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
 

@@ -39,8 +39,6 @@ from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer, is_number
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import RECOMPUTE, Placement, Planned
-from megatrain.source.base_reference import base_reference
-from megatrain.source.engine_setup import EngineSetup
 from megatrain.source.load_weights import load_weights
 from megatrain.source.sharing import (
     NO_LABELS,
@@ -49,6 +47,8 @@ from megatrain.source.sharing import (
     require_alone,
     require_whole_rows,
 )
+from megatrain.source.source import EngineSetup
+from megatrain.source.state_io import base_reference
 from megatrain.source.write_model import settings_of, write_documents, write_model
 from megatrain.store.store import Store, Tile
 from megatrain.telemetry.timeline import Span

@@ -14,7 +14,7 @@ from megatrain.machine import Machine
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import PlaneKind
 from megatrain.placement import Placement
-from megatrain.source.engine_setup import Model
+from megatrain.source.source import Model
 
 Found = TypeVar("Found")
 

@@ -21,7 +21,7 @@ from megatrain.model.capture import Ref
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.placement import Placement
-from megatrain.source.engine_setup import Model
+from megatrain.source.source import Model
 from megatrain.store.store import Store, Tile
 from megatrain.tile import TileKind
 

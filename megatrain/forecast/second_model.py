@@ -18,7 +18,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.placement import Placement
-from megatrain.source.engine_setup import Model
+from megatrain.source.source import Model
 from megatrain.tile import TileKind
 
 

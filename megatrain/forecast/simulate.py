@@ -35,7 +35,7 @@ from megatrain.model.program import ModelProgram
 from megatrain.model.weights import IN_FLIGHT_BYTES
 from megatrain.parallel.distributed import ALONE, Foreseen
 from megatrain.placement import Placement
-from megatrain.source.engine_setup import Model
+from megatrain.source.source import Model
 from megatrain.store.store import Store
 from megatrain.telemetry.metrics import model_tflops
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_path, window

@@ -10,7 +10,7 @@ from megatrain.model.adapters import adapted
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import PlaneKind, gradient_plane, tile_planes
 from megatrain.placement import Placement
-from megatrain.source.engine_setup import Model
+from megatrain.source.source import Model
 from megatrain.store.store import Tier, resting
 from megatrain.tile import TileKind
 

@@ -20,18 +20,16 @@ from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import read_weights
 from megatrain.parallel.distributed import Ranks
-from megatrain.source.base_reference import (
-    carried,
-    left_out_names,
-    read_left_out,
-    stored_values,
-    whole_masters,
-)
 from megatrain.source.source import Source
 from megatrain.source.state_io import (
+    carried,
     computed_buffers,
+    left_out_names,
     persistent_buffers,
+    read_left_out,
     read_untrained,
+    stored_values,
+    whole_masters,
 )
 from megatrain.store.store import Store
 from megatrain.telemetry.host import update_threads

@@ -14,8 +14,7 @@ from megatrain.model.spec import ModelSpec
 from megatrain.optim import StreamedOptimizer
 from megatrain.parallel.distributed import Ranks, require_same
 from megatrain.placement import Placement
-from megatrain.source.engine_setup import EngineSetup
-from megatrain.source.source import Source
+from megatrain.source.source import EngineSetup, Source
 
 NO_LABELS = "no labels"  # in the place of a loss
 

@@ -26,10 +26,15 @@ from megatrain.model.export import write_adapter, write_configs, write_weights
 from megatrain.model.safetensors_io import Described, Stored, write_shard
 from megatrain.model.weights import stored_types
 from megatrain.optim import Rule
-from megatrain.source.base_reference import carried, stored_values, whole_masters
 from megatrain.source.load_weights import read_adapter
 from megatrain.source.source import Source, open_source
-from megatrain.source.state_io import Untrained, read_untrained
+from megatrain.source.state_io import (
+    Untrained,
+    carried,
+    read_untrained,
+    stored_values,
+    whole_masters,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from megatrain.errors import InputError, RunFailed
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
 from megatrain.run_folder.layout import MODEL, holds_model, model_state, require_empty
-from megatrain.source.base_reference import no_adapter, with_base
 from megatrain.source.source import adapter_folder, folder_adapter
+from megatrain.source.state_io import no_adapter, with_base
 from megatrain.source.write_model import write_saved
 from megatrain.train.card import write_card
 from megatrain.train.resolve_model import moved_base, trained_model

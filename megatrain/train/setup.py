@@ -36,8 +36,7 @@ from megatrain.model.trained import Trained
 from megatrain.optim import gradient_plane, parameter_bytes
 from megatrain.parallel.distributed import ALONE, Ranks, local_rank
 from megatrain.placement import Placement
-from megatrain.source.engine_setup import DTYPES, choose_trained, open_structure
-from megatrain.source.source import Source, open_source
+from megatrain.source.source import DTYPES, Source, choose_trained, open_source, open_structure
 from megatrain.store.store import resting
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import check_prompts, open_data, run_ends, run_tokenizer

@@ -16,7 +16,7 @@ from megatrain import AdamW, Engine, Placement
 from megatrain.base.units import MIB
 from megatrain.device import CpuDevice
 from megatrain.optim import parameter_bytes
-from megatrain.source import engine_setup
+from megatrain.source import source
 from tests.parity.cases import frozen, in_dtype, llama, make_batches, make_engine
 from tests.rules import SWEPT
 from tests.sweeps import few
@@ -70,7 +70,7 @@ PLANES = [
 )
 def test_bytes_per_parameter(mid, rule, precision, planes, whole):
     engine = make_engine(mid, precision=precision, rule=rule)
-    assert parameter_bytes(SWEPT[rule](), engine_setup.DTYPES[precision]) == whole
+    assert parameter_bytes(SWEPT[rule](), source.DTYPES[precision]) == whole
     assert engine.num_parameters > 19e6
     found = bytes_per_parameter(engine)
     for plane, expected in planes.items():

@@ -14,8 +14,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO
 from megatrain.model.probe import spec
 from megatrain.placement import Placement
-from megatrain.source.engine_setup import EngineSetup, Model
-from megatrain.source.source import open_source
+from megatrain.source.source import EngineSetup, Model, open_source
 from tests.race.schedule import Alike
 from tests.unit.forecast_cases import small_machine, tiny_config
 

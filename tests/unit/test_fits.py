@@ -19,8 +19,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import mapping_bytes
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
-from megatrain.source.engine_setup import Model
-from megatrain.source.source import open_source
+from megatrain.source.source import Model, open_source
 from megatrain.telemetry import host
 from megatrain.telemetry.host import process_bytes
 from tests.parity.cases import llama, make_engine

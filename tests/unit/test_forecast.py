@@ -25,8 +25,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.model.probe import spec
 from megatrain.optim.muon import is_matrix
 from megatrain.plan.tiles import disk_use, tile_bytes
-from megatrain.source.engine_setup import Model
-from megatrain.source.source import open_source
+from megatrain.source.source import Model, open_source
 from megatrain.tile import TileKind
 from tests.parity.cases import Noting
 from tests.rules import SWEPT, with_rules

@@ -21,8 +21,7 @@ from megatrain.model.capture import Rows
 from megatrain.model.probe import spec
 from megatrain.model.program import MicroBatch, ModelProgram
 from megatrain.optim import StreamedOptimizer, tile_planes
-from megatrain.source.engine_setup import tile_layouts
-from megatrain.source.source import open_source
+from megatrain.source.source import open_source, tile_layouts
 from megatrain.store.store import Tile
 from tests.parity.test_tiles import TAKEN, model_of
 from tests.sweeps import few

@@ -19,7 +19,7 @@ from megatrain.optim import (
     Plane,
     StreamedOptimizer,
 )
-from megatrain.source.engine_setup import DTYPES
+from megatrain.source.source import DTYPES
 from megatrain.store.store import Store
 from megatrain.tile import TileLayout
 from tests.families.plain import PlainSGD

@@ -23,8 +23,7 @@ from megatrain.plan.remedies import (
     remedies,
 )
 from megatrain.plan.tiles import TileBytes, by_tier, disk_use, tile_bytes
-from megatrain.source.engine_setup import tile_layouts
-from megatrain.source.source import open_source
+from megatrain.source.source import open_source, tile_layouts
 from megatrain.telemetry.timeline import Span
 from tests.parity.cases import llama, qwen2
 
