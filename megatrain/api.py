@@ -45,7 +45,7 @@ from megatrain.source.source import (
     open_source,
     open_structure,
 )
-from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
+from megatrain.source.state_io import require_kept, resumed_placement, saved_optimizer
 
 __all__ = ["Engine", "StepResult", "UpdatedTile"]
 
@@ -305,7 +305,7 @@ class Engine(PlacedEngine):
             source,
             optimizer=saved_optimizer(checkpoint, states=states, master=master),
             max_grad_norm=settings.max_grad_norm if max_grad_norm == "saved" else max_grad_norm,
-            precision=check_precision(checkpoint, precision),
+            precision=require_kept(checkpoint, "precision", precision, settings.precision),
             placement=resumed_placement(checkpoint, placement, opened.kind),
             device=opened,
             seed=settings.seed,

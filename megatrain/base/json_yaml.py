@@ -25,19 +25,14 @@ Pairs = list[tuple[str, Any]]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a regular file.
-
-    Raises:
-        InputError: unreadable, too large, or as `parse_object`.
-    """
+    """A JSON object from a regular file. Raises InputError: unreadable, too large, or no object."""
     return parse_object(_read(path, MAX_JSON_BYTES, regular=True), path)
 
 
 def parse_object(text: bytes, path: Path) -> dict[str, Any]:
     """A JSON object with keys of at most `MAX_NAME_LENGTH` characters; `path` is for the message.
 
-    Raises:
-        InputError: not JSON, nested too deeply, a key twice or too long, or not an object.
+    Raises InputError: not JSON, nested too deeply, a key twice or too long, or not an object.
     """
     try:
         content = parse_json(text, _short_keys)
@@ -49,11 +44,7 @@ def parse_object(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def each_key_once(pairs: Pairs) -> dict[str, Any]:
-    """A JSON object from its keys and values, each key once.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """A JSON object from its keys and values. Raises ValueError: a key is there twice."""
     content = dict(pairs)
     if len(content) != len(pairs):
         twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
@@ -72,8 +63,7 @@ def parse_json(
 ) -> Any:
     """The value of one JSON text (UTF-8).
 
-    Raises:
-        ValueError: not UTF-8, not JSON, nested too deeply, a key twice, a number without end.
+    Raises ValueError: not UTF-8, not JSON, nested too deeply, a key twice, a number without end.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
@@ -85,8 +75,7 @@ def parse_json(
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML mapping; the path may be a pipe.
 
-    Raises:
-        InputError: unreadable, too large, refused by `parse_yaml`, or not a mapping.
+    Raises InputError: unreadable, too large, refused by `parse_yaml`, or not a mapping.
     """
     try:
         tree = parse_yaml(_read(path, MAX_YAML_BYTES, regular=False).decode("utf-8-sig"))
@@ -102,11 +91,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def parse_yaml(text: str) -> Any:
     """The value of one YAML document.
 
-    Raises:
-        ValueError: malformed, nested too deep, with aliases, tags or repeated keys; in one line.
+    Raises ValueError: malformed, nested too deep, with aliases, tags or repeated keys; in one line.
     """
     try:
-        _refuse_bombs(text)
         return yaml.load(text, Loader=_Loader)  # a SafeLoader: plain data only
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -120,8 +107,23 @@ def parse_yaml(text: str) -> Any:
 class _Loader(yaml.SafeLoader):
     """SafeLoader that refuses repeated keys and reads `1e-5` as a number, as YAML 1.2 does.
 
-    Refuses scalars that YAML 1.1 and 1.2 read differently: `010`, `1:30`.
+    Refuses aliases, tags, depth, and scalars that YAML 1.1 and 1.2 read differently: `010`, `1:30`.
     """
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            raise _refusal("aliases are not supported", event.start_mark)
+        if getattr(event, "tag", None) is not None:
+            raise _refusal("tags are not supported", event.start_mark)
+        if isinstance(event, yaml.CollectionStartEvent) and self.depth == MAX_YAML_NESTING:
+            raise _refusal("nested too deep", event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -156,20 +158,6 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
     list("-+0123456789."),
 )
-
-
-def _refuse_bombs(text: str) -> None:
-    """Check the parser's events for aliases, tags and depth, before anything is built of them."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
-            raise _refusal("aliases are not supported", event.start_mark)
-        if getattr(event, "tag", None) is not None:
-            raise _refusal("tags are not supported", event.start_mark)
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_YAML_NESTING:
-            raise _refusal("nested too deep", event.start_mark)
 
 
 def _refusal(problem: str, mark: Any) -> yaml.MarkedYAMLError:

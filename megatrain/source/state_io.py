@@ -110,16 +110,13 @@ def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The buffers that do not belong to the weights, on the CPU, by name."""
+    """The other buffers, on the CPU, by name."""
     saved = persistent_buffers(model)
     return {n: b.cpu().contiguous() for n, b in model.named_buffers() if n not in saved}
 
 
 def read_untrained(checkpoint: Checkpoint, model: PreTrainedModel) -> Untrained:
-    """Read a checkpoint's untrained tensors; copies all buffers into `model`.
-
-    Raises InputError: they are those of another model.
-    """
+    """Read a checkpoint's untrained tensors; copies all buffers into `model`."""
     stored, buffers = _stored(checkpoint, BUFFERS), persistent_buffers(model)
     if {n: (tensor.dtype.is_floating_point, tensor.shape) for n, tensor in stored.items()} != {
         n: (tensor.is_floating_point(), tuple(tensor.shape)) for n, tensor in buffers.items()
@@ -158,10 +155,7 @@ def _stored(checkpoint: Checkpoint, name: str) -> dict[str, Stored]:
 def open_model(
     checkpoint: Checkpoint, *, trust_remote_code: bool = False, **code: Any
 ) -> PreTrainedModel:
-    """The checkpoint's model without weights; the same parameters are frozen.
-
-    Raises InputError: transformers makes another model of its configuration.
-    """
+    """The checkpoint's model without weights; the same parameters are frozen."""
     settings, folder = checkpoint.settings, checkpoint.model_folder
     config = load_config(folder, trust_remote_code=trust_remote_code)
     # config.json does not say which code computes; the outer parts first: they set the inner, too.
@@ -200,13 +194,7 @@ def saved_dtype(checkpoint: Checkpoint, name: str | None = None) -> torch.dtype:
 
 
 def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
-    """The checkpoint's optimizer rule.
-
-    Args:
-        wanted: choices that it must have; None: any.
-
-    Raises InputError: the rule is unknown, or has other choices.
-    """
+    """The checkpoint's optimizer rule; `wanted`: choices that it must have (None: any)."""
     if checkpoint.settings.optimizer is None:
         return None
     settings = dict(checkpoint.settings.optimizer)
@@ -218,21 +206,14 @@ def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
     if rule is None or settings.keys() != known:
         raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
     for choice, value in wanted.items():
-        if value not in (None, settings.get(choice)):
-            raise InputError(
-                f"{choice} is {value!r}, but {checkpoint.folder} was trained with "
-                f"{settings.get(choice)!r}, which cannot change on the way; leave it out"
-            )
+        require_kept(checkpoint, choice, value, settings.get(choice))
     return rule(**settings)
 
 
 def resumed_placement(
     checkpoint: Checkpoint, wanted: Placement | Literal["auto"] | None, device: str
 ) -> Placement | Literal["auto"]:
-    """The placement to go on with; None takes the saved one where the kind of device is the same.
-
-    Raises InputError: the saved one has choices that are unknown here.
-    """
+    """The placement to go on with; None: the saved one where the kind of device is the same."""
     if wanted is not None:
         return wanted
     saved = checkpoint.settings.placement
@@ -247,12 +228,11 @@ def resumed_placement(
         ) from error
 
 
-def check_precision(checkpoint: Checkpoint, wanted: str | None) -> Any:
-    """The precision to go on with, which is the saved one. Raises InputError."""
-    saved = checkpoint.settings.precision
+def require_kept(checkpoint: Checkpoint, name: str, wanted: Any, saved: Any) -> Any:
+    """The saved value of a setting. Raises InputError: another one is wanted (None: any)."""
     if wanted not in (None, saved):
         raise InputError(
-            f"precision is {wanted!r}, but {checkpoint.folder} was trained in {saved!r}, which "
+            f"{name} is {wanted!r}, but {checkpoint.folder} was trained with {saved!r}, which "
             "cannot change on the way; leave it out, or export the model and start from it"
         )
     return saved
@@ -296,10 +276,7 @@ def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
 
 
 def place_of(base: str | Path) -> tuple[str, str | None]:
-    """A model's absolute folder, or its hub id and current revision.
-
-    Raises InputError: there is no such model.
-    """
+    """A model's absolute folder, or its hub id and current revision."""
     folder = Path(base).expanduser()
     if folder.exists():
         return str(folder.absolute()), None
@@ -307,15 +284,10 @@ def place_of(base: str | Path) -> tuple[str, str | None]:
 
 
 def with_base(checkpoint: Checkpoint, base: str | Path | None) -> Checkpoint:
-    """The checkpoint of an adapter, with its base at a new place.
+    """The checkpoint of an adapter, with its base at a new place; None: the old one.
 
     The base's values are compared when they are read; later checkpoints and exports name this
-    place.
-
-    Args:
-        base: a folder, a checkpoint or a hub id; None: the old place.
-
-    Raises InputError: the checkpoint has no adapter, or there is no such model.
+    place. Raises InputError: the checkpoint has no adapter, or there is no such model.
     """
     settings = checkpoint.settings
     if base is None:
@@ -430,7 +402,7 @@ def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) 
 def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
     """All `masters`, including those of a base that is left out, as layers compute with them.
 
-    The base is read twice: first to be checked. Raises InputError: as `read_left_out`.
+    The base is read twice: first to be checked.
     """
     saved, left = masters(checkpoint), checkpoint.settings.left_out
     if left is None:
@@ -453,18 +425,12 @@ def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
 
 
 def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:
-    """Functions that read each parameter of a plain model from its files.
-
-    Raises InputError: a file is damaged, or of another model.
-    """
+    """Functions that read each parameter of a plain model from its files."""
     return masters(place) if isinstance(place, Checkpoint) else lazy_weights(place, model)
 
 
 def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Stored]:
-    """The tensors of a model's source that its class does not have; see `carried_tensors`.
-
-    Raises InputError: the base, which a checkpoint of an adapter leaves out, is not there.
-    """
+    """The tensors of a model's source that its class does not have; see `carried_tensors`."""
     if isinstance(place, Path):
         return carried_tensors(place, plain(model))
     if left := place.settings.left_out:

@@ -167,7 +167,7 @@ def test_an_extra_state_that_could_not_be_read_is_refused(extra, tmp_path):
 
 def test_a_change_of_precision_is_refused(tmp_path):
     engine_of(precision="bf16").save(tmp_path / "saved")
-    with pytest.raises(InputError, match="'fp32'.*trained in 'bf16'"):
+    with pytest.raises(InputError, match="'fp32'.*trained with 'bf16'"):
         Engine.load(tmp_path / "saved", precision="fp32")
     assert Engine.load(tmp_path / "saved", precision="bf16", device="cpu").optimizer is not None
 
