@@ -12,20 +12,17 @@ _MOST = 1 << 60
 def parse_bytes(text: str | int) -> int:
     """Parse `"10GiB"`, `"512 MB"` or a plain number of bytes.
 
-    Raises:
-        ValueError: the text is not a size, or larger than any machine's memory.
+    Raises ValueError: the text is not a size, or larger than any machine's memory.
     """
-    num_bytes = text if isinstance(text, int) else _parsed(text)
+    num_bytes: float = text if isinstance(text, int) else 0
+    if isinstance(text, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
+        if match is None or match[2] not in _SUFFIX:
+            raise ValueError(f"not a size: {text!r} (write it like 10GiB, 512MiB or 24GB)")
+        num_bytes = float(match[1]) * _SUFFIX[match[2]]
     if num_bytes > _MOST:
         raise ValueError(f"not a size: {text!r:.30} is more than any machine has")
     return int(num_bytes)
-
-
-def _parsed(text: str) -> float:
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
-    if match is None or match[2] not in _SUFFIX:
-        raise ValueError(f"not a size: {text!r} (write it like 10GiB, 512MiB or 24GB)")
-    return float(match[1]) * _SUFFIX[match[2]]
 
 
 def gib(num_bytes: float) -> str:

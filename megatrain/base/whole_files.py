@@ -10,10 +10,7 @@ from megatrain.errors import InputError
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk.
-
-    A renamed file must be on the disk before its new name.
-    """
+    """Flush a file, or the names in a folder, to the disk: a file before its new name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -54,9 +51,6 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     An existing folder of that name must be empty; with `replace`, readers see the old or the new
     one. After a crash between the two renames the old one is beside it under a hidden name; the
     next call puts it back.
-
-    Raises:
-        InputError: an existing folder cannot be replaced.
     """
     target = target.resolve()
     if not replace and (target == Path.cwd() or target.is_mount()):

@@ -116,10 +116,7 @@ def require_seen(path: Path) -> None:
 
 
 def joined_sums(tile: str, by_rank: Sequence[Sums]) -> tuple[tuple[int, str], ...]:
-    """Bytes and checksums of a tile's pieces in the order of their offsets, over all ranks.
-
-    Raises RunFailed: hosts that keep the same pieces have other bytes.
-    """
+    """Bytes and checksums of a tile's pieces in the order of their offsets, over all ranks."""
     every = sorted({piece for sums in by_rank for piece in sums})
     if len({offset for offset, *_ in every}) < len(every):
         raise RunFailed(
@@ -148,7 +145,7 @@ def _drop_pages(handle: int, offset: int, num_bytes: int) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small new file; it is on the disk when this returns."""
+    """Write a small new file to the disk."""
     with NewFile(path) as file:
         file.write(text.encode(), 0)
 
@@ -203,10 +200,7 @@ class OldFile:
 
 
 def regular_size(folder: Path, name: str) -> int:
-    """The size of the regular file `name` below `folder`; no part of its path may be a link.
-
-    Raises InputError: it is missing, a link, lies behind a link, or is something else than a file.
-    """
+    """The size of the regular file `name` below `folder`. Raises InputError: a link, or none."""
     path = folder / name
     try:
         status = os.lstat(path)
@@ -236,21 +230,12 @@ def publish(partial: Path, folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, after a rename that hides it at once.
-
-    Raises OSError: it cannot be removed; a read-only one is left as it is.
-    """
+    """Remove a checkpoint, after a rename that hides it at once; a read-only one is left whole."""
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     gone = hidden(folder, REMOVED)
     os.rename(folder, gone)
     shutil.rmtree(gone)
-
-
-def remove_partial(folder: Path) -> None:
-    """Remove the partial folder of an unfinished save of `folder`."""
-    if os.path.lexists(hidden(folder, PARTIAL)):
-        shutil.rmtree(hidden(folder, PARTIAL))
 
 
 def put_right(parent: Path) -> None:

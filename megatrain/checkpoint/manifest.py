@@ -15,13 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Interval, Len, Predicate
 
 from megatrain.base.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
-from megatrain.checkpoint.files import (
-    ALGORITHMS,
-    MAX_PIECE_BYTES,
-    OldFile,
-    regular_size,
-    remove,
-)
+from megatrain.checkpoint import files
 from megatrain.errors import InputError, in_one_line
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.safetensors_io import DTYPES, MAX_DIMENSIONS
@@ -56,7 +50,7 @@ class FileRecord(_Strict):
     """One file: its size, and `(bytes, checksum)` of each piece from its beginning on."""
 
     num_bytes: Count
-    pieces: tuple[tuple[Annotated[int, Interval(ge=1, le=MAX_PIECE_BYTES)], str], ...]
+    pieces: tuple[tuple[Annotated[int, Interval(ge=1, le=files.MAX_PIECE_BYTES)], str], ...]
 
     def spans(self) -> Iterator[tuple[int, int, str]]:
         """`(offset, bytes, checksum)` of each piece."""
@@ -110,8 +104,7 @@ class BaseReference(_Strict):
     """The base of an adapter, which no step changes: it is read again from its own place.
 
     Attributes:
-        path: its folder, checkpoint or hub id.
-        revision: of a hub id.
+        path: its folder, checkpoint or hub id, with the hub's `revision`.
         fingerprint: of the values of all parameters that the checkpoint leaves out.
         packed: the formats of packed parameters, by name.
     """
@@ -127,11 +120,8 @@ class Settings(_Strict):
     """All settings of an engine, without its tiles.
 
     Attributes:
-        steps: optimizer steps done.
         dtype: of the model's source, in which exports are written.
-        model_class: of transformers.
-        attn_implementation: of each configuration inside the model's, by its path.
-        experts_implementation: likewise.
+        attn_implementation, experts_implementation: of each configuration inside the model's.
         frozen: parameters that do not require gradients.
         frozen_dtypes: of those without an optimizer group that came in another dtype than `dtype`.
         optimizer: its rule's name and settings.
@@ -168,7 +158,7 @@ class Manifest(_Strict):
 
     format: Literal["megatrain checkpoint"] = field(default="megatrain checkpoint", kw_only=True)
     version: Literal[1] = field(default=1, kw_only=True)
-    algorithm: Annotated[str, Predicate(ALGORITHMS.__contains__)]
+    algorithm: Annotated[str, Predicate(files.ALGORITHMS.__contains__)]
     settings: Settings
     files: dict[Annotated[str, Predicate(lies_inside)], FileRecord]
     tiles: tuple[TileRecord, ...]
@@ -188,7 +178,7 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
     """A manifest's content with its own checksum, which comes last."""
     content = {key: value for key, value in content.items() if key != "checksum"}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return content | {"checksum": ALGORITHMS[content["algorithm"]](text.encode())}
+    return content | {"checksum": files.ALGORITHMS[content["algorithm"]](text.encode())}
 
 
 def as_json(extra: dict[str, Any]) -> str:
@@ -209,11 +199,7 @@ def as_json(extra: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint with a consistent manifest, and the files that it names.
-
-    Attributes:
-        extra: the JSON values that the caller of the save gave.
-    """
+    """A checkpoint with a consistent manifest; `extra`: JSON values of the caller of the save."""
 
     folder: Path
     manifest: Manifest
@@ -221,17 +207,14 @@ class Checkpoint:
 
     @property
     def settings(self) -> Settings:
-        """All settings of the engine."""
         return self.manifest.settings
 
     @property
     def step(self) -> int:
-        """Optimizer steps that the model has had."""
         return self.settings.steps
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(record.num_bytes for record in self.manifest.files.values())
 
     @property
@@ -239,9 +222,9 @@ class Checkpoint:
         """The folder with the model's configuration and the caller's attached files; no weights."""
         return self.folder / MODEL
 
-    def open(self, name: str) -> OldFile:
+    def open(self, name: str) -> files.OldFile:
         """A file of the checkpoint, opened."""
-        return OldFile(self.folder / name, self.manifest.algorithm)
+        return files.OldFile(self.folder / name, self.manifest.algorithm)
 
     def check_file(self, name: str, start: int = 0, stop: int = _LARGEST) -> None:
         """Compare a file's pieces between bytes `start` and `stop` with their checksums.
@@ -263,10 +246,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no checkpoint there")
-    regular_size(folder, MANIFEST)
+    files.regular_size(folder, MANIFEST)
     manifest = _believed(read_json(folder / MANIFEST), folder / MANIFEST)
     for name, record in manifest.files.items():
-        actual = regular_size(folder, name)
+        actual = files.regular_size(folder, name)
         if actual != record.num_bytes:
             what = "truncated" if actual < record.num_bytes else "too long"
             raise InputError(
@@ -348,10 +331,7 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Refuse to save over anything but a checkpoint.
-
-    Raises InputError: a file has it, or a folder that holds more than a checkpoint, damaged or not.
-    """
+    """Raises InputError: a file, or a folder that holds more than a (damaged) checkpoint."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -367,18 +347,14 @@ def require_replaceable(folder: Path) -> None:
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """A checkpoint after a check of its manifest, small files and file sizes, not of its tiles.
 
-    Raises:
-        InputError: names the file, what is wrong, and the newest whole checkpoint beside it.
+    Raises InputError: names the file, what is wrong, and the newest whole checkpoint beside it.
     """
     with offering_another(Path(folder)):
         return read_checkpoint(Path(folder))
 
 
 def verify(folder: str | Path) -> Checkpoint:
-    """`open_checkpoint`, and compare every byte of every file with its checksum.
-
-    Raises InputError: as `open_checkpoint` does.
-    """
+    """`open_checkpoint`, and compare every byte of every file with its checksum."""
     checkpoint = open_checkpoint(folder)
     with offering_another(checkpoint.folder):
         for name in checkpoint.manifest.files:
@@ -411,20 +387,14 @@ def mark(folder: str | Path) -> None:
 
 
 def rotate(
-    parent: str | Path,
-    keep_last: int,
-    *,
-    newest: Path | None = None,
-    spared: Collection[Path] = (),
+    parent: str | Path, keep_last: int, *, newest: Path | None = None, spared: Collection[Path] = ()
 ) -> list[Path]:
     """Remove whole checkpoints except the newest `keep_last`, marked and `spared` ones.
 
     Returns the removed ones. Damaged checkpoints and other folders are left alone. Checkpoints
     after `newest` are left alone, too, and do not count: their tiles may be damaged.
 
-    Raises:
-        ValueError: `keep_last` is below 1.
-        OSError: one cannot be removed; the others are.
+    Raises OSError: one cannot be removed; the others are.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; the newest checkpoint always stays")
@@ -434,7 +404,7 @@ def rotate(
     failures = []
     for folder in old:
         try:
-            remove(folder)
+            files.remove(folder)
         except OSError as error:
             failures.append(error)
     if failures:

@@ -1,6 +1,7 @@
 """Saves an engine's state while it trains: the one place that writes checkpoints."""
 
 import logging
+import os
 import shutil
 import threading
 import time
@@ -12,19 +13,7 @@ from pathlib import Path
 
 from megatrain.base.units import gib
 from megatrain.base.whole_files import flush
-from megatrain.checkpoint import files
-from megatrain.checkpoint.manifest import (
-    EXTRA,
-    KEEP,
-    MANIFEST,
-    MODEL,
-    TILES,
-    FileRecord,
-    Manifest,
-    Settings,
-    lies_inside,
-)
-from megatrain.checkpoint.snapshot import AT_ONCE, Snapshot, StagingBlocks, TileFile, tile_file
+from megatrain.checkpoint import files, manifest, snapshot
 from megatrain.device import Device
 from megatrain.device.base import SAVE
 from megatrain.device.host_stream import start_thread
@@ -48,7 +37,7 @@ class Contents:
         keep: mark the checkpoint, so that rotation never removes it.
     """
 
-    settings: Settings
+    settings: manifest.Settings
     extra: str
     documents: Callable[[Path], None]
     attach: Callable[[Path], None] | None = None
@@ -59,8 +48,7 @@ class Saving:
     """A running or ended save.
 
     Attributes:
-        folder: of the checkpoint.
-        step: optimizer steps of the saved state.
+        folder, step: of the checkpoint.
         num_bytes: of all tiles.
         error: the failure; None while it runs and after success.
         seconds: from the call to its end; None while it runs.
@@ -72,8 +60,8 @@ class Saving:
         device: Device,
         folder: Path,
         contents: Contents,
-        jobs: list[TileFile],
-        spare: StagingBlocks,
+        jobs: list[snapshot.TileFile],
+        spare: snapshot.StagingBlocks,
         ranks: Ranks,
     ) -> None:
         """Begin the save; each rank writes its pieces, and rank 0 everything else."""
@@ -85,7 +73,7 @@ class Saving:
         self._named = False
         self._untold: list[str] = []
         weakref.finalize(self, _tell, self._untold)  # at the program's end at the latest
-        self.snapshot = Snapshot(spare)
+        self.snapshot = snapshot.Snapshot(spare)
         self._device, self._contents, self._jobs = device, contents, jobs
         self._started = time.perf_counter()
         # No daemon: a program that ends without `close` still has its checkpoint.
@@ -108,8 +96,7 @@ class Saving:
     def wait(self) -> None:
         """Block until the checkpoint is whole on the disk.
 
-        Raises:
-            RunFailed: it could not be written; nothing of it is left, older ones are as they were.
+        Raises RunFailed: it could not be written; nothing of it is left, older ones are there.
         """
         self.join()
         self._untold.clear()
@@ -145,8 +132,9 @@ class Saving:
             reason = str(error)
         left = "nothing of it is left"
         try:
-            if self._ranks.rank == 0:
-                files.remove_partial(self.folder)
+            partial = files.hidden(self.folder, files.PARTIAL)
+            if self._ranks.rank == 0 and os.path.lexists(partial):
+                shutil.rmtree(partial)
         except OSError as other:
             left = f"what it has written could not be removed ({os_reason(other)})"
         if self._named:
@@ -175,13 +163,13 @@ class Saving:
             raise RunFailed(f"it takes {gib(self.num_bytes)} and the disk has {gib(free)} left")
         partial.mkdir()
         held.enter_context(files.claimed(partial))
-        for name in (TILES, MODEL):
+        for name in (manifest.TILES, manifest.MODEL):
             (partial / name).mkdir()
         for job in self._jobs if self._ranks.size > 1 else ():
             with files.NewFile(partial / job.record.file):
                 pass
 
-    def _fill(self, partial: Path) -> tuple[dict[str, files.Sums], dict[str, FileRecord]]:
+    def _fill(self, partial: Path) -> tuple[dict[str, files.Sums], dict[str, manifest.FileRecord]]:
         """Write this rank's part of all files and flush them to the disk."""
         files.require_seen(partial)
         with self._writers(partial) as tiles:
@@ -189,20 +177,22 @@ class Saving:
         return tiles, documents
 
     def _publish(
-        self, partial: Path, written: Sequence[tuple[dict[str, files.Sums], dict[str, FileRecord]]]
+        self,
+        partial: Path,
+        written: Sequence[tuple[dict[str, files.Sums], dict[str, manifest.FileRecord]]],
     ) -> None:
         """Write the manifest of all ranks' files, and rename the folder to its final name."""
         records = dict(written[0][1])
         for job in self._jobs:
             name = job.record.file
             pieces = files.joined_sums(job.tile.name, [sums[name] for sums, _ in written])
-            records[name] = FileRecord(job.num_bytes, pieces)
+            records[name] = manifest.FileRecord(job.num_bytes, pieces)
         tiles = tuple(sorted((job.record for job in self._jobs), key=lambda tile: tile.file))
         settings = self._contents.settings
-        manifest = Manifest(files.ALGORITHM, settings, records, tiles)
+        content = manifest.Manifest(files.ALGORITHM, settings, records, tiles)
         for folder in [path for path in partial.rglob("*") if path.is_dir()]:
             flush(folder)
-        files.write_text(partial / MANIFEST, manifest.as_text())
+        files.write_text(partial / manifest.MANIFEST, content.as_text())
         flush(partial)
         files.publish(partial, self.folder)
         self._named = True
@@ -233,7 +223,7 @@ class Saving:
 
         threads: list[threading.Thread] = []
         try:
-            for _ in range(AT_ONCE):
+            for _ in range(snapshot.AT_ONCE):
                 threads.append(start_thread("megatrain save", write))
             yield records
             for thread in threads:
@@ -250,7 +240,7 @@ class Saving:
         if failures:
             raise failures[0]
 
-    def _write_tile(self, partial: Path, job: TileFile) -> files.Sums:
+    def _write_tile(self, partial: Path, job: snapshot.TileFile) -> files.Sums:
         summed, pieces = files.ALGORITHMS[files.ALGORITHM], list[tuple[int, int, str]]()
         first = self._ranks.replicas.rank == 0  # other hosts only compute checksums
         with ExitStack() as held:
@@ -266,26 +256,28 @@ class Saving:
                     if file is not None:
                         file.write(data, piece.offset)
                 finally:
-                    self.snapshot.give(piece)
+                    self.snapshot.change(piece, snapshot.Stage.WRITTEN, None)
         return pieces
 
-    def _write_documents(self, partial: Path) -> dict[str, FileRecord]:
+    def _write_documents(self, partial: Path) -> dict[str, manifest.FileRecord]:
         """Write everything except tiles and manifest."""
         contents = self._contents
         contents.documents(partial)
         if contents.attach is not None:
-            contents.attach(partial / MODEL)
-        files.write_text(partial / EXTRA, contents.extra)
+            contents.attach(partial / manifest.MODEL)
+        files.write_text(partial / manifest.EXTRA, contents.extra)
         records = {}
         for path in partial.rglob("*"):
             name = path.relative_to(partial).as_posix()
-            if (path.is_symlink() or not path.is_dir()) and not name.startswith(f"{TILES}/"):
+            if (path.is_symlink() or not path.is_dir()) and not name.startswith(
+                f"{manifest.TILES}/"
+            ):
                 files.regular_size(partial, name)  # a link would not be read back
-                if not lies_inside(name):
+                if not manifest.lies_inside(name):
                     raise RunFailed(f"{name!r} is no name that every system takes")
-                records[name] = FileRecord(*files.settle(path))
+                records[name] = manifest.FileRecord(*files.settle(path))
         if contents.keep:
-            files.write_text(partial / KEEP, "")
+            files.write_text(partial / manifest.KEEP, "")
         return records
 
 
@@ -313,7 +305,7 @@ class Saver:
         """
         self._device, self._tiles, self._ranks = device, tiles, ranks
         self._reverse = reverse
-        self._spare = StagingBlocks(device, spare_bytes, host_limit)
+        self._spare = snapshot.StagingBlocks(device, spare_bytes, host_limit)
         self.last: Saving | None = None
 
     @property
@@ -324,8 +316,7 @@ class Saver:
     def begin(self, folder: Path, contents: Contents, *, background: bool) -> Saving:
         """Start saving the state after the updates started so far; waits for an earlier save.
 
-        Args:
-            background: updates may start before everything is written.
+        Args: `background`: updates may start before everything is written.
 
         Raises DoesNotFit: no host memory to copy tiles from the device.
         """
@@ -356,13 +347,15 @@ class Saver:
             self.last.join()
             self.last.tell()
 
-    def _jobs(self, *, trained: bool) -> list[TileFile]:
+    def _jobs(self, *, trained: bool) -> list[snapshot.TileFile]:
         """The tiles' files in the order of writing: tiles that are updated first come first."""
         jobs = []
         for tile in sorted(self._tiles, key=lambda tile: tile.index, reverse=self._reverse):
             if tile.layout.trainable_numel or not trained:
-                name = f"{TILES}/{tile.index:04d}-{tile.name.replace(' ', '-')}.safetensors"
-                jobs.append(tile_file(tile, name, trained=trained))
+                name = (
+                    f"{manifest.TILES}/{tile.index:04d}-{tile.name.replace(' ', '-')}.safetensors"
+                )
+                jobs.append(snapshot.tile_file(tile, name, trained=trained))
         return sorted(jobs, key=lambda job: not job.leaving)
 
 

@@ -59,7 +59,6 @@ class Piece:
     Attributes:
         source: their place in the plane, as uint8.
         offset: of the first one in the file.
-        tier: of the plane.
         memory: host memory that has them now: the plane itself, staging or spare memory.
         block: the spare block that the piece occupies.
     """
@@ -81,11 +80,8 @@ class Piece:
 class TileFile:
     """A tile's file: header, then each plane, cut into pieces; this rank's part of it.
 
-    Attributes:
-        record: the tile's part of the manifest.
-        num_bytes: of the whole file.
-        released: pieces that rest in host memory and are written from there.
-        leaving: pieces on the device or a disk, which are copied to host memory first.
+    Pieces that rest in host memory are `released` and written from there; pieces `leaving` the
+    device or a disk are copied to host memory first.
     """
 
     tile: Tile
@@ -139,13 +135,9 @@ def saved_numel(plane: Plane, layout: TileLayout, stop: int) -> int:
 class StagingBlocks:
     """Host memory for pieces that change before they are written, or that leave device or disk.
 
-    Blocks of a piece each, allocated when first needed and kept from save to save.
-
-    Attributes:
-        num_bytes: allocated.
-        free: blocks not in use.
-        reserved: number of blocks that only pieces leaving device or disk may take: their writers
-            could deadlock if pieces that are written later held all blocks.
+    Blocks of a piece each, allocated when first needed and kept from save to save. Only pieces
+    leaving device or disk may take the `reserved` ones: their writers could deadlock if pieces
+    that are written later held all blocks.
     """
 
     def __init__(self, device: Device, most_bytes: int | None, host_limit: int | None) -> None:
@@ -208,9 +200,6 @@ def spare_bytes_of(free_bytes: int) -> int:
 
 class Abandoned(Exception):
     """The save has failed: its pieces are not needed any more."""
-
-    def __str__(self) -> str:
-        return "it was broken off"
 
 
 class Snapshot:
@@ -300,7 +289,7 @@ class Snapshot:
                 assert piece.memory is not None
                 spare = block[: piece.num_bytes]
                 kernels.copy(spare, piece.memory, threads=update_threads())
-                self._change(piece, Stage.READY, spare)
+                self.change(piece, Stage.READY, spare)
 
     def _block_for(self, piece: Piece) -> Tensor | None:
         """Wait for a spare block for a piece, or until the piece is written: then None."""
@@ -315,23 +304,17 @@ class Snapshot:
             return None
 
     def take(self, piece: Piece) -> Any:
-        """Wait until a piece is ready; returns its bytes, to be written.
-
-        Raises Abandoned: the save has failed.
-        """
+        """Wait until a piece is ready; returns its bytes, to be written. Raises Abandoned."""
         with self._changed:
             self._changed.wait_for(lambda: self._abandoned or piece.stage is Stage.READY)
             if self._abandoned:
-                raise Abandoned
+                raise Abandoned("it was broken off")
             piece.stage = Stage.WRITING
             assert piece.memory is not None
             return piece.memory.numpy().data
 
-    def give(self, piece: Piece) -> None:
-        """Mark a piece from `take` as written, or as given up."""
-        self._change(piece, Stage.WRITTEN, None)
-
-    def _change(self, piece: Piece, stage: Stage, memory: Tensor | None) -> None:
+    def change(self, piece: Piece, stage: Stage, memory: Tensor | None) -> None:
+        """Note a piece's stage, and where its bytes are; one that is written gives its block up."""
         with self._changed:
             piece.stage, piece.memory = stage, memory
             if stage is Stage.WRITTEN or self._abandoned:

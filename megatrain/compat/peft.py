@@ -52,8 +52,7 @@ def is_peft_model(model: object) -> bool:
 def unwrapped(model: Any) -> tuple[nn.Module, dict[str, Any], str]:
     """The transformers model inside a PeftModel, its adapters' configurations and the active one.
 
-    Raises:
-        InputError: it has other adapters than LoRA's, several active ones, or merged ones.
+    Raises InputError: it has other adapters than LoRA's, several active ones, or merged ones.
     """
     active = model.active_adapters if hasattr(model, "active_adapters") else []
     if isinstance(model, _library().PeftMixedModel) or len(active) != 1:
@@ -70,11 +69,7 @@ def unwrapped(model: Any) -> tuple[nn.Module, dict[str, Any], str]:
 
 
 def lora_config(keys: Mapping[str, Any]) -> Any:
-    """A LoraConfig, checked by PEFT.
-
-    Raises:
-        InputError: PEFT is not installed, or refuses these keys.
-    """
+    """A LoraConfig, checked. Raises InputError: PEFT is not installed, or refuses these keys."""
     if unknown := sorted(keys.keys() - KEYS - _OF_FILES):
         raise InputError(
             f"adapter: {unknown[0]!r} is not supported; there are {', '.join(sorted(KEYS))}"
@@ -100,9 +95,9 @@ def check(config: Any) -> None:
         if (settings[name] or None) != (defaults.get(name) or None):  # PEFT puts empty ones there
             raise InputError(f"the adapter has {name} = {settings[name]!r}, which is not supported")
     if config.init_lora_weights not in _INITS:
+        how = config.init_lora_weights
         raise InputError(
-            f"the adapter has init_lora_weights = {config.init_lora_weights!r}, which is not "
-            "supported: true, false or gaussian"
+            f"the adapter's init_lora_weights is {how!r}; take true, false or gaussian"
         )
 
 
@@ -112,12 +107,8 @@ def of_scores(config: Any) -> bool:
 
 
 def scoring(config: Any) -> Any:
-    """A copy of a configuration for a model that scores rows, with the whole head trained.
-
-    PEFT does so for this task.
-
-    Raises:
-        InputError: the configuration is for another task.
+    """A copy of a configuration for a model that scores rows, with the whole head trained, as PEFT
+    does for this task. Raises InputError: the configuration is for another one.
     """
     if config.task_type not in (None, _SCORES):
         raise InputError(
@@ -144,10 +135,7 @@ def from_json(values: Mapping[str, Any]) -> Any:
 
 
 def write_config(config: Any, folder: Path, *, scores: bool = False) -> None:
-    """Write an adapter's `adapter_config.json`, ready to be loaded by PEFT.
-
-    Args: `scores`: True if its model scores rows.
-    """
+    """Write an adapter's `adapter_config.json` for PEFT; `scores`: its model scores rows."""
     copied = copy.copy(config)
     copied.inference_mode = True
     if copied.task_type is None and (of_scores(copied) or not scores):
@@ -167,11 +155,7 @@ def heads_named(config: Any) -> set[str]:
 
 
 def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
-    """Put adapters into a model without weights, in place.
-
-    Raises:
-        InputError: PEFT refuses, for example unknown names of modules.
-    """
+    """Put adapters into a model without weights, in place. Raises InputError: PEFT refuses."""
     try:
         for name, config in configs.items():
             _library().inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
@@ -323,8 +307,7 @@ def file_names(model: nn.Module, active: str) -> dict[str, str]:
 def drawn(module: Any, config: Any, active: str, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The initial values that PEFT gives a module's adapter, by names in the wrapper.
 
-    Args:
-        base: weights of the wrapped module; may be empty tensors where they do not matter.
+    Args: `base`: weights of the wrapped module; may be empty tensors where they do not matter.
     """
     within = copy.deepcopy(inner(module)).to_empty(device="cpu").float()
     within.load_state_dict(base, strict=False)
@@ -348,8 +331,7 @@ def merged(
 ) -> Tensor:
     """A parameter of a wrapped module with its active adapter merged into it, in fp32.
 
-    Args:
-        values: functions that give all parameters of the wrapper, by their names in it.
+    Args: `values`: functions that give all parameters of the wrapper, by their names in it.
     """
     real = copy.deepcopy(module).float().to_empty(device="cpu")
     real.load_state_dict({name: value() for name, value in values.items()})

@@ -102,10 +102,7 @@ def recorded_routers(model: PreTrainedModel) -> list[tuple[type[nn.Module], int,
 
 
 def counts_tokens(config: PreTrainedConfig) -> bool:
-    """True if a model's cache counts its tokens; a cache of states alone does not.
-
-    False also for configurations that count layers under other names (Blt).
-    """
+    """True if a model's cache counts its tokens; one of states alone, or of Blt, does not."""
     try:
         DynamicCache(config=config).get_seq_length()
     except (ValueError, AttributeError):
@@ -169,10 +166,7 @@ def set_conversions(model: PreTrainedModel, used: list[Any]) -> None:
 
 
 def without_checkpointing(model: nn.Module) -> None:
-    """Turn off transformers' gradient checkpointing and recording, in place.
-
-    Layers are computed again in the backward in any case; recording hooks do nothing here.
-    """
+    """Turn off transformers' gradient checkpointing and recording, in place."""
     for module in model.modules():
         held = vars(module)
         held.pop("_gradient_checkpointing_func", None)

@@ -144,7 +144,6 @@ class OwnDraws(LogitsProcessor):
     def __init__(
         self, settings: GenerationConfig, seed: int, rows: Sequence[int], device: torch.device
     ) -> None:
-        """Args: `settings`: which tokens, and how many at most; the rows' numbers."""
         self._at, generator = 0, torch.Generator()
         numbers = [
             torch.rand(

@@ -59,10 +59,7 @@ class Server:
             )
 
     def load(self, folder: Path) -> None:
-        """Have the server load the weights of a folder that it sees under the same path.
-
-        Raises RunFailed: it cannot.
-        """
+        """Have the server load the weights of a folder that it sees under the same path."""
         kwargs = {"weights_path": str(folder.absolute())}
         self._asked("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
         if self._asked("/reset_prefix_cache", {}).get("success") is False:
@@ -121,16 +118,15 @@ class Server:
             raise self._failure("it has replied to other tokens than those of the prompt")
         if reasons:
             raise self._failure(f"a reply ended with {min(map(str, reasons))}")
-        if len(replies) != count or any(
-            len(reply.ids) != len(reply.log_probs) for reply in replies
-        ):
+        even = all(reply.ids and len(reply.ids) == len(reply.log_probs) for reply in replies)
+        if len(replies) != count or not even:
             raise self._failure(f"it gives {len(replies)} replies for {count}, or of other lengths")
-        for reply in replies:
-            if not reply.ids or min(reply.ids) < 0 or max(reply.ids) >= self._vocabulary:
-                raise self._failure(
-                    f"it replies {reply.ids[:8]}, and the model's tokens are 0 to "
-                    f"{self._vocabulary - 1}: it serves another model"
-                )
+        tokens = [token for reply in replies for token in reply.ids]
+        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
+            raise self._failure(
+                f"it replies {min(tokens)} to {max(tokens)}, and the model's tokens are "
+                f"0 to {self._vocabulary - 1}: it serves another model"
+            )
         return replies
 
     def _asked(self, path: str, body: Any = None) -> Any:

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from megatrain.api import Engine
 from megatrain.base.units import gib
+from megatrain.compat.torch import pytree
 from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
 from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.device import Device, free_bytes
@@ -242,8 +243,7 @@ def _padded(
 def takes_cache(model: PreTrainedModel) -> bool:
     """True if the model computes with a cache; tried once for a model.
 
-    A cache of states alone does not count its tokens, and masks of some families ask for the count;
-    others do not compute with one at all.
+    A cache of states alone does not count its tokens, and masks of some families ask for the count.
     """
     return _layers_of(model) is not None
 
@@ -307,26 +307,16 @@ def _next_token(model: PreTrainedModel, ids: list[int], padding: int, **options:
 
 def _layers(cache: Any) -> list[tuple[int, int | None]]:
     """Bytes and sliding window (None: none) of each layer of a cache."""
-    layers = getattr(cache, "layers", [cache])
-    return [
-        (_held(getattr(layer, "__dict__", layer)), getattr(layer, "sliding_window", None))
-        for layer in layers
-    ]
-
-
-def _held(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return sum(map(_held, value.values()))
-    return sum(map(_held, value)) if isinstance(value, list | tuple) else 0
+    sizes = []
+    for layer in getattr(cache, "layers", [cache]):
+        leaves = pytree.tree_leaves(dict(getattr(layer, "__dict__", layer)))
+        held = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        sizes.append((held, getattr(layer, "sliding_window", None)))
+    return sizes
 
 
 def heeds_mask(model: PreTrainedModel) -> bool:
-    """True if padding does not change a prompt's logits; tried once for a model.
-
-    States and convolutions of some families include padding.
-    """
+    """True if padding, which states may include, does not change logits; tried once for a model."""
     if model not in _heeding:
         plain, padded = _logits(model, 0), _logits(model, _PADDED)
         spread = float((plain - plain.mean()).abs().max())

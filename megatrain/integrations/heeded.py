@@ -26,19 +26,15 @@ def refuse(name: str, why: str) -> NoReturn:
 def check_class(kind: type, mixed_in: type) -> None:
     """Raises InputError: a class, perhaps patched, overrides a method that is never called.
 
-    Args:
-        mixed_in: `StreamedTrainer`, whose methods are the ones called.
+    Args: `mixed_in`: `StreamedTrainer`, whose methods are the ones called.
     """
     library = _library(kind)
     trainers = [c for c in library if any(base.__name__ == "Trainer" for base in c.__mro__)]
     other = next((c for c in trainers if c.__name__ not in taken.CLASSES), None)
     if other is not None or not library:
-        name = kind.__name__ if other is None else other.__name__
-        refuse(
-            name,
-            "take Trainer, SFTTrainer, DPOTrainer or RewardTrainer; others: "
-            f"{shipped('docs/losses.md')}",
-        )
+        others = shipped("docs/losses.md")
+        why = f"take Trainer, SFTTrainer, DPOTrainer or RewardTrainer; others: {others}"
+        refuse((other or kind).__name__, why)
     for name in decisive_methods(kind):
         owner = next(c for c in kind.__mro__ if c is not mixed_in and name in vars(c))
         method = vars(owner)[name]
@@ -62,9 +58,8 @@ def by_name(
     parameters = [*signature(made_by).parameters.values()][1:]
     if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters):
         return arguments, options
-    return (), dict(
-        zip((parameter.name for parameter in parameters), arguments, strict=False)
-    ) | options
+    names = [parameter.name for parameter in parameters]
+    return (), dict(zip(names, arguments, strict=False)) | options
 
 
 def check_options(kind: type, options: dict[str, Any]) -> None:

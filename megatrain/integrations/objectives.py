@@ -102,18 +102,10 @@ class WeightedSum(TokenWeights):
 WEIGHTED_SUM = WeightedSum()
 
 
-def shares(step: Sequence[Waiting]) -> tuple[float, ...]:
-    """The weight of each micro-batch's mean."""
-    return tuple(1 / micro.num_micro for micro in step)
-
-
 def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]], Loss]:
     """The micro-batches, with weights for their labels if needed, and the loss.
 
-    Args:
-        shift: how many tokens a label lies behind the logits that predict it.
-
-    Raises InputError: the Trainer would divide by 0.
+    Args: `shift`: how many tokens a label lies behind the logits that predict it.
     """
     rows = [micro.inputs for micro in step]
     if any("labels" not in row for row in rows):
@@ -161,11 +153,7 @@ class TrlReward(MicroBatchMeans, Reward):
 
 
 class Objective:
-    """Cross entropy, as Trainer and SFTTrainer minimise it.
-
-    Attributes:
-        loss: of steps; `step` may adapt it to the step's micro-batches.
-    """
+    """Cross entropy, as Trainer and SFTTrainer minimise it."""
 
     loss: Loss = CROSS_ENTROPY
 
@@ -200,7 +188,8 @@ class _Pairs(Objective):
 
     def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, Loss]:
         rows = self.rows([micro.inputs for micro in waiting])
-        return rows, replace(self.loss, shares=shares(waiting))  # type: ignore[type-var]
+        shares = tuple(1 / micro.num_micro for micro in waiting)
+        return rows, replace(self.loss, shares=shares)  # type: ignore[type-var]
 
     def value(
         self, rows: MicroBatches, loss: JointLoss, engine: Engine

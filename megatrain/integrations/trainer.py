@@ -19,25 +19,9 @@ from megatrain.api import Engine, StepResult
 from megatrain.compat.peft import is_peft_model
 from megatrain.compat.transformers import num_items
 from megatrain.errors import InputError
-from megatrain.integrations import heeded
+from megatrain.integrations import heeded, objectives, trainer_model
 from megatrain.integrations.heeded import refuse
-from megatrain.integrations.objectives import (
-    Objective,
-    Preferences,
-    Scores,
-    Waiting,
-    check_new_adapters,
-    check_padding,
-    predicted,
-)
 from megatrain.integrations.taken import REFUSED_OPTIONS
-from megatrain.integrations.trainer_model import (
-    ModelStandIn,
-    Wrapped,
-    changed,
-    opened,
-    without_dropout,
-)
 from megatrain.model.routers import ask_for
 from megatrain.optim import AdamW
 
@@ -76,13 +60,11 @@ class StreamedTrainer(_Trainer):
     def __init__(self, model: Any = None, *arguments: Any, **options: Any) -> None:
         """Takes the arguments of the class that it is mixed into.
 
-        Raises:
-            InputError: a setting that the engine cannot honour, by its name; or a model that cannot
-                be streamed.
+        Raises InputError: a setting that the engine cannot honour, by its name.
         """
         self.model: Any
         self.optimizer: torch.optim.Optimizer | None
-        self._waiting: list[Waiting] = []
+        self._waiting: list[objectives.Waiting] = []
         self._last: StepResult | None = None
         heeded.check_class(type(self), StreamedTrainer)
         arguments, options = heeded.by_name(super().__init__, arguments, options)
@@ -93,7 +75,7 @@ class StreamedTrainer(_Trainer):
             any(kind.__name__ == name for kind in type(self).__mro__)
             for name in ("DPOTrainer", "RewardTrainer")
         )
-        model = opened(model, args, options, scores=scores)
+        model = trainer_model.opened(model, args, options, scores=scores)
         before, text = {*vars(model)}, model.config.get_text_config()
         pad = text.pad_token_id
         self._routers = {name: getattr(text, name) for name in _ROUTERS if hasattr(text, name)}
@@ -101,7 +83,7 @@ class StreamedTrainer(_Trainer):
         if paired and args is None:
             raise InputError("StreamedTrainer needs args=DPOConfig(...)")
         # TRL gets the model and needs no reference of its own: ours computes the log-probabilities.
-        with changed(args, model_init_kwargs=None, precompute_ref_log_probs=True):
+        with trainer_model.changed(args, model_init_kwargs=None, precompute_ref_log_probs=True):
             super().__init__(model, *arguments, **options)
         heeded.check_arguments(self.args)
         model_given: Any = self.model
@@ -111,34 +93,35 @@ class StreamedTrainer(_Trainer):
         for name, patched in product(_PATCHES - before, (model_given, inner)):
             vars(patched).pop(name, None)
         text = model_given.config.get_text_config()
-        self._objective: Objective
+        self._objective: objectives.Objective
         if scores:
-            check_padding(pad, text.pad_token_id)
-            self._objective = Scores(self.args, text.pad_token_id)
+            objectives.check_padding(pad, text.pad_token_id)
+            self._objective = objectives.Scores(self.args, text.pad_token_id)
         else:
-            self._objective = (Preferences if paired else Objective)(self.args)
+            self._objective = (objectives.Preferences if paired else objectives.Objective)(
+                self.args
+            )
         text.pad_token_id = pad
         self._refuse()
         if getattr(self.args, "disable_dropout", False):
-            without_dropout(model_given)
+            trainer_model.without_dropout(model_given)
         if paired:
             self.precompute_ref_logps = False
             if reference is None and not wrapped and is_peft_model(model_given):
-                check_new_adapters(model_given)
+                objectives.check_new_adapters(model_given)
         decayed = set(self.get_decay_parameter_names(model_given))
         names = {id(value): name for name, value in inner.named_parameters()}
         kept = [value for name, value in model_given.named_parameters() if name not in decayed]
-        self._kept = {
-            names[id(value)] for value in kept if id(value) in names
-        }  # without PEFT's prefix
-        self._stand_in = ModelStandIn(model_given, generates=not scores)
+        # Without PEFT's prefix.
+        self._kept = {names[id(value)] for value in kept if id(value) in names}
+        self._stand_in = trainer_model.ModelStandIn(model_given, generates=not scores)
         self._open_engines(model_given, reference)
 
     def _open_engines(self, model: Any, reference: Any) -> None:
         """Open the model's engine, and a reference's; if one fails, both are closed."""
         common = _settings(self.args)
         with ExitStack() as held:
-            if isinstance(self._objective, Preferences):
+            if isinstance(self._objective, objectives.Preferences):
                 self._objective.reference = held.enter_context(Engine(reference or model, **common))
             common |= self.engine_options
             weight = getattr(self, "router_aux_loss_coef", 0.0)
@@ -166,7 +149,7 @@ class StreamedTrainer(_Trainer):
         self.engine = engine
         self._stand_in.open(engine, self._export, self._drop)
         engine.optimizer.drive(self._update, self._drop)
-        self.model, self.model_wrapped = self._stand_in, Wrapped(self._stand_in)
+        self.model, self.model_wrapped = self._stand_in, trainer_model.Wrapped(self._stand_in)
         self._settings = heeded.DecisiveSettings(self, StreamedTrainer)
 
     def _refuse(self) -> None:
@@ -177,7 +160,7 @@ class StreamedTrainer(_Trainer):
         reserved = {"loss", "optimizer", "seed", "router_aux_loss_coef", *_settings(args)}
         reserved &= self.engine_options.keys()
         best = (args.metric_for_best_model or "").removeprefix("eval_")
-        pairs = type(self._objective) is not Objective
+        pairs = type(self._objective) is not objectives.Objective
         for wrong, name, why in (
             (args.optim not in _OPTIMIZERS, "args.optim", f"it must be {' or '.join(_OPTIMIZERS)}"),
             (optimizers, "optimizers", REFUSED_OPTIONS["optimizers"]),
@@ -188,11 +171,7 @@ class StreamedTrainer(_Trainer):
             *((True, f"engine_options[{n!r}]", _FOLLOWS) for n in sorted(reserved)),
             (args.world_size > 1, "several processes", "use Engine(group=...)"),
             (args.n_gpu > 1, f"{args.n_gpu} GPUs", "show the process one: CUDA_VISIBLE_DEVICES=0"),
-            (
-                accelerate != precision,
-                f"mixed precision {accelerate!r} of Accelerate",
-                "set args.bf16",
-            ),
+            (accelerate != precision, f"mixed precision {accelerate!r}", "set args.bf16"),
         ):
             if wrong:
                 refuse(name, why)
@@ -237,7 +216,7 @@ class StreamedTrainer(_Trainer):
         model.train()
         items = None if num_items_in_batch is None else float(num_items_in_batch)
         count = self.current_gradient_accumulation_steps
-        self._waiting.append(Waiting(_on_host(inputs), items, count))
+        self._waiting.append(objectives.Waiting(_on_host(inputs), items, count))
         return torch.zeros((), device=self.args.device)
 
     def _update(self) -> None:
@@ -267,7 +246,7 @@ class StreamedTrainer(_Trainer):
             self._count(*self._value(self._waiting))
         return super()._finalize_training(*arguments)
 
-    def _value(self, waiting: list[Waiting]) -> tuple[float, dict[str, float]]:
+    def _value(self, waiting: list[objectives.Waiting]) -> tuple[float, dict[str, float]]:
         """The loss of micro-batches without an update, the routers' included, and its measures."""
         rows, loss = self._objective.step(waiting, self.engine)
         value, measures = self._objective.value(rows, loss, self.engine)
@@ -278,7 +257,7 @@ class StreamedTrainer(_Trainer):
             value, measures["aux_loss"] = value + weighed, balance
         return value, measures
 
-    def _router_shares(self, waiting: list[Waiting]) -> list[float] | None:
+    def _router_shares(self, waiting: list[objectives.Waiting]) -> list[float] | None:
         """The weight of each micro-batch's routers' loss: with TRL, the mean over them."""
         if not self.engine.balances_experts:
             return None
@@ -305,15 +284,12 @@ class StreamedTrainer(_Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The loss of a batch, and unless `prediction_loss_only` its logits and labels.
-
-        Raises InputError: logits of pairs are asked for.
-        """
-        rows, plain = _on_host(inputs), type(self._objective) is Objective
+        """The loss of a batch, and unless `prediction_loss_only` its logits and labels."""
+        rows, plain = _on_host(inputs), type(self._objective) is objectives.Objective
         if prediction_loss_only and plain and "labels" not in rows:
             return None, None, None
         if prediction_loss_only:
-            value, measures = self._value([Waiting(rows, self._num_items(rows), 1)])
+            value, measures = self._value([objectives.Waiting(rows, self._num_items(rows), 1)])
             self._measured("eval", measures)
             return torch.tensor(value), None, None
         if not plain:
@@ -321,7 +297,7 @@ class StreamedTrainer(_Trainer):
         more = [name for name in _OUTPUTS if getattr(self.engine.config, name, False)]
         if more or "logits" in (ignore_keys or ()):
             refuse(", ".join(more) or "ignore_keys", "predictions are logits alone")
-        return predicted(self.engine, rows, self._num_items(rows))
+        return objectives.predicted(self.engine, rows, self._num_items(rows))
 
     def _num_items(self, rows: dict[str, Tensor]) -> float | None:
         """The divisor of an evaluation's loss: Trainer's as in training; None for TRL's mean."""
@@ -400,9 +376,9 @@ def _optimizer(args: Any, kept: set[str]) -> AdamW:
 
 
 def _on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A micro-batch for the engine: positions tell the lengths of documents in packed rows.
+    """A micro-batch for the engine, without settings of a forward that match the engine's.
 
-    Settings of a forward that match the engine's are left out; the engine refuses others.
+    Positions tell the lengths of documents in packed rows.
     """
     left_out = _LENGTHS if "position_ids" in inputs else ()
     return {

@@ -56,11 +56,7 @@ class StreamedParameter:
 
 
 class ModelStandIn:
-    """Has the attributes that a Trainer reads of its model; all others of a model are refused.
-
-    Attributes:
-        training: whether the loop trains, and does not evaluate.
-    """
+    """Has the attributes that a Trainer reads of its model; all others of a model are refused."""
 
     main_input_name = "input_ids"
     _names: set[str]  # of the model's attributes
@@ -82,12 +78,7 @@ class ModelStandIn:
         vars(self).update(training=True, _names=names, _counts=counts, _generates=generates)
 
     def open(self, engine: Engine, save: Callable[..., None], dropped: Callable[[], None]) -> None:
-        """Begin to stand for an engine's model.
-
-        Args:
-            save: called as `save_pretrained`.
-            dropped: called where gradients are to be dropped.
-        """
+        """Begin to stand for an engine's model; `dropped` is called as `zero_grad`."""
         # Trainers change them: the one's tokens are exported, the other describes the model.
         vars(self).update(config=deepcopy(engine.config), zero_grad=lambda *_: dropped())
         vars(self).update(save_pretrained=save)
@@ -147,10 +138,6 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         args: their `model_init_kwargs` say how to load; `device_map` has no meaning here.
         options: the Trainer's; a `processing_class` may be added.
         scores: the model needs a head that scores rows.
-
-    Raises:
-        InputError: it is no model, or one with another head; or arguments say how to load one that
-            is loaded; or it would be quantised.
     """
     kwargs = dict(getattr(args, "model_init_kwargs", None) or {})
     if options.get("quantization_config") or kwargs.pop("quantization_config", None):
@@ -197,10 +184,7 @@ def changed(args: Any, **values: Any) -> Iterator[None]:
 
 
 def without_dropout(model: Any) -> None:
-    """Switch dropout off in configurations, too, as TRL's `disable_dropout` does in modules.
-
-    Raises InputError: a layer has dropout outside of a module, which TRL leaves on.
-    """
+    """Switch dropout off in configurations, too, as TRL's `disable_dropout` does in modules."""
     for name, module in model.named_modules():
         for setting, value in vars(module).items():
             if "drop" in setting and isinstance(value, float) and value > 0:

@@ -20,17 +20,8 @@ from megatrain.model.spec import ModelSpec
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.model.weights import read_weights
 from megatrain.parallel.distributed import Ranks
+from megatrain.source import state_io
 from megatrain.source.source import Source
-from megatrain.source.state_io import (
-    carried,
-    computed_buffers,
-    left_out_names,
-    persistent_buffers,
-    read_left_out,
-    read_untrained,
-    stored_values,
-    whole_masters,
-)
 from megatrain.store.store import Store
 from megatrain.telemetry.host import update_threads
 from megatrain.telemetry.log import PASSING, Share, end_passing
@@ -44,9 +35,6 @@ def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks
     """Read, copy or draw every weight and persistent buffer into its place.
 
     From a checkpoint, also the other planes of tiles. All ranks call this.
-
-    Raises InputError: float64 weights that a float32 master cannot hold, or weights that would be
-    computed with in fewer bits than transformers keeps.
     """
     share = Share(_log, "weights", sum(entry.numel for _, entry in store.entries()))
     ranks.agree(lambda: _load(source, spec, store, seed, share))
@@ -72,15 +60,18 @@ def _load(source: Source, spec: ModelSpec, store: Store, seed: int, share: Share
         packed = {stored_names.get(name, name) for name in spec.packed}
         model, threads = plain(source.model), update_threads()
         missing = read_weights(source.folder, model, write, threads=threads, packed=packed)
-        if missing:
-            _check_head(source, missing)
-            if adapters is None or not {*missing} <= adapters.replaced:
-                source.origin = None  # of what is drawn
+        if missing and (adapters is None or not {*missing} <= adapters.replaced):
+            source.origin, folder = None, source.adapter_folder  # of what is drawn
+            if folder is not None and scores_rows(plain(source.model)):
+                raise InputError(
+                    f"{folder}: has no sequence head, and nor has its base; merge it first "
+                    f"(megatrain export {folder} OUT --merged), and begin with OUT"
+                )
         drawn = {source.names.get(name, name) for name in missing}
     elif source.copied is not None:
         for name, parameter in source.copied.named_parameters():
             write(name, parameter.detach().cpu())
-        for name, buffer in persistent_buffers(source.copied).items():
+        for name, buffer in state_io.persistent_buffers(source.copied).items():
             if not buffer.is_meta:
                 write(name, buffer.detach().cpu().clone())
     else:
@@ -88,9 +79,9 @@ def _load(source: Source, spec: ModelSpec, store: Store, seed: int, share: Share
     if drawn is None or drawn:
         _draw(source, spec, store, seed, share, drawn)
     if source.stored is not None:
-        source.untrained.carried = carried(source.stored, source.model)
+        source.untrained.carried = state_io.carried(source.stored, source.model)
     read_adapter(source, write)
-    source.untrained.computed = computed_buffers(source.model)
+    source.untrained.computed = state_io.computed_buffers(source.model)
 
 
 def _draw(
@@ -115,18 +106,6 @@ def _draw(
     initialise(spec, seed, write, names, threads=threads, kept=as_source, alike=source.alike)
 
 
-def _check_head(source: Source, missing: Collection[str]) -> None:
-    """Raises InputError: neither an adapter nor its base has the sequence head that scores rows."""
-    adapters = adapted(source.model)
-    if source.adapter_folder is None or adapters is None or not scores_rows(adapters.base):
-        return
-    if not {*missing} <= adapters.replaced:
-        raise InputError(
-            f"{source.adapter_folder}: has no sequence head, and nor has its base; merge it first "
-            f"(megatrain export {source.adapter_folder} OUT --merged), and begin with OUT"
-        )
-
-
 def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -> set[str]:
     """Fill the tiles; returns the names of unused parameters that were stored nowhere."""
     threads = update_threads()
@@ -134,14 +113,16 @@ def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -
         if source.resumes:
             _log.log(PASSING, "reading weights and states of %s...", saved.folder)
             read_tiles(saved, store.tiles, threads)
-        untrained = read_untrained(saved, source.model)
+        untrained = state_io.read_untrained(saved, source.model)
     if source.resumes:
-        unused = read_left_out(saved, source.model, write)
+        unused = state_io.read_left_out(saved, source.model, write)
     else:
-        values = whole_masters(saved, source.model)  # exact fp32, whatever optimizer either has
+        values = state_io.whole_masters(
+            saved, source.model
+        )  # exact fp32, whatever optimizer either has
         with ThreadPoolExecutor(threads, thread_name_prefix="read-masters") as pool:
             list(pool.map(lambda name: write(name, values[name]()), values))
-        unused = {*left_out_names(saved, source.model).values()} - values.keys()
+        unused = {*state_io.left_out_names(saved, source.model).values()} - values.keys()
     untrained.rounded = source.untrained.rounded
     source.untrained = untrained
     return unused
@@ -152,9 +133,7 @@ def _writer(
 ) -> Write:
     """A function that writes values into their places by name.
 
-    Args:
-        threads: of each call.
-        read: the values are the base's; they are added to its checksums.
+    Args: `read`: the values are the base's; they are added to its checksums.
     """
     places = {entry.name: (tile, entry) for tile, entry in store.entries()}
     origin = source.origin if read and adapted(source.model) is not None else None
@@ -189,9 +168,7 @@ def _writer(
 def read_adapter(source: Source, write: Write) -> None:
     """Read the adapter of the source's folder, if it has one.
 
-    PEFT saves the base's embeddings and head beside adapters of these.
-
-    Raises InputError: the adapter is another model's, or was trained on other values of its base.
+    PEFT saves the base's embeddings and head beside adapters of these; they must be the base's.
     """
     adapters = adapted(source.model)
     if source.adapter_folder is None or adapters is None:
@@ -203,7 +180,7 @@ def read_adapter(source: Source, write: Write) -> None:
     of_base = {name: name.removeprefix(prefix) for name in stored if ".base_layer." in name}
     if of_base:
         assert source.stored is not None
-        base, values = adapters.base, stored_values(source.stored, adapters.base)
+        base, values = adapters.base, state_io.stored_values(source.stored, adapters.base)
         first = {id(parameter): name for name, parameter in base.named_parameters()}
         for name in [name for name, inner in of_base.items() if inner in adapters.held]:
             tied = first[id(base.get_parameter(adapters.held[of_base[name]]))]

@@ -20,10 +20,7 @@ NO_LABELS = "no labels"  # in the place of a loss
 
 
 def check_shared(opened: EngineSetup, placement: Placement) -> None:
-    """Require that all ranks can, and want to, train the same model in this placement.
-
-    Raises InputError: they cannot, or a rank has another model, setting or version.
-    """
+    """Raises InputError: a rank cannot train in this placement, or has another model or setting."""
     ranks = opened.ranks
     if ranks.size == 1:
         return
@@ -39,16 +36,13 @@ def check_call(
     loss: object,
     limit: float | None,
 ) -> None:
-    """Require that all ranks can, and want to, do the same.
+    """Raises InputError: a rank has another call, settings that cannot be, or a loss that is none.
 
     Args:
         steps: that have been taken.
         optimizer: None: nothing is trained.
         loss: or NO_LABELS.
         limit: of the gradient's norm.
-
-    Raises InputError: of any rank: the optimizer's settings cannot be, the loss is none, or not for
-    these ranks, or a rank does something else.
     """
 
     def wanted() -> dict[str, str]:

@@ -41,19 +41,7 @@ from megatrain.model.weights import resolve_model, source_dtype, stored_packings
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import Precision, Verify
-from megatrain.source.state_io import (
-    Origin,
-    Untrained,
-    frozen_types,
-    no_adapter,
-    open_model,
-    origin_of,
-    persistent_buffers,
-    place_of,
-    saved_companions,
-    saved_dtype,
-    with_base,
-)
+from megatrain.source import state_io
 from megatrain.tile import TileKind, TileLayout
 from megatrain.tile.packed import BASES, PACKINGS, WeightFormat
 
@@ -71,7 +59,6 @@ class Source:
     Attributes:
         dtype: of the weights, in which exports are written.
         resumes: the optimizer's state is that of `saved`, too.
-        untrained: see there; `load_weights` puts in what comes from the source.
         companions: files of the folder or checkpoint that exports and checkpoints have as well.
         origin: where the base of adapters was read; None: checkpoints have all of it.
         lost: what neither a checkpoint nor an export would have of the model; None: nothing.
@@ -88,9 +75,9 @@ class Source:
     given: PreTrainedModel | None = None
     saved: Checkpoint | None = None
     resumes: bool = False
-    untrained: Untrained = field(default_factory=Untrained)
+    untrained: state_io.Untrained = field(default_factory=state_io.Untrained)
     companions: Companions = field(default_factory=dict)
-    origin: Origin | None = None
+    origin: state_io.Origin | None = None
     lost: str | None = None
     base: Base = "bf16"
     alike: bool = False
@@ -174,9 +161,9 @@ def open_source(
         source.companions = {**source.companions, **companions(folder)}
     else:
         if isinstance(model, Checkpoint):
-            model = with_base(model, base_model)
+            model = state_io.with_base(model, base_model)
         elif base_model is not None:
-            raise no_adapter(model if isinstance(model, str | Path) else "the model")
+            raise state_io.no_adapter(model if isinstance(model, str | Path) else "the model")
         source = _open_plain(model, resumes=resumes, scores=scores, **code)
     if router_aux_loss_coef is not None:
         ask_for(source.model, router_aux_loss_coef)
@@ -229,14 +216,11 @@ def folder_adapter(folder: Path, base_model: str | Path | None = None) -> tuple[
 
     If it names a revision of a base on the hub, the local folder of that revision.
 
-    Args:
-        base_model: the place of the base; None: from the configuration.
-
-    Raises InputError: it cannot be read or followed, or names no base, itself, or another adapter.
+    Args: `base_model`: the place of the base; None: from the configuration.
     """
     config = peft.from_json(read_json(folder / peft.CONFIG_FILE) | {"inference_mode": False})
     if base_model is not None:
-        config.base_model_name_or_path, config.revision = place_of(base_model)
+        config.base_model_name_or_path, config.revision = state_io.place_of(base_model)
     if not config.base_model_name_or_path:
         raise InputError(
             f"{folder / peft.CONFIG_FILE}: names no base_model_name_or_path; put the base's folder "
@@ -271,15 +255,12 @@ def _grown(source: Source, config: Any) -> Source:
 
 
 def _open_plain(model: Any, *, resumes: bool = False, scores: bool = False, **code: Any) -> Source:
-    """Open a model without putting an adapter on it; a folder must not be an adapter's.
-
-    Args: as `open_source`; `code`: trust_remote_code and attn_implementation.
-    """
+    """Open a model without putting an adapter on it; arguments as of `open_source`."""
     model = _resolved(model)
     if isinstance(model, Checkpoint):
-        empty, beside = open_model(model, **code), saved_companions(model)
-        source = Source(empty, saved_dtype(model), saved=model, resumes=resumes)
-        source.origin = origin_of(model, resumes=resumes)
+        empty, beside = state_io.open_model(model, **code), state_io.saved_companions(model)
+        source = Source(empty, state_io.saved_dtype(model), saved=model, resumes=resumes)
+        source.origin = state_io.origin_of(model, resumes=resumes)
         source.base = model.settings.base if resumes else "bf16"
     elif isinstance(model, PreTrainedModel):
         empty = emptied(model, attn_implementation=code.get("attn_implementation"))
@@ -301,7 +282,7 @@ def _open_plain(model: Any, *, resumes: bool = False, scores: bool = False, **co
     set_generation(source.model, beside)
     source.companions = beside
     if source.saved is None:  # most are replaced when weights are read
-        buffers = persistent_buffers(source.model)
+        buffers = state_io.persistent_buffers(source.model)
         types = loaded_types(source.model, source.dtype) if buffers else {}
         copies = {n: b.to(types.get(n, b.dtype), copy=True) for n, b in buffers.items()}
         source.untrained.buffers = copies
@@ -322,15 +303,16 @@ def _open_folder(model: str | Path, *, scores: bool, **code: Any) -> Source:
             f"config.json name {MULTIMODAL_CLASSES.get(config.model_type, 'the whole model')}"
         )
     local = Path(model).expanduser().exists()
-    origin = Origin(str(folder.absolute())) if local else Origin(str(model), folder.name)
+    origin = (
+        state_io.Origin(str(folder.absolute()))
+        if local
+        else state_io.Origin(str(model), folder.name)
+    )
     return Source(empty, source_dtype(folder), folder, origin=origin, base=quantised or "bf16")
 
 
 def structure(source: Source, *, trained: bool = True) -> ModelSpec:
-    """The spec of a model that is `trained`, or only run.
-
-    Raises InputError: it cannot be streamed.
-    """
+    """The spec of a model that is `trained`, or only run."""
     if trained not in source.structures:
         probed = spec(source.model, trained=trained)
         frozen = [name for name, p in source.model.named_parameters() if not p.requires_grad]
@@ -347,10 +329,7 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
 
     Routers, modules other than nn.Linear, embeddings and heads are not packed.
 
-    Args:
-        frozen: nothing is trained, even parameters that require gradients.
-
-    Raises InputError: there is no such matrix, or no such base.
+    Args: `frozen`: nothing is trained, even parameters that require gradients.
     """
     if base == "bf16":
         return {}
@@ -400,7 +379,7 @@ def _types(source: Source) -> dict[str, torch.dtype]:
     """The dtype of each parameter in its source; drawn ones have the source's dtype."""
     if (saved := source.saved) is not None:
         masters = {p.name: torch.float32 for p in saved.manifest.parameters}
-        types = masters | frozen_types(saved, source.model)
+        types = masters | state_io.frozen_types(saved, source.model)
     elif source.folder is not None:
         types = stored_types(source.folder, plain(source.model))
     else:
@@ -441,12 +420,9 @@ def tile_layouts(spec: ModelSpec, groups: dict[str, int], ranks: int = 1) -> lis
 
 @dataclass(frozen=True)
 class Model:
-    """A model's structure, what of it is trained, and its tiles.
+    """A model's structure, its optimizer (None: it is only run), and its tiles.
 
-    Attributes:
-        optimizer: None: it is only run.
-        ranks: how many share its tiles.
-        hosts: how many times so many, each of which has all tiles.
+    `ranks` share the tiles, on each of the `hosts`.
     """
 
     spec: ModelSpec
@@ -518,12 +494,7 @@ class EngineSetup:
         return disk_bytes(self.disk, self.disk_space) // self.ranks.on_host
 
     def open_file(self, num_bytes: int) -> PlaneFile:
-        """A file for planes of this rank on the disk. All ranks call this.
-
-        Raises:
-            InputError: of any rank: there is no such disk, or no file can be made there.
-            DoesNotFit: of any rank: there is not so much space.
-        """
+        """A file for planes of this rank on the disk. All ranks call this, and get its errors."""
         files: list[PlaneFile] = []
 
         def create() -> None:
@@ -557,10 +528,7 @@ class EngineSetup:
 def open_structure(
     source: Source, optimizer: Rule | None, ranks: Ranks, *, saveable: bool
 ) -> Model:
-    """The model's structure and tiles; notes what a checkpoint would not have of it.
-
-    Raises InputError: the model cannot be streamed, or not be saved.
-    """
+    """The model's structure and tiles. Raises InputError: it cannot be saved."""
     if source.saved is None and not source.structures:  # that puts other forwards into the model
         computed = torch.float32 if source.copied is None else source.dtype
         with_code = source.folder is not None

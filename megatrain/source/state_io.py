@@ -30,17 +30,11 @@ from megatrain.checkpoint.manifest import (
 from megatrain.checkpoint.read import masters
 from megatrain.compat.transformers import set_attention, set_experts
 from megatrain.errors import InputError
+from megatrain.model import weights
 from megatrain.model.adapters import Values, adapted, plain, restored
 from megatrain.model.build import configs, empty_model, load_config
 from megatrain.model.companions import read_files
 from megatrain.model.safetensors_io import Stored, read_header
-from megatrain.model.weights import (
-    carried_tensors,
-    lazy_weights,
-    read_weights,
-    resolve_model,
-    stored_packings,
-)
 from megatrain.optim import NO_ADAFACTOR, RULES, Rule
 from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
@@ -240,12 +234,7 @@ def require_kept(checkpoint: Checkpoint, name: str, wanted: Any, saved: Any) -> 
 
 @dataclass
 class Origin:
-    """The place that a model's weights were read from, and checksums of what was read.
-
-    Attributes:
-        path: a folder, a checkpoint or a hub id.
-        revision: of a hub id.
-    """
+    """The folder, checkpoint or hub id that weights were read from, and checksums of them."""
 
     path: str
     revision: str | None = None
@@ -265,7 +254,7 @@ class Origin:
 
 
 def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
-    """The place of the base, for an adapter that is trained on a checkpoint or resumes from it.
+    """The place of the base of an adapter that is trained on a checkpoint or resumes from it.
 
     None if the base's values are in no file: another adapter changed them, or they are unpacked.
     """
@@ -280,7 +269,7 @@ def place_of(base: str | Path) -> tuple[str, str | None]:
     folder = Path(base).expanduser()
     if folder.exists():
         return str(folder.absolute()), None
-    return str(base), resolve_model(base).name
+    return str(base), weights.resolve_model(base).name
 
 
 def with_base(checkpoint: Checkpoint, base: str | Path | None) -> Checkpoint:
@@ -316,13 +305,13 @@ def base_reference(
 ) -> BaseReference | None:
     """A reference to the base, which a checkpoint of an adapter leaves out; None: it has all of it.
 
-    A base that is a checkpoint of ours is marked, so that no rotation removes it.
+    A base that is a checkpoint of ours is marked, so that no rotation removes it. All ranks call
+    this, and get the same result.
 
     Args:
         origin: of the base; None: it was not read, or not all of it.
         entries: all parameters of the model.
         folder: of the checkpoint; it replaces a folder that is there.
-        ranks: all call this, and get the same result.
     """
     adapters, frozen = adapted(model), [entry for entry in entries if entry.group is None]
     reference = None
@@ -339,11 +328,11 @@ def _stays(base: Path, folder: Path) -> bool:
     """True if a base exists and will neither be replaced by `folder` nor removed."""
     if not base.exists() or base.resolve() == folder.resolve():
         return False
-    if is_checkpoint(base):
-        try:
+    try:
+        if is_checkpoint(base):
             mark(base)
-        except OSError:  # it cannot be marked, so it may be removed
-            return False
+    except OSError:  # it cannot be marked, so it may be removed
+        return False
     return True
 
 
@@ -364,8 +353,6 @@ def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) 
     """Pass the parameters that a checkpoint leaves out to `write`, unchanged, from many threads.
 
     Returns the names that the base never had, such as a head of which the adapter has a copy.
-
-    Raises InputError: the base is not there, or is another one.
     """
     left = checkpoint.settings.left_out
     if left is None:
@@ -384,13 +371,13 @@ def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) 
             list(pool.map(lambda name: hand_out(name, whole[name]()), names.keys() & whole.keys()))
     else:
         kept = {name for name, mine in names.items() if mine in left.packed}
+        another = f"{left.path}: is not the base that {checkpoint.folder} was trained on"
         try:
-            read_weights(base, plain(model), hand_out, threads=update_threads(), packed=kept)
+            weights.read_weights(
+                base, plain(model), hand_out, threads=update_threads(), packed=kept
+            )
         except InputError as error:
-            raise InputError(
-                f"{left.path}: is not the base that {checkpoint.folder} was trained on ({error}); "
-                f"{_NAME_IT}"
-            ) from error
+            raise InputError(f"{another} ({error}); {_NAME_IT}") from error
     if seen.fingerprint(names.values()) != left.fingerprint:
         raise InputError(
             f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; "
@@ -410,7 +397,9 @@ def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
     read_left_out(checkpoint, model, lambda name, values: None)
     base = _open(checkpoint, left)
     whole = stored_values(base, plain(model))
-    unpacked = set[str]() if isinstance(base, Checkpoint) else stored_packings(base, plain(model))
+    unpacked = (
+        set[str]() if isinstance(base, Checkpoint) else weights.stored_packings(base, plain(model))
+    )
 
     def read(name: str, mine: str) -> Tensor:
         values = whole[name]()
@@ -426,13 +415,13 @@ def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
 
 def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:
     """Functions that read each parameter of a plain model from its files."""
-    return masters(place) if isinstance(place, Checkpoint) else lazy_weights(place, model)
+    return masters(place) if isinstance(place, Checkpoint) else weights.lazy_weights(place, model)
 
 
 def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Stored]:
     """The tensors of a model's source that its class does not have; see `carried_tensors`."""
     if isinstance(place, Path):
-        return carried_tensors(place, plain(model))
+        return weights.carried_tensors(place, plain(model))
     if left := place.settings.left_out:
         return carried(_open(place, left), plain(model))
     if CARRIED not in place.manifest.files:
@@ -449,7 +438,7 @@ def _open(checkpoint: Checkpoint, left: BaseReference) -> Checkpoint | Path:
             raise InputError(f"{path} is not there; {_NAME_IT}")
         if is_checkpoint(path):
             return open_checkpoint(path)
-        return resolve_model(left.path, left.revision)
+        return weights.resolve_model(left.path, left.revision)
     except InputError as error:
         raise InputError(
             f"{checkpoint.folder}: has an adapter alone, and its base cannot be read: {error}"

@@ -26,15 +26,9 @@ from megatrain.model.export import write_adapter, write_configs, write_weights
 from megatrain.model.safetensors_io import Described, Stored, write_shard
 from megatrain.model.weights import stored_types
 from megatrain.optim import Rule
+from megatrain.source import state_io
 from megatrain.source.load_weights import read_adapter
 from megatrain.source.source import Source, open_source
-from megatrain.source.state_io import (
-    Untrained,
-    carried,
-    read_untrained,
-    stored_values,
-    whole_masters,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +36,7 @@ _log = logging.getLogger(__name__)
 def write_documents(folder: Path, source: Source, *, carries: bool) -> None:
     """Write the model's configuration and companions and its buffers into a checkpoint.
 
-    Args:
-        carries: also what is carried; False where a base holds it that the checkpoint leaves out.
+    Args: `carries`: also what is carried; False where a base holds it that is left out.
     """
     write_configs(folder / MODEL, source.model, source.dtype)
     write_companions(folder / MODEL, source.companions)
@@ -99,10 +92,7 @@ def write_model(
         masters: functions that return each parameter's exact values, by name.
         dtype: of all floating tensors; None: the source's, and untrained tensors unchanged.
 
-    Raises:
-        InputError: `merged` of a model without an adapter, or of one that cannot be merged; the
-            folder is the base of the adapter.
-        RunFailed: it cannot be written; nothing is left behind.
+    Raises RunFailed: it cannot be written; nothing is left behind.
     """
     model, untrained, companions = source.model, source.untrained, source.companions
     adapters = adapted(model)
@@ -151,8 +141,7 @@ def write_saved(
         merged: of a model with an adapter the whole, not the adapter alone.
         base_model: where the base of the adapter's folder is; None: where the adapter says.
 
-    Raises InputError: as `write_model`; it or a base cannot be read, or the adapter's folder could
-    not hold all that was trained.
+    Raises InputError: the adapter's folder could not hold all that was trained.
     """
     source = open_source(saved, base_model=base_model, resumes=isinstance(saved, Checkpoint))
     model, stored, names = source.model, source.stored, source.names
@@ -161,15 +150,15 @@ def write_saved(
         require_held(model)
     base = plain(model) if source.grows else model
     if isinstance(stored, Checkpoint):
-        read = whole_masters(stored, model) if merged else masters(stored)
-        source.untrained = read_untrained(stored, base)
+        read = state_io.whole_masters(stored, model) if merged else masters(stored)
+        source.untrained = state_io.read_untrained(stored, base)
     else:
-        read = stored_values(stored, base)
-        source.untrained = Untrained(dtypes=stored_types(stored, base))
+        read = state_io.stored_values(stored, base)
+        source.untrained = state_io.Untrained(dtypes=stored_types(stored, base))
     types, adapter = source.untrained.dtypes, dict[str, Tensor]()
     source.untrained.dtypes = {names.get(name, name): kind for name, kind in types.items()}
     if merged or adapted(model) is None:
-        source.untrained.carried = carried(stored, base)
+        source.untrained.carried = state_io.carried(stored, base)
     read_adapter(source, adapter.__setitem__)
     values = {names.get(name, name): value for name, value in read.items()}
     values |= {name: partial(Tensor.detach, value) for name, value in adapter.items()}
