@@ -214,6 +214,8 @@ class PlacedEngine:
                 (-100: none; shifted by `label_shift`), and optionally `attention_mask` (1: token,
                 0: padding; or truth values), `position_ids`, what else the model's forward takes
                 of each token, and floating-point ones that the loss takes. B and T may differ.
+                Of a multimodal model also what its processor makes of images, video and sound, in
+                any shape.
             loss: one of `megatrain.loss`.
             norm_limit: refuse the step if its gradient norm is above this; needs `max_grad_norm`.
             router_shares: how much the loss of routers counts in each micro-batch, of which it is
