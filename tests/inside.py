@@ -1,6 +1,9 @@
 """The inner parts of an engine that tests look into, each by one function."""
 
+from functools import partial
 from typing import Any
+
+import torch
 
 from megatrain import Engine
 
@@ -33,3 +36,20 @@ def set_steps(engine: Engine, number: int) -> None:
 def host_gradients(engine: Engine) -> Any:
     """Buffers that keep each tile's gradient of the last step, with clipping."""
     return engine._parts.sink._own
+
+
+def sized(patch: Any, module: Any, **sizes: Any) -> None:
+    """Set sizes of a module (pieces, limits) for a test: tiny models have nothing as large."""
+    for name, size in sizes.items():
+        patch.setattr(module, name, size)
+
+
+def answering(patch: Any, module: Any, **answers: Any) -> None:
+    """Let functions of a module say for a test what another machine would."""
+    for name, answer in answers.items():
+        patch.setattr(module, name, lambda *_, answer=answer, **__: answer)
+
+
+def compiled_by(patch: Any, backend: Any) -> None:
+    """Let torch.compile take a backend."""
+    patch.setattr(torch, "compile", partial(torch.compile, backend=backend))

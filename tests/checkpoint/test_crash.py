@@ -13,7 +13,7 @@ from megatrain import Engine, RunFailed
 from megatrain.base import whole_files
 from megatrain.checkpoint import files, put_right, rotate, verify, whole_checkpoints
 from tests.checkpoint.cases import batches, engine_of, state
-from tests.inside import set_steps
+from tests.inside import set_steps, sized
 from tests.parity.cases import same
 from tests.sweeps import swept
 
@@ -63,7 +63,7 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def large_pieces(monkeypatch, small_pieces):
-    monkeypatch.setattr(files, "PIECE_BYTES", 1 << 20)  # one for a plane
+    sized(monkeypatch, files, PIECE_BYTES=1 << 20)  # one for a plane
 
 
 def count_calls(engine, folder):

@@ -10,7 +10,7 @@ from megatrain import Engine, InputError
 from megatrain.checkpoint import files, mark, newest_whole, rotate, verify
 from megatrain.checkpoint.manifest import KEEP, read_checkpoint
 from tests.checkpoint.cases import batches, change, engine_of, flip
-from tests.inside import set_steps
+from tests.inside import set_steps, sized
 
 LAYER = "tiles/0002-layer-0.safetensors"
 OTHER = "tiles/0003-layer-1.safetensors"
@@ -21,7 +21,7 @@ def two(tmp_path_factory):
     """A folder with the checkpoints of two steps; to be copied."""
     folder = tmp_path_factory.mktemp("two")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "PIECE_BYTES", 4096)
+        sized(patch, files, PIECE_BYTES=4096)
         engine = engine_of(precision="bf16")
         for step, batch in enumerate(batches(2), start=1):
             engine.step(batch)
@@ -203,7 +203,7 @@ def test_checksums_that_cannot_be_made(newer):
 
 def test_the_fallback_checksum(newer, monkeypatch, tmp_path):
     """Recorded in the manifest, and read where xxhash is there, too."""
-    monkeypatch.setattr(files, "ALGORITHM", "blake2b_64")
+    sized(monkeypatch, files, ALGORITHM="blake2b_64")
     engine_of().save(tmp_path / "fallback")
     monkeypatch.undo()
     assert verify(tmp_path / "fallback").manifest.algorithm == "blake2b_64"

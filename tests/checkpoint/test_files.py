@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatrain.checkpoint import files
+from tests.inside import sized
 
 SIZES = (123, 4096 - 123, 1, 4095, 3 * 4096 + 7, 20_000, 4096, 5)
 
@@ -30,7 +31,7 @@ def calls(monkeypatch):
         made.append((handle, len(part), offset))
         return os.pwrite(handle, part, offset)
 
-    monkeypatch.setattr(files, "_DIRECT_BYTES", 8192)
+    sized(monkeypatch, files, _DIRECT_BYTES=8192)
     monkeypatch.setattr(files, "os", types.SimpleNamespace(**vars(os) | {"pwrite": pwrite}))
     return made
 

@@ -18,7 +18,7 @@ from megatrain import AdamW, Engine, InputError
 from megatrain.compat.transformers import attention_of, experts_of, set_attention
 from tests.checkpoint.cases import batches, engine_of
 from tests.families.tiny import tiny_model
-from tests.inside import spec_of
+from tests.inside import sized, spec_of
 from tests.parity.cases import llama
 
 
@@ -233,7 +233,7 @@ class OwnModel(LlamaForCausalLM):
 
 
 def test_code_that_came_with_a_folder_goes_along_and_of_a_module_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    sized(monkeypatch, dynamic_module_utils, HF_MODULES_CACHE=str(tmp_path / "cache"))
     folder = tmp_path / "given"
     llama().save_pretrained(folder)
     tree = json.loads((folder / "config.json").read_text())

@@ -1,7 +1,6 @@
 """The step benchmark: its shapes are the published ones and its result can be repeated."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from benchmarks import checkpoint, generation, preferences, rollouts
 from benchmarks.step import app, statistics_of
 from megatrain.cli.shapes import qwen2_config
 from megatrain.optim import RULES
+from tests.inside import compiled_by
 from tests.sweeps import few
 
 # Parameters of the published checkpoints (the safetensors metadata on huggingface.co/Qwen).
@@ -87,7 +87,7 @@ def test_steps_of_each_rule_are_measured_with_planes_on_a_disk(measure, tmp_path
 @pytest.mark.parametrize("warmup", few([0, 1]))
 def test_compilations_in_measured_steps_are_warned_of(measure, tmp_path, monkeypatch, warmup):
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiled_by(monkeypatch, "eager")
     result = measure(
         *["--shape", "toy", "--layers", 2, "--device", "cpu"],
         *["--precision", "fp32", "--sequences", 2, "--sequence-length", 8, "--micro-batch", 1],

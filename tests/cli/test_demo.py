@@ -1,10 +1,11 @@
 """The demo with a handful of steps: all its parts, none of its quality."""
 
 from megatrain.cli import demo
+from tests.inside import sized
 
 
 def test_the_demo_trains_samples_and_shows_the_memory(megatrain, monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "CORPUS_BYTES", 200_000)
+    sized(monkeypatch, demo, CORPUS_BYTES=200_000)
     small = ["training.steps=3", "data.sequence_length=32", "engine.device=cpu"]
     options = [part for override in small for part in ("--set", override)]
     result = megatrain("demo", *options)

@@ -6,6 +6,7 @@ import pytest
 
 from megatrain.plan import doctor
 from megatrain.plan.rates import Measurement
+from tests.inside import answering
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +16,7 @@ def quick(monkeypatch):
         Measurement("update_gparams", "AdamW on the host", 1.25, "Gparam/s"),
         Measurement("disk_write_gbps", "disk, write", None, "GB/s", "it is full"),
     ]
-    monkeypatch.setattr(doctor, "host_measurements", lambda folder: found)
+    answering(monkeypatch, doctor, host_measurements=found)
 
 
 def test_a_table_for_people(megatrain):

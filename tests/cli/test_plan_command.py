@@ -13,6 +13,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for, present_cpu
 from megatrain.telemetry.gpu import Gpu
 from tests.cli.cases import tiny_llama
+from tests.inside import answering
 
 HERE = ["--gpu", "4090", "--host-memory", "64GiB", "--cores", 16]
 
@@ -49,8 +50,7 @@ def test_a_run_file_is_planned(megatrain, run_file, tmp_path):
 
 
 def test_without_a_gpu_the_ways_to_plan_are_named(megatrain, run_file, model_file, monkeypatch):
-    monkeypatch.setattr(command, "find_gpu", lambda device: None)
-    monkeypatch.setattr(command, "present_machine", lambda device, precision: None)
+    answering(monkeypatch, command, find_gpu=None, present_machine=None)
     result = megatrain("plan", "--model", model_file, "--sequence-length", 32)
     refused(result, "name one with --gpu, such as --gpu 4090")
     result = megatrain("plan", run_file, "--set", "engine.device=auto")
@@ -184,10 +184,9 @@ def test_what_other_processes_hold_is_left_to_them(megatrain, model_file, monkey
     from types import SimpleNamespace
 
     machine = machine_for("4090", 64 * GIB, 16)
-    monkeypatch.setattr(command, "find_gpu", lambda device: Gpu("NVIDIA H200", 1, "580"))
-    monkeypatch.setattr(command, "present_machine", lambda *_, **__: machine)
+    answering(monkeypatch, command, find_gpu=Gpu("NVIDIA H200", 1, "580"), present_machine=machine)
     state = SimpleNamespace(used_bytes=20 * GIB, other_processes=((77, 19 * GIB),))
-    monkeypatch.setattr(command, "gpu_state", lambda device: state)
+    answering(monkeypatch, command, gpu_state=state)
     sizes = ["--tokens", 64, "--sequence-length", 32, "--json"]
     told = json.loads(megatrain("plan", "--model", model_file, *sizes).stdout)
     assert told["device_memory_bytes"] == machine.device_memory_bytes - 20 * GIB

@@ -50,8 +50,6 @@ def undefined(completions, **kwargs):
 def at_first(completions, trainer_state, **kwargs):
     return [None if trainer_state.global_step == 0 else 1.0] * len(completions)
 
-def at_end(completions, trainer_state, **kwargs):
-    return [1.0 if trainer_state.global_step == 0 else None] * len(completions)
 
 def few(completions, **kwargs):
     return [1.0]
@@ -71,11 +69,6 @@ def exits(completions, **kwargs):
 def hasty(completions, log_metric, **kwargs):
     log_metric("loss", 0)
 
-def untidy(prompts, completions, completion_ids, answer, **kwargs):
-    lengths = [len(ids) for ids in completion_ids]
-    for each in (*completion_ids, prompts, completions, answer):
-        each.clear()
-    return lengths
 
 number = 3
 """

@@ -48,11 +48,7 @@ def test_prompts_that_cannot_be_used_are_refused_first(megatrain, run_file):
 @pytest.mark.parametrize(
     ("choice", "told"),
     [
-        (
-            {"model__freeze": ["lm_hed"]},
-            "freeze: 'lm_hed' matches the name of no parameter; there are "
-            "model.embed_tokens.weight, model.layers.0.",
-        ),
+        ({"model__freeze": ["lm_hed"]}, "freeze: 'lm_hed' matches the name of no parameter; there"),
         ({"model__freeze": ["("]}, "model.freeze: '(' is not a regular expression"),
         ({"model__train_only": []}, "model.train_only"),
         ({"model__freeze": ["."]}, "every parameter is frozen: there is nothing to train"),

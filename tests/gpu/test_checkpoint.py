@@ -9,7 +9,7 @@ import torch
 from megatrain import AdamW, Engine, Placement
 from megatrain.checkpoint import files, verify
 from tests.gpu.test_cuda import model, steps
-from tests.inside import store_of
+from tests.inside import sized, store_of
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,7 @@ class Disk:
 @pytest.fixture(autouse=True)
 def disk(monkeypatch):
     """With many pieces a tile."""
-    monkeypatch.setattr(files, "PIECE_BYTES", 64 << 10)
+    sized(monkeypatch, files, PIECE_BYTES=64 << 10)
     return Disk(monkeypatch)
 
 

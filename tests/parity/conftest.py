@@ -4,13 +4,14 @@ import pytest
 
 from megatrain.checkpoint import files
 from megatrain.engine import sink
+from tests.inside import sized
 from tests.remade import made_once
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice's gradient leaves in several pieces."""
-    monkeypatch.setattr(sink, "PIECE", 1000)
+    sized(monkeypatch, sink, PIECE=1000)
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -23,5 +24,5 @@ def models_are_remade_once() -> Iterator[None]:
 def saves_take_little_room() -> Iterator[None]:
     """An engine that saves in the background takes two pieces, of 32 MiB each for users."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "PIECE_BYTES", 1 << 20)
+        sized(patch, files, PIECE_BYTES=1 << 20)
         yield

@@ -11,7 +11,7 @@ from megatrain.device import CpuDevice, disk
 from megatrain.device.plane_file import BLOCK, PlaneFile
 from megatrain.engine.step import TrainingParts
 from tests.checkpoint.cases import ThreadedDevice, state
-from tests.inside import parts_of, store_of
+from tests.inside import parts_of, sized, store_of
 from tests.parity.cases import frozen, llama, make_batches, make_engine, same
 from tests.sweeps import swept
 
@@ -49,7 +49,7 @@ def test_a_disk_that_fails_ends_the_run_and_leaves_the_checkpoint(
     device, verb, tmp_path, monkeypatch
 ):
     """In the middle of a tile: what it has made of the weights is saved by nobody."""
-    monkeypatch.setattr(disk, "PIECE", BLOCK)
+    sized(monkeypatch, disk, PIECE=BLOCK)
     steps, move, calls = make_batches(3), getattr(PlaneFile, verb), []
 
     def failing(file, offset, tensor):
@@ -116,7 +116,7 @@ def test_a_layer_that_is_smaller_than_a_slot_is_read_and_nothing_behind_it():
 
 def test_frozen_weights_on_a_disk_are_only_read(tmp_path, monkeypatch):
     """Layers frozen as a whole, and a frozen part of a layer that is trained."""
-    monkeypatch.setattr(disk, "PIECE", BLOCK)
+    sized(monkeypatch, disk, PIECE=BLOCK)
     steps, written = make_batches(2), []
     write = PlaneFile.write
 

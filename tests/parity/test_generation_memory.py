@@ -21,7 +21,7 @@ from megatrain.model.build import empty_model
 from megatrain.model.probe import spec
 from megatrain.optim import RULES
 from megatrain.plan.tiles import tile_bytes
-from tests.inside import spec_of
+from tests.inside import sized, spec_of
 from tests.sweeps import few, swept
 
 ROWS, TOKENS, NEW = 24, 64, 16
@@ -75,7 +75,7 @@ def _real(value):
 
 @swept(together=0, apart={"alike": False, "apart": True}, precision=["bf16", "fp32"])
 def test_generation_takes_what_is_foretold(precision, apart, monkeypatch):
-    monkeypatch.setattr(whole_model, "_HELD", 0)  # weights are streamed
+    sized(monkeypatch, whole_model, _HELD=0)  # weights are streamed
     prompts = torch.randint(1, 500, (ROWS, TOKENS - NEW)).tolist()
     prompts[0] = prompts[0][3:]
     sampling = Sampling(max_new_tokens=NEW, temperature=0.7, top_p=0.9)

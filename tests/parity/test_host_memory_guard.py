@@ -15,6 +15,7 @@ from megatrain.engine import host_memory_guard
 from megatrain.engine.step import TrainingParts
 from megatrain.placement import ActivationPolicy, Planned
 from megatrain.telemetry.host import process_bytes
+from tests.inside import answering
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.race.late import LateDevice
 from tests.sweeps import few, swept
@@ -96,7 +97,7 @@ def planned(monkeypatch):
     host_bytes = dict.fromkeys(names, 50_000)
     placement = Placement(offload_activations=2, save_activations=1)
     settled = auto.Settled(placement, 5, Planned(125, 5 * 25, host_bytes, graphs=True))
-    monkeypatch.setattr(auto, "_chosen", lambda opened, workload: settled)
+    answering(monkeypatch, auto, _chosen=settled)
 
 
 @pytest.mark.parametrize(

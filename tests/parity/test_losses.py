@@ -286,11 +286,7 @@ WRONG: dict[str, tuple[Any, Loss, str]] = {
         TokenWeights(),
         "token_weights are 0 for all labels",
     ),
-    "ids": (
-        lambda m: m["teacher_ids"].fill_(WIDE),
-        Distillation(),
-        "teacher_ids holds token 1000, outside",
-    ),
+    "ids": (lambda m: m["teacher_ids"].fill_(WIDE), Distillation(), "teacher_ids holds token 1000"),
     "numbers of fewer": (
         lambda m: m.update(teacher_log_probs=m["teacher_log_probs"][..., :2]),
         Distillation(),

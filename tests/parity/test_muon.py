@@ -17,7 +17,7 @@ from megatrain.tile import Entry
 from megatrain.tile.layout import MOST_ELEMENTS
 from tests.checkpoint.cases import ThreadedDevice, state
 from tests.families.plain import accumulate
-from tests.inside import store_of
+from tests.inside import sized, store_of
 from tests.parity.cases import (
     llama,
     make_batches,
@@ -243,7 +243,7 @@ def test_a_norm_that_is_too_large_changes_nothing_where_all_is_clipped(placement
 @swept(together=0, device=[CpuDevice, ThreadedDevice], rule=["muon", "muon clipped"])
 def test_planes_on_a_disk_change_no_bit(device, rule, tmp_path, monkeypatch):
     """In pieces that cut matrices; a save goes on under the next step."""
-    monkeypatch.setattr(disk, "PIECE", BLOCK)
+    sized(monkeypatch, disk, PIECE=BLOCK)
     on_disk = Placement(slots=2, disk_moments=99, disk_remainder=2, disk_weights=2)
 
     def train(name, **given):

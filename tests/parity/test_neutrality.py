@@ -10,6 +10,7 @@ import pytest
 from megatrain import Placement, kernels
 from megatrain.engine import sink
 from megatrain.kernels import reference
+from tests.inside import sized
 from tests.parity.cases import (
     llama,
     make_batches,
@@ -136,7 +137,7 @@ def test_tiles_larger_than_a_slot_and_gradients_in_pieces_change_no_bit(
         )
 
     wanted = run(slots=8)
-    monkeypatch.setattr(sink, "PIECE", 1000)
+    sized(monkeypatch, sink, PIECE=1000)
     for choices in ({"slots": 1}, {"slots": 2, "gradient_lanes": 1}, {"slots": 6, "prefetch": 3}):
         keep_rows = (tied == (choices["slots"] == 2)) != other_rows
         assert identical(run(**choices, keep_rows=keep_rows), wanted), choices

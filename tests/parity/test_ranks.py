@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -131,132 +132,101 @@ def muon(group, model, *given, **options):
         return train(group, model, *given, **options)
 
 
+def case(make, *given, by=train, **options):
+    """A training of the model that `make` makes, by a group or alone."""
+    return lambda group: by(group, make(), *given, **options)
+
+
+TIED = {"tie_word_embeddings": True}
 CLOSE: dict[str, Callable[[Any], dict]] = {
-    "untied, clipped": lambda group: train(group, llama(), clip=0.5),
-    "tied, not clipped": lambda group: train(group, llama(tie_word_embeddings=True), clip=None),
-    "dropout, boundaries on the host": lambda group: train(
-        group,
-        tiny_model("gpt2", changes=RATES),
+    "untied, clipped": case(llama, clip=0.5),
+    "tied, not clipped": case(partial(llama, **TIED), clip=None),
+    "dropout, boundaries on the host": case(
+        partial(tiny_model, "gpt2", changes=RATES),
         placement=Placement(slots=1, layer_inputs="host", keep_rows=False),
     ),
-    "tied, rows that are not kept, graphs that are": lambda group: train(
-        group,
-        qwen2(tie_word_embeddings=True),
+    "tied, rows that are not kept, graphs that are": case(
+        partial(qwen2, **TIED),
         placement=Placement(slots=3, keep_rows=False, save_activations=2, keep_weights=2),
     ),
-    "resident, in passes": lambda group: train(
-        group,
-        tiny_model("qwen3_moe"),
+    "resident, in passes": case(
+        partial(tiny_model, "qwen3_moe"),
         clip=0.5,
         placement=Placement(
-            slots=2,
-            passes=3,
-            resident=("embedding", "layer 0", "head"),
-            layer_inputs="host",
+            slots=2, passes=3, resident=("embedding", "layer 0", "head"), layer_inputs="host"
         ),
     ),
-    "tied, resident in part, not clipped": lambda group: train(
-        group,
-        qwen2(tie_word_embeddings=True),
+    "tied, resident in part, not clipped": case(
+        partial(qwen2, **TIED),
         clip=None,
         trained=Trained(freeze=("k_proj", "layers.1")),
         placement=Placement(
             slots=1, resident=("layer 0", "layer 1", "head"), offload_activations=1
         ),
     ),
-    "frozen in part": lambda group: train(
-        group, llama(), trained=Trained(freeze=("embed_tokens", "q_proj", "norm"))
-    ),
+    "frozen in part": case(llama, trained=Trained(freeze=("embed_tokens", "q_proj", "norm"))),
     **{
-        f"{rule}, {clip}": lambda group, how=(rule, clip): muon(
-            group, llama(), rule=how[0], clip=how[1]
-        )
+        f"{rule}, {clip}": case(llama, by=muon, rule=rule, clip=clip)
         for rule in ("muon", "muon clipped")
         for clip in (None, 0.5)
     },
-    "preferences, in passes": lambda group: train(
-        group, llama(), DPO(), pairs(DPO()), placement=Placement(passes=2, resident=("head",))
+    "preferences, in passes": case(
+        llama, DPO(), pairs(DPO()), placement=Placement(passes=2, resident=("head",))
     ),
-    "adapter": lambda group: train(
-        group,
-        qwen2(tie_word_embeddings=True),
+    "adapter": case(
+        partial(qwen2, **TIED),
         adapter=LORA | {"use_dora": True, "modules_to_save": ["norm"]},  # begin as the base is
         placement=Placement(resident=("layer 1",), keep_weights=2),
     ),
-    "experts that are balanced": lambda group: train(
-        group,
-        tiny_model("mixtral", changes=ROUTED),
+    "experts that are balanced": case(
+        partial(tiny_model, "mixtral", changes=ROUTED),
         batches=[padded(step) for step in make_batches(2, SHAPES)],
     ),
 }
 
-EXACT: dict[str, Callable[[Any], dict]] = (
-    {
-        f"{precision}, {rule}": lambda group, precision=precision, rule=rule: train(
-            group,
-            llama(tie_word_embeddings=rule == "lion"),
-            TOKEN_WEIGHTS,
-            weighed(make_batches(2, SHAPES)),
-            clip=1e9,
+
+def exact(make, **options):
+    """A training whose gradients are zero on all ranks but one, and not clipped."""
+    steps = weighed(make_batches(2, SHAPES))
+    options = {"clip": 1e9, "precision": "bf16", "batches": steps} | options
+    return case(make, TOKEN_WEIGHTS, **options)
+
+
+EXACT: dict[str, Callable[[Any], dict]] = {
+    "fp32, adamw": exact(llama, precision="fp32"),
+    "bf16, adamw bf16": exact(llama, rule="adamw bf16"),
+    "bf16, lion": exact(partial(llama, **TIED), rule="lion"),
+    "bf16, frozen in part": exact(
+        llama,
+        rule="adamw int8",
+        trained=Trained(freeze=("model.norm",)),
+        placement=Placement(slots=2),
+    ),
+    "bf16, planes on a disk": exact(
+        partial(llama, **TIED), by=on_disk, trained=Trained(freeze=("k_proj", "layers.1.mlp"))
+    ),
+    **{
+        f"{precision}, {rule}, {where}": exact(
+            llama if rule == "muon" else partial(tiny_model, "mixtral"),
+            by=muon,
+            lr=1e-2,
             precision=precision,
             rule=rule,
-        )
-        for precision, rule in (("fp32", "adamw"), ("bf16", "adamw bf16"), ("bf16", "lion"))
-    }
-    | {
-        "bf16, frozen in part": lambda group: train(
-            group,
-            llama(),
-            TOKEN_WEIGHTS,
-            weighed(make_batches(2, SHAPES)),
-            clip=1e9,
-            precision="bf16",
-            rule="adamw int8",
-            trained=Trained(freeze=("model.norm",)),
-            placement=Placement(slots=2),
-        ),
-        "bf16, planes on a disk": lambda group: on_disk(
-            group,
-            llama(tie_word_embeddings=True),
-            TOKEN_WEIGHTS,
-            weighed(make_batches(2, SHAPES)),
-            clip=1e9,
-            precision="bf16",
-            trained=Trained(freeze=("k_proj", "layers.1.mlp")),
-        ),
-    }
-    | {
-        f"{precision}, {rule}, {where}": lambda group, how=(precision, rule, placement): muon(
-            group,
-            llama() if how[1] == "muon" else tiny_model("mixtral"),
-            TOKEN_WEIGHTS,
-            lr=1e-2,
-            batches=weighed(make_batches(2, SHAPES)),
-            clip=1e9,
-            precision=how[0],
-            rule=how[1],
-            placement=how[2],
+            placement=placement,
         )
         for precision, rule in (("fp32", "muon"), ("bf16", "muon"), ("bf16", "muon clipped"))
         for where, placement in MUON.items()
-    }
-    | {
-        f"{base}, adapter": lambda group, base=base: train(
-            group,
-            llama(),
-            TOKEN_WEIGHTS,
-            weighed(make_batches(2, SHAPES)),
-            clip=1e9,
-            precision="bf16",
+    },
+    **{
+        f"{base}, adapter": exact(
+            llama,
             adapter=LORA,
             base=base,
             placement=Placement(slots=2, resident=("layer 1",), keep_weights=2),
         )
         for base in ("nf4", "fp8")
-    }
-)
-
-
+    },
+}
 USUAL = (
     *("tied, rows that are not kept, graphs that are", "preferences, in passes", "nf4, adapter"),
     *("bf16, planes on a disk", "muon clipped, 0.5"),

@@ -1,6 +1,7 @@
 """Ranks that share every row train as one rank does on the whole rows."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -73,45 +74,37 @@ def filled_up(steps):
     return steps
 
 
+def case(make, *given, **options):
+    """A training of the model that `make` makes, of many heads where it may have them."""
+    return lambda group: train(group, make(), *given, **options)
+
+
+heads, biases = partial(llama, **MANY), partial(qwen2, **MANY, tie_word_embeddings=True)
 CASES: dict[str, Callable[[Any], dict]] = {
-    "few heads of keys, clipped": lambda group: train(group, llama(**MANY), clip=0.5),
-    "tied, not clipped": lambda group: train(
-        group, qwen2(**MANY, tie_word_embeddings=True), clip=None
+    "few heads of keys, clipped": case(heads, clip=0.5),
+    "tied, not clipped": case(biases, clip=None),
+    "a single head of keys": case(partial(heads, num_key_value_heads=1)),
+    "graphs that wait": case(
+        biases, placement=Placement(slots=3, keep_rows=False, save_activations=2, keep_weights=2)
     ),
-    "a single head of keys": lambda group: train(group, llama(**MANY, num_key_value_heads=1)),
-    "graphs that wait": lambda group: train(
-        group,
-        qwen2(**MANY, tie_word_embeddings=True),
-        placement=Placement(slots=3, keep_rows=False, save_activations=2, keep_weights=2),
+    "graphs that wait on the host": case(
+        heads, placement=Placement(slots=2, offload_activations=2, layer_inputs="host")
     ),
-    "graphs that wait on the host": lambda group: train(
-        group,
-        llama(**MANY),
-        placement=Placement(slots=2, offload_activations=2, layer_inputs="host"),
-    ),
-    "attention kept, tokens in chunks": lambda group: train(
-        group,
-        llama(**MANY),
+    "attention kept, tokens in chunks": case(
+        heads,
         placement=Placement(slots=2, save_attention="device", chunk_tokens=3, head_tokens=2),
     ),
-    "resident, in passes": lambda group: train(
-        group,
-        llama(**MANY),
-        clip=0.5,
-        placement=Placement(passes=3, resident=("embedding", "layer 0", "head")),
+    "resident, in passes": case(
+        heads, clip=0.5, placement=Placement(passes=3, resident=("embedding", "layer 0", "head"))
     ),
-    "frozen in part": lambda group: train(
-        group, llama(**MANY), trained=Trained(freeze=("embed_tokens", "q_proj", "norm"))
+    "frozen in part": case(heads, trained=Trained(freeze=("embed_tokens", "q_proj", "norm"))),
+    "adapter": case(partial(qwen2, **MANY), adapter=LORA),
+    "weights of tokens": case(heads, TOKEN_WEIGHTS, weighed(make_batches(2, SHAPES))),
+    "smoothed labels, rows with a mask": case(
+        heads, LabelSmoothing(0.1), filled_up(make_batches(2, SHAPES))
     ),
-    "adapter": lambda group: train(group, qwen2(**MANY), adapter=LORA),
-    "weights of tokens": lambda group: train(
-        group, llama(**MANY), TOKEN_WEIGHTS, weighed(make_batches(2, SHAPES))
-    ),
-    "smoothed labels, rows with a mask": lambda group: train(
-        group, llama(**MANY), LabelSmoothing(0.1), filled_up(make_batches(2, SHAPES))
-    ),
-    "learnt positions": lambda group: train(group, tiny_model("gpt2")),
-    "keys wider than values": lambda group: train(group, tiny_model("deepseek_v3")),
+    "learnt positions": case(partial(tiny_model, "gpt2")),
+    "keys wider than values": case(partial(tiny_model, "deepseek_v3")),
 }
 # Three ranks share the heads of the first ones, not those of tiny models.
 OF_ANY = [*CASES][:-2]

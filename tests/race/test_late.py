@@ -9,6 +9,7 @@ from megatrain import Placement
 from megatrain.device import CpuDevice, disk
 from megatrain.device.plane_file import BLOCK
 from megatrain.engine import sink
+from tests.inside import sized
 from tests.parity.cases import llama, make_batches, make_engine, masters
 from tests.race.late import LateDevice
 
@@ -65,8 +66,8 @@ def train(device, placement, tied, clip, evaluate, rule):
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """A gradient leaves, and the head is updated, in several pieces. (The head takes two slots.)"""
-    monkeypatch.setattr(sink, "PIECE", 500)
-    monkeypatch.setattr(disk, "PIECE", BLOCK // 2)  # whole blocks of the remainder
+    sized(monkeypatch, sink, PIECE=500)
+    sized(monkeypatch, disk, PIECE=BLOCK // 2)  # whole blocks of the remainder
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from megatrain.loss import CROSS_ENTROPY, DPO
 from megatrain.model.probe import spec
 from megatrain.placement import Placement
 from megatrain.source.source import EngineSetup, Model, open_source
+from tests.inside import answering
 from tests.race.schedule import Alike
 from tests.unit.forecast_cases import small_machine, tiny_config
 
@@ -40,9 +41,9 @@ def opened(layers=2, *, train=True):
 def settled(
     monkeypatch, asked, tokens=512, length=64, *, machine=None, compiler=True, loss=CROSS_ENTROPY
 ):
-    monkeypatch.setattr(auto, "present_machine", lambda device, precision: machine)
+    answering(monkeypatch, auto, present_machine=machine)
     monkeypatch.setattr(auto, "can_compile", lambda: compiler)
-    monkeypatch.setattr(auto, "check_fits", lambda *given, **named: None)
+    answering(monkeypatch, auto, check_fits=None)
     return auto.settle(asked, "auto", tokens, length, None, loss)
 
 

@@ -17,6 +17,7 @@ from megatrain.model.compiled import compile_and_tell
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from tests.families.tiny import tiny_model
+from tests.inside import compiled_by
 
 BF16 = torch.bfloat16
 
@@ -24,7 +25,7 @@ BF16 = torch.bfloat16
 @pytest.fixture
 def quickly(monkeypatch):
     """torch.compile takes graphs as always, but leaves them as they are."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiled_by(monkeypatch, "eager")
 
 
 def _engine(vocab_size=32, hidden_size=8, **changes):
@@ -82,7 +83,7 @@ def calls(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=kept))
+    compiled_by(monkeypatch, kept)
     return found
 
 
@@ -129,7 +130,7 @@ def test_what_only_a_layers_result_needs_is_not_computed_again(monkeypatch):
         bw_compiler=backward,
         partition_fn=min_cut_rematerialization_partition,
     )
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    compiled_by(monkeypatch, backend)
     norms = []
     for compiled in (False, True):
         with _engine(compile=compiled) as engine:

@@ -14,6 +14,7 @@ from data_cases import QWEN, chat_tokenizer, encode_row, make_tokenizer, refused
 from megatrain.data import open_dataset, template
 from megatrain.data.conversation import messages
 from megatrain.errors import InputError
+from tests.inside import sized
 from tests.sweeps import quick
 
 TWO_TURNS = talk("What is 12 + 30?", "It is 42.", "Thanks!", "You are welcome: naïve café ☕")
@@ -246,7 +247,7 @@ ENDLESS = ("a large number", "many turns")
     "name", quick(HOSTILE, HOSTILE.keys() - {"one that doubles", "long marks"})
 )
 def test_a_hostile_template_is_refused_within_bounds(name, monkeypatch):
-    monkeypatch.setattr(template, "_SECONDS", 0.25 if name in ENDLESS else 2)
+    sized(monkeypatch, template, _SECONDS=0.25 if name in ENDLESS else 2)
     source, reason = HOSTILE[name]
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

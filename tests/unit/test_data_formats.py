@@ -13,6 +13,7 @@ from data_cases import chat_tokenizer, encode_row, make_tokenizer, refused, talk
 from megatrain.data import open_dataset, readers
 from megatrain.data.formats import Reading
 from megatrain.errors import InputError
+from tests.inside import sized
 
 QWEN = chat_tokenizer("qwen")
 ASK, TELL = "What is 12 + 30?", "It is 42."
@@ -317,7 +318,7 @@ def test_the_same_rows_from_files_of_all_kinds_are_the_same(tmp_path, monkeypatc
     paths = written(folder)
     expected = opened(folder / "a.jsonl", tmp_path)
     for piece in (readers.PIECE_BYTES, 3):
-        monkeypatch.setattr(readers, "PIECE_BYTES", piece)
+        sized(monkeypatch, readers, PIECE_BYTES=piece)
         for path in paths:
             assert opened(path, tmp_path / str(piece)).fingerprint == expected.fingerprint, path
 

@@ -19,6 +19,7 @@ from megatrain.data.encoders import Document, Encoder
 from megatrain.data.row_packing import Segments, fill_rows, fit_rows, shuffled, split_rows
 from megatrain.data.token_store import open_store
 from megatrain.errors import InputError, RunFailed
+from tests.inside import sized
 
 WORDS = TEXT.split()
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
@@ -170,7 +171,7 @@ def test_unpacked_rows_are_padded_to_the_longest_in_steps_of_eight(tmp_path):
 
 
 def test_long_documents_come_in_pieces_with_one_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "PIECE_BYTES", 100)
+    sized(monkeypatch, readers, PIECE_BYTES=100)
     tokenizer = make_tokenizer(bos_first=True)
     (tmp_path / "long.txt").write_text(TEXT * 3)
     for path in (

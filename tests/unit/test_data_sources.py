@@ -14,6 +14,7 @@ from transformers import ByT5Tokenizer
 from megatrain.data import load_tokenizer, open_dataset, readers
 from megatrain.data.sources import SourceFile, find_files, open_sources
 from megatrain.errors import InputError
+from tests.inside import sized
 
 GOOD = json.dumps({"text": "The sea was calm."}).encode() + b"\n"
 
@@ -97,7 +98,7 @@ def test_paths_that_cannot_be_read_are_named(tmp_path, monkeypatch):
 )
 def test_a_bad_jsonl_line_is_named_with_its_number(tmp_path, monkeypatch, line, problem):
     if problem == "longer than":
-        monkeypatch.setattr(readers, "MAX_LINE_BYTES", 300)
+        sized(monkeypatch, readers, MAX_LINE_BYTES=300)
     path = tmp_path / "data.jsonl"
     path.write_bytes(GOOD + b"\n" + line + b"\n" + GOOD)
     with refused(rf"data.jsonl:3: .*{problem}"):
@@ -129,7 +130,7 @@ def test_text_that_is_not_utf8_is_refused_with_the_offset(tmp_path, monkeypatch,
     path = tmp_path / "text.txt"
     path.write_bytes(data)
     for piece in (256 * 1024, 64):
-        monkeypatch.setattr(readers, "PIECE_BYTES", piece)
+        sized(monkeypatch, readers, PIECE_BYTES=piece)
         with pytest.raises(InputError, match=rf"text.txt: .*{problem}"):
             list(readers.read_text(as_source(path)))
 

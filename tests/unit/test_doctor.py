@@ -16,6 +16,7 @@ from megatrain.plan.diagnostics import Facts, findings
 from megatrain.plan.rates import Measurement, Sizes, bus_measurements, device_measurements
 from megatrain.telemetry import gpu
 from megatrain.telemetry.gpu import GpuState
+from tests.inside import answering, sized
 
 SMALL = Sizes(
     copy_bytes=1 << 16,
@@ -138,7 +139,7 @@ def test_every_rate_can_be_measured():
 
 
 def test_the_disk_is_left_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(rates, "_CHUNK", MIB)
+    sized(monkeypatch, rates, _CHUNK=MIB)
     measured = rates.disk_measurements(tmp_path, num_bytes=4 * MIB)
     assert [m.name for m in measured if m.value and m.value > 0] == [
         "disk_write_gbps",
@@ -173,15 +174,14 @@ def gpu_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     device = FakeGpu()
     key = present.Key("GPU-1", "580.1", "CPU", 16)
-    monkeypatch.setattr(present, "key_of", lambda name: key)
-    monkeypatch.setattr(doctor, "open_device", lambda name: device)
-    monkeypatch.setattr(doctor, "collect", lambda name, folder: HEALTHY)
+    answering(monkeypatch, present, key_of=key)
+    answering(monkeypatch, doctor, open_device=device, collect=HEALTHY)
     used = iter(range(1 << 30, 1 << 40, 500 * MIB))
     monkeypatch.setattr(doctor, "gpu_state", lambda name: replace(GPU, used_bytes=next(used)))
     host = {"update_gparams": 4.0, "disk_write_gbps": None, "disk_read_gbps": 2.5,
             "disk_both_gbps": 1.5}  # fmt: skip
     measured = [Measurement(name, name, value, "") for name, value in host.items()]
-    monkeypatch.setattr(doctor, "host_measurements", lambda folder: list(measured))
+    answering(monkeypatch, doctor, host_measurements=list(measured))
     return SimpleNamespace(device=device, key=key, folder=tmp_path)
 
 

@@ -128,10 +128,7 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "arrays": (each(lambda value: value.numpy()), "micro-batch 1: input_ids is a ndarray"),
     "no labels": (changed(labels=None), "micro-batch 1 has no labels"),
     "no ids": (changed(input_ids=None), "micro-batch 1 has no input_ids"),
-    "unknown key": (
-        changed(pixels=IDS),
-        "micro-batch 1 has 'pixels', which neither the model's forward nor the loss takes; known: ",
-    ),
+    "unknown key": (changed(pixels=IDS), "micro-batch 1 has 'pixels', which neither the model's"),
     "a flag of a cache": (changed(use_cache=IDS), "micro-batch 1 has 'use_cache', and no keys or"),
     "a flag that is no tensor": (changed(use_cache=False), "micro-batch 1 has 'use_cache', and no"),
     "a cache": (changed(past_key_values=IDS), "has 'past_key_values', and no keys .* leave it out"),

@@ -1,7 +1,5 @@
 """What is foretold of graphs that wait, against what torch's partitioner lets them hold."""
 
-from functools import partial
-
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -15,6 +13,7 @@ from megatrain.forecast.profile import Profile
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.source.source import open_source
+from tests.inside import compiled_by
 from tests.unit.forecast_cases import layer_call
 
 ROWS, TOKENS, WIDTH = 2, 512, 256
@@ -40,7 +39,7 @@ def quickly(monkeypatch):
         partition_fn=partition,
         decompositions=select_decomp_table,
     )
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    compiled_by(monkeypatch, backend)
 
 
 LORA = {"r": 4, "target_modules": "all-linear"}

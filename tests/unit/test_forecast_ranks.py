@@ -16,6 +16,7 @@ from megatrain.forecast.workload import Generation, Workload
 from megatrain.machine import NETWORK_GBPS
 from megatrain.placement import Placement
 from megatrain.tile import TileKind
+from tests.inside import sized
 from tests.unit.forecast_cases import small_machine, tiny_spec, wide_spec
 
 WHOLE = Workload(tokens_per_step=2048, sequence_length=64, compile=False)
@@ -58,7 +59,7 @@ def test_shards_cross_the_bus_and_the_rest_the_link():
 @pytest.mark.exhaustive
 def test_planes_on_a_disk_are_shared(monkeypatch):
     """Each rank moves its blocks at its share of the rate, and is given its share of the space."""
-    monkeypatch.setattr(disk, "PIECE", 4096)
+    sized(monkeypatch, disk, PIECE=4096)
     choices = {"disk_moments": 8, "disk_remainder": 4, "disk_weights": 6}
     alone, shared = told(WHOLE, small_machine(), **choices), small_machine().shared(RANKS, 8.0)
     found = told(SHARED, shared, **choices)

@@ -10,6 +10,7 @@ from megatrain.model import init
 from megatrain.model.probe import spec
 from megatrain.source.source import open_source
 from tests.families.tiny import tiny_config
+from tests.inside import sized
 from tests.unit.forecast_cases import tiny_config as llama_config
 from tests.unit.forecast_cases import tiny_spec
 
@@ -31,7 +32,7 @@ def drawn(model, *, threads=2, seed=3, alike=False):
 
 @pytest.fixture
 def pieces(monkeypatch):
-    monkeypatch.setattr(init, "_PIECE", PIECE)
+    sized(monkeypatch, init, _PIECE=PIECE)
 
 
 @pytest.mark.usefixtures("pieces")
@@ -57,7 +58,7 @@ def test_no_piece_is_drawn_twice_and_all_have_the_class_s_spread():
 def test_what_is_small_is_drawn_as_torch_draws_it(monkeypatch):
     """The size of a piece matters only to what is larger."""
     whole = drawn(tiny_spec())
-    monkeypatch.setattr(init, "_PIECE", 256 * 256)
+    sized(monkeypatch, init, _PIECE=256 * 256)
     cut = drawn(tiny_spec())
     same = {name for name in whole if torch.equal(whole[name], cut[name])}
     small = {name for name in whole if whole[name].numel() <= 256 * 256}

@@ -10,6 +10,7 @@ from megatrain.base.units import GIB
 from megatrain.errors import InputError
 from megatrain.machine import machine_for, present, present_machine
 from megatrain.telemetry.gpu import Gpu, by_driver_name, known_gpus, named_gpu
+from tests.inside import answering
 
 KEY = present.Key("GPU-1234", "580.1", "Some CPU", 16)
 
@@ -136,16 +137,15 @@ def test_a_spoilt_file_is_as_good_as_none(name):
 
 def test_the_present_machine_is_measured_before_listed_before_none(monkeypatch):
     gpu = Gpu("NVIDIA H200", 140 * GIB, "580.1")
-    monkeypatch.setattr(present, "find_gpu", lambda device: gpu)
-    monkeypatch.setattr(present, "key_of", lambda device: KEY)
+    answering(monkeypatch, present, find_gpu=gpu, key_of=KEY)
     monkeypatch.setattr(present, "host_limit_bytes", lambda: 77 * GIB)
     listed = present_machine()
     assert (listed.measured, listed.host_memory_bytes) == (False, 77 * GIB)
     present.write(KEY, {"bf16": measured()})
     assert present_machine() == replace(measured(), host_memory_bytes=77 * GIB)
     assert present_machine(precision="fp32").measured is False
-    monkeypatch.setattr(present, "find_gpu", lambda device: replace(gpu, name="Tesla T4"))
+    answering(monkeypatch, present, find_gpu=replace(gpu, name="Tesla T4"))
     present.key_of("cuda").file.unlink()
     assert present_machine() is None
-    monkeypatch.setattr(present, "find_gpu", lambda device: None)
+    answering(monkeypatch, present, find_gpu=None)
     assert present_machine() is None

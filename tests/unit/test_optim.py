@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers.trainer_pt_utils import get_parameter_names
+from transformers import Trainer
 
 from megatrain import SGD, AdamW, InputError
 from megatrain.device import CpuDevice
@@ -24,6 +24,7 @@ from megatrain.store.store import Store
 from megatrain.tile import TileLayout
 from tests.families.plain import PlainSGD
 from tests.families.tiny import tiny_model
+from tests.inside import sized
 from tests.rules import FLAT, PLAIN, SWEPT
 from tests.unit.kernel_cases import exact_roots, gradient, randn  # noqa: F401
 
@@ -84,7 +85,7 @@ def test_impossible_settings_are_refused_in_one_line(settings, message, rule):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "mixtral", "bloom", "mamba"])
 def test_groups_are_those_of_transformers_trainer(family):
     model = tiny_model(family)
-    decaying = set(get_parameter_names(model, [nn.LayerNorm], list(NO_DECAY)))
+    decaying = set(Trainer.get_decay_parameter_names(None, model))
     optimizer = StreamedOptimizer(AdamW(weight_decay=0.3), model)
     named = {name for name, _ in model.named_parameters()}
     first, second = optimizer.param_groups
@@ -191,7 +192,7 @@ HYPER |= {"adamw bf16": HYPER["adamw"], "adamw int8": HYPER["adamw"]}
 @pytest.mark.parametrize("name", FLAT)
 @pytest.mark.usefixtures("exact_roots")
 def test_a_rule_s_update_is_its_plain_form_s_bit_for_bit(name, precision, grad_scale, monkeypatch):
-    monkeypatch.setattr(reference, "UPDATE_BLOCK", 1024)
+    sized(monkeypatch, reference, UPDATE_BLOCK=1024)
     hyper = dict(HYPER[name])
     if "betas" in hyper and grad_scale < 1:
         hyper["betas"] = (0.3, 0.95)  # torch's lerp has a formula for either side of 0.5

@@ -16,6 +16,7 @@ from megatrain.device import plane_file
 from megatrain.device.plane_file import BLOCK, PlaneFile
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.kernels import reference
+from tests.inside import sized
 
 BLOCKS = 64
 
@@ -34,7 +35,7 @@ def drawn(num_bytes, seed):
 @pytest.fixture(params=["as it is", "page cache", "without native kernels"])
 def file(request, tmp_path, monkeypatch):
     """A file in small pieces, also on a file system without direct access."""
-    monkeypatch.setattr(plane_file, "PIECE_BYTES", 3 * BLOCK)
+    sized(monkeypatch, plane_file, PIECE_BYTES=3 * BLOCK)
     if request.param == "without native kernels":
         monkeypatch.setattr(kernels, "move_file", reference.move_file)
     if request.param == "page cache":

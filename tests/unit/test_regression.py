@@ -8,6 +8,7 @@ from benchmarks import regression
 from benchmarks.regression import Case, holds, kernel_cases, ratio
 from megatrain import kernels
 from megatrain.kernels import reference
+from tests.inside import sized
 
 
 class Clock:
@@ -39,7 +40,7 @@ def test_what_is_slow_is_slow_at_every_try(monkeypatch, capsys):
 
 
 def test_kernels_that_fall_back_are_seen(monkeypatch):
-    monkeypatch.setattr(regression, "PARAMETERS", 50_000)
+    sized(monkeypatch, regression, PARAMETERS=50_000)
     for name in ("update", "split", "join"):
         monkeypatch.setattr(kernels, name, getattr(reference, name))
     cases = [case for case in kernel_cases() if "reference" in case.name]

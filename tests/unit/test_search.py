@@ -18,6 +18,7 @@ from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.workload import Workload
 from megatrain.loss import DPO
+from tests.inside import sized
 from tests.sweeps import quick
 from tests.unit.forecast_cases import (
     small_machine,
@@ -45,7 +46,7 @@ def least_mib(forecasts=FORECASTS):
 
 def test_no_more_goes_to_a_disk_than_the_host_lacks(monkeypatch):
     """Moments first, then remainders, then weights; lanes count, and the disk's space holds."""
-    monkeypatch.setattr(disk, "PIECE", 4096)
+    sized(monkeypatch, disk, PIECE=4096)
     short = small_machine(1.1 * least_mib(FEW_LAYERS), host_gib=1.0)
     enough = replace(least(FEW_LAYERS, short, WORKLOAD).machine, disk_space_bytes=1 << 40)
     tiles = FEW_LAYERS.model(WORKLOAD).layouts
@@ -223,8 +224,7 @@ def test_tiles_rest_on_the_device_where_the_host_lacks_room():
 
 @pytest.fixture
 def soon_long(monkeypatch):
-    monkeypatch.setattr(candidates, "_LONG", 1024)
-    monkeypatch.setattr(candidates, "_TILE", 128)
+    sized(monkeypatch, candidates, _LONG=1024, _TILE=128)
 
 
 def long_row(device_mib, attention_tflops, host_gib=1e6):
@@ -247,7 +247,7 @@ def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(soon_long, monkeypa
     needed = least(FEW_LAYERS, fast_bus(1.0, 1e6), workload).machine
     budget = needed.device_memory_bytes / 2**20
     assert long_row(budget, 20.0).placement.chunk_tokens == 128
-    monkeypatch.setattr(candidates, "_LONG", 1 << 20)
+    sized(monkeypatch, candidates, _LONG=1 << 20)
     with pytest.raises(DoesNotFit):
         long_row(budget, 20.0)
 
@@ -271,8 +271,7 @@ def test_graphs_on_the_host_are_spread_over_all_layers_and_the_last_others_keep_
 @pytest.fixture
 def a_small_process(monkeypatch):
     """Beside its gigabytes a tiny model's bytes would not count."""
-    monkeypatch.setattr(simulate, "PROCESS_BYTES", 20 * MIB)
-    monkeypatch.setattr(simulate, "_EARLY_PROCESS_BYTES", 10 * MIB)
+    sized(monkeypatch, simulate, PROCESS_BYTES=20 * MIB, _EARLY_PROCESS_BYTES=10 * MIB)
 
 
 def machine(device_mib, host_mib):

@@ -20,6 +20,7 @@ from megatrain.telemetry.environment import environment
 from megatrain.telemetry.gpu import bf16_peak_tflops
 from megatrain.telemetry.log import PASSING, Share, StderrHandler
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
+from tests.inside import sized
 
 RECORD = {
     "step": 1,
@@ -135,8 +136,7 @@ def test_process_memory_is_what_the_system_counts_children_included():
 @pytest.fixture
 def cgroup_root(tmp_path, monkeypatch):
     """The folder of the cgroups, with one file: which the process is in."""
-    monkeypatch.setattr(host, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(host, "_OWN_CGROUP", tmp_path / "own")
+    sized(monkeypatch, host, _CGROUPS=tmp_path, _OWN_CGROUP=tmp_path / "own")
     (tmp_path / "own").write_text("0::/\n")
     return tmp_path
 

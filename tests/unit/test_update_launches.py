@@ -11,7 +11,7 @@ from megatrain.device.base import COMPUTE, Buffer, Kind, Name
 from megatrain.forecast.cost_model import CostModel
 from megatrain.kernels import reference
 from megatrain.machine import machine_for
-from tests.inside import parts_of
+from tests.inside import parts_of, sized
 
 H200 = machine_for("NVIDIA H200", 120 * GIB, 16, 139 * GIB)
 
@@ -32,7 +32,7 @@ class Operations(TorchDispatchMode):
 def test_a_rule_says_what_its_update_launches(rule, monkeypatch):
     """On a layer of 16 blocks, without its five vectors, which launch as much as a block."""
     width, block = 128, 128 * 128
-    monkeypatch.setattr(reference, "UPDATE_BLOCK", block)
+    sized(monkeypatch, reference, UPDATE_BLOCK=block)
     monkeypatch.setattr(kernels, "_chosen", reference)
     torch.manual_seed(0)
     config = Qwen2Config(

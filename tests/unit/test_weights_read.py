@@ -13,6 +13,7 @@ from megatrain.model import weights
 from megatrain.model.build import empty_model
 from megatrain.model.export import write_weights
 from megatrain.model.weights import read_weights, source_dtype
+from tests.inside import sized
 from tests.unit.weights_cases import (
     FAMILIES,
     assert_same,
@@ -117,7 +118,7 @@ def test_memory_stays_far_below_the_checkpoint(tmp_path, monkeypatch):
     assert checkpoint > 200e6
     with _PeakMemory() as writing:
         write_weights(tmp_path / "a", model, values, dtype=torch.bfloat16, max_shard_bytes=10**8)
-    monkeypatch.setattr(weights, "IN_FLIGHT_BYTES", 2**25)
+    sized(monkeypatch, weights, IN_FLIGHT_BYTES=2**25)
     with _PeakMemory() as reading:
         read_weights(tmp_path / "a", model, lambda name, tensor: None, threads=4)
     assert writing.extra_bytes < checkpoint / 2
