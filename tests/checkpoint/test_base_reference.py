@@ -165,3 +165,13 @@ def test_a_base_that_has_an_adapter_is_refused(base, tmp_path):
         (tmp_path / one / "adapter_config.json").write_text(named)
     with pytest.raises(InputError, match="other has an adapter itself; merge that first"):
         ResolvedModel.of(ModelSection(path=str(tmp_path / "adapter")))
+
+
+def test_a_base_that_is_gone_when_the_run_saves_is_saved(base, tmp_path):
+    with make_engine(base, adapter=LORA, precision="bf16") as engine:
+        engine.step(STEPS[0])
+        shutil.rmtree(base)
+        engine.save(tmp_path / "saved")
+        wanted = masters(engine)
+    with Engine.load(tmp_path / "saved", device="cpu") as again:
+        assert same(masters(again), wanted)

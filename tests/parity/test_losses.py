@@ -355,3 +355,18 @@ def test_what_the_models_forward_takes_may_be_given():
     assert not torch.allclose(engine.logits({"input_ids": micro["input_ids"]}), wanted, atol=1e-3)
     with pytest.raises(InputError, match="'token_type_ids', which neither"):
         make_engine(llama()).logits(given)
+
+
+@pytest.mark.parametrize("loss", [Distillation(beta=0.4, add_tail=True), Distillation(beta=1.0)])
+def test_places_where_fewer_tokens_were_kept_count_for_nothing(loss):
+    step = taken(micro_batches(), loss)
+    more = [
+        micro
+        | {
+            "teacher_ids": F.pad(micro["teacher_ids"], (0, 2)),
+            "teacher_log_probs": F.pad(micro["teacher_log_probs"], (0, 2), value=-1e9),
+        }
+        for micro in step
+    ]
+    engine = make_engine(llama(vocab_size=WIDE))
+    assert engine.evaluate(more, loss) == pytest.approx(engine.evaluate(step, loss), rel=1e-6)

@@ -404,3 +404,38 @@ def test_bad_rows_are_left_out_counted_and_listed(tmp_path, caplog):
         opened(only_bad, tmp_path, fields={"question": "question"}, bad_rows="skip")
     with pytest.raises(InputError, match="no chat template"):  # no row's fault
         opened(path, tmp_path, make_tokenizer(None), bad_rows="skip")
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("fields", "beside"),
+    [
+        ({"content": "content_de"}, {"content": "no"}),
+        ({"role": "speaker"}, {"role": "user"}),
+        ({"role": "speaker"}, {"role": "nobody"}),
+        ({"role": "speaker", "content": "content_de"}, {"role": "tool", "content": "no"}),
+        ({"role": "content", "content": "role"}, {}),
+    ],
+)
+def test_the_mapped_field_of_a_message_is_read_in_whichever_order(tmp_path, fields, beside, first):
+    said = [{fields.get(name, name): value for name, value in m.items()} for m in talk(ASK, TELL)]
+    said = [{**beside, **m} if first else {**m, **beside} for m in said]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": said}])
+    data = opened(path, tmp_path, fields=fields)
+    assert data.batch([0])["input_ids"][0].tolist()[: data.num_tokens] == told(talk(ASK, TELL))[0]
+
+
+@pytest.mark.parametrize("absent", [{}, {"content_de": None}])
+def test_a_message_without_the_mapped_field_does_not_say_another(tmp_path, absent):
+    said = [{"role": "user", "content_de": ASK}, {"role": "assistant", "content": TELL, **absent}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": said}])
+    problem = r"a.jsonl:1: message 2 has 'content', but no 'content_de', .*data.fields"
+    with pytest.raises(InputError, match=problem):
+        opened(path, tmp_path, fields={"content": "content_de"})
+
+
+def test_text_and_conversations_are_not_mixed(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "The sea"}])
+    with pytest.raises(InputError, match=r"b.jsonl: text, but .*a.jsonl is questions and answers"):
+        opened(f"{tmp_path}/*.jsonl", tmp_path)

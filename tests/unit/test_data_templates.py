@@ -484,3 +484,41 @@ def test_settings_of_the_template_come_from_the_row():
             spoken(template, {**row, "chat_template_kwargs": bad})
     with pytest.raises(InputError, match="refuses the row: 'mood' .* row's tools or chat"):
         spoken("{{- mood + 'x' }}" + template, {"messages": TURNS})
+
+
+def test_calls_are_learnt_where_their_turn_is_written_otherwise_later():
+    template = TEMPLATES["ends the last reply otherwise"].replace(
+        "m.content + ('<|stop|>'", "(m.content or '') + calls(m) + ('<|stop|>'"
+    )
+    macro = "{%- macro calls(m) %}" + CALL.replace("ARGS", "c.function.arguments | tojson")
+    _, runs = spoken(macro + "{%- endmacro %}" + template, {"messages": with_calls(city="Paris")})
+    call = '<|call|>weather {"city": "Paris"}'
+    assert runs[0].startswith(call) and runs[1:] == ["tell 2<|end|>", "tell 4<|stop|>"]
+
+
+def test_a_call_whose_end_is_spaced_otherwise_later_is_learnt_to_its_end():
+    reply = (
+        "{%- else %}{{- '<|a|>' + (m.content or '') + calls(m) }}{%- if m.tool_calls %}"
+        "{{- '<|tool|>' + ('' if loop.last else ' ') }}{%- endif %}{{- '<|end|>' }}{%- endif %}"
+    )
+    template = MACRO + FOR + OTHERS + reply + END
+    _, runs = spoken(template, {"messages": with_calls(city="a")})
+    assert runs[0].endswith('{"city": "a"}<|tool|> <|end|>') and len(runs) == 3
+
+
+def test_a_template_that_asks_for_the_content_of_earlier_calls_gets_an_empty_one():
+    result = "{%- if m.role == 'tool' %}{%- set _ = messages[loop.index0 - 1].content + '' %}"
+    reply = REPLY.replace("m.content", "(m.content or '') + calls(m)")
+    template = MACRO + FOR + result + "{%- endif %}" + OTHERS + reply + END
+    assert len(spoken(template, {"messages": with_calls(city="a")})[1]) == 3
+
+
+@pytest.mark.parametrize("header", ["say:", "I say:\n"])
+def test_headers_for_which_a_template_asks_with_other_white_space_are_not_learnt(header):
+    """As files of templates that are written over several lines do."""
+    reply = "{%- else %}{{- '   " + header + " ' + m.content + '<|end|>\n' }}{%- endif %}"
+    asks = END.replace("'<|a|>'", "' " + header.replace(" ", "  ") + "'")
+    turns = [*TURNS[:-1], {"role": "assistant", "content": header + " I say"}]
+    _, (first, last) = spoken(FOR + OTHERS + reply + asks, {"messages": turns})
+    assert first.lstrip() == "tell 2<|end|>"
+    assert last.lstrip() == header + " I say<|end|>"

@@ -383,3 +383,10 @@ def test_every_schema_is_trained_right_or_refused_in_one_line(tmp_path, case, na
         return
     assert all(word in learnt and word not in only_read for word in taught)
     assert all(word in only_read and word not in learnt for word in shown)
+
+
+@pytest.mark.parametrize("role", ["Assistant", "agent", ""])
+def test_roles_that_nobody_knows_are_refused(tmp_path, role):
+    turns = [TURNS[0], {"role": role, "content": "It is 42."}, *TURNS[2:]]
+    with pytest.raises(InputError, match=rf"rows.jsonl:1: message 2: .*{role}.*: "):
+        learnt(tmp_path, {"messages": turns})

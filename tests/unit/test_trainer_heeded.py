@@ -22,6 +22,7 @@ from transformers import (
 
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer, heeded, taken
+from megatrain.integrations.accumulation import Waiting, shares
 from tests.families.tiny import tiny_model
 from tests.parity.cases import llama
 from tests.sweeps import few, quick
@@ -538,3 +539,21 @@ def test_what_a_callback_cannot_change_is_refused(name, tmp_path):
     with pytest.raises(InputError):
         made.train()
     assert made.engine.optimizer.num_steps == 0
+
+
+def test_a_micro_batch_counts_by_its_own_step_of_the_trainer():
+    """A stream may end within a step, whose part is then added to the next one."""
+    assert shares([Waiting({}, None, 4), Waiting({}, None, 2)]) == (1 / 4, 1 / 2)
+
+
+def test_autocast_around_a_trainer_is_refused(tmp_path):
+    made = trainer(Streamed, tmp_path, **SHORT)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast"):
+        made.train()
+
+
+def test_a_class_of_the_library_that_is_changed_is_seen(tmp_path, monkeypatch):
+    made = trainer(Streamed, tmp_path, **SHORT)
+    monkeypatch.setattr(Trainer, "compute_loss", lambda *_, **__: 0)
+    with pytest.raises(InputError, match=r"Trainer\.compute_loss"):
+        made.train()
