@@ -57,6 +57,7 @@ def test_a_large_tensor_is_not_copied_to_the_host_to_time_a_kernel():
         CachingAutotuner.benchmark_all_configs(tuner, large, small)
 
 
+@pytest.mark.exhaustive
 def test_layers_of_a_kind_are_compiled_once_for_a_purpose(quickly):
     before = num_compilations()
     with _engine(compile=True, save_activations=1) as engine:
