@@ -9,11 +9,12 @@ import yaml
 from megatrain.base.units import GIB
 from megatrain.checkpoint import files
 from megatrain.cli import plan as command
+from megatrain.forecast import op_counter
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for, present_cpu
 from megatrain.telemetry.gpu import Gpu
 from tests.cli.cases import tiny_llama
-from tests.inside import answering
+from tests.inside import answering, sized
 
 HERE = ["--gpu", "4090", "--host-memory", "64GiB", "--cores", 16]
 
@@ -264,7 +265,7 @@ def test_a_model_that_cannot_be_followed_cannot_be_planned(
         raise RecursionError("maximum recursion depth exceeded")
 
     if where == "count":
-        monkeypatch.setattr("megatrain.forecast.op_counter.MOST_OPERATIONS", 5)
+        sized(monkeypatch, op_counter, MOST_OPERATIONS=5)
     else:
         monkeypatch.setattr("megatrain.forecast.profile.Profile._layer", too_deep)
     result = megatrain("plan", "--model", model_file, "--sequence-length", 32, *HERE)

@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.errors import RunFailed
 from megatrain.generate import Sampling, Server
+from megatrain.generate import server as client
 from tests.cli import test_rollouts
 from tests.cli.cases import sets
 from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
+from tests.inside import sized
 from tests.parity.ranks import run_ranks
 from tests.sweeps import few
 
@@ -96,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def served(monkeypatch):
-    monkeypatch.setattr("megatrain.generate.server._WAITS", (0, 0, 0))
+    sized(monkeypatch, client, _WAITS=(0, 0, 0))
     with Served() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # seconds to a look
         thread.start()

@@ -42,7 +42,7 @@ def settled(
     monkeypatch, asked, tokens=512, length=64, *, machine=None, compiler=True, loss=CROSS_ENTROPY
 ):
     answering(monkeypatch, auto, present_machine=machine)
-    monkeypatch.setattr(auto, "can_compile", lambda: compiler)
+    answering(monkeypatch, auto, can_compile=compiler)
     answering(monkeypatch, auto, check_fits=None)
     return auto.settle(asked, "auto", tokens, length, None, loss)
 

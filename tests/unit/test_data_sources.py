@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from data_cases import make_tokenizer, refused, write_jsonl
+from huggingface_hub import constants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
@@ -255,8 +256,7 @@ def test_no_tokenizer_file_ends_the_process(tmp_path, monkeypatch, name, place):
     changes, problem = DEADLY[name]
     folder: Path | str = tmp_path
     if place == "the hub":
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        sized(monkeypatch, constants, HF_HUB_OFFLINE=True, HF_HUB_CACHE=str(tmp_path))
         cache, folder = tmp_path / "models--someone--words", "someone/words"
         tmp_path = cache / "snapshots" / "c0ffee"
         (cache / "refs").mkdir(parents=True)

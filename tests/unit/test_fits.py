@@ -22,6 +22,7 @@ from megatrain.model.program import ModelProgram
 from megatrain.source.source import Model, open_source
 from megatrain.telemetry import host
 from megatrain.telemetry.host import process_bytes
+from tests.inside import answering
 from tests.parity.cases import llama, make_engine
 from tests.parity.test_memory import MID
 from tests.unit.forecast_cases import H200, experts_config, tiny_config
@@ -172,7 +173,7 @@ def test_remedies_are_those_that_would_help(remedies):
 def taken(num_bytes, monkeypatch):
     """This process takes so many bytes, whatever else happens on the machine."""
     for module in (host, fits):
-        monkeypatch.setattr(module, "process_bytes", lambda: num_bytes)
+        answering(monkeypatch, module, process_bytes=num_bytes)
 
 
 @pytest.mark.parametrize("limit", [MIB, 512 * MIB])

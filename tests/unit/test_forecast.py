@@ -27,6 +27,7 @@ from megatrain.optim.muon import is_matrix
 from megatrain.plan.tiles import disk_use, tile_bytes
 from megatrain.source.source import Model, open_source
 from megatrain.tile import TileKind
+from tests.inside import answering
 from tests.parity.cases import Noting
 from tests.rules import SWEPT, with_rules
 from tests.sweeps import few, swept
@@ -317,7 +318,7 @@ def test_a_step_of_many_micro_batches_is_foretold_by_a_few_groups(rows, choices,
     found = []
     for _ in range(2):
         found.append(ForecastCache(tiny_spec()).of(small_machine(), placement, workload, 2))
-        monkeypatch.setattr(simulate, "_followed", lambda *given: None)
+        answering(monkeypatch, simulate, _followed=None)
     few, every = found
     assert few.seconds == pytest.approx(every.seconds, rel=0.01)
     assert few.device_peak_bytes == pytest.approx(every.device_peak_bytes, rel=0.01)

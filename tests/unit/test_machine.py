@@ -138,7 +138,7 @@ def test_a_spoilt_file_is_as_good_as_none(name):
 def test_the_present_machine_is_measured_before_listed_before_none(monkeypatch):
     gpu = Gpu("NVIDIA H200", 140 * GIB, "580.1")
     answering(monkeypatch, present, find_gpu=gpu, key_of=KEY)
-    monkeypatch.setattr(present, "host_limit_bytes", lambda: 77 * GIB)
+    answering(monkeypatch, present, host_limit_bytes=77 * GIB)
     listed = present_machine()
     assert (listed.measured, listed.host_memory_bytes) == (False, 77 * GIB)
     present.write(KEY, {"bf16": measured()})

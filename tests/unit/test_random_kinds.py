@@ -7,6 +7,7 @@ import torch._functorch.config
 from megatrain import Placement
 from megatrain.model.layer_template import draws
 from tests.families.tiny import tiny_model
+from tests.inside import compiled_by
 from tests.parity.cases import llama, make_batches, make_engine
 from tests.parity.test_dropout import gpt2, slope_error
 
@@ -56,7 +57,6 @@ def test_the_trial_leaves_random_numbers_as_they_were():
 @pytest.mark.exhaustive
 def test_a_partitioned_graph_keeps_its_masks(monkeypatch):
     """With a budget, this gradient is wrong by 30 %."""
-    compile_, backend = torch.compile, "aot_eager_decomp_partition"
-    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=backend))
+    compiled_by(monkeypatch, "aot_eager_decomp_partition")
     [step] = make_batches(1, ((2, 12),))
     assert slope_error(gpt2(), step, Placement(slots=1, compile=True, save_activations=2)) < 5e-3

@@ -5,10 +5,7 @@ import time
 import pytest
 
 from benchmarks import regression
-from benchmarks.regression import Case, holds, kernel_cases, ratio
-from megatrain import kernels
-from megatrain.kernels import reference
-from tests.inside import sized
+from benchmarks.regression import Case, holds, ratio
 
 
 class Clock:
@@ -37,13 +34,3 @@ def test_what_is_slow_is_slow_at_every_try(monkeypatch, capsys):
     assert not holds(clock.case)
     assert "TOO SLOW" in capsys.readouterr().out
     assert clock.calls > regression.ROUNDS * regression.ATTEMPTS
-
-
-def test_kernels_that_fall_back_are_seen(monkeypatch):
-    sized(monkeypatch, regression, PARAMETERS=50_000)
-    for name in ("update", "split", "join"):
-        monkeypatch.setattr(kernels, name, getattr(reference, name))
-    cases = [case for case in kernel_cases() if "reference" in case.name]
-    assert len(cases) == 3
-    for case in cases:
-        assert ratio(case, 5) < case.floor

@@ -18,7 +18,7 @@ from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.workload import Workload
 from megatrain.loss import DPO
-from tests.inside import sized
+from tests.inside import answering, sized
 from tests.sweeps import quick
 from tests.unit.forecast_cases import (
     small_machine,
@@ -354,7 +354,7 @@ def test_no_larger_device_is_asked_for_than_there_are(a_small_process, monkeypat
 
     device, host = asked()
     assert device > 64 and host == 60
-    monkeypatch.setattr(search, "most_memory", lambda: 64 * MIB)
+    answering(monkeypatch, search, most_memory=64 * MIB)
     device, host = asked()
     assert 16 < device < 64 and host > 60
 
