@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatrain.integrations.accumulation import Waiting, shares
 from peft import LoraConfig
 from transformers import (
     AutoConfig,
@@ -22,7 +23,6 @@ from transformers import (
 
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer, heeded, taken
-from megatrain.integrations.accumulation import Waiting, shares
 from tests.families.tiny import tiny_model
 from tests.parity.cases import llama
 from tests.sweeps import few, quick
