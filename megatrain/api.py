@@ -45,7 +45,7 @@ from megatrain.source.source import (
     open_source,
     open_structure,
 )
-from megatrain.source.state_io import require_kept, resumed_placement, saved_optimizer
+from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 
 __all__ = ["Engine", "StepResult", "UpdatedTile"]
 
@@ -143,7 +143,8 @@ class Engine(PlacedEngine):
         verify: Verify = "save",
     ) -> None:
         """Open a model and load its weights into host memory; see the class for the arguments."""
-        _check_arguments(optimizer, max_grad_norm, precision, placement, seed, loss, verify)
+        given_loss(loss)
+        _check_arguments(optimizer, max_grad_norm, precision, placement, seed, verify)
         if not isinstance(trained, Trained):
             raise InputError(f"trained is {trained!r}; it must be a Trained(freeze=[...])")
         if not isinstance(saveable, bool):
@@ -234,9 +235,6 @@ class Engine(PlacedEngine):
         """The likeliest tokens in each label's place, and their log-probabilities `[B, T, K]`.
 
         The ids (int64) and fp32, on the CPU; 0 without a label. Otherwise as `logprobs`.
-
-        Raises:
-            InputError: as `evaluate`, or the vocabulary has not so many tokens.
         """
         if top_k > (size := self.num_logits):
             raise InputError(f"top_k is {top_k}, and the model has {size} tokens; take fewer")
@@ -260,8 +258,6 @@ class Engine(PlacedEngine):
         device: str | Device | None = None,
         precision: Precision | None = None,
         max_grad_norm: float | Literal["saved"] | None = "saved",
-        states: str | None = None,
-        master: int | None = None,
         base_model: str | Path | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
@@ -280,14 +276,12 @@ class Engine(PlacedEngine):
             placement: None takes the saved one, if the kind of device is the same; else `auto`.
             precision: as a check: it cannot change.
             max_grad_norm: a new value, or None, from now on.
-            states, master: of the optimizer, as a check, too.
             base_model: the new place of an adapter's base, with the same values, if it has moved.
             attn_implementation: None: the saved one; else as for `Engine`.
             group: as for `Engine`; any number of ranks, whatever it was at the save.
 
         Raises:
-            InputError: the checkpoint is damaged or cannot be used as wanted; the message names
-                the file, and another checkpoint beside it that is whole.
+            InputError: the checkpoint is damaged (the file is named) or cannot be used as wanted.
             DoesNotFit: not enough host or device memory.
         """
         checkpoint = open_checkpoint(folder)
@@ -303,9 +297,9 @@ class Engine(PlacedEngine):
         opened = device if isinstance(device, Device) else open_device(device, local_rank(group))
         return cls(
             source,
-            optimizer=saved_optimizer(checkpoint, states=states, master=master),
+            optimizer=saved_optimizer(checkpoint),
             max_grad_norm=settings.max_grad_norm if max_grad_norm == "saved" else max_grad_norm,
-            precision=require_kept(checkpoint, "precision", precision, settings.precision),
+            precision=check_precision(checkpoint, precision),
             placement=resumed_placement(checkpoint, placement, opened.kind),
             device=opened,
             seed=settings.seed,
@@ -320,28 +314,18 @@ class Engine(PlacedEngine):
 
 
 def _check_arguments(
-    optimizer: Any,
-    max_grad_norm: Any,
-    precision: Any,
-    placement: Any,
-    seed: Any,
-    loss: Any,
-    verify: Any,
+    optimizer: Any, max_grad_norm: Any, precision: Any, placement: Any, seed: Any, verify: Any
 ) -> None:
-    given_loss(loss)
-    if optimizer is not None and not isinstance(optimizer, Rule):
-        kind = "class" if isinstance(optimizer, type) else type(optimizer).__name__
-        raise InputError(
-            f"optimizer is a {kind}; it must be megatrain.AdamW(...), another rule of "
-            "megatrain.optim, or None"
-        )
-    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
-        raise InputError(f"max_grad_norm is {max_grad_norm!r}; it must be positive, or None")
-    if precision not in DTYPES:
-        raise InputError(f"precision is {precision!r}; it must be bf16, fp32 or fp8")
-    if placement != "auto" and not isinstance(placement, Placement):
-        raise InputError(f"placement is {placement!r}; it must be 'auto' or a Placement(...)")
-    if verify not in get_args(Verify):
-        raise InputError(f"verify is {verify!r}; it must be step, save or off")
-    if type(seed) is not int:
-        raise InputError(f"seed is {seed!r}; it must be an integer")
+    positive = is_number(max_grad_norm) and max_grad_norm > 0
+    is_rule = optimizer is None or isinstance(optimizer, Rule)
+    is_placement = placement == "auto" or isinstance(placement, Placement)
+    for name, value, right, what in (
+        ("optimizer", optimizer, is_rule, "megatrain.AdamW(...), another rule, or None"),
+        ("max_grad_norm", max_grad_norm, max_grad_norm is None or positive, "positive, or None"),
+        ("precision", precision, precision in DTYPES, "bf16, fp32 or fp8"),
+        ("placement", placement, is_placement, "'auto' or a Placement(...)"),
+        ("verify", verify, verify in get_args(Verify), "step, save or off"),
+        ("seed", seed, type(seed) is int, "an integer"),
+    ):
+        if not right:
+            raise InputError(f"{name} is {value!r}; it must be {what}")

@@ -73,10 +73,7 @@ def parse_json(
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML mapping; the path may be a pipe.
-
-    Raises InputError: unreadable, too large, refused by `parse_yaml`, or not a mapping.
-    """
+    """A YAML mapping, maybe from a pipe. Raises InputError: none, too large, or refused."""
     try:
         tree = parse_yaml(_read(path, MAX_YAML_BYTES, regular=False).decode("utf-8-sig"))
     except UnicodeDecodeError as error:

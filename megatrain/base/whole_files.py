@@ -49,8 +49,7 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """A folder to write into, which gets the name `target` only if the `with` body succeeds.
 
     An existing folder of that name must be empty; with `replace`, readers see the old or the new
-    one. After a crash between the two renames the old one is beside it under a hidden name; the
-    next call puts it back.
+    one. After a crash between the two renames the next call puts the old one back.
     """
     target = target.resolve()
     if not replace and (target == Path.cwd() or target.is_mount()):

@@ -9,7 +9,6 @@ from megatrain.checkpoint.manifest import (
     is_checkpoint,
     mark,
     newest_whole,
-    offering_another,
     open_checkpoint,
     require_replaceable,
     rotate,

@@ -106,7 +106,7 @@ class NewFile:
 def require_seen(path: Path) -> None:
     """Raises InputError: this host does not see the folder that rank 0 has made.
 
-    Reads its parent folder, whose cached listing a network file system then refreshes.
+    Reads its parent, whose cached listing a network file system then refreshes.
     """
     if not path.parent.is_dir() or path.name not in os.listdir(path.parent):
         raise InputError(
@@ -172,10 +172,7 @@ class OldFile:
             raise InputError(f"{path}: cannot read it: {error.strerror}") from error
 
     def read(self, room: memoryview, offset: int, checksum: str) -> None:
-        """Fill `room` from `offset`; several threads may call this at once.
-
-        Raises InputError: the file is too short, cannot be read, or its bytes have changed.
-        """
+        """Fill `room` from `offset`; several threads may call this. Raises InputError: damaged."""
         left, start, size = room, offset, len(room)
         try:
             while len(left) > 0:
@@ -214,8 +211,7 @@ def regular_size(folder: Path, name: str) -> int:
 def publish(partial: Path, folder: Path) -> None:
     """Give `partial`, which is whole on the disk, the name `folder`.
 
-    An existing folder of that name is moved aside first. After a crash in between, `put_right`
-    brings it back if the new one is not there, and removes it otherwise.
+    An existing one is moved aside first; `put_right` brings it back after a crash in between.
     """
     old = hidden(folder, REPLACED)
     replacing = os.path.lexists(folder)
@@ -243,8 +239,6 @@ def put_right(parent: Path) -> None:
 
     Folders of running saves stay (`claimed`): other engines may save beside this one. A leftover
     that cannot be removed only causes a warning: it takes space, but saves can go on.
-
-    Raises OSError: a folder that was moved aside cannot be brought back.
     """
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
         if path.name[0] != "." or not path.name.endswith((PARTIAL, REPLACED, REMOVED)):
@@ -264,10 +258,7 @@ def put_right(parent: Path) -> None:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Within this context `put_right` leaves `folder` alone, if the file system has locks.
-
-    The kernel releases the lock when the process ends, however it ends.
-    """
+    """Until this context or the process ends, `put_right` leaves `folder` alone (a file lock)."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

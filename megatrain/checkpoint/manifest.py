@@ -5,7 +5,7 @@ A manifest is checked before anything in it is believed.
 
 import json
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import dropwhile, islice
@@ -182,10 +182,7 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_json(extra: dict[str, Any]) -> str:
-    """The caller's dictionary as JSON text: a copy that later changes do not affect.
-
-    Raises InputError: it could not be read back.
-    """
+    """The caller's dictionary as JSON text. Raises InputError: it could not be read back."""
     where = Path("the extra state of a checkpoint")
     try:
         text = json.dumps(extra, allow_nan=False)
@@ -227,10 +224,7 @@ class Checkpoint:
         return files.OldFile(self.folder / name, self.manifest.algorithm)
 
     def check_file(self, name: str, start: int = 0, stop: int = _LARGEST) -> None:
-        """Compare a file's pieces between bytes `start` and `stop` with their checksums.
-
-        Raises InputError: its bytes have changed since the save.
-        """
+        """Compare a file's pieces between bytes `start` and `stop` with their checksums."""
         record = self.manifest.files[name]
         room = memoryview(bytearray(max((size for size, _ in record.pieces), default=0)))
         with self.open(name) as file:
@@ -240,10 +234,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read and check the manifest; check the sizes of all files, and the bytes except the tiles'.
-
-    Raises InputError: names the file and what is wrong with it.
-    """
+    """Check the manifest, the sizes of all files, and the bytes of those that are no tiles."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no checkpoint there")
     files.regular_size(folder, MANIFEST)
@@ -301,11 +292,11 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"{name!r}: its pieces do not make up its size"
     if len({parameter.name for parameter in manifest.parameters}) != len(manifest.parameters):
         yield "a parameter is in two places"
-    if len({tile.file for tile in manifest.tiles}) != len(manifest.tiles):
-        yield "two tiles have one file"
+    if len({tile.file for tile in manifest.tiles} & manifest.files.keys()) != len(manifest.tiles):
+        yield "a tile has no file, or that of another one"
     for tile in manifest.tiles:
-        if tile.file not in manifest.files or "weights" not in tile.planes:
-            yield f"tile {tile.name[:80]!r} has no file, or no weights in it"
+        if "weights" not in tile.planes:
+            yield f"tile {tile.name[:80]!r} has no weights"
             return
         end, weights, groups = 0, tile.planes["weights"].numel, len(manifest.settings.groups)
         for parameter in sorted(tile.parameters, key=lambda p: (p.offset, p.entry.stored)):
@@ -319,10 +310,12 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     # Steps on text alone do not update the encoders of images and sounds.
     always = [t for t in manifest.tiles if t.name != TileKind.MEDIA.value]
     trained = [t for t in always if any(p.group is not None for p in t.parameters)]
-    if len({tile.version for tile in trained}) > 1:
-        yield "its tiles are of different versions"
-    if any(tile.version > manifest.settings.steps for tile in manifest.tiles):
-        yield "a tile has had more updates than there were steps"
+    versions = {tile.version for tile in manifest.tiles}
+    if (
+        len({tile.version for tile in trained}) > 1
+        or max(versions, default=0) > manifest.settings.steps
+    ):
+        yield "its tiles are of different versions, or of more updates than there were steps"
 
 
 def is_checkpoint(folder: str | Path) -> bool:
@@ -349,24 +342,27 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 
     Raises InputError: names the file, what is wrong, and the newest whole checkpoint beside it.
     """
-    with offering_another(Path(folder)):
-        return read_checkpoint(Path(folder))
+    folder = Path(folder)
+    try:
+        return read_checkpoint(folder)
+    except InputError as error:
+        inside = [*whole_checkpoints(folder), *whole_checkpoints(folder / "checkpoints")]
+        beside = [path for path in whole_checkpoints(folder.parent) if path != folder]
+        others = inside or beside
+        hint = f"the newest whole one there is {others[0]}" if others else "no whole one is there"
+        raise InputError(f"{error}; {hint}") from error
 
 
 def verify(folder: str | Path) -> Checkpoint:
     """`open_checkpoint`, and compare every byte of every file with its checksum."""
     checkpoint = open_checkpoint(folder)
-    with offering_another(checkpoint.folder):
-        for name in checkpoint.manifest.files:
-            checkpoint.check_file(name)
+    for name in checkpoint.manifest.files:
+        checkpoint.check_file(name)
     return checkpoint
 
 
 def whole_checkpoints(parent: str | Path) -> list[Path]:
-    """The checkpoints in a folder that `open_checkpoint` accepts, the one with most steps first.
-
-    With equally many steps (a run may skip some) the last name comes first.
-    """
+    """The checkpoints in a folder that `open_checkpoint` accepts: most steps, last name first."""
     whole: list[Checkpoint] = []
     parent = Path(parent)
     for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
@@ -410,16 +406,3 @@ def rotate(
     if failures:
         raise failures[0]
     return old
-
-
-@contextmanager
-def offering_another(folder: Path) -> Iterator[None]:
-    """Add the newest whole checkpoint, in or beside the folder, to the message of an InputError."""
-    try:
-        yield
-    except InputError as error:
-        inside = [*whole_checkpoints(folder), *whole_checkpoints(folder / "checkpoints")]
-        beside = [path for path in whole_checkpoints(folder.parent) if path != folder]
-        others = inside or beside
-        hint = f"the newest whole one there is {others[0]}" if others else "no whole one is there"
-        raise InputError(f"{error}; {hint}") from error

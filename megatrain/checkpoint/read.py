@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain import kernels
-from megatrain.checkpoint.manifest import Checkpoint, Parameter, TileRecord, offering_another
+from megatrain.checkpoint.manifest import Checkpoint, Parameter, TileRecord
 from megatrain.device import Buffer
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import DTYPE_NAMES, DTYPES, Stored, read_header
@@ -108,10 +108,7 @@ def _pieces(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[Callable[
 
 
 def tile_planes(checkpoint: Checkpoint, record: TileRecord) -> dict[str, Stored]:
-    """The places of planes in a tile's file.
-
-    Raises InputError: the file does not have the planes that the manifest says.
-    """
+    """The places of planes in a tile's file. Raises InputError: the manifest says others."""
     path = checkpoint.folder / record.file
     _, first, checksum = next(checkpoint.manifest.files[record.file].spans(), (0, 0, ""))
     with checkpoint.open(record.file) as file:
@@ -179,14 +176,9 @@ def masters(checkpoint: Checkpoint) -> dict[str, Callable[[], Tensor]]:
     """For each parameter, by name, a function that reads its exact fp32 master, on the CPU.
 
     Checks the bytes of all masters first; does not read the optimizer's state.
-
-    Raises InputError: a file is damaged.
     """
     values: dict[str, Callable[[], Tensor]] = {}
-    with (
-        offering_another(checkpoint.folder),
-        ThreadPoolExecutor(_READERS, thread_name_prefix="check-checkpoint") as pool,
-    ):
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="check-checkpoint") as pool:
         checks = []
         for tile in checkpoint.manifest.tiles:
             planes = tile_planes(checkpoint, tile)

@@ -5,7 +5,6 @@ import os
 import shutil
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ class Contents:
         extra: the caller's JSON text.
         documents: writes the model's configuration and buffers into the folder.
         attach: writes the caller's files beside the configuration; None: no files.
-        keep: mark the checkpoint, so that rotation never removes it.
+        keep: see `mark`.
     """
 
     settings: manifest.Settings
@@ -71,8 +70,6 @@ class Saving:
         self.error: RunFailed | None = None
         self.seconds: float | None = None
         self._named = False
-        self._untold: list[str] = []
-        weakref.finalize(self, _tell, self._untold)  # at the program's end at the latest
         self.snapshot = snapshot.Snapshot(spare)
         self._device, self._contents, self._jobs = device, contents, jobs
         self._started = time.perf_counter()
@@ -86,7 +83,6 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """True if the save has ended, with or without success."""
         return not self._thread.is_alive()
 
     @property
@@ -99,7 +95,6 @@ class Saving:
         Raises RunFailed: it could not be written; nothing of it is left, older ones are there.
         """
         self.join()
-        self._untold.clear()
         if self.error is not None:
             raise self.error
 
@@ -109,10 +104,6 @@ class Saving:
             with suppress(RunFailed):  # a dead host thread: then the save ends by itself
                 self._device.synchronize(self._device.record(SAVE), "save put on its way")
         self._thread.join()
-
-    def tell(self) -> None:
-        """Log the failure of a save if nobody has called `wait`."""
-        _tell(self._untold)
 
     def abandon(self) -> None:
         """Make the save fail soon."""
@@ -144,7 +135,7 @@ class Saving:
             "earlier checkpoints are as they were"
         )
         self.error.__cause__ = error
-        self._untold.append(str(self.error))
+        _log.warning("%s", self.error)  # perhaps nobody waits
 
     def _write(self, partial: Path) -> None:
         ranks = self._ranks
@@ -282,11 +273,7 @@ class Saving:
 
 
 class Saver:
-    """An engine's checkpoints; owns the memory that saves need.
-
-    Attributes:
-        last: the newest save, ended or not.
-    """
+    """An engine's checkpoints, the `last` one too; owns the memory that saves need."""
 
     def __init__(
         self,
@@ -298,11 +285,7 @@ class Saver:
         reverse: bool,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Args:
-        spare_bytes: of host memory, at most; None: half of what is free at the first save.
-        host_limit: bytes that the process may have; None: what the machine allows.
-        reverse: the last tile is the first to be updated.
-        """
+        """Args: `reverse`: the last tile is the first to be updated; others as of StagingBlocks."""
         self._device, self._tiles, self._ranks = device, tiles, ranks
         self._reverse = reverse
         self._spare = snapshot.StagingBlocks(device, spare_bytes, host_limit)
@@ -317,8 +300,6 @@ class Saver:
         """Start saving the state after the updates started so far; waits for an earlier save.
 
         Args: `background`: updates may start before everything is written.
-
-        Raises DoesNotFit: no host memory to copy tiles from the device.
         """
         self.close()
         jobs = self._jobs(trained=contents.settings.left_out is not None)
@@ -345,7 +326,6 @@ class Saver:
         """Wait for a running save."""
         if self.last is not None:
             self.last.join()
-            self.last.tell()
 
     def _jobs(self, *, trained: bool) -> list[snapshot.TileFile]:
         """The tiles' files in the order of writing: tiles that are updated first come first."""
@@ -357,8 +337,3 @@ class Saver:
                 )
                 jobs.append(snapshot.tile_file(tile, name, trained=trained))
         return sorted(jobs, key=lambda job: not job.leaving)
-
-
-def _tell(failures: list[str]) -> None:
-    while failures:
-        _log.warning("%s", failures.pop())

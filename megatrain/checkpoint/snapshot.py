@@ -96,11 +96,7 @@ class TileFile:
 
 
 def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
-    """Plan the file `name` of a tile; writes nothing.
-
-    Args:
-        trained: leave out parameters that no step changes; they are last in every plane.
-    """
+    """Plan the file `name` of a tile: all of it, or the `trained` parameters, which come first."""
     planes, layout = planes_of(tile), tile.layout
     stop = layout.trainable_numel if trained else layout.numel
     lengths = {n: saved_numel(p, layout, stop) for n, p in planes.items()}
@@ -141,10 +137,7 @@ class StagingBlocks:
     """
 
     def __init__(self, device: Device, most_bytes: int | None, host_limit: int | None) -> None:
-        """Args:
-        most_bytes: None: half of what is free when the first background save begins.
-        host_limit: bytes that the process may have; None: what the machine allows.
-        """
+        """Args: `most_bytes`: None: half of what is free when the first background save begins."""
         self._device, self._most_bytes, self._host_limit = device, most_bytes, host_limit
         self._complete = False
         self.num_bytes = self.reserved = 0
@@ -153,11 +146,7 @@ class StagingBlocks:
     def prepare(self, planes: Sequence[int], *, leaving: bool, background: bool) -> None:
         """Allocate the memory for a save of planes of these bytes, or as much as there is.
 
-        Args:
-            leaving: some planes are on the device or a disk.
-            background: updates may start before everything is written.
-
-        Raises DoesNotFit: there is not even enough to copy planes from the device.
+        Raises DoesNotFit: there is not even enough to copy planes `leaving` the device or a disk.
         """
         if leaving and not self.reserved:
             self._add(TO_LEAVE, pinned=True)

@@ -50,10 +50,7 @@ def is_peft_model(model: object) -> bool:
 
 
 def unwrapped(model: Any) -> tuple[nn.Module, dict[str, Any], str]:
-    """The transformers model inside a PeftModel, its adapters' configurations and the active one.
-
-    Raises InputError: it has other adapters than LoRA's, several active ones, or merged ones.
-    """
+    """The model inside a PeftModel, its adapters' configurations and the active one's name."""
     active = model.active_adapters if hasattr(model, "active_adapters") else []
     if isinstance(model, _library().PeftMixedModel) or len(active) != 1:
         raise InputError(
@@ -178,11 +175,10 @@ def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
 
 
 def tidy(model: nn.Module) -> None:
-    """Remove attributes of wrappers that only their construction needs: names and devices.
+    """Remove attributes of wrappers that would make like layers differ: names and devices.
 
-    They would make like layers differ. Also keep wrappers of parameters from changing the base's
-    modules: PEFT registers a parametrization in each forward, which would turn the weights bound
-    to a template into buffers.
+    Also keep wrappers of parameters from registering a parametrization in each forward, which
+    would turn the weights bound to a template into buffers.
     """
     for _, module in wrappers(model):
         if parameter_of(module) is not None:
@@ -260,10 +256,7 @@ def stripped(model: Model) -> Model:
 
 
 def base_path(path: str) -> str:
-    """The path in the base of the module that the wrapper at `path` wraps.
-
-    A module of which several parameters are targets has a wrapper for each, one in the other.
-    """
+    """The path in the base of the module that the wrapper at `path`, maybe in others, wraps."""
     while path.endswith(".base_layer"):
         path = path.removesuffix(".base_layer")
     return path

@@ -28,6 +28,7 @@ SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
 GROUPED_PRODUCT = torch._grouped_mm
 
 without_modes = _disable_current_modes
+without_torch_function = torch._C.DisableTorchFunction
 current_mode = _get_current_dispatch_mode
 add_each = torch._foreach_add_
 
@@ -68,11 +69,6 @@ def has_global_hooks() -> bool:
     """True if a hook of every module is registered."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     return any(getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
-
-
-def without_torch_function() -> AbstractContextManager[None]:
-    """Within this context torch functions are not handed to modes and subclasses."""
-    return torch._C.DisableTorchFunction()
 
 
 def recomputing(share: float) -> AbstractContextManager[None]:
@@ -142,9 +138,7 @@ def flash_attention(
 ) -> Tensor:
     """Causal attention of `[N, H, D]` within documents, which end at `edges` (int32), on a GPU.
 
-    Args:
-        longest: the most tokens of a document.
-        window: number of tokens that each sees, itself included; None: all before it.
+    Each token sees `window` ones, itself included; None: all before it.
     """
     left = None if window is None else window - 1
     right = None if window is None else 0

@@ -182,10 +182,7 @@ def without_checkpointing(model: nn.Module) -> None:
 
 
 def unpacked() -> AbstractContextManager[None]:
-    """Within this context masks are made as for rows of one document each.
-
-    transformers looks for packed rows in the positions' values, which fake tensors do not have.
-    """
+    """Within this context masks are made as for rows of one document each, also of fake tensors."""
     return _finding(lambda position_ids: None)
 
 
@@ -194,8 +191,7 @@ def finding_once(packed: list[Tensor | None]) -> AbstractContextManager[None]:
 
     Looking at the positions' values waits for the device.
 
-    Args:
-        packed: results of the same forward for the same rows, in order; new ones are appended.
+    Args: `packed`: results of the same forward for the same rows; new ones are appended.
     """
     look, looks = masking_utils.find_packed_sequence_indices, count()
 

@@ -88,7 +88,7 @@ def generation_bytes(
 
 
 def _takes_cache(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> bool:
-    """Whether the model computes with a cache (as `generate/cache.py` finds it)."""
+    """Whether the model computes with a cache (as `generate/texts.py` finds it)."""
     if counts_tokens(model.config.get_text_config(decoder=True)):
         return True
     try:

@@ -8,15 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    StoppingCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from megatrain.base.seeds import derived_seed
 from megatrain.errors import RunFailed
@@ -25,24 +18,21 @@ from megatrain.parallel.distributed import Ranks
 # Logits that differ by a thousandth are as good as equal: below it, sampling takes the likeliest.
 _COLD = 1e-3
 _USUAL: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 0}
-# Settings of a model's folder that are followed as transformers' `generate` follows them.
-_FOLLOWED = {
-    "bad_words_ids", "begin_suppress_tokens", "cache_config", "cache_implementation",
-    "compile_config", "disable_compile", "do_sample", "eos_token_id", "epsilon_cutoff",
-    "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
-    "max_cache_len", "max_time", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size",
-    "remove_invalid_values", "renormalize_logits", "repetition_penalty", "sequence_bias",
-    "stop_strings", "suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p",
-    "watermarking_config",
-}  # fmt: skip
-# Those that the caller's options stand for, or that mean nothing to a model that goes on with text.
-_REPLACED = {
-    "assistant_confidence_threshold", "assistant_lookbehind", "bos_token_id",
-    "decoder_start_token_id", "max_length", "max_matching_ngram_size", "max_new_tokens",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule", "output_attentions", "output_hidden_states", "output_logits",
-    "output_scores", "pad_token_id", "return_dict_in_generate", "target_lookbehind",
-    "transformers_version", "use_cache",
+# Settings of a model's folder that transformers' `generate` follows here as well, that the caller's
+# options stand for, or that mean nothing to a model that goes on with text.
+_KNOWN = {
+    "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids",
+    "begin_suppress_tokens", "bos_token_id", "cache_config", "cache_implementation",
+    "compile_config", "decoder_start_token_id", "disable_compile", "do_sample", "eos_token_id",
+    "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "max_cache_len", "max_length", "max_matching_ngram_size",
+    "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p",
+    "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "output_attentions", "output_hidden_states", "output_logits", "output_scores",
+    "pad_token_id", "remove_invalid_values", "renormalize_logits", "repetition_penalty",
+    "return_dict_in_generate", "sequence_bias", "stop_strings", "suppress_tokens",
+    "target_lookbehind", "temperature", "top_h", "top_k", "top_p", "transformers_version",
+    "typical_p", "use_cache", "watermarking_config",
 }  # fmt: skip
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {})
 
@@ -71,20 +61,19 @@ class Sampling:
 
     def settings(
         self,
-        of_model: GenerationConfig,
+        of_model: transformers.GenerationConfig,
         *,
         room: int,
         stops: Collection[int],
         pad: int,
         cached: bool,
-    ) -> GenerationConfig:
-        """The settings for transformers' `generate`.
+    ) -> transformers.GenerationConfig:
+        """The settings for transformers' `generate`, from those `of_model`.
 
         Args:
-            of_model: the model's own settings.
             room: the most new tokens.
             stops: tokens that end a text.
-            cached: True if keys and values of earlier tokens are kept.
+            cached: keys and values of earlier tokens are kept.
         """
         settings = copy.deepcopy(of_model)
         for name in _not_followed(of_model):
@@ -104,13 +93,12 @@ class Sampling:
         return settings
 
 
-def _not_followed(config: GenerationConfig) -> list[str]:
+def _not_followed(config: transformers.GenerationConfig) -> list[str]:
     """The settings that generation here does not follow; they are logged once."""
-    known = _FOLLOWED | _REPLACED
     names = [
         name
         for name, value in sorted(vars(config).items())
-        if not (name.startswith("_") or name in known or value in _NEUTRAL)
+        if not (name.startswith("_") or name in _KNOWN or value in _NEUTRAL)
     ]
     if names:
         _say(", ".join(names))
@@ -122,11 +110,10 @@ def _say(names: str) -> None:
     log.warning("settings of the model's generation_config.json that are not followed: %s", names)
 
 
-class OnlyNumbers(LogitsProcessor):
+class OnlyNumbers(transformers.LogitsProcessor):
     """Raises where logits are NaN or infinite, of which torch would draw anything."""
 
     def __call__(self, input_ids: Tensor, scores_RV: Tensor) -> Tensor:
-        """Return the logits unchanged. Raises RunFailed: a row has no finite largest logit."""
         if not scores_RV.amax(-1).isfinite().all():
             raise RunFailed(
                 "the model's logits are NaN or infinite, so no token can be drawn: its weights, or "
@@ -135,14 +122,18 @@ class OnlyNumbers(LogitsProcessor):
         return scores_RV
 
 
-class OwnDraws(LogitsProcessor):
+class OwnDraws(transformers.LogitsProcessor):
     """Draws each row's token by inverse transform sampling, and masks all others.
 
     A row's random numbers follow from the seed and its own number alone.
     """
 
     def __init__(
-        self, settings: GenerationConfig, seed: int, rows: Sequence[int], device: torch.device
+        self,
+        settings: transformers.GenerationConfig,
+        seed: int,
+        rows: Sequence[int],
+        device: torch.device,
     ) -> None:
         self._at, generator = 0, torch.Generator()
         numbers = [
@@ -154,14 +145,15 @@ class OwnDraws(LogitsProcessor):
             for row in rows
         ]
         self._numbers_TR1 = torch.stack(numbers, 1)[..., None].to(device)
-        self._warpers: list[LogitsProcessor] = [TemperatureLogitsWarper(settings.temperature)]
+        self._warpers: list[transformers.LogitsProcessor] = [
+            transformers.TemperatureLogitsWarper(settings.temperature)
+        ]
         if settings.top_k:
-            self._warpers.append(TopKLogitsWarper(settings.top_k))
+            self._warpers.append(transformers.TopKLogitsWarper(settings.top_k))
         if settings.top_p is not None and settings.top_p < 1:
-            self._warpers.append(TopPLogitsWarper(settings.top_p))
+            self._warpers.append(transformers.TopPLogitsWarper(settings.top_p))
 
     def __call__(self, input_ids: Tensor, scores_RV: Tensor) -> Tensor:
-        """Logits that leave each row the drawn token alone: all others are -inf."""
         for warper in self._warpers:
             scores_RV = warper(input_ids, scores_RV)
         sums_RV = scores_RV.softmax(-1, dtype=torch.float64).cumsum(-1)
@@ -171,7 +163,7 @@ class OwnDraws(LogitsProcessor):
         return torch.full_like(scores_RV, -torch.inf).scatter_(1, tokens_R1, 0)
 
 
-class AllEnded(StoppingCriteria):
+class AllEnded(transformers.StoppingCriteria):
     """Stops the rows of all ranks together, so that all ranks take as many forwards."""
 
     def __init__(self, ranks: Ranks, stops: Collection[int], ended_R: Tensor) -> None:
@@ -180,7 +172,6 @@ class AllEnded(StoppingCriteria):
         self._stops = torch.tensor(sorted(stops), dtype=torch.int64, device=ended_R.device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **rest: Any) -> Tensor:
-        """True for each row if all rows of all ranks have a stop token."""
         self._ended_R = self._ended_R | torch.isin(input_ids[:, -1], self._stops)
         open_ones = (~self._ended_R).sum(dtype=torch.float32)[None]
         self._ranks.all_reduce(open_ones)
@@ -188,7 +179,7 @@ class AllEnded(StoppingCriteria):
 
 
 def drawn_apart(
-    settings: GenerationConfig,
+    settings: transformers.GenerationConfig,
     seed: int,
     rows: Sequence[int],
     num_used: int,

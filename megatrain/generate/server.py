@@ -68,9 +68,7 @@ class Server:
     def continued(
         self, ids: Sequence[Sequence[int]], count: int, sampling: Sampling, stops: Collection[int]
     ) -> list[Continued]:
-        """`count` replies to each prompt, one prompt after the other.
-
-        Args: `sampling` with all settings; `stops`: tokens that end a reply.
+        """`count` replies to each prompt, one prompt after the other; `sampling` has all settings.
 
         Raises RunFailed: the server fails, or its answer has another form.
         """

@@ -48,8 +48,6 @@ def generate(
 ) -> list[str]:
     """The model's continuation of each prompt, without the prompt and special tokens.
 
-    Where weights are streamed, all prompts of a batch share each pass over them.
-
     Args:
         source: an engine, also one in training: its state is not changed.
         prompts: texts to continue, and messages to reply to.
@@ -63,10 +61,8 @@ def generate(
     """
     sampling = sampling or Sampling()
     config = source.config.get_text_config(decoder=True)
-    ids = [
-        prompt_ids(tokenizer, prompt, config.vocab_size, f"prompt {number}")
-        for number, prompt in enumerate(prompts, 1)
-    ]
+    numbered, most = enumerate(prompts, 1), config.vocab_size
+    ids = [prompt_ids(tokenizer, prompt, most, f"prompt {number}") for number, prompt in numbered]
     chat = any(not isinstance(prompt, str) for prompt in prompts)
     stops, of_model = stop_ids(source, tokenizer, chat=chat), source.generation_config
     pad = pad_id(tokenizer, config.vocab_size)
@@ -101,12 +97,10 @@ def continued(
     tokenizer: PreTrainedTokenizerBase | None = None,
     streamer: Any = None,
 ) -> list[list[int]]:
-    """The new tokens of each prompt, up to the first of `stops`, which is one of them.
+    """The new tokens of each prompt (`ids`), up to the first of `stops`, which is one of them.
 
     Args:
-        source, sampling, batch_size, streamer: as of `generate`.
-        ids: the tokens of each prompt.
-        of_model, stops, pad: as of `Sampling.settings`.
+        of_model, stops, pad: as of `Sampling.settings`; others as of `generate`.
         apart: tokens drawn for a prompt follow from the seed and its place in `ids` alone, so
             that several ranks share a batch. `of_model` has no sampling settings then.
         tokenizer: for `of_model.stop_strings`.
@@ -124,9 +118,8 @@ def continued(
             padded = mine + rows[:1] * (count - len(mine))  # as many as any rank's
             width = max(len(ids[row]) for row in rows)
             room = min(sampling.max_new_tokens, limit - width)
-            source.ranks.agree(
-                partial(check_cache, source.device, model, len(padded), width + room)
-            )
+            check = partial(check_cache, source.device, model, len(padded), width + room)
+            source.ranks.agree(check)
             settings = sampling.settings(
                 of_model, room=room, stops=stops, pad=pad, cached=takes_cache(model)
             )
@@ -134,9 +127,11 @@ def continued(
             if apart:
                 extras = drawn_apart(settings, sampling.seed, padded, len(mine), share, device)
             extras["logits_processor"] = [OnlyNumbers(), *extras.get("logits_processor", ())]
-            batch = _padded([ids[row] for row in padded], width, pad, device)
+            filled = [[pad] * (width - len(ids[row])) + list(ids[row]) for row in padded]
+            mask = [[0] * (width - len(ids[row])) + [1] * len(ids[row]) for row in padded]
             output = model.generate(
-                **batch,
+                torch.tensor(filled, device=device),
+                attention_mask=torch.tensor(mask, device=device),
                 **extras,
                 generation_config=settings,
                 tokenizer=tokenizer,
@@ -170,10 +165,7 @@ def _batches(
 def _running(
     source: Engine, rows: int, tokens: int, *, apart: bool = False
 ) -> Iterator[PreTrainedModel]:
-    """The model for rows of this length; its weights are on the device if they fit beside it.
-
-    Args: `apart`: each of several ranks has rows of its own.
-    """
+    """The model for rows of this length; its weights are on the device if they fit beside it."""
     try:
         with source.whole_model() as model:
             cached = cache_bytes(model, rows, tokens)
@@ -226,18 +218,6 @@ def _room(source: Engine, ids: Sequence[Sequence[int]], wanted: int) -> int:
             "%s room for %d new ones in a context of %d, not %d", problem, room, limit, wanted
         )
     return limit
-
-
-def _padded(
-    rows: Sequence[Sequence[int]], width: int, pad: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Token ids `[B, width]` with padding on the left, and the mask that tells it apart."""
-    ids = [[pad] * (width - len(row)) + list(row) for row in rows]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    return {
-        "input_ids": torch.tensor(ids, device=device),
-        "attention_mask": torch.tensor(mask, device=device),
-    }
 
 
 def takes_cache(model: PreTrainedModel) -> bool:

@@ -14,23 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from megatrain import loss as losses
 from megatrain.api import Engine
 from megatrain.data.preferences import scored
 from megatrain.errors import InputError
 from megatrain.integrations.heeded import refuse
-from megatrain.loss import (
-    CROSS_ENTROPY,
-    DPO,
-    DpoVariant,
-    JointLoss,
-    Loss,
-    PairLoss,
-    Replies,
-    Reward,
-    TokenWeights,
-    num_labelled,
-    targets_of,
-)
 
 _PLAIN = ("input_ids", "labels", "attention_mask")
 MicroBatches = list[dict[str, Tensor]]
@@ -38,13 +26,11 @@ _LOSSES = ("nll", "chunked_nll")  # of SFTTrainer, mathematically one
 
 
 class Waiting(NamedTuple):
-    """A micro-batch until its step is taken.
+    """A micro-batch on the host until its step, of `num_micro`, is taken.
 
     Attributes:
-        inputs: on the host.
         items: labels of the Trainer's step, which divide the sum of its losses; None: the Trainer
             takes the mean of each micro-batch, divided by their number.
-        num_micro: micro-batches of the Trainer's step.
     """
 
     inputs: dict[str, Tensor]
@@ -53,14 +39,10 @@ class Waiting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MicroBatchMeans(PairLoss):
-    """Mix-in for a loss of pairs: its mean over each micro-batch, weighted by shares.
+class MicroBatchMeans(losses.PairLoss):
+    """Mix-in for a loss of pairs: its mean over each micro-batch of whole pairs, by `shares`.
 
-    Micro-batches hold whole pairs, each reply a row. Measures are the means of those of each
-    micro-batch.
-
-    Attributes:
-        shares: the weight of each micro-batch's mean.
+    Measures are the means of those of each micro-batch.
     """
 
     shares: tuple[float, ...] = (1.0,)
@@ -72,17 +54,16 @@ class MicroBatchMeans(PairLoss):
         extras: Sequence[Sequence[Tensor]],
         normaliser: float,
     ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-        """See `JointLoss.weigh`; the normaliser of all pairs is not used."""
-        losses, weights, measured = [], [], []
+        terms, weights, measured = [], [], []
         for micro in zip(log_probs, targets, extras, self.shares, strict=True):
             row_log_probs, labels, beside, share = micro
             [loss], [weight], measures_now = super().weigh(
                 [row_log_probs], [labels], [beside], len(labels) / 2
             )
-            losses.append(share * loss)
+            terms.append(share * loss)
             weights.append(share * weight)
             measured.append(measures_now)
-        total = torch.stack(losses).sum()
+        total = torch.stack(terms).sum()
         means = {
             name: torch.stack([measures[name] for measures in measured]).mean()
             for name in measured[0]
@@ -91,32 +72,31 @@ class MicroBatchMeans(PairLoss):
 
 
 @dataclass(frozen=True)
-class WeightedSum(TokenWeights):
+class WeightedSum(losses.TokenWeights):
     """The sum of cross entropy by `token_weights`, not divided."""
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """1; weights are divided already."""
         return 1.0
 
 
 WEIGHTED_SUM = WeightedSum()
 
 
-def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]], Loss]:
+def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]], losses.Loss]:
     """The micro-batches, with weights for their labels if needed, and the loss.
 
     Args: `shift`: how many tokens a label lies behind the logits that predict it.
     """
     rows = [micro.inputs for micro in step]
     if any("labels" not in row for row in rows):
-        return rows, CROSS_ENTROPY
-    counts = [num_labelled(targets_of(row["labels"], shift)) for row in rows]
+        return rows, losses.CROSS_ENTROPY
+    counts = [losses.num_labelled(losses.targets_of(row["labels"], shift)) for row in rows]
     parts = [
         micro.num_micro * count if micro.items is None else micro.items
         for micro, count in zip(step, counts, strict=True)
     ]
     if all(part == sum(counts) for part in parts):
-        return rows, CROSS_ENTROPY
+        return rows, losses.CROSS_ENTROPY
     if 0 in parts:
         raise InputError(
             f"micro-batch {parts.index(0)} of this step has no label, and Trainer's loss of it is "
@@ -127,19 +107,21 @@ def weighed(step: Sequence[Waiting], shift: int) -> tuple[list[dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class TrlDPO(MicroBatchMeans, DPO):
+class TrlDPO(MicroBatchMeans, losses.DPO):
     """DPO as DPOTrainer computes it, with its count of each reply's tokens as `length`."""
 
-    inputs: ClassVar[tuple[str, ...]] = (*DPO.inputs, "length")
+    inputs: ClassVar[tuple[str, ...]] = (*losses.DPO.inputs, "length")
 
-    def replies(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> list[Replies]:
+    def replies(
+        self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor
+    ) -> list[losses.Replies]:
         replies = super().replies(log_prob_N, targets_N, *extras)
         lengths = super().replies(extras[-1], targets_N, *extras)  # one value per label
         return [one._replace(length=of.mean) for one, of in zip(replies, lengths, strict=True)]
 
 
 @dataclass(frozen=True)
-class TrlReward(MicroBatchMeans, Reward):
+class TrlReward(MicroBatchMeans, losses.Reward):
     """Reward as RewardTrainer computes it; measures have its names."""
 
     def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
@@ -155,7 +137,7 @@ class TrlReward(MicroBatchMeans, Reward):
 class Objective:
     """Cross entropy, as Trainer and SFTTrainer minimise it."""
 
-    loss: Loss = CROSS_ENTROPY
+    loss: losses.Loss = losses.CROSS_ENTROPY
 
     def __init__(self, args: Any) -> None:
         """Raises InputError: the arguments ask for another loss."""
@@ -164,7 +146,7 @@ class Objective:
         if getattr(args, "label_names", None) not in (None, ["labels"]):
             refuse("args.label_names", "labels are named labels")
 
-    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, Loss]:
+    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, losses.Loss]:
         """Micro-batches and loss of a step, each micro-batch counting as the Trainer counts it."""
         return weighed(waiting, engine.label_shift)
 
@@ -179,20 +161,19 @@ class _Pairs(Objective):
     """Pairs of replies."""
 
     def rows(self, step: MicroBatches) -> MicroBatches:
-        """Micro-batches as the loss takes them."""
         raise NotImplementedError
 
     def log_probs(self, rows: MicroBatches, engine: Engine) -> list[Tensor]:
         """The log-probability of each label; the loss is a function of these."""
         return engine.logprobs(rows)
 
-    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, Loss]:
+    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, losses.Loss]:
         rows = self.rows([micro.inputs for micro in waiting])
         shares = tuple(1 / micro.num_micro for micro in waiting)
         return rows, replace(self.loss, shares=shares)  # type: ignore[type-var]
 
     def value(
-        self, rows: MicroBatches, loss: JointLoss, engine: Engine
+        self, rows: MicroBatches, loss: losses.JointLoss, engine: Engine
     ) -> tuple[float, dict[str, float]]:
         plain = [{name: micro[name] for name in _PLAIN} for micro in rows]
         measures = loss.loss_and_measures(self.log_probs(plain, engine), rows)
@@ -206,8 +187,9 @@ class Preferences(_Pairs):
         types: list[Any] = (
             [args.loss_type] if isinstance(args.loss_type, str) else list(args.loss_type)
         )
-        if len(types) != 1 or types[0] not in get_args(DpoVariant):
-            refuse("args.loss_type", f"it must be one of {', '.join(get_args(DpoVariant))}")
+        known = get_args(losses.DpoVariant)
+        if len(types) != 1 or types[0] not in known:
+            refuse("args.loss_type", f"it must be one of {', '.join(known)}")
         if args.label_smoothing and types[0] in ("sigmoid", "sigmoid_norm"):
             refuse(
                 "args.label_smoothing",
@@ -249,7 +231,7 @@ class Scores(_Pairs):
                 micro["margin"] = margins.expand(micro["labels"].shape).float()
         return rows
 
-    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, Loss]:
+    def step(self, waiting: Sequence[Waiting], engine: Engine) -> tuple[MicroBatches, losses.Loss]:
         rows, loss = super().step(waiting, engine)
         return rows, replace(loss, margin="margin" in rows[0])  # type: ignore[type-var]
 
@@ -258,10 +240,7 @@ class Scores(_Pairs):
 
 
 def check_padding(pad_of_model: int | None, pad: int) -> None:
-    """Raises InputError: the model's padding token is not the tokenizer's, or there is none.
-
-    Models are built differently with a padding token: its embedding is never trained.
-    """
+    """Raises InputError: the model's padding token, never trained, is not the tokenizer's."""
     if pad_of_model != pad:
         refuse(
             f"a model whose pad_token_id is {pad_of_model}",

@@ -131,7 +131,13 @@ class StreamedTrainer(_Trainer):
             engine = Engine(
                 model,
                 loss=self._objective.loss,
-                optimizer=_optimizer(self.args, self._kept),
+                optimizer=AdamW(
+                    lr=self.args.learning_rate,
+                    betas=(self.args.adam_beta1, self.args.adam_beta2),
+                    eps=self.args.adam_epsilon,
+                    weight_decay=self.args.weight_decay,
+                    no_decay=[f"^{re.escape(name)}$" for name in sorted(self._kept)],
+                ),
                 seed=self.args.seed,
                 **common,
             )
@@ -180,7 +186,6 @@ class StreamedTrainer(_Trainer):
         """Leave the model where it is: the engine copies it to host memory."""
 
     def _wrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
-        """The stand-in that the loop calls."""
         return self.model_wrapped
 
     def _clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:
@@ -204,7 +209,7 @@ class StreamedTrainer(_Trainer):
         return self.optimizer
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train as the base class does; drops micro-batches of a step that was broken off."""
+        """Train as the base class does, without micro-batches of a step that was broken off."""
         self._waiting.clear()
         self._settings.check(self)
         return super().train(*arguments, **options)
@@ -271,7 +276,6 @@ class StreamedTrainer(_Trainer):
                 self._metrics[mode][name].append(value)
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
-        """Evaluate as the base class does."""
         self._settings.check(self)
         if self.optimizer is None:  # as Trainer says where no run has prepared the model
             self.model_preparation_time = 0.0
@@ -362,17 +366,6 @@ def _settings(args: Any) -> dict[str, Any]:
         "device": str(args.device),
         "max_grad_norm": args.max_grad_norm or None,
     }
-
-
-def _optimizer(args: Any, kept: set[str]) -> AdamW:
-    """The optimizer of TrainingArguments; parameters named in `kept` do not decay."""
-    return AdamW(
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        weight_decay=args.weight_decay,
-        no_decay=[f"^{re.escape(name)}$" for name in sorted(kept)],
-    )
 
 
 def _on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,6 @@ from typing import Any, NoReturn
 
 import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    set_seed,
-)
 
 from megatrain.api import Engine
 from megatrain.compat.peft import is_peft_model
@@ -97,12 +90,10 @@ class ModelStandIn:
         refuse_weights(name)
 
     def train(self, mode: bool = True) -> "ModelStandIn":
-        """Let the loop train, or evaluate."""
         vars(self).update(training=mode)
         return self
 
     def eval(self) -> "ModelStandIn":
-        """Call `train(False)`."""
         return self.train(False)
 
     def parameters(self, recurse: bool = True) -> Iterator[StreamedParameter]:
@@ -112,7 +103,6 @@ class ModelStandIn:
         yield StreamedParameter(self.num_parameters() - trained, False)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """The number of values in all distinct parameters that were asked for."""
         return self._counts[only_trainable, exclude_embeddings]
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
@@ -142,7 +132,7 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
     kwargs = dict(getattr(args, "model_init_kwargs", None) or {})
     if options.get("quantization_config") or kwargs.pop("quantization_config", None):
         refuse("quantization_config", REFUSED_OPTIONS["quantization_config"])
-    if isinstance(model, PreTrainedModel) or is_peft_model(model):
+    if isinstance(model, transformers.PreTrainedModel) or is_peft_model(model):
         if not scores and scores_rows(model.get_base_model() if is_peft_model(model) else model):
             refuse(
                 f"a {type(model).__name__}", "a model that scores rows needs trl's RewardTrainer"
@@ -158,16 +148,18 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         "trust_remote_code": getattr(args, "trust_remote_code", False),
     } | kwargs
     named = {name: kwargs[name] for name in ("revision", "trust_remote_code") if name in kwargs}
-    config = AutoConfig.from_pretrained(model, **named)
+    config = transformers.AutoConfig.from_pretrained(model, **named)
     multimodal = MULTIMODAL_CLASSES.get(config.model_type)
     if multimodal in (config.architectures or ()) and not scores:  # TRL finds its processor
         return getattr(transformers, str(multimodal)).from_pretrained(model, **kwargs)
     if options.get("processing_class") is None:
         options["processing_class"] = load_tokenizer(model, **named)
     if scores:
-        set_seed(args.seed)  # a head that the files lack is random
-        return AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **kwargs)
-    return AutoModelForCausalLM.from_pretrained(model, **kwargs)
+        transformers.set_seed(args.seed)  # a head that the files lack is random
+        return transformers.AutoModelForSequenceClassification.from_pretrained(
+            model, num_labels=1, **kwargs
+        )
+    return transformers.AutoModelForCausalLM.from_pretrained(model, **kwargs)
 
 
 @contextmanager

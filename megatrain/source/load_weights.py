@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import Checkpoint, offering_another, read_tiles
+from megatrain.checkpoint.manifest import Checkpoint
+from megatrain.checkpoint.read import read_tiles
 from megatrain.compat import peft
 from megatrain.compat.transformers import scores_rows
 from megatrain.errors import InputError
@@ -109,12 +110,10 @@ def _draw(
 def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -> set[str]:
     """Fill the tiles; returns the names of unused parameters that were stored nowhere."""
     threads = update_threads()
-    with offering_another(saved.folder):
-        if source.resumes:
-            _log.log(PASSING, "reading weights and states of %s...", saved.folder)
-            read_tiles(saved, store.tiles, threads)
-        untrained = state_io.read_untrained(saved, source.model)
+    untrained = state_io.read_untrained(saved, source.model)
     if source.resumes:
+        _log.log(PASSING, "reading weights and states of %s...", saved.folder)
+        read_tiles(saved, store.tiles, threads)
         unused = state_io.read_left_out(saved, source.model, write)
     else:
         values = state_io.whole_masters(

@@ -21,14 +21,8 @@ from megatrain.compat.transformers import MULTIMODAL_CLASSES, encoder_calls, enc
 from megatrain.device import Recording
 from megatrain.device.plane_file import PlaneFile, disk_bytes
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.model import build
 from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
-from megatrain.model.build import (
-    empty_model,
-    load_config,
-    loaded_types,
-    scoring,
-    share_of_a_token,
-)
 from megatrain.model.companions import Companions, companions, set_generation
 from megatrain.model.float8 import ROUTERS
 from megatrain.model.probe import spec
@@ -60,7 +54,7 @@ class Source:
         dtype: of the weights, in which exports are written.
         resumes: the optimizer's state is that of `saved`, too.
         companions: files of the folder or checkpoint that exports and checkpoints have as well.
-        origin: where the base of adapters was read; None: checkpoints have all of it.
+        origin: where an adapter's base was read; None: checkpoints have all of it.
         lost: what neither a checkpoint nor an export would have of the model; None: nothing.
         base: how frozen linear layers are kept; a checkpoint's own, where its state is taken.
         alike: what is drawn is drawn once for all layers that are alike.
@@ -132,15 +126,11 @@ def open_source(
             model; a PeftModel, the folder of an adapter; or a source, which is returned as it is.
         adapter: a LoraConfig of PEFT, or its keys: the adapter to train.
         base: the format of frozen linear layers.
-        router_aux_loss_coef: weight of the routers' loss; None: from the model's configuration.
         base_model: the place of the adapter's base; None: from the adapter's configuration.
         resumes: take a checkpoint's optimizer state, too, to go on with its training.
         scores: open a folder, hub id or configuration as the model that scores rows; an adapter
             with a sequence head implies this.
         code: trust_remote_code and attn_implementation, as for `empty_model`.
-
-    Raises InputError: it cannot be read or is not a causal language model; PEFT refuses the
-    adapter, or the model has one already.
     """
     if isinstance(model, Source):
         return model
@@ -267,7 +257,7 @@ def _open_plain(model: Any, *, resumes: bool = False, scores: bool = False, **co
         source, beside = Source(empty, next(model.parameters()).dtype, given=model), {}
     elif isinstance(model, PreTrainedConfig | Alike):
         config, beside = model.config if isinstance(model, Alike) else model, {}
-        empty = empty_model(scoring(config) if scores else config, **code)
+        empty = build.empty_model(build.scoring(config) if scores else config, **code)
         dtype = getattr(config, "dtype", None) or torch.float32
         source = Source(empty, dtype, alike=isinstance(model, Alike))
     elif isinstance(model, str | Path):
@@ -283,7 +273,7 @@ def _open_plain(model: Any, *, resumes: bool = False, scores: bool = False, **co
     source.companions = beside
     if source.saved is None:  # most are replaced when weights are read
         buffers = state_io.persistent_buffers(source.model)
-        types = loaded_types(source.model, source.dtype) if buffers else {}
+        types = build.loaded_types(source.model, source.dtype) if buffers else {}
         copies = {n: b.to(types.get(n, b.dtype), copy=True) for n, b in buffers.items()}
         source.untrained.buffers = copies
     return source
@@ -291,11 +281,11 @@ def _open_plain(model: Any, *, resumes: bool = False, scores: bool = False, **co
 
 def _open_folder(model: str | Path, *, scores: bool, **code: Any) -> Source:
     folder = resolve_model(model)
-    config = load_config(folder, trust_remote_code=code.get("trust_remote_code", False))
+    config = build.load_config(folder, trust_remote_code=code.get("trust_remote_code", False))
     quantised = quantised_base(read_json(folder / "config.json"), folder)
     vars(config).pop("quantization_config", None)  # exports are whole
-    config = scoring(config) if scores else config
-    empty = empty_model(config, **code)
+    config = build.scoring(config) if scores else config
+    empty = build.empty_model(config, **code)
     if type(empty.config) is not type(config):
         raise InputError(
             f"{folder}: its configuration is of a {config.model_type}, and {type(empty).__name__} "
@@ -453,24 +443,20 @@ class Model:
         config = self.spec.capture.model.config
         used = (layout for layout in self.layouts if layout.kind is not TileKind.UNUSED)
         entries = [entry for layout in used for entry in layout.entries]
-        sizes = [entry.numel * share_of_a_token(config, entry.shape) for entry in entries]
+        sizes = [entry.numel * build.share_of_a_token(config, entry.shape) for entry in entries]
         trained = (n for n, entry in zip(sizes, entries, strict=True) if entry.group is not None)
         return int(sum(sizes)), int(sum(trained))
 
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Everything that an engine needs except its placement.
+    """Everything that an engine needs except its placement; see `Engine` for the settings.
 
     Attributes:
-        device: on which its limits are set.
         host_limit: bytes that the process may have; None: what the machine allows.
         disk_space: bytes that planes may take on the disk; None: what is free.
-        disk: folder on the disk that planes may rest on; None: none may.
-        seed: of weights that are drawn, and of dropout.
         ranks: who share the model.
         sequence_ranks: who share every row as well; alone where each rank has rows of its own.
-        verify: when planes are compared with their checksums.
     """
 
     source: Source

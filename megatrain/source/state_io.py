@@ -57,8 +57,7 @@ class Untrained:
     """The parts of a model's source that no step changes: exports give them back bit for bit.
 
     Attributes:
-        buffers: persistent buffers by name, on the CPU; the model computes with copies that have
-            the dtypes of the run's precision.
+        buffers: persistent ones, on the CPU; the model computes with copies in its own dtypes.
         computed: buffers that no file of weights has, which the class computes when it is made.
         dtypes: of frozen parameters, by name, as they came; values rest in the tiles.
         carried: tensors of the source's files that the model's class has no place for.
@@ -187,8 +186,8 @@ def saved_dtype(checkpoint: Checkpoint, name: str | None = None) -> torch.dtype:
     return SOURCE_DTYPES[name]
 
 
-def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
-    """The checkpoint's optimizer rule; `wanted`: choices that it must have (None: any)."""
+def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:
+    """The checkpoint's optimizer rule. Raises InputError: it is unknown."""
     if checkpoint.settings.optimizer is None:
         return None
     settings = dict(checkpoint.settings.optimizer)
@@ -199,8 +198,6 @@ def saved_optimizer(checkpoint: Checkpoint, **wanted: Any) -> Rule | None:
     known = set() if rule is None else {setting.name for setting in fields(rule)}
     if rule is None or settings.keys() != known:
         raise InputError(f"{checkpoint.folder}: its optimizer is none that is known")
-    for choice, value in wanted.items():
-        require_kept(checkpoint, choice, value, settings.get(choice))
     return rule(**settings)
 
 
@@ -222,11 +219,12 @@ def resumed_placement(
         ) from error
 
 
-def require_kept(checkpoint: Checkpoint, name: str, wanted: Any, saved: Any) -> Any:
-    """The saved value of a setting. Raises InputError: another one is wanted (None: any)."""
+def check_precision(checkpoint: Checkpoint, wanted: str | None) -> Any:
+    """The precision to go on with, which is the saved one. Raises InputError."""
+    saved = checkpoint.settings.precision
     if wanted not in (None, saved):
         raise InputError(
-            f"{name} is {wanted!r}, but {checkpoint.folder} was trained with {saved!r}, which "
+            f"precision is {wanted!r}, but {checkpoint.folder} was trained with {saved!r}, which "
             "cannot change on the way; leave it out, or export the model and start from it"
         )
     return saved

@@ -91,8 +91,6 @@ def write_model(
     Args:
         masters: functions that return each parameter's exact values, by name.
         dtype: of all floating tensors; None: the source's, and untrained tensors unchanged.
-
-    Raises RunFailed: it cannot be written; nothing is left behind.
     """
     model, untrained, companions = source.model, source.untrained, source.companions
     adapters = adapted(model)
@@ -140,8 +138,6 @@ def write_saved(
         dtype: of all floating tensors; None: that of the model that the run began with.
         merged: of a model with an adapter the whole, not the adapter alone.
         base_model: where the base of the adapter's folder is; None: where the adapter says.
-
-    Raises InputError: the adapter's folder could not hold all that was trained.
     """
     source = open_source(saved, base_model=base_model, resumes=isinstance(saved, Checkpoint))
     model, stored, names = source.model, source.stored, source.names

@@ -36,16 +36,14 @@ def newer(two, tmp_path):
     return tmp_path / "two" / "step-2"
 
 
-def refused(folder, *words, offers=True):
+def refused(folder, *words):
     """The message that loading gives."""
     with pytest.raises(InputError) as caught:
         Engine.load(folder, device="cpu")
     message = str(caught.value)
     for word in words:
         assert word in message, message
-    offered = f"; the newest whole one there is {folder.parent / 'step-1'}"
-    assert message.endswith(offered if offers else "; no whole one is there"), message
-    assert "\n" not in message
+    assert str(folder) in message and "\n" not in message
     return message
 
 
@@ -135,8 +133,8 @@ EDITS = {
     "no pieces": (lambda c: resized(c, pieces=[]), "do not make up"),
     "an unknown key": (lambda c: c["settings"].update(x=1), "settings.x: Unexpected"),
     "a missing key": (lambda c: c["settings"].pop("seed"), "settings.seed: Field required"),
-    "tiles of no file": (lambda c: c["tiles"][2].update(file="x"), "has no file, or"),
-    "two tiles of a file": (lambda c: c["tiles"][2].update(file=OTHER), "two tiles have one file"),
+    "tiles of no file": (lambda c: c["tiles"][2].update(file="x"), "a tile has no file, or"),
+    "two tiles of a file": (lambda c: c["tiles"][2].update(file=OTHER), "of another one"),
     "an unknown dtype": (
         lambda c: c["tiles"][2]["planes"]["weights"].update(dtype="X"), "weights.dtype: Predicate",
     ),
@@ -170,8 +168,8 @@ EDITS = {
     "another optimizer": (lambda c: c["settings"]["optimizer"].update(x=1), "none that is known"),
     "another class": (lambda c: c["settings"].update(model_class="X"), "of a X, which cannot"),
     "another source": (lambda c: c["settings"].update(dtype="int8"), "dtype 'int8' is unknown"),
-    "more updates than steps": (lambda c: versions(c, 3), "more updates than there were steps"),
-    "tiles of two versions": (lambda c: c["tiles"][2].update(version=1), "different versions"),
+    "more updates than steps": (lambda c: versions(c, 3), "of more updates than there were steps"),
+    "tiles of two versions": (lambda c: c["tiles"][2].update(version=1), "of different versions"),
     "no such group": (
         lambda c: c["tiles"][2]["parameters"][0].update(group=9), "of no optimizer group",
     ),

@@ -231,13 +231,6 @@ def test_24_bits_of_layers_in_fp32_are_refused(monkeypatch):
         engine_of(precision="fp32", rule="short")
 
 
-@pytest.mark.parametrize("rule", ["lion", "adamw"])
-def test_other_states_than_the_saved_ones_are_refused(rule, tmp_path):
-    engine_of(rule=rule).save(tmp_path / "saved")
-    with pytest.raises(InputError, match=r"states is 'int8', but .*saved was trained with "):
-        Engine.load(tmp_path / "saved", device="cpu", states="int8")
-
-
 SCHEDULES = {
     "cosine": lambda optimizer: get_scheduler("cosine", optimizer, 2, 20),
     "linear": lambda optimizer: LinearLR(optimizer, 0.1, total_iters=10),  # by factors of the last

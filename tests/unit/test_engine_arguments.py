@@ -42,8 +42,11 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"placement": Placement(resident=("layer 9",))},
         "no tile 'layer 9'; it has embedding, prologue, layer 0, layer 1, layer 2, head, unused",
     ),
-    "optimizer as text": ({"optimizer": "adamw"}, "optimizer is a str; it must be megatrain.AdamW"),
-    "optimizer class": ({"optimizer": AdamW}, "optimizer is a class; it must be megatrain.AdamW"),
+    "optimizer as text": (
+        {"optimizer": "adamw"},
+        "optimizer is 'adamw'; it must be megatrain.AdamW",
+    ),
+    "optimizer class": ({"optimizer": AdamW}, "optimizer is <class .*; it must be megatrain.AdamW"),
     "loss": ({"loss": "dpo"}, "loss is 'dpo'; it must be one of megatrain.loss, such as DPO()"),
     "seed": ({"seed": "abc"}, "seed is 'abc'; it must be an integer"),
     "tokens of a step": ({"tokens_per_step": 0}, "tokens_per_step is 0; it must be an integer"),
