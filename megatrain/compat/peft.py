@@ -54,8 +54,12 @@ def unwrapped(model: Any) -> tuple[nn.Module, dict[str, Any], str]:
     active = model.active_adapters if hasattr(model, "active_adapters") else []
     if isinstance(model, _library().PeftMixedModel) or len(active) != 1:
         raise InputError(
-            f"the PeftModel has {len(active)} active adapters; one can be trained, and others may "
-            "be there: set_adapter(name)"
+            f"the PeftModel has {len(active)} active adapters; one can be trained: set_adapter(name)"
+        )
+    if others := sorted(model.peft_config.keys() - active):
+        raise InputError(
+            f"the PeftModel has {', '.join(others)} beside its active adapter {active[0]}, and one "
+            f"is saved: save them first with PEFT, then delete_adapter({others[0]!r})"
         )
     for config in model.peft_config.values():
         check(config)

@@ -52,6 +52,7 @@ class ModelStandIn:
     """Has the attributes that a Trainer reads of its model; all others of a model are refused."""
 
     main_input_name = "input_ids"
+    _modules = None  # Accelerate's unwrap_model then returns the stand-in
     _names: set[str]  # of the model's attributes
     _counts: dict[tuple[bool, bool], int]
     _generates: bool

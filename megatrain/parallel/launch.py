@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from megatrain.errors import RunFailed, first_line
+from megatrain.errors import InputError, RunFailed, first_line
 from megatrain.parallel.distributed import ALONE, ProcessGroups, Ranks
 
 # Rank 0 may tokenise for long, while the others wait; who has ended is noticed at once.
@@ -34,12 +34,20 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
     """Run `megatrain` with these arguments on `devices` devices by torchrun; returns the exit code.
 
     A process that fails prints the reason itself.
+
+    Raises:
+        InputError: there are more devices than cores.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
     cores = len(os.sched_getaffinity(0))
+    if devices > cores:
+        raise InputError(
+            f"engine.devices is {devices}, but this process may use {cores} cores, and each device "
+            f"needs one; set engine.devices to at most {cores}"
+        )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // devices)))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # device/cuda.py
     options = ["--standalone", "--nproc-per-node", str(devices), "-m", "megatrain", *arguments]

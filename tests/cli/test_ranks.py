@@ -18,7 +18,7 @@ from megatrain.config import load
 from megatrain.data import open_stream
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.parallel.distributed import ProcessGroups
-from megatrain.parallel.launch import joined
+from megatrain.parallel.launch import joined, launch
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train
 from megatrain.train.sharing import part_of, split_for_ranks
@@ -270,6 +270,12 @@ def test_a_restart_by_torchrun_does_not_see_addresses_of_processes_that_ended(mo
                 store = dist.init_process_group.call_args.kwargs["store"]
             assert not store.check(["address of rank 1"])
             store.set("address of rank 1", "it")
+
+
+def test_more_devices_than_cores_are_refused_before_a_process_is_started():
+    cores = len(os.sched_getaffinity(0))
+    with pytest.raises(InputError, match=f"may use {cores} cores.* to at most {cores}$"):
+        launch(cores + 1, ["train", "no-such-run.yaml"])
 
 
 def test_devices_are_started_by_torchrun(megatrain, run_file):

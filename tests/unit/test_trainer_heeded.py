@@ -494,6 +494,13 @@ def test_an_argument_is_heeded_on_resume(name, tmp_path):
     assert ends[0] != ends[1]
 
 
+def test_accelerate_unwraps_the_model_to_the_stand_in(tmp_path):
+    made = trainer(Streamed, tmp_path, **SHORT)
+    unwrapped = made.accelerator.unwrap_model(made.model, keep_fp32_wrapper=False)
+    unwrapped.save_pretrained(tmp_path)
+    assert unwrapped is made.model and (tmp_path / "model.safetensors").exists()
+
+
 def params(optimizer):
     return optimizer.param_groups[0]["params"][0]
 
