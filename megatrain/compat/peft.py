@@ -54,7 +54,7 @@ def unwrapped(model: Any) -> tuple[nn.Module, dict[str, Any], str]:
     active = model.active_adapters if hasattr(model, "active_adapters") else []
     if isinstance(model, _library().PeftMixedModel) or len(active) != 1:
         raise InputError(
-            f"the PeftModel has {len(active)} active adapters; one can be trained: set_adapter(name)"
+            f"the PeftModel has {len(active)} active adapters; take one: set_adapter(name)"
         )
     if others := sorted(model.peft_config.keys() - active):
         raise InputError(

@@ -115,6 +115,8 @@ class StreamedTrainer(_Trainer):
         # Without PEFT's prefix.
         self._kept = {names[id(value)] for value in kept if id(value) in names}
         self._stand_in = trainer_model.ModelStandIn(model_given, generates=not scores)
+        if paired and wrapped and "ref" in model_given.peft_config:
+            model_given.delete_adapter("ref")  # TRL's reference, a copy of the adapter
         self._open_engines(model_given, reference)
 
     def _open_engines(self, model: Any, reference: Any) -> None:

@@ -31,7 +31,7 @@ from tests.race.schedule import Alike
 CHANGED = ("training.micro_batch_size=1", "training.batch_size=2", "checkpoint.every=3")
 
 
-def run_of(run_file, folder, *changed, resume=False, at=None, callbacks=()):
+def run_of(run_file, folder, *changed, resume=False, at=None):
     """A run, as a process of several does it; before a step it calls `at` with what is done."""
 
     def work(group):
@@ -51,7 +51,7 @@ def run_of(run_file, folder, *changed, resume=False, at=None, callbacks=()):
             mock.patch("megatrain.train.loop.joined", joined),
             mock.patch.object(Steps, "take", take),
         ):
-            return str(train(config, "run", resume=resume, callbacks=callbacks).stopped)
+            return str(train(config, "run", resume=resume).stopped)
 
     return work
 
