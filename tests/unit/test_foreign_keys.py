@@ -33,6 +33,10 @@ OURS = {
             "; the keys of other trainers: ",
         ),
         ({"adam_beta2": 0.9}, "its name here is optimizer.betas"),
+        (
+            {"optimizer": {"name": "adamw", "beta2_decay": -0.8}},
+            "leave it out: they are Adafactor's, given up; without its keys: --set 'optimizer={name: ",
+        ),
         ({"adam_epsilon": 1e-9}, "its name here is optimizer.eps"),
         ({"saves_per_epoch": 1}, "its name here is checkpoint.every"),
         ({"gradient_checkpointing": True}, "leave it out: what is kept and what is computed again"),
