@@ -494,6 +494,30 @@ def test_an_argument_is_heeded_on_resume(name, tmp_path):
     assert ends[0] != ends[1]
 
 
+def test_what_decides_how_torch_computes_and_what_is_measured_is_heeded(tmp_path, monkeypatch):
+    """While steps are taken, as under the plain trainer; `run_name` is what trackers read."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # transformers sets it
+
+    def note(args, **_):
+        noted.append((torch.are_deterministic_algorithms_enabled(), args.run_name))
+
+    measured, noted = [], []
+    settings = {"full_determinism": True, "run_name": "a name"}
+    try:
+        for kind in (Trainer, Streamed):
+            torch.use_deterministic_algorithms(False)
+            options = {"callbacks": [at("on_pre_optimizer_step", note, step=1)]}
+            made = trainer(
+                kind, tmp_path, options=options, skip_memory_metrics=False, **SHORT | settings
+            )
+            made.train()
+            measured.append({n for n in made.state.log_history[-1] if "_mem_" in n})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert noted == [(True, "a name")] * 2
+    assert measured[0] and measured[0] == measured[1]
+
+
 def test_accelerate_unwraps_the_model_to_the_stand_in(tmp_path):
     made = trainer(Streamed, tmp_path, **SHORT)
     unwrapped = made.accelerator.unwrap_model(made.model, keep_fp32_wrapper=False)
