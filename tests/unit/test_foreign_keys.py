@@ -35,7 +35,7 @@ OURS = {
         ({"adam_beta2": 0.9}, "its name here is optimizer.betas"),
         (
             {"optimizer": {"name": "adamw", "beta2_decay": -0.8}},
-            "leave it out: they are Adafactor's, given up; without its keys: --set 'optimizer={name: ",
+            "leave it out: they are Adafactor's, given up; without its keys: --set 'optimizer={",
         ),
         ({"adam_epsilon": 1e-9}, "its name here is optimizer.eps"),
         ({"saves_per_epoch": 1}, "its name here is checkpoint.every"),
