@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatrain.integrations.accumulation import Waiting, shares
 from peft import LoraConfig
 from transformers import (
     AutoConfig,
@@ -23,6 +22,7 @@ from transformers import (
 
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer, heeded, taken
+from megatrain.integrations.objectives import Scores, Waiting
 from tests.families.tiny import tiny_model
 from tests.parity.cases import llama
 from tests.sweeps import few, quick
@@ -574,7 +574,11 @@ def test_what_a_callback_cannot_change_is_refused(name, tmp_path):
 
 def test_a_micro_batch_counts_by_its_own_step_of_the_trainer():
     """A stream may end within a step, whose part is then added to the next one."""
-    assert shares([Waiting({}, None, 4), Waiting({}, None, 2)]) == (1 / 4, 1 / 2)
+    ids = torch.full((2, 3), 7)
+    pair = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    scores = Scores(trl.RewardConfig(use_cpu=True, bf16=False), pad=0)
+    _, loss = scores.step([Waiting(pair, None, 4), Waiting(pair, None, 2)], engine=None)
+    assert loss.shares == (1 / 4, 1 / 2)
 
 
 def test_autocast_around_a_trainer_is_refused(tmp_path):
