@@ -24,8 +24,7 @@ from megatrain.base.units import gib
 from megatrain.checkpoint import Saving, rotate
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import InputError
-from megatrain.telemetry.environment import commit, environment
-from megatrain.telemetry.host import peak_process_bytes
+from megatrain.telemetry.host import commit, environment, peak_process_bytes
 
 _log = logging.getLogger(__name__)
 

@@ -36,8 +36,7 @@ from megatrain.placement import Placement
 from megatrain.store import disk_staging
 from megatrain.store.disk_staging import DiskStaging
 from megatrain.store.store import Store, Tile
-from megatrain.telemetry.environment import environment
-from megatrain.telemetry.host import update_threads, usable_cores
+from megatrain.telemetry.host import environment, update_threads, usable_cores
 from megatrain.tile import TileLayout
 
 _RULE, _REQUEST, _TILE_NUMEL = AdamW(), 32 * MIB, 1 << 26

@@ -26,7 +26,7 @@ from megatrain import Engine, Placement
 from megatrain.base.units import GIB
 from megatrain.cli.shapes import qwen2_config
 from megatrain.source.source import Alike
-from megatrain.telemetry.environment import environment
+from megatrain.telemetry.host import environment
 
 _OURS = ("resident", "streamed")
 

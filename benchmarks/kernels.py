@@ -32,8 +32,7 @@ from megatrain.kernels.states import (
     adamw_scalars,
 )
 from megatrain.optim import AdamW, moved_bytes
-from megatrain.telemetry.environment import commit, environment
-from megatrain.telemetry.host import usable_cores
+from megatrain.telemetry.host import commit, environment, usable_cores
 
 RESULTS = Path(__file__).parent / "results"
 GROUP: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -34,7 +34,7 @@ from megatrain.base.whole_files import whole_folder
 from megatrain.cli.demo import write_corpus_and_tokenizer
 from megatrain.data import train_bpe_tokenizer
 from megatrain.run_folder.layout import METRICS
-from megatrain.telemetry.environment import commit, environment
+from megatrain.telemetry.host import commit, environment
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train
 

@@ -143,7 +143,7 @@ def machine_of(result: dict[str, Any]) -> Machine:
     """The rates measured for the result, or those that its GPU is listed with now."""
     recorded = result.get("machine")
     if recorded and recorded["measured"]:
-        return Machine(**recorded)
+        return Machine(**{name: value for name, value in recorded.items() if name != "unified"})
     environment, memory = result["environment"], result["memory"]
     return machine_for(
         environment["gpu"]["name"],

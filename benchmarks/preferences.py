@@ -20,7 +20,7 @@ from megatrain import AdamW, Engine, Placement
 from megatrain.cli.shapes import qwen2_config
 from megatrain.loss import CROSS_ENTROPY, DPO, IGNORED
 from megatrain.source.source import Alike
-from megatrain.telemetry.environment import environment
+from megatrain.telemetry.host import environment
 
 
 def measure(chosen: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from megatrain.config import Config, validate
 from megatrain.data import StepLoader, load_tokenizer, open_prompts, train_bpe_tokenizer
 from megatrain.forecast.workload import Workload
 from megatrain.source.source import Alike
-from megatrain.telemetry.environment import environment
+from megatrain.telemetry.host import environment
 from megatrain.train.rewards import Rewards
 from megatrain.train.rollouts import Rollouts
 

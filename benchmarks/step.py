@@ -41,9 +41,8 @@ from megatrain.machine import present_machine
 from megatrain.optim import RULES
 from megatrain.placement import Placement, Precision, old_name
 from megatrain.source.source import Alike, Base
-from megatrain.telemetry.environment import commit, environment
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
-from megatrain.telemetry.host import peak_process_bytes
+from megatrain.telemetry.host import commit, environment, peak_process_bytes
 from megatrain.telemetry.metrics import model_tflops
 from megatrain.telemetry.pictures import draw_step
 from megatrain.telemetry.timeline import StepRecorder, breakdown, chrome_trace

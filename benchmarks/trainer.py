@@ -26,7 +26,7 @@ from benchmarks.options import case_of, parse, write
 from megatrain.cli.shapes import qwen2_config
 from megatrain.data import train_bpe_tokenizer
 from megatrain.integrations import StreamedTrainer
-from megatrain.telemetry.environment import environment
+from megatrain.telemetry.host import environment
 
 _NUMBERS = " ".join(map(str, range(2000)))
 

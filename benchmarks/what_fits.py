@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import tables
 from megatrain.cli.shapes import SHAPES
-from megatrain.telemetry.environment import commit
+from megatrain.telemetry.host import commit
 
 GPUS = {"RTX 4090": 16, "A100 80GB": 32, "H100 SXM": 32, "H200": 32}  # with usual cores
 HOST_GIB = (64, 128, 256, 512, 1024)

@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatrain.autoplace.auto import settle
-from megatrain.autoplace.fits import limits, parse_limit
+from megatrain.autoplace.auto import parse_limit, settle
 from megatrain.checkpoint import open_checkpoint
 from megatrain.device import Buffer, Device, Recording, open_device
 from megatrain.engine.batch import Batch, MicroBatches
@@ -166,7 +165,10 @@ class Engine(PlacedEngine):
             if not isinstance(device, Device):
                 device = open_device(device, local_rank(group))
             recording = Recording(device)  # type: ignore[abstract]  # what it lacks, it passes on
-            device_limit, host_limit = limits(device_memory, host_memory)
+            device_limit, host_limit = (
+                parse_limit("device_memory", device_memory),
+                parse_limit("host_memory", host_memory),
+            )
             recording.limit(device_limit, host_limit)
             ranks = open_ranks(group, recording.torch_device)
             sequence_ranks = open_sequence_ranks(ranks, recording.torch_device, sequence_parallel)

@@ -60,7 +60,7 @@ FORECASTS = (
     *("tests/unit/test_plan", "tests/unit/test_search.py"),
     *("tests/unit/test_update_launches.py", "tests/cli/test_plan_command.py"),
     *("tests/cli/test_second_plan.py", "tests/parity/test_forecast_of_ranks.py"),
-    *("tests/parity/test_generation_memory.py", "tests/parity/test_host_limit.py"),
+    *("tests/parity/test_generation_memory.py",),
     *("tests/parity/test_memory.py",),
 )
 LOSSES = (

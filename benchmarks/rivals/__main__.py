@@ -16,7 +16,7 @@ from benchmarks.step import statistics_of
 from megatrain.base.json_yaml import parse_yaml
 from megatrain.base.units import gib, parse_bytes
 from megatrain.cli.shapes import SHAPES
-from megatrain.telemetry.environment import commit
+from megatrain.telemetry.host import commit
 
 STEPS = 5  # measured
 NAMES = tuple(each.name for each in RIVALS)

@@ -30,7 +30,7 @@ from benchmarks.rivals.case import (
 from benchmarks.rivals.common import Runner, random_tokens, torch_device
 from megatrain.cli.shapes import SHAPES
 from megatrain.errors import DoesNotFit
-from megatrain.telemetry.environment import environment
+from megatrain.telemetry.host import environment
 
 LEAST_STEPS = 3  # measured, where time is too short for all
 REASON_CHARACTERS = 300

@@ -7,27 +7,27 @@ import importlib.util
 import logging
 import os
 import shutil
+from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from megatrain.autoplace.fits import check_fits
 from megatrain.autoplace.search import fastest
-from megatrain.base.units import gib
-from megatrain.device import available_bytes
-from megatrain.errors import InputError
-from megatrain.forecast.cache import ForecastCache
+from megatrain.base.units import MIB, gib, parse_bytes, size
+from megatrain.device import Device, available_bytes
+from megatrain.errors import DoesNotFit, InputError
+from megatrain.forecast.cache import ForecastCache, Needs, needs_of, second_needs
 from megatrain.forecast.op_counter import NotForeseeable
-from megatrain.forecast.second_model import second_needs
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Generation, Workload
 from megatrain.loss import CROSS_ENTROPY, Loss
-from megatrain.machine import present_cpu, present_machine
-from megatrain.model.spec import ModelSpec
+from megatrain.machine import mapping_bytes, present_machine
+from megatrain.model.program import ModelProgram
 from megatrain.placement import CPU_PLACEMENT, Placement, Planned
-from megatrain.source.source import EngineSetup
-from megatrain.telemetry.log import PASSING
+from megatrain.source.source import EngineSetup, Model
+from megatrain.telemetry.console import PASSING
+from megatrain.telemetry.host import host_available_bytes, host_limit_bytes, process_bytes
 from megatrain.tile import TileKind
 
 _log = logging.getLogger(__name__)
@@ -38,12 +38,7 @@ _RESIDENT = 0.5
 
 @dataclass(frozen=True)
 class Settled:
-    """A placement, and what it was chosen for.
-
-    Attributes:
-        micro_batch: rows that micro-batches should have; None: nobody knows.
-        planned: None: nothing was foreseen.
-    """
+    """A placement, the rows of its micro-batches, and what it was chosen for, if known."""
 
     placement: Placement
     micro_batch: int | None
@@ -63,14 +58,11 @@ def settle(
 
     Raises:
         InputError: a size is not a number of 1 or more; on any rank, there is no such disk.
-        DoesNotFit: nothing does, or what was given does not.
+        DoesNotFit: nothing does, or the given placement does not.
     """
-    sizes = {
-        "tokens_per_step": tokens_per_step,
-        "sequence_length": sequence_length,
-        "micro_batch": micro_batch,
-    }
-    for name, value in sizes.items():
+    sizes = (tokens_per_step, sequence_length, micro_batch)
+    names = ("tokens_per_step", "sequence_length", "micro_batch")
+    for name, value in zip(names, sizes, strict=True):
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"{name} is {value!r}; it must be an integer of at least 1, or None")
     ranks, model, trained = opened.ranks, opened.model, opened.model.optimizer is not None
@@ -104,7 +96,6 @@ def settle(
             "disk: nothing rests in %s; placement.disk_moments says of how many tiles moments do",
             opened.disk,
         )
-    foretold = reference = None
     if trained and opened.device.kind == "cpu":
         capability = torch.backends.cpu.get_cpu_capability()
         if opened.dtype == torch.bfloat16 and capability in ("NO AVX", "AVX2"):
@@ -113,11 +104,10 @@ def settle(
                 "take precision fp32 there",
                 capability,
             )
-        if tokens_per_step and sequence_length and ranks.size == 1:
-            foretold = foretold_on_cpu(model.spec, settled.placement, workload)
+    reference = None
     if generation is not None and generation.reference:
-        tokens, all_ranks = workload.tokens_per_step, workload.all_ranks
-        reference = second_needs(model.spec, opened.dtype, tokens, all_ranks)
+        tokens = workload.tokens_per_step
+        reference = second_needs(model.spec, opened.dtype, tokens, workload.all_ranks)
     check_fits(
         opened.device,
         model,
@@ -126,7 +116,6 @@ def settle(
         opened.host_limit,
         clip=workload.clip,
         tokens=tokens_per_step and -(-tokens_per_step // ranks.size),
-        foretold=foretold,
         reference=reference,
     )
     _log.log(PASSING, "taking memory, and bringing weights there...")
@@ -137,11 +126,18 @@ def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
     if opened.device.kind != "cuda":
         return Settled(CPU_PLACEMENT, workload.micro_batch)
     if opened.model.optimizer is None:
-        return Settled(_to_run(opened), workload.micro_batch)
+        # A model that is only run rests on the device, or is streamed; it is not compiled: each
+        # pass of sampling is a token longer, and would compile all kinds anew.
+        tiles = [layout for layout in opened.model.layouts if layout.kind is not TileKind.UNUSED]
+        needed = sum(layout.numel for layout in tiles) * opened.dtype.itemsize
+        rests = needed <= _RESIDENT * available_bytes(opened.device)
+        names = tuple(layout.name for layout in tiles) if rests else ()
+        run = Placement(slots=3, head_tokens=8192, resident=names)
+        return Settled(run, workload.micro_batch)
     best = _fastest(opened, workload)
     if best is None:
-        placement = Placement(slots=3, head_tokens=8192, compile=can_compile())
-        return Settled(placement, workload.micro_batch)
+        streamed = Placement(slots=3, head_tokens=8192, compile=can_compile())
+        return Settled(streamed, workload.micro_batch)
     planned = Planned(
         best.tokens_per_step,
         best.micro_batch * best.sequence_length,
@@ -151,23 +147,8 @@ def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
     return Settled(best.placement, best.micro_batch, planned)
 
 
-def _to_run(opened: EngineSetup) -> Placement:
-    """The placement of a model that is only run: it rests on the device, or is streamed.
-
-    Sampling makes each pass a token longer: compiled, every token would compile all kinds anew.
-    """
-    tiles = [layout for layout in opened.model.layouts if layout.kind is not TileKind.UNUSED]
-    needed = sum(layout.numel for layout in tiles) * opened.dtype.itemsize
-    rests = needed <= _RESIDENT * available_bytes(opened.device)
-    names = tuple(layout.name for layout in tiles) if rests else ()
-    return Placement(slots=3, head_tokens=8192, resident=names)
-
-
 def _fastest(opened: EngineSetup, workload: Workload) -> Forecast | None:
-    """The fastest forecast for this device as it is now, with the reasons in the log.
-
-    None: nothing is known of the machine, or what the model computes cannot be foreseen.
-    """
+    """The fastest forecast for this device as it is now; None: machine or model are unknown."""
     device, ranks = opened.device, opened.ranks
     machine = present_machine(str(device.torch_device), precision=workload.precision)
     if machine is None:
@@ -195,46 +176,13 @@ def _fastest(opened: EngineSetup, workload: Workload) -> Forecast | None:
     return best
 
 
-def foretold_on_cpu(spec: ModelSpec, placement: Placement, workload: Workload) -> Forecast | None:
-    """The host memory of a step where the device is the CPU; nothing of its time.
-
-    None: what the model computes cannot be foreseen.
-    """
-    workload = replace(workload, compile=placement.compile)
-    rows = workload.usual_micro_batch
-    try:
-        return ForecastCache(spec).of(present_cpu(), placement, workload, rows)
-    except NotForeseeable as error:
-        _log.info("the memory of a step is not counted beforehand, since %s", error)
-        return None
-
-
 def _reasons(best: Forecast) -> list[str]:
-    """The choices and their reasons, in two lines."""
     placement, machine = best.placement, best.machine
-
-    def counted(number: int, what: str) -> str:
-        return f"{number} {what}{'s' * (number > 1)}"
-
-    graphs = f"{placement.save_activations} kept graphs"
-    graphs += f" ({placement.save_all} of them whole)" * bool(placement.save_all)
-    offloaded = placement.offload_activations
-    graphs += f" and {offloaded} on the host" * bool(offloaded)
-    graphs += f" in {placement.passes} passes" * (placement.passes > 1)
-    tiles = ""
-    if placement.keep_weights:
-        tiles += f", weights of {counted(placement.keep_weights, 'tile')} stay on the device"
-    if placement.chunk_tokens is not None:
-        where = placement.save_attention
-        kept = "attention computed twice" if where == "none" else f"attention kept on the {where}"
-        tiles += f", tiles of {placement.chunk_tokens} tokens, {kept}"
-    for planes in ("moments", "remainder", "weights"):
-        count = getattr(placement, f"disk_{planes}")
-        tiles += f", {planes} of {counted(count, 'tile')} on the disk" * bool(count)
+    choices = {name: v for name, v in vars(placement).items() if v != getattr(Placement(), name)}
+    resident = {"resident tiles": len(choices.pop("resident", ()))}
+    text = ", ".join(f"{name}: {value}" for name, value in (choices | resident).items())
     return [
-        f"micro-batches of {counted(best.micro_batch, 'row')}, {placement.slots} slots, "
-        f"{len(placement.resident)} resident tiles, {graphs}, "
-        f"boundaries on the {placement.layer_inputs}{tiles}",
+        f"micro-batches of {best.micro_batch} rows, {text}",
         f"{best.seconds:.3g} s a step expected ({best.model_tflops:.0f} model TFLOPS), "
         f"{best.critical_path[best.binds] / best.seconds:.0%} of it bound by {best.binds}; "
         f"{gib(best.device_peak_bytes)} of {gib(machine.device_memory_bytes)} on the device, "
@@ -247,3 +195,85 @@ def can_compile() -> bool:
     compilers = (os.environ.get("CC"), "gcc", "clang")
     compiler = any(shutil.which(name) for name in compilers if name)
     return compiler and importlib.util.find_spec("triton") is not None
+
+
+# Resident memory of a process with a GPU beside planes and buffers, compiling included: 3.6 to
+# 4.2 GB (benchmarks/results/step-*.json).
+_GPU_PROCESS_BYTES = 3_600_000_000
+
+
+def check_fits(
+    device: Device,
+    model: Model,
+    placement: Placement,
+    dtype: torch.dtype,
+    host_memory: int | None,
+    *,
+    clip: bool,
+    tokens: int | None = None,
+    reference: Needs | None = None,
+) -> None:
+    """Refuse what cannot fit, with what is missing and what would help.
+
+    Args:
+        tokens: of a step, if they are known.
+        reference: of a second model that is run beside it.
+    """
+    program = ModelProgram(model.spec, torch.device("cpu"), dtype)
+    needs = needs_of(model, program, placement, clip=clip, tokens=tokens)
+    more = reference or Needs()
+    needs.device["reference model"] += sum(more.device.values())
+    needs.host["reference model"] += sum(more.host.values())
+    memory, has_memory = device.memory(), device.kind == "cuda"
+    if has_memory:
+        mapping = mapping_bytes(sum(needs.host.values()))
+        allowed = memory["device_free_bytes"] + memory["device_bytes"] - mapping
+        context = memory["device_context_bytes"] + mapping
+        if sum(needs.device.values()) > allowed:
+            raise DoesNotFit(
+                f"{_refusal('device', needs.device, context, allowed + context)}; take placement: "
+                "auto, or what needs least (slots: 1, gradient_lanes: 1, keep_rows: false, "
+                "layer_inputs: host, resident: [])"
+            )
+    planes = needs.host if has_memory else needs.host + needs.device
+    grows = max(0, _GPU_PROCESS_BYTES - process_bytes()) if has_memory else 0
+    if sum(planes.values()) + grows > host_available_bytes(host_memory):
+        planes["the process itself"] += process_bytes() + grows
+        raise DoesNotFit(_host_refusal(planes, host_memory, has_memory))
+
+
+def _host_refusal(needs: Counter[str], host_memory: int | None, has_gpu: bool) -> str:
+    available, process = host_available_bytes(host_memory), process_bytes()
+    machine = host_limit_bytes()
+    limit = machine if host_memory is None else min(machine, host_memory)
+    binds = limit - process < available + MIB  # and not what other programs have left
+    allowed = limit if binds else available + process
+    total = sum(needs.values())
+    lasting = sum(needs[name] for name in ("weights", "remainder", "moments", "gradients"))
+    remedies = ["raise host_memory"] if binds and limit == host_memory and total <= machine else []
+    remedies += ["keep fewer bits (states: int8)"] if needs["moments"] > total - allowed else []
+    remedies += ["train an adapter (LoRA)"] if needs["moments"] and lasting > allowed else []
+    remedies += ["train a smaller model", *(["let tiles rest on the GPU"] if has_gpu else [])]
+    return _refusal("host", needs, 0, allowed) + "; " + ", or ".join(remedies)
+
+
+def _refusal(place: str, needs: Counter[str], rest: int, allowed: int) -> str:
+    total = sum(needs.values()) + rest
+    parts = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in needs.most_common(4))
+    return (
+        f"{place} memory: at least {size(total)} are needed ({parts}), but {size(allowed)} are "
+        f"allowed, {size(total - allowed)} too few"
+    )
+
+
+def parse_limit(name: str, value: Any) -> int | None:
+    """A limit in bytes, given as the user writes it; None for none. Raises InputError."""
+    if value is None:
+        return None
+    try:
+        parsed = parse_bytes(value) if isinstance(value, (str, int)) else -1
+    except ValueError as error:
+        raise InputError(f"{name} is {error}") from error
+    if parsed <= 0 or isinstance(value, bool):
+        raise InputError(f"{name} is {value!r}; write it like 10GiB, or a number of bytes")
+    return parsed

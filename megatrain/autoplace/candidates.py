@@ -1,34 +1,50 @@
-"""Candidates of a placement: nothing is resident and nothing kept, until memory is left for it.
+"""Candidates of a placement, and what their spare memory can buy.
 
-A candidate is rows of a micro-batch, slots, where layer inputs wait, tokens of a head chunk.
+A candidate is rows of a micro-batch, slots, where layer inputs wait, tokens of a head chunk; it
+keeps nothing. The memory that it leaves can be spent on resident tiles, weights that stay, kept
+graphs, passes. The seconds of each way of spending are estimated from the candidate's forecast.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Literal
+from itertools import accumulate
+from operator import add, mul
+from typing import Any, Literal, NamedTuple
 
-from megatrain.autoplace.first_tiles import FirstTiles, first_tiles
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_WEIGHTS, UPDATE
+from megatrain.engine.assemble import LEAVING, RETURNING
 from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.cost_model import CostModel
+from megatrain.forecast.op_counter import Place
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
+from megatrain.machine import Machine
+from megatrain.optim import gradient_plane, tile_planes
 from megatrain.placement import Placement
+from megatrain.store.store import Tier, on_disk, resting
+from megatrain.tile import TileKind, TileLayout
+
+# Of a budget; the rest is for what forecasts are wrong by (3 %) and for fragmentation.
+_USED = 0.95
+
+# Besides what a forecast counts, a share of the driver's context (840 MiB on an H200): what
+# torch.compile tries kernels out with. 0.5B in a limit of 1600 MiB took 46 MiB more than foretold.
+_LIBRARIES = 0.08
+
+_HOPELESS = 1.2  # times the seconds of the fastest, and likely: a way is not followed
 
 # From the fastest to the most sparing.
+_SMALLEST: dict[str, Any] = {"slots": 2, "head_tokens": 512, "gradient_lanes": 2}
+_SMALLEST |= {"keep_rows": False}
 _CANDIDATES: tuple[dict[str, Any], ...] = (
     {"slots": 3, "head_tokens": 8192},
     {"slots": 3, "head_tokens": 8192, "layer_inputs": "host"},
     {"slots": 2, "head_tokens": 2048},
     {"slots": 2, "head_tokens": 2048, "layer_inputs": "host"},
     {"slots": 2, "head_tokens": 2048, "layer_inputs": "host", "layer_input_lanes": 2},
-    {"slots": 2, "head_tokens": 512, "gradient_lanes": 2, "keep_rows": False},
-    {
-        "slots": 2,
-        "head_tokens": 512,
-        "gradient_lanes": 2,
-        "keep_rows": False,
-        "layer_inputs": "host",
-        "layer_input_lanes": 2,
-    },
+    _SMALLEST,
+    {**_SMALLEST, "layer_inputs": "host", "layer_input_lanes": 2},
 )
 MOST_SLOTS: int = _CANDIDATES[0]["slots"]
 
@@ -42,9 +58,6 @@ _ATTENTION: tuple[Literal["device", "host", "none"], ...] = ("device", "host", "
 # Tokens of a micro-batch, at most. With the largest no overhead of a call counts any more; the
 # small ones are for rows shorter than they are.
 _TOKENS = (49152, *(2**power for power in range(15, -1, -1)))
-
-# Of micro-batches of passes: enough to keep a large GPU busy.
-_FEW = 16384
 
 _CHUNKS = 64  # of a micro-batch in the head, at most: forecasts count each operation
 
@@ -68,11 +81,6 @@ class Candidates:
             {-(-workload.rows // -(-workload.rows // rows)) for rows in most}, reverse=True
         )
 
-    def sizes_in_passes(self) -> list[int]:
-        """Rows of a micro-batch to try in several passes, where few graphs wait at once."""
-        few = [rows for rows in self.sizes() if rows * self.workload.sequence_length <= _FEW]
-        return self.sizes() if self.workload.micro_batch is not None else few[:2]
-
     def families(self, rows: int) -> list[list[Placement]]:
         """Candidates, the fastest first, the most sparing last; for long rows also in tiles."""
         least = -(-rows * self.workload.sequence_length // _CHUNKS)
@@ -94,7 +102,319 @@ class Candidates:
         ]
         return [whole, *tiled]
 
-    @cached_property
-    def tiles(self) -> FirstTiles:
-        """The tiles in the order in which they come to rest on the device."""
-        return first_tiles(self.forecasts, self.workload, Placement(**self.spilled))
+
+class FirstTiles:
+    """A model's tiles from the first one on, in which order they come to rest on the device.
+
+    `device_bytes` are of so many first tiles; moving them spares `host_bytes`.
+    """
+
+    def __init__(
+        self, layouts: Sequence[TileLayout], workload: Workload, placement: Placement
+    ) -> None:
+        """Args: `placement` says what rests on a disk, and how many passes a step has."""
+        self.tiles = [tile for tile in layouts if tile.kind is not TileKind.UNUSED]
+        rule, dtype = workload.rule, workload.dtype
+        kept = [sum(p.num_bytes(t) for p in tile_planes(rule, dtype)) for t in self.tiles]
+        gradients = [gradient_plane(dtype).num_bytes(tile) for tile in self.tiles]
+        # Of what is cut between ranks, each has the weights whole beside its block.
+        whole = [streamed_numel([t]) * dtype.itemsize * (t.ranks > 1) for t in self.tiles]
+        # Of gradients that do not wait for the norm the host holds only those that are in flight.
+        held = [workload.clip and not rule.directs(tile) for tile in self.tiles]
+        # Of layers that rest there in passes it holds the sums in any case.
+        summed = placement.passes > 1 and not rule.needs_matrices
+        layers = [summed and t.kind is TileKind.LAYER for t in self.tiles]
+        waiting = [0 if layer else num for layer, num in zip(layers, gradients, strict=True)]
+        self.device_bytes = [0, *accumulate(map(add, map(add, kept, whole), waiting))]
+        self.host_bytes = [0, *accumulate(map(add, kept, map(mul, gradients, held)))]
+        # What leaves the disk for the device spares the host nothing.
+        if placement.disk_moments or placement.disk_weights:
+            counts = range(len(self.tiles) + 1)
+            moved = [replace(placement, resident=self.names(count)) for count in counts]
+            first, *_ = on_disk_now = [*disk_bytes(layouts, workload, moved)]
+            pairs = zip(self.host_bytes, on_disk_now, strict=True)
+            self.host_bytes = [n - (first - left) for n, left in pairs]
+
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of fp32 sums that all stay, beyond the room of the largest (a table has rows)."""
+        tiles = [tile for tile in self.tiles if tile.kind is not TileKind.EMBEDDING]
+        summed = [tile.trainable_numel for tile in tiles]
+        return 4 * (sum(summed) - max(summed))
+
+    def rest(self, count: int) -> list[TileLayout]:
+        """Tiles whose weights could stay beside the first `count`: head first, any layers."""
+        kinds = (TileKind.HEAD, TileKind.LAYER)
+        return [tile for kind in kinds for tile in self.tiles[count:] if tile.kind is kind]
+
+    def names(self, count: int) -> tuple[str, ...]:
+        return tuple(tile.name for tile in self.tiles[:count])
+
+    def most(self, room: int) -> int:
+        """The number of first tiles that fit in `room` device bytes; -1 if `room` is negative."""
+        return sum(num_bytes <= room for num_bytes in self.device_bytes) - 1
+
+    def fewest(self, lacking: int) -> int:
+        """The least number of first tiles whose move spares the host so much; else all and one."""
+        return sum(num_bytes < lacking for num_bytes in self.host_bytes)
+
+    def read_numel(self, placement: Placement) -> int:
+        """Elements of weights that a step at least reads from a disk; slots hold some for turns."""
+        if not placement.disk_weights:
+            return 0
+        crossing = [
+            tile.numel * (rests.weights is Tier.DISK)
+            for tile, rests in zip(self.tiles, resting(placement, self.tiles), strict=True)
+            if tile.kind is TileKind.LAYER and rests.weights is not Tier.DEVICE and not rests.stays
+        ]
+        turned = crossing[: placement.slots] + crossing[-placement.slots :]
+        return placement.passes * (2 * sum(crossing) - sum(turned))
+
+
+def first_tiles(forecasts: ForecastCache, workload: Workload, placement: Placement) -> FirstTiles:
+    """`FirstTiles` for what a placement says of the disk and of passes; the rest is no matter."""
+    names = ("disk_moments", "disk_remainder", "disk_weights", "passes")
+    alike = Placement(**{name: getattr(placement, name) for name in names})
+    key = "tiles", workload.rule, workload.ranks, workload.dtype, workload.clip, alike
+    layouts = forecasts.model(workload).layouts
+    return forecasts.once(key, lambda: FirstTiles(layouts, workload, alike))
+
+
+def disk_bytes(
+    layouts: Sequence[TileLayout], workload: Workload, placements: Iterable[Placement]
+) -> Iterator[int]:
+    """Bytes that each of some placements puts on a disk, of one rank."""
+    sizes: Counter[tuple[str, str]] = Counter()
+    for plane in tile_planes(workload.rule, workload.dtype):
+        sizes.update({(plane.kind.value, t.name): plane.num_bytes(t) for t in layouts})
+    for placement in placements:
+        elsewhere = [t for t in layouts if t.name not in placement.resident]
+        planes = on_disk(placement, elsewhere).items()
+        yield sum(sizes[kind, name] for kind, names in planes for name in names)
+
+
+def streamed_numel(layouts: Sequence[TileLayout]) -> int:
+    """Elements of these tiles that cross the bus as a whole; of the embedding only rows do."""
+    return sum(tile.numel for tile in layouts if tile.kind is not TileKind.EMBEDDING)
+
+
+class Budget:
+    """Memory that a machine lends: `device` and `host` bytes may be used."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._libraries = int(_LIBRARIES * machine.device_context_bytes)
+        total = machine.device_memory_bytes
+        self.device = min(int(_USED * total), total - self._libraries)
+        self.host = int(_USED * machine.host_memory_bytes)
+
+    def spare(self, frame: Forecast) -> int:
+        return self.device - frame.device_peak_bytes
+
+    def host_spare(self, frame: Forecast) -> int:
+        return self.host - frame.host_peak_bytes
+
+    def fits(self, frame: Forecast) -> bool:
+        return self.spare(frame) >= 0 and self.host_spare(frame) >= 0
+
+    def raised(self, device: int, host: int) -> Machine:
+        """The machine, with its memory raised to hold so many bytes where it has less."""
+        on_device, on_host = self.machine.device_memory_bytes, self.machine.host_memory_bytes
+        if device > self.device:
+            on_device = max(int(device / _USED), device + self._libraries) + 2
+        if host > self.host:
+            on_host = int(host / _USED) + 2
+        return replace(self.machine, device_memory_bytes=on_device, host_memory_bytes=on_host)
+
+
+class Graphs(NamedTuple):
+    """Layers whose graph waits: on the device, whole ones among these, on the host."""
+
+    kept: int
+    whole: int
+    offloaded: int
+
+
+_NONE = Graphs(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of spending: it takes `least` seconds or more, and likely takes `likely`."""
+
+    resident: int
+    staying: int
+    graphs: Graphs
+    least: float
+    likely: float
+
+    def promises(self, best: Forecast) -> bool:
+        """True if it may be faster: what is likely has been at most a sixth too much."""
+        return self.least < best.seconds and self.likely < _HOPELESS * best.seconds
+
+
+class Spending:
+    """The ways to spend the memory that one candidate leaves, in a number of passes."""
+
+    def __init__(
+        self,
+        forecasts: ForecastCache,
+        workload: Workload,
+        frame: Forecast,
+        budget: Budget,
+        passes: int = 1,
+    ) -> None:
+        self._forecasts, self._workload, self._frame = forecasts, workload, frame
+        self._budget, self._passes = budget, passes
+        self._layers = len(forecasts.spec.layers)
+        self._micro = -(-workload.rows // frame.micro_batch)
+        at_once = -(-self._micro // passes)
+        measured = forecasts.measured(workload, frame.placement.chunk_tokens)
+        self._work = measured.layer(0, frame.micro_batch)
+        self._first = first_tiles(forecasts, workload, replace(frame.placement, passes=passes))
+        self._costs = CostModel(budget.machine, workload.rule)
+        # Bytes of a layer's graph, and what a whole one takes beyond the half that is usually kept.
+        self._graph = self._work.keeping.kept_bytes * at_once
+        self._rest = self._work.again.kept_bytes * at_once - self._graph
+        self._attention = self._work.again.attention_bytes * at_once
+        self._spare = budget.spare(frame)
+        if passes > 1:
+            waiting = frame.device_bytes.get(Place.ACTIVATIONS, 0)
+            less = waiting * (self._micro - at_once) // self._micro
+            self._spare += less - self._first.sums_bytes
+
+    def _more(self, where: Literal["device", "host"]) -> int:
+        """Bytes that a graph takes there beyond the attention results that wait without it."""
+        kept = self._frame.placement.save_attention == where
+        return max(1, self._graph - kept * self._attention)
+
+    def _held(self, num_bytes: int, offload: int) -> Graphs:
+        """Graphs that fit in so many bytes of the device, as many as wanted on the host."""
+        kept = min(self._layers, num_bytes // self._more("device"))
+        offload = max(0, min(offload, self._layers - kept))
+        left = num_bytes - kept * self._more("device") if kept == self._layers else 0
+        return Graphs(kept, min(kept, left // self._rest) if self._rest > 0 else 0, offload)
+
+    def all(self) -> Iterator[Way]:
+        """Every way that is worth a look."""
+        first, tiles = self._first, self._first.tiles
+        host_spare = self._budget.host_spare(self._frame)
+        least, fitting = first.fewest(-host_spare), first.most(self._spare)
+        if least > len(tiles):
+            return  # the host has no room even if every tile leaves it
+        begin = 1 + [tile.kind for tile in tiles].index(TileKind.LAYER)
+        parts = (least + (fitting - least) * part // 4 for part in range(5))
+        for count in sorted({0, begin, *parts}):
+            if not least <= count <= fitting or (count and not tiles[count - 1].numel):
+                continue  # too few, too many, or one that brings nothing
+            rest = first.rest(count)
+            for staying in sorted({0, min(1, len(rest)), len(rest) * (self._passes > 1)}):
+                weights = self._workload.dtype.itemsize * streamed_numel(rest[:staying])
+                spare = self._spare - first.device_bytes[count] - weights
+                for graphs in self._graphs(spare, host_spare + first.host_bytes[count]):
+                    yield Way(count, staying, graphs, *self._seconds(count, staying, graphs))
+
+    def _graphs(self, spare: int, host_spare: int) -> set[Graphs]:
+        """Graphs to keep: with none on the host, all that it holds, those that leave unnoticed."""
+        if spare < 0:
+            return set()
+        if not self._graph:
+            return {self._held(spare, 0)}
+        most = min(self._layers, host_spare // self._more("host"))
+        unnoticed = min(most, int(self._forward() / self._costs.copy(COPY_OUT, self._graph)))
+        lanes = (LEAVING + RETURNING) * self._work.keeping.kept_bytes
+        return {
+            self._held(spare - lanes * (offload > 0), offload)
+            for offload in (0, most, unnoticed, unnoticed // 2)
+            if offload >= 0 and lanes * (offload > 0) <= spare
+        }
+
+    def _forward(self) -> float:
+        return self._layers * self._micro * self._costs.seconds(self._work.forward)
+
+    def _seconds(self, count: int, staying: int, graphs: Graphs) -> tuple[float, float]:
+        """Seconds that the busiest resource takes at least, and those that the step likely takes.
+
+        Compute waits in the candidate for tiles on their way or in their updates; it waits less as
+        fewer are streamed. With clipping, updates run beside the first pass's forward alone. In a
+        forward weights cross twice as fast as in a backward. A head that takes the slots of layers,
+        and the layer after it, come while nothing computes.
+        """
+        first, passes, copy = self._first, self._passes, self._costs.copy
+        tiles, resident, rest = first.tiles, first.tiles[:count], first.rest(count)
+        itemsize, bounds = self._workload.dtype.itemsize, self._frame.bounds
+        left = 1 - sum(t.numel for t in resident) / sum(t.numel for t in tiles)
+        crossing = 1 - streamed_numel(resident) / streamed_numel(tiles)
+        stays = streamed_numel(rest[:staying]) / streamed_numel(tiles)
+        arriving = bounds[COPY_IN] * ((crossing - stays) * passes + stays / 2)
+        late = max(0.0, arriving / 2 - self._forward()) if passes > 1 else 0.0
+        exposed = copy(COPY_IN, itemsize * streamed_numel(rest[:2]))
+        late += exposed * (passes - 1) if rest and not staying else -exposed
+        alone = 0.0
+        if passes > 1 and self._workload.clip:
+            alone = max(0.0, bounds[UPDATE] * left - self._forward() / passes)
+        crossed = graphs.offloaded * passes  # a graph of a pass each
+        leaving = crossed * copy(COPY_OUT, self._graph)
+        compute = self._compute(graphs) + max(0.0, leaving - self._forward())
+        # Of tiles that rest on the device a rule without a kernel there launches its operations.
+        rule = self._workload.rule
+        compute += self._costs.launching_updates(
+            sum(
+                entry.numel / tile.ranks
+                for tile in resident
+                for entry in tile.trainable
+                if not rule.directing or rule.directed(entry)  # the others are AdamW's
+            )
+        )
+        read = copy(DISK_WEIGHTS, itemsize * first.read_numel(self._placement(count, staying)))
+        least = max(
+            compute + alone,
+            bounds[UPDATE] * left,
+            arriving + crossed * copy(COPY_IN, self._graph),
+            bounds[COPY_OUT] * crossing + leaving,
+            read,
+        )
+        waited = self._frame.seconds - bounds[COMPUTE]
+        # The candidate waits for a disk once; other passes do again.
+        again = read * (1 - 1 / passes)
+        return least, max(least, compute + late + max(waited * left, alone) + again)
+
+    def _compute(self, graphs: Graphs) -> float:
+        work, seconds = self._work, self._costs.seconds
+        saved = sum(map(seconds, work.computed_twice))
+        if self._frame.placement.save_attention != "none":
+            saved -= seconds(work.again) - seconds(work.again._replace(attention_flops=0))
+        halves = seconds(work.keeping) + seconds(work.kept_backward)
+        whole = halves - seconds(work.again) - seconds(work.backward)
+        spared = (graphs.kept + graphs.offloaded) * max(0.0, saved - halves) * self._micro
+        return self._frame.bounds[COMPUTE] - spared - graphs.whole * max(0.0, whole) * self._micro
+
+    def _placement(self, count: int, staying: int, graphs: Graphs = _NONE) -> Placement:
+        return replace(
+            self._frame.placement,
+            resident=self._first.names(count),
+            keep_weights=staying,
+            passes=self._passes,
+            save_activations=graphs.kept,
+            save_all=graphs.whole,
+            offload_activations=graphs.offloaded,
+        )
+
+    def spent(self, way: Way) -> Forecast | None:
+        """The forecast of a way, with fewer graphs or more as they fit; None: it does not fit."""
+        graphs, best, rows = way.graphs, None, self._frame.micro_batch
+        for _ in range(3):
+            placement = self._placement(way.resident, way.staying, graphs)
+            spent = self._forecasts.of(self._budget.machine, placement, self._workload, rows)
+            if self._budget.fits(spent) and (best is None or spent.seconds < best.seconds):
+                best = spent
+            short = self._budget.host_spare(spent)
+            if short < 0 and not graphs.offloaded:
+                break  # graphs on the device spare the host nothing
+            held = graphs.kept * self._more("device") + graphs.whole * max(0, self._rest)
+            room = held + self._budget.spare(spent)
+            more_on_host = min(0, short // self._more("host"))
+            before, graphs = graphs, self._held(room, graphs.offloaded + more_on_host)
+            if room < 0 or graphs == before:
+                break
+        return best

@@ -1,23 +1,27 @@
 """The fastest placement by forecast that fits, or the least memory with which one would.
 
-First the candidate (autoplace/candidates.py). One that fits leaves memory to spend on tiles that
-rest on the device and on kept graphs. How long a step likely takes with each way of spending is
-known from the candidate's forecast (autoplace/spend.py); the most promising are forecast in full.
+A candidate that fits leaves memory to spend (autoplace/candidates.py). The likely seconds of each
+way of spending follow from the candidate's forecast; the most promising are forecast in full.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from megatrain.autoplace.candidates import MOST_SLOTS, Candidates
-from megatrain.autoplace.first_tiles import disk_bytes
-from megatrain.autoplace.spend import Budget, Spending
+from megatrain.autoplace.candidates import (
+    MOST_SLOTS,
+    Budget,
+    Candidates,
+    Spending,
+    disk_bytes,
+    first_tiles,
+)
 from megatrain.base.units import gib, size
 from megatrain.errors import DoesNotFit
-from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.needs import UNSUMMED
+from megatrain.forecast.cache import UNSUMMED, ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import STEADY, Forecast
 from megatrain.forecast.workload import Workload
@@ -25,23 +29,21 @@ from megatrain.loss import JointLoss
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.placement import Placement
 from megatrain.telemetry.gpu import most_memory
-from megatrain.tile import TileKind, TileLayout
+from megatrain.tile import TileKind
 
 # Candidates of a family. What these leave free on the device may buy more than they cost: layer
 # inputs on the host, and fewer slots and smaller chunks besides.
 _SPARING = (1, 3)
-
 _TRIED = 3  # ways of spending that are forecast in full
 # Numbers of passes that are tried, besides one for each micro-batch; ways forecast in full of them.
 _PASSES, _TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 2
+_FEW = 16384  # tokens of a micro-batch in passes: enough to keep a large GPU busy
 _SPILLS_TRIED = 3  # of what may be on a disk and likely fits, from the least on
-
-# Host bytes that are as hard to come by as one of the device.
-_DEVICE_WORTH = 8
+_DEVICE_WORTH = 8  # host bytes that are as hard to come by as one of the device
 # Of what is needed: candidates that differ by less are alike, and the fewest micro-batches decide.
 _ALIKE = 0.01
-# Micro-batches: more of them are looked at only where the device is too small for fewer. What a
-# layer works with hardly counts any more.
+# Micro-batches: more are looked at only where the device is too small for fewer. The working set of
+# a layer hardly counts any more.
 _MANY = 24
 
 
@@ -50,17 +52,9 @@ def fastest(
 ) -> Forecast:
     """The fastest forecast that fits; nothing is on the disk unless nothing fits without.
 
-    Args:
-        machine: its memory and disk space are the budgets.
-        thorough: if not, the search stops at the first candidate and its most promising way.
-
-    Raises:
-        DoesNotFit: nothing does.
+    If not `thorough`, the first candidate and way are enough. Raises DoesNotFit: nothing fits.
     """
-
-    def search(spilled: Mapping[str, int]) -> Search:
-        return Search(forecasts, machine, workload, spilled, thorough=thorough)
-
+    search = partial(Search, forecasts, machine, workload, thorough=thorough)
     spills = _spills(forecasts, machine, workload)
     if len(spills) == 1:
         return search(spills[0]).best()
@@ -75,21 +69,18 @@ def fastest(
 
 
 def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:
-    """The forecast that lacks least memory, on the machine with the memory that it lacks besides.
-
-    Where the host lacks some, all that can be is on the disk.
-    """
+    """The forecast that lacks least memory; where the host lacks some, all is on the disk."""
     *_, most = _spills(forecasts, machine, workload)
     without = Search(forecasts, machine, workload)
     if not most or not without.host_is_short():
-        found = without.least()
-        if not most or found.machine.host_memory_bytes <= machine.host_memory_bytes:
-            return found
+        forecast = without.least()
+        if not most or forecast.machine.host_memory_bytes <= machine.host_memory_bytes:
+            return forecast
     return Search(forecasts, machine, workload, most).least()
 
 
 def could_fit(forecasts: ForecastCache, machine: Machine, workload: Workload) -> bool:
-    """True if there likely is a way; quicker to tell than the fastest one."""
+    """True if there likely is a way: with the largest micro-batches, or the smallest."""
     *_, most = _spills(forecasts, machine, workload)
     return Search(forecasts, machine, workload, most).could_fit()
 
@@ -100,25 +91,22 @@ def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> l
     if not space:
         return [{}]
     layouts = forecasts.model(workload).layouts
-    key = "spills", workload.rule, workload.ranks, workload.dtype
-    spills = forecasts.once(key, lambda: [*_all_spills(layouts, workload)])
+
+    def count() -> list[tuple[dict[str, Any], int]]:
+        """Moments of one tile more each time, then remainders, then weights; their bytes."""
+        tiles = sum(t.trainable_numel > 0 for t in layouts)
+        layers = sum(t.kind is TileKind.LAYER for t in layouts)
+        choices: dict[str, Any] = {}
+        ways = []
+        for name in ("disk_moments", "disk_remainder", "disk_weights"):
+            most = layers if name == "disk_weights" else tiles
+            ways += [choices | {name: count + 1} for count in range(most)]
+            choices |= {name: most}
+        placements = (Placement(**way) for way in ways)
+        return [*zip(ways, disk_bytes(layouts, workload, placements), strict=True)]
+
+    spills = forecasts.once(("spills", workload.rule, workload.ranks, workload.dtype), count)
     return [{}, *(choices for choices, num_bytes in spills if num_bytes <= space)]
-
-
-def _all_spills(
-    layouts: Sequence[TileLayout], workload: Workload
-) -> Iterator[tuple[dict[str, Any], int]]:
-    """Moments of one tile more each time, then remainders, then weights; and how many bytes."""
-    layers = sum(t.kind is TileKind.LAYER for t in layouts)
-    tiles = sum(t.trainable_numel > 0 for t in layouts)
-    counts = {"disk_moments": tiles, "disk_remainder": tiles, "disk_weights": layers}
-    choices: dict[str, Any] = {}
-    ways = []
-    for name, most in counts.items():
-        ways += [choices | {name: count + 1} for count in range(most)]
-        choices |= {name: most}
-    placements = (Placement(**way) for way in ways)
-    yield from zip(ways, disk_bytes(layouts, workload, placements), strict=True)
 
 
 class Search:
@@ -136,12 +124,12 @@ class Search:
         """Args: `spilled`: choices of what rests on a disk; None: nothing."""
         self._forecasts, self._machine, self._workload = forecasts, machine, workload
         self._thorough = thorough
-        self._candidates = Candidates(forecasts, workload, spilled or {})
+        choices: dict[str, Any] = dict(spilled or {})
+        self._candidates = Candidates(forecasts, workload, choices)
         self._budget = Budget(machine)
-        self._tiles = self._candidates.tiles
+        self._tiles = first_tiles(forecasts, workload, Placement(**choices))
 
     def best(self) -> Forecast:
-        """The fastest forecast that fits. Raises DoesNotFit."""
         sizes, least = self._candidates.sizes(), None
         while sizes:
             frames = self._fitting_frames(sizes)
@@ -156,10 +144,7 @@ class Search:
         return least or self.least()
 
     def could_fit(self) -> bool:
-        """True if there likely is a way.
-
-        The largest micro-batches are what a search begins with, the smallest take least.
-        """
+        """True if there likely is a way: with the largest micro-batches, or the smallest."""
         most, *_, fewest = [*(sizes := self._candidates.sizes()), sizes[-1]]
         fastest = self._candidates.families(most)[0][:1]  # which the search looks at anyway
         return self._first_look(fastest, most) or any(
@@ -179,8 +164,7 @@ class Search:
     def least(self) -> Forecast:
         """The forecast that lacks least memory, on the machine with the memory that it lacks.
 
-        More host memory is not asked for *and* a larger device where one of them would do. A device
-        that is larger than any would not.
+        Where one of more host memory and a larger device (that is sold) would do, it asks for one.
         """
         sizes = self._candidates.sizes()
         few = [rows for rows in sizes if rows * _MANY >= self._workload.rows] or sizes
@@ -199,27 +183,23 @@ class Search:
         for rows in few:
             family = self._families(rows)[number]
             if hardly_more(family[place], rows):
-                alike = [each for each in family if hardly_more(each, rows)]
-                steady = (each for each in alike if hardly_more(each, rows, STEADY))
-                found = next(steady, family[place])
-                if hardly_more(found, rows, STEADY):
+                alike = [candidate for candidate in family if hardly_more(candidate, rows)]
+                steady = (candidate for candidate in alike if hardly_more(candidate, rows, STEADY))
+                least = next(steady, family[place])
+                if hardly_more(least, rows, STEADY):
                     break
-        placement, peaks = self._with_tiles(found, rows, STEADY)
+        placement, peaks = self._with_tiles(least, rows, STEADY)
         needed = map(max, peaks, self._peaks(placement, rows, 1), self._least_bytes(placement))
         return replace(self._of(placement, rows), machine=self._budget.raised(*needed))
 
     def _lacking_least(self, rows: int) -> tuple[int, int, tuple[int, int]]:
-        """The candidate that lacks least, with tiles moved.
-
-        Returns:
-            Numbers of its family and in it; bytes on device and host.
-        """
+        """Numbers of the family, and in it, of the candidate that lacks least; its peaks."""
         sparing = [
             (number, family.index(placement), placement)
             for number, family in enumerate(self._families(rows))
             for placement in self._most_sparing(family)
         ]
-        alone = any(self._least_bytes(each)[0] <= self._budget.device for *_, each in sparing)
+        alone = any(self._least_bytes(option)[0] <= self._budget.device for *_, option in sparing)
         most = max(self._budget.device, most_memory())
 
         def rank(peaks: tuple[int, int]) -> tuple[bool, bool, int]:
@@ -241,20 +221,16 @@ class Search:
         return best
 
     def _families(self, rows: int) -> list[list[Placement]]:
-        """The sparing candidates of all families."""
         families = self._candidates.families(rows)
         return [[c for c in family if c.slots < MOST_SLOTS] for family in families]
 
     def _most_sparing(self, family: list[Placement]) -> list[Placement]:
-        """The candidates that take least, with layer inputs on the host and on the device.
-
-        Of each kind the last, whose head computes least at once, and the one that holds least.
-        """
+        """The candidates that take least: the last, and the one that holds least, of each kind."""
         sparing = []
         for where in ("host", "device"):
             alike = [placement for placement in family if placement.layer_inputs == where]
-            sparing += alike[-1:]
-            sparing += [min(alike, key=lambda each: self._least_bytes(each)[0])] if alike else []
+            by_bytes = sorted(alike, key=lambda candidate: self._least_bytes(candidate)[0])
+            sparing += alike[-1:] + by_bytes[:1]
         return [*dict.fromkeys(sparing)]
 
     def _first_look(self, family: list[Placement], rows: int) -> bool:
@@ -269,10 +245,7 @@ class Search:
         return max(0, device - self._budget.device), max(0, host - self._budget.host)
 
     def _least_bytes(self, placement: Placement, rows: int | None = None) -> tuple[int, int]:
-        """Bytes on device and host without which a candidate cannot be; no step is followed.
-
-        Args: `rows`: of a micro-batch, for which a layer's memory is counted, too.
-        """
+        """Bytes without which a candidate cannot be; with `rows`, a layer's memory is counted."""
         needs = self._forecasts.needs(self._workload, placement)
         device = self._machine.device_context_bytes + mapping_bytes(sum(needs.host.values()))
         if rows is not None and placement.chunk_tokens is None:
@@ -294,20 +267,16 @@ class Search:
     def _with_tiles(
         self, placement: Placement, rows: int | None = None, steps: int = 1
     ) -> tuple[Placement, tuple[int, int]]:
-        """The placement with tiles on the device as far as the host lacks room; its peaks.
-
-        Args: `rows`: of a micro-batch; with no `steps` peaks are `_least_bytes`.
-        """
+        """The placement with tiles on the device as far as the host lacks room; its peaks."""
         tiles, count, most = self._tiles, 0, len(self._tiles.tiles)
         for _ in range(4):
             moved = replace(placement, resident=tiles.names(count))
-            peaks = (
-                self._peaks(moved, rows, steps)
-                if rows and steps
-                else self._least_bytes(moved, rows)
-            )
-            room = self._budget.device - peaks[0] + tiles.device_bytes(count)
-            lacking = peaks[1] + tiles.host_bytes(count) - self._budget.host
+            if rows and steps:
+                peaks = self._peaks(moved, rows, steps)
+            else:
+                peaks = self._least_bytes(moved, rows)
+            room = self._budget.device - peaks[0] + tiles.device_bytes[count]
+            lacking = peaks[1] + tiles.host_bytes[count] - self._budget.host
             if peaks[0] > self._budget.device:
                 most = max(0, count - 1)
             before, count = count, max(0, min(tiles.fewest(lacking), tiles.most(room), most))
@@ -329,11 +298,11 @@ class Search:
         for family in self._candidates.families(rows):
             first = next((n for n, each in enumerate(family) if each in placements), len(family))
             sparing = [self._of(family[n], rows) for n in _SPARING if n > first]
-            frames += [frame for frame in sparing if self._fits_moved(frame)]
+            frames += filter(self._fits_moved, sparing)
         return frames
 
     def _first_fitting(self, sizes: list[int]) -> list[Forecast]:
-        """Of every family the first candidate that fits; of the two largest sizes with any."""
+        """Of every family the first candidate that fits; of the two largest sizes."""
         frames: list[Forecast] = []
         wanted = 2 if self._thorough else 1
         for rows in sizes:
@@ -346,7 +315,6 @@ class Search:
         return frames
 
     def _first_of(self, family: list[Placement], rows: int) -> Forecast | None:
-        """The first candidate that fits."""
         for number, candidate in enumerate(family):
             if number == 1 and not self._first_look(family, rows):
                 break
@@ -379,18 +347,16 @@ class Search:
         return Spending(self._forecasts, self._workload, frame, self._budget, passes)
 
     def _in_passes(self, best: Forecast) -> list[Spending]:
-        """Ways that take a step of small micro-batches in several passes.
-
-        They start from the candidate with most overlap; none, where `best` runs rows in chunks of
-        tokens, the device has no room for the sums of all gradients, or the loss sees all tokens
-        at once.
-        """
+        """Ways with small micro-batches in passes; none for joint losses, tiles, or large sums."""
         if isinstance(self._workload.loss, JointLoss) or self._forecasts.spec.routed:
             return []
         if best.placement.chunk_tokens is not None or self._tiles.sums_bytes > self._budget.device:
             return []
         spending = []
-        for rows in self._candidates.sizes_in_passes():
+        sizes = self._candidates.sizes()
+        if self._workload.micro_batch is None:  # few graphs wait at once
+            sizes = [rows for rows in sizes if rows * self._workload.sequence_length <= _FEW][:2]
+        for rows in sizes:
             count = -(-self._workload.rows // rows)
             if count > 1:
                 frame = self._of(self._candidates.families(rows)[0][0], rows)
@@ -412,7 +378,6 @@ def _best_spent(best: Forecast | None, spending: list[Spending], tried: int) -> 
 
 
 def _lacking(machine: Machine, needed: Machine) -> str:
-    """The memory that the most sparing way lacks."""
     kinds = {
         "device": (needed.device_memory_bytes, machine.device_memory_bytes),
         "host": (needed.host_memory_bytes, machine.host_memory_bytes),

@@ -23,7 +23,7 @@ from megatrain.cli.options import (
     States,
 )
 from megatrain.cli.reporting import ReportingGroup
-from megatrain.telemetry.log import PASSING, StderrHandler, passing
+from megatrain.telemetry.console import PASSING, StderrHandler, passing
 
 app = typer.Typer(
     cls=ReportingGroup,

@@ -13,16 +13,15 @@ from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_c
 from megatrain.cli.plan_table import missing, show
 from megatrain.cli.workload import changed
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.forecast.second_model import second_needs
-from megatrain.forecast.simulate import CPU_PROCESS_BYTES, PROCESS_BYTES
+from megatrain.forecast.cache import second_needs
+from megatrain.forecast.simulate import PROCESS_BYTES
 from megatrain.forecast.workload import SEQUENCE_LENGTH, Second, Workload
-from megatrain.machine import Machine, machine_for, present_cpu, present_machine
+from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.machine.rates import update_gbps
-from megatrain.placement import CPU_PLACEMENT
 from megatrain.plan.planner import Plan, make_plan
+from megatrain.telemetry.console import end_passing, passing
 from megatrain.telemetry.gpu import by_driver_name, find_gpu, gpu_state, named_gpu
 from megatrain.telemetry.host import host_limit_bytes, usable_cores
-from megatrain.telemetry.log import end_passing, passing
 
 if TYPE_CHECKING:
     from megatrain.config import Config
@@ -68,8 +67,6 @@ def run_plan(options: Options) -> None:
     machine = _machine(options, device, workload, warnings)
     if run is not None and run.loss.teacher_log_probs == "kept":
         warnings.append(_kept_teacher(run, machine, workload))
-    if machine.unified:
-        workload = replace(workload, placement=workload.placement or CPU_PLACEMENT)
     passing("reading the model's structure...")
     try:
         plan = _plan(
@@ -165,13 +162,11 @@ def _kept_teacher(run: "Config", machine: Machine, workload: Workload) -> str:
         DoesNotFit: the teacher alone is too large for the machine.
     """
     needs = second_needs(_teacher(run).spec(), workload.dtype, workload.tokens_per_step)
-    host = sum(needs.host.values()) + (CPU_PROCESS_BYTES if machine.unified else PROCESS_BYTES)
-    device = sum(needs.device.values())
-    host += device if machine.unified else 0
+    host, device = sum(needs.host.values()) + PROCESS_BYTES, sum(needs.device.values())
     sentence = f"the teacher takes {gib(host)} of host memory before training, and is gone then"
     if host > machine.host_memory_bytes:
         raise DoesNotFit(f"{sentence}; {gib(machine.host_memory_bytes)} are allowed")
-    if not machine.unified and device > machine.device_memory_bytes:
+    if device > machine.device_memory_bytes:
         raise DoesNotFit(
             f"the teacher takes {gib(device)} of device memory at least, and "
             f"{gib(machine.device_memory_bytes)} are allowed"
@@ -217,25 +212,20 @@ def _machine(
         )
         return replace(machine, disk_space_bytes=space)
     if not gpu and device == "cpu":
-        machine = _cpu(cores, workload)
-        warnings.append(
-            "the times are rough: no rate of this CPU is measured, a core's usual ones are taken"
+        raise InputError("plans are for GPUs, and the device is cpu; name one with --gpu 4090, say")
+    present = present_machine(cuda, precision=workload.precision)
+    if present is None and here is not None:
+        raise InputError(
+            f"this machine's GPU ({here.name}) is neither measured nor listed; run `megatrain "
+            "doctor`, or name the most similar with --gpu and --device-memory"
         )
-    else:
-        present = present_machine(cuda, precision=workload.precision)
-        if present is None and here is not None:
-            raise InputError(
-                f"this machine's GPU ({here.name}) is neither measured nor listed; run `megatrain "
-                "doctor`, or name the most similar with --gpu and --device-memory"
-            )
-        if present is None:
-            raise InputError(
-                "there is no GPU here to plan for; name one with --gpu, such as --gpu 4090"
-                + (", or plan for the CPU with --set engine.device=cpu" if device else "")
-            )
-        machine = present
-        if workload.device_memory is None:
-            machine = _without_others(machine, cuda, warnings)
+    if present is None:
+        raise InputError(
+            "there is no GPU here to plan for; name one with --gpu, such as --gpu 4090"
+        )
+    machine = present
+    if workload.device_memory is None:
+        machine = _without_others(machine, cuda, warnings)
     limits = {}
     for name in ("host_memory", "device_memory"):
         limit, most = getattr(workload, name), getattr(machine, f"{name}_bytes")
@@ -251,30 +241,6 @@ def _machine(
     share = update_gbps(cores) / update_gbps(machine.cores)
     name = f"{machine.name.partition(',')[0]}, {cores} cores"
     return replace(machine, name=name, cores=cores, update_gbps=machine.update_gbps * share)
-
-
-def _cpu(cores: int | None, workload: Workload) -> Machine:
-    """This machine's CPU, with the rates that a core usually has."""
-    machine = present_cpu()
-    if workload.device_memory is not None:
-        raise InputError("device_memory limits a GPU, but the device is cpu; set host_memory")
-    if cores not in (None, machine.cores):
-        raise InputError(
-            f"--cores {cores}: the device is cpu, and this machine's {machine.cores} are planned "
-            "with; leave it out, or run this under taskset"
-        )
-    gbps = update_gbps(machine.cores, "desktop")
-    return replace(
-        machine,
-        matmul_tflops=0.04 * machine.cores,
-        attention_forward_tflops=0.02 * machine.cores,
-        attention_backward_tflops=0.015 * machine.cores,
-        device_gbps=gbps,
-        to_device_gbps=gbps / 2,
-        from_device_gbps=gbps / 2,
-        update_gbps=gbps,
-        launch_seconds=1e-6,
-    )
 
 
 def _without_others(machine: Machine, device: str, warnings: list[str]) -> Machine:

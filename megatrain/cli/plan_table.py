@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatrain.base.units import GIB, duration, gib, size
-from megatrain.plan.planner import Plan
-from megatrain.plan.tiles import PLANES, by_tier
+from megatrain.plan.planner import PLANES, Plan, by_tier
 from megatrain.telemetry.console import say
 
 _WIDTH = 140
@@ -23,10 +22,6 @@ _BINDS = {
     **dict.fromkeys(("gather", "reduce"), "the link between GPUs"),
     "hosts": "the network between hosts",
     "launches": "the thread that launches",
-}
-_BINDS_CPU = {
-    "compute": "the CPU's arithmetic",
-    **dict.fromkeys(("copy in", "copy out"), "host memory"),
 }
 
 
@@ -137,7 +132,7 @@ def _disk(disk: Mapping[str, Any]) -> list[str]:
 
 def _time(plan: Plan) -> list[str]:
     forecast, tokens = plan.forecast, plan.total_tokens
-    binds = _BINDS | (_BINDS_CPU if plan.machine.unified else {})
+    binds = _BINDS.get(forecast.binds, forecast.binds)
     bounds = sorted(forecast.bounds.items(), key=lambda bound: -bound[1])
     busy = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in bounds if seconds)
     counted = f"{tokens:,} tokens" if tokens else "each billion tokens"
@@ -145,7 +140,7 @@ def _time(plan: Plan) -> list[str]:
     return [
         f"step     {forecast.seconds:.2f} s, {forecast.tokens_per_second:,.0f} tokens/s, "
         f"{forecast.model_tflops:.0f} model TFLOPS",
-        f"binds    {binds.get(forecast.binds, forecast.binds)} (busy: {busy})",
+        f"binds    {binds} (busy: {busy})",
         f"         arithmetic binds from {plan.compute_bound_tokens:,} tokens a step on",
         *([] if plan.several is None else [_split(plan.several)]),
         f"run      {_long(seconds)} for {counted}",

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from megatrain.errors import InputError, MegatrainError, RunFailed, in_one_line, os_reason
-from megatrain.telemetry.log import end_passing, wrapped
+from megatrain.telemetry.console import end_passing, wrapped
 
 _PATH_ERRORS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),

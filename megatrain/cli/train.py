@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.run_folder.layout import MODEL, load_run
-from megatrain.telemetry.log import end_passing
+from megatrain.telemetry.console import end_passing
 from megatrain.train.signals import Signals, Stopped
 
 if TYPE_CHECKING:

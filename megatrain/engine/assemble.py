@@ -45,7 +45,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Assembly:
     """Everything that `inference` and `training` build the parts of a step from.
 
-    The forecast moves gradients and planes in fewer pieces (forecast/assembly.py).
+    The forecast moves gradients and planes in fewer pieces (forecast/simulate.py).
     """
 
     device: Device

@@ -1,47 +1,160 @@
-"""Forecasts of one model for one workload after the other, each made once."""
+"""Forecasts of one model for one workload after the other, each made once.
 
-from collections.abc import Callable, Hashable
-from dataclasses import replace
-from typing import Any, TypeVar
+Replies to prompts are forecast by the model's own forward on fake tensors, as transformers'
+`generate` calls it. A reference or a teacher is an engine of its own, whose forward alone runs.
+"""
 
-from megatrain.forecast.generation import generation_bytes, with_generation
-from megatrain.forecast.needs import Needs, needs_of
-from megatrain.forecast.profile import Profile
-from megatrain.forecast.second_model import second_needs, second_seconds, with_second
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from megatrain.compat.torch import FakeTensorMode
+from megatrain.compat.transformers import counts_tokens
+from megatrain.device import Buffer, TraceDevice
+from megatrain.device.base import Memory, kind_of
+from megatrain.engine.assemble import Assembly
+from megatrain.engine.step import Parts, TrainingParts
+from megatrain.forecast.cost_model import CostModel, link_gbps, network_gbps
+from megatrain.forecast.op_counter import (
+    OneAttention,
+    OpCounter,
+    Place,
+    foreseeing,
+)
+from megatrain.forecast.profile import Once, Profile
 from megatrain.forecast.simulate import STEADY, Forecast, forecast, process_bytes
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
-from megatrain.model.spec import ModelSpec
+from megatrain.model.capture import Ref
+from megatrain.model.program import ModelProgram
+from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.optim import PlaneKind
 from megatrain.placement import Placement
 from megatrain.source.source import Model
+from megatrain.store.store import Store, Tile
+from megatrain.tile import TileKind
 
-Found = TypeVar("Found")
+# Of each logit while a token is drawn: in fp32 as it came, after the temperature, sorted, their
+# probabilities, and the sums of these; in int64 the order.
+_DRAWN_BYTES = 5 * 4 + 8
+
+# Memory of a step that is free while replies are generated.
+_FREE = tuple(value for name, value in vars(Place).items() if name.isupper())
+
+# Under this name counts the working set of the smallest step.
+UNSUMMED = "gradients before they are summed"
+_BOUNDARIES = "boundaries"
 
 
-class ForecastCache:
+@dataclass
+class Needs:
+    """Bytes by what they are for, on the device and in host memory."""
+
+    device: Counter[str] = field(default_factory=Counter)
+    host: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def waiting_on_host(self) -> "Needs":
+        device, host = self.device.copy(), self.host.copy()
+        host[_BOUNDARIES] = device.pop(_BOUNDARIES)
+        return Needs(device, host)
+
+
+class _Counting(TraceDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.needs = Needs()
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        self.needs.device[kind_of(name, Memory.OTHER).value] += numel * dtype.itemsize
+        return super().empty(name, numel, dtype)
+
+    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
+        self.needs.host[kind_of(name, Memory.OTHER).value] += numel * dtype.itemsize
+        return super().host(name, numel, dtype, pinned=pinned)
+
+    def run(self, *work: Any, **buffers: Any) -> None:
+        """Nothing is put on a stream."""
+
+
+def needs_of(
+    model: Model,
+    program: ModelProgram,
+    placement: Placement,
+    *,
+    clip: bool,
+    tokens: int | None = None,
+    distinct: int | None = None,
+) -> Needs:
+    """All long-lived memory of an engine, and the largest gradient on its way to its sum.
+
+    Of a step's `tokens`, if they are known, `distinct` ones differ; None: they may all.
+    """
+    device, dtype = _Counting(), program.dtype
+    store = Store(device, model.layouts, dtype, rule=model.rule, placement=placement)
+    eager = replace(placement, compile=False, chunk_tokens=None)
+    assembly = Assembly(device, program, store, dtype, eager)
+    parts: Parts
+    if model.optimizer is None:
+        parts = assembly.inference()
+    else:
+        parts = assembly.training(model.optimizer, 1.0 if clip else None)
+    if tokens is not None:
+        # The range is replaced by a larger one, if it must grow: the first is given back.
+        sums = device.needs.device.pop(Memory.SUMS.value)
+        parts.embedding.reserve(tokens if distinct is None else distinct)
+        device.needs.device[Memory.SUMS.value] = max(sums, device.needs.device[Memory.SUMS.value])
+    if isinstance(parts, TrainingParts):
+        device.needs.device[UNSUMMED] += _unsummed_bytes(assembly.visited, dtype)
+        at_once = (tokens or 0) // placement.passes  # at least: of one pass
+        where = device.needs.host if placement.layer_inputs == "host" else device.needs.device
+        layers = zip(model.spec.layers, model.spec.outputs, strict=True)
+        numel = sum(_numel(layer, ref) for layer, refs in layers for ref in refs)
+        where[_BOUNDARIES] += numel * dtype.itemsize * at_once
+    return device.needs
+
+
+def _unsummed_bytes(visited: Sequence[Tile], dtype: torch.dtype) -> int:
+    """The largest gradient of one backward; of a whole head, one parameter's."""
+    sizes = [0]
+    for tile in visited:
+        if tile.layout.kind is TileKind.HEAD:
+            sizes += [prod(entry.shape) for entry in tile.layout.trainable]
+        else:
+            sizes.append(tile.layout.trainable_numel)
+    return max(sizes) * dtype.itemsize
+
+
+def _numel(layer: Layer, ref: Ref) -> int:
+    """Elements of one of a layer's activations, of one token."""
+    example = layer.kind.example[ref.leaf]
+    return example.numel() // prod(PROBE_SHAPE) if isinstance(example, Tensor) else 0
+
+
+class ForecastCache(Once):
     """Forecasts of one model, each made once."""
 
     def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
         self.spec = spec
-        self._known: dict[Hashable, Any] = {}
-
-    def once(self, key: Hashable, make: Callable[[], Found]) -> Found:
-        """What `make` has made when it was first asked for `key`."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
 
     def model(self, workload: Workload) -> Model:
-        """The model with the workload's optimizer, and its tiles."""
         key = workload.rule, workload.ranks, workload.hosts
         return self.once(key, lambda: Model.trained(self.spec, *key))
 
     def needs(self, workload: Workload, placement: Placement) -> Needs:
-        """What lives as long as an engine for the workload."""
+        """The memory that lives as long as an engine for the workload."""
         alike = replace(placement, head_tokens=1, layer_inputs="device", layer_input_lanes=1)
 
-        def made() -> Needs:
+        def count() -> Needs:
             measured = self.measured(workload)
             return needs_of(
                 self.model(workload),
@@ -52,8 +165,8 @@ class ForecastCache:
                 distinct=len(measured.distinct(workload.rows * workload.all_ranks)),
             )
 
-        found = self.once((workload, alike), made)
-        return found if placement.layer_inputs == "device" else found.waiting_on_host
+        needs = self.once((workload, alike), count)
+        return needs if placement.layer_inputs == "device" else needs.waiting_on_host
 
     def least_host_bytes(self, machine: Machine, workload: Workload, placement: Placement) -> int:
         """All resident memory of the process, but for graphs and attention results that wait."""
@@ -64,12 +177,12 @@ class ForecastCache:
         return planes + later + process
 
     def measured(self, workload: Workload, chunk_tokens: int | None = None) -> Profile:
-        """What the model's parts take."""
-        given = self.spec, workload.dtype, workload.sequence_length
         return self.once(
             (workload.precision, workload.sequence_length, workload.compile, chunk_tokens),
             lambda: Profile(
-                *given,
+                self.spec,
+                workload.dtype,
+                workload.sequence_length,
                 compiled=workload.compile,
                 chunk_tokens=chunk_tokens,
                 float8=workload.precision == "fp8",
@@ -88,8 +201,8 @@ class ForecastCache:
         rates = replace(machine, device_memory_bytes=0, host_memory_bytes=0)
         key = (rates, placement, replace(workload, micro_batch=micro_batch), steps)
 
-        def made() -> Forecast:
-            found = forecast(
+        def make() -> Forecast:
+            step = forecast(
                 self.model(workload),
                 machine,
                 placement,
@@ -101,43 +214,140 @@ class ForecastCache:
                 steps=steps,
             )
             if workload.generation is not None:
-                found = self._generating(found, workload)
-            return found if workload.second is None else self._with_second(found, workload)
+                step = self._with_generation(step, workload)
+            if workload.second is None:
+                return step
+            name, spec = workload.second.name, workload.second.spec
+            step = self._with_second(step, name, spec, workload)
+            return replace(step, seconds=step.seconds + self._second_seconds(step, workload))
 
-        return replace(self.once(key, made), machine=machine)
+        return replace(self.once(key, make), machine=machine)
 
-    def _generating(self, found: Forecast, workload: Workload) -> Forecast:
-        """The forecast with what the workload generates between steps."""
-        asked, dtype = workload.generation, workload.dtype
-        assert asked is not None
+    def _with_generation(self, step: Forecast, workload: Workload) -> Forecast:
+        """The forecast of a run that also generates, between steps: at the peak of either."""
+        replies, dtype = workload.generation, workload.dtype
+        assert replies is not None
         generated = 0
-        if asked.new_tokens is not None:
-            rows = min(workload.rows, asked.rows or workload.rows)
-            size = rows, workload.sequence_length, asked.new_tokens
-            if asked.tokens is not None:
-                size = asked.rows or 1, asked.tokens, asked.new_tokens
+        if replies.new_tokens is not None:
+            rows = min(workload.rows, replies.rows or workload.rows)
+            size = rows, workload.sequence_length, replies.new_tokens
+            if replies.tokens is not None:
+                size = replies.rows or 1, replies.tokens, replies.new_tokens
             generated = self.once((dtype, size), lambda: generation_bytes(self.spec, dtype, *size))
-        found = with_generation(found, generated)
-        if not asked.reference:
-            return found
-        return with_second(found, "reference model", self._needs_beside(self.spec, workload))
+        more = generated - sum(step.device_bytes.get(name, 0) for name in _FREE)
+        step = replace(step, device_bytes=step.device_bytes | {"generation": max(0, more)})
+        if not replies.reference:
+            return step
+        return self._with_second(step, "reference model", self.spec, workload)
 
-    def _needs_beside(self, spec: ModelSpec, workload: Workload) -> Needs:
+    def _with_second(
+        self, step: Forecast, name: str, spec: ModelSpec, workload: Workload
+    ) -> Forecast:
         size = workload.dtype, workload.rows * workload.sequence_length, workload.all_ranks
-        return self.once((id(spec), size), lambda: second_needs(spec, *size))
+        needs = self.once((id(spec), size), lambda: second_needs(spec, *size))
+        device, host = sum(needs.device.values()), sum(needs.host.values())
+        return replace(
+            step,
+            device_bytes=step.device_bytes | {name: device},
+            host_bytes=step.host_bytes | {f"host_{name.replace(' ', '_')}_bytes": host},
+        )
 
-    def _with_second(self, found: Forecast, workload: Workload) -> Forecast:
-        """The forecast with the model that is streamed before each step."""
-        second = workload.second
-        assert second is not None
-        given = second.spec, workload.dtype, workload.sequence_length
+    def _second_seconds(self, step: Forecast, workload: Workload) -> float:
+        """Seconds of one forward of the second model over all tokens of a step.
+
+        Those of its layers and head, or of its weights on their way, whichever are more. Of each
+        rank its part crosses the bus, the others' of its host the link, other hosts' the network.
+        """
+        assert workload.second is not None
+        spec, dtype, length = workload.second.spec, workload.dtype, workload.sequence_length
         measured = self.once(
-            (second, *given[1:]), lambda: Profile(*given, compiled=False, chunk_tokens=None)
+            (workload.second, dtype, length),
+            lambda: Profile(spec, dtype, length, compiled=False, chunk_tokens=None),
         )
-        needs = self._needs_beside(second.spec, workload)
-        return with_second(
-            found,
-            second.name,
-            needs,
-            lambda: second_seconds(second.spec, measured, found, workload),
+        layouts, machine = Model.trained(spec, None).layouts, step.machine
+        rows, costs = step.micro_batch, CostModel(machine)
+        count = -(-step.tokens_per_step // (rows * step.sequence_length))
+        works = [measured.layer(visit, rows).forward for visit in range(len(spec.layers))]
+        works += [
+            measured.head_losses(layout, rows, Placement().head_tokens)
+            for layout in layouts
+            if layout.kind is TileKind.HEAD
+        ]
+        kinds, sharing = (TileKind.LAYER, TileKind.HEAD), workload.all_ranks
+        streamed = sum(layout.numel for layout in layouts if layout.kind in kinds)
+        share = streamed * dtype.itemsize / sharing
+        return max(
+            count * sum(map(costs.seconds, works)),
+            share / (machine.to_device_gbps * 1e9),
+            share * (sharing - 1) * (workload.ranks > 1) / (link_gbps(machine) * 1e9),
+            share * (workload.hosts - 1) / (network_gbps(machine, workload.ranks) * 1e9),
         )
+
+
+def second_needs(spec: ModelSpec, dtype: torch.dtype, tokens: int, ranks: int = 1) -> Needs:
+    """The memory of an engine that only runs the model, of each of `ranks` that share it."""
+    program = ModelProgram(spec, torch.device("cpu"), dtype)
+    tokens *= ranks  # each has the table's rows for the tokens of all
+    model = Model.trained(spec, None, ranks)
+    return needs_of(model, program, Placement(), clip=False, tokens=tokens)
+
+
+def generation_bytes(
+    spec: ModelSpec, dtype: torch.dtype, rows: int, tokens: int, new_tokens: int
+) -> int:
+    """Bytes beside the weights, where the model computes, at the peak of continuing `rows` prompts.
+
+    With its reply, of `new_tokens`, one has `tokens`; keys and values are there twice as they grow.
+    """
+    counter, new = OpCounter(), min(new_tokens, tokens - 1)
+    with (
+        foreseeing("generation"),
+        spec.capture.with_layers() as model,
+        torch.no_grad(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        training = model.training
+        model.eval()
+        weights = {n: torch.empty(p.shape, dtype=dtype) for n, p in model.named_parameters()}
+        try:
+            cached, prompts = counts_tokens(model.config.get_text_config(decoder=True)), 0
+            if not cached:  # as `generate/texts.py` finds it
+                with suppress(ValueError):
+                    cached = bool(_forward(model, weights, 1, 1))
+            with counter:
+                if not cached:
+                    last = _forward(model, weights, rows, tokens, cached=False)
+                else:
+                    _forward(model, weights, rows, tokens - new)
+                    prompts = counter.peak_bytes
+                    names = ("past_key_values", "cache_params")  # of outputs and inputs
+                    output = _forward(model, weights, rows, tokens - 1)
+                    past = {name: output[name] for name in names if name in output}
+                    del output
+                    counter.restart()
+                    last = _forward(model, weights, rows, 1, past, tokens - 1)
+        finally:
+            model.train(training)
+        drawn = rows * last.logits.shape[-1] * _DRAWN_BYTES
+        return max(prompts, counter.peak_bytes, counter.total_bytes + drawn)
+
+
+def _forward(
+    model: Any,
+    weights: dict[str, torch.Tensor],
+    rows: int,
+    tokens: int,
+    past: Mapping[str, Any] | None = None,
+    before: int = 0,
+    *,
+    cached: bool = True,
+) -> Any:
+    """The output of `rows` rows of new tokens, of which `past` has the cache of those `before`."""
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    mask = torch.ones(rows, before + tokens, dtype=torch.int64)
+    inputs = {**(past or {}), "attention_mask": mask, "use_cache": cached}
+    taken = signature(model.forward).parameters
+    more = {"logits_to_keep": 1, "position_ids": ids}  # of padded rows, each has its own
+    inputs |= {name: value for name, value in more.items() if name in taken}
+    with OneAttention():
+        return functional_call(model, weights, (ids,), inputs)

@@ -7,28 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.device import Buffer
-from megatrain.device.base import (
-    COMPUTE,
-    COPY_IN,
-    COPY_OUT,
-    DISK_IN,
-    DISK_OUT,
-    DISK_STREAMS,
-    DISK_WEIGHTS,
-    GATHER,
-    HOSTS,
-    REDUCE,
-    ROWS,
-    UPDATE,
-    Kind,
-    Memory,
-    kind_of,
-)
+from megatrain.device import Buffer, base
+from megatrain.device.base import Buffers, Kind, Memory, kind_of
 from megatrain.device.clock import Cost
-from megatrain.forecast.declared import Declared
-from megatrain.forecast.ledger import Ledger
-from megatrain.forecast.op_counter import OpCounter, Work
+from megatrain.forecast.op_counter import Ledger, OpCounter, Work
 from megatrain.kernels.reference import UPDATE_BLOCK
 from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
 from megatrain.optim import AdamW, PlaneKind, Rule, moved_bytes
@@ -56,32 +38,28 @@ _PER_OPERATION = 0.92
 # a micro-batch (step-0.5b-64x1024, step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
 _PROLOGUE_SECONDS = 4e-3
 
-LANES = "lanes of the host"
-
 _SMALL = 1 << 14  # elements: what touches no more is only launched
 
-# Where device memory goes, by what a buffer is.
+# The parts of device memory, by what a buffer is.
+_LANES = "lanes of the host"
 _PLACES: dict[Enum, str] = {
     Memory.SLOTS: "slots",
     Memory.SUMS: "gradients and rows",
     Memory.KEPT_SUMS: "gradient sums",
     Memory.KEPT_WEIGHTS: "kept weights",
     Memory.GRADIENTS: "gradients and rows",
-    Memory.LANES: LANES,
+    Memory.LANES: _LANES,
     Memory.OTHER: "small buffers",
     **dict.fromkeys(PlaneKind, "resident tiles"),
 }
 
 
 class CostModel:
-    """What work takes on a machine; memory is counted by a ledger, which runs along.
+    """The cost of work on a machine; memory is counted by a ledger, which runs along.
 
     Attributes:
-        declared: the engine's own works; what else is put on COMPUTE is run once for its sizes, on
-            tensors without data.
         put_seconds: of the launching thread, for anything on a stream of the device.
-        group: micro-batches that are followed as one, of which lanes hold one at a time.
-        puts: how often something is put on a stream for one of them.
+        group: micro-batches that are followed as one; each of them is put on a stream `puts` times.
     """
 
     def __init__(
@@ -91,70 +69,65 @@ class CostModel:
         ranks: int = 1,
         hosts: int = 1,
         ledger: Ledger | None = None,
-        declared: Declared | None = None,
-        once: Callable[[Hashable, Callable[[], Work]], Work] = lambda key, made: made(),
+        price: Callable[[Any], tuple[Work, Any] | None] = lambda work: None,
+        once: Callable[[Hashable, Callable[[], Work]], Work] = lambda key, make: make(),
     ) -> None:
         """Prices of a machine's work.
 
         Args:
             rule: of updates; None: none are.
             ranks: that share the model; `hosts`: times so many, each of which has all of it.
+            price: the work of the engine's methods, and its results; other work on COMPUTE is run
+                once for its sizes, on tensors without data.
             once: remembers works that were counted, by what they are of.
         """
-        self.ledger, self.declared, self._once = ledger or Ledger(), declared, once
+        self.ledger, self._price, self._once = ledger or Ledger(), price, once
         self._rule = rule
         self.group, self.puts = 1, 2
         self._known: dict[tuple[Work, int], tuple[float, float]] = {}
         self._shared = rule, ranks, hosts
         link, network = link_gbps(machine), network_gbps(machine, ranks)
-        self._ranks = {GATHER: ranks, REDUCE: ranks, HOSTS: hosts}  # of a collective
-        self._link = {GATHER: link * 1e9, REDUCE: link * 1e9, HOSTS: network * 1e9}
+        self._ranks = {base.GATHER: ranks, base.REDUCE: ranks, base.HOSTS: hosts}  # of a collective
+        self._link = {base.GATHER: link * 1e9, base.REDUCE: link * 1e9, base.HOSTS: network * 1e9}
         self._machine = machine
         self._rate = {
-            COPY_IN: machine.to_device_gbps * 1e9,
-            COPY_OUT: machine.from_device_gbps * 1e9,
-            UPDATE: machine.update_gbps * 1e9,
-            ROWS: machine.update_gbps * 1e9,
-            DISK_IN: _disk_gbps(machine) * 1e9,
-            DISK_OUT: _disk_gbps(machine) * 1e9,
-            DISK_WEIGHTS: (machine.disk_read_gbps or DISK_READ_GBPS) * 1e9,
+            base.COPY_IN: machine.to_device_gbps * 1e9,
+            base.COPY_OUT: machine.from_device_gbps * 1e9,
+            base.UPDATE: machine.update_gbps * 1e9,
+            base.ROWS: machine.update_gbps * 1e9,
+            base.DISK_IN: _disk_gbps(machine) * 1e9,
+            base.DISK_OUT: _disk_gbps(machine) * 1e9,
+            base.DISK_WEIGHTS: (machine.disk_read_gbps or DISK_READ_GBPS) * 1e9,
         }
         self._alone = dict(self._rate)
         self.put_seconds = _PER_PUT * machine.launch_seconds
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Device memory, counted under the part that it belongs to."""
         place = _PLACES[kind_of(name, Memory.OTHER)]
-        made = torch.empty(numel, dtype=dtype, device="meta")
-        grouped = self.group if place == LANES else 1
-        return self.ledger.made(made, place, made.nbytes // grouped)
+        memory = torch.empty(numel, dtype=dtype, device="meta")
+        grouped = self.group if place == _LANES else 1
+        return self.ledger.count(memory, place, memory.nbytes // grouped)
 
     def host(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory."""
         return torch.empty(numel, dtype=dtype, device="meta")
 
     def copy(self, stream: str, num_bytes: int) -> float:
         return num_bytes / self._rate[stream]
 
     def run(
-        self,
-        stream: str,
-        name: str,
-        work: Callable[[], Any],
-        reads: Sequence[Buffer],
-        writes: Sequence[Buffer],
+        self, stream: str, name: str, work: Callable[[], Any], reads: Buffers, writes: Buffers
     ) -> Cost:
         """Work on COMPUTE is done, on tensors without data; what host threads do is estimated."""
         kind = kind_of(name)
-        if stream == COMPUTE:
+        if stream == base.COMPUTE:
             return self._on_compute(kind, work, reads, writes)
         if kind is Kind.UPDATE:
             moved = _update_bytes(reads, writes)
-            return Cost(moved / self._rate[UPDATE], num_bytes=moved)
-        if stream == ROWS:
+            return Cost(moved / self._rate[base.UPDATE], num_bytes=moved)
+        if stream == base.ROWS:
             moved = 2 * min((b.data.nbytes for b in (*reads, *writes)), default=0)
-            return Cost(moved / self._rate[ROWS], num_bytes=moved)
-        if stream in (DISK_WEIGHTS, DISK_OUT):
+            return Cost(moved / self._rate[base.ROWS], num_bytes=moved)
+        if stream in (base.DISK_WEIGHTS, base.DISK_OUT):
             moved = sum(buffer.data.nbytes for buffer in reads)
             return Cost(moved / self._rate[stream], num_bytes=moved)
         if kind in (Kind.COLLECTIVE, Kind.ALL_REDUCE):
@@ -164,11 +137,7 @@ class CostModel:
         return Cost()
 
     def _on_compute(
-        self,
-        kind: Enum,
-        work: Callable[[], Any],
-        reads: Sequence[Buffer],
-        writes: Sequence[Buffer],
+        self, kind: Enum, work: Callable[[], Any], reads: Buffers, writes: Buffers
     ) -> Cost:
         if kind is Kind.NOTE:
             return Cost(result=work())
@@ -176,12 +145,15 @@ class CostModel:
             rounded = Work(touched_bytes=sum(b.data.numel() for b in writes) * 6)
             return Cost(self._busy(rounded))
         if kind is Kind.UPDATE:
-            launching = self.launching_updates(self._without_kernel(writes))
+            sizes = [buffer.data.numel() for buffer in writes]
+            # What has moments beside directions is AdamW's, which has a kernel.
+            directing = self._rule is not None and self._rule.directing
+            numel = max(sizes, default=0) - (min(sizes, default=0) if directing else 0)
+            launching = self.launching_updates(numel)
             moved = _update_bytes(reads, writes)
             return Cost(max(launching, moved / (self._machine.device_gbps * 1e9)), launching)
-        declared = None if self.declared is None else self.declared.of(work)
-        if declared is not None:
-            done, result = declared
+        if (priced := self._price(work)) is not None:
+            done, result = priced
             if kind is Kind.PROLOGUE:
                 seconds = max(self._busy(done), max(1, done.calls) * _PROLOGUE_SECONDS)
                 return Cost(seconds, blocking=True, result=result)
@@ -199,11 +171,10 @@ class CostModel:
         sizes = [buffer.data.numel() for buffer in buffers]
 
         def count() -> Work:
-            counter = OpCounter()
-            counter.ignore([buffer.data for buffer in buffers])
-            with counter:
+            with OpCounter() as counter:
+                counter.ignore([buffer.data for buffer in buffers])
                 work()
-            return counter.work._replace(peak_bytes=counter.peak_bytes)
+            return counter.with_peak
 
         counted = Work(touched_bytes=0, kernels=2)
         if sum(sizes) > _SMALL:
@@ -213,14 +184,14 @@ class CostModel:
         return counted
 
     def _cost(self, work: Work, calls: int) -> tuple[float, float]:
-        """Seconds of a piece of work of COMPUTE, and those in which it is launched."""
+        """Seconds of work on COMPUTE, and of the thread that launches it."""
         known = self._known.get((work, calls))
         if known is None:
             known = self._known[work, calls] = self._busy(work), self._launching(work, calls)
         return known
 
     def seconds(self, work: Work) -> float:
-        """Seconds of a layer's work that is measured in operations."""
+        """Seconds of a layer's work, launches included."""
         return max(self._busy(work), self._launching(work, 1))
 
     def _busy(self, work: Work) -> float:
@@ -234,60 +205,55 @@ class CostModel:
         )
 
     def _launching(self, work: Work, calls: int) -> float:
-        """Seconds of the thread that launches it."""
         puts = max(0, calls - 1) * self.puts * _PER_PUT  # of all but the one that is put there
         launches = calls * _PER_UNIT + work.kernels * _PER_KERNEL + puts
         return launches * self._machine.launch_seconds
 
     def launching_updates(self, numel: float) -> float:
-        """Seconds in which updates of so many elements on the device are launched.
-
-        0 for a rule that has a kernel of its own there.
-        """
+        """Seconds in which updates of so many elements are launched; 0: the rule has a kernel."""
         launches = 0 if self._rule is None else self._rule.launches
         return numel / UPDATE_BLOCK * launches * _PER_OPERATION * self._machine.launch_seconds
 
-    def _without_kernel(self, planes: Sequence[Buffer]) -> int:
-        """Elements of planes that are written which the rule's own operations update."""
-        sizes = [buffer.data.numel() for buffer in planes]
-        directing = self._rule is not None and self._rule.directing
-        # What has moments beside directions is AdamW's.
-        return max(sizes, default=0) - (min(sizes, default=0) if directing else 0)
-
     def slow_down(self, spans: Sequence[Span]) -> None:
         """Take the rates of the next step from what ran at the same time in this one."""
-        there = {
+        by_stream = {
             stream: [s for s in spans if s.stream == stream]
-            for stream in (COPY_IN, COPY_OUT, UPDATE, *DISK_STREAMS)
+            for stream in (base.COPY_IN, base.COPY_OUT, base.UPDATE, *base.DISK_STREAMS)
         }
-        busy = {stream: sum(s.seconds for s in own) for stream, own in there.items()}
-        both = _overlap(there[COPY_IN], there[COPY_OUT])
-        for stream in (COPY_IN, COPY_OUT):
+        busy = {stream: sum(s.seconds for s in ran) for stream, ran in by_stream.items()}
+        both = _overlap(by_stream[base.COPY_IN], by_stream[base.COPY_OUT])
+        for stream in (base.COPY_IN, base.COPY_OUT):
             share = both / busy[stream] if busy[stream] else 0.0
             self._rate[stream] = self._alone[stream] * (1 - share * (1 - _BOTH_WAYS))
-        if busy[UPDATE]:
+        if busy[base.UPDATE]:
             moved = sum(
-                self._rate[stream] * _overlap(there[UPDATE], there[stream])
-                for stream in (COPY_IN, COPY_OUT)
+                self._rate[stream] * _overlap(by_stream[base.UPDATE], by_stream[stream])
+                for stream in (base.COPY_IN, base.COPY_OUT)
             )
-            self._rate[UPDATE] = self._alone[UPDATE] - _TAKEN_PER_BUS_BYTE * moved / busy[UPDATE]
+            self._rate[base.UPDATE] = (
+                self._alone[base.UPDATE] - _TAKEN_PER_BUS_BYTE * moved / busy[base.UPDATE]
+            )
 
         # Sweeps read weights beside updates that read and write: each gets a third of the disk.
-        for stream in DISK_STREAMS:
-            others = (DISK_IN, DISK_OUT) if stream == DISK_WEIGHTS else (DISK_WEIGHTS,)
-            beside = max(_overlap(there[stream], there[other]) for other in others)
+        for stream in base.DISK_STREAMS:
+            others = (
+                (base.DISK_IN, base.DISK_OUT)
+                if stream == base.DISK_WEIGHTS
+                else (base.DISK_WEIGHTS,)
+            )
+            beside = max(_overlap(by_stream[stream], by_stream[other]) for other in others)
             share = beside / busy[stream] if busy[stream] else 0.0
-            third = self._alone[DISK_IN] * 2 / 3
+            third = self._alone[base.DISK_IN] * 2 / 3
             self._rate[stream] = (1 - share) * self._alone[stream] + share * third
 
 
 def link_gbps(machine: Machine) -> float:
-    """Between cards of a host; where nobody measured by way of the host, in and out again."""
+    """Between cards of a host; unless measured by way of the host, in and out again."""
     return machine.link_gbps or min(machine.to_device_gbps, machine.from_device_gbps) / 2
 
 
 def network_gbps(machine: Machine, on_host: int) -> float:
-    """Between cards of two hosts, each with so many; where nobody measured a part of the usual."""
+    """Between cards of two hosts, each with so many; unless measured a part of the usual."""
     return machine.network_gbps or NETWORK_GBPS / on_host
 
 

@@ -1,14 +1,11 @@
 """Prices of the engine's pieces of work: nothing is run.
 
-The engine hands a device methods with their arguments. Of each of these methods is told here what
-it takes, by what was measured of the model (forecast/profile.py), what memory it takes and gives
-back, and how large its results are. They have no values: each is memory that is `Held`.
-
-What stands for several micro-batches (forecast/groups.py) holds as much as they do, and works on
-one after the other.
+The engine hands a device methods with their arguments. Each of these has a price here: its work, by
+what was measured of the model (forecast/profile.py), the memory that it takes and gives back, and
+its results, which are memory that is `Held`. A group of micro-batches holds as much as they do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,24 +15,21 @@ from megatrain.engine.head import Head
 from megatrain.engine.layer import Layer, Turn
 from megatrain.engine.modules import Prologue
 from megatrain.engine.saved_tensors import OffloadPlan
-from megatrain.forecast.groups import grouped
-from megatrain.forecast.layer_work import LayerWork
-from megatrain.forecast.ledger import (
-    ACTIVATIONS,
-    KEPT_ATTENTION,
-    KEPT_GRAPHS,
-    WORKING_SET,
+from megatrain.forecast.op_counter import (
     Held,
+    LayerWork,
     Ledger,
+    Place,
+    Work,
+    added,
 )
-from megatrain.forecast.op_counter import Work, added
-from megatrain.forecast.profile import Profile
+from megatrain.forecast.profile import Once, Profile, grouped
 from megatrain.model.capture import Call, Ref
 from megatrain.model.program import MicroBatch
 from megatrain.tile import TileLayout
 
 # Of a graph that leaves or returns, what the bus takes from device memory besides the packing: a
-# step of 7B with 15 graphs on the host takes 7.79 s, and is foretold 0.9 % less, without it 2.3 %.
+# step of 7B with 15 graphs on the host takes 7.79 s; the forecast is 0.9 % less, without it 2.3 %.
 _CROSSING = 2
 
 _NO_WORK = Work()
@@ -44,48 +38,28 @@ Values = dict[Ref, Any]
 
 
 class _Graph(NamedTuple):
-    """The graph of a micro-batch at a layer, which waits for its backward.
-
-    Attributes:
-        first, second: the work that has made it, and that of the backward.
-        held: memory that waits, if it is on the device.
-    """
+    """The graph of a layer that waits for its backward: the works of both, and device memory."""
 
     first: Work
     second: Work
     held: Held | None
 
 
-class _Visit:
-    """The cost of a layer, for one micro-batch.
-
-    Attributes:
-        produced: bytes of its results; `input_grads`: of the gradients of its inputs.
-        gradient_bytes: of its weights, before they are summed; `summed`: the work of that.
-    """
+class _Visit(Once):
+    """The cost of a layer, for one micro-batch; remembers sums of works."""
 
     def __init__(
-        self,
-        work: LayerWork,
-        produced: dict[Ref, int],
-        input_grads: dict[Ref, int],
-        gradient_bytes: int,
-        summed: Work,
+        self, work: LayerWork, layer: Layer, input_grads: dict[Ref, int], itemsize: int
     ) -> None:
-        self.work, self.produced, self.input_grads = work, produced, input_grads
-        self.gradient_bytes, self.summed = gradient_bytes, summed
-        self.produced_bytes, self.input_grad_bytes = (
-            sum(produced.values()),
-            sum(input_grads.values()),
-        )
-        self._sums: dict[Any, Work] = {}
-
-    def sum(self, key: Any, make: Callable[[], Work]) -> Work:
-        """A sum of works, made once."""
-        known = self._sums.get(key)
-        if known is None:
-            known = self._sums[key] = make()
-        return known
+        super().__init__()
+        self.work, self.input_grads = work, input_grads
+        self.produced = {ref: work.outputs[ref.leaf].num_bytes for ref in layer.outputs}
+        self.produced_bytes = sum(self.produced.values())
+        layout = layer.tile.layout
+        self.gradient_bytes = layout.trainable_numel * itemsize
+        # Sums are read and written, in bf16 by a kernel for each parameter.
+        kernels = len(layout.trainable) if itemsize < 4 else min(len(layout.trainable), 1)
+        self.summed = Work(touched_bytes=layout.trainable_numel * (itemsize + 8), kernels=kernels)
 
 
 class Declared:
@@ -99,7 +73,7 @@ class Declared:
         self._head, self._head_tokens = head, head_tokens
         self._itemsize = measured.dtype.itemsize
         self._visits: dict[tuple[Layer, int], _Visit] = {}
-        self._of: dict[Any, Callable[..., tuple[Work, Any]]] = {
+        self._prices: dict[Any, Callable[..., tuple[Work, Any]]] = {
             Layer.forward: self._forward,
             Layer.backward: self._backward,
             Prologue.forward: self._prologue,
@@ -111,9 +85,9 @@ class Declared:
         }
 
     def of(self, work: Any) -> tuple[Work, Any] | None:
-        """The work of a method of the engine, and its result; None: of this nothing is said."""
+        """The work of a method of the engine, and its result; None: it has no price here."""
         method = getattr(work, "func", None)
-        price = self._of.get(getattr(method, "__func__", None))
+        price = self._prices.get(getattr(method, "__func__", None))
         if price is None:
             return None
         return price(work.func.__self__, *work.args, **work.keywords)
@@ -126,30 +100,18 @@ class Declared:
         kernels = sum(entry.packed is not None for entry in layout.entries)
         return Work(touched_bytes=touched, kernels=kernels), None
 
-    def _add(self, *works: Work) -> Work:
-        """All works together, one after the other; peaks lie on top of what is alive now."""
-        total = _NO_WORK
-        for work in works:
-            self._ledger.took(work.peak_bytes)
-            total = work if total is _NO_WORK else added(total, work)
-        return total
+    def _took(self, work: Work, count: int) -> Work:
+        """The work of a group; its peak lies on top of what is alive now."""
+        self._ledger.took(work.peak_bytes)
+        return work.times(count)
 
-    def _visit(self, layer: Layer, rows: int) -> "_Visit":
-        """The cost of a layer, for micro-batches of so many rows."""
-        visit = self._visits.get((layer, rows))
+    def _visit(self, layer: Layer, rows: int) -> _Visit:
+        visit, measured = self._visits.get((layer, rows)), self._measured
         if visit is None:
-            work = self._measured.layer(layer.visit, rows)
-            produced = {ref: work.outputs[ref.leaf].num_bytes for ref in layer.outputs}
-            shapes = {ref: self._measured.shape(ref, rows) for ref in layer.grad_inputs}
+            work = measured.layer(layer.visit, rows)
+            shapes = {ref: measured.shape(ref, rows) for ref in layer.grad_inputs}
             input_grads = {r: s.num_bytes for r, s in shapes.items() if s.dtype.is_floating_point}
-            trained = layer.tile.layout.trainable_numel
-            # Sums are read and written, in bf16 by a kernel for each parameter.
-            count = len(layer.tile.layout.trainable)
-            summed = Work(
-                touched_bytes=trained * (self._itemsize + 8),
-                kernels=count if self._itemsize < 4 else min(count, 1),
-            )
-            visit = _Visit(work, produced, input_grads, trained * self._itemsize, summed)
+            visit = _Visit(work, layer, input_grads, self._itemsize)
             self._visits[layer, rows] = visit
         return visit
 
@@ -162,11 +124,11 @@ class Declared:
         saves = layer.saves(at) if train else None
         kept_on = {ref: value for ref, value in at.values.items() if ref in layer.live_out}
         if saves is not None:
-            first, second, place = work.forward, work.repeating or work.backward, WORKING_SET
+            first, second, place = work.forward, work.repeating or work.backward, Place.WORKING_SET
             if saves == "graph":
-                first, second, place = work.keeping, work.kept_backward, KEPT_GRAPHS
+                first, second, place = work.keeping, work.kept_backward, Place.KEPT_GRAPHS
             elif saves == "all":
-                first, second, place = work.again, work.backward, KEPT_GRAPHS
+                first, second, place = work.again, work.backward, Place.KEPT_GRAPHS
             kept = first.kept_bytes
             # The last of a group has its peak on top of the others; what leaves does so one by one.
             before = (count - 1) * (kept * stays + visit.produced_bytes)
@@ -178,29 +140,24 @@ class Declared:
                 crossing = _CROSSING * held.nbytes
                 leaving.memory.append(held)
             # What a graph holds is packed piece by piece, and its inputs are let go of.
-            done = visit.sum(
-                ("forward", saves, stays, count),
-                lambda: added(
-                    first.times(count),
-                    Work(touched_bytes=crossing, kernels=count * len(layer.inputs)),
-                ),
-            )
+            packing = Work(touched_bytes=crossing, kernels=count * len(layer.inputs))
+            key = "forward", saves, stays, count
+            done = visit.once(key, lambda: added(first.times(count), packing))
         elif train and layer.policy.saves == "attention":
-            waiting = ledger.hold(KEPT_ATTENTION, work.again.attention_bytes * count)
+            waiting = ledger.hold(Place.KEPT_ATTENTION, work.again.attention_bytes * count)
             first = _beside_attention(work.again)
-            ledger.took(first.peak_bytes, (count - 1) * visit.produced_bytes, WORKING_SET)
+            ledger.took(first.peak_bytes, (count - 1) * visit.produced_bytes, Place.WORKING_SET)
             ledger.took(first.kept_bytes)
             if leaving is not None:
                 leaving.memory.append(waiting)
             layer.waiting[at.index] = [waiting] if leaving is None else []
             done = first.times(count)
         else:
-            ledger.took(work.forward.peak_bytes)
-            done = work.forward.times(count)
+            done = self._took(work.forward, count)
         return done, {**kept_on, **self._results(visit.produced, count)}
 
-    def _results(self, produced: dict[Ref, int], count: int) -> Values:
-        return {ref: self._ledger.hold(ACTIVATIONS, n * count) for ref, n in produced.items()}
+    def _results(self, sizes: Mapping[Ref, int], count: int) -> Values:
+        return {ref: self._ledger.hold(Place.ACTIVATIONS, n * count) for ref, n in sizes.items()}
 
     def _backward(
         self, layer: Layer, at: Turn, returned: Sequence[Any], dh: Values, accumulator: Any
@@ -210,16 +167,15 @@ class Declared:
         waiting = layer.waiting.pop(at.index, None)
         if isinstance(waiting, _Graph):
             first, second, held = waiting
-            crossing = _CROSSING * sum(each.nbytes for each in returned)
+            crossing = _CROSSING * sum(graph.nbytes for graph in returned)
             done = Work(touched_bytes=crossing) if crossing else _NO_WORK
         else:
             first, second = visit.work.again, visit.work.backward
             if waiting is not None:
                 first = _beside_attention(first)._replace(attention_flops=0)
             # Each of a group is computed again after the one before it is done.
-            ledger.took(first.peak_bytes)
-            done = first.times(count)
-            held = ledger.hold(WORKING_SET, first.kept_bytes)
+            done = self._took(first, count)
+            held = ledger.hold(Place.WORKING_SET, first.kept_bytes)
             ledger.took(visit.produced_bytes)
         del waiting
         rest = {ref: gradient for ref, gradient in dh.items() if ref not in layer.outputs}
@@ -227,38 +183,40 @@ class Declared:
             return done, rest
         # What is held already counts in the backward's peak.
         ledger.took(max(0, second.peak_bytes - first.kept_bytes))
-        ledger.add_bytes(WORKING_SET, visit.gradient_bytes)
-        ledger.took(visit.input_grad_bytes)
+        ledger.add_bytes(Place.WORKING_SET, visit.gradient_bytes)
+        ledger.took(sum(visit.input_grads.values()))
         if count > 1 and held is not None and held.nbytes:  # all but the last are done
             held = None
-            held = ledger.hold(WORKING_SET, first.kept_bytes)
+            held = ledger.hold(Place.WORKING_SET, first.kept_bytes)
         # Of a group, each one's inputs are gone when the next one's gradients are made.
-        own = [at.values[ref] for ref in visit.input_grads if ref in layer.new_inputs]
-        gone = sum(value.nbytes for value in own if isinstance(value, Held))
+        inputs = [at.values[ref] for ref in visit.input_grads if ref in layer.new_inputs]
+        gone = sum(value.nbytes for value in inputs if isinstance(value, Held))
         gone = gone * (count - 1) // count
-        ledger.add_bytes(ACTIVATIONS, -gone)
+        ledger.add_bytes(Place.ACTIVATIONS, -gone)
         input_grads = {
-            ref: ledger.hold(WORKING_SET, n * count) for ref, n in visit.input_grads.items()
+            ref: ledger.hold(Place.WORKING_SET, n * count) for ref, n in visit.input_grads.items()
         }
         del held
-        ledger.add_bytes(ACTIVATIONS, gone)
-        ledger.add_bytes(WORKING_SET, -visit.gradient_bytes)
-        done = visit.sum(
-            (done, second, count),
-            lambda: added(done, added(second, visit.summed).times(count)),
+        ledger.add_bytes(Place.ACTIVATIONS, gone)
+        ledger.add_bytes(Place.WORKING_SET, -visit.gradient_bytes)
+        before = done
+        done = visit.once(
+            (before, second, count),
+            lambda: added(before, added(second, visit.summed).times(count)),
         )
         for ref in input_grads.keys() & rest.keys():
-            input_grads[ref] = ledger.hold(WORKING_SET, input_grads[ref].nbytes)
+            input_grads[ref] = ledger.hold(Place.WORKING_SET, input_grads[ref].nbytes)
             done = added(done, Work(touched_bytes=3 * input_grads[ref].nbytes, kernels=1))
         return done, rest | input_grads
 
     def _prologue(
         self, prologue: Prologue, slot: Any, micro: MicroBatch, h: Values
     ) -> tuple[Work, Values]:
-        rows, count, measured = len(micro.inputs["input_ids"]), grouped(micro), self._measured
-        held = self._ledger.hold("layer arguments", count * measured.argument_bytes(rows))
+        count, measured = grouped(micro), self._measured
+        results, _, argument_bytes = measured.prologue(len(micro.inputs["input_ids"]))
+        held = self._ledger.hold(Place.ARGUMENTS, count * argument_bytes)
         micro.calls = [Call([held], None)] * len(measured.spec.layers)
-        sizes = {ref: shape.num_bytes for ref, shape in measured.entering(rows).items()}
+        sizes = {ref: shape.num_bytes for ref, shape in results.items()}
         moved = count * sum(sizes.values())
         work = Work(touched_bytes=2 * moved, kernels=count, calls=count)
         return work, self._results(sizes, count)
@@ -294,35 +252,31 @@ class Declared:
     ) -> tuple[Work, tuple[Tensor, Values]]:
         number, rows, ledger = grouped(micro), len(micro.inputs["input_ids"]), self._ledger
         loss = torch.empty((), device="meta")
-        done = self._add(
-            self._measured.head(self._head, rows, self._head_tokens, micro.loss).times(number)
-        )
-        input_grads = {
+        work = self._measured.head(self._head, rows, self._head_tokens, micro.loss)
+        done = self._took(work, number)
+        sizes = {
             ref: value.nbytes
             for ref, value in values.items()
             if self._measured.shape(ref, rows).dtype.is_floating_point
         }
         # Of a group, each one's activations are gone when the next one's gradients are made.
-        gone = sum(input_grads.values()) * (number - 1) // number
-        with ledger.more(ACTIVATIONS, -gone):
-            return done, (
-                loss,
-                {ref: ledger.hold(ACTIVATIONS, n) for ref, n in input_grads.items()},
-            )
+        gone = sum(sizes.values()) * (number - 1) // number
+        ledger.add_bytes(Place.ACTIVATIONS, -gone)
+        gradients = self._results(sizes, 1)
+        ledger.add_bytes(Place.ACTIVATIONS, gone)
+        return done, (loss, gradients)
 
     def _token_losses(
         self, head: Head, slot: Any, micro: MicroBatch, values: Values
     ) -> tuple[Work, Tensor]:
         rows, count = len(micro.inputs["input_ids"]), grouped(micro)
-        work = self._measured.head_losses(self._head, rows, self._head_tokens)
-        done = self._add(work.times(count))
+        done = self._took(self._measured.head_losses(self._head, rows, self._head_tokens), count)
         every = torch.empty(count, micro.inputs["input_ids"].numel(), device="meta")
-        return done, self._ledger.made(every, WORKING_SET)[0]
+        return done, self._ledger.count(every, Place.WORKING_SET)[0]
 
     def _routed_total(self, head: Head, h: list[Values]) -> tuple[Work, Tensor]:
-        spec, taken = self._measured.spec, 0
-        for values in h:
-            taken += sum(values.pop(ref).nbytes for ref in spec.routed)
+        spec = self._measured.spec
+        taken = sum(values.pop(ref).nbytes for values in h for ref in spec.routed)
         work = Work(touched_bytes=2 * taken, kernels=len(h) * len(spec.routed))
         return work, torch.empty(spec.routed_shape, device="meta")
 

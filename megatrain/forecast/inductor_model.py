@@ -1,4 +1,4 @@
-"""What a layer takes once it is compiled, read off its operations on tensors without data.
+"""The cost of a layer once it is compiled, read off its operations on tensors without data.
 
 A compiled function differs from an eager one in what it writes to memory (torch._inductor, and the
 partitioner of torch._functorch). Elementwise work and reductions are fused: of their results only
@@ -10,15 +10,18 @@ which all else can be computed again.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import networkx as nx
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatrain.compat.torch import SOFTMAX_BACKWARD, TorchDispatchMode, memory_of, schema_of
-from megatrain.forecast.op_counter import Work, added, is_view, tensors, work_of
+from megatrain.forecast.op_counter import LayerWork, Shape, Work, added, is_view, tensors, work_of
+from megatrain.model.layer_template import KEPT_SHARE
+from megatrain.model.program import Activations
 
 # A reduction's result that is so much smaller than what it reads is kept, not computed again.
 _SMALL = 16
@@ -45,37 +48,29 @@ class Op:
     """One operation. Tensors are numbers of storages.
 
     Attributes:
-        work: of a matrix product or attention; other operations are counted where they are fused.
-        made: storages that it is the first to write.
-        scratch_bytes: that it needs for itself.
+        work: of a matrix product or attention; others are counted where they are fused.
+        writes: storages that it is the first to write.
         product_bytes: of a product in fp32 that it needs besides where a graph was kept: so a layer
             of gpt-oss takes 6.4 matrices of logits on an H200, and 4.4 where nothing is kept.
-        again: whether a fused kernel of the backward may compute it again.
+        again: True if a fused kernel of the backward may compute it again.
     """
 
     work: Work
     reads: tuple[int, ...]
-    made: tuple[int, ...]
+    writes: tuple[int, ...]
     scratch_bytes: int = 0
     again: bool = True
     product_bytes: int = 0
 
     @property
     def extern(self) -> bool:
-        """Whether a library computes it: nothing is fused with it."""
+        """True if a library computes it: nothing is fused with it."""
         work = self.work
-        flops = work.product_flops + work.attention_flops + work.attention_backward_flops
-        return bool(flops)
+        return any((work.product_flops, work.attention_flops, work.attention_backward_flops))
 
 
-class Recorder(TorchDispatchMode):
-    """Takes down the operations of a computation on fake tensors.
-
-    Attributes:
-        ops: in order.
-        sizes: bytes of each storage.
-        random: whether one of them draws random numbers.
-    """
+class _Recorder(TorchDispatchMode):
+    """Takes down operations on fake tensors, bytes of storages, and whether any is random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +80,7 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []  # so that no address is used twice
 
-    def number(self, tensor: Tensor) -> int:
-        """The storage of a tensor."""
+    def _number(self, tensor: Tensor) -> int:
         storage, key = tensor.untyped_storage(), memory_of(tensor)
         if key not in self._numbers:
             self._numbers[key] = len(self.sizes)
@@ -95,55 +89,55 @@ class Recorder(TorchDispatchMode):
         return self._numbers[key]
 
     def numbers(self, values: Any) -> set[int]:
-        """The storages of all tensors among some values."""
-        return {self.number(tensor) for tensor in tensors(values)}
+        return {self._number(tensor) for tensor in tensors(values)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        given = self.numbers((args, kwargs))
-        known = len(self.sizes)
+        reads, known = self.numbers((args, kwargs)), len(self.sizes)
         out = func(*args, **kwargs)
-        made = tuple(sorted(n for n in self.numbers(out) if n >= known))
+        writes = sorted(n for n in self.numbers(out) if n >= known)
         if not is_view(func):
             work, scratch = work_of(func, args, kwargs, out)
             name = schema_of(func).name
-            reads = () if name.startswith(_SHAPED_LIKE) else tuple(sorted(given))
+            reads = set() if name.startswith(_SHAPED_LIKE) else reads
             product = 4 * out.numel() if func is SOFTMAX_BACKWARD else 0
-            self.ops.append(
-                Op(work, reads, made, scratch + product // 2, name not in _NOT_AGAIN, product)
-            )
+            again, scratch = name not in _NOT_AGAIN, scratch + product // 2
+            self.ops.append(Op(work, (*sorted(reads),), (*writes,), scratch, again, product))
         return out
 
 
-@dataclass
-class Traced:
-    """A forward, and the backward that follows it.
+class _Decomposed(TorchFunctionMode):
+    """Gives a dense copy of part of a tensor that nothing is dropped of, as torch.compile does."""
 
-    Attributes:
-        split: operations of the forward; those that follow are the backward's.
-        given: storages of weights and inputs, and of the gradients that the backward is given.
-        made: the forward's results.
-        pulled: the backward's.
-        random: whether one of the operations draws random numbers.
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        copied = func is F.dropout and out.nbytes < out.untyped_storage().nbytes()
+        return out.clone() if copied else out
+
+
+@dataclass
+class Trace:
+    """The operations of a layer's forward, and from `split` on those of the backward that follows.
+
+    `sizes` are bytes of storages; `inputs` are those of weights, inputs, and gradients of the
+    results; `results` and `gradients` are returned; `outputs` are shapes by output leaf.
     """
 
     ops: list[Op]
     sizes: list[int]
     split: int
-    given: set[int]
-    made: set[int]
-    pulled: set[int]
+    inputs: set[int]
+    results: set[int]
+    gradients: set[int]
     random: bool
+    outputs: dict[int, Shape]
 
-    def between(self, other: "Traced", way: int, whole: int) -> "Traced | None":
-        """What a trace would be that is `way` of the `whole` way from this one to another one.
-
-        All numbers are on a line, as they are by the rows of a micro-batch. None: the two traces
-        are of different operations.
-        """
+    def of_rows(self, rows: int, first: int, other: "Trace", second: int) -> "Trace | None":
+        """The trace of so many rows, from those of `first` and `second`; None: other operations."""
         if self._structure != other._structure:
             return None
+        way, whole = rows - first, second - first
 
         def at(one: int, two: int) -> int:
             return one + (two - one) * way // whole
@@ -157,69 +151,118 @@ class Traced:
             )
             for op, like in zip(self.ops, other.ops, strict=True)
         ]
-        return replace(self, ops=ops, sizes=[*map(at, self.sizes, other.sizes)])
+        outputs = {leaf: shape.of_rows(rows, first) for leaf, shape in self.outputs.items()}
+        return replace(self, ops=ops, sizes=[*map(at, self.sizes, other.sizes)], outputs=outputs)
 
     @property
     def _structure(self) -> tuple:
-        ops = [(op.reads, op.made, op.extern) for op in self.ops]
-        return ops, self.split, self.given, self.made, self.pulled, self.random
+        ops = [(op.reads, op.writes, op.extern) for op in self.ops]
+        return ops, self.split, self.inputs, self.results, self.gradients, self.random
+
+
+def traced(run: Any, inputs: list[Any]) -> Trace:
+    """A layer's forward and backward, recorded."""
+    recorder = _Recorder()
+    with _Decomposed(), recorder:
+        results = run()
+        split = len(recorder.ops)
+        values, grads = ends(results)
+        input_grads = torch.autograd.grad(values, leaves(inputs), grads, allow_unused=True)
+    return Trace(
+        recorder.ops,
+        recorder.sizes,
+        split,
+        recorder.numbers((inputs, grads)),
+        recorder.numbers(list(results.values())),
+        recorder.numbers(input_grads),
+        recorder.random,
+        shapes(results),
+    )
+
+
+def ends(results: Activations) -> tuple[list[Tensor], list[Tensor]]:
+    """A layer's results that gradients flow through, and such gradients."""
+    values = [value for value in results.values() if value.requires_grad]
+    return values, [torch.empty_like(value) for value in values]
+
+
+def leaves(inputs: list[Any]) -> list[Tensor]:
+    """The inputs that get gradients."""
+    return [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def shapes(results: Activations) -> dict[int, Shape]:
+    """The shapes of a layer's results, by output leaf."""
+    return {ref.leaf: Shape(tuple(v.shape), v.dtype) for ref, v in results.items()}
+
+
+def compiled_work(trace: Trace) -> LayerWork:
+    """The work of a layer once it is compiled."""
+    layer, random = Compiled(trace), trace.random
+    share = None if random else KEPT_SHARE  # as model/layer_template.py compiles kept graphs
+    return LayerWork(
+        layer.forward(),
+        layer.forward_keeping(),
+        layer.backward(),
+        layer.forward_keeping(share),
+        layer.backward(share),
+        None if random else layer.backward(0.0),
+        trace.outputs,
+    )
 
 
 class Compiled:
-    """What forward and backward of a traced layer take once it is compiled."""
+    """Forward and backward of a traced layer, compiled."""
 
-    def __init__(self, traced: Traced) -> None:
-        self._t = traced
-        self._forward, self._backward = traced.ops[: traced.split], traced.ops[traced.split :]
-        self._producer = {n: op for op in traced.ops for n in op.made}
-        self._maker = {n: i for i, op in enumerate(self._forward) for n in op.made}
+    def __init__(self, trace: Trace) -> None:
+        self._t = trace
+        self._forward, self._backward = trace.ops[: trace.split], trace.ops[trace.split :]
+        self._producer = {n: op for op in trace.ops for n in op.writes}
+        self._maker = {n: i for i, op in enumerate(self._forward) for n in op.writes}
         self._bases: dict[int, frozenset[int]] = {}
-        inside = {n for op in self._forward for n in op.made} - traced.given
+        inside = self._maker.keys() - trace.inputs
         read = {n for op in self._backward for n in op.reads} & inside
         by_library = {n for op in self._backward if op.extern for n in op.reads} & inside
         # All that any product or attention would have to be run again for.
-        self._least = {base for n in read for base in self._base(n)} - traced.given
-        rest = self._least_cut(read - by_library, by_library | traced.given)
-        self._saved = by_library - traced.given | rest
-        self._fewest = self._least_cut(read, traced.given)
+        self._least = {base for n in read for base in self._base(n)} - trace.inputs
+        rest = self._least_cut(read - by_library, by_library | trace.inputs)
+        self._saved = by_library - trace.inputs | rest
+        self._fewest = self._least_cut(read, trace.inputs)
 
     def forward(self) -> Work:
-        """A forward of which nothing is kept."""
-        return self._phase(self._forward, frozenset(), self._t.made)
+        return self._phase(self._forward, set(), self._t.results)
 
     def forward_keeping(self, share: float | None = None) -> Work:
         """A forward that keeps what its backward needs; `share` as in `backward`."""
         held = self._held(share)
-        work = self._phase(self._forward, frozenset(), self._t.made | held)
-        return work._replace(kept_bytes=self._size(held - self._t.made))
+        work = self._phase(self._forward, set(), self._t.results | held)
+        return work._replace(kept_bytes=self._size(held - self._t.results))
 
     def backward(self, share: float | None = None) -> Work:
         """The backward; what was kept counts in its peak.
 
-        With `share` of what would be kept by default (activation_memory_budget of
-        torch._functorch) the products that are not kept are computed again; with 0 nothing is kept,
-        and it begins with most of a forward.
+        With `share` of what is kept by default (activation_memory_budget of torch._functorch) other
+        products are computed again; with 0 nothing is kept, and it begins with most of a forward.
         """
         held = self._held(share)
         ops = self._with_again(held)
         if share != 0:
             ops = [replace(op, scratch_bytes=op.scratch_bytes + op.product_bytes) for op in ops]
-        work = self._phase(ops, frozenset(held), self._t.pulled)
+        work = self._phase(ops, held, self._t.gradients)
         return work._replace(touched_bytes=int(_BACKWARD_TOUCHES * work.touched_bytes))
 
     def _held(self, share: float | None) -> set[int]:
-        """What waits between the two, arguments left out.
+        """Storages that wait between the two, inputs left out, as torch's partitioner tries it.
 
-        As torch's partitioner tries it: what the backward's products read may be computed again
-        from less; only where that is not little enough are products themselves.
+        Products are computed again only where what they are read from is not little enough.
         """
         if share is None:
-            return set(self._saved)
+            return self._saved
         few = 0 < self._size(self._fewest) < share * self._size(self._saved)
-        return set(self._fewest) if few else self._chosen(share)
+        return self._fewest if few else self._knapsack(share)
 
     def _with_again(self, held: set[int]) -> list[Op]:
-        """The backward, and before each operation what of the forward it needs and is not held."""
+        """The backward, with operations of the forward that it needs and that are not held."""
         done: set[int] = set()
         ops: list[Op] = []
         for op in self._backward:
@@ -231,44 +274,38 @@ class Compiled:
                         done.add(maker)
                         needed.add(maker)
                         asked.append(self._forward[maker])
-            ops += [self._forward[maker] for maker in sorted(needed)]
-            ops.append(op)
+            ops += [*(self._forward[maker] for maker in sorted(needed)), op]
         return ops
 
-    def _library(self) -> list[Op]:
-        """Products and attention whose results spare the backward from running them again."""
-        return [op for op in self._forward if op.extern and not self._least.isdisjoint(op.made)]
+    def _knapsack(self, share: float) -> set[int]:
+        """As many FLOPs' results as fit in a share of what a graph holds by default.
 
-    def _chosen(self, share: float) -> set[int]:
-        """What a kept graph holds: as many FLOPs' results as fit in a share of the default.
-
-        A knapsack, as in torch._functorch.partitioners (dp_knapsack): 1 / 10,000 of the default is
-        the unit in which sizes count. Attention is no part of it: cuDNN's is missing among the
-        operations that count as heavy there (`compute_intensive_ops`), so it is computed again.
+        As in torch._functorch.partitioners (dp_knapsack): 1 / 10,000 of the default is the unit in
+        which sizes count. Attention is no part of it: cuDNN's is missing among the operations that
+        count as heavy there (`compute_intensive_ops`), so it is computed again.
         """
         unit = max(1, self._size(self._saved)) / _UNITS
         small = {n for n in self._least if not self._producer[n].extern}
         best: dict[int, tuple[int, frozenset[int]]] = {0: (0, frozenset(small))}
-        for op in self._library():
-            flops = op.work.product_flops
-            if not flops:
+        for op in self._forward:
+            flops, results = op.work.product_flops, self._least.intersection(op.writes)
+            if not flops or not results:
                 continue
-            results = self._least.intersection(op.made)
             size = round(self._size(results) / unit)
             for used, (value, chosen) in list(best.items()):
                 total, gain = used + size, value + flops
                 if total <= share * _UNITS and best.get(total, (-1, chosen))[0] < gain:
                     best[total] = gain, chosen | results
-        return set(max(best.values(), key=lambda found: found[0])[1])
+        return set(max(best.values(), key=lambda pair: pair[0])[1])
 
     def _size(self, storages: Iterable[int]) -> int:
         return sum(self._t.sizes[n] for n in storages)
 
     def _base(self, storage: int) -> frozenset[int]:
-        """What a storage can be computed from by elementwise work alone."""
+        """Storages from which elementwise work alone computes one."""
         if storage not in self._bases:
             op = self._producer.get(storage)
-            if op is None or op.extern or storage in self._t.given or self._small(storage, op):
+            if op is None or op.extern or storage in self._t.inputs or self._small(storage, op):
                 self._bases[storage] = frozenset({storage})
             else:
                 self._bases[storage] = frozenset(b for n in op.reads for b in self._base(n))
@@ -292,8 +329,8 @@ class Compiled:
             if op is None or op.extern or not op.again or self._small(n, op):
                 graph.add_edge("forward", (n, "made"))
                 continue
-            reads = [each for each in op.reads if each not in kept]
-            graph.add_edges_from(((each, "held"), (n, "made")) for each in reads)
+            reads = [read for read in op.reads if read not in kept]
+            graph.add_edges_from(((read, "held"), (n, "made")) for read in reads)
             asked += reads
         _, (before, after) = nx.minimum_cut(graph, "forward", "backward")
         return {n for n, side in before - {"forward"} if side == "made" and (n, "held") in after}
@@ -302,24 +339,29 @@ class Compiled:
         largest = max((self._t.sizes[n] for n in op.reads), default=0)
         return self._t.sizes[storage] * _SMALL <= largest
 
-    def _phase(self, ops: list[Op], before: frozenset[int], ends: set[int]) -> Work:
-        """Run through one phase that starts with `before` in memory and ends with `ends`."""
-        given = self._t.given
-        real = self._real(ops) | before | ends | given
-        ops = [op for op in ops if op.extern or not op.made or not real.isdisjoint(op.made)]
+    def _phase(self, ops: list[Op], before: set[int], ends: set[int]) -> Work:
+        inputs, sizes = self._t.inputs, self._t.sizes
+        # Libraries, those below and small results read and write memory; other results are fused.
+        by_library = {n for op in ops if op.extern for n in (*op.reads, *op.writes)}
+        by_library |= {n for op in ops if op.product_bytes or not op.again for n in op.writes}
+        small = {n for op in ops for n in op.writes if self._small(n, op)}
+        real = by_library | small | before | ends | inputs
+        ops = [op for op in ops if op.extern or not op.writes or not real.isdisjoint(op.writes)]
         sources = [frozenset(s for n in op.reads for s in self._sources(n, real)) for op in ops]
         left = Counter(n for read in sources for n in read)  # how many operations will read it
-        alive = set(before) - given
-        peak = self._size(alive)
-        work = Work()
+        alive = before - inputs
+        peak, work = self._size(alive), Work()
         for kernel in self._kernels(ops, sources):
             reads = {n for i in kernel for n in sources[i]}
-            new = {n for i in kernel for n in ops[i].made if n in real} - given - alive
+            new = {n for i in kernel for n in ops[i].writes if n in real} - inputs - alive
             touched = 0
             if not ops[kernel[0]].extern:
                 touched = self._size(reads | new)
-                for i in kernel:
-                    alive -= self._overwritten(ops[i], sources[i] & (alive - ends), left)
+                for i in kernel:  # it writes over a read of its result's size that is the last one
+                    writes = sizes[ops[i].writes[0]] if ops[i].writes else 0
+                    gone = sources[i] & (alive - ends)
+                    over = (n for n in gone if left[n] == 1 and sizes[n] == writes)
+                    alive.discard(next(over, -1))
             alive |= new
             peak = max(peak, self._size(alive) + max(ops[i].scratch_bytes for i in kernel))
             work = added(work, ops[kernel[0]].work._replace(touched_bytes=touched, kernels=1))
@@ -327,41 +369,28 @@ class Compiled:
             alive = {n for n in alive if left[n] or n in ends}
         return work._replace(peak_bytes=peak)
 
-    def _overwritten(self, op: Op, reads: frozenset[int], left: Counter[int]) -> set[int]:
-        """What an elementwise operation writes its result over: what nothing else will read."""
-        sizes = self._t.sizes
-        made = sizes[op.made[0]] if op.made else 0
-        return set(islice((n for n in reads if left[n] == 1 and sizes[n] == made), 1))
-
     def _kernels(self, ops: list[Op], sources: list[frozenset[int]]) -> list[list[int]]:
         """The operations (numbers) of each kernel, in the order in which they run.
 
-        As torch._inductor's scheduler has it, elementwise results of one size that read one memory
-        of that size are written together, wherever none of them waits for another by way of a
-        library's operation. All that they read and write is alive at once.
+        As in torch._inductor's scheduler, results of one size that read one memory of that size are
+        written together, unless one waits for another by way of a library. All is alive at once.
         """
-        maker = {n: i for i, op in enumerate(ops) for n in op.made}
+        maker = {n: i for i, op in enumerate(ops) for n in op.writes}
         waits = [{maker[n] for n in read if n in maker} - {i} for i, read in enumerate(sources)]
         kernels = _Kernels(waits)
         writers: dict[tuple[int, int], int] = {}  # by memory read, and size: the last of them
         for i, op in enumerate(ops):
-            if op.extern or not op.made:
+            if op.extern or not op.writes:
                 continue
-            size = max(self._t.sizes[n] for n in op.made)
-            for n in (*sources[i], *op.made):
+            size = max(self._t.sizes[n] for n in op.writes)
+            for n in (*sources[i], *op.writes):
                 if self._t.sizes[n] == size:
                     kernels.join(writers.get((n, size), i), i)
                     writers[n, size] = i
         return kernels.in_order()
 
-    def _real(self, ops: list[Op]) -> set[int]:
-        """Storages that exist in memory because of how they are made or read."""
-        by_library = {n for op in ops if op.extern for n in (*op.reads, *op.made)}
-        by_library |= {n for op in ops if op.product_bytes or not op.again for n in op.made}
-        return by_library | {n for op in ops for n in op.made if self._small(n, op)}
-
     def _sources(self, storage: int, real: set[int]) -> frozenset[int]:
-        """What exists in memory of that which a storage is computed from."""
+        """Storages in memory from which fused work computes one."""
         op = self._producer.get(storage)
         if storage in real or op is None:
             return frozenset({storage})
@@ -388,21 +417,11 @@ class _Kernels:
 
     def in_order(self) -> list[list[int]]:
         """The operations of each kernel, every kernel as early as its first operation allows."""
-        done: set[int] = set()
-        order = []
-        for first in self._members:
-            path = [first]
-            while path:
-                kernel = path[-1]
-                left = self._before(kernel) - done
-                if left:
-                    path.append(min(left))
-                    continue
-                path.pop()
-                if kernel not in done:
-                    done.add(kernel)
-                    order.append(self._members[kernel])
-        return order
+        graph = nx.DiGraph()
+        graph.add_nodes_from(self._members)
+        for kernel in self._members:
+            graph.add_edges_from((kernel, before) for before in sorted(self._before(kernel)))
+        return [self._members[kernel] for kernel in nx.dfs_postorder_nodes(graph)]
 
     def _before(self, kernel: int) -> set[int]:
         """The kernels that it waits for."""
@@ -410,7 +429,7 @@ class _Kernels:
         return {of[j] for i in self._members[kernel] for j in waits[i]} - {kernel}
 
     def _between(self, first: int, last: int) -> bool:
-        """Whether `last` waits for a kernel that waits for `first`."""
+        """True if `last` waits for a kernel that waits for `first`."""
         asked = [*(self._before(last) - {first})]
         seen = set(asked)
         while asked:

@@ -1,9 +1,14 @@
-"""Counts what operations on tensors without data would take: FLOPs, bytes touched, bytes alive."""
+"""Counts the cost of operations on tensors without data: FLOPs, bytes touched, bytes alive."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from operator import add
 from typing import Any, NamedTuple, cast
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +17,7 @@ from torch.library import custom_op, infer_schema
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from megatrain.base.units import align
 from megatrain.compat.torch import (
     GROUPED_PRODUCT,
     SOFTMAX_BACKWARD,
@@ -22,10 +28,21 @@ from megatrain.compat.torch import (
     packet_of,
 )
 from megatrain.errors import MegatrainError, first_line
-from megatrain.forecast.ledger import WORKING_SET, Ledger
 
 # A layer has some hundred; a recurrence that goes token by token would take minutes to count.
 MOST_OPERATIONS = 10_000
+
+# How much faster products are in float8, casts included: 7B on an H200 took 5.59 s instead of 7.40.
+_FLOAT8_SPEED = 1.48
+
+_STEP = 256  # bytes: tensors begin at multiples, on the device and where they wait on the host
+
+
+class Place:
+    """The parts of memory that come and go in a step."""
+
+    ACTIVATIONS, WORKING_SET, KEPT_GRAPHS = "activations", "working set", "kept graphs"
+    KEPT_ATTENTION, ARGUMENTS = "kept attention", "layer arguments"
 
 
 class NotForeseeable(MegatrainError):
@@ -39,29 +56,24 @@ def foreseeing(what: str) -> Iterator[None]:
         yield
     except MegatrainError:
         raise
-    except RecursionError as error:
-        raise NotForeseeable(
-            f"{what} has too many operations one after the other (a recurrence without a kernel of "
-            "its own)"
-        ) from error
     except Exception as error:
-        raise NotForeseeable(
-            f"what {what} takes depends on the values it computes with ({type(error).__name__}: "
-            f"{first_line(error)})"
-        ) from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        why = f"what {what} takes depends on the values it computes with ({reason})"
+        if isinstance(error, RecursionError):
+            why = f"{what} has too many operations one after the other (a recurrence without a "
+            why += "kernel of its own)"
+        raise NotForeseeable(why) from error
 
 
 class Work(NamedTuple):
-    """What a piece of device work takes.
+    """The cost of a piece of device work.
 
     Attributes:
-        product_flops: of matrix products.
         attention_flops, attention_backward_flops: causal attention counted at half.
-        touched_bytes: of device memory, by all other operations.
-        kernels: launched.
+        touched_bytes: of device memory, by all operations but products and attention.
         attention_bytes: results of attention, which may wait for its backward.
-        peak_bytes: that exist at once, besides what the work was given; results count.
-        kept_bytes: that wait for a backward, besides results and what the work was given.
+        peak_bytes: that exist at once, besides the work's arguments; results count.
+        kept_bytes: that wait for a backward, besides results and arguments.
         calls: of the layer or head, if it is more than one.
     """
 
@@ -81,30 +93,167 @@ class Work(NamedTuple):
         return Work(*(one + (two - one) * way // whole for one, two in pairs))
 
     def times(self, count: int) -> "Work":
-        """The work of `count` micro-batches, one after the other; what is kept adds up."""
+        """The work of `count` micro-batches, one after the other; memory is that of one."""
         if count == 1:
             return self
-        return self._replace(
-            product_flops=count * self.product_flops,
-            attention_flops=count * self.attention_flops,
-            attention_backward_flops=count * self.attention_backward_flops,
-            touched_bytes=count * self.touched_bytes,
-            kernels=count * self.kernels,
-            attention_bytes=count * self.attention_bytes,
-            calls=count,
-        )
+        *counted, peak, kept, _ = self
+        return Work._make((*(count * number for number in counted), peak, kept, count))
+
+
+def added(one: Work, other: Work) -> Work:
+    """The work of both, one after the other, but for their memory."""
+    return Work._make((*map(add, one[:6], other[:6]), 0, 0, max(one.calls, other.calls)))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes and dtype of an activation."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
+
+    def of_rows(self, rows: int, measured: int) -> "Shape":
+        """The shape for another number of rows than was measured."""
+        first, *others = self.sizes
+        return Shape((first * rows // measured, *others), self.dtype)
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.sizes, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The work of one micro-batch in a layer.
+
+    Attributes:
+        forward: nothing is kept.
+        again: the forward of the backward sweep, which keeps what the backward needs.
+        keeping, kept_backward: of a layer that keeps its graph between the sweeps.
+        repeating: the backward of a graph that holds nothing, made by `forward` (then nothing is
+            run `again`); None: layers do not make such graphs.
+    """
+
+    forward: Work
+    again: Work
+    backward: Work
+    keeping: Work
+    kept_backward: Work
+    repeating: Work | None
+    outputs: dict[int, Shape]
+
+    @property
+    def in_float8(self) -> "LayerWork":
+        """This work where products are taken in float8."""
+        faster: dict[str, Any] = {
+            name: work._replace(product_flops=int(work.product_flops / _FLOAT8_SPEED))
+            for name, work in vars(self).items()
+            if isinstance(work, Work)
+        }
+        return replace(self, **faster)
+
+    @property
+    def computed_twice(self) -> list[Work]:
+        """All works of a layer that keeps nothing."""
+        if self.repeating is not None:
+            return [self.forward, self.repeating]
+        return [self.forward, self.again, self.backward]
+
+
+class Held:
+    """Memory that counts until nobody refers to it any more; it has no data."""
+
+    __slots__ = ("_ledger", "_place", "_taken", "nbytes")
+    dtype = torch.uint8
+
+    def __init__(self, ledger: "Ledger", place: str, num_bytes: int, taken: int) -> None:
+        self._ledger, self._place, self.nbytes, self._taken = ledger, place, num_bytes, taken
+
+    def __del__(self) -> None:
+        self._ledger.add_bytes(self._place, -self._taken)
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (self.nbytes,)
+
+    def contiguous(self) -> "Held":
+        return self
+
+
+class Ledger:
+    """Bytes by place, now (`live`) and when most were alive (`peak_live`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[str, int] = {}
+        self.peak_live: Counter[str] = Counter()
+        self.total_bytes = self.peak_bytes = 0
+        self._known: dict[int, Any] = {}  # references that report a storage's end
+
+    def hold(self, place: str, num_bytes: int, taken: int | None = None) -> Any:
+        """Memory that counts as long as somebody refers to it: as `taken` bytes, or all."""
+        taken = num_bytes if taken is None else taken
+        self.add_bytes(place, taken)
+        self.took(0)
+        return Held(self, place, num_bytes, taken)
+
+    def count(self, tensor: Tensor, place: str, num_bytes: int | None = None) -> Tensor:
+        """Count a tensor as long as its storage lives; `num_bytes`: not as many as it has."""
+        storage, key = tensor.untyped_storage(), memory_of(tensor)
+        if key not in self._known:
+            size = align(storage.nbytes() if num_bytes is None else num_bytes, _STEP)
+            self.add_bytes(place, size)
+            self._known[key] = ref(storage, partial(self._gone, key, place, size))
+            self.took(0)
+        return tensor
+
+    def _gone(self, key: int, place: str, num_bytes: int, _: Any) -> None:
+        self._known.pop(key, None)
+        self.add_bytes(place, -num_bytes)
+
+    def add_bytes(self, place: str, num_bytes: int) -> None:
+        """So many more bytes are alive; negative: fewer."""
+        self.live[place] = self.live.get(place, 0) + num_bytes
+        self.total_bytes += num_bytes
+
+    def took(self, num_bytes: int, beside: int = 0, place: str = Place.WORKING_SET) -> None:
+        """Note that so many bytes more were alive for a moment, `beside` so many of `place`."""
+        if self.total_bytes + num_bytes + beside > self.peak_bytes:
+            self.peak_bytes = self.total_bytes + num_bytes + beside
+            self.peak_live = Counter(self.live)
+            self.peak_live[Place.WORKING_SET] += num_bytes
+            self.peak_live[place] += beside
 
 
 def shapes_only(shapes: Callable[..., Any]) -> Any:
-    """An operation that tells the shapes of its results, as `shapes` makes them, and no values."""
+    """An operation whose results have the shapes that `shapes` makes, and no values."""
 
     def refuse(*_: Any) -> None:
         raise NotImplementedError("only the shapes are of interest")
 
     name, schema = shapes.__name__.lstrip("_"), infer_schema(shapes, mutates_args=())
-    made = custom_op(f"megatrain::{name}", refuse, mutates_args=(), schema=schema)
-    made.register_fake(shapes)
-    return made
+    operation = custom_op(f"megatrain::{name}", refuse, mutates_args=(), schema=schema)
+    operation.register_fake(shapes)
+    return operation
+
+
+@shapes_only
+def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Any loss that is compiled to one operation."""
+    return logits_NV.new_empty((), dtype=torch.float32)
+
+
+def _cross_entropy_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return torch.empty_like(ctx.saved_tensors[0]).copy_(ctx.saved_tensors[0]), None
+
+
+cross_entropy.register_autograd(
+    _cross_entropy_backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
 
 
 @shapes_only
@@ -133,16 +282,18 @@ def _attention_backward(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _save_attention(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, mask, ctx.causal = inputs
     ctx.save_for_backward(query, key, value, *output, mask)
 
 
-def _pull(ctx: Any, gradient: Tensor, _: Tensor) -> tuple:
-    return (*_attention_backward(gradient, *ctx.saved_tensors, ctx.causal), None, None)
-
-
-_attention.register_autograd(_pull, setup_context=_keep_for_backward)
+_attention.register_autograd(
+    lambda ctx, gradient, _: (
+        *_attention_backward(gradient, *ctx.saved_tensors, ctx.causal),
+        *(None, None),
+    ),
+    setup_context=_save_attention,
+)
 
 
 @shapes_only
@@ -162,17 +313,15 @@ _experts_product.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 
-ATTENTION = torch.ops.megatrain.attention.default
+_ATTENTION = torch.ops.megatrain.attention.default
+_ATTENTION_BACKWARD = torch.ops.megatrain.attention_backward.default
 _EXPERTS = torch.ops.megatrain.experts_product.default
 _EXPERTS_BACKWARD = torch.ops.megatrain.experts_product_backward.default
-_LOOKS = (UNSAFE_VIEW,)
 _OVERWRITES = (
     torch.ops.aten.zero_.default,
     torch.ops.aten.fill_.Scalar,
     torch.ops.aten.copy_.default,
 )
-
-ATTENTION_BACKWARD = torch.ops.megatrain.attention_backward.default
 
 
 class OneAttention(TorchFunctionMode):
@@ -180,9 +329,6 @@ class OneAttention(TorchFunctionMode):
 
     So are products of experts (`[S, I] x [E, I, O]`): torch tells their shapes of bf16 alone, and
     their FLOPs not at all.
-
-    Raises:
-        NotForeseeable: there are too many operations to count.
     """
 
     def __init__(self) -> None:
@@ -191,7 +337,7 @@ class OneAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._calls += 1
-        if self._calls > MOST_OPERATIONS:  # told here: torch's own code below may not be left so
+        if self._calls > MOST_OPERATIONS:  # raised here: torch's code below may not be left so
             raise NotForeseeable(
                 f"a layer has more than {MOST_OPERATIONS:,} operations (a recurrence without a "
                 "kernel of its own)"
@@ -224,12 +370,12 @@ def _one_attention(
 
 
 def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
-    """What one operation takes on its own, and the bytes it needs while it runs."""
-    if func is ATTENTION:
+    """An operation's work, and the bytes it needs while it runs."""
+    if func is _ATTENTION:
         results = sum(tensor.nbytes for tensor in tensors(out))
         flops = _attention_flops(*args)
         return Work(attention_flops=flops, kernels=1, attention_bytes=results), 0
-    if func is ATTENTION_BACKWARD:
+    if func is _ATTENTION_BACKWARD:
         _, query, key, value, *_, mask, causal = args
         # Five products where the forward has two; the gradient of the queries is summed in fp32.
         flops = _attention_flops(query, key, value, mask, causal) * 5 // 2
@@ -242,10 +388,11 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     if count is not None:
         return Work(product_flops=int(count(*args, **kwargs, out_val=out)), kernels=1), 0
     scratch = out.nbytes if func is SOFTMAX_BACKWARD else 0  # kernels write a product out
-    given, made = tensors((args[1:] if func in _OVERWRITES else args, kwargs)), tensors(out)
-    if not given and func not in _OVERWRITES:
+    read = tensors((args[1:] if func in _OVERWRITES else args, kwargs))
+    if not read and func not in _OVERWRITES:
         return Work(), 0  # an allocation
-    return Work(touched_bytes=sum(t.nbytes for t in (*given, *made)), kernels=1), scratch
+    touched = sum(tensor.nbytes for tensor in (*read, *tensors(out)))
+    return Work(touched_bytes=touched, kernels=1), scratch
 
 
 def _attention_flops(
@@ -269,20 +416,20 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 def is_view(func: Any) -> bool:
-    """Whether an operation only looks at memory in another way, or at no memory."""
-    return func.is_view or func in _LOOKS or func.namespace == "prim"
+    """True if an operation only looks at memory in another way, or at no memory."""
+    return func.is_view or func is UNSAFE_VIEW or func.namespace == "prim"
 
 
 class OpCounter(Ledger, TorchDispatchMode):
-    """Counts while it is entered.
-
-    Attributes:
-        work: so far, memory apart.
-    """
+    """Counts while it is entered; `work` is what it has counted so far, memory apart."""
 
     def __init__(self) -> None:
         super().__init__()
         self.work = Work()
+
+    @property
+    def with_peak(self) -> Work:
+        return self.work._replace(peak_bytes=self.peak_bytes)
 
     def ignore(self, values: Any) -> None:
         """Do not count the storages of some tensors."""
@@ -303,29 +450,12 @@ class OpCounter(Ledger, TorchDispatchMode):
         out = func(*args, **kwargs)
         if is_view(func):
             return out
-        # Whoever says that a copy shall be on the meta device wants its shape alone.
-        num_bytes = 0 if _described(func, kwargs) else None
+        # A copy that is asked for on the meta device is wanted for its shape alone.
+        on_meta = kwargs.get("device") == torch.device("meta")
+        shape_alone = on_meta and func is torch.ops.aten.empty_like.default
         for tensor in tensors(out):
-            self.made(tensor, WORKING_SET, num_bytes)
+            self.count(tensor, Place.WORKING_SET, 0 if shape_alone else None)
         work, scratch = work_of(func, args, kwargs, out)
         self.work = added(self.work, work)
         self.took(scratch)
         return out
-
-
-def _described(func: Any, kwargs: dict) -> bool:
-    device = kwargs.get("device")
-    return func is torch.ops.aten.empty_like.default and device == torch.device("meta")
-
-
-def added(one: Work, other: Work) -> Work:
-    """The work of both, one after the other, but for their memory."""
-    return Work(
-        one.product_flops + other.product_flops,
-        one.attention_flops + other.attention_flops,
-        one.attention_backward_flops + other.attention_backward_flops,
-        one.touched_bytes + other.touched_bytes,
-        one.kernels + other.kernels,
-        one.attention_bytes + other.attention_bytes,
-        calls=max(one.calls, other.calls),
-    )

@@ -1,50 +1,193 @@
-"""What the parts of a model take at one shape of micro-batch, read off the model's own code.
+"""The cost of a model's parts at one shape of micro-batch, read off the model's own code.
 
 Each kind of layer, and the head, runs once on fake tensors (shapes without data) under a counter of
-its operations: FLOPs, bytes touched, and bytes alive. That takes tenths of a second, for any size.
+its operations: FLOPs, bytes touched, and bytes alive. Of parts that run in tiles
+(model/token_chunks.py, with its legend of shapes) one tile is measured, and none is run.
 """
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+import copy
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from itertools import pairwise
+from math import gcd, prod
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megatrain.compat.torch import FakeTensorMode, without_modes
+from megatrain.compat.torch import FakeTensorMode, current_mode, without_modes
 from megatrain.compat.transformers import unpacked
 from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.batch import Batch
 from megatrain.engine.head import Head, Summed
 from megatrain.engine.sink import GradAccumulator
-from megatrain.forecast.groups import Group, groups
-from megatrain.forecast.layer_work import LayerWork, Shape
-from megatrain.forecast.meta_loss import TWO_VISITS, cross_entropy
-from megatrain.forecast.op_counter import OneAttention, OpCounter, Work, foreseeing
-from megatrain.forecast.profile_chunks import TileWork, foretold, tiled
-from megatrain.forecast.profile_layer import Trace, compiled_work, eager_work, traced
-from megatrain.loss import CROSS_ENTROPY, Loss
+from megatrain.forecast.inductor_model import Trace, compiled_work, ends, leaves, shapes, traced
+from megatrain.forecast.op_counter import (
+    LayerWork,
+    OneAttention,
+    OpCounter,
+    Shape,
+    Work,
+    added,
+    cross_entropy,
+    foreseeing,
+)
+from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.model.capture import Call, Ref, Rows, last_hidden, stand_in
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
+from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone, parts
 from megatrain.optim import tile_planes
 from megatrain.store.store import Tile
 from megatrain.tile import TileLayout
 
+_SIZE = 4  # of the greatest common divisor of a part's sizes, in a trial
+_MOST = 1 << 24  # parameters of a part that is tried in its own size
+
+
+class TileWork(NamedTuple):
+    """The work of one tile: a forward, the one of the backward, the rest of that; its result."""
+
+    forward: Work
+    again: Work
+    backward: Work
+    out: Shape
+
+
+Measure = Callable[[nn.Module, dict[str, Tensor], tuple[int, ...], torch.dtype], TileWork]
+"""Of a part, its weights and buffers without data, and the sizes `[1, C, D]` and type of a tile."""
+
+
+@contextmanager
+def tiled(kind: LayerTemplate, tokens: int, measure: Measure) -> Iterator[None]:
+    """Within this context a kind's parts stand for tiles of `tokens`."""
+    before, kind.module = kind.module, copy.deepcopy(kind.module)
+    try:
+        with measured_tiles(parts(kind.module), tokens, measure):
+            yield
+    finally:
+        kind.module = before
+
+
+@contextmanager
+def measured_tiles(
+    named: Sequence[tuple[str, nn.Module]], tokens: int, measure: Measure
+) -> Iterator[None]:
+    """Within this context some parts stand for tiles of `tokens`."""
+    before = [(part, part.__dict__.pop("forward", None)) for _, part in named]
+    try:
+        for name, part in named:
+            part.forward = _MeasuredTiles(part, name, tokens, measure)
+        yield
+    finally:
+        for part, forward in before:
+            del part.forward
+            if forward is not None:
+                part.forward = forward
+
+
+class _MeasuredTiles(ChunkedOverTokens):
+    def __init__(self, part: nn.Module, name: str, tokens: int, measure: Measure) -> None:
+        super().__init__(part, name, tokens, lambda function, what: function)
+        self._measure = measure
+        self._works: dict[tuple[int, torch.dtype], TileWork] = {}
+
+    def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
+        return acts_alone(self._alone, bound, x.shape[-1])
+
+    def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
+        key, count = (x.shape[-1], x.dtype), -(-x.shape[:-1].numel() // self._tokens)
+        if key not in self._works:
+            sizes = (1, self._tokens, x.shape[-1])
+            self._works[key] = self._measure(self._alone, bound, sizes, x.dtype)
+        return _AllTiles.apply(self._works[key], count, x, *bound.values())
+
+
+def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:
+    """True if a part acts on every token alone, tried without its weights.
+
+    First with random ones of smaller sizes in the same proportions; a part that knows its sizes
+    otherwise is tried in its own, if that is quick.
+    """
+    sizes = {width, *(n for value in bound.values() for n in value.shape)}
+    least = gcd(*sizes)
+
+    def tried(sizes: dict[int, int]) -> bool:
+        generator, weights = torch.Generator().manual_seed(0), {}
+        for name, value in bound.items():
+            shape = [sizes[n] for n in value.shape]
+            scale = max(1, prod(shape[1:])) ** 0.5
+            weights[name] = torch.randn(shape, generator=generator) / scale
+        return acts_on_tokens_alone(
+            lambda x: functional_call(part, weights, (x,)), torch.empty(1, 1, sizes[width])
+        )
+
+    if tried({n: n // least * _SIZE if least > _SIZE else n for n in sizes}):
+        return True
+    quick = sum(value.numel() for value in bound.values()) <= _MOST
+    return quick and tried({n: n for n in sizes})
+
+
+class _AllTiles(torch.autograd.Function):
+    """A part over all its tiles; holds what model/token_chunks.py would hold."""
+
+    @staticmethod
+    def forward(ctx: Any, work: TileWork, count: int, x_BTD: Tensor, *values: Tensor) -> Tensor:
+        ctx.work, ctx.count = work, count
+        ctx.save_for_backward(x_BTD, *values)
+        out_BTE = x_BTD.new_empty((*x_BTD.shape[:-1], work.out.sizes[-1]), dtype=work.out.dtype)
+        copied = Work(touched_bytes=2 * work.out.num_bytes, kernels=1)
+        # The result of the tile before is there until this one's is.
+        peak = work.forward.peak_bytes + work.out.num_bytes
+        _count(added(work.forward, copied), count, peak)
+        return out_BTE
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor | None, ...]:
+        x_BTD, *values = ctx.saved_tensors
+        work, needs = ctx.work, ctx.needs_input_grad[3:]
+        needed = [value for value, need in zip(values, needs, strict=True) if need]
+        sums = [torch.zeros_like(value, dtype=torch.float32) for value in needed]
+        dx_BTD = torch.empty_like(x_BTD)
+        grads = sum(value.nbytes for value in needed)
+        tile = dx_BTD.nbytes // ctx.count
+        moved = grads + 2 * sum(total.nbytes for total in sums) + 2 * tile
+        summed = Work(touched_bytes=moved, kernels=len(needed) + 1)
+        # Its gradients and results are there until those of the next tile are.
+        peak = work.backward.peak_bytes + grads + tile + work.out.num_bytes
+        _count(added(added(work.again, work.backward), summed), ctx.count, peak)
+        rounded = iter([s.to(v.dtype) for s, v in zip(sums, needed, strict=True)])
+        return None, None, dx_BTD, *(next(rounded) if need else None for need in needs)
+
+
+def _count(work: Work, times: int, peak_bytes: int) -> None:
+    counter = current_mode()
+    assert isinstance(counter, OpCounter), "parts in tiles are measured under a counter"
+    counter.add(work.times(times)._replace(attention_bytes=0, calls=0, peak_bytes=peak_bytes))
+
+
 _CPU = torch.device("cpu")
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 _CHUNKS_RUN = 3  # of a head's; the logits of so many take more memory than what is of all tokens
 
 
-class _AnyRows(Rows):
-    """Rows of which only shapes count."""
+class TwoVisits(JointLoss):
+    """A loss of all tokens together, which visits the head twice."""
 
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *given: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+TWO_VISITS = TwoVisits()
+
+
+class _AnyRows(Rows):
     def position(self, token: int) -> int | None:
         return 0
 
@@ -52,7 +195,56 @@ class _AnyRows(Rows):
         return ids
 
 
-class Profile:
+@dataclass
+class Group(MicroBatch):
+    """Micro-batches that are followed as one: all pass a layer before the next one, and are alike.
+
+    A few groups show as well what overlaps: forecasts are the same within 1 %.
+    """
+
+    count: int = 1
+
+
+def grouped(micro: MicroBatch) -> int:
+    """How many micro-batches this one stands for."""
+    return micro.count if isinstance(micro, Group) else 1
+
+
+def groups(rows: int, micro_batch: int, most: int | None, passes: int = 1) -> list[tuple[int, int]]:
+    """Micro-batches that each group stands for, and their rows; a group is of one pass."""
+    full, rest = divmod(rows, micro_batch)
+    last = [(1, rest)] if rest else []
+    passes = min(passes, full + len(last))
+    ends = [(full + len(last)) * number // passes for number in range(passes + 1)]
+    counts = []
+    for start, stop in pairwise(ends):
+        whole = min(stop, full) - start
+        number = whole if most is None else min(whole, max(1, (most - len(last)) // passes))
+        counts += [(whole // number + (i < whole % number), micro_batch) for i in range(number)]
+    return [*counts, *last]
+
+
+class Once:
+    """Remembers values by key."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+class Prologue(NamedTuple):
+    """What comes before the layers: its results, the layers' arguments, and their bytes."""
+
+    results: dict[Ref, Shape]
+    calls: list[Call]
+    argument_bytes: int
+
+
+class Profile(Once):
     """The works of a model's parts, each measured when it is first asked for."""
 
     def __init__(
@@ -66,31 +258,23 @@ class Profile:
         float8: bool = False,
     ) -> None:
         """Args: with `chunk_tokens`, layers are eager but for the parts that run in tiles."""
+        super().__init__()
         self._float8 = float8
         self.spec, self.dtype, self.tokens = spec, dtype, sequence_length
         self.compiled, self.chunk_tokens = compiled, chunk_tokens
         self.program = ModelProgram(spec, _CPU, dtype)
         self.program.train(True)
-        self._known: dict[Hashable, Any] = {}
         self._outputs: dict[int, tuple[int, dict[int, Shape]]] = {}  # of a kind, for so many rows
         self._traces: dict[int, dict[int, Trace]] = {}  # of a kind, by rows: at most two
-        self._micro: dict[int, tuple[dict[Ref, Shape], list[Call], int]] = {}
-
-    def once(self, key: Hashable, measure: Callable[[], Found]) -> Found:
-        """What `measure` has found when it was first asked for `key`: of parts of layers, heads."""
-        if key not in self._known:
-            self._known[key] = measure()
-        return self._known[key]
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's, by name. Found once: with adapters a large one has thousands of modules."""
         return dict(self.spec.capture.model.named_parameters())
 
     def distinct(self, rows: int) -> Tensor:
         """The tokens that occur in a step of random ones, `[U]`: as many as on average."""
 
-        def made() -> Tensor:
+        def draw() -> Tensor:
             config = self.spec.capture.model.config.get_text_config(decoder=True)
             generator = torch.Generator().manual_seed(0)
             ids_BT = torch.randint(config.vocab_size, (rows, self.tokens), generator=generator)
@@ -99,44 +283,48 @@ class Profile:
             seen_V[ids_BT.flatten()] = seen_V[known] = True  # far quicker than `unique`
             return seen_V.nonzero().flatten()
 
-        return self.once(("distinct", rows), made)
+        return self.once(("distinct", rows), draw)
 
     def batch(self, rows: int, micro_batch: int, most: int | None = None, passes: int = 1) -> Batch:
-        """A step, whose tokens count by their number. Of more than `most` micro-batches several
-        are one `Group`.
-        """
+        """A step, whose tokens count by their number, of at most `most` groups of micro-batches."""
 
-        def made() -> Batch:
+        def make() -> Batch:
             unique_U, micro = self.distinct(rows), list[MicroBatch]()
             for count, size in groups(rows, micro_batch, most, passes):
                 ids_BT = torch.zeros(size, self.tokens, dtype=torch.long)
-                found = Rows(ids_BT, ids_BT, {}, unique_U)
-                micro.append(Group({"input_ids": ids_BT}, ids_BT, found, count=count))
+                table_rows = Rows(ids_BT, ids_BT, {}, unique_U)
+                micro.append(Group({"input_ids": ids_BT}, ids_BT, table_rows, count=count))
             tokens = rows * self.tokens
             batch = Batch(micro, tokens, tokens, unique_U, seed=0)
             batch.most, batch.all_tokens = len(micro), tokens
-            batch.loss_inputs = [(each.rows.ids, []) for each in micro]
+            batch.loss_inputs = [(micro_batch.rows.ids, []) for micro_batch in micro]
             return batch
 
-        return self.once(("batch", rows, micro_batch, most, passes), made)
+        return self.once(("batch", rows, micro_batch, most, passes), make)
 
     def with_all_rows(self, batch: Batch, rows: int, ranks: int) -> Batch:
-        """A rank's batch with the table's rows for `rows` of tokens, those of all ranks and hosts.
-
-        The `ranks` of a host keep them in equal blocks, filled up as the engine does.
-        """
+        """A rank's batch with the table's rows for the tokens of all ranks, in equal blocks."""
         unique_U = self.distinct(rows)
         block = -(-len(unique_U) // ranks)
         filled = unique_U[-1].expand(block * ranks - len(unique_U))
         return replace(batch, unique_U=torch.cat([unique_U, filled]), own=slice(block))
 
-    def entering(self, rows: int) -> dict[Ref, Shape]:
-        """What the prologue makes of a micro-batch."""
-        return self._prologue(rows)[0]
+    def prologue(self, rows: int) -> Prologue:
+        def measure() -> Prologue:
+            with foreseeing("what comes before the layers"), fakes():
+                micro = self.micro_batch(rows)
+                weights = {
+                    name: stand_in(self.parameters[name], _CPU, self.dtype).requires_grad_()
+                    for name in self.spec.prologue
+                }
+                with torch.enable_grad():
+                    values = self.program.prologue(weights, micro)
+                results = {ref: Shape(tuple(v.shape), v.dtype) for ref, v in values.items()}
+                arguments = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
+                num_bytes = sum(v.nbytes for v in arguments.values() if isinstance(v, Tensor))
+                return Prologue(results, micro.calls, num_bytes)
 
-    def argument_bytes(self, rows: int) -> int:
-        """Bytes of what the prologue makes besides for layers: positions, masks."""
-        return self._prologue(rows)[2]
+        return self.once(("prologue", rows), measure)
 
     def layer(self, visit: int, rows: int) -> LayerWork:
         """The work of a layer, from that of its kind."""
@@ -144,12 +332,21 @@ class Profile:
 
         def measure() -> LayerWork:
             with foreseeing(self.spec.layers[visit].name):
-                found = self._layer(visit, rows, kind)
-            found = found.in_float8 if self._float8 else found
-            self._outputs[id(kind)] = rows, found.outputs
-            return found
+                work = self._layer(visit, rows, kind)
+            work = work.in_float8 if self._float8 else work
+            self._outputs[id(kind)] = rows, work.outputs
+            return work
 
         return self.once(("layer", id(kind), rows), measure)
+
+    def shape(self, ref: Ref, rows: int) -> Shape:
+        """The shape of an activation, whatever rows its layer was measured with."""
+        entering = self.prologue(rows).results
+        if ref in entering:
+            return entering[ref]
+        known = self._outputs.get(id(self.spec.layers[ref.visit].kind))
+        measured, outputs = known or (rows, self.layer(ref.visit, rows).outputs)
+        return outputs[ref.leaf].of_rows(rows, measured)
 
     def head(
         self, layout: TileLayout, rows: int, head_tokens: int, loss: Loss = CROSS_ENTROPY
@@ -161,9 +358,8 @@ class Profile:
         if tokens // head_tokens > _CHUNKS_RUN:  # all tokens may take more than a chunk's logits
             epilogue = self.projected(rows, head_tokens)
             hidden = sum(shape.num_bytes for shape in epilogue.outputs.values())
-            work = work._replace(
-                peak_bytes=max(work.peak_bytes, epilogue.backward.peak_bytes + 2 * hidden)
-            )
+            peak = max(work.peak_bytes, epilogue.backward.peak_bytes + 2 * hidden)
+            work = work._replace(peak_bytes=peak)
         return work
 
     def head_losses(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
@@ -175,21 +371,16 @@ class Profile:
         return self._head(layout, rows, head_tokens, TWO_VISITS, visit, rows * self.tokens)
 
     def projected(self, rows: int, head_tokens: int) -> LayerWork:
-        """The work of what comes before the projection."""
+        """The work of what comes before the projection, whose only result is leaf 0."""
 
         def measure() -> LayerWork:
-            tiles = self.tiles_of_head(head_tokens)
-            with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
+            with self._measuring_head(head_tokens):
                 micro, spec = self.micro_batch(rows), self.spec
-                shapes = {ref: self.shape(ref, rows) for ref in spec.epilogue_inputs}
-                values = {ref: s.empty("cpu").requires_grad_() for ref, s in shapes.items()}
-                weights = {
-                    name: torch.empty(
-                        self.parameters[name].shape, dtype=self.dtype
-                    ).requires_grad_()
-                    for name in spec.epilogue
-                    if name not in spec.head
-                }
+                sizes = {ref: self.shape(ref, rows) for ref in spec.epilogue_inputs}
+                values = {ref: shape.empty().requires_grad_() for ref, shape in sizes.items()}
+                names = [name for name in spec.epilogue if name not in spec.head]
+                parameters = self._weights({name: self.parameters[name] for name in names})
+                weights = {name: weight.requires_grad_() for name, weight in parameters.items()}
 
                 def run() -> Activations:
                     hidden = last_hidden(self.program.epilogue(weights, micro, values))
@@ -199,58 +390,32 @@ class Profile:
 
         return self.once(("projected", rows, head_tokens), measure)
 
-    def shape(self, ref: Ref, rows: int) -> Shape:
-        """The shape of an activation, whatever rows its layer was measured with."""
-        if ref in self.entering(rows):
-            return self.entering(rows)[ref]
-        known = self._outputs.get(id(self.spec.layers[ref.visit].kind))
-        measured, outputs = known or (rows, self.layer(ref.visit, rows).outputs)
-        return outputs[ref.leaf].of_rows(rows, measured)
-
-    def _prologue(self, rows: int) -> tuple[dict[Ref, Shape], list[Call], int]:
-        if rows not in self._micro:
-            with foreseeing("what comes before the layers"), fakes():
-                micro = self.micro_batch(rows)
-                weights = {
-                    name: stand_in(self.parameters[name], _CPU, self.dtype).requires_grad_()
-                    for name in self.spec.prologue
-                }
-                with torch.enable_grad():
-                    values = self.program.prologue(weights, micro)
-                shapes = {ref: Shape(tuple(v.shape), v.dtype) for ref, v in values.items()}
-                leaves = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
-                num_bytes = sum(v.nbytes for v in leaves.values() if isinstance(v, Tensor))
-                self._micro[rows] = shapes, micro.calls, num_bytes
-        return self._micro[rows]
-
     def micro_batch(self, rows: int, tokens: int | None = None) -> MicroBatch:
         """One without data, within `fakes()`; of `tokens` a row."""
         ids = torch.zeros(rows, tokens or self.tokens, dtype=torch.long)
-        shapes = {name: self.parameters[name].shape for name in self.spec.gathered}
         tables = {
-            name: torch.empty(1, *shape[1:], dtype=self.dtype).requires_grad_()
-            for name, shape in shapes.items()
+            name: torch.empty(1, *self.parameters[name].shape[1:], dtype=self.dtype)
+            for name in self.spec.gathered
         }
+        tables = {name: table.requires_grad_() for name, table in tables.items()}
         return MicroBatch({"input_ids": ids}, ids, _AnyRows(ids, ids, tables, ids.view(-1)[:1]))
 
-    def called(self, visit: int, rows: int) -> tuple[MicroBatch, dict[str, Tensor], Activations]:
-        """A micro-batch, weights and inputs to call a layer with, within `fakes()`."""
-        layer, calls = self.spec.layers[visit], self._prologue(rows)[1]
+    def _weights(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        return {name: torch.empty(p.shape, dtype=self.dtype) for name, p in parameters.items()}
+
+    def _call(self, visit: int, rows: int) -> tuple[Callable[[], Activations], list[Any]]:
+        """A function that runs a layer, and all its inputs, within `fakes()`."""
+        layer, calls = self.spec.layers[visit], self.prologue(rows).calls
         micro = replace(self.micro_batch(rows), calls=_as_fakes(calls))
-        values = {ref: self.shape(ref, rows).empty("cpu") for ref in layer.inputs}
+        values = {ref: self.shape(ref, rows).empty() for ref in layer.inputs}
         for value in values.values():
             value.requires_grad_(value.is_floating_point())
-        weights = {
-            name: torch.empty(p.shape, dtype=self.dtype).requires_grad_(p.requires_grad)
-            for name, p in layer.module.named_parameters()
-        }
-        return micro, weights, values
-
-    def _summed(self, loss: Loss) -> Summed:
-        """A compiled loss is one operation, whichever it is."""
-        if not self.compiled:
-            return loss.summed
-        return lambda logits_NV, targets_N, *given: cross_entropy(logits_NV, targets_N)
+        parameters = dict(layer.module.named_parameters())
+        weights = self._weights(parameters)
+        for name, weight in weights.items():
+            weight.requires_grad_(parameters[name].requires_grad)
+        inputs = [*values.values(), *weights.values(), *micro.calls[visit].leaves]
+        return partial(self.program.layer, visit, weights, micro, values), inputs
 
     def _trace(self, visit: int, rows: int, kind: LayerTemplate) -> Trace:
         """The trace of a layer. Two are recorded, others follow: all is affine in the rows.
@@ -260,31 +425,23 @@ class Profile:
         known = self._traces.setdefault(id(kind), {})
         if len(known) == 2 and rows > 1:
             (first, one), (second, two) = known.items()
-            between = one.ops.between(two.ops, rows - first, second - first)
-            if between is not None:
-                outputs = {leaf: s.of_rows(rows, first) for leaf, s in one.outputs.items()}
-                return Trace(between, outputs)
+            if (trace := one.of_rows(rows, first, two, second)) is not None:
+                return trace
         with fakes(), torch.enable_grad(), self.program.eager():
             trace = traced(*self._call(visit, rows))
         if len(known) < 2 and rows > 1:
             known[rows] = trace
         return trace
 
-    def _call(self, visit: int, rows: int) -> tuple[Callable[[], Activations], list[Any]]:
-        """What runs a layer, and all that it is given, within `fakes()`."""
-        micro, weights, values = self.called(visit, rows)
-        given = [*values.values(), *weights.values(), *micro.calls[visit].leaves]
-        return partial(self.program.layer, visit, weights, micro, values), given
-
     def _layer(self, visit: int, rows: int, kind: LayerTemplate) -> LayerWork:
         if self.compiled and self.chunk_tokens is None:
             return compiled_work(self._trace(visit, rows, kind))
         with fakes(), torch.enable_grad(), self.program.eager():
-            run, given = self._call(visit, rows)
+            run, inputs = self._call(visit, rows)
             if self.chunk_tokens is None:
-                return eager_work(run, given)
+                return eager_work(run, inputs)
             with tiled(kind, self.chunk_tokens, partial(self._tile, self.compiled)):
-                return eager_work(run, given)
+                return eager_work(run, inputs)
 
     def _tile(
         self,
@@ -294,23 +451,30 @@ class Profile:
         sizes: tuple[int, ...],
         dtype: torch.dtype,
     ) -> TileWork:
-        """What one tile takes in a part."""
-        grown = {name for name, _ in part.named_parameters()}
+        trained = {name for name, _ in part.named_parameters()}
         with fakes(), torch.enable_grad():
             x = torch.empty(sizes, dtype=dtype).requires_grad_()
-            weights = {n: _anew(v).requires_grad_(n in grown) for n, v in bound.items()}
+            weights = {n: _anew(v).requires_grad_(n in trained) for n, v in bound.items()}
 
             def run() -> Activations:
                 return {Ref(0, 0): functional_call(part, weights, (x,))}
 
-            given = [x, *weights.values()]
-            work = compiled_work(traced(run, given)) if compiled else eager_work(run, given)
-            made = work.outputs[0]
-            return TileWork(work.forward, work.again, work.backward, made.sizes, made.dtype)
+            inputs = [x, *weights.values()]
+            work = compiled_work(traced(run, inputs)) if compiled else eager_work(run, inputs)
+            return TileWork(work.forward, work.again, work.backward, work.outputs[0])
 
-    def tiles_of_head(self, tokens: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def _measuring_head(self, tokens: int) -> Iterator[None]:
         """Within this context what follows the layers runs over so many tokens at a time."""
-        return foretold(self.program.rest, tokens, partial(self._tile, False))
+        tiles = measured_tiles(self.program.rest, tokens, partial(self._tile, False))
+        with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
+            yield
+
+    def _summed(self, loss: Loss) -> Summed:
+        """A compiled loss is one operation, whichever it is."""
+        if not self.compiled:
+            return loss.summed
+        return lambda logits_NV, targets_N, *given: cross_entropy(logits_NV, targets_N)
 
     def _head(
         self,
@@ -327,19 +491,21 @@ class Profile:
         sizes = (2, tokens // 2) if several else (1, tokens)
 
         def measure() -> Work:
-            tiles = self.tiles_of_head(head_tokens)
-            with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
+            with self._measuring_head(head_tokens):
                 planes = dict.fromkeys(tile_planes(None, self.dtype), Buffer("", torch.empty(0)))
                 tile = Tile(0, layout, planes)
                 slot = Buffer("slot", torch.empty(layout.numel, dtype=self.dtype))
                 sums = Buffer("sums", torch.empty(layout.trainable_numel))
                 beside = [torch.empty(sizes) for _ in loss.inputs]
                 micro = replace(self.micro_batch(*sizes), loss=loss, extras=beside)
-                shapes = {
-                    ref: self.shape(ref, rows)
-                    for ref in (*self.spec.epilogue_inputs, *self.spec.routed)
-                }
-                h = [{ref: shape.of_tokens(*sizes).empty("cpu") for ref, shape in shapes.items()}]
+                refs = dict.fromkeys((*self.spec.epilogue_inputs, *self.spec.routed))
+                entering = {ref: self.shape(ref, rows) for ref in refs}
+                h = [
+                    {
+                        ref: Shape((*sizes, *shape.sizes[2:]), shape.dtype).empty()
+                        for ref, shape in entering.items()
+                    }
+                ]
                 batch = Batch([micro], 1, tokens, torch.zeros(1), 0)
                 head = Head(CpuDevice(), self.program, tile, head_tokens, self._summed)
                 counter = OpCounter()
@@ -347,16 +513,33 @@ class Profile:
                 with counter:
                     result = visit(head, slot, batch, h, GradAccumulator(tile, sums))
                 del result
-                return counter.work._replace(peak_bytes=counter.peak_bytes)
+                return counter.with_peak
 
         return self.once(("head", visit.__name__, loss, head_tokens, *sizes), measure)
 
 
-def in_chunks(tokens: int, chunk: int, run: Callable[[int], Work]) -> Work:
-    """The work of all tokens, of which chunks are computed one after the other.
+def eager_work(run: Callable[[], Activations], inputs: list[Any]) -> LayerWork:
+    """The work of a layer, or a part of one, that is not compiled."""
+    plain, graph = OpCounter(), OpCounter()
+    with torch.no_grad(), plain:
+        plain.ignore(inputs)
+        run()
+    with graph:
+        graph.ignore(inputs)
+        outputs = run()
+    values, gradients = ends(outputs)
+    graph.ignore(gradients)
+    results = sum(value.nbytes for value in outputs.values())
+    first = graph.with_peak._replace(kept_bytes=graph.total_bytes - results)
+    graph.restart()
+    with graph:
+        torch.autograd.grad(values, leaves(inputs), gradients, allow_unused=True)
+    second = graph.work._replace(peak_bytes=graph.peak_bytes - results)
+    return LayerWork(plain.with_peak, first, second, first, second, None, shapes(outputs))
 
-    Of many chunks three are run, and four: each one more takes as much as the fourth.
-    """
+
+def in_chunks(tokens: int, chunk: int, run: Callable[[int], Work]) -> Work:
+    """The work of all chunks: of many three are run, and four; each one more is as the fourth."""
     left_out = max(0, tokens // chunk - _CHUNKS_RUN)
     few = run(tokens - left_out * chunk)
     if not left_out:
@@ -371,9 +554,7 @@ def _as_fakes(calls: list[Call]) -> list[Call]:
     def fresh(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) not in known:
-            known[id(leaf)] = _anew(leaf)
-        return known[id(leaf)]
+        return known.setdefault(id(leaf), _anew(leaf))
 
     return [Call([fresh(leaf) for leaf in call.leaves], call.spec) for call in calls]
 
@@ -386,10 +567,6 @@ def _anew(tensor: Tensor) -> Tensor:
 def fakes() -> Iterator[None]:
     """Tensors made within this context have no data."""
     # A forecast may be in the middle of its own counting.
-    with (
-        without_modes(),
-        unpacked(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-        OneAttention(),
-    ):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_modes(), unpacked(), mode, OneAttention():
         yield

@@ -1,45 +1,47 @@
-"""What a step will take before it is run: seconds by stream, device and host memory by part.
+"""The forecast of a step: seconds by stream, device and host memory by part.
 
-The one cost model, of `placement="auto"` (autoplace/auto.py) and of `megatrain plan`.
+It is the engine's own step, on a device that keeps time, for `auto` and for `megatrain plan`.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
-from megatrain.base.units import MIB
+import torch
+
+from megatrain.base.units import align
+from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, DEVICE_STREAMS, DISK_STREAMS, UPDATE
 from megatrain.device.clock import ClockDevice
-from megatrain.engine.assemble import host_bytes
+from megatrain.engine.assemble import Assembly, host_bytes
+from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.step import TrainingParts, train_step
-from megatrain.forecast.assembly import ForecastAssembly, UnrunProgram
+from megatrain.engine.stream import Unpack
 from megatrain.forecast.cost_model import CostModel
 from megatrain.forecast.declared import Declared
-from megatrain.forecast.groups import grouped
-from megatrain.forecast.ledger import (
-    ACTIVATIONS,
-    KEPT_ATTENTION,
-    KEPT_GRAPHS,
-    WORKING_SET,
-    Ledger,
-)
-from megatrain.forecast.meta_loss import TWO_VISITS
-from megatrain.forecast.profile import Profile
+from megatrain.forecast.op_counter import Ledger, Place
+from megatrain.forecast.profile import TWO_VISITS, Profile, grouped
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.init import most_drawn_at_once
-from megatrain.model.program import ModelProgram
+from megatrain.model.program import MicroBatch, ModelProgram, Weights
 from megatrain.model.weights import IN_FLIGHT_BYTES
+from megatrain.optim import Plane
 from megatrain.parallel.distributed import ALONE, Foreseen
 from megatrain.placement import Placement
 from megatrain.source.source import Model
-from megatrain.store.store import Store
+from megatrain.store.disk_staging import DiskStaging, Lane, own_numel
+from megatrain.store.store import Store, Tile
 from megatrain.telemetry.metrics import model_tflops
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_path, window
 from megatrain.tile import TileKind
+
+# Pieces of a tile, on its way from the device and to and from a disk: many more take long to
+# follow, and as long in the step.
+_PIECES, _DISK_PIECES = 3, 8
+_GROWTH = 8  # of a piece that is followed as one: it is rounded while the one before it leaves
 
 # Groups of micro-batches that are followed, where something of each leaves for the host or comes
 # back. Elsewhere one shows as much. For memory alone two do: they hold as much.
@@ -64,18 +66,6 @@ _WORKSPACES = 64 / 840
 # compiling. It is 1.8 to 4.0 GB in nine runs of 1.5B to 7B, whatever the size. Before it compiles
 # it has the second.
 PROCESS_BYTES, _EARLY_PROCESS_BYTES = 2_300_000_000, 1_100_000_000
-# On the CPU it is 0.51 GB with the smallest model (`megatrain train`).
-CPU_PROCESS_BYTES = 550_000_000
-
-# So much of it comes with the first step: 23 to 38 MiB where the C library gives all blocks back at
-# once (MALLOC_MMAP_THRESHOLD_=131072), up to 93 with the small blocks that it keeps otherwise.
-_CPU_GROWTH_BYTES = 104 * MIB
-
-# The C library gives blocks of up to 32 MiB back only when none that lies behind them is in use;
-# larger ones at once. What it keeps differs from run to run: beyond the growth above, at most
-# 51 MiB of a working set of 57, 86 of 153, 445 of 402 and 368 of 471 in 90 runs of the model of
-# tests/parity/test_host_limit.py, with 1 to 48 rows and one to three threads.
-_LEFT_LYING, _MOST_LEFT_LYING = 1.2, 560 * MIB
 
 
 @dataclass(frozen=True)
@@ -85,18 +75,14 @@ class Forecast:
     Attributes:
         seconds: from one step's end to the next one's, while the updates of the first run.
         parameters: distinct ones. computing: with a token, and of these those that are trained.
-        spans: what each stream does when, from the step's begin (telemetry/timeline.py).
+        spans: the work of each stream over time, from the step's begin (telemetry/timeline.py).
         bounds: seconds that each resource is busy; no schedule can be faster than the largest.
-        binds: the resource that takes most of the step's critical path.
-        device_bytes: at the step's peak, by part: `slots`, `gradients and rows`, `gradient sums`
-            (of several passes), `kept weights`, `resident tiles`, `activations`, `kept graphs`,
-            `kept attention`, `working set` (of one layer or the head), `lanes of the host`, `layer
-            arguments`, `small buffers`, `libraries` (their workspaces), `allocator` (taken beyond
-            what is in use), `context` (of the process; everything else is what `Engine.memory()`
-            counts); of rollouts `generation` (beyond a step's peak) and `reference model`.
+        device_bytes: at the step's peak, by part, such as `slots`, `kept weights`, `activations`,
+            `working set` (of one layer or the head); `libraries` are their workspaces, `allocator`
+            is taken beyond what is in use, `context` of the process: everything else is what
+            `Engine.memory()` counts. `generation` is what replies take beyond a step's peak.
         host_bytes: as `Engine.memory()` names them (`host_weights_bytes`, ...), and
-            `host_process_bytes` for the process itself. Where the device is the CPU what would be
-            in `device_bytes` is here (`host_working_set_bytes`, ...).
+            `host_process_bytes` for the process itself.
     """
 
     placement: Placement
@@ -122,7 +108,7 @@ class Forecast:
 
     @property
     def breakdown(self) -> Breakdown:
-        """Where the step's time goes: its spans, summed up."""
+        """The parts of the step's time: its spans, summed up."""
         return breakdown(self.spans, COMPUTE)
 
     @property
@@ -136,13 +122,13 @@ class Forecast:
 
     @property
     def device_peak_bytes(self) -> int:
-        """What the process needs at most, the context included."""
+        """Bytes that the process needs at most, the context included."""
         return sum(self.device_bytes.values())
 
     @property
     def device_held_bytes(self) -> int:
-        """What the driver will show: torch keeps freed memory as long as there is room."""
-        torn = 0 if self.placement.chunk_tokens else self.device_bytes.get(WORKING_SET, 0)
+        """Bytes that the driver will show: torch keeps freed memory while there is room."""
+        torn = 0 if self.placement.chunk_tokens else self.device_bytes.get(Place.WORKING_SET, 0)
         room = max(0, self.machine.device_memory_bytes - self.device_peak_bytes)
         return self.device_peak_bytes + min(room, int(_ALLOCATOR_TORN * torn))
 
@@ -159,34 +145,19 @@ class Forecast:
             for name, num_bytes in self.host_bytes.items()
         }
 
-    @property
-    def host_growth(self) -> tuple[Counter[str], int]:
-        """On the CPU: what is still to come by part, and what the process grows by besides."""
-        parts = Counter(self.host_parts)
-        return parts, parts.pop("process") - CPU_PROCESS_BYTES + _CPU_GROWTH_BYTES
-
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for `--json`; without the spans."""
-        return {
-            "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "model_tflops": self.model_tflops,
-            "binds": self.binds,
-            "bounds": self.bounds,
-            "critical_path": self.critical_path,
-            "tokens_per_step": self.tokens_per_step,
-            "sequence_length": self.sequence_length,
-            "micro_batch": self.micro_batch,
-            "placement": self.placement.as_dict(),
-            "machine": self.machine.as_dict(),
-            "parameters": self.parameters,
-            "breakdown": self.breakdown.as_dict(),
-            "device_bytes": self.device_bytes,
-            "device_peak_bytes": self.device_peak_bytes,
-            "device_held_bytes": self.device_held_bytes,
-            "host_bytes": self.host_bytes,
-            "host_peak_bytes": self.host_peak_bytes,
-        }
+        values = {name: getattr(self, name) for name in _PLAIN}
+        return {n: v.as_dict() if hasattr(v, "as_dict") else v for n, v in values.items()}
+
+
+# A forecast's values as plain data.
+_PLAIN = (
+    *("seconds", "tokens_per_second", "model_tflops", "binds", "bounds", "critical_path"),
+    *("tokens_per_step", "sequence_length", "micro_batch", "placement", "machine", "parameters"),
+    *("breakdown", "device_bytes", "device_peak_bytes", "device_held_bytes", "host_bytes"),
+    "host_peak_bytes",
+)
 
 
 def forecast(
@@ -205,104 +176,24 @@ def forecast(
 
     Args:
         measured: of the same model, compiled or not and in tiles as the placement says.
-        rows: of a step.
-        micro_batch: rows of one.
-        clip: with exact clipping updates wait for the global norm.
         loss: counts as cross entropy; a joint one visits the head twice.
         steps: that are followed; one is enough where seconds do not matter.
 
     Raises:
         NotForeseeable: what the model computes depends on its values.
     """
-    joint, given = isinstance(loss, JointLoss), (measured, rows, micro_batch)
-    run = _run(model, machine, placement, *given, clip=clip, joint=joint, steps=steps)
-    device, host = _memory(run, machine, in_tiles=placement.chunk_tokens is not None)
-    later = sum(host.values()) - run.planes_bytes - host.get("host_resident_tiles_bytes", 0)
-    host["host_process_bytes"] = process_bytes(model, machine, placement, measured, later)
-    return Forecast(
-        placement=placement,
-        machine=machine,
-        parameters=sum(each.num_parameters for each in model.layouts),
-        computing=model.computing,
-        tokens_per_step=rows * measured.tokens,
-        sequence_length=measured.tokens,
-        micro_batch=micro_batch,
-        seconds=run.seconds,
-        spans=run.spans,
-        bounds={name: sum(s.seconds for s in run.spans if s.stream == name) for name in _BOUNDS},
-        device_bytes=device,
-        host_bytes=host,
-    )
-
-
-def _memory(
-    run: "_Run", machine: Machine, *, in_tiles: bool
-) -> tuple[dict[str, int], dict[str, int]]:
-    """What device and host hold at the peak; the process apart."""
-    used = {place: num_bytes for place, num_bytes in run.peak_live.items() if num_bytes}
-    context = machine.device_context_bytes
-    if machine.unified:
-        used["allocator"] = left_lying(used.get(WORKING_SET, 0))
-        here = {f"host_{name.replace(' ', '_')}_bytes": size for name, size in used.items()}
-        return {}, run.host_bytes | here
-    return {
-        **used,
-        **torch_bytes(used, context, in_tiles=in_tiles),
-        "context": context + mapping_bytes(sum(run.host_bytes.values())),
-    }, dict(run.host_bytes)
-
-
-def left_lying(worked_bytes: int) -> int:
-    """What the C library may keep on the CPU of memory that work has given back."""
-    return min(int(_LEFT_LYING * worked_bytes), _MOST_LEFT_LYING)
-
-
-def torch_bytes(
-    used: Mapping[str, int], context_bytes: int, *, in_tiles: bool = False
-) -> dict[str, int]:
-    """What torch and its libraries take besides what is in use, by part."""
-    waiting = sum(used.get(place, 0) for place in (KEPT_GRAPHS, KEPT_ATTENTION, ACTIVATIONS))
-    torn = used.get(WORKING_SET, 0) if in_tiles else 0
-    beyond = _ALLOCATOR * context_bytes + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TORN * torn
-    return {"libraries": int(_WORKSPACES * context_bytes), "allocator": int(beyond)}
-
-
-@dataclass(frozen=True)
-class _Run:
-    seconds: float
-    spans: list[Span]
-    peak_live: Counter[str]
-    host_bytes: dict[str, int]
-    planes_bytes: int
-
-
-def _run(
-    model: Model,
-    machine: Machine,
-    placement: Placement,
-    measured: Profile,
-    rows: int,
-    micro_batch: int,
-    *,
-    clip: bool,
-    joint: bool,
-    steps: int,
-) -> _Run:
-    """The last of so many steps."""
-    ledger = Ledger()
-    assert model.rule is not None
-    head = next(each for each in model.layouts if each.kind is TileKind.HEAD)
+    ledger, joint = Ledger(), isinstance(loss, JointLoss)
+    head = next(layout for layout in model.layouts if layout.kind is TileKind.HEAD)
     declared = Declared(measured, ledger, head, placement.head_tokens)
     costs = CostModel(
-        machine, model.rule, model.ranks, model.hosts, ledger, declared, measured.once
+        machine, model.rule, model.ranks, model.hosts, ledger, declared.of, measured.once
     )
-    device = ClockDevice(costs)
-    most = _followed(placement, steps)
-    batch = measured.batch(rows, micro_batch, most, 1 if joint else placement.passes)
+    device, passes = ClockDevice(costs), 1 if joint else placement.passes
+    batch = measured.batch(rows, micro_batch, _followed(placement, steps), passes)
     if (sharing := model.ranks * model.hosts) > 1:
         batch = measured.with_all_rows(batch, rows * sharing, model.ranks)
     if joint:
-        batch = replace(batch, micro=[replace(each, loss=TWO_VISITS) for each in batch.micro])
+        batch = replace(batch, micro=[replace(micro, loss=TWO_VISITS) for micro in batch.micro])
     costs.group = max(map(grouped, batch.micro))
     costs.puts = 3 if placement.layer_inputs == "host" else 2
     store, parts = _assemble(device, measured, model, placement, declared, clip, joint=joint)
@@ -315,15 +206,44 @@ def _run(
         train_step(parts, batch)
         end = device.now
         spans = window(device.spans, begin, end)
-    host, planes = host_bytes(store, parts), sum(store.bytes_by_plane().values())
+    host, planes_bytes = host_bytes(store, parts), sum(store.bytes_by_plane().values())
     # Rooms of graphs on the host are as if all groups were as large as the first.
     every = sum(map(grouped, batch.micro)), costs.group * len(batch.micro)
     host["host_kept_bytes"] = host["host_kept_bytes"] * every[0] // every[1]
-    return _Run(end - begin, spans, ledger.peak_live, host, planes)
+    on_device, host = _memory(ledger, host, machine, in_tiles=placement.chunk_tokens is not None)
+    later = sum(host.values()) - planes_bytes - host.get("host_resident_tiles_bytes", 0)
+    host["host_process_bytes"] = process_bytes(model, machine, placement, measured, later)
+    return Forecast(
+        placement=placement,
+        machine=machine,
+        parameters=sum(layout.num_parameters for layout in model.layouts),
+        computing=model.computing,
+        tokens_per_step=rows * measured.tokens,
+        sequence_length=measured.tokens,
+        micro_batch=micro_batch,
+        seconds=end - begin,
+        spans=spans,
+        bounds={name: sum(s.seconds for s in spans if s.stream == name) for name in _BOUNDS},
+        device_bytes=on_device,
+        host_bytes=host,
+    )
+
+
+def _memory(
+    ledger: Ledger, host: dict[str, int], machine: Machine, *, in_tiles: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    used = {place: num_bytes for place, num_bytes in ledger.peak_live.items() if num_bytes}
+    context = machine.device_context_bytes
+    waits = (Place.KEPT_GRAPHS, Place.KEPT_ATTENTION, Place.ACTIVATIONS)
+    waiting = sum(used.get(place, 0) for place in waits)
+    torn = used.get(Place.WORKING_SET, 0) if in_tiles else 0
+    beyond = _ALLOCATOR * context + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TORN * torn
+    torch_bytes = {"libraries": int(_WORKSPACES * context), "allocator": int(beyond)}
+    return used | torch_bytes | {"context": context + mapping_bytes(sum(host.values()))}, host
 
 
 def _followed(placement: Placement, steps: int) -> int | None:
-    """Micro-batches, or groups of them, that are followed."""
+    """Micro-batches, or groups of them, that are followed; None: all."""
     on_host = placement.layer_inputs, placement.save_attention
     leaves = "host" in on_host or placement.offload_activations > 0
     if not leaves:
@@ -336,9 +256,8 @@ def process_bytes(
 ) -> int:
     """Bytes of the process itself when it runs; or when weights arrive, if that is more.
 
-    Then `later` bytes are still to come. On their way to the planes are a layer or a table that is
-    drawn, in fp32 (of what rests on the device a parameter goes by way of two more of half its
-    size, a frozen one of one), or as much as is read at once.
+    Then `later` bytes are still to come. On their way to the planes are a layer or a table in fp32
+    (of what rests on the device a parameter twice more, a frozen one once), or one read.
     """
     resident = [layout for layout in model.layouts if layout.name in placement.resident]
     parameters = [e for layout in resident for e in layout.entries]
@@ -347,8 +266,6 @@ def process_bytes(
     drawn = 4 * measured.once("drawn", partial(most_drawn_at_once, model.spec))
     read = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))
     arriving = max(drawn + split, read)
-    if machine.unified:
-        return CPU_PROCESS_BYTES + max(0, arriving - later)
     return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + arriving - later)
 
 
@@ -362,16 +279,15 @@ def _assemble(
     *,
     joint: bool,
 ) -> tuple[Store, TrainingParts]:
-    """The parts of a step as the engine makes them, around a program that is not run."""
     store = Store(device, model.layouts, measured.dtype, rule=model.rule, placement=placement)
-    every = model.ranks * model.hosts
+    ranks = model.ranks * model.hosts
     assembly = ForecastAssembly(
         device,
-        cast(ModelProgram, UnrunProgram(measured)),
+        cast(ModelProgram, _UnrunProgram(measured)),
         store,
         measured.dtype,
         replace(placement, compile=False, chunk_tokens=None),  # nothing is run
-        Foreseen(0, every, model.ranks, hosts=model.hosts) if every > 1 else ALONE,
+        Foreseen(0, ranks, model.ranks, hosts=model.hosts) if ranks > 1 else ALONE,
         declared=declared,
     )
     assert model.optimizer is not None
@@ -379,3 +295,59 @@ def _assemble(
     if joint and parts.passes > 1:  # as the engine takes such a step
         parts = replace(parts.under(assembly.policies(device=False)), passes=1)
     return store, parts
+
+
+class _UnrunProgram:
+    def __init__(self, measured: Profile) -> None:
+        self.spec, self._measured = measured.spec, measured
+
+    def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
+        return self._measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
+
+
+class CoarseSink(Sink):
+    """Sends a gradient in a few pieces, through as much device memory."""
+
+    def _most_at_once(self, layer: int, lanes: int | None) -> int:
+        """All of a layer's pieces have lanes, which take as much as if there were more of them."""
+        return PIECE if lanes else max(PIECE, -(-align(layer, PIECE) // _PIECES))
+
+    def _pieces(self, numel: int) -> Iterator[tuple[int, int]]:
+        """The first and the last, one for each lane, are as they are; others leave together."""
+        size, most = self._piece, len(self._lanes) * self._piece
+        start, stop = 0, min(size, numel)
+        yield start, stop
+        while stop < numel:
+            together = _GROWTH * (stop - start) // size * size if stop >= most else size
+            start, stop = stop, min(stop + max(size, min(together, numel - most - stop)), numel)
+            yield start, stop
+
+    def _round(self, accumulator: GradAccumulator, part: slice, to: Buffer) -> None:
+        data = torch.empty(part.stop - part.start, dtype=to.data.dtype, device="meta")
+        super()._round(accumulator, part, Buffer(to.name, data))
+
+
+class _CoarseDiskStaging(DiskStaging):
+    """Moves a tile in a few pieces, through as much host memory."""
+
+    def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
+        super().__init__(device, tiles)
+        largest = max(map(own_numel, tiles), default=0)
+        self._piece = max(self._piece, align(-(-largest // _DISK_PIECES), self._piece))
+
+    def _rooms(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
+        return {plane: Buffer(lane.buffer.name, part.data) for plane, part in parts.items()}
+
+
+@dataclass(kw_only=True)
+class ForecastAssembly(Assembly):
+    """The assembly of a step that computes nothing and moves bytes in few pieces."""
+
+    declared: Declared
+    sinks: ClassVar[type[Sink]] = CoarseSink
+
+    def unpack(self) -> Unpack:
+        return self.declared.unpack
+
+    def disk_staging(self) -> DiskStaging:
+        return _CoarseDiskStaging(self.device, self.store.tiles)

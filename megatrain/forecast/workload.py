@@ -1,4 +1,4 @@
-"""What is trained at a time: the one record of it for plans, benchmarks, runs and engines."""
+"""The size of a step: the one record of it for plans, benchmarks, runs and engines."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ class Generation:
         new_tokens: of a reply, at most; with its prompt it has a row's. None: a server makes them.
         rows: made together, at most; None: all of a step.
         tokens: of a prompt and its reply, at most; None: as a row of a step has.
-        reference: whether a second, frozen model says log-probabilities of them.
+        reference: True if a second, frozen model computes log-probabilities of them.
     """
 
     new_tokens: int | None
@@ -57,20 +57,16 @@ class Workload:
     """The size of a step, how it is computed, and what it may take.
 
     Attributes:
-        micro_batch: rows of a micro-batch; None: to be chosen.
+        micro_batch: rows of a micro-batch; None, as for `placement`: to be chosen.
         clip: by the exact norm of all gradients, for which updates wait.
-        compile: layers are compiled.
-        rule: of the optimizer.
-        placement: None: to be chosen.
         device_memory, host_memory: bytes that the process may take; None: all that is there.
         disk: folder on a disk that planes may rest on.
         disk_space: bytes that planes may take on a disk; None: what is free in `disk`.
         ranks: cards that keep the model together, each with a step of this size.
         hosts: times so many, each of which keeps the whole model.
         sequence_ranks: cards that share every row; 1: each has rows of its own.
-        loss: of steps; forecasts ask whether it is joint, for which the head is visited twice.
-        generation: what is made between steps; None: nothing.
-        second: what is streamed before each; None: nothing. For plans alone: in a run it is there
+        generation: of replies between steps.
+        second: a model that is streamed before each step. For plans alone: in a run it is there
             before the engine, which gets what is left.
     """
 
@@ -98,8 +94,8 @@ class Workload:
         """That of a run file."""
         training, engine, length = run.training, run.engine, run.data.sequence_length
         placement = engine.placement_value()
-        given = {name: getattr(engine, name) for name in LIMITS}
-        limits: dict[str, Any] = {n: parse_bytes(size) for n, size in given.items() if size}
+        sizes = {name: getattr(engine, name) for name in LIMITS}
+        limits: dict[str, Any] = {n: parse_bytes(size) for n, size in sizes.items() if size}
         lines, rows = run.loss.lines, training.micro_batch_size
         return cls(
             tokens_per_step=training.batch_size * length * lines,
@@ -125,26 +121,19 @@ class Workload:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """What the process may take, as `Engine` and `Engine.load` are given it."""
+        """The memory that the process may take, as arguments of `Engine` and `Engine.load`."""
         return {name: getattr(self, name) for name in ("disk", *LIMITS)}
 
     @property
     def for_engine(self) -> dict[str, Any]:
-        """All that `Engine` is given of it; the norm to clip by is not part of it."""
-        return self.limits | {
-            "optimizer": self.rule,
-            "precision": self.precision,
-            "placement": self.placement or "auto",
-            "tokens_per_step": self.tokens_per_step,
-            "sequence_length": self.sequence_length,
-            "micro_batch": self.micro_batch,
-            "loss": self.loss,
-            "generation": self.generation,
-        }
+        """Arguments of `Engine`, without the norm to clip by."""
+        names = ("precision", "tokens_per_step", "sequence_length", "micro_batch", "loss")
+        alike = {name: getattr(self, name) for name in (*LIMITS, "disk", "generation", *names)}
+        return alike | {"optimizer": self.rule, "placement": self.placement or "auto"}
 
     @property
     def disk_bytes(self) -> int | None:
-        """What planes may take on a disk; None: none may. Raises InputError: no such disk."""
+        """Bytes that planes may take on a disk; None: none may. Raises InputError: no such disk."""
         return self.disk_space if self.disk is None else disk_bytes(self.disk, self.disk_space)
 
     @property
@@ -155,8 +144,7 @@ class Workload:
     def shared(self, ranks: int, hosts: int = 1) -> "Workload":
         """One rank's part of it, where so many on each of so many hosts take a step together.
 
-        Of rows that all of them share it has a part of each. What they exchange then, and that
-        attention is of the whole row, is not counted.
+        What ranks that share rows exchange, and that attention is of the whole row, is not counted.
         """
         every = ranks * hosts
         rows, length = -(-self.rows * self.sequence_ranks // every), self.sequence_length
@@ -165,9 +153,9 @@ class Workload:
         tokens, generation = rows * length, self.generation
         if generation is not None and generation.rows is not None and generation.tokens is None:
             generation = replace(generation, rows=-(-generation.rows // every))
-        own: dict[str, Any] = {"tokens_per_step": tokens, "micro_batch": most}
-        own |= {"sequence_length": length, "sequence_ranks": 1}
-        return replace(self, **own, ranks=ranks, hosts=hosts, generation=generation)
+        sizes: dict[str, Any] = {"tokens_per_step": tokens, "micro_batch": most}
+        sizes |= {"sequence_length": length, "sequence_ranks": 1}
+        return replace(self, **sizes, ranks=ranks, hosts=hosts, generation=generation)
 
     @property
     def rows(self) -> int:
@@ -176,7 +164,7 @@ class Workload:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What layers are computed in."""
+        """The type that layers are computed in."""
         return torch.float32 if self.precision == "fp32" else torch.bfloat16
 
     @property
@@ -193,12 +181,10 @@ class Workload:
                 f"a step of {self.tokens_per_step:,} tokens holds no sequence of "
                 f"{self.sequence_length:,}; take more tokens or shorter sequences"
             )
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise InputError(f"a micro-batch of {self.micro_batch} rows is empty")
-        if self.micro_batch is not None and self.micro_batch > self.rows:
+        if self.micro_batch is not None and not 1 <= self.micro_batch <= self.rows:
             raise InputError(
-                f"a micro-batch of {self.micro_batch:,} rows is more than a step has "
-                f"({self.rows:,}); take fewer, or more tokens a step"
+                f"a micro-batch of {self.micro_batch:,} rows is not between 1 and those of a step "
+                f"({self.rows:,}); take so many, or more tokens a step"
             )
         if self.tokens_per_step > _MOST_TOKENS:
             raise InputError(

@@ -1,6 +1,5 @@
 """What predictions are made of: the rates of a machine, measured here or taken from a list."""
 
-from megatrain.machine.present import present_cpu, present_machine
 from megatrain.machine.rates import (
     CONTEXT_BYTES,
     DISK_READ_GBPS,
@@ -9,4 +8,5 @@ from megatrain.machine.rates import (
     Machine,
     machine_for,
     mapping_bytes,
+    present_machine,
 )

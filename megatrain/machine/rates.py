@@ -1,12 +1,23 @@
 """What a machine can do: the rates that predictions are made of, listed for GPUs in `gpus.json`."""
 
-from dataclasses import asdict, dataclass, replace
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from megatrain.base.json_yaml import read_json
 from megatrain.base.units import GIB, MIB
+from megatrain.base.whole_files import write_file
+from megatrain.errors import InputError
 from megatrain.placement import Precision
-from megatrain.telemetry.gpu import named_gpu
+from megatrain.telemetry.gpu import find_gpu, gpu_identity, named_gpu
+from megatrain.telemetry.host import cpu_name, host_limit_bytes, usable_cores
 
 # The disk of the host of an H200, which reads and writes in turn: 1.07 and 1.07 at once. It counts
 # for one that nobody measured.
@@ -48,28 +59,19 @@ class Machine:
     """One GPU with its host. Rates are what work of real size reaches, not peaks on paper.
 
     Attributes:
-        name: for people: `NVIDIA H200, 16 cores`.
-        device_memory_bytes: the GPU's total memory.
-        device_context_bytes: memory of it that driver and libraries take before any tensor.
-        host_memory_bytes: host memory that this process may use.
-        cores: CPU cores that it may use.
+        device_context_bytes: device memory that driver and libraries take before any tensor.
+        host_memory_bytes, cores: that this process may use.
         matmul_tflops: dense product in the compute dtype.
-        attention_forward_tflops: causal attention over long rows, only the unmasked half counted.
-        attention_backward_tflops: the same, backward.
+        attention_forward_tflops, attention_backward_tflops: causal attention over long rows, only
+            the unmasked half counted.
         device_gbps: device memory, reads and writes together.
-        to_device_gbps: copies from pinned host memory to the device.
-        from_device_gbps: copies back.
+        to_device_gbps, from_device_gbps: copies from and to pinned host memory.
         update_gbps: host memory during updates (26 bytes a parameter cross it).
-        disk_write_gbps: of the disk of run folders; None: not measured.
         launch_seconds: from one piece of device work to the next when there is nothing to compute.
-        measured: True if measured on this machine; False: published figures times usual
-            efficiencies.
-        unified: True if the device is the CPU, whose memory is the host's.
-        disk_read_gbps: as `disk_write_gbps`.
+        measured: here; False: published figures times usual efficiencies.
         disk_both_gbps: read rate while equally many bytes are written.
-        link_gbps: receive rate of a GPU in a gather on one host; None: not measured.
-        network_gbps: receive rate of a GPU from another host, while all GPUs of its host receive;
-            None: not measured.
+        link_gbps, network_gbps: receive rate of a GPU in a gather on one host, or from another host
+            while all GPUs of its host receive; None, as for a disk: not measured.
         disk_space_bytes: bytes that planes may take on a disk; None: none may rest on one.
     """
 
@@ -88,7 +90,6 @@ class Machine:
     disk_write_gbps: float | None
     launch_seconds: float
     measured: bool
-    unified: bool = False
     disk_read_gbps: float | None = None
     disk_both_gbps: float | None = None
     disk_space_bytes: int | None = None
@@ -126,16 +127,10 @@ def machine_for(
     *,
     precision: Precision = "bf16",
 ) -> Machine:
-    """The expected rates of a GPU in `gpus.json`.
+    """The expected rates of a GPU in `gpus.json`, by its common name or the driver's.
 
-    Args:
-        gpu_name: the common name or the driver's.
-        host_memory: bytes that a process may use.
-        cores: CPU cores that it may use.
-        device_memory: bytes that programs see; None: the advertised size, less 2 %.
-
-    Raises:
-        InputError: the GPU is not listed; the message has the nearest names.
+    `device_memory` is what programs see; None: the advertised size, less 2 %. Raises InputError:
+    the GPU is not listed; the message has the nearest names.
     """
     gpu = named_gpu(gpu_name)
     memory = int(gpu.memory_gib * GIB * _VISIBLE) if device_memory is None else device_memory
@@ -167,3 +162,100 @@ def update_gbps(cores: int, host: str = "server") -> float:
             known = low + (high - low) * (max(cores, few) - few) / (many - few)
             break
     return min(known, _HOST_LIMIT_GBPS[host])
+
+
+VERSION = 1
+_MAX_AGE_SECONDS = 180 * 24 * 3600
+_LEAST, _MOST = 1e-9, 1e16  # no rate of a real machine is outside
+
+
+@dataclass(frozen=True)
+class Key:
+    """The facts for which a measurement is valid; if one changes, it is measured again."""
+
+    gpu: str
+    driver: str
+    cpu: str
+    cores: int
+
+    @property
+    def file(self) -> Path:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        text = json.dumps(vars(self), sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return Path(root) / "megatrain" / "machines" / f"{name}.json"
+
+
+def key_of(device: str) -> Key:
+    """The key of this machine with GPU `device`, or without a GPU."""
+    gpu, driver = gpu_identity(device) or ("none", "none")
+    return Key(gpu, driver, cpu_name(), usable_cores())
+
+
+def write(key: Key, machines: Mapping[str, Machine]) -> Path:
+    """Save `machines` (by precision) for `key`, atomically; raises OSError."""
+    record = {
+        "version": VERSION,
+        "key": vars(key),
+        "time": time.time(),
+        "machines": {precision: machine.as_dict() for precision, machine in machines.items()},
+    }
+    key.file.parent.mkdir(parents=True, exist_ok=True)
+    write_file(key.file, json.dumps(record, indent=2))
+    return key.file
+
+
+def read(key: Key, precision: str) -> Machine | None:
+    """The measurements for `key`; None if there are none that can be trusted."""
+    try:
+        record = read_json(key.file)
+        if record["version"] != VERSION or record["key"] != vars(key):
+            return None
+        if not 0 <= time.time() - record["time"] <= _MAX_AGE_SECONDS:
+            return None
+        if key.file.stat().st_uid != os.getuid():
+            return None
+        return _checked(record["machines"][precision])
+    except (InputError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _checked(values: dict[str, Any]) -> Machine:
+    """Raises ValueError, TypeError or KeyError: `megatrain doctor` has not written this."""
+    values = {"link_gbps": None, "network_gbps": None} | values  # which earlier files have not
+    values.pop("unified", None)  # which these have
+    if values.keys() != {field.name for field in fields(Machine)}:
+        raise ValueError("other fields")
+    for field in fields(Machine):
+        value = values[field.name]
+        if field.type in (str, bool):
+            continue
+        if value is None and field.name.startswith(("disk_", "link_", "network_")):
+            continue
+        whole = type(value) is int
+        plausible = math.isfinite(value) and _LEAST <= value <= _MOST
+        if isinstance(value, bool) or not plausible or (field.type is int and not whole):
+            raise ValueError(field.name)
+    if values["measured"] is not True or not isinstance(values["name"], str):
+        raise ValueError("measured")
+    return Machine(**{**values, "name": values["name"][:200]})
+
+
+def present_machine(device: str = "cuda", *, precision: Precision = "bf16") -> Machine | None:
+    """The rates of this machine with GPU `device`, and the memory that it may use now.
+
+    None without a GPU, or with one that was neither measured nor is listed.
+    """
+    gpu = find_gpu(device)
+    if gpu is None:
+        return None
+    memory = host_limit_bytes()
+    measured = read(key_of(device), "fp32" if precision == "fp32" else "bf16")
+    if measured is not None:
+        return replace(measured, host_memory_bytes=memory)
+    try:
+        return machine_for(
+            gpu.name, memory, usable_cores(), int(gpu.memory_bytes * 0.99), precision=precision
+        )
+    except InputError:
+        return None

@@ -1,44 +1,470 @@
-"""Measures this machine, reports its faults, and saves the rates that predictions need."""
+"""Measures this machine, reports its limits and faults, and saves the rates of predictions.
+
+Copies go through the device protocol, as those of the engine do. Shapes are those of a Qwen2.5-7B
+layer: M tokens, K in, N out; B rows, H heads, T tokens, D a head.
+"""
 
 import logging
+import os
+import shutil
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from megatrain import kernels
+from megatrain.autoplace.auto import can_compile
+from megatrain.base.units import GIB, MIB, gib
 from megatrain.device import Device, open_device
-from megatrain.device.base import COMPUTE
-from megatrain.errors import InputError, MegatrainError, first_line
-from megatrain.machine import CONTEXT_BYTES, Machine, present
-from megatrain.plan.diagnostics import Diagnostic, Facts, collect, findings
-from megatrain.plan.rates import (
-    PRECISIONS,
-    UPDATE_BYTES,
-    Measurement,
-    Sizes,
-    bus_measurements,
-    device_measurements,
-    host_measurements,
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Buffer
+from megatrain.device.host_mappings import host_range
+from megatrain.device.plane_file import PlaneFile
+from megatrain.errors import DoesNotFit, InputError, MegatrainError, first_line
+from megatrain.machine import CONTEXT_BYTES, Machine
+from megatrain.machine import rates as machine_rates
+from megatrain.optim import (
+    AdamW,
+    TileRange,
+    UpdateOptions,
+    gradient_plane,
+    moved_bytes,
+    parameter_bytes,
+    tile_planes,
 )
-from megatrain.telemetry.gpu import GpuState, gpu_state
+from megatrain.placement import Precision
+from megatrain.telemetry.gpu import GpuState, gpu_state, pcie_gbps
+from megatrain.telemetry.host import (
+    cgroup_files,
+    cpu_name,
+    host_available_bytes,
+    host_limit_bytes,
+    update_threads,
+    usable_cores,
+)
 
 log = logging.getLogger(__name__)
 
 # Seconds to read the GPU's state while it works; a usual matrix product takes milliseconds.
 _LOAD_CALLS = 200
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# With fewer cores, updates are bound by the cores rather than by their shared memory.
+_FEW_CORES = 8
+_LITTLE_DISK_BYTES = 100 * GIB
+_SLOW_BUS = 0.7  # share of the link's nominal rate; 0.87 is usual
+PRECISIONS: tuple[Precision, Precision] = ("bf16", "fp32")
+_ROUNDS = 3
+_ROUND_SECONDS = 0.15
+_LONG_SECONDS = 0.4  # a call of this length need not be repeated
+_MOST_CALLS = 100
+_RULE, _DTYPE = AdamW(), torch.bfloat16
+UPDATE_BYTES = moved_bytes(_RULE, _DTYPE)  # of a parameter
+_CHUNK = 64 * MIB
+_DISK_SECONDS = 2.0  # for each of filling, writing, reading, and both at once
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One number about a machine; `why_not`: the reason why `value` is None."""
+
+    name: str
+    label: str
+    value: float | None
+    unit: str
+    why_not: str | None = None
+
+
+def attempt(name: str, label: str, unit: str, work: Callable[[], float]) -> Measurement:
+    """Measure by `work`; a failure costs this measurement only."""
+    try:
+        return Measurement(name, label, work(), unit)
+    except Exception as error:  # drivers and libraries raise errors of any type
+        return Measurement(name, label, None, unit, first_line(error)[:200])
+
+
+class Sizes(NamedTuple):
+    """The sizes of the work to measure, by precision: products `(M, K, N)` and their count in a
+    layer, and `(B, T)` of attention, of which the first that fits into memory is measured.
+    """
+
+    copy_bytes: int = GIB
+    products: Mapping[str, tuple[tuple[int, int, int, int], ...]] = {
+        "bf16": ((16384, 3584, 18944, 3), (16384, 3584, 3584, 2)),
+        "fp32": ((4096, 4096, 4096, 1),),
+    }
+    attention: Mapping[str, tuple[tuple[int, int], ...]] = {
+        "bf16": ((1, 32768), (2, 8192), (16, 1024)),
+        "fp32": ((4, 2048),),
+    }
+    heads: int = 28
+    head_size: int = 128
+    launches: int = 2000
+    load_width: int = 8192
+
+
+def bus_measurements(device: Device, num_bytes: int) -> list[Measurement]:
+    """Copies between host and device each way, with pinned memory if the driver pins any."""
+    numel = num_bytes // 4
+    on_device = device.empty("copies", numel, torch.float32)
+    on_host = device.host("copies", numel, torch.float32, pinned=True)
+    kind = "pinned" if on_host.data.is_pinned() else "pageable"
+
+    def rate(stream: str, to: Buffer, source: Buffer) -> float:
+        copy = partial(device.copy, stream, to, source)
+        return on_device.data.nbytes / device_seconds(device, stream, copy) / 1e9
+
+    into = partial(rate, COPY_IN, on_device, on_host)
+    out = partial(rate, COPY_OUT, on_host, on_device)
+    measured = [
+        attempt(f"to_device_{kind}_gbps", f"host to device, {kind}", "GB/s", into),
+        attempt(f"from_device_{kind}_gbps", f"device to host, {kind}", "GB/s", out),
+    ]
+    device.free(on_host)
+    return measured
+
+
+def compute_measurements(device: Device, sizes: Sizes, precision: Precision) -> list[Measurement]:
+    """A layer's matrix products, and attention forward and backward."""
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+
+    def products() -> float:
+        shapes = sizes.products[precision]
+        flop = sum(6 * m * k * n * times for m, k, n, times in shapes)
+        seconds = (times * _product_seconds(device, dtype, *size) for *size, times in shapes)
+        return flop / sum(seconds) / 1e12
+
+    measured = [attempt(f"{precision}_matmul_tflops", f"{precision} products", "TFLOPS", products)]
+    for rows, tokens in sizes.attention[precision]:
+        forward, backward = (
+            attempt(
+                f"{precision}_attention_{way}_tflops",
+                f"{precision} attention, {rows} x {tokens} tokens, {way}",
+                "TFLOPS",
+                partial(_attention_tflops, device, sizes, (rows, tokens), dtype, way),
+            )
+            for way in ("forward", "backward")
+        )
+        if forward.value and backward.value:
+            break
+    return [*measured, forward, backward]
+
+
+def _product_seconds(device: Device, dtype: torch.dtype, m: int, k: int, n: int) -> float:
+    # Gradients are random, too: with constant ones a product takes less power.
+    x_MK, w_NK, dy_MN = (_normal(device, dtype, *s) for s in ((m, k), (n, k), (m, n)))
+    y_MN, dx_MK, dw_NK = (torch.empty_like(t) for t in (dy_MN, x_MK, w_NK))
+
+    def backward() -> None:
+        torch.mm(dy_MN, w_NK, out=dx_MK)
+        torch.mm(dy_MN.T, x_MK, out=dw_NK)
+
+    forward = partial(torch.mm, x_MK, w_NK.T, out=y_MN)
+    return _compute_seconds(device, forward) + _compute_seconds(device, backward)
+
+
+def _attention_tflops(
+    device: Device, sizes: Sizes, shape: tuple[int, int], dtype: torch.dtype, way: str
+) -> float:
+    """Rate of causal attention; only the unmasked half counts: 2 products forward, 5 backward."""
+    rows, tokens = shape
+    flop = 2 * rows * sizes.heads * tokens * tokens * sizes.head_size
+    q, k, v = (
+        _normal(device, dtype, rows, sizes.heads, tokens, sizes.head_size).requires_grad_()
+        for _ in range(3)
+    )
+    forward = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
+    if way == "forward":
+        return flop / _compute_seconds(device, forward, grad=True) / 1e12
+    with torch.enable_grad():
+        out = forward()
+    grad = torch.randn_like(out)
+    backward = partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True)
+    return 2.5 * flop / _compute_seconds(device, backward, grad=True) / 1e12
+
+
+def device_measurements(device: Device, sizes: Sizes) -> list[Measurement]:
+    """Matrix products and attention by precision, device memory, and launches."""
+
+    def memory() -> float:
+        one, two = (
+            torch.zeros(sizes.copy_bytes, dtype=torch.uint8, device=device.torch_device)
+            for _ in range(2)
+        )
+        return 2 * one.numel() / _compute_seconds(device, lambda: one.copy_(two)) / 1e9
+
+    little = torch.zeros(1, device=device.torch_device)
+
+    def launches() -> None:
+        for _ in range(sizes.launches):
+            device.run(COMPUTE, "nothing", little.zero_)
+
+    def launch() -> float:
+        return device_seconds(device, COMPUTE, launches) / sizes.launches * 1e6
+
+    return [
+        *(m for p in PRECISIONS for m in compute_measurements(device, sizes, p)),
+        attempt("device_gbps", "device memory, reads and writes", "GB/s", memory),
+        attempt("launch_microseconds", "from one launch to the next", "us", launch),
+    ]
+
+
+def _normal(device: Device, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Random values of usual size: on zeros a GPU draws less power and clocks higher."""
+    return torch.randn(shape, dtype=dtype, device=device.torch_device)
+
+
+def _compute_seconds(device: Device, work: Callable[[], Any], *, grad: bool = False) -> float:
+    with torch.set_grad_enabled(grad):
+        return device_seconds(device, COMPUTE, lambda: device.run(COMPUTE, "measured", work))
+
+
+def device_seconds(device: Device, stream: str, work: Callable[[], Any]) -> float:
+    """Seconds of a call that puts work on a stream; an unmeasured first call loads kernels."""
+
+    def seconds(count: int) -> float:
+        start = device.mark(stream)
+        for _ in range(count):
+            work()
+        end = device.mark(stream)
+        device.synchronize(device.record(stream), "measured")
+        return device.seconds(start, end)
+
+    first = min(seconds(1), seconds(1))
+    if first > _LONG_SECONDS:
+        return first
+    count = max(1, min(_MOST_CALLS, int(_ROUND_SECONDS / max(first, 1e-9))))
+    return statistics.median(seconds(count) / count for _ in range(_ROUNDS))
+
+
+def host_measurements(folder: Path) -> list[Measurement]:
+    """The optimizer's update, in a tenth of the free memory, and the disk of a folder."""
+    threads = update_threads()
+    label = f"AdamW on the host, {threads} thread{'s' if threads > 1 else ''}"
+    room = min(4 * GIB, host_available_bytes() // 10)
+    update = partial(update_gparams, threads, room)
+    return [attempt("update_gparams", label, "Gparam/s", update), *disk_measurements(folder)]
+
+
+def update_gparams(threads: int, room_bytes: int) -> float:
+    """Billions of parameters a second through the update, split master and bf16 gradient."""
+    numel = min(int(room_bytes / parameter_bytes(_RULE, _DTYPE)), 256 << 20)
+    if numel < 1 << 20:
+        raise DoesNotFit("too little host memory is free")
+    types = [plane.dtype for plane in (*tile_planes(_RULE, _DTYPE), gradient_plane(_DTYPE))]
+    weights, remainder, *states, grad = (host_range("update", numel, dtype) for dtype in types)
+    grad.fill_(0.01)
+    tile, options = TileRange(weights, remainder, states, grad), UpdateOptions(0, 10, 1.0, threads)
+    times = []
+    for _ in range(_ROUNDS + 1):
+        started = time.perf_counter()
+        _RULE.update(tile, vars(_RULE), options)
+        times.append(time.perf_counter() - started)
+    return numel / statistics.median(times[1:]) / 1e9
+
+
+def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measurement]:
+    """Sequential writes and reads of a file of planes in `folder`, by the engine's own requests."""
+    labels = {
+        "disk_write_gbps": "disk, write",
+        "disk_read_gbps": "disk, read",
+        "disk_both_gbps": "disk, read while as much is written",
+    }
+    try:
+        free = os.statvfs(folder)
+        wanted = min(num_bytes, free.f_bavail * free.f_frsize // 10) // _CHUNK * _CHUNK
+        if not wanted:
+            raise DoesNotFit("too little disk space is free")
+        file = PlaneFile.create(folder, wanted)
+    except (MegatrainError, OSError) as error:
+        why = first_line(error)
+        return [Measurement(name, label, None, "GB/s", why) for name, label in labels.items()]
+    rooms = [host_range("disk", _CHUNK, torch.uint8).random_() for _ in range(2)]
+    filled = 0
+
+    def write(at: int) -> None:
+        file.write(at, rooms[0])
+
+    def read(at: int) -> None:  # backwards, to stay clear of the blocks being written
+        file.read(filled - _CHUNK - at, rooms[1])
+
+    def gbps(*moves: Callable[[int], None]) -> float:
+        nonlocal filled
+        # The first write of a block takes longer; steps write the same blocks again.
+        filled = filled or _moved(write, wanted)[0]
+        with ThreadPoolExecutor(len(moves)) as threads:
+            done = list(threads.map(lambda move: _moved(move, filled), moves))
+        return sum(moved for moved, _ in done) / len(moves) / max(s for _, s in done) / 1e9
+
+    measured, all_moves = [], ((write,), (read,), (write, read))
+    for (name, label), moves in zip(labels.items(), all_moves, strict=True):
+        measured.append(attempt(name, label, "GB/s", partial(gbps, *moves)))
+    file.close()
+    return measured
+
+
+def _moved(move: Callable[[int], None], most: int) -> tuple[int, float]:
+    """Bytes moved in at most `_DISK_SECONDS`, and the time that took."""
+    moved, started = 0, time.perf_counter()
+    while moved < most and time.perf_counter() - started < _DISK_SECONDS:
+        move(moved)
+        moved += _CHUNK
+    return moved, time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a machine; None where the system does not report one.
+
+    Attributes:
+        quota_cores: processor time that the cgroup allows, in cores.
+        allowed_bytes: host memory allowed by cgroup and MEGATRAIN_HOST_MEMORY.
+    """
+
+    cpu: str
+    cores: int
+    quota_cores: float | None
+    memory_bytes: int
+    allowed_bytes: int
+    free_bytes: int
+    huge_pages: str | None
+    folder: str
+    disk_free_bytes: int
+    kernels: str
+    native_kernels: bool
+    compiles: bool
+    torch_cuda: str | None
+    gpu: GpuState | None
+
+
+def collect(device: str, folder: Path) -> Facts:
+    """The facts about this machine and `folder`, where runs are written, or its existing parent."""
+    # A cgroup (version 2) allows `max 100000`, or microseconds in a period.
+    limits = [text.split() for text in cgroup_files("cpu.max")]
+    cores = [int(two[0]) / int(two[1]) for two in limits if len(two) == 2 and two[0].isdigit()]
+    huge_pages = ""
+    with suppress(OSError):  # no Linux
+        huge_pages = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+    place = folder.resolve()
+    while not place.is_dir():
+        place = place.parent
+    return Facts(
+        cpu=cpu_name(),
+        cores=usable_cores(),
+        quota_cores=min(cores, default=None),
+        memory_bytes=psutil.virtual_memory().total,
+        allowed_bytes=host_limit_bytes(),
+        free_bytes=host_available_bytes(),
+        huge_pages=huge_pages or None,
+        folder=str(place),
+        disk_free_bytes=shutil.disk_usage(place).free,
+        kernels=kernels.implementation,
+        native_kernels=kernels.is_native,
+        compiles=can_compile(),
+        torch_cuda=torch.version.cuda,
+        gpu=gpu_state(device),
+    )
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """A finding: one that is `wrong` costs speed or stops a run, another is only a note."""
+
+    wrong: bool
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.remedy}"
+
+
+def findings(facts: Facts, rates: Mapping[str, float | None]) -> list[Diagnostic]:
+    """All findings about a machine, faults first; `rates` are measurements by name."""
+    gpu = [] if facts.gpu is None else _of_gpu(facts, facts.gpu, rates)
+    diagnostics = [Diagnostic(True, what, remedy) for what, remedy in (*_of_host(facts), *gpu)]
+    if facts.gpu is None:
+        remedy = "where there is one, install a CUDA build of torch, and check nvidia-smi and the "
+        remedy += "container's --gpus; else plan for one by --gpu"
+        cpu_build = "torch is a build without CUDA" if facts.torch_cuda is None else None
+        diagnostics.append(Diagnostic(False, cpu_build or "the driver shows no GPU", remedy))
+    return diagnostics
+
+
+def _of_host(facts: Facts) -> Iterator[tuple[str, str]]:
+    cores = min(facts.cores, facts.quota_cores or facts.cores)
+    if cores < _FEW_CORES or cores < facts.cores:
+        yield (
+            f"{cores:.3g} cores' time for the optimizer's update, {facts.cores} cores are visible",
+            "allow this process more cores (taskset, docker run --cpus), or take more tokens a "
+            "step, behind which updates hide",
+        )
+    if facts.allowed_bytes < 0.95 * facts.memory_bytes:
+        yield (
+            f"this process may use {gib(facts.allowed_bytes)} of the machine's "
+            f"{gib(facts.memory_bytes)} of memory",
+            "raise the container's memory limit (docker run --memory)",
+        )
+    if facts.huge_pages == "never":
+        yield (
+            "transparent huge pages are off, so that pinning and updates take longer",
+            "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    if not facts.native_kernels:
+        yield (
+            f"host kernels: {facts.kernels}; the update is several times slower",
+            "install a C++ compiler and CMake, then pip install megatrain again (make native in a "
+            "checkout)",
+        )
+    if facts.disk_free_bytes < _LITTLE_DISK_BYTES:
+        yield (
+            f"{gib(facts.disk_free_bytes)} are free in {facts.folder}",
+            "a checkpoint takes 12 bytes a parameter (84 GiB for 7.6 billion): put output.folder "
+            "on a larger disk",
+        )
+
+
+def _of_gpu(
+    facts: Facts, gpu: GpuState, rates: Mapping[str, float | None]
+) -> Iterator[tuple[str, str]]:
+    if not facts.compiles:
+        yield (
+            "no Triton or no C compiler, so layers stay eager and no tile rests on the GPU",
+            "install gcc and triton",
+        )
+    if rates.get("to_device_pageable_gbps"):
+        yield (
+            "host memory cannot be pinned: copies are several times slower",
+            "ulimit -l unlimited (docker run --ulimit memlock=-1; LimitMEMLOCK in systemd)",
+        )
+    generation, lanes = gpu.pcie_generation, gpu.pcie_lanes
+    reached = rates.get("to_device_pinned_gbps")
+    if reached and generation and lanes and reached < _SLOW_BUS * pcie_gbps(generation, lanes):
+        yield (
+            f"copies to the GPU reach {reached:.1f} GB/s of {pcie_gbps(generation, lanes):.0f} on "
+            f"its PCIe {generation} x{lanes} link",
+            "look for other traffic on the link, a switch that several GPUs share, or IOMMU "
+            "settings of a virtual machine",
+        )
+    if gpu.other_processes:
+        pids = ", ".join(str(pid) for pid, _ in gpu.other_processes)
+        held = sum(num_bytes for _, num_bytes in gpu.other_processes)
+        yield (
+            f"other processes ({pids}) hold {gib(held)} of the GPU's memory",
+            "end them, or choose another GPU (CUDA_VISIBLE_DEVICES)",
+        )
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of `megatrain doctor`.
-
-    Attributes:
-        machines: the machine for predictions, by precision; empty without a GPU.
-        kept: the file that `plan` and `placement: auto` read; None: `not_kept` says why.
-    """
+    """The result of `megatrain doctor`; `machines` are by precision, `kept` is their file."""
 
     facts: Facts
     measurements: list[Measurement]
@@ -49,7 +475,6 @@ class Diagnosis:
     not_kept: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for `--json`."""
         machines = {name: machine.as_dict() for name, machine in self.machines.items()}
         return asdict(self) | {"machines": machines}
 
@@ -57,11 +482,7 @@ class Diagnosis:
 def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diagnosis:
     """Measure this machine with the GPU called `device_name` (`auto`, `cpu`, `cuda:N`).
 
-    Args:
-        folder: where runs will be written; a file of at most 2 GiB is written there and removed.
-
-    Raises:
-        InputError: there is no such device.
+    Writes and removes a file of at most 2 GiB in `folder`. Raises InputError: no such device.
     """
     started = time.perf_counter()
     sizes = sizes or Sizes()
@@ -86,7 +507,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         memory = device.memory()["device_total_bytes"]
         try:
             machines = {p: machine_of(facts, rates, p, memory) for p in PRECISIONS}
-            saved = str(present.write(present.key_of(name), machines))
+            saved = str(machine_rates.write(machine_rates.key_of(name), machines))
         except KeyError as missing:
             not_kept = f"{missing.args[0]} could not be measured"
         except OSError as error:
@@ -140,12 +561,7 @@ def machine_of(
     """The machine for predictions. Raises KeyError with the name of a missing rate."""
     assert facts.gpu is not None
 
-    def rate(name: str) -> float:
-        value = rates.get(name)
-        if value is None:
-            raise KeyError(name)
-        return value
-
+    known = {name: value for name, value in rates.items() if value is not None}
     kind = "pinned" if "to_device_pinned_gbps" in rates else "pageable"
     return Machine(
         name=f"{facts.gpu.name}, {facts.cores} cores",
@@ -153,16 +569,16 @@ def machine_of(
         device_context_bytes=int(rates.get("context_bytes") or CONTEXT_BYTES),
         host_memory_bytes=facts.allowed_bytes,
         cores=facts.cores,
-        matmul_tflops=rate(f"{precision}_matmul_tflops"),
-        attention_forward_tflops=rate(f"{precision}_attention_forward_tflops"),
-        attention_backward_tflops=rate(f"{precision}_attention_backward_tflops"),
-        device_gbps=rate("device_gbps"),
-        to_device_gbps=rate(f"to_device_{kind}_gbps"),
-        from_device_gbps=rate(f"from_device_{kind}_gbps"),
-        update_gbps=rate("update_gparams") * UPDATE_BYTES,
+        matmul_tflops=known[f"{precision}_matmul_tflops"],
+        attention_forward_tflops=known[f"{precision}_attention_forward_tflops"],
+        attention_backward_tflops=known[f"{precision}_attention_backward_tflops"],
+        device_gbps=known["device_gbps"],
+        to_device_gbps=known[f"to_device_{kind}_gbps"],
+        from_device_gbps=known[f"from_device_{kind}_gbps"],
+        update_gbps=known["update_gparams"] * UPDATE_BYTES,
         disk_write_gbps=rates.get("disk_write_gbps"),
         disk_read_gbps=rates.get("disk_read_gbps"),
         disk_both_gbps=rates.get("disk_both_gbps"),
-        launch_seconds=rate("launch_microseconds") / 1e6,
+        launch_seconds=known["launch_microseconds"] / 1e6,
         measured=True,
     )

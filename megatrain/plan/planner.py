@@ -5,15 +5,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatrain.checkpoint import spare_bytes_of, useful_bytes
+from megatrain.checkpoint import saved_numel, spare_bytes_of, useful_bytes
 from megatrain.device.base import HOSTS
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
+from megatrain.model.adapters import adapted
 from megatrain.model.spec import ModelSpec
+from megatrain.optim import PlaneKind, gradient_plane, tile_planes
+from megatrain.placement import Placement
 from megatrain.plan.remedies import Planner, Remedy, compute_bound_tokens, remedies
-from megatrain.plan.tiles import TileBytes, by_tier, disk_use, tile_bytes
-from megatrain.telemetry.log import PASSING
+from megatrain.source.source import Model
+from megatrain.store.store import Tier, resting
+from megatrain.telemetry.console import PASSING
+from megatrain.tile import TileKind
+
+PLANES = tuple(kind.value for kind in PlaneKind)
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +35,40 @@ _A_DISK_WOULD_DO = (
 
 
 @dataclass(frozen=True)
+class TileBytes:
+    """Equal tiles that rest in the same place.
+
+    Attributes:
+        name: `layer 2`, `layer 2 ... layer 27`, or `9 of layer 2 ... layer 27`.
+        disk: planes that rest on the disk instead of `tier`.
+        stays: True if the device keeps a copy of the weights.
+        written: bytes that an update of one tile writes to the disk.
+        parameters, planes: of one tile. Gradients that share room (no clipping) do not count.
+        saved: bytes of one tile in a checkpoint, by plane; none of an adapter's base.
+    """
+
+    name: str
+    count: int
+    parameters: int
+    tier: str
+    planes: dict[str, int]
+    saved: list[int]
+    disk: tuple[str, ...] = ()
+    stays: bool = False
+    written: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.count * sum(self.planes.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for `--json`."""
+        hidden = ("saved", "written")
+        values = {name: value for name, value in vars(self).items() if name not in hidden}
+        return {**values, "total_bytes": self.total_bytes}
+
+
+@dataclass(frozen=True)
 class Plan:
     """The needs of a workload on a machine.
 
@@ -35,9 +76,7 @@ class Plan:
         machine: its memory is the most that the process may take.
         forecast: as asked; if it does not fit, on a machine with just enough memory.
         compute_bound_tokens: tokens a step from which on the GPU's arithmetic is the bottleneck.
-        total_tokens: of the whole run, where they are known.
-        several: `several_gpus` of the step; None: it is not split, or does not fit then.
-        disk: `disk_use` of the step; None: nothing rests on one.
+        several, disk: `several_gpus` and `disk_use` of the step.
     """
 
     workload: Workload
@@ -65,9 +104,9 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         """The rate of the run, by all GPUs."""
-        return (
-            self.several["tokens_per_second"] if self.several else self.forecast.tokens_per_second
-        )
+        if self.several:
+            return float(self.several["tokens_per_second"])
+        return self.forecast.tokens_per_second
 
     @property
     def run_seconds(self) -> float | None:
@@ -121,12 +160,9 @@ def make_plan(
     must_clip: bool = False,
     warnings: Sequence[str] = (),
 ) -> Plan:
-    """Plan a run.
+    """Plan a run on `gpus` of each of `hosts`, with `network_gbps` between hosts, each way.
 
-    Args:
-        gpus: on each of `hosts`, with `network_gbps` from one host to the others, each way.
-        disk_terabytes: the TBW (total written) of the drive that holds planes.
-        must_clip: no remedy may switch clipping off.
+    `disk_terabytes` is the TBW of the drive; with `must_clip` no remedy may switch clipping off.
     """
     plans = Planner(spec)
     warnings = list(warnings)
@@ -179,13 +215,9 @@ def several_gpus(
 ) -> dict[str, Any] | None:
     """The same step, split among `gpus` on each of `hosts`, from the view of one rank.
 
-    An unknown link between GPUs counts as half of a GPU's bus. The network of a host
-    is shared by its GPUs; an unknown one has `NETWORK_GBPS`.
-
-    Returns:
-        Plain data, for `--json`: `device_bytes` of one GPU at the step's peak, `host_bytes` of all
-        processes of one host, `network_seconds` of the step, in which gradients are summed between
-        hosts. None: it does not fit.
+    An unknown link between GPUs counts as half of a GPU's bus, an unknown network, which a host's
+    GPUs share, as `NETWORK_GBPS`. `device_bytes` are of one GPU, `host_bytes` of all processes of
+    one host, `network_seconds` of the step. None: it does not fit.
     """
     network = (network_gbps or NETWORK_GBPS) / gpus
     share = machine.shared(gpus, machine.link_gbps, network)
@@ -201,4 +233,78 @@ def several_gpus(
         "device_bytes": forecast.device_peak_bytes,
         "host_bytes": forecast.host_peak_bytes * gpus,
         "network_seconds": forecast.bounds[HOSTS],
+    }
+
+
+def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> list[TileBytes]:
+    """All tiles of a training run, equal layers together."""
+    layouts = Model.trained(spec, workload.rule).layouts
+    kept, gradient = tile_planes(workload.rule, workload.dtype), gradient_plane(workload.dtype)
+    adapter = adapted(spec.capture.model)
+    frozen = [entry.name for layout in layouts for entry in layout.entries if entry.group is None]
+    base_left_out = adapter is not None and all(name in adapter.held for name in frozen)
+    groups: dict[tuple, list[int]] = {}
+    for index, (layout, rests) in enumerate(zip(layouts, resting(placement, layouts), strict=True)):
+        planes = dict.fromkeys(PLANES, 0)
+        for plane in kept:
+            planes[plane.kind.value] += plane.num_bytes(layout)
+        stop = layout.trainable_numel if base_left_out else layout.numel
+        saved = tuple(saved_numel(plane, layout, stop) * plane.dtype.itemsize for plane in kept)
+        waits = workload.clip and not workload.rule.directs(layout)
+        if waits or rests.gradient is Tier.DEVICE:
+            planes[gradient.kind.value] = gradient.num_bytes(layout)
+        name = "" if layout.kind is TileKind.LAYER else layout.name
+        updated = (p for p in kept if layout.trainable_numel and rests.tier(p) is Tier.DISK)
+        places = ((p, p.place(0, layout.trainable_numel).stop) for p in updated)
+        written = sum(stop * p.dtype.itemsize for p, stop in places)
+        if layout.numel:
+            key = name, rests, tuple(planes.items()), saved, written
+            groups.setdefault(key, []).append(index)
+    tiles = []
+    for (_, rests, planes, saved, written), same in groups.items():
+        first, last = layouts[same[0]], layouts[same[-1]]
+        name = " ... ".join(dict.fromkeys((first.name, last.name)))
+        tiles.append(
+            TileBytes(
+                name=name if len(same) == same[-1] - same[0] + 1 else f"{len(same)} of {name}",
+                count=len(same),
+                parameters=first.num_parameters,
+                tier="device" if rests.weights is Tier.DEVICE else "host",
+                planes=dict(planes),
+                saved=list(saved),
+                disk=tuple(name for name in PLANES if getattr(rests, name) is Tier.DISK),
+                stays=rests.stays,
+                written=written,
+            )
+        )
+    return tiles
+
+
+def by_tier(tiles: Sequence[TileBytes]) -> dict[str, dict[str, int]]:
+    """Bytes of each plane on the device, the host and the disk."""
+    tiers = {tier: dict.fromkeys(PLANES, 0) for tier in ("device", "host", "disk")}
+    for tile in tiles:
+        for plane, num_bytes in tile.planes.items():
+            tier = "disk" if plane in tile.disk else tile.tier
+            tiers[tier][plane] += tile.count * num_bytes
+    return tiers
+
+
+def disk_use(
+    tiles: Sequence[TileBytes], seconds: float, endurance_terabytes: float | None, passes: int = 1
+) -> dict[str, Any] | None:
+    """A disk's use by a step of `seconds`; None: nothing rests on one. Sweeps read the weights."""
+    num_bytes = sum(tile.count * tile.planes[plane] for tile in tiles for plane in tile.disk)
+    written = sum(tile.count * tile.written for tile in tiles)
+    weights = sum(tile.count * tile.planes["weights"] for tile in tiles if "weights" in tile.disk)
+    if not num_bytes:
+        return None
+    a_day = written / 1e12 * 86400 / seconds  # terabytes as drives are sold
+    return {
+        "num_bytes": num_bytes,
+        "read_bytes_a_step": written + 2 * passes * weights,
+        "written_bytes_a_step": written,
+        "written_terabytes_a_day": a_day,
+        "endurance_terabytes": endurance_terabytes,
+        "days_to_wear": endurance_terabytes / a_day if endurance_terabytes and written else None,
     }

@@ -28,17 +28,15 @@ SHOWN = 3
 _TRIED = 2  # full plans of likely remedies; one that does not fit takes long
 _SHORTEST = 256  # tokens of a row
 
-# Workloads that need less, from the mildest change on.
-Change = Callable[[Workload], list[Workload]]
-# Workloads that fit, on the machine of the forecast.
-Fitting = Iterator[tuple[Workload, Forecast]]
+# Changes by which a workload needs less, from the cheapest to the dearest.
+_CHANGES = (
+    *("one row", "auto", "bf16", "fewer tokens", "int8 moments", "no clipping", "shorter rows"),
+)
+Fitting = Iterator[tuple[Workload, Forecast]]  # workloads that fit, on the forecast's machine
 
 
 class Planner:
-    """Forecasts of one model, for chosen or given placements; none is computed twice.
-
-    A machine's memory and disk space are the budgets.
-    """
+    """Forecasts of one model, for chosen or given placements; none is computed twice."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._forecasts = ForecastCache(spec)
@@ -81,19 +79,13 @@ class Planner:
 
 def fits(forecast: Forecast, machine: Machine) -> bool:
     """True if a step takes no more memory than the machine has."""
-    return (
-        forecast.device_peak_bytes <= machine.device_memory_bytes
-        and forecast.host_peak_bytes <= machine.host_memory_bytes
-    )
+    on_device = forecast.device_peak_bytes <= machine.device_memory_bytes
+    return on_device and forecast.host_peak_bytes <= machine.host_memory_bytes
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """The workload `new` instead of the one `asked`, and the forecast of its step.
-
-    Attributes:
-        machine: the machine asked about; the forecast has the one that the remedy needs.
-    """
+    """The workload `new` instead of `asked` on `machine`; the forecast has the machine it needs."""
 
     asked: Workload
     machine: Machine
@@ -119,16 +111,9 @@ class Remedy:
         return other, taken.device_memory_bytes, taken.host_memory_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for `--json`."""
-        forecast = self.forecast
-        return {
-            "text": self.text,
-            "settings": self.settings,
-            "seconds": forecast.seconds,
-            "tokens_per_second": forecast.tokens_per_second,
-            "device_peak_bytes": forecast.device_peak_bytes,
-            "host_peak_bytes": forecast.host_peak_bytes,
-        }
+        names = ("seconds", "tokens_per_second", "device_peak_bytes", "host_peak_bytes")
+        figures = {name: getattr(self.forecast, name) for name in names}
+        return {"text": self.text, "settings": self.settings, **figures}
 
     def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each change in words and in keys of a run file, cheapest first."""
@@ -136,8 +121,8 @@ class Remedy:
         batch = {"training.batch_size": new.rows // lines}
         if old.micro_batch != new.micro_batch:
             rows = "one row" if new.micro_batch == 1 else f"{new.micro_batch} rows"
-            free = "leave micro-batches to MegaTrain"
-            words = free if new.micro_batch is None else f"take micro-batches of {rows}"
+            free = new.micro_batch is None
+            words = "leave micro-batches to MegaTrain" if free else f"take micro-batches of {rows}"
             size_of_run = new.micro_batch and new.micro_batch // lines
             yield words, {"training.micro_batch_size": size_of_run}
         if old.placement != new.placement:
@@ -153,18 +138,15 @@ class Remedy:
             yield "do not clip gradients", {"training.max_grad_norm": None}
         if (length := new.sequence_length) != old.sequence_length:
             yield f"take sequences of {length:,} tokens", {"data.sequence_length": length} | batch
-        yield from self._more_memory()
-
-    def _more_memory(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        old, new = self.machine, self.forecast.machine
-        device, host = size(new.device_memory_bytes), size(new.host_memory_bytes)
+        here, other = self.machine, self.forecast.machine
+        device, host = size(other.device_memory_bytes), size(other.host_memory_bytes)
         use = "let it use "
-        if new.name != old.name:
-            yield f"take a larger GPU, {_gpu(new)} ({_sold(new) / GIB:.0f} GiB)", {}
-        elif new.device_memory_bytes != old.device_memory_bytes:
+        if other.name != here.name:
+            yield f"take a larger GPU, {_gpu(other)} ({_sold(other) / GIB:.0f} GiB)", {}
+        elif other.device_memory_bytes != here.device_memory_bytes:
             yield f"{use}{device} of device memory", {"engine.device_memory": device}
             use = ""
-        if new.host_memory_bytes != old.host_memory_bytes:
+        if other.host_memory_bytes != here.host_memory_bytes:
             yield f"{use}{host} of host memory", {"engine.host_memory": host}
 
 
@@ -178,21 +160,17 @@ def remedies(
 ) -> list[Remedy]:
     """At most three remedies that fit, those with the least hardware first.
 
-    Args:
-        least: the forecast that lacks least memory, with that memory added.
-        must_clip: clipping stays on, as the run refuses steps by their gradient norm.
+    Args: `least`: the forecast that lacks least memory, with that memory added; with `must_clip`
+        clipping stays on, as the run refuses steps by their gradient norm.
     """
-    changes = [change for change in _CHANGES if not (must_clip and change is _no_clipping)]
+    changes = [change for change in _CHANGES if not (must_clip and change == "no clipping")]
     fitting = islice(_fitting(plans, machine, asked, least, changes), SHOWN)
     listed = [Remedy(asked, machine, new, forecast) for new, forecast in fitting]
     return sorted(listed, key=lambda remedy: remedy.price)
 
 
 def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_length: int) -> int:
-    """Tokens a step, in whole rows, from which on arithmetic takes longest.
-
-    Computing grows with the tokens; copies of weights and updates do not.
-    """
+    """Tokens a step, in whole rows, from which on arithmetic takes longest."""
     others = max((seconds for name, seconds in bounds.items() if name != COMPUTE), default=0.0)
     needed = tokens * others / bounds[COMPUTE]
     return max(1, math.ceil(needed / sequence_length)) * sequence_length
@@ -203,24 +181,23 @@ def _fitting(
     machine: Machine,
     asked: Workload,
     least: Forecast,
-    changes: Sequence[Change],
+    changes: Sequence[str],
 ) -> Fitting:
     """Workloads that fit: by one change, several together, more memory, or another GPU."""
     helpless = []
     for change in changes:
-        if change is _to_auto and machine.unified:
-            continue  # there is nothing to choose
         alone = [*_changed(plans, machine, asked, [change])]
         helpless += [] if alone else [change]
         yield from alone
     yield from _changed(plans, machine, asked, helpless)
-    yield from _with_memory(machine, asked, least)
+    device, host = _room(machine, least.machine)
+    if device <= max(machine.device_memory_bytes, _sold(machine)):  # such a card has so much
+        larger = replace(machine, device_memory_bytes=device, host_memory_bytes=host)
+        yield asked, replace(least, machine=larger)
     yield from _on_a_larger_gpu(plans, machine, asked, least)
 
 
-def _changed(
-    plans: Planner, machine: Machine, asked: Workload, changes: Sequence[Change]
-) -> Fitting:
+def _changed(plans: Planner, machine: Machine, asked: Workload, changes: Sequence[str]) -> Fitting:
     """The workload with the least of some changes that fits."""
     failed = [asked]
 
@@ -235,22 +212,25 @@ def _changed(
 
 
 def _mildest(
-    could: Callable[[Workload], bool], asked: Workload, changes: Sequence[Change]
+    could: Callable[[Workload], bool], asked: Workload, changes: Sequence[str]
 ) -> Workload | None:
     """The workload with the least of some changes that fits; cheap changes go first.
 
     The dearest change is reduced first as far as it still fits, then the next one.
     """
 
-    def could_with(level: Workload, cheaper: Sequence[Change]) -> bool:
+    def could_with(level: Workload, cheaper: Sequence[str]) -> bool:
         for change in cheaper:
-            level = [level, *change(level)][-1]
+            level = [level, *_levels(change, level)][-1]
         return could(level)
 
     if not changes or not could_with(asked, changes):
         return None
     for number in reversed(range(len(changes))):
-        levels = [asked, *changes[number](asked)]  # the last fits, as do all after one that fits
+        levels = [
+            asked,
+            *_levels(changes[number], asked),
+        ]  # the last fits, as do all after one that fits
         key = partial(could_with, cheaper=changes[:number])
         asked = levels[bisect_left(levels, True, hi=len(levels) - 1, key=key)]
     return asked
@@ -265,20 +245,12 @@ def _room(machine: Machine, needed: Machine) -> tuple[int, int]:
     )
 
 
-def _with_memory(machine: Machine, asked: Workload, least: Forecast) -> Fitting:
-    """The workload with the memory of `least`; empty if no such card has so much."""
-    device, host = _room(machine, least.machine)
-    if device <= max(machine.device_memory_bytes, _sold(machine)):
-        larger = replace(machine, device_memory_bytes=device, host_memory_bytes=host)
-        yield asked, replace(least, machine=larger)
-
-
 def _gpu(machine: Machine) -> str:
     return machine.name.partition(",")[0]
 
 
 def _sold(machine: Machine) -> float:
-    """Most bytes with which this GPU is sold; an unknown GPU may have any number."""
+    """Most bytes with which this GPU is sold; an unknown one may have any number."""
     gpu = by_driver_name(_gpu(machine))
     return math.inf if gpu is None else gpu.memory_gib * GIB
 
@@ -290,7 +262,7 @@ def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, least: F
         lacking = least.machine.host_memory_bytes - machine.host_memory_bytes
         device, host = device + lacking, machine.host_memory_bytes
     fastest = {gpu.memory_gib: gpu for gpu in sorted(known_gpus(), key=lambda gpu: gpu.bf16_tflops)}
-    for _, gpu in () if machine.unified else sorted(fastest.items()):
+    for _, gpu in sorted(fastest.items()):
         other = machine_for(gpu.name, host, machine.cores, precision=asked.precision)
         if other.device_memory_bytes < device:
             continue
@@ -299,56 +271,37 @@ def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, least: F
             return
 
 
-def _to_auto(asked: Workload) -> list[Workload]:
-    free = [replace(asked, placement=None), replace(asked, placement=None, micro_batch=None)]
-    return [workload for workload in free if workload != asked]
-
-
 def _lines(workload: Workload) -> int:
     """Rows of tokens for one row of the data: two for a pair of replies."""
     return getattr(workload.loss, "lines", 1)
 
 
-def _one_row(asked: Workload) -> list[Workload]:
-    large = asked.placement is not None and asked.micro_batch not in (None, _lines(asked))
-    return [replace(asked, micro_batch=_lines(asked))] if large else []
-
-
-def _bf16(asked: Workload) -> list[Workload]:
-    return [replace(asked, precision="bf16")] if asked.precision == "fp32" else []
-
-
-def _fewer_tokens(asked: Workload) -> list[Workload]:
-    return [
-        replace(
-            asked,
-            tokens_per_step=rows * asked.sequence_length,
-            micro_batch=None if asked.micro_batch is None else min(asked.micro_batch, rows),
-        )
-        for rows in (n * _lines(asked) for n in _halves(asked.rows // _lines(asked), 1))
-    ]
-
-
-def _int8_moments(asked: Workload) -> list[Workload]:
-    if not isinstance(asked.rule, AdamW) or asked.rule.states == "int8":
-        return []
-    return [replace(asked, rule=replace(asked.rule, states="int8"))]
-
-
-def _no_clipping(asked: Workload) -> list[Workload]:
-    return [replace(asked, clip=False)] if asked.clip else []
-
-
-def _shorter_rows(asked: Workload) -> list[Workload]:
-    return [replace(asked, sequence_length=n) for n in _halves(asked.sequence_length, _SHORTEST)]
+def _levels(change: str, asked: Workload) -> list[Workload]:
+    """Workloads that need less by a change, from the mildest on."""
+    placement, lines = asked.placement, _lines(asked)
+    changed: list[Workload] = []
+    if change == "one row" and placement is not None and asked.micro_batch not in (None, lines):
+        changed = [replace(asked, micro_batch=lines)]
+    elif change == "auto":
+        free = replace(asked, placement=None)
+        changed = [free, replace(free, micro_batch=None)]
+    elif change == "bf16" and asked.precision == "fp32":
+        changed = [replace(asked, precision="bf16")]
+    elif change == "fewer tokens":
+        for rows in (n * lines for n in _halves(asked.rows // lines, 1)):
+            most = None if asked.micro_batch is None else min(asked.micro_batch, rows)
+            tokens = rows * asked.sequence_length
+            changed.append(replace(asked, tokens_per_step=tokens, micro_batch=most))
+    elif change == "int8 moments" and isinstance(asked.rule, AdamW):
+        changed = [replace(asked, rule=replace(asked.rule, states="int8"))]
+    elif change == "no clipping":
+        changed = [replace(asked, clip=False)]
+    elif change == "shorter rows":
+        lengths = _halves(asked.sequence_length, _SHORTEST)
+        changed = [replace(asked, sequence_length=length) for length in lengths]
+    return [workload for workload in changed if workload != asked]
 
 
 def _halves(most: int, least: int) -> Iterator[int]:
     while (most := most // 2) >= least:
         yield most
-
-
-# From the cheapest to the dearest.
-_CHANGES: tuple[Change, ...] = (
-    *(_one_row, _to_auto, _bf16, _fewer_tokens, _int8_moments, _no_clipping, _shorter_rows),
-)

@@ -10,7 +10,6 @@ import yaml
 
 from megatrain.base.units import GIB, duration, gib
 from megatrain.device.base import COMPUTE, DISK_OUT
-from megatrain.plan.tiles import terabytes_a_day
 from megatrain.report.series import Metrics
 from megatrain.report.source import Run, at, real
 from megatrain.telemetry.pictures import Chart, Line, Values
@@ -66,7 +65,8 @@ def _written(run: Run, disk_bytes: float) -> str:
     if not seconds:
         return "read and written each step"
     written = run.breakdown.num_bytes.get(DISK_OUT) if run.breakdown else None
-    return f"each step; {terabytes_a_day(written or disk_bytes, seconds):,.1f} TB written a day"
+    terabytes_a_day = (written or disk_bytes) / 1e12 * 86400 / seconds
+    return f"each step; {terabytes_a_day:,.1f} TB written a day"
 
 
 def _trend(metrics: Metrics) -> str:

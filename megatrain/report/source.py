@@ -27,7 +27,7 @@ class Run:
     """The content of a run's folder.
 
     Attributes:
-        environment: machine and versions (telemetry/environment.py).
+        environment: machine and versions (telemetry/host.py).
         config: the run file.
         spans: the recorded step; `breakdown`: where its time went.
         notes: sentences on what is missing, damaged, repeated or left out.

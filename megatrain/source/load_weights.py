@@ -24,8 +24,8 @@ from megatrain.parallel.distributed import Ranks
 from megatrain.source import state_io
 from megatrain.source.source import Source
 from megatrain.store.store import Store
+from megatrain.telemetry.console import PASSING, Share, end_passing
 from megatrain.telemetry.host import update_threads
-from megatrain.telemetry.log import PASSING, Share, end_passing
 
 _log = logging.getLogger(__name__)
 

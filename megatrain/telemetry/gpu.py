@@ -40,19 +40,14 @@ class Gpu:
 class GpuState:
     """The state of a GPU at one moment; None where the driver does not report it.
 
-    Attributes:
-        pcie_generation: the current one; idle links show a lower one, so read it under load.
-        other_processes: numbers and bytes of other processes that compute on it
-            (none are seen from inside most containers).
-        used_bytes: memory used by all processes and the driver.
+    Idle links show a lower `pcie_generation`. `other_processes` have numbers and bytes (most
+    containers see none); `used_bytes` are of all processes and the driver.
     """
 
     name: str
     driver: str
     pcie_generation: int | None
-    pcie_generation_most: int | None
     pcie_lanes: int | None
-    pcie_lanes_most: int | None
     other_processes: tuple[tuple[int, int], ...]
     used_bytes: int | None
 
@@ -96,9 +91,7 @@ def gpu_state(device: str) -> GpuState | None:
             name=str(ask("nvmlDeviceGetName")),
             driver=str(nvml.nvmlSystemGetDriverVersion()),
             pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-            pcie_generation_most=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
             pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
-            pcie_lanes_most=ask("nvmlDeviceGetMaxPcieLinkWidth"),
             other_processes=tuple(
                 (p.pid, p.usedGpuMemory or 0) for p in processes if p.pid != os.getpid()
             ),
@@ -161,11 +154,8 @@ def _handle(pynvml: Any, index: int) -> Any:
 class KnownGpu:
     """An entry of `gpus.json`: nominal peaks and sizes, and the shares usually reached.
 
-    Attributes:
-        bus_gbps: one way between host and device, from the link's generation and lanes.
-        host: `desktop`, `workstation` or `server`: the usual machine around it.
-        shares: of the peaks, reached in `matmul`, `attention_forward`, `attention_backward` and
-            `memory`.
+    `bus_gbps` is one way between host and device; `host` the usual machine: `desktop`,
+    `workstation` or `server`; `shares` are of products, attention and memory.
     """
 
     name: str
@@ -209,8 +199,7 @@ def by_driver_name(gpu_name: str) -> KnownGpu | None:
 def named_gpu(text: str) -> KnownGpu:
     """The entry that a user means: `4090`, `rtx4090`, `H100 PCIe`, or a driver's product name.
 
-    Raises:
-        InputError: no entry fits, or its memory differs from the text's.
+    Raises InputError: no entry fits, or its memory differs from the text's.
     """
     names = {_squeezed(gpu.name): gpu for gpu in known_gpus()}
     if (gpu := names.get(_squeezed(text))) is not None:

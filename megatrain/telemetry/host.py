@@ -3,17 +3,21 @@
 import os
 import platform
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
+from importlib import metadata
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import psutil
 
 from megatrain.base.units import parse_bytes
 from megatrain.errors import InputError
+from megatrain.telemetry.gpu import find_gpu
 
 HOST_MEMORY = "MEGATRAIN_HOST_MEMORY"
 CHILDREN_SECONDS = 1.0  # between two scans of a process's children, each of which takes 4 ms
@@ -45,10 +49,7 @@ def update_threads() -> int:
 def cgroup_files(name: str, controller: str = "") -> Iterator[str]:
     """The contents of files of this name (`memory.max`) in the process's cgroup and its parents.
 
-    A container sees its cgroup as the root; a batch job or a service is in a nested one.
-
-    Args:
-        controller: for version 1, where each controller (`memory`) has a folder.
+    A batch job or a service is in a nested one. Version 1 has a folder for each `controller`.
     """
     folders, lines = [_CGROUPS / controller], []
     with suppress(OSError):  # no Linux
@@ -64,10 +65,9 @@ def cgroup_files(name: str, controller: str = "") -> Iterator[str]:
 
 
 class ProcessTree:
-    """A process and its children, in any session.
+    """A process and its children, in any session. Pages that children share count in part (PSS).
 
-    Pages shared by children count proportionally (PSS): 16 compile workers of torch,
-    forked and idle, had 3.5 GiB resident and a PSS of 0.25 GiB.
+    16 compile workers of torch, forked and idle, had 3.5 GiB resident and a PSS of 0.25 GiB.
     """
 
     def __init__(self, process: int) -> None:
@@ -110,10 +110,7 @@ def host_limit_bytes() -> int:
     """The smallest of the machine's memory and the limits of its cgroups, in bytes.
 
     A virtual machine may get memory only as it is used, and show less than it will have:
-    MEGATRAIN_HOST_MEMORY in the environment says how much that is (`503GiB`).
-
-    Raises:
-        InputError: MEGATRAIN_HOST_MEMORY is not a size.
+    MEGATRAIN_HOST_MEMORY in the environment says how much (`503GiB`). Raises InputError: no size.
     """
     if HOST_MEMORY in os.environ:
         try:
@@ -128,14 +125,58 @@ def host_limit_bytes() -> int:
 def host_available_bytes(limit_bytes: int | None = None) -> int:
     """Bytes that can still be allocated without swapping or being killed.
 
-    Args:
-        limit_bytes: a limit for this process and its children together; None: no limit.
-
-    Raises:
-        InputError: MEGATRAIN_HOST_MEMORY is not a size.
+    Args: `limit_bytes`: a limit for this process and its children together; None: no limit.
     """
     allowed = host_limit_bytes()
     allowed = (allowed if limit_bytes is None else min(allowed, limit_bytes)) - process_bytes()
     if HOST_MEMORY in os.environ:
         return max(0, allowed)
     return max(0, min(int(psutil.virtual_memory().available), allowed))
+
+
+_PACKAGES = ("megatrain", "torch", "transformers", "datasets", "tokenizers", "safetensors", "numpy")
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions, machine and GPU, as plain JSON values; holds no user, host or file names."""
+    gpu = find_gpu(device)
+    return {
+        "python": platform.python_version(),
+        "commit": commit(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "system": platform.system(),
+        "kernel": platform.release(),
+        "cpu": cpu_name(),
+        "cores": psutil.cpu_count(logical=False),
+        "usable_cores": usable_cores(),
+        "host_memory_bytes": psutil.virtual_memory().total,
+        "host_limit_bytes": host_limit_bytes(),
+        "device": device,
+        "gpu": None if gpu is None else vars(gpu),
+    }
+
+
+def commit() -> str | None:
+    """The commit of the checkout with this file; without a checkout, MEGATRAIN_COMMIT."""
+    if "MEGATRAIN_COMMIT" in os.environ:
+        return os.environ["MEGATRAIN_COMMIT"]
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    try:
+        # An installed package may lie in a checkout of something else.
+        git("ls-files", "--error-unmatch", here.name)
+        return git("rev-parse", "HEAD")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -22,9 +22,9 @@ def _warn(message: str) -> None:
 class MetricsWriter:
     """Appends lines to a file; a full disk delays lines, it never ends the run.
 
-    The first line that cannot be written is reported through `warn`, once; it and those after it
-    are kept (the newest 100,000) and written when there is room. The file is opened for each
-    attempt: a file object whose flush has failed keeps the unwritten bytes and fails for ever.
+    The first line that cannot be written is reported through `warn`; it and those after it are kept
+    (the newest 100,000) and written when there is room. The file is opened for each attempt: a file
+    object whose flush has failed keeps the unwritten bytes and fails for ever.
     """
 
     def __init__(
@@ -96,7 +96,6 @@ def is_evaluation(record: Mapping[str, Any]) -> bool:
 def model_tflops(parameters: int, trained: int, tokens: int, seconds: float) -> float:
     """The arithmetic of a step in 1e12 floating-point operations a second, by parameters.
 
-    A parameter takes 4 operations a token, and 2 more for its gradient if it is trained.
-    Only the experts that a token chooses count; attention and recomputation do not.
+    4 operations a token, and 2 more if trained; of experts only those that a token chooses count.
     """
     return (4 * parameters + 2 * trained) * tokens / seconds / 1e12

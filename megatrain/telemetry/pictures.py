@@ -39,12 +39,7 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Lines over one axis.
-
-    Attributes:
-        from_zero: the axis of values begins at zero.
-        limit: an upper bound of values, drawn unless it is far above them.
-    """
+    """Lines over one axis; `limit`: an upper bound, drawn unless it is far above the values."""
 
     title: str
     lines: Sequence[Line]
@@ -54,11 +49,7 @@ class Chart(NamedTuple):
 
 
 def draw_loss(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw training and evaluation loss over steps.
-
-    Args:
-        records: lines of `metrics.jsonl`, with `step` and `loss` or `eval_loss`.
-    """
+    """Draw training and evaluation loss of lines of `metrics.jsonl` over steps."""
     lines = []
     for key, label in (("loss", "training"), ("eval_loss", "evaluation")):
         points = [(r["step"], r[key]) for r in records if r.get(key) is not None]

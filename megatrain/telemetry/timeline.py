@@ -18,11 +18,9 @@ _KEY = re.compile(r"\S*\(.*\)")  # the part of a name that tells the layer and m
 
 
 class Span(NamedTuple):
-    """One piece of work on a stream.
+    """One piece of work on a stream, after the waits (names) put there since its last work.
 
-    Attributes:
-        after: names of the waits put on the stream since its last work.
-        num_bytes: bytes that a copy moves over the bus, or an update in host memory; 0: unknown.
+    `num_bytes` are those that a copy moves, or an update in host memory; 0: unknown.
     """
 
     stream: str
@@ -39,14 +37,12 @@ class Span(NamedTuple):
 
 @dataclass
 class Breakdown:
-    """The parts of the time between the first and the last span.
+    """The parts of the time between the first and the last span, in seconds.
 
     Attributes:
-        seconds: of the whole recording.
-        busy: seconds per stream.
         num_bytes: per stream, where they are known: over the bus, or through host memory.
-        work: seconds per `(stream, kind of work)`; numbers in names are left out.
-        idle: seconds in which the main stream did nothing, by what it waited for.
+        work: per `(stream, kind of work)`; numbers in names are left out.
+        idle: in which the main stream did nothing, by what it waited for.
     """
 
     seconds: float
@@ -58,14 +54,8 @@ class Breakdown:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for result files."""
         work = {f"{stream}: {kind}": seconds for (stream, kind), seconds in self.work.items()}
-        return {
-            "seconds": self.seconds,
-            "busy": self.busy,
-            "num_bytes": self.num_bytes,
-            "work": work,
-            "idle": self.idle,
-            "lines": [f"{s:8.3f} s {s / self.seconds:6.1%}  {name}" for name, s in self.rows()],
-        }
+        lines = [f"{s:8.3f} s {s / self.seconds:6.1%}  {name}" for name, s in self.rows()]
+        return vars(self) | {"work": work, "lines": lines}
 
     def rows(self) -> list[tuple[str, float]]:
         """Idle times and kinds of work with their seconds, largest first."""
@@ -85,7 +75,8 @@ def breakdown(spans: Sequence[Span], main: str) -> Breakdown:
     for span in spans:
         busy[span.stream] += span.seconds
         moved[span.stream] += span.num_bytes
-        work[span.stream, _kind(span.name)] += span.seconds
+        words = (word for word in _KEY.sub("", span.name).split() if any(map(str.isalpha, word)))
+        work[span.stream, " ".join(words)] += span.seconds
     idle: defaultdict[str, float] = defaultdict(float)
     at = first
     for span in sorted((s for s in spans if s.stream == main), key=lambda s: s.start):
@@ -122,11 +113,6 @@ def critical_path(spans: Iterable[Span]) -> Counter[str]:
     return Counter({stream: ns / 1e9 for stream, ns in path.items() if ns})
 
 
-def _kind(name: str) -> str:
-    words = _KEY.sub("", name).split()
-    return " ".join(word for word in words if any(map(str.isalpha, word)))
-
-
 def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
     """The spans in the Trace Event Format, which Perfetto and chrome://tracing open."""
     ordered = list(spans)
@@ -151,11 +137,7 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
 
 
 def read_trace(trace: Mapping[str, Any]) -> list[Span]:
-    """The spans of a trace that `chrome_trace` made.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """The spans of a trace that `chrome_trace` made. Raises ValueError: it is something else."""
     try:
         events = trace["traceEvents"]
         lanes = {e["tid"]: str(e["args"]["name"]) for e in events if e["ph"] == "M"}
@@ -176,10 +158,7 @@ def read_trace(trace: Mapping[str, Any]) -> list[Span]:
 
 
 def window(spans: Iterable[Span], start: float, end: float) -> list[Span]:
-    """The spans between two times, counted from `start` and cut at both ends.
-
-    A cut span has its bytes reduced in proportion.
-    """
+    """The spans between two times, counted from `start` and cut at both ends, bytes too."""
     inside = []
     for span in spans:
         begins, ends = max(span.start, start), min(span.end, end)
@@ -194,12 +173,9 @@ Recording = Callable[[], AbstractContextManager[list[Span]]]
 
 
 class StepRecorder:
-    """Records two steps and keeps the second.
+    """Records two steps and keeps the second, under whose forward the first one's updates run.
 
-    A step's updates run under the next step's forward. One step alone would show them after its
-    end, where nothing is computed, and none where they are in a run.
-
-        recorder.begin(); step(); recorder.next(); step(); spans = recorder.end()
+    recorder.begin(); step(); recorder.next(); step(); spans = recorder.end()
     """
 
     def __init__(self, recording: Recording) -> None:

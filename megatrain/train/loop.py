@@ -42,7 +42,7 @@ from megatrain.run_folder.layout import (
 )
 from megatrain.source.write_model import write_saved
 from megatrain.telemetry.console import TrainingProgress
-from megatrain.telemetry.environment import environment
+from megatrain.telemetry.host import environment
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from megatrain.telemetry.pictures import draw_loss
 from megatrain.train.checkpointing import Checkpointing

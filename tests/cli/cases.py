@@ -69,17 +69,16 @@ def sets(**overrides: Any) -> list[str]:
 
 
 def leave_out(replace: Callable[[Any, str, Any], None]) -> None:
-    """Let runs draw no pictures, foretell no memory on the CPU and save in small pieces.
+    """Let runs draw no pictures and save in small pieces.
 
     That is half of the time of a tiny run, and 64 MiB of room for each that saves.
 
     `replace(owner, name, value)` is `setattr`, or a fixture's that puts back what was there.
     """
-    from megatrain.autoplace import auto
     from megatrain.checkpoint import files
     from megatrain.train import loop, timeline
 
-    parts = ((loop, "draw"), (timeline.RunTimeline, "draw"), (auto, "foretold_on_cpu"))
+    parts = ((loop, "draw"), (timeline.RunTimeline, "draw"))
     for owner, name in parts:
         getattr(owner, name)  # what was renamed would be done again, unnoticed
         replace(owner, name, lambda *args: None)

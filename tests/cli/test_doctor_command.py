@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatrain.plan import doctor
-from megatrain.plan.rates import Measurement
+from megatrain.plan.doctor import Measurement
 from tests.inside import answering
 
 

@@ -14,13 +14,13 @@ from megatrain.checkpoint import open_checkpoint
 from megatrain.compat.torch import pytree
 from megatrain.config import Config
 from megatrain.engine import whole_model
-from megatrain.forecast.generation import generation_bytes
+from megatrain.forecast.cache import generation_bytes
 from megatrain.forecast.workload import Generation, Workload
 from megatrain.generate import Sampling, continued
 from megatrain.model.build import empty_model
 from megatrain.model.probe import spec
 from megatrain.optim import RULES
-from megatrain.plan.tiles import tile_bytes
+from megatrain.plan.planner import tile_bytes
 from tests.inside import sized, spec_of
 from tests.sweeps import few, swept
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from megatrain.checkpoint import verify
 from megatrain.cli.demo import write_corpus_and_tokenizer
-from megatrain.telemetry.environment import environment
 from megatrain.telemetry.gpu import gpu_state
+from megatrain.telemetry.host import environment
 from megatrain.telemetry.metrics import read_metrics
 from tests.cli.cases import sets
 from tests.reliability.cases import ROOT, checkpoint_steps

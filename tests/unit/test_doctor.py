@@ -9,10 +9,17 @@ import pytest
 
 from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
-from megatrain.machine import Machine, present
-from megatrain.plan import doctor, rates
-from megatrain.plan.diagnostics import Facts, findings
-from megatrain.plan.rates import Measurement, Sizes, bus_measurements, device_measurements
+from megatrain.machine import Machine
+from megatrain.machine import rates as machine_rates
+from megatrain.plan import doctor
+from megatrain.plan.doctor import (
+    Facts,
+    Measurement,
+    Sizes,
+    bus_measurements,
+    device_measurements,
+    findings,
+)
 from megatrain.telemetry import gpu
 from megatrain.telemetry.gpu import GpuState
 from tests.inside import answering, sized
@@ -30,9 +37,7 @@ GPU = GpuState(
     name="NVIDIA H200",
     driver="580.1",
     pcie_generation=5,
-    pcie_generation_most=5,
     pcie_lanes=16,
-    pcie_lanes_most=16,
     other_processes=(),
     used_bytes=1 << 30,
 )
@@ -71,8 +76,6 @@ TROUBLES = {
     "kernels": ({"native_kernels": False}, {}, "several times slower"),
     "disk": ({"disk_free_bytes": 5 * GIB}, {}, "5.0 GiB are free in /data"),
     "compiler": ({"compiles": False}, {}, "no Triton or no C compiler"),
-    "generation": ({}, {"pcie_generation": 3, "pcie_lanes": 8}, "generation 3 of 5"),
-    "lanes": ({}, {"pcie_lanes": 8}, "lanes 8 of 16"),
     "others": ({}, {"other_processes": ((77, 3 * GIB),)}, "(77) hold 3.0 GiB"),
 }  # fmt: skip
 
@@ -114,7 +117,7 @@ class Library:
                 SimpleNamespace(pid=1, usedGpuMemory=None),
             ],
         }
-        if name == "nvmlDeviceGetMaxPcieLinkGeneration":
+        if name == "nvmlDeviceGetCurrPcieLinkGeneration":
             raise AttributeError(name)
         return (lambda handle: answers[name]) if name in answers else refuse
 
@@ -124,8 +127,8 @@ def test_a_driver_may_leave_questions_unanswered(monkeypatch):
 
     monkeypatch.setattr(gpu, "driver", lambda device: nullcontext((Library(), None)))
     state = gpu.gpu_state("cuda")
-    assert (state.name, state.driver, state.pcie_lanes_most) == ("NVIDIA H200", "580.1", 16)
-    assert (state.pcie_lanes, state.pcie_generation_most, state.used_bytes) == (None,) * 3
+    assert (state.name, state.driver) == ("NVIDIA H200", "580.1")
+    assert (state.pcie_lanes, state.pcie_generation, state.used_bytes) == (None,) * 3
     assert state.other_processes == ((1, 0),)
     assert found(replace(HEALTHY, gpu=replace(state, other_processes=()))) == []
 
@@ -138,8 +141,8 @@ def test_every_rate_can_be_measured():
 
 
 def test_the_disk_is_left_as_it_was(tmp_path, monkeypatch):
-    sized(monkeypatch, rates, _CHUNK=MIB)
-    measured = rates.disk_measurements(tmp_path, num_bytes=4 * MIB)
+    sized(monkeypatch, doctor, _CHUNK=MIB)
+    measured = doctor.disk_measurements(tmp_path, num_bytes=4 * MIB)
     assert [m.name for m in measured if m.value and m.value > 0] == [
         "disk_write_gbps",
         "disk_read_gbps",
@@ -162,8 +165,8 @@ def gpu_machine(monkeypatch, tmp_path):
     """A machine whose GPU, measurements of the host and cache are the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     device = FakeGpu()
-    key = present.Key("GPU-1", "580.1", "CPU", 16)
-    answering(monkeypatch, present, key_of=key)
+    key = machine_rates.Key("GPU-1", "580.1", "CPU", 16)
+    answering(monkeypatch, machine_rates, key_of=key)
     answering(monkeypatch, doctor, open_device=device, collect=HEALTHY)
     used = iter(range(1 << 30, 1 << 40, 500 * MIB))
     monkeypatch.setattr(doctor, "gpu_state", lambda name: replace(GPU, used_bytes=next(used)))
@@ -178,7 +181,7 @@ def test_a_diagnosis_is_kept_for_plans(gpu_machine):
     diagnosis = doctor.diagnose("auto", gpu_machine.folder, SMALL)
     assert diagnosis.kept == str(gpu_machine.key.file) and diagnosis.not_kept is None
     for precision in ("bf16", "fp32"):
-        machine = present.read(gpu_machine.key, precision)
+        machine = machine_rates.read(gpu_machine.key, precision)
         assert machine == diagnosis.machines[precision]
         assert machine.update_gbps == 4.0 * 26 and machine.disk_write_gbps is None
         assert machine.disk_read_gbps == 2.5 and machine.disk_both_gbps == 1.5

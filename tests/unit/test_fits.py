@@ -9,12 +9,11 @@ import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
-from megatrain.autoplace import fits
-from megatrain.autoplace.fits import check_fits
+from megatrain.autoplace import auto
+from megatrain.autoplace.auto import check_fits
 from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
-from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.needs import UNSUMMED, needs_of
+from megatrain.forecast.cache import UNSUMMED, ForecastCache, needs_of
 from megatrain.forecast.workload import Workload
 from megatrain.machine import mapping_bytes
 from megatrain.model.probe import spec
@@ -78,7 +77,7 @@ def test_a_card_that_is_too_small_is_refused_with_nothing_allocated():
         open_engine(device, device_memory="20MiB")
     assert device.taken == device.on_host == 0
     assert "\n" not in str(told.value)
-    for part in ("device memory: at least", "are allowed", "too few", "the least for this model"):
+    for part in ("device memory: at least", "are allowed", "too few", "take placement: auto"):
         assert part in str(told.value)
 
 
@@ -140,7 +139,7 @@ def test_the_least_is_enough_and_less_is_refused(model):
     needs = asked.needs(placement)
     least = sum(needs.device.values()) + mapping_bytes(sum(needs.host.values()))
     asked.check(Card(least + MIB), placement)
-    with pytest.raises(DoesNotFit, match="the least for this model"):
+    with pytest.raises(DoesNotFit, match="device memory: at least"):
         asked.check(Card(least + MIB - 1), placement)
 
 
@@ -154,7 +153,10 @@ def test_host_memory_is_refused_before_it_is_taken():
 SMALL = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 999}
 HUGE = {"hidden_size": 65536, "intermediate_size": 65536}
 REMEDIES = {
-    "raise host_memory, or take smaller micro-batches, or train a smaller model": ({}, 64),
+    "raise host_memory, or train an adapter (LoRA), or train a smaller model": (
+        {"vocab_size": 1 << 20},
+        2,
+    ),
     "train an adapter (LoRA), or train a smaller model": (HUGE, 2),
 }
 
@@ -172,7 +174,7 @@ def test_remedies_are_those_that_would_help(remedies):
 
 def taken(num_bytes, monkeypatch):
     """This process takes so many bytes, whatever else happens on the machine."""
-    for module in (host, fits):
+    for module in (host, auto):
         answering(monkeypatch, module, process_bytes=num_bytes)
 
 

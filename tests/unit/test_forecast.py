@@ -18,13 +18,12 @@ from megatrain.device import CpuDevice
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
 from megatrain.forecast import simulate
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.groups import groups
 from megatrain.forecast.op_counter import NotForeseeable
-from megatrain.forecast.profile import Profile
+from megatrain.forecast.profile import Profile, groups
 from megatrain.forecast.workload import Workload
 from megatrain.model.probe import spec
 from megatrain.optim.muon import is_matrix
-from megatrain.plan.tiles import disk_use, tile_bytes
+from megatrain.plan.planner import disk_use, tile_bytes
 from megatrain.source.source import Model, open_source
 from megatrain.tile import TileKind
 from tests.inside import answering

@@ -12,9 +12,7 @@ from megatrain.engine.batch import Batch
 from megatrain.engine.head import Head
 from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast import op_counter
-from megatrain.forecast.profile import Profile
-from megatrain.forecast.profile_chunks import acts_alone
-from megatrain.forecast.profile_layer import eager_work
+from megatrain.forecast.profile import Profile, acts_alone, eager_work
 from megatrain.forecast.workload import Workload
 from megatrain.model import token_chunks
 from megatrain.model.capture import Rows

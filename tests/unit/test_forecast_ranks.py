@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from megatrain import Muon
-from megatrain.autoplace.first_tiles import FirstTiles, disk_bytes
+from megatrain.autoplace.candidates import FirstTiles, disk_bytes
 from megatrain.autoplace.search import fastest, least
 from megatrain.device import disk
 from megatrain.device.base import DISK_STREAMS, GATHER, HOSTS, REDUCE
@@ -104,7 +104,7 @@ def test_what_rests_on_the_device_is_counted_as_the_engine_cuts_it():
     count = len(first.tiles)
     found = told(part, small_machine(), resident=first.names(count)).device_bytes
     there = found["resident tiles"] + found["kept weights"]
-    assert first.device_bytes(count) == pytest.approx(there, rel=0.01)
+    assert first.device_bytes[count] == pytest.approx(there, rel=0.01)
     assert seconds(told(part, small_machine(), resident=first.names(count)), GATHER) < seconds(
         told(part, small_machine()), GATHER
     )

@@ -8,11 +8,11 @@ import pytest
 
 from megatrain.base.units import GIB
 from megatrain.errors import InputError
-from megatrain.machine import machine_for, present, present_machine
+from megatrain.machine import machine_for, present_machine, rates
 from megatrain.telemetry.gpu import Gpu, by_driver_name, known_gpus, named_gpu
 from tests.inside import answering
 
-KEY = present.Key("GPU-1234", "580.1", "Some CPU", 16)
+KEY = rates.Key("GPU-1234", "580.1", "Some CPU", 16)
 
 
 @pytest.fixture(autouse=True)
@@ -92,16 +92,16 @@ def test_the_listed_h200_is_near_the_measured_one():
 
 
 def test_what_was_measured_is_read_again():
-    path = present.write(KEY, {"bf16": measured()})
-    assert present.read(KEY, "bf16") == measured()
-    assert present.read(KEY, "fp32") is None
+    path = rates.write(KEY, {"bf16": measured()})
+    assert rates.read(KEY, "bf16") == measured()
+    assert rates.read(KEY, "fp32") is None
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     for other in ({"gpu": "GPU-2"}, {"driver": "590"}, {"cpu": "B"}, {"cores": 8}):
-        assert present.read(replace(KEY, **other), "bf16") is None
+        assert rates.read(replace(KEY, **other), "bf16") is None
 
 
 def spoiled(change):
-    path = present.write(KEY, {"bf16": measured()})
+    path = rates.write(KEY, {"bf16": measured()})
     record = json.loads(path.read_text())
     change(record)
     path.write_text(json.dumps(record))
@@ -130,22 +130,22 @@ SPOILS = {
 @pytest.mark.parametrize("name", SPOILS)
 def test_a_spoilt_file_is_as_good_as_none(name):
     spoiled(lambda record: None)
-    assert present.read(KEY, "bf16") is not None
+    assert rates.read(KEY, "bf16") is not None
     spoiled(SPOILS[name])
-    assert present.read(KEY, "bf16") is None
+    assert rates.read(KEY, "bf16") is None
 
 
 def test_the_present_machine_is_measured_before_listed_before_none(monkeypatch):
     gpu = Gpu("NVIDIA H200", 140 * GIB, "580.1")
-    answering(monkeypatch, present, find_gpu=gpu, key_of=KEY)
-    answering(monkeypatch, present, host_limit_bytes=77 * GIB)
+    answering(monkeypatch, rates, find_gpu=gpu, key_of=KEY)
+    answering(monkeypatch, rates, host_limit_bytes=77 * GIB)
     listed = present_machine()
     assert (listed.measured, listed.host_memory_bytes) == (False, 77 * GIB)
-    present.write(KEY, {"bf16": measured()})
+    rates.write(KEY, {"bf16": measured()})
     assert present_machine() == replace(measured(), host_memory_bytes=77 * GIB)
     assert present_machine(precision="fp32").measured is False
-    answering(monkeypatch, present, find_gpu=replace(gpu, name="Tesla T4"))
-    present.key_of("cuda").file.unlink()
+    answering(monkeypatch, rates, find_gpu=replace(gpu, name="Tesla T4"))
+    rates.key_of("cuda").file.unlink()
     assert present_machine() is None
-    answering(monkeypatch, present, find_gpu=None)
+    answering(monkeypatch, rates, find_gpu=None)
     assert present_machine() is None

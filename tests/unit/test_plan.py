@@ -16,13 +16,13 @@ from megatrain.model.probe import spec
 from megatrain.optim import Lion
 from megatrain.placement import Placement
 from megatrain.plan import planner
+from megatrain.plan.planner import TileBytes, by_tier, disk_use, tile_bytes
 from megatrain.plan.remedies import (
     Planner,
     compute_bound_tokens,
     fits,
     remedies,
 )
-from megatrain.plan.tiles import TileBytes, by_tier, disk_use, tile_bytes
 from megatrain.source.source import open_source, tile_layouts
 from megatrain.telemetry.timeline import Span
 from tests.parity.cases import llama, qwen2
@@ -141,19 +141,6 @@ def test_what_the_host_lacks_may_rest_on_a_larger_gpu():
     assert found[1].settings == {}
 
 
-def test_on_the_cpu_there_is_neither_another_placement_nor_a_larger_gpu():
-    machine = replace(MACHINE, host_memory_bytes=22 * GIB, unified=True)
-    ask = machine, replace(ASKED, clip=False, placement=PLACED, precision="fp32")
-
-    class Anywhere(Toy):
-        def needs(self, there, ask):
-            moved = ask.placement is None or there.device_memory_bytes > 140 * GIB
-            return toy_forecast(there, ask, GIB, (1 if moved else 40) * GIB)
-
-    found = found_for(Anywhere(), ask)
-    assert [remedy.text for remedy in found] == ["let it use 40.0 GiB of host memory"]
-
-
 QUESTIONS = [
     asked(device, host, sequence_length=length, **changes)
     for device in (2.5, 4.5, 100)
@@ -250,7 +237,7 @@ def test_a_given_placement_may_be_the_reason():
         ({"tokens_per_step": 100}, "holds no sequence of 256"),
         ({"tokens_per_step": 1 << 40}, "more than can be planned"),
         ({"sequence_length": 1}, "teach nothing"),
-        ({"micro_batch": 0}, "a micro-batch of 0 rows is empty"),
+        ({"micro_batch": 0}, "a micro-batch of 0 rows is not between 1 and"),
     ],
 )
 def test_nonsense_is_refused(changes, message):

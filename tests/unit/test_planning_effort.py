@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import GPT2Config, PreTrainedConfig
 
+from megatrain.autoplace.candidates import Budget, Spending
 from megatrain.autoplace.search import fastest
-from megatrain.autoplace.spend import Budget, Spending
 from megatrain.base.units import GIB
 from megatrain.cli.shapes import qwen2_config
 from megatrain.device.clock import ClockDevice

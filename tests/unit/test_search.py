@@ -10,7 +10,7 @@ import pytest
 
 from megatrain import Placement
 from megatrain.autoplace import candidates, search
-from megatrain.autoplace.first_tiles import FirstTiles
+from megatrain.autoplace.candidates import FirstTiles
 from megatrain.autoplace.search import could_fit, fastest, least
 from megatrain.device import disk
 from megatrain.errors import DoesNotFit
@@ -373,4 +373,4 @@ def test_what_tiles_spare_the_host_is_what_a_forecast_says(spilled):
         return sum(found[part] for part in ("weights", "remainder", "moments", "gradients"))
 
     for count in (1, 4, 7):
-        assert on_host(0) - on_host(count) == tiles.host_bytes(count)
+        assert on_host(0) - on_host(count) == tiles.host_bytes[count]

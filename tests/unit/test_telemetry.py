@@ -13,12 +13,10 @@ from rich.console import Console
 
 from megatrain.base.units import GIB, MIB
 from megatrain.errors import InputError
-from megatrain.telemetry import environment as environment_module
 from megatrain.telemetry import host
-from megatrain.telemetry.console import TrainingProgress
-from megatrain.telemetry.environment import environment
+from megatrain.telemetry.console import PASSING, Share, StderrHandler, TrainingProgress
 from megatrain.telemetry.gpu import bf16_peak_tflops
-from megatrain.telemetry.log import PASSING, Share, StderrHandler
+from megatrain.telemetry.host import environment
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from tests.inside import sized
 
@@ -199,7 +197,7 @@ def test_declared_host_memory_counts_instead_of_what_the_system_shows(monkeypatc
 
 def test_the_commit_is_that_of_this_checkout_or_the_one_declared(monkeypatch):
     monkeypatch.delenv("MEGATRAIN_COMMIT", raising=False)
-    found = environment_module.commit()
+    found = host.commit()
     assert found is None or len(found) == 40  # None: an unpacked archive
     monkeypatch.setenv("MEGATRAIN_COMMIT", "abc")
     assert environment("cpu")["commit"] == "abc"
