@@ -207,9 +207,11 @@ def resumed_placement(
     """The placement to go on with; None: the saved one where the kind of device is the same."""
     if wanted is not None:
         return wanted
-    saved = checkpoint.settings.placement
     if checkpoint.settings.device != device:
         return "auto"
+    # What an earlier version left unset, and this one has given up, is no choice.
+    known, choices = {setting.name for setting in fields(Placement)}, checkpoint.settings.placement
+    saved = {n: v for n, v in choices.items() if n in known or v is not None}
     try:
         return Placement(**saved | {"resident": tuple(saved["resident"])})
     except (LookupError, TypeError) as error:

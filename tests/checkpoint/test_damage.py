@@ -239,6 +239,12 @@ def test_a_hostile_header_that_is_signed(newer):
     refused(newer, LAYER, "ask for a header of 4611686018427387904 bytes")
 
 
+def test_an_earlier_version_s_choice_that_was_left_unset_is_passed_over(newer):
+    change(newer, lambda content: content["settings"]["placement"].update(given_up=None))
+    with Engine.load(newer, device="cpu") as engine:
+        assert engine.placement.slots > 0
+
+
 def test_a_run_and_a_misspelt_checkpoint_of_it_are_told_the_newest(newer, tmp_path):
     (tmp_path / "run").mkdir()
     shutil.move(newer.parent, tmp_path / "run" / "checkpoints")
