@@ -64,9 +64,15 @@ def encoder_calls(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(m, name) for m in model.modules() for name in names if hasattr(type(m), name)]
 
 
+def encodes(model: nn.Module) -> bool:
+    """True if a model takes images or sounds: some call their encoders without such a method."""
+    multimodal = type(model).__name__ in MULTIMODAL_CLASSES.values()
+    return multimodal or bool(encoder_calls(model))
+
+
 def encoders(model: PreTrainedModel) -> list[nn.Module]:
     """The encoders of images and sounds in a model, without what projects their features."""
-    if not encoder_calls(model):
+    if not encodes(model):
         return []
     modules = [model.get_encoder(modality) for modality in ("image", "audio")]
     return [module for module in modules if module not in (model, model.base_model)]

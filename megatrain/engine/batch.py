@@ -150,7 +150,9 @@ def prepare(
         checksum = share.check(micro_batches, losses, loss, max_tokens)
         shares[:] = [share.micro(micro) for micro in micro_batches]
         ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
-        unique = torch.unique(torch.cat([ids, torch.tensor(constants, dtype=ids.dtype)]))
+        # Some forwards embed token 0 in the place of what features then overwrite.
+        others = [*constants, 0] if any(has_media) else constants
+        unique = torch.unique(torch.cat([ids, torch.tensor(others, dtype=ids.dtype)]))
         return _Part(share.judged(losses), unique, len(shares), len(ids), checksum, any(has_media))
 
     parts = ranks.agree(check_and_share)

@@ -76,7 +76,7 @@ def whole_model(
         for name in {first, *spec.unused, *spec.media}:
             places.put(name, nothing.expand(model.get_parameter(name).shape))
         media = _Encoders(device, places, spec, store, ranks)
-        opened.enter_context(replaced(model, media.call))
+        opened.enter_context(replaced(model, media.call, spec.media))
         held = False
         if spare is not None and not ranks.together:
             needed = spare + _held_bytes(parts, spec, store)

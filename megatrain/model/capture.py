@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from megatrain.compat.torch import memory_of, pytree
-from megatrain.compat.transformers import encoder_calls, scores_rows
+from megatrain.compat.transformers import encodes, scores_rows
 from megatrain.errors import InputError
 from megatrain.model.layer_template import containers
 from megatrain.model.media import of_media
@@ -247,7 +247,7 @@ class Capture:
         self._signature = inspect.signature(model.forward).parameters
         kinds = [parameter.kind for parameter in self._signature.values()]
         self.takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-        self.encodes = bool(encoder_calls(model))
+        self.encodes = encodes(model)
         self._stack = stack
         for layer in stack:
             self._replace(layer)

@@ -335,7 +335,11 @@ class _Probe:
         epilogue = sorted(names[i] for i in after if i in names)
         known = {*gathered, *prologue, *epilogue}
         rest = [name for name in weights if name not in known]
-        fixed = sorted(name for name in rest if id(weights[name]) in self.uses.touched)
+        used = self.uses.touched
+        if self.capture.encodes:  # some ask an encoder's weights for their dtype, and no more
+            used = self.uses.read | {id(table) for table, _ in self.uses.lookups}
+            used |= {table for table, _ in self.uses.constants}
+        fixed = sorted(name for name in rest if id(weights[name]) in used)
         still = [name for name in rest if name not in fixed]
         media = still if self.capture.encodes else []
         return ModelSpec(

@@ -4,7 +4,7 @@ Knows nothing of streams, slots or copies: tensors in, tensors out, one micro-ba
 Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -166,17 +166,19 @@ class ModelProgram:
     def encode(self, weights: Weights, batch: MicroBatch) -> Tensor:
         """The features `[N]` of a micro-batch's images and sounds; notes the calls in `batch`.
 
-        Raises InputError: the encoders compute in fp32 whatever the dtype.
+        Raises InputError: the encoders compute in fp32 whatever the dtype, or with weights that
+        text uses as well.
         """
         refuse_rounding(self._types, self.spec.media, self.dtype)
         uses = Uses()
-        recorder = Recorder(uses.touched)
+        recorder = Recorder(uses.touched, uses.read)
 
         def stop(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             raise Reached(None)
 
-        with replaced(self.capture.model, recorder.call):
+        with replaced(self.capture.model, recorder.call, self.spec.media):
             self._run(stop, weights, batch, {**batch.inputs, **batch.media}, uses)
+        self._require_apart(recorder.inside, {*self._outer} - {*self.spec.media})
         batch.encoded, features = recorder.finish()
         if not features:
             return torch.empty(0, device=self.device, dtype=self.dtype)
@@ -210,12 +212,14 @@ class ModelProgram:
         made_of: float = 0.0,
         *,
         whole: bool = False,
+        uses: Uses | None = None,
     ) -> tuple[Activations, list[Call], Any]:
         """The activations that enter the layers; the layers' calls, if not known already.
 
         Args:
             made_of: the value of all outputs of layers in this run.
             whole: go on to the trunk's output, which is returned, too.
+            uses: notes which tensors the run uses.
         """
         origin: dict[Hashable, Ref | Sum] = {}
         outputs: dict[int, Ref] = {}  # by the id of the leaf that a layer's output expands
@@ -271,7 +275,7 @@ class ModelProgram:
             return leaf
 
         with nullcontext() if features_N is None else self._encoded(batch, features_N):
-            output = self._run(record, weights, batch, {**batch.inputs, **batch.media})
+            output = self._run(record, weights, batch, {**batch.inputs, **batch.media}, uses)
         return values, calls, output
 
     def _check_media(self, weights: Weights, batch: MicroBatch, features_N: Tensor) -> None:
@@ -280,10 +284,11 @@ class ModelProgram:
         Raises:
             InputError: names the layer.
         """
-        features_N = features_N.detach().requires_grad_()
+        features_N, uses = features_N.detach().requires_grad_(), Uses()
         with torch.enable_grad(), self.capture.stop_at_trunk():
-            sums, calls, _ = self._recorded(weights, batch, features_N)
+            sums, calls, _ = self._recorded(weights, batch, features_N, uses=uses)
             others, _, output = self._recorded(weights, batch, features_N, 1.0, whole=True)
+        self._require_apart(uses.read, self.spec.media)
         for layer, call in zip(self.spec.layers, calls, strict=True):
             alike = all(
                 torch.allclose(sums[ref], others[ref], rtol=0.02, atol=0.02)
@@ -295,7 +300,20 @@ class ModelProgram:
             raise _beyond_sums(self.spec.layers[-1])
 
     def _encoded(self, batch: MicroBatch, features_N: Tensor) -> AbstractContextManager[None]:
-        return replayed(self.capture.model, batch.encoded, features_N)
+        def of_text(value: Tensor) -> bool:
+            return value.requires_grad and not reach([value]).leaves <= {id(features_N)}
+
+        model, media = self.capture.model, self.spec.media
+        return replayed(model, batch.encoded, features_N, media, of_text)
+
+    def _require_apart(self, used: set[int], names: Iterable[str]) -> None:
+        """Raises InputError: a run computed with weights of these names, which it does not have."""
+        for name in names:
+            if id(self._outer[name]) in used:
+                raise InputError(
+                    f"{name} is used for text and by the encoders of images or sounds, or between "
+                    "them: such a model is trained on text alone; leave the images out"
+                )
 
     def layer(
         self,

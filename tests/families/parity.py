@@ -25,6 +25,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, Placement
+from megatrain.compat.transformers import encoders
+from megatrain.model.trained import Trained as Chosen
 from tests.families.plain import EPS, LR, Step, Trained, make_steps, own_loss, plain_training
 
 LOSS_TOLERANCE = 1e-6
@@ -115,14 +117,20 @@ def compare(
     model: PreTrainedModel,
     placement: Placement | str = "auto",
     max_grad_norm: float | None = 1.0,
+    steps: list[Step] | None = None,
+    chosen: Chosen | None = None,
 ) -> Errors:
-    """Train copies of `model` both ways.
+    """Train copies of `model` both ways, on text or on `steps`.
+
+    Args: `chosen`: which parameters are trained, by their names.
 
     Raises:
         Unsupported: the engine refuses the model.
     """
-    steps = make_steps(model.config)
+    steps = steps or make_steps(model.config)
     options = {"precision": "fp32", "device": "cpu", "placement": placement}
+    if chosen is not None:
+        model = _with_trained(model, chosen)
     settings = AdamW(lr=LR, eps=EPS)
     with Engine(model, optimizer=settings, max_grad_norm=max_grad_norm, **options) as engine:
         own = engine.evaluate(steps[0][:1])
@@ -139,6 +147,15 @@ def compare(
     compare_updates(errors, masters, reference)
     _compare_gradients(errors, moved, reference)
     return errors
+
+
+def _with_trained(model: PreTrainedModel, chosen: Chosen) -> PreTrainedModel:
+    """A copy that is trained as one from a folder: without its encoders, unless they are named."""
+    model = copy.deepcopy(model)
+    for encoder in encoders(model) if chosen.train_only is None else []:
+        encoder.requires_grad_(False)
+    chosen.choose(model)
+    return model
 
 
 def _compare_own(errors: Errors, own: float, wanted: float) -> None:
@@ -207,7 +224,11 @@ def _compare_gradients(errors: Errors, moved: dict[str, Tensor], reference: Refe
 
 
 def _turned(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rows in another order; those of media, which do not say their row, in the same one."""
     whole = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
+    rows = len(batch["input_ids"])
+    if any(len(value) != rows or value.is_floating_point() for value in batch.values()):
+        return whole
     return {name: value.flip(0) for name, value in whole.items()}
 
 

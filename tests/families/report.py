@@ -3,6 +3,7 @@
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.families import media
 from tests.families.examine import (
     BF16_TOLERANCE,
     NOT_TRAINED,
@@ -21,6 +23,12 @@ from tests.families.examine import (
     examine,
     single_threaded,
 )
+from tests.families.examine_media import (
+    NOT_TRIED,
+    TEXT_ALONE,
+    MediaDiagnostic,
+    examine_media,
+)
 from tests.families.folders import from_folders
 from tests.families.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, UPDATE_TOLERANCE
 from tests.families.roundtrip import round_trips, summary
@@ -29,6 +37,7 @@ from tests.families.tiny import families, tiny_model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 WORKERS = 2
+MEDIA_TITLE = "## Images and sound"
 
 HEAD = f"""\
 # Models
@@ -99,6 +108,78 @@ class, function or configuration that adds to it otherwise, or leaves out layers
 (`layerdrop`), is refused by name. So is, whatever the family, a model whose layers share weights,
 that computes between its layers, that calls a layer twice, or that keeps state of its own.
 """
+
+MEDIA_HEAD = """\
+
+## Images and sound
+
+Models that take images, videos or sounds train on them as on text. A micro-batch has, beside
+`input_ids` and `labels`, the tensors that the model's processor makes, on the CPU; placeholders
+stand in the tokens, as many as the encoder makes features, and have no labels:
+
+```python
+batch = processor.apply_chat_template(
+    messages, tokenize=True, return_dict=True, return_tensors="pt", padding=True
+)
+labels = batch["input_ids"].clone()
+labels[batch["input_ids"] == model_config.image_token_id] = -100
+labels[batch["attention_mask"] == 0] = -100
+engine.step([{{**batch, "labels": labels}}, other_micro_batch])
+```
+
+A step may mix micro-batches with media and without. Encoders (the vision or audio tower) are
+frozen unless `train_only` names them; what projects their features is trained. A step without
+media leaves both as they are, as plain PyTorch does. A micro-batch with media is refused that gives
+no gradient to a part of what is trained there (an audio projector, in a micro-batch of images
+alone): freeze it by `freeze`. Rows of several documents do not take media.
+
+The table compares the {count} multimodal families of transformers with plain PyTorch, as above: a
+tiny random model with its encoders takes three steps, with media and text, text alone, and both.
+**{passing} pass**, {text} train on text alone, {refused} are refused, {untrained} cannot be
+made here, and {untried} have not been tried with media. **trained** is the largest error of a
+first gradient where the encoders are trained, too, as far as gradients reach (left out where it has
+not been tried). A run resumed from its checkpoint goes on bit for bit, and an export has every
+tensor of the folder, those that are not trained bit for bit (`tests/families/examine_media.py`).
+"""
+
+
+def find_all_media(names: list[str] | None = None) -> list[MediaDiagnostic]:
+    """Findings of multimodal families, several at a time."""
+    chosen = [family for family in media.families() if names is None or family in names]
+    with ProcessPoolExecutor(WORKERS, initializer=_start) as pool:
+        found = []
+        for finding in pool.map(examine_media, chosen):
+            print(finding.name, finding.result, finding.reason, file=sys.stderr, flush=True)
+            found.append(finding)
+    return found
+
+
+def render_media(findings: list[MediaDiagnostic]) -> str:
+    """The section on images and sound."""
+    count = Counter(finding.result for finding in findings)
+    head = MEDIA_HEAD.format(
+        count=len(findings),
+        passing=count[PASSES],
+        text=count[TEXT_ALONE],
+        refused=count[REFUSED],
+        untrained=count[NOT_TRAINED],
+        untried=count[NOT_TRIED],
+    )
+    rows = ["| family | result | why, or media | loss | update | gradient | trained |"]
+    rows.append("|---|---|---|---|---|---|---|")
+    for f in findings:
+        passes = f.result == PASSES
+        errors = [f.errors.loss, f.errors.update, f.errors.gradient, f.trained.gradient]
+        cells = [_error(value) if passes else "" for value in errors]
+        if not f.trained.first:
+            cells[-1] = ""
+        if f.all_trained:
+            cells[-1] = f"no: {f.all_trained}"
+        why = ", ".join(f"`{name}`" for name in f.media) if passes else f.reason
+        if f.frozen:
+            why += f"; freeze {f.frozen[0]} and {len(f.frozen) - 1} more, which no image reaches"
+        rows.append(f"| {' | '.join([f.name, f.result, why, *cells])} |")
+    return "\n".join([head, *rows, ""])
 
 
 def find_all(names: list[str] | None = None) -> list[Diagnostic]:
@@ -200,11 +281,20 @@ def documents_this_version() -> bool:
 
 def documented() -> dict[str, tuple[str, str]]:
     """Result and reason of every family and variant, as the document says."""
-    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|", DOCUMENT.read_text(), re.MULTILINE)
+    return _rows(DOCUMENT.read_text().split(MEDIA_TITLE)[0])
+
+
+def documented_media() -> dict[str, tuple[str, str]]:
+    """The same of every multimodal family on its media."""
+    return _rows(DOCUMENT.read_text().split(MEDIA_TITLE)[-1])
+
+
+def _rows(text: str) -> dict[str, tuple[str, str]]:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|", text, re.MULTILINE)
     return {
         name: (result, "" if result == PASSES else reason)
         for name, result, reason in rows
-        if name not in ("name", "---")
+        if name not in ("name", "family", "---")
     }
 
 
@@ -212,8 +302,10 @@ def main() -> None:
     """Try everything and write the document; exit status 1 if anything is wrong."""
     findings = find_all()
     DOCUMENT.parent.mkdir(exist_ok=True)
-    DOCUMENT.write_text(render(findings))
-    wrong = [f for f in findings if f.result not in (PASSES, REFUSED, NOT_TRAINED)]
+    of_media = find_all_media()
+    DOCUMENT.write_text(render(findings) + render_media(of_media))
+    wrong = [f for f in findings if f.result == WRONG]
+    wrong += [f for f in of_media if f.result == WRONG]
     for finding in wrong:
         print(f"WRONG: {finding.name}: {finding.reason}", file=sys.stderr)
     sys.exit(1 if wrong else 0)

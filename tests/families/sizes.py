@@ -82,6 +82,15 @@ SIZES: dict[str, int] = {
     **_each("lsh_attn_chunk_length local_attn_chunk_length", CHUNK),
     **_each("image_size", 16),
     **_each("patch_size", 4),
+    **_each("out_hidden_size text_hidden_size output_dim projection_dim", HIDDEN),
+    **_each("adapter_in_dim adapter_out_dim adapter_input_size projector_hidden_size", HIDDEN),
+    **_each("audio_hidden_size vision_hidden_size image_text_hidden_size hidden_dim", HIDDEN),
+    **_each("encoder_hidden_size projection_hidden_size image_token_embed_dim", HIDDEN),
+    **_each("projection_intermediate_size alignment_intermediate_size mlp_dim", WIDE),
+    **_each("projection_hidden_dim share_expert_dim", WIDE),
+    **_each("num_position_embeddings num_patches", 64),
+    **_each("num_mel_bins n_mel_bins feature_size downsample_hidden_size", 16),
+    **_each("latent_query_num image_seq_length num_image_tokens num_query_tokens", 4),
 }
 
 _NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
@@ -212,6 +221,191 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6,
         "layers_block_type": ["linear_attention"] * 2 + ["hybrid", "linear_attention"] * 2,
     },
+}
+
+_MROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+}
+_TWO_LEVELS = {"vision_config": {"deepstack_visual_indexes": [0, 1]}, "text_config": _MROPE}
+_WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1]}
+_PINPOINTS = {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
+_SQUARES = {"image_size": [16, 16], "patch_size": [4, 4]}
+_CODES = {
+    "base_channels": 32,
+    "channel_multiplier": [1, 2],
+    "num_res_blocks": 1,
+    "num_embeddings": 16,
+    "embed_dim": 8,
+    "latent_channels": 8,
+}
+_GEMMA4 = {
+    "text_config": {"global_head_dim": 16},
+    "vision_config": {"position_embedding_size": 16, "pooling_kernel_size": 2},
+}
+_SAM = {"output_channels": 8, "mlp_dim": WIDE, "global_attn_indexes": [1]}
+_MINICPM = {
+    "image_token_id": VOCAB - 1,
+    "video_token_id": VOCAB - 2,
+    "insert_layer_id": 1,
+    "vision_config": {"insert_layer_id": 1},
+    "text_config": _MROPE,
+}
+
+# What multimodal models need besides: sizes of towers that agree, where the class has no default.
+TOWERS: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "chameleon": {
+        "vq_config": _CODES | {"resolution": 16},
+        "vocabulary_map": {"<image>": VOCAB - 1}
+        | {f"IMGIMG{c}Z": 10 + i for i, c in enumerate("ABCDEFGH")},
+    },
+    "cohere_compass": {
+        "text_config": OVERRIDES["cohere_compass_text"],
+        "vision_config": {"deepstack_visual_indexes": [0, 1]},
+    },
+    "cosmos3_edge": {"text_config": _MROPE},
+    "cosmos3_omni": _TWO_LEVELS,
+    "deepseek_ocr2": {
+        "text_config": {
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "num_experts_per_tok": TOP_K,
+        },
+        "vision_config": {"sam_config": _SAM | {"downsample_channels": [16, 32]}},
+    },
+    "deepseek_vl_hybrid": {"high_res_vision_config": _SAM},
+    "diffusion_gemma": {"text_config": {"num_experts": EXPERTS, "top_k_experts": TOP_K}},
+    "emu3": {
+        "vq_config": _CODES,
+        "vocabulary_map": {"<image>": VOCAB - 1, "<|extra_200|>": VOCAB - 2}
+        | {f"<|visual token {i:06}|>": 10 + i for i in range(16)},
+    },
+    "unlimited_ocr": {"vision_config": {"sam_config": _SAM | {"downsample_channels": [16, 32]}}},
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "moe_intermediate_size": [16, 16],
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 2],
+            },
+        }
+    },
+    "exaone4_5": {"text_config": {"model_type": "exaone4"}, "vision_config": _WINDOWS},
+    "glmasr": {"audio_config": {"intermediate_size": 4 * HIDDEN}},
+    "muse_glimmer": {"out_hidden_size": 4 * HIDDEN},
+    "muse_spark": {
+        "out_hidden_size": 4 * HIDDEN,
+        "text_config": {"moe_hidden_size": HIDDEN},
+        "audio_config": {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4},
+    },
+    "florence2": {"vision_config": {"embed_dim": [8, 16, 32, 64]}},
+    "gemma4": _GEMMA4,
+    "gemma4_unified": {
+        "vision_config": {
+            "model_patch_size": 12,
+            "mm_embed_dim": HIDDEN,
+            "mm_posemb_size": 16,
+            "output_proj_dims": HIDDEN,
+        }
+    },
+    "glm46v": {"text_config": _MROPE},
+    "glm4v": {"text_config": _MROPE},
+    "glm4v_moe": {"text_config": _MROPE | {"head_dim": 16}},
+    "glm_ocr": {"text_config": _MROPE},
+    "glmga": {"text_config": _MROPE},
+    "hyperclovax_vision_v2": {"vision_config": _WINDOWS},
+    "paddleocr_vl": {"text_config": _MROPE},
+    "phi4_multimodal": {"vision_config": {"crop_size": 16}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": HIDDEN // 4}},
+    "gemma3": {"mm_tokens_per_image": 4},
+    "shieldgemma2": {"mm_tokens_per_image": 4},
+    "glm5_next": {"text_config": {"index_kpool": 2}},
+    "got_ocr2": {"vision_config": _SAM},
+    "pp_chart2table": {"vision_config": _SAM},
+    "granite_docling": {"vision_config": {"deepstack_visual_indexes": [0, 1], "scale_factor": 2}},
+    "granite4_vision": {
+        "vision_config": {"hidden_size": 2 * HIDDEN},
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+        "downsample_rate": "1/2",
+        **_PINPOINTS,
+    },
+    "hunyuan_vl": {
+        "text_config": {"head_dim": HEAD_DIM},
+        "vision_config": {
+            "max_image_size": 32,
+            "min_image_size": 16,
+            "img_max_token_num": 64,
+            "max_vit_seq_len": 64,
+        },
+    },
+    "idefics2": {
+        "perceiver_config": {
+            "resampler_n_latents": 4,
+            "resampler_n_heads": HEADS,
+            "resampler_head_dim": HEAD_DIM,
+        }
+    },
+    "idefics": {"vision_config": {"embed_dim": HIDDEN}},
+    "kosmos-2": {"text_config": {"embed_dim": HIDDEN}},
+    "kosmos-2.5": {"text_config": {"embed_dim": HIDDEN}},
+    "inkling2": {"text_config": {"n_layers_per_attn_res_block": 2}},
+    "internvl": {"vision_config": _SQUARES},
+    "qianfan_ocr": {"vision_config": _SQUARES},
+    "janus": {"vq_config": _CODES},
+    "llama4": {
+        "vision_config": {
+            "intermediate_size": 4 * HIDDEN,
+            "vision_output_dim": HIDDEN,
+            "projector_input_dim": HIDDEN,
+            "projector_output_dim": HIDDEN,
+        }
+    },
+    "llava_next": _PINPOINTS,
+    "llava_next_video": _PINPOINTS,
+    "llava_onevision": _PINPOINTS,
+    "minicpm_ocr": _MINICPM,
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": _MINICPM,
+    "mistral_large4": {"text_config": {"kv_source_layers": [0, 1, 2, 3, 4, 5]}},
+    "mllama": {
+        "text_config": {"cross_attention_layers": [1]},
+        "vision_config": {
+            "intermediate_layers_indices": [0, 1],
+            "num_global_layers": 2,
+            "vision_output_dim": 3 * HIDDEN,
+        },
+    },
+    "molmo2": {
+        "adapter_config": {"vision_feature_layer": [2, 1]},
+        "vision_config": {"image_size": [16, 16], "num_position_embeddings": 16},
+    },
+    "nemotron_h_omni": {
+        "vision_config": {
+            "video_temporal_patch_size": 2,
+            "patch_dim": 48,
+            "video_patch_dim": 96,
+            "max_img_size": 32,
+        },
+        "image_token_id": VOCAB - 1,
+        "video_token_id": VOCAB - 2,
+        "vision_hidden_size": HIDDEN,
+    },
+    "qwen2_vl": {"text_config": _MROPE, "vision_config": {"embed_dim": HIDDEN}},
+    "qwen2_5_vl": {"text_config": _MROPE, "vision_config": _WINDOWS},
+    "qwen2_5_omni_thinker": {
+        "text_config": _MROPE,
+        "vision_config": _WINDOWS,
+        "audio_config": {"n_window": 8},
+    },
+    "qwen3_omni_moe_thinker": {
+        **_TWO_LEVELS,
+        "audio_config": {"n_window": 8, "n_window_infer": 32},
+    },
+    "qwen3_asr": {"audio_config": {"n_window": 8, "n_window_infer": 32}},
+    "qwen3_vl": _TWO_LEVELS,
+    "qwen3_vl_moe": _TWO_LEVELS,
+    "voxtral": {"audio_token_id": VOCAB - 1, "audio_config": {"intermediate_size": 4 * HIDDEN}},
+    "voxtral_realtime": {"audio_config": {"intermediate_size": 4 * HIDDEN}},
 }
 
 _GEMMA4_SHARING = {

@@ -13,10 +13,11 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from megatrain.compat.transformers import MULTIMODAL_CLASSES
 from tests.families.sizes import (
     CHOICES,
     CONFIG_CLASS,
@@ -26,8 +27,10 @@ from tests.families.sizes import (
     MAX_LAYERS,
     MIN_LAYERS,
     OVERRIDES,
+    POSITIONS,
     SIZES,
     SPECIAL_TOKENS,
+    TOWERS,
     VOCAB,
 )
 
@@ -57,6 +60,27 @@ SINCE = {
 def families() -> list[str]:
     """Model types of the 189 causal-LM families, in the order of transformers' own mapping."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_multimodal(family: str) -> PreTrainedModel:
+    """A float32 model of a family's class that takes images or sound, with its encoders."""
+    torch.manual_seed(0)
+    cls = getattr(transformers, MULTIMODAL_CLASSES[family])
+    kwargs = _shrunk(cls.config_class, CONSTRUCTOR.get(family, {}), towers=True)
+    places = [f.name for f in dataclasses.fields(cls.config_class) if _is_token(f.name)]
+    kwargs |= {name: VOCAB - 1 - number for number, name in enumerate(places)}
+    for part in (kwargs, kwargs.get("text_config", {})):  # images take many tokens
+        if "max_position_embeddings" in part:
+            part["max_position_embeddings"] = 4 * POSITIONS
+    for table in (OVERRIDES.get(family, {}), TOWERS.get(family, {})):
+        _merge(kwargs, copy.deepcopy(table))
+    config = cls.config_class(**kwargs)
+    config.use_cache = config.get_text_config(decoder=True).use_cache = False
+    return _noisy(cls._from_config(config, dtype=torch.float32), 0)
+
+
+def _is_token(name: str) -> bool:
+    return name.endswith(("_token_id", "_token_index")) and name not in SPECIAL_TOKENS
 
 
 def tiny_config(family: str, changes: dict[str, Any] | None = None) -> PreTrainedConfig:
@@ -90,6 +114,11 @@ def tiny_model(
         model = cls._from_config(config, dtype=torch.float32)
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return _noisy(model, seed)
+
+
+def _noisy(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """The model itself, its parameters and stored buffers moved at random."""
     generator = torch.Generator().manual_seed(seed)
     saved = model.state_dict().keys()
     buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
@@ -99,17 +128,23 @@ def tiny_model(
     return model
 
 
-def _shrunk(cls: type[PreTrainedConfig], needed: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for `cls` that make it tiny; `needed` are arguments it cannot do without."""
+def _shrunk(
+    cls: type[PreTrainedConfig], needed: dict[str, Any], *, towers: bool = False
+) -> dict[str, Any]:
+    """Arguments for `cls` that make it tiny; `needed` are arguments it cannot do without.
+
+    `towers`: also those that a text model does not need, and that are left out by default.
+    """
     default = cls(**needed)
     default.allow_global_per_layer_attribute_access = True
     kwargs: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         value = getattr(default, field.name, None)
         if isinstance(value, PreTrainedConfig):
-            kwargs[field.name] = _shrunk(type(value), {})
+            kwargs[field.name] = _shrunk(type(value), {}, towers=towers)
         elif field.name in cls.sub_configs:
-            continue  # left out by default (a tower that a text model does not need)
+            if towers and cls.sub_configs[field.name] is not AutoConfig:
+                kwargs[field.name] = _shrunk(cls.sub_configs[field.name], {})
         elif field.default is not None and value is not None:
             kwargs |= _small(field.name, value)
     _keep_head_groups(default, kwargs)
@@ -134,7 +169,8 @@ def _small(name: str, value: Any) -> dict[str, Any]:
 def _keep_head_groups(default: Any, kwargs: dict[str, Any]) -> None:
     """A family whose keys and values have as many heads as its queries keeps that."""
     for name in ("num_key_value_heads", "num_kv_heads"):
-        if name in kwargs and getattr(default, name) >= default.num_attention_heads:
+        heads = getattr(default, "num_attention_heads", None)
+        if name in kwargs and heads is not None and getattr(default, name) >= heads:
             kwargs[name] = HEADS
 
 

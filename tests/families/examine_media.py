@@ -1,0 +1,162 @@
+"""How a multimodal family fares: on text alone, and on its own media."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatrain import AdamW, Engine
+from megatrain.compat.transformers import encoders
+from megatrain.errors import InputError
+from megatrain.model.trained import Trained
+from tests.families.examine import NOT_TRAINED, PASSES, REFUSED, WRONG
+from tests.families.media import UNTRIED, media_steps, unreached
+from tests.families.parity import Errors, compare
+from tests.families.plain import EPS, LR, Step
+from tests.families.tiny import tiny_multimodal
+
+TEXT_ALONE, NOT_TRIED = "text alone", "not tried"
+
+
+@dataclass
+class MediaDiagnostic:
+    """How a family fares.
+
+    Attributes:
+        result: passes, text alone, refused, not trainable, not tried, or wrong.
+        reason: for all but the first; `all_trained`: for not training the encoders, too.
+        media: names of the tensors of the micro-batches with media.
+        frozen: what has to be, besides the encoders.
+        errors: with the encoders frozen; `trained`: with all trained that gradients reach.
+    """
+
+    name: str
+    result: str
+    reason: str = ""
+    media: list[str] = field(default_factory=list)
+    errors: Errors = field(default_factory=Errors)
+    trained: Errors = field(default_factory=Errors)
+    all_trained: str = ""
+    frozen: list[str] = field(default_factory=list)
+
+
+def examine_media(family: str, *, quick: bool = False) -> MediaDiagnostic:
+    """Try a family; `quick`: not with its encoders trained."""
+    try:
+        model = tiny_multimodal(family)
+    except ImportError as error:
+        missing = re.search(r"requires the (\w+) library|No module named '(\w+)'", str(error))
+        assert missing is not None
+        package = missing.group(1) or missing.group(2)
+        return MediaDiagnostic(family, NOT_TRAINED, f"needs the package {package}: install it")
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return MediaDiagnostic(family, NOT_TRIED, f"no tiny model of it: {_line(error)}")
+    try:
+        Engine(model, optimizer=AdamW(), precision="fp32", device="cpu").close()
+    except InputError as refusal:
+        return MediaDiagnostic(family, REFUSED, str(refusal))
+    if family in UNTRIED:
+        return MediaDiagnostic(family, NOT_TRIED, UNTRIED[family])
+    try:
+        steps = media_steps(model, family)
+    except Exception as error:  # a forward may fail in any way on tensors of other shapes
+        return MediaDiagnostic(family, NOT_TRIED, f"no micro-batch for it: {_line(error)}")
+    found = MediaDiagnostic(family, PASSES, media=media_names(steps))
+    try:
+        found.errors = _compared(found, model, steps)
+    except InputError as refusal:
+        found.result, found.reason = TEXT_ALONE, str(refusal)
+        return found
+    chosen = Trained(freeze=_exactly(found.frozen))
+    failures = found.errors.failures + round_trip(model, steps, chosen)
+    if not quick:
+        try:
+            found.trained = compare(model, steps=steps, chosen=all_reached(model, steps))
+        except InputError as refusal:
+            found.all_trained = str(refusal)
+        failures += found.trained.failures
+    if failures:
+        found.result, found.reason = WRONG, "; ".join(failures)
+    return found
+
+
+def _compared(found: MediaDiagnostic, model: PreTrainedModel, steps: list[Step]) -> Errors:
+    """Errors with the encoders frozen, and all else that no image or sound of them reaches."""
+    try:
+        return compare(model, steps=steps, chosen=Trained())
+    except InputError as refusal:
+        if "freeze them" not in str(refusal):
+            raise
+        found.frozen = unreached(model, steps[0][0])
+        return compare(model, steps=steps, chosen=Trained(freeze=_exactly(found.frozen)))
+
+
+def _exactly(names: list[str]) -> list[str]:
+    return [f"^{re.escape(name)}$" for name in names]
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".splitlines()[0][:150].replace("|", "/")
+
+
+def media_names(steps: list[Step]) -> list[str]:
+    """Names of the tensors that a micro-batch with media has and one of text has not."""
+    return [name for name in steps[0][0] if name not in steps[0][1]]
+
+
+def all_reached(model: PreTrainedModel, steps: list[Step]) -> Trained:
+    """Everything is trained that a gradient reaches."""
+    return Trained(train_only=["."], freeze=_exactly(unreached(model, steps[0][0])))
+
+
+def round_trip(model: PreTrainedModel, steps: list[Step], chosen: Trained) -> list[str]:
+    """What is wrong with a checkpoint, or with an export, of a run from the model's folder."""
+    rule, options = AdamW(lr=LR, eps=EPS), {"precision": "fp32", "device": "cpu"}
+    with TemporaryDirectory() as place:
+        folder, export, saved = (Path(place) / name for name in ("folder", "export", "saved"))
+        model.save_pretrained(folder)
+        with Engine(folder, optimizer=rule, trained=chosen, **options) as engine:
+            engine.step(steps[0])
+            engine.save(saved)
+            wanted = _go_on(engine, steps)
+            engine.save_pretrained(export)
+        with Engine.load(saved, device="cpu") as engine:
+            got = _go_on(engine, steps)
+        failures = _export_failures(type(model), folder, export)
+    other = [name for name, value in wanted[1].items() if not torch.equal(value, got[1][name])]
+    if got[0] != wanted[0] or other:
+        failures.append(f"resumed, it goes on differently: {other[:2]}")
+    return failures
+
+
+def _go_on(engine: Engine, steps: list[Step]) -> tuple[list[tuple[float, float]], dict]:
+    results = [engine.step(step) for step in steps[1:]]
+    return [(r.loss, r.grad_norm) for r in results], dict(engine.named_masters())
+
+
+def _export_failures(cls: type[PreTrainedModel], folder: Path, export: Path) -> list[str]:
+    before, after = _shapes(folder), _shapes(export)
+    if before != after:
+        names = [name for name in before | after if before.get(name) != after.get(name)]
+        return [f"export has other tensors: {names[:3]}"]
+    old, new = (cls.from_pretrained(place, dtype=torch.float32) for place in (folder, export))
+    still = {name for name, buffer in old.named_buffers()}
+    for encoder in encoders(old):
+        encoder.requires_grad_(False)
+    still |= {name for name, parameter in old.named_parameters() if not parameter.requires_grad}
+    a, b = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (old, new))
+    return [
+        f"{name} has changed in the export" for name in still if not torch.equal(a[name], b[name])
+    ]
+
+
+def _shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    tensors: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
