@@ -8,8 +8,6 @@ def mapping(num_bytes: int, flags: int = 0) -> mmap.mmap:
 
     Python's mappings are shared by default, and get small pages in Linux's usual setting
     (`shmem_enabled`). A disk moved 1.7 times as many bytes a second into huge pages.
-
-    Raises OSError: there is no room.
     """
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):

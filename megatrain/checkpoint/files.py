@@ -104,10 +104,7 @@ class NewFile:
 
 
 def require_seen(path: Path) -> None:
-    """Raises InputError: this host does not see the folder that rank 0 has made.
-
-    Reads its parent, whose cached listing a network file system then refreshes.
-    """
+    """Raises InputError: this host does not see rank 0's folder, even with a fresh listing."""
     if not path.parent.is_dir() or path.name not in os.listdir(path.parent):
         raise InputError(
             f"{path}, which rank 0 has made, is not to be seen from {socket.gethostname()}; the "

@@ -35,8 +35,7 @@ _log = logging.getLogger(__name__)
 
 def write_documents(folder: Path, source: Source, *, carries: bool) -> None:
     """Write the model's configuration and companions and its buffers into a checkpoint.
-
-    Args: `carries`: also what is carried; False where a base holds it that is left out.
+    With `carries`, also what is carried, which a base that is left out would hold.
     """
     write_configs(folder / MODEL, source.model, source.dtype)
     write_companions(folder / MODEL, source.companions)
