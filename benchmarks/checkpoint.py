@@ -22,7 +22,7 @@ from benchmarks.step import StepCase, build_engine, parse_placement, random_step
 from megatrain.api import Engine
 from megatrain.base.units import gib
 from megatrain.checkpoint import Saving, rotate
-from megatrain.cli.shapes import SHAPES
+from megatrain.cli.models import SHAPES
 from megatrain.errors import InputError
 from megatrain.telemetry.host import commit, environment, peak_process_bytes
 

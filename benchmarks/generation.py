@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.options import case_of, parse, write
 from megatrain import Engine, Placement
 from megatrain.base.units import GIB
-from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.models import qwen2_config
 from megatrain.source.source import Alike
 from megatrain.telemetry.host import environment
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.options import parse, write
 from benchmarks.step import StepCase, build_engine, measure_on
 from megatrain.base.units import gib
-from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.models import qwen2_config
 
 TILE = 8192
 PLACEMENT = {

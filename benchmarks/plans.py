@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.base.units import GIB
-from megatrain.cli.models import NamedModel, named_config
-from megatrain.cli.shapes import SHAPES
+from megatrain.cli.models import SHAPES, NamedModel, named_config
 from megatrain.errors import MegatrainError
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for

@@ -12,8 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatrain.cli.models import lora_adapter
-from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.models import lora_adapter, qwen2_config
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.options import case_of, parse, write
 from megatrain import AdamW, Engine, Placement
-from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.models import qwen2_config
 from megatrain.loss import CROSS_ENTROPY, DPO, IGNORED
 from megatrain.source.source import Alike
 from megatrain.telemetry.host import environment

@@ -18,14 +18,13 @@ import torch
 
 from benchmarks.options import case_of, parse, write
 from megatrain import Engine
-from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.models import qwen2_config
 from megatrain.config import Config, validate
 from megatrain.data import StepLoader, load_tokenizer, open_prompts, train_bpe_tokenizer
 from megatrain.forecast.workload import Workload
 from megatrain.source.source import Alike
 from megatrain.telemetry.host import environment
-from megatrain.train.rewards import Rewards
-from megatrain.train.rollouts import Rollouts
+from megatrain.train.rollouts import Rewards, Rollouts
 
 _LEAD = 8  # tokens at a prompt's beginning, and what fills the width up
 _STAGES = ("generate", "reward", "logprobs", "train", "total")

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatrain.api import Engine
 from megatrain.base.json_yaml import parse_yaml
 from megatrain.base.units import gib
-from megatrain.cli.models import lora_adapter
+from megatrain.cli.models import lora_adapter, qwen2_config
 from megatrain.cli.options import (
     ComputeDtype,
     DeviceMemory,
@@ -31,9 +31,8 @@ from megatrain.cli.options import (
     Master,
     States,
 )
+from megatrain.cli.plan import changed
 from megatrain.cli.reporting import reported
-from megatrain.cli.shapes import qwen2_config
-from megatrain.cli.workload import changed
 from megatrain.compat.torch import num_compilations
 from megatrain.errors import InputError
 from megatrain.forecast.workload import Workload

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import megatrain
 from benchmarks.options import case_of, parse, write
-from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.models import qwen2_config
 from megatrain.data import train_bpe_tokenizer
 from megatrain.integrations import StreamedTrainer
 from megatrain.telemetry.host import environment

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
-from megatrain.cli.shapes import SHAPES
+from megatrain.cli.models import SHAPES
 from megatrain.telemetry.host import commit
 
 GPUS = {"RTX 4090": 16, "A100 80GB": 32, "H100 SXM": 32, "H200": 32}  # with usual cores

@@ -15,7 +15,7 @@ from benchmarks.rivals.supervise import only, run_fitting
 from benchmarks.step import statistics_of
 from megatrain.base.json_yaml import parse_yaml
 from megatrain.base.units import gib, parse_bytes
-from megatrain.cli.shapes import SHAPES
+from megatrain.cli.models import SHAPES
 from megatrain.telemetry.host import commit
 
 STEPS = 5  # measured

@@ -28,7 +28,7 @@ from benchmarks.rivals.case import (
     rival,
 )
 from benchmarks.rivals.common import Runner, random_tokens, torch_device
-from megatrain.cli.shapes import SHAPES
+from megatrain.cli.models import SHAPES
 from megatrain.errors import DoesNotFit
 from megatrain.telemetry.host import environment
 

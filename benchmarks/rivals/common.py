@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rivals.case import Case
-from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.models import qwen2_config
 
 LOSS_TOKENS = 2048  # whose logits are held in fp32 at once
 

@@ -356,7 +356,7 @@ def report(
 def demo(overrides: Overrides = None) -> None:
     """Train a small model on Python's own library.
 
-    Then sample from it, and show where the memory was. Nothing is downloaded.
+    Then sample from it. Nothing is downloaded.
     """
     from megatrain.cli.demo import run_demo
 

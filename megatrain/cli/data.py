@@ -17,11 +17,7 @@ _SOURCES = 20
 
 
 def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
-    """Print the data of a run file.
-
-    Raises:
-        InputError: the run file or its data cannot be used.
-    """
+    """Print the data of a run file. Raises InputError: the run file or its data cannot be used."""
     loaded = config.load(run, overrides, endless=True)
     from megatrain.train.data import data_alone
 

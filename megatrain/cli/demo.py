@@ -13,9 +13,8 @@ from megatrain.cli.train import say_end
 from megatrain.data import stdlib_corpus, train_bpe_tokenizer
 from megatrain.generate import Sampling
 from megatrain.run_folder.layout import METRICS
-from megatrain.telemetry.host import peak_process_bytes
 from megatrain.telemetry.metrics import read_metrics
-from megatrain.train.loop import Outcome, train
+from megatrain.train.loop import train
 
 CORPUS = Path("runs/demo-data/corpus")
 TOKENIZER = Path("runs/demo-data/tokenizer")
@@ -25,10 +24,9 @@ PROMPTS = ("def read_", "class Base")
 
 
 def run_demo(overrides: Sequence[str]) -> None:
-    """Make corpus and tokenizer, train, show loss, samples and memory; all below `runs/`.
+    """Make corpus and tokenizer, train, show loss and samples; all below `runs/`.
 
-    Raises:
-        InputError: an override cannot be used.
+    Raises InputError: an override cannot be used.
     """
     run_file = config.load(shipped("examples/demo.yaml"), overrides)
     write_corpus_and_tokenizer()
@@ -44,7 +42,6 @@ def run_demo(overrides: Sequence[str]) -> None:
         for prompt in PROMPTS:
             print(f"--- sampled from the model, prompt {prompt!r}")
             print_texts(*run, [prompt], sampling)
-    print_memory(outcome)
     print(f"\nThe run is in {outcome.folder}; more of it:")
     print(f"  megatrain report {outcome.folder}")
     print(f"  megatrain generate {outcome.folder} --prompt 'import ' --precision fp32")
@@ -61,20 +58,3 @@ def write_corpus_and_tokenizer() -> None:
         print(f"training a tokenizer on {len(files)} files of the standard library")
         with whole_folder(TOKENIZER) as folder:
             train_bpe_tokenizer(sorted(CORPUS.iterdir()), VOCAB_SIZE, folder)
-
-
-def print_memory(outcome: Outcome) -> None:
-    """Print the run's bytes by kind of memory, in all and for each parameter."""
-    places = {
-        "host: weights": outcome.memory["host_weights_bytes"],
-        "host: master remainders (bf16 runs)": outcome.memory["host_remainder_bytes"],
-        "host: optimizer states": outcome.memory["host_moments_bytes"],
-        "host: gradients": outcome.memory["host_gradients_bytes"],
-        "host: layer inputs": outcome.memory["host_boundaries_bytes"],
-        "device, at peak": outcome.memory["device_peak_bytes"],
-        "whole process with all libraries, at peak": peak_process_bytes(),
-    }
-    print(f"\nmemory of a model of {outcome.parameters:,} parameters")
-    for place, num_bytes in places.items():
-        per_parameter = num_bytes / outcome.parameters
-        print(f"  {place:<42}{num_bytes / MIB:>9.1f} MiB{per_parameter:>8.2f} bytes a parameter")

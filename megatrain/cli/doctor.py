@@ -12,11 +12,7 @@ from megatrain.telemetry.console import say
 
 
 def run_doctor(device: str, folder: Path, as_json: bool) -> None:
-    """Measure, and print.
-
-    Raises:
-        InputError: there is no such device.
-    """
+    """Measure, and print. Raises InputError: there is no such device."""
     diagnosis = diagnose(device, folder)
     if as_json:
         print(json.dumps(diagnosis.as_dict(), indent=2))

@@ -74,8 +74,7 @@ def print_texts(
     Args:
         output: a file to which prompts and completions are also written, as lines of JSON.
 
-    Raises:
-        InputError: a prompt cannot be used.
+    Raises InputError: a prompt cannot be used.
     """
     if output is None and len(prompts) == 1:
         streamer = TextStreamer(
@@ -86,14 +85,20 @@ def print_texts(
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
         texts = generate(engine, tokenizer, batch, sampling, batch_size=batch_size)
-        _show(batch, texts, output)
+        for prompt, text in zip(batch, texts, strict=True):
+            if output is None:
+                asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+                print(f"--- {asked}\n{text}\n", flush=True)
+                continue
+            key = "prompt" if isinstance(prompt, str) else "messages"
+            with output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({key: prompt, "completion": text}, ensure_ascii=False) + "\n")
 
 
 def talk(engine: Any, tokenizer: Any, system: str | None, sampling: Sampling) -> None:
     """Read lines and print replies until an empty line or the end of the input.
 
-    Raises:
-        InputError: the tokenizer has no chat template.
+    Raises InputError: the tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
         raise InputError(
@@ -121,22 +126,10 @@ def require_new(output: Path) -> None:
     output.open("a").close()  # fails before texts are made if it cannot be written
 
 
-def _show(prompts: Sequence[Prompt], texts: Sequence[str], output: Path | None) -> None:
-    for prompt, text in zip(prompts, texts, strict=True):
-        if output is None:
-            asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-            print(f"--- {asked}\n{text}\n", flush=True)
-            continue
-        key = "prompt" if isinstance(prompt, str) else "messages"
-        with output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({key: prompt, "completion": text}, ensure_ascii=False) + "\n")
-
-
 def all_prompts(texts: Sequence[str], path: Path | None, *, chat: bool) -> list[Prompt]:
     """The prompts given and those in a file; with `chat`, texts are messages of a user.
 
-    Raises:
-        InputError: there are none, or the file cannot be used.
+    Raises InputError: there are none, or the file cannot be used.
     """
     prompts = [*texts, *([] if path is None else read_prompts(path))]
     if not prompts:
@@ -150,8 +143,7 @@ def all_prompts(texts: Sequence[str], path: Path | None, *, chat: bool) -> list[
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts in a file: lines of text, or `prompt` or `messages` in rows of `.jsonl`.
 
-    Raises:
-        InputError: it cannot be read, a line has neither, or has fields that change a prompt.
+    Raises InputError: it cannot be read, a line has neither, or has fields that change a prompt.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

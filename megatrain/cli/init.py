@@ -13,8 +13,7 @@ _REWARDS = "grpo_rewards.py"
 def write_example(example: str, run: Path) -> list[Path]:
     """Write a run file, and beside it the reward functions that it names; returns their paths.
 
-    Raises:
-        InputError: one of them is there already.
+    Raises InputError: one of them is there already.
     """
     name = f"examples/{EXAMPLES[example]}.yaml"
     text = shipped(name).read_text(encoding="utf-8").replace(name, str(run))

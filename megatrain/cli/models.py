@@ -1,4 +1,10 @@
-"""The model that an option names, as a configuration: no weights are read or downloaded."""
+"""The model that an option names, as a configuration: no weights are read or downloaded.
+
+Shapes are the Qwen2.5 family's, from its published config.json files:
+https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json and its siblings. 120b is no published
+model: it is the 72B's heads, vocabulary and ratios with 10240 wide layers, as many as make 120
+billion parameters, the largest dense size that the MegaTrain paper (arXiv 2604.05091) names.
+"""
 
 import difflib
 import os
@@ -7,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.cli.shapes import SHAPES, qwen2_config
 from megatrain.errors import InputError, first_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, Qwen2Config
 
     from megatrain.config import ModelSection
     from megatrain.model.spec import ModelSpec
@@ -142,15 +147,18 @@ def named_config(
         max_positions: the least number of positions for a shape.
         base_model: where the base of its adapter is; None: where the adapter says.
 
-    Raises:
-        InputError: there is no such model, or the hub cannot be reached.
+    Raises InputError: there is no such model, or the hub cannot be reached.
     """
     path = Path(os.path.expanduser(name))
     if name and path.exists():
         from megatrain.model.build import load_config
 
         if path.is_dir() and not (path / "config.json").is_file():
-            path = _of_run(path, base_model)
+            from megatrain.config import ModelSection
+            from megatrain.train.resolve_model import ResolvedModel
+
+            section = ModelSection(path=str(path), base_model=base_model)
+            path = Path(str(ResolvedModel.of(section).section.path))
         if path.is_dir() and not (path / "config.json").is_file():
             raise InputError(f"{path}: no config.json there, so it is not a model's folder")
         return load_config(path, trust_remote_code=trust_remote_code)
@@ -175,10 +183,53 @@ def named_config(
         ) from error
 
 
-def _of_run(path: Path, base_model: str | None) -> Path:
-    """The folder of the model that a run or a checkpoint stands for."""
-    from megatrain.config import ModelSection
-    from megatrain.train.resolve_model import ResolvedModel
+@dataclass(frozen=True)
+class Shape:
+    """The numbers that differ between the sizes."""
 
-    section = ModelSection(path=str(path), base_model=base_model)
-    return Path(str(ResolvedModel.of(section).section.path))
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: bool
+
+
+SHAPES = {
+    "toy": Shape(256, 704, 4, 4, 2, 4096, tied=True),  # no published model: for a quick look
+    "0.5b": Shape(896, 4864, 24, 14, 2, 151936, tied=True),
+    "1.5b": Shape(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "3b": Shape(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "7b": Shape(3584, 18944, 28, 28, 4, 152064, tied=False),
+    "14b": Shape(5120, 13824, 48, 40, 8, 152064, tied=False),
+    "32b": Shape(5120, 27648, 64, 40, 8, 152064, tied=False),
+    "72b": Shape(8192, 29568, 80, 64, 8, 152064, tied=False),
+    "120b": Shape(10240, 36864, 86, 80, 8, 152064, tied=False),
+}
+
+MAX_TOKENS = 32768  # in a row of Qwen2.5
+
+
+def qwen2_config(name: str, tokens: int = 0, layers: int | None = None) -> "Qwen2Config":
+    """The transformers configuration of a shape in `SHAPES`.
+
+    Args:
+        tokens: length of the longest row, if it is beyond Qwen2.5's positions.
+        layers: number of layers instead of the shape's.
+    """
+    from transformers import Qwen2Config
+
+    shape = SHAPES[name]
+    return Qwen2Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers if layers is None else layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=max(tokens, MAX_TOKENS),
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=shape.tied,
+        dtype="bfloat16",
+    )

@@ -5,21 +5,22 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.base.units import GIB, gib
+from rich.console import Console
+from rich.table import Table
+
+from megatrain.base.units import GIB, duration, gib, parse_bytes, size
 from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_config
-from megatrain.cli.plan_table import missing, show
-from megatrain.cli.workload import changed
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.cache import second_needs
 from megatrain.forecast.simulate import PROCESS_BYTES
-from megatrain.forecast.workload import SEQUENCE_LENGTH, Second, Workload
+from megatrain.forecast.workload import LIMITS, SEQUENCE_LENGTH, Second, Workload
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.machine.rates import update_gbps
-from megatrain.plan.planner import Plan, make_plan
-from megatrain.telemetry.console import end_passing, passing
+from megatrain.plan.planner import PLANES, Plan, by_tier, make_plan
+from megatrain.telemetry.console import end_passing, passing, say
 from megatrain.telemetry.gpu import by_driver_name, find_gpu, gpu_state, named_gpu
 from megatrain.telemetry.host import host_limit_bytes, usable_cores
 
@@ -56,7 +57,10 @@ def run_plan(options: Options) -> None:
         if total_tokens is None and run.training.steps is not None:
             total_tokens = run.training.steps * workload.tokens_per_step
         _check_ranks(run, gpus, options["hosts"])
-        workload = replace(workload, second=_streamed_with(named, run))
+        if run.loss.reference == "streamed":
+            workload = replace(workload, second=Second("reference model", named.spec()))
+        if run.loss.teacher_log_probs == "streamed":
+            workload = replace(workload, second=Second("teacher", _teacher(run).spec()))
     workload = changed(workload, {name: options[name] for name in _OF_WORKLOAD})
     workload.check()
     named.check_length(workload.sequence_length)
@@ -139,15 +143,6 @@ def _check_ranks(run: "Config", gpus: int, hosts: int) -> None:
         )
 
 
-def _streamed_with(named: NamedModel, run: "Config") -> Second | None:
-    """The second model that is streamed in each step, a reference or a teacher, if any."""
-    if run.loss.reference == "streamed":
-        return Second("reference model", named.spec())
-    if run.loss.teacher_log_probs == "streamed":
-        return Second("teacher", _teacher(run).spec())
-    return None
-
-
 def _teacher(run: "Config") -> NamedModel:
     from megatrain.config import ModelSection
 
@@ -158,8 +153,7 @@ def _teacher(run: "Config") -> NamedModel:
 def _kept_teacher(run: "Config", machine: Machine, workload: Workload) -> str:
     """A sentence on the memory of a teacher that is run before the model is opened.
 
-    Raises:
-        DoesNotFit: the teacher alone is too large for the machine.
+    Raises DoesNotFit: the teacher alone is too large for the machine.
     """
     needs = second_needs(_teacher(run).spec(), workload.dtype, workload.tokens_per_step)
     host, device = sum(needs.host.values()) + PROCESS_BYTES, sum(needs.device.values())
@@ -273,3 +267,197 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
         ) from error
     finally:
         torch.set_num_threads(threads)
+
+
+_WIDTH = 140
+_NARROW = 90  # characters; narrower terminals get less space between columns
+
+_BINDS = {
+    "compute": "the GPU's arithmetic",
+    "copy in": "the bus to the GPU",
+    "copy out": "the bus from the GPU",
+    "update": "the optimizer's update on the host",
+    **dict.fromkeys(("disk in", "disk out", "disk weights"), "the disk"),
+    **dict.fromkeys(("gather", "reduce"), "the link between GPUs"),
+    "hosts": "the network between hosts",
+    "launches": "the thread that launches",
+}
+
+
+def show(plan: Plan, name: str) -> None:
+    """Print the plan."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH  # a file has no width, and tables should not be cut
+    lines = _memory(plan) + _time(plan)
+    if not plan.fits:
+        lines += _remedies(plan)
+    for line in _head(plan, name):
+        say(console, line)
+    console.print()
+    console.print(_tiles(plan, gap=2 if console.width > _NARROW else 1))
+    console.print()
+    for line in [*lines, *(f"note: {warning}" for warning in plan.warnings)]:
+        say(console, line)
+
+
+def missing(plan: Plan) -> str:
+    """The missing device and host memory, in one line."""
+    needed, machine = plan.forecast.machine, plan.machine
+    device = plan.missing_device_bytes, needed.device_memory_bytes, machine.device_memory_bytes
+    host = plan.missing_host_bytes, needed.host_memory_bytes, machine.host_memory_bytes
+    parts = [
+        f"{size(lacking)} of {place} memory are missing ({size(least)} would do, {size(most)} "
+        "are allowed)"
+        for place, (lacking, least, most) in (("device", device), ("host", host))
+        if lacking
+    ]
+    return " and ".join(parts)
+
+
+def _head(plan: Plan, name: str) -> list[str]:
+    forecast, machine, workload = plan.forecast, plan.machine, plan.workload
+    kind = "measured" if machine.measured else "from published figures, not measured"
+    rows = forecast.tokens_per_step // forecast.sequence_length
+    count = forecast.parameters
+    parameters = f"{count / 1e9:.2f} billion" if count >= 1e7 else f"{count:,}"
+    verdict = "it fits" if plan.fits else f"it does not fit: {missing(plan)}"
+    lines = [
+        f"{name}, {parameters} parameters, on {machine.name} ({kind}): {verdict}",
+        f"a step of {forecast.tokens_per_step:,} tokens: {rows:,} x {forecast.sequence_length:,}, "
+        f"{forecast.micro_batch} row{'s' if forecast.micro_batch > 1 else ''} at once; "
+        f"{workload.precision}, {'exact' if workload.clip else 'no'} clipping",
+    ]
+    if not plan.fits:
+        lines.append("all below is for the least memory with which it would fit, all else as asked")
+    return lines
+
+
+def _tiles(plan: Plan, gap: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for title in ("tile", "parameters", "rests on", *PLANES, "in all"):
+        justify: Literal["left", "right"] = "left" if title in ("tile", "rests on") else "right"
+        table.add_column(title, justify=justify, overflow="fold")
+    for tile in plan.tiles:
+        sizes = [gib(tile.count * tile.planes[plane]) for plane in PLANES]
+        count = tile.count * tile.parameters
+        parameters = f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
+        tier = f"{tile.tier}{', disk' * bool(tile.disk)}{', copy' * tile.stays}"
+        table.add_row(tile.name, parameters, tier, *sizes, gib(tile.total_bytes))
+    for tier, planes in by_tier(plan.tiles).items():
+        if any(planes.values()):
+            sizes = [gib(planes[plane]) for plane in PLANES]
+            table.add_row("together", "", tier, *sizes, gib(sum(planes.values())))
+    return table
+
+
+def _memory(plan: Plan) -> list[str]:
+    forecast, machine = plan.forecast, plan.machine
+    lines = []
+    for place, parts, limit in (
+        ("device", forecast.device_bytes, machine.device_memory_bytes),
+        ("host", forecast.host_parts, machine.host_memory_bytes),
+    ):
+        if not parts:
+            continue  # the CPU's memory is the host's
+        largest = sorted(parts.items(), key=lambda part: -part[1])
+        named = ", ".join(f"{part} {gib(taken)}" for part, taken in largest if taken >= GIB / 20)
+        share = f"{gib(sum(parts.values()))} of {gib(limit)} at the peak"
+        lines.append(f"{place:<9}{share}: {named}")
+        if place == "device" and forecast.device_held_bytes > forecast.device_peak_bytes:
+            held = gib(forecast.device_held_bytes)
+            lines.append(f"{'':<9}the driver will show {held}: torch keeps freed memory for reuse")
+    lines.append(f"saves    take up to {gib(plan.save_bytes)} more of the host beside training")
+    return lines if plan.disk is None else [*lines, *_disk(plan.disk)]
+
+
+def _disk(disk: Mapping[str, Any]) -> list[str]:
+    days, endurance = disk["days_to_wear"], disk["endurance_terabytes"]
+    read, written = gib(disk["read_bytes_a_step"]), gib(disk["written_bytes_a_step"])
+    worn = "--disk-tbw N says when a drive of N terabytes written is worn"
+    if days is not None:
+        worn = f"a drive of {endurance:,.0f} TBW is worn after {_long(86400 * days)}"
+    return [
+        f"disk     {gib(disk['num_bytes'])} of planes; a step reads {read} and writes {written}",
+        f"         {disk['written_terabytes_a_day']:,.1f} TB written a day at this speed; {worn}",
+    ]
+
+
+def _time(plan: Plan) -> list[str]:
+    forecast, tokens = plan.forecast, plan.total_tokens
+    binds = _BINDS.get(forecast.binds, forecast.binds)
+    bounds = sorted(forecast.bounds.items(), key=lambda bound: -bound[1])
+    busy = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in bounds if seconds)
+    counted = f"{tokens:,} tokens" if tokens else "each billion tokens"
+    seconds = (tokens or 1e9) / plan.tokens_per_second
+    return [
+        f"step     {forecast.seconds:.2f} s, {forecast.tokens_per_second:,.0f} tokens/s, "
+        f"{forecast.model_tflops:.0f} model TFLOPS",
+        f"binds    {binds} (busy: {busy})",
+        f"         arithmetic binds from {plan.compute_bound_tokens:,} tokens a step on",
+        *([] if plan.several is None else [_split(plan.several)]),
+        f"run      {_long(seconds)} for {counted}",
+    ]
+
+
+def _split(several: Mapping[str, Any]) -> str:
+    """The line on several GPUs."""
+    which, between = f"{several['gpus']} GPUs  ", "half a bus between them"
+    compared = "two steps of two H200s were within 3 %"
+    if several["hosts"] > 1:
+        which = f"{several['hosts']} x {several['gpus']} GPUs"
+        between += f", {several['network_seconds']:.2f} s of sums between hosts"
+        compared = "no such forecast has been compared with a measured step"
+    binds = _BINDS.get(several["binds"], several["binds"])
+    return (
+        f"{which} {several['seconds']:.2f} s, {several['tokens_per_second']:,.0f} tokens/s; binds: "
+        f"{binds}; {gib(several['device_bytes'])} of each GPU, {gib(several['host_bytes'])} of "
+        "each host. The same step split evenly, each GPU with its own bus and its share of the "
+        f"host, and {between} ({compared})"
+    )
+
+
+def _long(seconds: float) -> str:
+    """A duration, in days if it has more than two."""
+    days = seconds / 86400
+    return f"{days:,.1f} days" if days > 2 else duration(seconds)
+
+
+def _remedies(plan: Plan) -> list[str]:
+    lines = []
+    for number, remedy in enumerate(plan.remedies, 1):
+        forecast, settings = remedy.forecast, remedy.settings.items()
+        keys = ", ".join(f"{key}: {'null' if v is None else v}" for key, v in settings)
+        device = f"device {gib(forecast.device_peak_bytes)}, " if forecast.device_bytes else ""
+        lines.append(
+            f"{number}. {remedy.text}{f' ({keys})' if keys else ''}: {forecast.seconds:.2f} s a "
+            f"step, {forecast.tokens_per_second:,.0f} tokens/s; {device}host "
+            f"{gib(forecast.host_peak_bytes)}"
+        )
+    if not lines:
+        return ["\nNothing that was tried makes it fit."]
+    return ["\nIt would fit, the cheapest first:", *lines]
+
+
+def changed(workload: Workload, options: Mapping[str, Any]) -> Workload:
+    """The workload with options for its fields and its rule's choices; None: not given.
+
+    Raises InputError: a limit is no size, or the rule lacks a choice.
+    """
+    values = {name: value for name, value in options.items() if value is not None}
+    for name in values.keys() & LIMITS:
+        option = f"--{name.replace('_', '-')}"
+        try:
+            num_bytes = parse_bytes(values[name])
+        except ValueError as error:
+            raise InputError(f"{option}: {error}") from error
+        if num_bytes < 1:
+            raise InputError(f"{option}: {values[name]} is no memory at all")
+        values[name] = num_bytes
+    if "disk_space" in values:
+        values["disk"] = options.get("disk")  # None: any disk
+    rule, of_workload = workload.rule, {field.name for field in fields(Workload)}
+    choices = {name: values.pop(name) for name in values.keys() - of_workload}
+    for name in choices.keys() - rule.choices.keys():
+        raise InputError(f"--{name}: {rule.name} has no such choice; leave it out")
+    return replace(workload, rule=replace(rule, **choices), **values)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
     """Train, and print where the result is or how to go on.
 
-    Raises:
-        InputError: the run file cannot be used.
+    Raises InputError: the run file cannot be used.
     """
     try:
         with Signals() as signals:

@@ -192,14 +192,6 @@ class LossSection(NamedSection):
     def defaults(cls, name: str) -> dict[str, Any] | None:
         return _loss_fields(name) | _LOSSES[name][2] if name in _LOSSES else None
 
-    @field_validator("scale_rewards", mode="before")
-    @classmethod
-    def _as_trl_once_wrote_it(cls, value: Any) -> Any:
-        if isinstance(value, bool):
-            word = "group" if value else "none"
-            raise ValueError(f"TRL's {str(value).lower()} is {word} here: write {word}")
-        return value
-
     def problems(self) -> Iterator[str]:
         try:
             self.loss()
@@ -415,17 +407,6 @@ class SamplesSection(Section):
 
     prompts: Annotated[list[str | list[dict[str, Any]]], Field(min_length=1)]
     max_new_tokens: Positive = 64
-
-    @field_validator("prompts", mode="before")
-    @classmethod
-    def _texts_or_talks(cls, prompts: Any) -> Any:
-        for number, prompt in enumerate(prompts if isinstance(prompts, list) else (), 1):
-            if isinstance(prompt, dict):
-                raise ValueError(
-                    f"prompt {number} is a single message: put it into a list, as "
-                    "[[{role: user, content: ...}]]"
-                )
-        return prompts
 
 
 class TrainingSection(Section):

@@ -163,15 +163,10 @@ class EngineSection(Section):
     @field_validator("placement", mode="before")
     @classmethod
     def _auto_or_choices(cls, value: Any) -> Any:
-        if value != "auto" and not isinstance(value, dict):
-            raise ValueError(f"should be auto, or choices such as {{slots: 2}}, got {shown(value)}")
-        return value
-
-    @field_validator("placement")
-    @classmethod
-    def _placement_fields(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
-        if not isinstance(value, dict):
+        if value == "auto":
             return value
+        if not isinstance(value, dict):
+            raise ValueError(f"should be auto, or choices such as {{slots: 2}}, got {shown(value)}")
         # A run file has lists only.
         value = {n: tuple(v) if isinstance(v, list) else v for n, v in value.items()}
         _check_placement(value)

@@ -56,8 +56,7 @@ def load_run(run: Path, overrides: Sequence[str], *, resume: bool) -> Config:
 def new_run_folder(folder: str | None, name: str) -> Path:
     """The folder of a new run, not created yet: `folder`, or a new one under `runs/`.
 
-    Raises:
-        InputError: something exists there, which is never overwritten, or it is not writable.
+    Raises InputError: something exists there, which is never overwritten, or it is not writable.
     """
     path = _free_name(name) if folder is None else Path(folder).expanduser()
     if path.exists() and not path.is_dir():

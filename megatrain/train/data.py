@@ -108,12 +108,12 @@ def check_prompts(
     config: Config, tokenizer: PreTrainedTokenizerBase, text_config: PreTrainedConfig
 ) -> None:
     """Raises InputError: a prompt cannot be used, or the context has no room for its sample."""
-    samples = config.training.samples
+    if (samples := config.training.samples) is None:
+        return
     limit = getattr(text_config, "max_position_embeddings", None) or math.inf
-    for number, prompt in enumerate(samples.prompts if samples else (), 1):
+    for number, prompt in enumerate(samples.prompts, 1):
         where = f"training.samples: prompt {number}"
         length = len(prompt_ids(tokenizer, prompt, text_config.vocab_size, where))
-        assert samples is not None
         if length + samples.max_new_tokens > limit:
             raise InputError(
                 f"{where}: {length} tokens and max_new_tokens of {samples.max_new_tokens} are more "

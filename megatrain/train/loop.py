@@ -3,8 +3,8 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,17 @@ from rich.console import Console
 
 from megatrain import config as run_files
 from megatrain.base.json_yaml import read_yaml
-from megatrain.base.whole_files import whole_folder, write_file
-from megatrain.checkpoint import open_checkpoint, put_right
+from megatrain.base.whole_files import flush, whole_folder, write_file
+from megatrain.checkpoint import Saving, open_checkpoint, put_right, rotate
 from megatrain.config import Config
-from megatrain.errors import InputError, MegatrainError, RunFailed, first_line, os_reason
+from megatrain.errors import (
+    InputError,
+    MegatrainError,
+    RunFailed,
+    StepRefused,
+    first_line,
+    os_reason,
+)
 from megatrain.parallel.distributed import Ranks, local_rank
 from megatrain.parallel.launch import joined
 from megatrain.report import write_report
@@ -45,10 +52,10 @@ from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.host import environment
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from megatrain.telemetry.pictures import draw_loss
-from megatrain.train.checkpointing import Checkpointing
 from megatrain.train.evaluations import Evaluations, Watch
 from megatrain.train.resume import (
     Damaged,
+    RunState,
     check_config,
     cut_metrics,
     find_starts,
@@ -57,11 +64,136 @@ from megatrain.train.resume import (
 from megatrain.train.setup import Job, prepare
 from megatrain.train.sharing import check_folder, check_shared, from_first
 from megatrain.train.signals import Signals
-from megatrain.train.steps import Steps
-from megatrain.train.timeline import RunTimeline
+from megatrain.train.steps import RunTimeline, Steps
 from megatrain.train.trackers import Trackers, check_trackers
 
+_RETRY_AFTER = 10  # steps, when a checkpoint could not be written
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Checkpointing:
+    """Saves the run's state while training goes on, until the next save is due.
+
+    A checkpoint that cannot be written costs a warning, not the run: the one before it is whole,
+    and the next attempt follows soon.
+    """
+
+    job: Job
+    saved: int  # the step of the newest whole checkpoint, 0 if there is none
+    best: Callable[[], int | None]  # the step of the best saved state; its checkpoint is kept
+    _running: tuple[int, Saving] | None = None
+    _retry: int | None = None  # the step after which a failed save is tried again
+    _stays: bool = False  # the next checkpoint is never deleted
+
+    def after(self, state: RunState, *, asked: bool, last: bool) -> None:
+        """After a step, start a checkpoint if one is due, once the one before it is written."""
+        every, step = self.job.config.checkpoint.every, state.step
+        due = self.job.config.checkpoint.at_end if last else every is not None and step % every == 0
+        tried_again = self._retry is not None and step >= self._retry
+        begun = self.saved if self._running is None else self._running[0]
+        wanted = (due or asked or tried_again) and step != begun
+        self.settle(wait=wanted or last)
+        if wanted:
+            self._stays |= due and self._is_marked(step)
+            self._begin(state)
+
+    def keep_best(self, state: RunState) -> None:
+        """Save the state, the best so far, unless its checkpoint is written or begun."""
+        if self._running is not None and self._running[0] != state.step:
+            self.settle(wait=True)
+        if self._running is None and self.saved != state.step:
+            self._begin(state)
+
+    def now(self, state: RunState) -> None:
+        """Save this state and wait for it. Raises RunFailed: it cannot be written."""
+        self.settle(wait=True)
+        if self.saved == state.step:
+            return
+        try:
+            self._save(state).wait()
+        except (InputError, OSError) as error:
+            raise RunFailed(
+                f"{self.job.folder}: step {state.step} cannot be saved: {error}"
+            ) from error
+        self._is_whole(state.step)
+
+    @contextmanager
+    def rescue(self, state: Callable[[], RunState]) -> Iterator[None]:
+        """When the block fails, save the state if it is whole, then raise the error."""
+        try:
+            yield
+        except Exception as error:
+            if self.job.ranks.size == 1 or _is_of_all(error):  # ranks, which save together
+                self._rescue(state())
+            raise
+
+    def _rescue(self, state: RunState) -> None:
+        try:
+            self.now(state)
+            if state.step:
+                log.info("the state after step %d is saved; --resume goes on there", state.step)
+        except Exception as error:
+            older = f"; --resume goes on after step {self.saved}" if self.saved else ""
+            log.warning("the state before the failure is not saved: %s%s", error, older)
+
+    def _begin(self, state: RunState) -> None:
+        self._retry = None
+        try:
+            self._running = state.step, self._save(state)
+        except (MegatrainError, OSError) as error:
+            self._failed(state.step, error)
+
+    def _save(self, state: RunState) -> Saving:
+        with suppress(OSError):  # the log of these steps must not be lost where they are not
+            flush(self.job.folder / METRICS)
+        return self.job.engine.save(
+            checkpoint_folder(self.job.folder, state.step),
+            extra=dict(vars(state)),
+            attach=self.job.write_tokenizer,
+            keep=self._stays or self._is_marked(state.step),
+            wait=False,
+        )
+
+    def _is_marked(self, step: int) -> bool:
+        every = self.job.config.checkpoint.keep_every
+        return every is not None and step % every == 0
+
+    def settle(self, *, wait: bool) -> None:
+        """Note the end of the checkpoint that is being written, if any; with `wait` wait for it."""
+        if self._running is None:
+            return
+        if not wait and not all(self.job.ranks.all_gather_object(self._running[1].done)):
+            return
+        (step, saving), self._running = self._running, None
+        try:
+            saving.wait()
+        except MegatrainError as error:
+            self._failed(step, error)
+            return
+        self._stays = False
+        self._is_whole(step)
+
+    def _is_whole(self, step: int) -> None:
+        self.saved, keep = step, self.job.config.checkpoint.keep
+        if not self.job.ranks.rank and len(checkpoints(self.job.folder)) > keep:
+            try:
+                newest, best = checkpoint_folder(self.job.folder, step), self.best()
+                spared = [] if best is None else [checkpoint_folder(self.job.folder, best)]
+                rotate(self.job.folder / CHECKPOINTS, keep, newest=newest, spared=spared)
+            except OSError as error:
+                log.warning("an old checkpoint cannot be deleted: %s", error)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        again = self._retry = step + _RETRY_AFTER
+        then = f" and tries again after step {again}" if again <= self.job.total_steps else ""
+        log.warning("%s; the run goes on%s", error, then)
+
+
+def _is_of_all(error: BaseException | None) -> bool:
+    if not isinstance(error, MegatrainError):
+        return False
+    return error.by_all or isinstance(error, StepRefused) or _is_of_all(error.__cause__)
 
 
 @dataclass(frozen=True)
@@ -169,17 +301,17 @@ def _open(config: Config, name: str, stack: ExitStack, ranks: Ranks, *, resume: 
     if resume:
         log.info("no earlier run of that name: this one begins")
     job = prepare(config, ranks=ranks)
-    stack.callback(job.close)
-    job.folder = from_first(ranks, lambda: _made_folder(config, name, stack))
+    stack.callback(job.stack.close)
+
+    def make_folder() -> Path:
+        folder = make_run_folder(config.output.folder, name)
+        stack.enter_context(locked(folder))
+        require_empty(folder, "output.folder: ")  # another run may have taken it meanwhile
+        return folder
+
+    job.folder = from_first(ranks, make_folder)
     check_folder(ranks, job.folder)
     return job
-
-
-def _made_folder(config: Config, name: str, stack: ExitStack) -> Path:
-    folder = make_run_folder(config.output.folder, name)
-    stack.enter_context(locked(folder))
-    require_empty(folder, "output.folder: ")  # another run may have taken it meanwhile
-    return folder
 
 
 def _open_earlier(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) -> Job | Path:
@@ -192,7 +324,7 @@ def _open_earlier(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) 
     from_first(ranks, lambda: put_right(folder / CHECKPOINTS))
     job = _go_on(folder, config, ranks)
     job.folder = folder
-    stack.callback(job.close)
+    stack.callback(job.stack.close)
     return job
 
 
@@ -334,7 +466,7 @@ class _Run:
         """Write the model; returns words for its state unless that is the last."""
         steps, config, best = self.steps.done, self._config, None
         with self.checkpoints.rescue(lambda: self.steps.state):
-            self.checkpoints.finish()
+            self.checkpoints.settle(wait=True)
             kept = from_first(self._job.ranks, self.best_kept)
             step = kept if config.checkpoint.load_best else None
             if step is not None:

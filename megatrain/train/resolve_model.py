@@ -51,7 +51,12 @@ def trained_model(run: str) -> Checkpoint | str:
     if newest is not None:
         log.info("the run has not ended: this is %s", newest.folder)
         return newest
-    _log_newer_states(path)
+    done, saved = model_steps(path), checkpoints(path)
+    if done is not None and saved and saved[-1] > done:
+        log.warning(
+            "%s is of step %d; the run has gone on: its newest state is %s",
+            path / MODEL, done, checkpoint_folder(path, saved[-1]),
+        )  # fmt: skip
     folder = model_folder(run)
     if folder == run and not (path / "config.json").is_file():
         for config in sorted(path.glob(f"*/{CONFIG}")):
@@ -216,12 +221,3 @@ def _newest_checkpoint(parent: Path) -> Checkpoint | None:
             log.warning("not used: %s", error)
     newest = newest_whole(parent)
     return None if newest is None else open_checkpoint(newest)
-
-
-def _log_newer_states(run: Path) -> None:
-    done, saved = model_steps(run), checkpoints(run)
-    if done is not None and saved and saved[-1] > done:
-        log.warning(
-            "%s is of step %d; the run has gone on: its newest state is %s",
-            run / MODEL, done, checkpoint_folder(run, saved[-1]),
-        )  # fmt: skip

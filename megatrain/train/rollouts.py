@@ -5,12 +5,20 @@ rollout's number, so that a run goes on as it would have. One that several steps
 in checkpoints between them.
 """
 
+import asyncio
+import copy
+import importlib.util
+import inspect
 import logging
+import math
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,11 +32,10 @@ from megatrain.config import Config, RolloutSection, step_loss
 from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
-from megatrain.errors import InputError, RunFailed, StepRefused
+from megatrain.errors import InputError, RunFailed, StepRefused, first_line
 from megatrain.generate import Continued, Sampling, Server, continued, stop_ids
 from megatrain.loss import IGNORED, ImportanceSampling, PolicyLoss, num_labelled
 from megatrain.parallel.distributed import ALONE, Ranks
-from megatrain.train.rewards import Rewards, measured
 from megatrain.train.sharing import from_first, logprobs
 
 log = logging.getLogger(__name__)
@@ -43,6 +50,120 @@ _TAKEN = re.compile(
 _SEED = 0x726F6C6C  # separates these seeds from those of steps
 _MARK = ".rollouts"  # a file that marks folders to which rollouts write weights
 _FAR = 0.5  # nats; bf16 causes some hundredths
+
+
+class Rewards:
+    """The reward functions of a run, called one after the other; `names` are those of the log."""
+
+    def __init__(self, settings: RolloutSection) -> None:
+        """Import the functions.
+
+        Raises InputError: a module cannot be imported, or has no such function.
+        """
+        paths = {written: written.rpartition(":")[0] for written in settings.rewards}
+        modules = {path: _module(path) for path in dict.fromkeys(paths.values())}
+        self.names = [written.rpartition(":")[2] for written in settings.rewards]
+        if len(set(self.names)) < len(self.names):
+            raise InputError("rollout.rewards: two functions have one name; rename one")
+        self._functions: list[Callable[..., Any]] = []
+        for name, path in zip(self.names, paths.values(), strict=True):
+            function = getattr(modules[path], name, None)
+            if not callable(function):
+                raise InputError(f"rollout.rewards: {path} has no function {name!r}")
+            self._functions.append(function)
+        self._weights = settings.weights or [1.0] * len(self.names)
+
+    def of(self, prompts: Sequence[Any], replies: Sequence[Any], /, **columns: Any) -> Tensor:
+        """The reward of each function for each reply `[R, F]`, fp64; NaN for None.
+
+        Args: `columns`: further arguments of the functions; each function gets copies of all.
+
+        Raises RunFailed: a function fails, or returns something else than a number for each reply.
+        """
+        rewards = []
+        for name, function in zip(self.names, self._functions, strict=True):
+            try:
+                values = function(
+                    **copy.deepcopy({"prompts": prompts, "completions": replies, **columns})
+                )
+                if inspect.isawaitable(values):
+                    values = _waited_for(values)
+            except (Exception, SystemExit) as error:  # whatever a user's function does
+                log.error("the reward function %s failed", name, exc_info=error)
+                kind = type(error).__name__
+                raise RunFailed(f"reward {name} failed: {kind}: {first_line(error)}") from None
+            rewards.append(_column(name, values, len(replies)))
+        return torch.stack(rewards, 1)
+
+    def together(self, each_RF: Tensor) -> Tensor:
+        """The weighted sum `[R]`; NaN for a reply that no function has rewarded."""
+        summed = (each_RF * torch.tensor(self._weights, dtype=torch.float64)).nansum(1)
+        return summed.masked_fill(each_RF.isnan().all(1), math.nan)
+
+
+def _waited_for(values: Any) -> Any:
+    """The result of an `async` function, run in a thread because notebooks have a running loop."""
+
+    async def awaited() -> Any:
+        return await values
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, awaited()).result()
+
+
+def _column(name: str, returned: Any, count: int) -> Tensor:
+    if isinstance(returned, Tensor):
+        returned = returned.tolist()
+    try:
+        if isinstance(returned, str | bytes):
+            raise TypeError
+        values = [math.nan if value is None else float(value) for value in returned]
+    except (TypeError, ValueError):
+        raise RunFailed(
+            f"reward {name} returned {returned!r:.60}; it must return a list of numbers or None, "
+            "one for each completion"
+        ) from None
+    if len(values) != count:
+        raise RunFailed(f"reward {name} returned {len(values)} numbers for {count} completions")
+    if infinite := [value for value in values if math.isinf(value)]:
+        raise RunFailed(f"reward {name} returned {infinite[0]}; rewards must be finite")
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _module(where: str) -> ModuleType:
+    """A module by import name or file, loaded once however many of its functions are used."""
+    try:
+        return _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except Exception as error:  # the module's own code runs
+        kind = type(error).__name__
+        raise InputError(
+            f"rollout.rewards: {where} cannot be imported: {kind}: {first_line(error)}; name a "
+            "module of this Python, or a file such as rewards.py:reward"
+        ) from error
+
+
+def _file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError("no such file")
+    name = f"{__name__}:{path}"  # no name that an import could mean
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def measured(each_RF: Tensor, together_R: Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Means and standard deviations over replies, by TRL's names; NaN is left out."""
+    columns = {f"rewards/{name}": each_RF[:, at] for at, name in enumerate(names)}
+    named = {f"{name}/mean": (f"{name}/std", values) for name, values in columns.items()}
+    measures: dict[str, float] = {}
+    for mean, (std, values) in (named | {"reward": ("reward_std", together_R)}).items():
+        numbers = values[~values.isnan()]
+        measures |= {mean: float(numbers.mean())} if len(numbers) else {}
+        measures |= {std: float(numbers.std())} if len(numbers) > 1 else {}
+    return measures
 
 
 class Reply(NamedTuple):
@@ -184,10 +305,7 @@ class Rollouts:
         against = "reference_logp" in self._loss.inputs
         learnt = "only loss.beta's divergence is learnt" if against else "nothing is learnt"
         reason = f"all replies to each prompt are rewarded alike: {learnt}"
-        remedy = (
-            "give rewards that tell replies apart, prompts that are neither too easy nor too hard, "
-            "or more loss.num_generations"
-        )
+        remedy = "give rewards that tell replies apart, or more loss.num_generations"
         if masked:
             reason = (
                 "no reply has ended, and loss.mask_truncated_completions leaves such out: nothing "
@@ -268,12 +386,18 @@ class Rollouts:
 
         def rewarded() -> tuple[Tensor, dict[str, Any]]:
             values: dict[str, Any] = {}
+
+            def log_metric(name: str, value: Any) -> None:
+                if _TAKEN.fullmatch(name):
+                    raise ValueError(f"log_metric: {name!r} is a name of the log's own")
+                values[name] = float(value)
+
             rewards = self.rewards.of(
                 [reply.row.prompt for reply in replies],
                 completions,
                 completion_ids=[reply.ids for reply in replies],
                 trainer_state=TrainerState(global_step=step - 1, max_steps=self.total_steps),
-                log_metric=lambda name, value: _log_metric(values, name, value),
+                log_metric=log_metric,
                 **{name: [r.row.beside.get(name) for r in replies] for name in names},
             )
             return rewards, values
@@ -284,7 +408,12 @@ class Rollouts:
 
     def _with_logprobs(self, replies: Sequence[Reply]) -> tuple[Step, Tensor, list[int]]:
         """Micro-batches of like lengths; each reply's divergence; the order of the replies."""
-        rows = [_row(reply, mask=self._loss.mask_truncated_completions) for reply in replies]
+        rows = []
+        for reply in replies:
+            ids = np.array([*reply.row.ids, *reply.ids], np.int64)
+            learnt = np.arange(len(ids)) >= len(reply.row.ids)
+            learnt &= reply.ended or not self._loss.mask_truncated_completions
+            rows.append((ids, np.where(learnt, ids, IGNORED)))
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row][0]))
         size = self.loader.rows_per_micro_batch * self._loss.lines
         parts = [order[at : at + size] for at in range(0, len(order), size)]
@@ -304,19 +433,6 @@ class Rollouts:
             if "reference_logp" in self._loss.inputs:
                 micro["reference_logp"] = theirs
         return micros, divergence, order
-
-
-def _row(reply: Reply, *, mask: bool) -> tuple[Any, Any]:
-    """Ids and labels; the reply is labelled unless it is masked because it did not end."""
-    ids = np.array([*reply.row.ids, *reply.ids], np.int64)
-    learnt = np.arange(len(ids)) >= len(reply.row.ids)
-    return ids, np.where(learnt & (reply.ended or not mask), ids, IGNORED)
-
-
-def _log_metric(logged: dict[str, Any], name: str, value: Any) -> None:
-    if _TAKEN.fullmatch(name):
-        raise ValueError(f"log_metric: {name!r} is a name of the log's own; take another")
-    logged[name] = float(value)
 
 
 def _described(replies: Sequence[Reply]) -> dict[str, float]:
@@ -364,7 +480,18 @@ class Served:
             return
         assert self._settings.server_weights is not None
         folder = Path(self._settings.server_weights).expanduser()
-        from_first(self._ranks, lambda: _claim(folder))
+
+        def claim() -> None:
+            mark = folder / _MARK
+            if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
+                raise InputError(
+                    f"rollout.server_weights: {folder} has files that no rollouts wrote, and they "
+                    "would be lost; give an empty or a new folder"
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()  # first, and kept by the export: after a kill the folder is still marked
+
+        from_first(self._ranks, claim)
         self._engine.save_pretrained(folder, **self._export)
         from_first(self._ranks, lambda: self._server.load(folder))
         self._brought = self._engine.steps
@@ -375,18 +502,6 @@ class Served:
         """`count` replies to each prompt, one prompt after the other, by this step's weights."""
         self._bring_weights()
         return from_first(self._ranks, lambda: self._server.continued(ids, count, sampling, stops))
-
-
-def _claim(folder: Path) -> None:
-    """Mark the folder as one for rollouts. Raises InputError: it has other files."""
-    mark = folder / _MARK
-    if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
-        raise InputError(
-            f"rollout.server_weights: {folder} has files that no rollouts wrote, and they "
-            "would be lost; give an empty or a new folder"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    mark.touch()  # first, and kept by the export: after a kill the folder is still marked
 
 
 def compare(

@@ -70,12 +70,6 @@ class SecondModel:
     name: str
     answers: Callable[[Engine, Step], list[MicroBatch]]
 
-    def beside(self, step: Step) -> tuple[Step, dict[str, float]]:
-        """`with_answers`, and a metric: the seconds that it took."""
-        started = time.perf_counter()
-        answered = self.with_answers(step)
-        return answered, {f"{self.name}_seconds": round(time.perf_counter() - started, 6)}
-
     def with_answers(self, step: Step) -> Step:
         """The micro-batches, each with the tensors that this model computes for it."""
         answers = self.answers(self.engine, step)

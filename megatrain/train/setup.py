@@ -2,14 +2,17 @@
 
 import logging
 import shutil
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
 
 from megatrain.api import Engine
 from megatrain.base.units import gib
@@ -47,9 +50,7 @@ from megatrain.train.resolve_model import (
     moved_base,
 )
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start
-from megatrain.train.rewards import Rewards
-from megatrain.train.rollouts import Rollouts
-from megatrain.train.schedule import check_schedule, make_schedule
+from megatrain.train.rollouts import Rewards, Rollouts
 from megatrain.train.second_model import (
     References,
     SecondModel,
@@ -110,10 +111,6 @@ class Job:
             path.unlink()
         self.tokenizer.save_pretrained(folder)
 
-    def close(self) -> None:
-        """Stop the loader's thread and give all memory back."""
-        self.stack.close()
-
 
 def prepare(config: Config, start: Start | None = None, ranks: Ranks = ALONE) -> Job:
     """Read tokenizer, data and model, and build the engine; nothing is written.
@@ -157,7 +154,9 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     )
     loader = _loader(config, training)
     stack.callback(loader.close)
-    total_steps = config.training.steps or steps_of(config.training.epochs or 0, config, loader)
+    total_steps = config.training.steps or (  # several may learn from the same replies
+        loader.steps_of(config.training.epochs or 0) * (config.loss.num_iterations or 1)
+    )
     if config.training.steps is None:  # known now, and still before weights are read
         check_schedule(config, total_steps)
         ranks.agree(lambda: check_disk(config, source or start, total_steps))
@@ -204,11 +203,6 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         rollouts=rollouts,
         second=second,
     )
-
-
-def steps_of(epochs: float, config: Config, loader: StepLoader) -> int:
-    """Number of steps in the run's epochs; several steps may learn from the same replies."""
-    return (config.loss.num_iterations or 1) * loader.steps_of(epochs)
 
 
 def _batches(
@@ -428,31 +422,24 @@ def check_disk(config: Config, model: Source | Start | None, total_steps: int | 
     Raises DoesNotFit: it lacks room.
     """
     if isinstance(model, Start):
-        folder, remedies = model.checkpoint.parent, []
         if not config.checkpoint.at_end and config.checkpoint.every is None:
             return
+        folder, takes = model.checkpoint.parent, "the next checkpoint takes"
         files = (path for path in model.checkpoint.rglob("*") if path.is_file())
-        needed, takes = sum(path.stat().st_size for path in files), "the next checkpoint takes"
+        needed = sum(path.stat().st_size for path in files)
     else:
         assert model is not None
         folder = Path(config.output.folder or "runs").expanduser().absolute()
         number = _checkpoints_at_once(config, total_steps)
         checkpoint, exported = _bytes_of(config, model)
-        needed, takes = number * checkpoint + exported, "the model takes"
-        remedies = ["set output.folder to a folder on another disk"]
-        if number:
-            of_each = f"{number} checkpoint{'s' * (number > 1)} of {gib(checkpoint)}"
-            takes = f"{of_each} and the model take"
-        if number > 2:
-            remedies.append("lower checkpoint.keep (or raise keep_every)")
-        elif number:
-            remedies.append("save less often (checkpoint.every: null, checkpoint.at_end: false)")
+        needed = number * checkpoint + exported
+        takes = f"the model and {number} checkpoints of {gib(checkpoint)} take"
     room = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
     if needed > room.free and room.total > 0:  # /proc and its like say nothing
-        remedies = [f"free {gib(needed - room.free)}", *remedies]
         raise DoesNotFit(
-            f"{folder}: the disk has {gib(room.free)} left, and {takes} {gib(needed)}; "
-            + ", or ".join(remedies)
+            f"{folder}: the disk has {gib(room.free)} left, and {takes} {gib(needed)}; free "
+            f"{gib(needed - room.free)}, set output.folder of a new run to a folder on another "
+            "disk, or keep fewer checkpoints (checkpoint.keep, keep_every, every, at_end)"
         )
 
 
@@ -479,3 +466,68 @@ def _bytes_of(config: Config, source: Source) -> tuple[int, int]:
     packed = source.base != "bf16"
     saved = trained * per_trained + (0 if packed else 2 * frozen)
     return int(saved), (trained + frozen) * source.dtype.itemsize
+
+
+_ROUNDED = 1 + 1e-9  # tolerance: rounding may raise a rate by so much
+
+
+def make_schedule(
+    config: Config,
+    optimizer: Optimizer | None,
+    total_steps: int,
+    done: int,
+) -> LRScheduler:
+    """The schedule after `done` steps: the learning rate is a function of the step alone.
+
+    Raises InputError: `schedule.options` are not those of this schedule.
+    """
+    schedule = config.schedule
+    try:
+        scheduler = get_scheduler(
+            schedule.name,
+            optimizer,
+            num_warmup_steps=schedule.num_warmup_steps(total_steps),
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs=dict(schedule.options),
+        )
+        if 0 < done < total_steps:
+            scheduler.last_epoch = done - 1
+            with warnings.catch_warnings():  # torch misses the steps before a resume
+                warnings.simplefilter("ignore", UserWarning)
+                scheduler.step()
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        raise InputError(f"schedule: {schedule.name} cannot be set up: {error}") from error
+    return scheduler
+
+
+def check_schedule(config: Config, total_steps: int) -> None:
+    """Warn of a warm-up that is longer than the run, and of a rate of 0 throughout.
+
+    Raises InputError: the schedule cannot be set up, or some step would have no learning rate.
+    """
+    warmup, rates = config.schedule.num_warmup_steps(total_steps), set[float]()
+    for done in sorted({0, 1, warmup + 1, total_steps // 2, total_steps - 1}):
+        if done < total_steps:
+            lr = config.optimizer.settings["lr"]
+            stand_in = SGD([torch.zeros(1)], lr=lr)
+            (rate,) = make_schedule(config, stand_in, total_steps, done).get_last_lr()
+            rates.add(float(rate))
+            if not 0 <= rate <= lr * _ROUNDED:
+                above = f", above optimizer.lr {lr:g}" if rate > lr else ""
+                raise InputError(
+                    f"schedule: {config.schedule.name} makes the learning rate of step {done + 1} "
+                    f"{rate:g}{above}; correct schedule.options (min_lr is a rate, min_lr_rate a "
+                    "share of optimizer.lr)"
+                )
+    if rates == {0.0}:
+        log.warning(
+            "the learning rate is 0 in every step: nothing is learnt; lower schedule.warmup_steps "
+            "(or warmup_ratio), correct schedule.options, or train for more steps"
+        )
+    elif warmup >= total_steps:
+        log.warning(
+            "the warm-up takes %d steps, and the run has %d: the learning rate never gets to "
+            "optimizer.lr; lower schedule.warmup_steps (or warmup_ratio), or train for more steps",
+            warmup,
+            total_steps,
+        )

@@ -1,15 +1,18 @@
-"""One step of a run: its rows, its measurements, and what is done when it goes wrong."""
+"""The steps of a run: rows, measurements, timelines, and what is done when one goes wrong."""
 
+import json
 import logging
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatrain.config import TrainingSection, step_loss
 from megatrain.data import Step
+from megatrain.device.base import COMPUTE
 from megatrain.errors import (
     DoesNotFit,
     InputError,
@@ -18,15 +21,102 @@ from megatrain.errors import (
     StepRefused,
     in_one_line,
 )
+from megatrain.run_folder.layout import TIMELINE
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.host import process_bytes
 from megatrain.telemetry.metrics import MetricsWriter, model_tflops
+from megatrain.telemetry.pictures import draw_step
+from megatrain.telemetry.timeline import (
+    Breakdown,
+    Recording,
+    Span,
+    StepRecorder,
+    breakdown,
+    chrome_trace,
+)
 from megatrain.train.resume import RunState
 from megatrain.train.sharing import by_all, check_rows, part_of, split_for_ranks
-from megatrain.train.timeline import RunTimeline
 
 if TYPE_CHECKING:
     from megatrain.train.setup import Job
+
+PICTURE = "timeline.png"
+
+# Compilations and the choice of kept graphs are over by then.
+RECORDED_STEP = 6
+
+Result = TypeVar("Result")
+
+
+class RunTimeline:
+    """Records some steps of a run; all others run as they are.
+
+    An early one, and every so many after it. The newest is in `timeline.json`.
+
+    Attributes:
+        breakdown: of the last step's time; None: it was not recorded.
+    """
+
+    def __init__(
+        self, recording: Recording, folder: Path, steps: int, every: int | None = None
+    ) -> None:
+        """Args:
+        recording: as `Engine.recording`.
+        steps: number of steps that this process will take.
+        every: steps of the run between two recorded ones, at least 2; None: one early step is all.
+        """
+        self._recorder = StepRecorder(recording)
+        self._folder, self._every = folder, every
+        self.breakdown: Breakdown | None = None
+        self._early = min(RECORDED_STEP, steps)
+        self._done = 0
+        self._begun = False
+        self._spans: list[Span] = []
+
+    def step(self, number: int, step: Callable[[], Result]) -> Result:
+        """Do step `number` of the run, and write `timeline.json` if it was to be recorded."""
+        turn, self.breakdown = self._done + 1, None
+        kept = self._due(turn, number) and (self._begun or turn == 1)
+        if not self._begun and (kept or self._due(turn + 1, number + 1)):
+            self._recorder.begin()
+            self._begun = True
+        if kept:
+            self._recorder.next()
+        try:
+            result = step()
+        except BaseException:
+            # Where the run goes on without this step, the next two are recorded.
+            self._recorder.cancel()
+            if self._begun and turn <= self._early:
+                self._early = turn + 1
+            self._begun = False
+            raise
+        self._done = turn
+        if kept:
+            self._spans = self._recorder.end()
+            self._begun = False
+            trace = chrome_trace(self._spans) | {"otherData": {"step": number}}
+            try:
+                (self._folder / TIMELINE).write_text(json.dumps(trace), encoding="utf-8")
+            except OSError as error:  # a full disk costs the timeline, never the run
+                log.warning("no timeline: %s", error)
+            self.breakdown = breakdown(self._spans, COMPUTE)
+        return result
+
+    def _due(self, turn: int, number: int) -> bool:
+        if turn <= self._early or self._every is None:
+            return turn == self._early
+        return number % self._every == 0
+
+    def draw(self) -> None:
+        """Draw the recorded step, if there was one; takes about a second, so after the run."""
+        if not self._spans:
+            return
+        try:
+            draw_step(self._spans, self._folder / PICTURE, "One step")
+        except Exception as error:  # `megatrain report` shows it, too
+            log.warning("no picture of the timeline: %s", error)
+
 
 _REMEMBERED = 100  # gradient norms that the median is taken of
 _ENOUGH = 20  # the first norms of a run say little about the next ones
@@ -75,7 +165,11 @@ class Steps:
             rows, tokens, logged = self._rows(step)
             result = self._measured(step, rows)
         except StepRefused as error:
-            outcome = self._left_out(step, error)
+            try:
+                self._refusals.skip(error)
+            except RunFailed as final:
+                raise self._failure(step, final) from final
+            outcome: dict[str, Any] = {"skipped": str(error), "rows": self._places()}
         except DoesNotFit as error:
             raise DoesNotFit(f"step {step}: {error}") from error
         except MegatrainError as error:
@@ -135,7 +229,9 @@ class Steps:
             tokens = sum(micro["input_ids"].numel() for micro in step_rows)
             rows = part_of(split_for_ranks(step_rows, ranks), ranks, counted=counted)
             if job.second is not None:
-                rows, logged = job.second.beside(rows)
+                started = time.perf_counter()
+                rows = job.second.with_answers(rows)
+                logged = {f"{job.second.name}_seconds": round(time.perf_counter() - started, 6)}
             return rows, tokens, logged
         except (RunFailed, DoesNotFit):  # they name the replies that failed
             raise
@@ -143,13 +239,6 @@ class Steps:
             log.error("the rows of step %d cannot be read", step, exc_info=error)
             self._metrics.write(step=step, failed=str(error))
             raise RunFailed(f"step {step}: its rows cannot be read: {error}") from error
-
-    def _left_out(self, step: int, error: StepRefused) -> dict[str, Any]:
-        try:
-            self._refusals.skip(error)
-        except RunFailed as final:
-            raise self._failure(step, final) from final
-        return {"skipped": str(error), "rows": self._places()}
 
     def _failure(self, step: int, error: MegatrainError) -> RunFailed:
         if not isinstance(error.__cause__, MegatrainError | None):

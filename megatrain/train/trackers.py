@@ -78,11 +78,12 @@ class Trackers:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Pass the numbers of a line of `metrics.jsonl` on."""
-        shown = {
-            _name(key): value
-            for key, value in record.items()
-            if key != "step" and isinstance(value, int | float)
-        }
+        shown = {}
+        for key, value in record.items():
+            if key != "step" and isinstance(value, int | float):
+                is_evaluated = key.startswith("eval_")
+                name = f"eval/{key[5:]}" if is_evaluated else f"train/{_SHOWN_AS.get(key, key)}"
+                shown[name] = value
         for name, tracker in [*self._running.items()] if shown else ():
             self._do(name, partial(tracker.log, shown, step=record["step"]))
 
@@ -127,13 +128,6 @@ def _options(name: str, config: Config, run: Path, first: int, known: Any) -> di
             mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').absolute()}")
             options["logging_dir"] = str((folder / "mlflow").absolute())
     return options | settings.options.get(name, {})  # type: ignore[call-overload]
-
-
-def _name(key: str) -> str:
-    """The trackers' name of a metric: `eval/loss` for `eval_loss`, `train/loss` for `loss`."""
-    if key.startswith("eval_"):
-        return f"eval/{key.removeprefix('eval_')}"
-    return f"train/{_SHOWN_AS.get(key, key)}"
 
 
 def _flat(config: Config) -> dict[str, Any]:

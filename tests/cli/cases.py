@@ -76,9 +76,9 @@ def leave_out(replace: Callable[[Any, str, Any], None]) -> None:
     `replace(owner, name, value)` is `setattr`, or a fixture's that puts back what was there.
     """
     from megatrain.checkpoint import files
-    from megatrain.train import loop, timeline
+    from megatrain.train import loop, steps
 
-    parts = ((loop, "draw"), (timeline.RunTimeline, "draw"))
+    parts = ((loop, "draw"), (steps.RunTimeline, "draw"))
     for owner, name in parts:
         getattr(owner, name)  # what was renamed would be done again, unnoticed
         replace(owner, name, lambda *args: None)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks import checkpoint, generation, preferences, rollouts
 from benchmarks.step import app, statistics_of
-from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.models import qwen2_config
 from megatrain.optim import RULES
 from tests.inside import compiled_by
 from tests.sweeps import few

@@ -4,7 +4,7 @@ from megatrain.cli import demo
 from tests.inside import sized
 
 
-def test_the_demo_trains_samples_and_shows_the_memory(megatrain, monkeypatch, tmp_path):
+def test_the_demo_trains_and_samples(megatrain, monkeypatch, tmp_path):
     sized(monkeypatch, demo, CORPUS_BYTES=200_000)
     small = ["training.steps=3", "data.sequence_length=32", "engine.device=cpu"]
     options = [part for override in small for part in ("--set", override)]
@@ -14,5 +14,3 @@ def test_the_demo_trains_samples_and_shows_the_memory(megatrain, monkeypatch, tm
     assert (run / "model" / "config.json").is_file()
     assert "step 3/3" in result.stdout
     assert "def read_" in result.stdout and " at first, " in result.stdout
-    states = next(line for line in result.stdout.splitlines() if "optimizer states" in line)
-    assert 4 < float(states.split()[-4]) < 8  # momentum of matrices; two moments of all else

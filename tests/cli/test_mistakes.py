@@ -109,12 +109,12 @@ EARLY = {
     ),
     "a disk without room for what the run writes": (
         ["model.config.hidden_size=262144", "checkpoint={every: 2, keep: 1}"],
-        "2 checkpoints of 4609.7 GiB and the model take 1075",
+        "the model and 2 checkpoints of 4609.7 GiB take 1075",
         3,
     ),
     "a disk without room for the model": (
         ["model.config.hidden_size=262144", "checkpoint={every: null, at_end: false}"],
-        "left, and the model takes 1536.6 GiB; free",
+        "left, and the model and 0 checkpoints of 4609.7 GiB take 1536.6 GiB; free",
         3,
     ),
 }

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from megatrain.train.card import write_card
+from megatrain.train.export import write_card
 
 
 def test_an_export_of_a_run_tells_where_it_comes_from(megatrain, trained, talker, tmp_path):
@@ -20,12 +20,11 @@ def test_an_export_of_a_run_tells_where_it_comes_from(megatrain, trained, talker
         assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     first, last = (tmp_path / name / "README.md" for name in ("out-0", "out-1"))
     assert "trained from random weights" in first.read_text()
-    assert "- rows.jsonl" in first.read_text() and "- torch " in first.read_text()
+    assert "- rows.jsonl" in first.read_text()
     assert "(step 6)" in first.read_text() and "Evaluation loss" in first.read_text()
     assert "lr: 0.01" in first.read_text() and "null" not in first.read_text()
     assert "Evaluation accuracy: " in first.read_text()
     assert "a chat model, trained from `model`" in last.read_text()
-    assert '"role": "user"' in last.read_text()
 
 
 @pytest.mark.parametrize(

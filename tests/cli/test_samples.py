@@ -36,7 +36,10 @@ def test_prompts_that_cannot_be_used_are_refused_first(megatrain, run_file):
     assert_refused(result, "training.samples: prompt 1: holds no token")
     assert not (run_file.parent / "run").exists()
     for prompts, told in (
-        ([[{"role": "user", "content": "a"}], {"role": "user"}], "prompt 2 is a single message"),
+        (
+            [[{"role": "user", "content": "a"}], {"role": "user"}],
+            "prompts: should be a valid string, got",
+        ),
         (["the cat"], "prompt 1: 2 tokens and max_new_tokens of 64 are more than the model's"),
     ):
         result = megatrain("train", run_file, *sets(training__samples={"prompts": prompts}))

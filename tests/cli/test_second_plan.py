@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from megatrain import Placement
-from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.models import qwen2_config
 from megatrain.config import load
 from megatrain.forecast.workload import Generation, Second, Workload
 from megatrain.loss import DPO

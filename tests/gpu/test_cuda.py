@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import AdamW, Engine, Placement, kernels
-from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.models import qwen2_config
 from megatrain.optim import TileRange, UpdateOptions
 from tests.rules import FLAT, SWEPT
 

@@ -15,7 +15,7 @@ from megatrain import config
 from megatrain.base.json_yaml import parse_yaml
 from megatrain.errors import InputError
 from megatrain.optim import RULES
-from megatrain.train.schedule import make_schedule
+from megatrain.train.setup import make_schedule
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MINIMAL = """
@@ -196,7 +196,10 @@ MISTAKES = [
     (["rollout.rewards=[rewards.py]"], "'rewards.py' names no function: write module:function or"),
     (["rollout.server=localhost:8000"], "should be an address, as http://127.0.0.1:8000, got 'loc"),
     (["rollout={rewards: [a:b], weights: [0]}"], "all weights are 0, so that nothing would be"),
-    (["loss={name: grpo, scale_rewards: false}"], "TRL's false is none here: write none"),
+    (
+        ["loss={name: grpo, scale_rewards: false}"],
+        "scale_rewards: should be a valid string, got False",
+    ),
     (
         ["loss={name: kto, desirable_weight: 0, undesirable_weight: 0}"],
         "both weights of KTO are 0, so that nothing would be learnt; raise one",

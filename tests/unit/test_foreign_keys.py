@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.config.foreign import foreign
-from megatrain.config.load import validate
+from megatrain.config.load import foreign, validate
 from megatrain.config.schema import Config
 from megatrain.errors import InputError
 

@@ -10,7 +10,7 @@ from transformers import GPT2Config, PreTrainedConfig
 from megatrain.autoplace.candidates import Budget, Spending
 from megatrain.autoplace.search import fastest
 from megatrain.base.units import GIB
-from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.models import qwen2_config
 from megatrain.device.clock import ClockDevice
 from megatrain.forecast import cache, profile, simulate
 from megatrain.forecast.cache import ForecastCache

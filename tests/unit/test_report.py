@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.errors import InputError
 from megatrain.report import write_report
-from megatrain.report.series import collect
+from megatrain.report.source import collect
 from megatrain.telemetry.timeline import Span, chrome_trace
 from tests.unit.report_cases import ENVIRONMENT, SPANS, STEP_TOKENS, Page, record, write_run
 

@@ -16,7 +16,7 @@ from megatrain.telemetry.timeline import (
     critical_path,
     read_trace,
 )
-from megatrain.train.timeline import RunTimeline
+from megatrain.train.steps import RunTimeline
 
 SPANS = [
     Span("compute", "layer 0", 0.0, 1.0),

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatrain.cli.shapes import qwen2_config
+from megatrain.cli.models import qwen2_config
 from megatrain.model.probe import spec
 from megatrain.model.zeros import ZeroProducts, zero_pages
 from megatrain.source.source import open_source
