@@ -26,16 +26,15 @@ from torch import Tensor
 from benchmarks.options import parse, write
 from megatrain import kernels
 from megatrain.base.units import GIB, MIB
-from megatrain.device import Buffer, CpuDevice, plane_file
+from megatrain.device import Buffer, CpuDevice, disk
 from megatrain.device.base import DISK_IN, DISK_OUT, UPDATE
-from megatrain.device.host_mappings import host_range
+from megatrain.device.cpu import host_range
+from megatrain.device.disk import PlaneFile
 from megatrain.device.host_stream import HostStream
-from megatrain.device.plane_file import PlaneFile
 from megatrain.optim import AdamW, TileRange, UpdateOptions
 from megatrain.placement import Placement
-from megatrain.store import disk_staging
-from megatrain.store.disk_staging import DiskStaging
-from megatrain.store.store import Store, Tile
+from megatrain.store import store
+from megatrain.store.store import DiskStaging, Store, Tile
 from megatrain.telemetry.host import environment, update_threads, usable_cores
 from megatrain.tile import TileLayout
 
@@ -225,8 +224,8 @@ class Engine:
 def at_once(threads: int, piece_bytes: int) -> Iterator[None]:
     """Requests by so many threads, each of so many bytes."""
     with (
-        mock.patch.object(plane_file, "THREADS", threads),
-        mock.patch.object(plane_file, "PIECE_BYTES", piece_bytes),
+        mock.patch.object(disk, "THREADS", threads),
+        mock.patch.object(disk, "PIECE_BYTES", piece_bytes),
     ):
         yield
 
@@ -251,7 +250,7 @@ def in_engine(table: Table, file: PlaneFile, seconds: float) -> None:
     """The engine's own stream of requests."""
     engine = Engine(file)
     for lanes in (2, 4, 8):
-        with mock.patch.object(disk_staging, "LANES", lanes):
+        with mock.patch.object(store, "LANES", lanes):
             table.add(f"engine, {lanes} lanes", partial(engine.step, seconds, updates=True))
     table.add("engine, no updates", partial(engine.step, seconds, updates=False))
     for threads, mib in [(2, 8), (8, 4), (8, 8)]:

@@ -31,8 +31,7 @@ from megatrain.loss import (
 )
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
-from megatrain.parallel.distributed import local_rank, open_ranks
-from megatrain.parallel.sequence_ranks import open_sequence_ranks
+from megatrain.parallel.distributed import local_rank, open_ranks, open_sequence_ranks
 from megatrain.placement import Placement, Precision, Verify
 from megatrain.source.sharing import NO_LABELS, require_alone
 from megatrain.source.source import (

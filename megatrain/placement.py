@@ -25,7 +25,6 @@ _MOST = 10_000
 
 _PLACES = ("none", "device", "host")
 
-
 RENAMED = {
     "slabs": "host_grad_buffers",
     "boundaries": "layer_inputs",
@@ -39,8 +38,9 @@ RENAMED = {
 
 
 def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices of a saved placement by their current names."""
-    return {RENAMED.get(name, name): value for name, value in choices.items()}
+    """The choices of a saved placement by their current names, without unused ones of old."""
+    current = {RENAMED.get(name, name): value for name, value in choices.items()}
+    return {n: v for n, v in current.items() if v is not None or n in Placement.names()}
 
 
 def old_name(name: str) -> str | None:
@@ -94,32 +94,27 @@ class Placement:
         layer_input_lanes: copies of layer inputs in flight at once, when they go to the host.
         resident: tiles that rest on the device with all their state, and are updated there
             (`embedding`, `prologue`, `layer 0`, ..., `head`).
-        keep_weights: tiles, of those that do not rest on the device, whose weights stay there from
-            one update to the next, so that they cross the bus once a step: the head, and then
-            layers, evenly spread.
+        keep_weights: tiles that rest elsewhere, whose weights stay on the device from one update to
+            the next, and cross the bus once a step: the head, and then layers, evenly spread.
         save_activations: layers whose graph is saved on the device, not recomputed: the last ones
             but for those of `offload_activations`.
         offload_activations: layers whose graph is saved in pinned host memory, evenly spread over
             all.
         save_all: layers whose graph is saved whole, so that nothing of it is computed again: the
             last ones of those of `save_activations`.
-        passes: groups of micro-batches that go through both sweeps one after the other; fewer
-            graphs wait at once, weights cross the bus for each, and fp32 sums of all gradients stay
-            on the device meanwhile.
+        passes: groups of micro-batches that go through both sweeps one after the other; weights
+            cross the bus for each, and fp32 sums of all gradients stay on the device meanwhile.
         save_attention: the place where the other layers' attention results wait for the backward,
             which then does not recompute them; for eager layers, as with `chunk_tokens`.
         head_tokens: the number of tokens whose logits exist, and are normed, at once.
         chunk_tokens: modules that act on each token alone (the MLP, norms) run over chunks of so
-            many tokens, and are recomputed chunk by chunk in the backward: for long rows. Attention
-            and the rest of a layer then stay eager. None: whole rows.
+            many tokens, and again in the backward; the rest of a layer is eager. None: whole rows.
         compile: compile one forward and one backward per layer kind with torch.compile.
         update_threads: host threads of the optimizer; None: all cores but two.
         save_bytes: host memory at most for parts of tiles whose update is due before a save in the
-            background has written them; when it is full, updates wait for the disk. None: half of
-            what is free when the first such save begins, at most about what a checkpoint takes.
+            background has written them; when it is full, updates wait. None: half of what is free.
         disk_moments: tiles whose moments (all that the optimizer's rule keeps) rest on the engine's
-            disk: each update reads them there and writes them back. Layers, evenly spread, and then
-            other tiles; none that rest on the device.
+            disk between updates: layers, evenly spread, then others; none that are resident.
         disk_remainder: the same for the other half of the fp32 master.
         disk_weights: layers whose weights rest there; both sweeps read them from there.
     """

@@ -26,8 +26,7 @@ from megatrain.checkpoint import files, manifest
 from megatrain.checkpoint.read import planes_of
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, SAVE
-from megatrain.device.disk import DiskBuffer
-from megatrain.device.plane_file import BLOCK
+from megatrain.device.disk import BLOCK, DiskBuffer
 from megatrain.errors import DoesNotFit
 from megatrain.model.safetensors_io import DTYPE_NAMES, Described, header_bytes
 from megatrain.optim import Plane

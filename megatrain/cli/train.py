@@ -24,7 +24,7 @@ def run_training(run: Path, overrides: Sequence[str], *, resume: bool) -> None:
         with Signals() as signals:
             with signals.interruptible():  # before the import of torch, which takes seconds
                 loaded = load_run(run, overrides, resume=resume)
-                from megatrain.parallel.launch import is_launched, is_restarted, launch
+                from megatrain.parallel.distributed import is_launched, is_restarted, launch
             several = loaded.engine.devices > 1 and not is_launched()
             if not several:
                 with signals.interruptible():

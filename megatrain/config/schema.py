@@ -313,7 +313,7 @@ class Config(Section):
         loss, rollout, length = self.loss, self.rollout, self.data.sequence_length
         if loss.kind != "prompts":
             if rollout != RolloutSection():
-                yield f"rollout is for loss.name grpo or rloo, and this is {loss.name}"
+                yield f"rollout is for loss.name grpo, and this is {loss.name}"
             return
         if loss.name != "grpo" and rollout.importance_sampling() and rollout.corrects:
             yield f"rollout.importance_sampling_... is for loss.name grpo, and this is {loss.name}"

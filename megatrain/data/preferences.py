@@ -84,11 +84,6 @@ class ReplyDataset(PackedDataset):
             batch["margin"] = margins[:, None].expand(labels.shape).float().contiguous()
         if self._reference is not None:
             batch["reference_logp"] = at_first_label(self._reference[list(rows)].view(-1), labels)
-        if "reply" in self._loss.inputs:  # in chosen texts prompts are learnt as well
-            batch["reply"] = (labels != IGNORED).float()
-            present = batch.get("attention_mask", torch.ones_like(ids)) == 1
-            present &= torch.arange(labels.shape[1]) > 0
-            batch["labels"] = torch.where(present & (kinds == 1)[:, None], ids, labels)
         if isinstance(self._loss, Reward):
             batch["labels"] = scored(ids, batch.get("attention_mask"), self._pad)
         return batch

@@ -1,5 +1,7 @@
 """Devices: where tensors are computed, and what orders the work on them."""
 
+import re
+
 import torch
 
 from megatrain.device.base import Buffer, Device, available_bytes, free_bytes
@@ -22,14 +24,11 @@ def find_device(name: str | None = None, local_rank: int | None = None) -> torch
 
     if name in (None, "auto"):
         name = "cuda" if cuda.available() else "cpu"
-    try:
-        parsed = torch.device(str(name))
-    except RuntimeError as error:
-        raise InputError(f"no device {name!r}; write cpu, cuda or cuda:N") from error
+    if re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", str(name)) is None:
+        raise InputError(f"no device {name!r}; write cpu, cuda or cuda:N")
+    parsed = torch.device(str(name))
     if parsed.type == "cpu":
         return parsed
-    if parsed.type != "cuda":
-        raise InputError(f"no device {name!r}; write cpu, cuda or cuda:N")
     if not cuda.available():
         raise InputError(
             f"device {name!r} was asked for, but torch sees no GPU here; install a CUDA build of "

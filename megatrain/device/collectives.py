@@ -16,11 +16,7 @@ from megatrain.parallel.distributed import Ranks
 
 
 class Collectives:
-    """Gathers and sums of all ranks, each on a separate stream and communicator.
-
-    Where several hosts keep the model each, gathers and sums are of one host's ranks, and sums are
-    then summed between the hosts, each rank's block by those that have the same.
-    """
+    """Gathers and sums of a host's ranks, then sums between hosts; each on a stream of its own."""
 
     def __init__(self, device: Device, ranks: Ranks) -> None:
         self._device, self.ranks = device, ranks

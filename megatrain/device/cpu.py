@@ -1,4 +1,4 @@
-"""The CPU as a device: real numbers, in program order."""
+"""The CPU as a device: real numbers, in program order; and memory of the host, of every device."""
 
 import time
 from typing import Any
@@ -6,14 +6,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatrain import kernels
+from megatrain.base import huge_pages
+from megatrain.base.units import size
 from megatrain.device.base import Buffer, Buffers, Device, Work
 from megatrain.device.disk import move
-from megatrain.device.host_mappings import host_range
-from megatrain.errors import InputError
+from megatrain.errors import DoesNotFit, InputError
+from megatrain.telemetry.host import host_available_bytes, usable_cores
+
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14, for which Python has no name
 
 
-class _Passed:
-    """Every event of this device has passed when it is recorded."""
+def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | None = None) -> Tensor:
+    """`numel` zeros of `dtype` in a mapping of their own, every page present.
+
+    Args:
+        limit_bytes: that the process may take in all; None: what the machine allows.
+
+    Raises:
+        DoesNotFit: there is not so much memory, or the system does not give it.
+    """
+    num_bytes = max(numel, 1) * dtype.itemsize
+    free_bytes = host_available_bytes(limit_bytes)
+    remedy = "close other programs or train a smaller model"
+    if limit_bytes is not None:
+        remedy = f"raise host_memory ({size(limit_bytes)}), {remedy}"
+    if num_bytes > free_bytes:  # Linux would give the mapping and kill the process that fills it
+        raise DoesNotFit(
+            f"no host memory for {name}: {size(num_bytes)} wanted, {size(free_bytes)} free; "
+            f"{remedy}"
+        )
+    try:
+        mapping = huge_pages.mapping(num_bytes)
+    except OSError as error:
+        raise DoesNotFit(
+            f"no host memory for {name}: {size(num_bytes)} wanted ({error.strerror}); {remedy}"
+        ) from error
+    # Pinned pages would be copied for a child that is forked. It has zeros at this address instead:
+    # were nothing there, the child's own memory might be, which goes when it drops the tensor.
+    mapping.madvise(_WIPE_ON_FORK)
+    flat = torch.frombuffer(mapping, dtype=torch.uint8)
+    kernels.first_touch(flat, threads=usable_cores())
+    return flat.view(dtype)[:numel]
 
 
 class CpuDevice(Device):
@@ -40,8 +74,8 @@ class CpuDevice(Device):
     def fetch(self, to: Tensor, source: Tensor) -> None:
         to.copy_(source)
 
-    def record(self, stream: str) -> _Passed:
-        return _Passed()
+    def record(self, stream: str) -> object:
+        return True  # every event has passed when it is recorded
 
     def mark(self, stream: str) -> float:
         return time.perf_counter()

@@ -19,10 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.base.units import MIB, gib
 from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer, Buffers, Work
+from megatrain.device.cpu import host_range
 from megatrain.device.disk import move
-from megatrain.device.host_mappings import host_range
-from megatrain.device.host_stream import HostStream
-from megatrain.device.launch_throttle import LaunchThrottle
+from megatrain.device.host_stream import HostStream, LaunchThrottle
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.machine import CONTEXT_BYTES, mapping_bytes
 from megatrain.telemetry.gpu import held_by_others

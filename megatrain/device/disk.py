@@ -1,16 +1,158 @@
-"""Planes on a disk as buffers: streams move their bytes, a piece at a time."""
+"""Planes on a disk: one preallocated scratch file, and buffers of it whose bytes streams move.
 
+The file has no name, so no second run can open it, and it goes with the process however that ends.
+It is read and written past the page cache, a piece at a time.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.base.units import align
+from megatrain import kernels
+from megatrain.base.units import align, size
 from megatrain.device.base import Buffer
-from megatrain.device.plane_file import BLOCK, PlaneFile
+from megatrain.errors import DoesNotFit, InputError, RunFailed, os_reason
+
+_log = logging.getLogger(__name__)
+
+BLOCK = 4096
+"""Offsets, lengths and addresses of requests are multiples of it, as direct access demands."""
+
+# So many pieces of a read, and of a write, are on their way at once.
+PIECE_BYTES, THREADS = 8 << 20, 4
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def disk_bytes(folder: str | os.PathLike[str], most: int | None) -> int:
+    """Free bytes of a disk, and no more than `most`.
+
+    Raises:
+        InputError: there is no such folder, or no file can be made there.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        what = "not a folder" if path.exists() else "no such folder"
+        raise InputError(f"disk is {os.fspath(folder)!r}: {what}; make it, or name another")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise InputError(f"disk is {os.fspath(folder)!r}: it cannot be written into; name another")
+    free = shutil.disk_usage(path).free
+    return free if most is None else min(free, most)
+
+
+class PlaneFile:
+    """Bytes on a disk, zeros at first. Threads may read and write different ranges at once."""
+
+    def __init__(self, handle: Any, folder: Path, num_bytes: int) -> None:
+        self.folder, self.num_bytes = folder, num_bytes
+        self._handle = handle
+        self.direct = _go_direct(handle.fileno())
+        if not self.direct:
+            _log.warning(
+                "%s: the file system has no direct access (O_DIRECT); planes on disk go through "
+                "the page cache, which takes host memory and is slower",
+                folder,
+            )
+
+    @classmethod
+    def create(cls, folder: str | os.PathLike[str], num_bytes: int) -> "PlaneFile":
+        """A file of `num_bytes`, rounded up to whole blocks, in `folder`, all of its room taken.
+
+        Raises:
+            InputError: no file can be made in `folder`.
+            DoesNotFit: the disk has less room.
+        """
+        folder, num_bytes = Path(folder).expanduser(), align(num_bytes, BLOCK)
+        try:
+            handle = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise InputError(
+                f"{folder}: no file for planes can be made there: {error.strerror}"
+            ) from error
+        try:
+            _take_room(handle.fileno(), folder, num_bytes)
+        except BaseException:
+            handle.close()
+            raise
+        return cls(handle, folder, num_bytes)
+
+    def read(self, offset: int, tensor: Tensor) -> None:
+        """Fill `tensor` from byte `offset` on.
+
+        Raises:
+            ValueError: offset, length or address is not a multiple of `BLOCK`.
+            RunFailed: the disk fails, or the file is closed.
+        """
+        self._move("read", offset, tensor)
+
+    def write(self, offset: int, tensor: Tensor) -> None:
+        """Put the bytes of `tensor` at byte `offset`; raises as `read` does."""
+        self._move("write", offset, tensor)
+
+    def close(self) -> None:
+        """Free the disk space; no read or write may be running."""
+        self._handle.close()
+
+    def _move(self, verb: str, offset: int, tensor: Tensor) -> None:
+        if self._handle.closed:
+            raise RunFailed(f"{self.folder}: the planes' file is closed; make a new engine")
+        data = tensor.view(torch.uint8)
+        size, writes = data.numel(), verb == "write"
+        if offset % BLOCK or size % BLOCK or data.data_ptr() % BLOCK:
+            raise ValueError(f"{size} bytes at {offset} are not whole blocks of {BLOCK}")
+        if not 0 <= offset <= self.num_bytes - size:
+            raise ValueError(f"{size} bytes at {offset}: the file has {self.num_bytes}")
+        file, at_once = self._handle.fileno(), {"piece": PIECE_BYTES, "threads": THREADS}
+        try:
+            kernels.move_file(file, offset, data, writes=writes, **at_once)
+            if not self.direct:  # errors come late otherwise, and dirty pages grow
+                os.fdatasync(file)
+                os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            full = "; make room there" if error.errno in _FULL else ""
+            raise RunFailed(
+                f"{self.folder}: cannot {verb} planes on this disk: {os_reason(error)}{full}; "
+                "resume from the last checkpoint"
+            ) from error
+
+
+def _go_direct(handle: int) -> bool:
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def _take_room(handle: int, folder: Path, num_bytes: int) -> None:
+    """Allocate all blocks, so that the disk cannot be full later; raises DoesNotFit."""
+    room = os.fstatvfs(handle)
+    free = room.f_bavail * room.f_frsize
+    problem = f"{size(num_bytes - free)} are missing"
+    if num_bytes <= free:
+        try:
+            os.posix_fallocate(handle, 0, num_bytes)
+            return
+        except OSError as error:
+            problem = os_reason(error)
+    raise DoesNotFit(
+        f"{folder}: no room for planes on this disk: {size(num_bytes)} wanted, {size(free)} free "
+        f"({problem}); make room, or name a folder on another disk"
+    )
+
 
 # Elements of a tile that are read, updated and written at once: AdamW's moments take 64 MiB in
 # fp32. In all planes a multiple of whole blocks.
@@ -102,7 +244,6 @@ class DiskBuffer(Buffer):
 
 
 def _memory(num_bytes: int) -> Tensor:
-    """Memory aligned to a block, as direct access demands."""
     room = torch.empty(num_bytes + BLOCK, dtype=torch.uint8)
     start = -room.data_ptr() % BLOCK
     return room[start : start + num_bytes]

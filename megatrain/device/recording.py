@@ -117,10 +117,6 @@ class Recording(_Passing):
 
 
 def _update_bytes(reads: Buffers, writes: Buffers) -> int:
-    """Bytes that an update moves through host memory: it reads gradients, reads and writes planes.
-
-    A gradient's buffer may serve several tiles, so it may be longer than the planes of this one.
-    """
-    numel = max((plane.data.numel() for plane in writes), default=0)
+    numel = max((plane.data.numel() for plane in writes), default=0)  # gradients may be longer
     gradients = sum(buffer.data[:numel].nbytes for buffer in reads)
     return gradients + 2 * sum(plane.data.nbytes for plane in writes)

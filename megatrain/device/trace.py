@@ -1,16 +1,13 @@
-"""A device that computes nothing and checks everything: vector clocks per stream.
-
-Any two operations on one buffer, one of them a write, must be ordered by events. The check does not
-depend on timing: it looks at what the schedule guarantees, not at what happened.
-"""
+"""Devices that compute nothing: one checks the order of all work, one keeps its time."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatrain.device.base import COMPUTE, Buffer, Buffers, Device, Work
+from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer, Buffers, Device, Work
+from megatrain.telemetry.timeline import Span
 
 CALLER = "caller"  # the thread that puts work on streams is a stream, too
 Clock = dict[str, int]
@@ -25,8 +22,6 @@ class TraceEvent:
 
 @dataclass
 class _Access:
-    """The last access of one kind that a stream made to a buffer."""
-
     sequence: int
     name: str
 
@@ -114,3 +109,104 @@ class TraceDevice(Device):
 def _merge(clock: Clock, other: Clock) -> None:
     for stream, sequence in other.items():
         clock[stream] = max(clock.get(stream, 0), sequence)
+
+
+class Cost(NamedTuple):
+    """The cost of a piece of work.
+
+    Attributes:
+        seconds: of its stream.
+        launching: seconds of the calling thread beyond `Costs.put_seconds`.
+        blocking: the caller waits until it is done.
+        num_bytes: of host memory moved.
+        result: what `Device.run` returns.
+    """
+
+    seconds: float = 0.0
+    launching: float = 0.0
+    blocking: bool = False
+    num_bytes: int = 0
+    result: Any = None
+
+
+class Costs(Protocol):
+    """The costs of work.
+
+    Attributes:
+        put_seconds: of the calling thread, for each piece of work on a stream of the device.
+    """
+
+    put_seconds: float
+
+    def run(self, stream: str, name: str, work: Work, reads: Buffers, writes: Buffers) -> Cost:
+        """The cost of a piece of work."""
+
+    def copy(self, stream: str, num_bytes: int) -> float:
+        """Seconds of a copy."""
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Device memory, on the meta device."""
+
+    def host(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory, on the meta device."""
+
+
+class ClockDevice(TraceDevice):
+    """Keeps time by `costs`.
+
+    Attributes:
+        spans: what ran when, in the order in which it was put on.
+        now: seconds at which the caller is.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__()
+        self.spans: list[Span] = []
+        self._costs = costs
+        self._at: defaultdict[str, float] = defaultdict(float)
+        self._after: defaultdict[str, list[str]] = defaultdict(list)
+
+    @property
+    def now(self) -> float:
+        return self._at[CALLER]
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
+        return self._allocated(Buffer(name, self._costs.empty(name, numel, dtype)))
+
+    def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
+        return Buffer(name, self._costs.host(name, numel, dtype))
+
+    def run(
+        self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
+    ) -> Any:
+        cost = self._costs.run(stream, name, work, reads, writes)
+        self._pass(stream, name, cost)
+        return cost.result
+
+    def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
+        name = f"{source.name} -> {to.name}"
+        most = to.data.numel()  # nothing is sliced: a large model's gradients go in many pieces
+        num_bytes = to.data.itemsize * (most if numel is None else min(numel, most))
+        self._pass(stream, name, Cost(self._costs.copy(stream, num_bytes), num_bytes=num_bytes))
+
+    def _pass(self, stream: str, name: str, cost: Cost) -> None:
+        start = max(self._at[stream], self._at[CALLER])
+        if stream not in HOST_STREAMS:
+            self._at[CALLER] += self._costs.put_seconds + cost.launching
+        if not cost.seconds:
+            return  # what waited for the same is still to come
+        end = max(start + cost.seconds, self._at[CALLER])
+        self._at[stream] = end
+        if cost.blocking:
+            self._at[CALLER] = end
+        after = tuple(self._after.pop(stream, ()))
+        self.spans.append(Span(stream, name, start, end, after, cost.num_bytes))
+
+    def record(self, stream: str) -> Any:
+        """The seconds at which all that was put there is done."""
+        return max(self._at[stream], self._at[CALLER])
+
+    def wait(self, stream: str, event: Any | None, why: str) -> None:
+        if event is not None:
+            self._after[stream].append(why)
+            self._at[stream] = max(self._at[stream], event)

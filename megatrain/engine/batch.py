@@ -255,7 +255,6 @@ class Intake:
 
 
 def _as_int64(micro_batches: Any) -> Any:
-    """Convert narrower integers, and boolean attention masks, to int64."""
     if not isinstance(micro_batches, list | tuple):
         return micro_batches
     return [
@@ -271,27 +270,6 @@ def _widened(name: str, value: Any) -> Any:
         return value
     mask = name == "attention_mask" and value.dtype == torch.bool
     return value.long() if mask or value.dtype in _NARROW else value
-
-
-def halved(
-    micro_batches: MicroBatches, is_media: Callable[[str], bool]
-) -> list[Mapping[str, Tensor]]:
-    """Split the rows of each micro-batch into two halves; a single row stays as it is.
-
-    So do rows with images or sounds, whose tensors do not say which row they are of.
-    """
-    whole = [any(map(is_media, micro)) for micro in micro_batches]
-    parts = [
-        (micro, len(micro["input_ids"]) if has_media else -(-len(micro["input_ids"]) // 2))
-        for micro, has_media in zip(micro_batches, whole, strict=True)
-    ]
-    return [
-        {name: value[at : at + rows] for name, value in micro.items()}
-        if rows < len(micro["input_ids"])
-        else micro
-        for micro, rows in parts
-        for at in range(0, len(micro["input_ids"]), rows)
-    ]
 
 
 def _by_owner(ids: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
@@ -312,8 +290,6 @@ def _by_owner(ids: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tens
 
 
 class _Part(NamedTuple):
-    """The facts of one rank's micro-batches that all ranks need."""
-
     losses: list[Judged]
     unique: Tensor
     num: int
@@ -323,7 +299,6 @@ class _Part(NamedTuple):
 
 
 def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
-    """A micro-batch's targets, and the loss's other inputs."""
     numbers = [name for name in (*loss.inputs, *loss.choices) if name not in loss.choices[:1]]
     extras = [
         targets_of(micro[name].float() if name in numbers else micro[name], shift, 0)

@@ -5,9 +5,8 @@ again unless they were kept; their gradients, summed in fp32 on the device, are 
 scattered into the host gradient. A table tied to the head already has a dense gradient there; its
 rows come in, are added to, and go back, so that the norm is that of the sum.
 
-Several ranks each keep a range of a table's rows, and every rank has the rows of all tokens of the
-step on its device: each brings its own rows, which are gathered. The sums of the rows' gradients
-are summed over the ranks to the rows' owners, who take them out.
+Of several ranks each keeps a range of a table's rows; the rows of all tokens are gathered, and the
+sums of their gradients are summed to the rows' owners.
 
 Legend: U distinct tokens of the step, V rows of a table, D width of a table.
 """
@@ -177,7 +176,6 @@ class Embedding:
                 table.free = None
 
     def _bring(self, table: _Table, batch: Batch) -> None:
-        """Put a table's rows into `rows`, from the table on the device or from staging."""
         if table.tile.rests.weights is Tier.DEVICE:
             self._gather_on_device(table, batch)
         else:
@@ -247,7 +245,6 @@ class Embedding:
             self.sink.updates.ready(*arguments)
 
     def _gather_on_device(self, table: _Table, batch: Batch) -> None:
-        """Gather rows of a table that rests on the device."""
         out_UD = table.own_rows(table.rows, batch).data.view(-1, table.width)
 
         def work() -> None:
@@ -257,7 +254,6 @@ class Embedding:
         self._device.run(COMPUTE, "gather", work, [table.tile.weights], [table.rows])
 
     def _add_on_device(self, table: _Table, batch: Batch) -> tuple[Tile, HostGrad, Any]:
-        """Add row gradients to a table's gradient that rests on the device."""
         host_grad = self.sink.claim(table.tile, COMPUTE)
         sums_UD = table.own_rows(table.sums, batch).data.view(-1, table.width)
 
@@ -278,7 +274,6 @@ class Embedding:
         return table.tile, host_grad, self._device.record(COMPUTE)
 
     def _gather(self, table: _Table, plane: Buffer, after: Any, batch: Batch) -> None:
-        """Gather rows of a host plane into `staging`, on a host thread."""
         ids_U = table.local_ids(batch)
         out_UD = table.as_rows(table.staging, ids_U)
 
@@ -290,7 +285,6 @@ class Embedding:
         self._device.run(ROWS, f"gather {table.entry.name}", work, [plane], [table.staging])
 
     def _copy_staged(self, table: _Table, batch: Batch) -> None:
-        """Copy staged rows to the device, by COPY_IN."""
         device, rows = self._device, table.own_rows(table.rows, batch)
         device.wait(COPY_IN, device.record(ROWS), "rows gathered")
         device.wait(COPY_IN, device.record(COMPUTE), "row room free")

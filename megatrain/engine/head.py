@@ -213,7 +213,6 @@ class Head(StreamedModule):
 
 
 def _flat(extras: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors `[B, T, ...]` as `[N, ...]`."""
     return [extra.flatten(0, 1) for extra in extras]
 
 
@@ -225,12 +224,9 @@ def chunk_results(
     results: Summed,
     extras: Sequence[Tensor] = (),
 ) -> Iterator[Tensor]:
-    """Apply `results` to the logits of each chunk of `tokens`, without gradients.
+    """Apply `results`, such as `Loss.summed`, to the logits of each chunk of `tokens`.
 
-    Args:
-        head: hidden `[1, C, D]` to logits `[1, C, V]`.
-        results: such as `Loss.summed`, compiled or not, or `Loss.each_of`.
-        extras: its inputs besides the targets, `[N]` or `[N, K]`.
+    Args: `head`: hidden `[1, C, D]` to logits `[1, C, V]`; `extras` `[N]` or `[N, K]`.
     """
     for start in range(0, len(hidden_ND), tokens):
         rows = slice(start, start + tokens)
@@ -249,15 +245,12 @@ def chunked_loss_gradients(
     accumulate: Callable[[list[Tensor | None]], None],
     extras: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Loss and gradients of one micro-batch's share of a step's loss.
+    """The summed loss of a micro-batch, not divided, and the gradient of `hidden_ND`.
 
     Args:
         head, tokens, summed, extras: as of `chunk_results`; `head` differentiable in `parameters`.
         denominator: of the whole step's loss: its labelled tokens, or what the loss says.
         accumulate: takes each chunk's gradients of `parameters`.
-
-    Returns:
-        The summed loss (not divided), and the gradient of `hidden_ND`.
     """
     total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
     gradient_ND = torch.empty_like(hidden_ND)

@@ -17,7 +17,6 @@ from megatrain.engine.saved_tensors import (
     Graph,
     HostOffload,
     KeptAttention,
-    KeptGraph,
     OffloadPlan,
     SavedTensors,
     packed_bytes,
@@ -96,23 +95,20 @@ class Layer(StreamedModule):
         if self.offload is not None:
             self.offload.begin()
 
-    @property
-    def _offloads(self) -> bool:
-        return self.policy.where == "host"
-
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The activations after this layer, of every micro-batch."""
         out, train = [], train and self.needs_backward
+        offloads = train and self.policy.where == "host"
         for index, micro in enumerate(batch.micro):
             self.seed(batch, index)
-            leaving = OffloadPlan() if train and self._offloads else None
+            leaving = OffloadPlan() if offloads else None
             work = partial(self.forward, Turn(index, slot, micro, h[index]), leaving, train=train)
             out.append(self.device.run(COMPUTE, self.name, work, [slot]))
             if leaving is not None and self.offload is not None:
                 later_bytes = packed_bytes(leaving.memory) * (len(batch.micro) - 1 - index)
                 self.offload.send(self.visit, (self.visit, index), leaving.memory, later_bytes)
                 leaving.memory = []
-        if train and self._offloads and self.offload is not None:
+        if offloads and self.offload is not None:
             self.offload.expect(*([(self.visit, index)] for index in range(len(batch.micro))))
         return out
 
@@ -125,7 +121,14 @@ class Layer(StreamedModule):
     def _forward(self, at: Turn, leaving: OffloadPlan | None, *, train: bool) -> Activations:
         saves = self.saves(at) if train else None
         if saves is not None:
-            self.waiting[at.index], produced = self._kept_graph(at, leaving, saves)
+            inputs = {ref: value for ref, value in at.values.items() if ref in self.inputs}
+            outside = [*at.micro.calls[self.visit].leaves, *self.program.buffers_of(self.visit)]
+            held = SavedTensors(at.slot.data, inputs, outside, leaving)
+            with held.saving():
+                held.graph, produced = self._graph(at, saves)
+            held.let_go()
+            held.graph.let_go()
+            self.waiting[at.index] = held
             return produced
         if train and self.policy.saves == "attention":
             with attention.Keep() as kept:
@@ -167,38 +170,26 @@ class Layer(StreamedModule):
         """One micro-batch's gradients of the inputs; `returned`: tensors back from the host."""
         return self._ready(at, returned).backward(self.outputs, dh, accumulator)
 
-    def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
-        """The next micro-batch's tensors, back from the host; none if none were sent there."""
-        if self.offload is None or not self._offloads:
-            if self.offload is not None:
-                self.offload.fetch_ahead()  # for a layer that will ask for it
-            yield [], []
-            return
-        for [tensors], buffers in self.offload.take(1):
-            yield tensors, buffers
-
     def _ready(self, at: Turn, returned: list[Tensor]) -> Graph:
         """A micro-batch's graph: the one that waits, else one made now."""
         waiting = self.waiting.pop(at.index, None)
-        if isinstance(waiting, KeptGraph):
-            waiting.held.give_back(at.slot.data, at.values, returned)
+        if isinstance(waiting, SavedTensors):
+            waiting.give_back(at.slot.data, at.values, returned)
             return waiting.graph
         if waiting is None:
             return self._graph(at)[0]
         with attention.Replay(waiting.results(returned)):
             return self._graph(at)[0]
 
-    def _kept_graph(
-        self, at: Turn, leaving: OffloadPlan | None, saves: Saves
-    ) -> tuple[KeptGraph, Activations]:
-        inputs = {ref: value for ref, value in at.values.items() if ref in self.inputs}
-        outside = [*at.micro.calls[self.visit].leaves, *self.program.buffers_of(self.visit)]
-        held = SavedTensors(at.slot.data, inputs, outside, leaving)
-        with held.saving():
-            graph, produced = self._graph(at, saves)
-        held.let_go()
-        graph.let_go()
-        return KeptGraph(graph, held), produced
+    def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
+        """The next micro-batch's tensors, back from the host; none if none were sent there."""
+        if self.offload is None or self.policy.where != "host":
+            if self.offload is not None:
+                self.offload.fetch_ahead()  # for a layer that will ask for it
+            yield [], []
+            return
+        for [tensors], buffers in self.offload.take(1):
+            yield tensors, buffers
 
     def _graph(self, at: Turn, saves: Saves | None = None) -> tuple[Graph, Activations]:
         weights, names = self.leaves(at.slot)

@@ -122,6 +122,8 @@ def _view(tensor: Tensor, source: Any, begin: int) -> _View:
 class SavedTensors:
     """The tensors saved by a graph that is made within `saving()` and waits for its backward."""
 
+    graph: Graph  # set once it is made
+
     def __init__(
         self,
         weights: Tensor,
@@ -174,14 +176,6 @@ class SavedTensors:
         return packed.on(self._returned[packed.source])
 
 
-@dataclass
-class KeptGraph:
-    """A graph that waits, and the tensors that it saved."""
-
-    graph: Graph
-    held: SavedTensors
-
-
 class KeptAttention:
     """Results of a layer's attention, on the device or on their way to the host."""
 
@@ -203,8 +197,6 @@ class KeptAttention:
 
 @dataclass
 class _Lane:
-    """Bytes of device memory through which items leave or return."""
-
     name: str
     buffer: Buffer | None = None
     busy: Any = None  # leaving: the copy out is done; returning: the work that read it is done
@@ -213,8 +205,6 @@ class _Lane:
 
 @dataclass
 class _Item:
-    """Tensors on the host, one after the other."""
-
     room: Buffer
     num_bytes: int
     tensors: list[tuple[torch.Size, torch.dtype, int]]  # shape, type, bytes
@@ -436,7 +426,7 @@ class HostBoundaries:
         """Send those inputs of `unit` to the host that no unit before it reads."""
         keys = [(index, ref) for index in range(self._num_micro) for ref in unit.new_inputs]
         # Where nothing is computed there are no values, nor does a forward always add some.
-        values = [[h[index][ref].contiguous()] if ref in h[index] else [] for index, ref in keys]
+        values = [[h[i][ref].contiguous()] if h[i] and ref in h[i] else [] for i, ref in keys]
         later_bytes = sum(map(packed_bytes, values))
         for key, tensors in zip(keys, values, strict=True):
             later_bytes -= packed_bytes(tensors)

@@ -129,8 +129,6 @@ class GradAccumulator:
 
 @dataclass
 class _Lane:
-    """Device memory for a piece of a gradient that is being sent, in the compute dtype."""
-
     buffer: Buffer
     left: Any = None  # the copy to the host is done
 

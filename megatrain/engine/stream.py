@@ -16,8 +16,7 @@ from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Kind, Memory, 
 from megatrain.device.collectives import Collectives
 from megatrain.engine.modules import StreamedModule
 from megatrain.placement import Placement
-from megatrain.store.disk_staging import DiskReader
-from megatrain.store.store import Tier, Tile
+from megatrain.store.store import DiskReader, Tier, Tile
 from megatrain.tile import TileKind, TileLayout
 
 Unit = TypeVar("Unit", bound=StreamedModule)
@@ -32,8 +31,6 @@ class _Slot:
 
 @dataclass
 class _Place:
-    """The slots of a visit's weights."""
-
     slots: list[_Slot]
     buffer: Buffer
     ready: Any = None  # they have arrived
@@ -115,16 +112,13 @@ class Stream:
             if start + count > len(self._slots):
                 start = 0
             slots = self._slots[start : start + count]
-            yield _Place(slots, self._joined(start, slots))
+            buffer = slots[0].buffer
+            if count > 1:
+                data = self._memory.data[start * self._numel : (start + count) * self._numel]
+                parts = tuple(slot.buffer for slot in slots)
+                buffer = Buffer(f"slots {start} to {start + count - 1}", data, parts)
+            yield _Place(slots, buffer)
             start += count
-
-    def _joined(self, start: int, slots: list[_Slot]) -> Buffer:
-        if len(slots) == 1:
-            return slots[0].buffer
-        stop = start + len(slots)
-        data = self._memory.data[start * self._numel : stop * self._numel]
-        parts = tuple(slot.buffer for slot in slots)
-        return Buffer(f"slots {start} to {stop - 1}", data, parts)
 
     def visit(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, Buffer]]:
         """Yield each unit with its weights, which hold until the iterator goes on."""
@@ -146,7 +140,6 @@ class Stream:
             self._visited += due
 
     def _as_computed(self, tile: Tile, weights: Buffer) -> Buffer:
-        """A tile's weights in the form that layers compute with: unpacked."""
         layout = tile.layout
         if not layout.is_packed:
             return weights
@@ -184,7 +177,6 @@ class Stream:
         place.ready = self._gather(tile, place.buffer, COPY_IN)
 
     def _gather(self, tile: Tile, whole: Buffer, stream: str) -> Any:
-        """Gather the other ranks' parts; this rank's come on `stream`. Returns the event."""
         parts = [whole.piece(*part) for part in tile.layout.parts]
         return self._collectives.all_gather(parts, tile.name, stream)
 

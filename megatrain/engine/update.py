@@ -1,4 +1,9 @@
-"""Tile updates: where the state rests, on a host stream, while the device computes."""
+"""Tile updates: where the state rests, on a host stream, while the device computes.
+
+With some rules gradients become directions first, on the device, where their sums are complete.
+What a rule keeps for that comes from the host during the layer's backward, and goes back. Each of
+several ranks averages its block, and makes directions of the matrices that it is of.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,16 +15,176 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
-from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE, Kind, Name
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE, Kind, Memory, Name
 from megatrain.device.collectives import Collectives
 from megatrain.engine.bit_checks import BitChecks, UpdateSums
-from megatrain.engine.directions import Directions, give_way
 from megatrain.engine.sink import HostGrad, Sink
-from megatrain.errors import RunFailed, StepRefused
-from megatrain.optim import Plane, StreamedOptimizer, TileRange, UpdateOptions
-from megatrain.store.disk_staging import DiskStaging
-from megatrain.store.store import Tier, Tile
+from megatrain.errors import InputError, RunFailed, StepRefused
+from megatrain.optim import Plane, Rule, StreamedOptimizer, TileRange, UpdateOptions
+from megatrain.store.store import DiskStaging, Tier, Tile
+from megatrain.tile import Entry, TileKind
 from megatrain.tile.layout import MOST_ELEMENTS
+
+# Of state on its way: one comes in while another one leaves.
+_ROOMS = 2
+
+Settings = Mapping[str, Any]
+
+
+@dataclass
+class _Room:
+    buffer: Buffer
+    free: Any
+    ready: Any = None
+
+
+def give_way(device: Device, tile: Tile, stream: str) -> None:
+    """Before a stream overwrites a tile's planes, let it wait for a save that still reads them."""
+    for reader in tile.readers:
+        device.wait(stream, reader.event, reader.wait)
+        if reader.set_aside is not None:
+            device.run(stream, f"set aside {tile.name}", reader.set_aside)
+    tile.readers = ()
+
+
+class Directions:
+    """Replaces gradients by a rule's directions on the device; most rules have none."""
+
+    def __init__(
+        self,
+        device: Device,
+        rule: Rule,
+        tiles: Sequence[Tile],
+        proceed: Buffer,
+        collectives: Collectives,
+        checks: BitChecks,
+    ) -> None:
+        """Args: `proceed`: the step's loss; while it is not finite no state is changed.
+
+        Raises:
+            InputError: the rule would direct a parameter outside of the layers.
+        """
+        self._device, self._rule, self._proceed = device, rule, proceed
+        self._collectives, self._checks = collectives, checks
+        directed = {t.index: [e for e in t.layout.trainable if rule.directed(e)] for t in tiles}
+        self._directed = {index: entries for index, entries in directed.items() if entries}
+        self._next_room, self._fetched = 0, {}  # type: ignore[var-annotated]
+        with_state = [tile for tile in tiles if tile.index in self._directed]
+        outside = [tile for tile in with_state if tile.layout.kind is not TileKind.LAYER]
+        if outside:
+            name = self._directed[outside[0].index][0].name
+            raise InputError(
+                f"{type(rule).__name__} takes {name!r} for a matrix of a layer, but it is outside "
+                "of the layers; choose another optimizer"
+            )
+        moving = [tile for tile in with_state if tile.rests.moments is not Tier.DEVICE]
+        numels = [stop - start for start, stop in map(self._range, moving)]
+        self._rooms = [
+            _Room(device.empty(Name(Memory.GRADIENTS, name), max(numels), torch.float32), None)
+            for name in (f"state {i} of directions" for i in range(_ROOMS if numels else 0))
+        ]
+        for room in self._rooms:
+            device.run(COMPUTE, "allocate state of directions", lambda: None, writes=[room.buffer])
+            room.free = device.record(COMPUTE)
+
+    def has_any(self, tile: Tile) -> bool:
+        """True if a tile has parameters whose gradients become directions."""
+        return tile.index in self._directed
+
+    def _state(self, tile: Tile) -> Buffer:
+        start, stop = self._range(tile)
+        [whole] = [buffer for plane, buffer in tile.states.items() if plane.on_device]
+        return whole.piece(start, stop)
+
+    def _range(self, tile: Tile) -> tuple[int, int]:
+        """The bounds of the directed part of this rank's block."""
+        entries, block = self._directed[tile.index], tile.trained
+        first, last = entries[0], entries[-1]
+        start = max(0, first.offset - block.start)
+        return start, max(start, min(last.offset + last.numel, block.stop) - block.start)
+
+    def _parameters_here(self, tile: Tile) -> Iterator[tuple[Entry, int, int]]:
+        """Directed parameters in this rank's block, each with `(start, stop)` in the tile."""
+        block = tile.trained
+        for entry in self._directed[tile.index]:
+            start = max(entry.offset, block.start)
+            stop = min(entry.offset + entry.numel, block.stop)
+            if start < stop:
+                yield entry, start, stop
+
+    def fetch_state(self, tile: Tile) -> None:
+        """Start copying the state to the device, ahead of the time its gradient is complete."""
+        if not self.has_any(tile) or tile.rests.moments is Tier.DEVICE:
+            return
+        room, device = self._rooms[self._next_room % _ROOMS], self._device
+        self._next_room += 1
+        self._fetched[tile.index], state = room, self._state(tile)
+        to = room.buffer.piece(0, len(state.data))
+        device.wait(COPY_IN, room.free, "directions' room free")
+        # It is the newest state: the tile's weights were loaded on this stream after its update.
+        device.copy(COPY_IN, to, state)
+        room.ready = device.record(COPY_IN)
+
+    def replace_gradients(
+        self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float = 1.0
+    ) -> None:
+        """Replace gradients times `scale` by directions; `settings` by parameter.
+
+        Each rank does this for its block of gradients, states and directions.
+        """
+        if not self.has_any(tile):
+            return
+        self._average(tile, sums, settings, scale)
+        self._collectives.complete(sums, f"averages of {tile.name}")
+        rule, here = self._rule, [*self._parameters_here(tile)]
+
+        def work() -> None:
+            for entry, start, stop in here:
+                rule.direct(entry, _matrices(entry, sums.data, start, stop))
+
+        self._device.run(COMPUTE, Name(Kind.PLAIN, f"direct {tile.name}"), work, [], [sums])
+
+    def _average(
+        self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float
+    ) -> None:
+        """Update the state with the gradients; the averages replace the gradients."""
+        device, whole, room = self._device, self._state(tile), self._fetched.pop(tile.index, None)
+        state = whole
+        if room is None:
+            give_way(self._device, tile, COMPUTE)
+        else:
+            device.wait(COMPUTE, room.ready, "directions' state arrived")
+            state = room.buffer.piece(0, len(whole.data))
+        at, rule, here = self._range(tile)[0], self._rule, self._parameters_here(tile)
+        first, checks = tile.trained.start + at, self._checks
+
+        def work() -> None:
+            proceed = self._proceed.data[0].isfinite()
+            with checks.averaging(tile, state, at):
+                for entry, start, stop in here:
+                    gradient, kept = sums.data[start:stop], state.data[start - first : stop - first]
+                    rule.average(gradient.mul_(scale), kept, settings[entry.name], proceed)
+
+        name = Name(Kind.PLAIN, f"average {tile.name}")
+        device.run(COMPUTE, name, work, [self._proceed], [sums, state, checks.flag])
+        if room is None:
+            return
+        device.wait(COPY_OUT, device.record(COMPUTE), "directions' state ready")
+        if tile.readers:
+            give_way(self._device, tile, UPDATE)
+            device.wait(COPY_OUT, device.record(UPDATE), "directions' state released")
+        device.copy(COPY_OUT, whole, state)
+        room.free = device.record(COPY_OUT)
+
+
+def _matrices(entry: Entry, flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """A parameter's view in the tile's flat plane; of stacked matrices those within the range."""
+    values = entry.view(flat)
+    if len(entry.shape) < 3:
+        return values
+    numel = entry.shape[-2] * entry.shape[-1]
+    return values[(start - entry.offset) // numel : -((entry.offset - stop) // numel)]
+
 
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this.
 _CLIP_EPS = 1e-6
@@ -33,7 +198,6 @@ _DAMAGED = (
     "state are damaged; go back to the last checkpoint, and clip (max_grad_norm) or lower the "
     "learning rate"
 )
-
 
 _ALIKE = 0.05  # between two computations of one step; atomic additions differ far less
 
@@ -290,7 +454,6 @@ class Update:
         tile.updated = host_grad.free = self._device.record(stream)
 
     def _runs(self, tile: Tile) -> Iterator[_Run]:
-        """The ranges that `Rule.update` is called for."""
         states = [plane for plane in tile.states if not plane.on_device]
         if not self._optimizer.rule.needs_matrices:
             for index, start, stop in tile.layout.runs(self._group_of):

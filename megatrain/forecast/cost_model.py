@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatrain.device import Buffer, base
 from megatrain.device.base import Buffers, Kind, Memory, kind_of
-from megatrain.device.clock import Cost
+from megatrain.device.trace import Cost
 from megatrain.forecast.op_counter import Ledger, OpCounter, Work
 from megatrain.kernels.reference import UPDATE_BLOCK
 from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine

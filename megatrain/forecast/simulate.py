@@ -14,7 +14,7 @@ import torch
 from megatrain.base.units import align
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, DEVICE_STREAMS, DISK_STREAMS, UPDATE
-from megatrain.device.clock import ClockDevice
+from megatrain.device.trace import ClockDevice
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.step import TrainingParts, train_step
@@ -32,8 +32,7 @@ from megatrain.optim import Plane
 from megatrain.parallel.distributed import ALONE, Foreseen
 from megatrain.placement import Placement
 from megatrain.source.source import Model
-from megatrain.store.disk_staging import DiskStaging, Lane, own_numel
-from megatrain.store.store import Store, Tile
+from megatrain.store.store import DiskStaging, Lane, Store, Tile, own_numel
 from megatrain.telemetry.metrics import model_tflops
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_path, window
 from megatrain.tile import TileKind

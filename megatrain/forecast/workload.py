@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.base.units import parse_bytes
-from megatrain.device.plane_file import disk_bytes
+from megatrain.device.disk import disk_bytes
 from megatrain.errors import InputError
-from megatrain.loss import CROSS_ENTROPY, Loss, PolicyLoss
+from megatrain.loss import CROSS_ENTROPY, GRPO, Loss
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import AdamW, Rule
 from megatrain.placement import Placement, Precision
@@ -195,7 +195,7 @@ class Workload:
 
 def _generation_of(run: "Config") -> Generation | None:
     loss = run.loss.loss()
-    if not isinstance(loss, PolicyLoss):
+    if not isinstance(loss, GRPO):
         samples = run.training.samples
         if samples is None:
             return None

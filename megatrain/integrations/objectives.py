@@ -117,7 +117,10 @@ class TrlDPO(MicroBatchMeans, losses.DPO):
     ) -> list[losses.Replies]:
         replies = super().replies(log_prob_N, targets_N, *extras)
         lengths = super().replies(extras[-1], targets_N, *extras)  # one value per label
-        return [one._replace(length=of.mean) for one, of in zip(replies, lengths, strict=True)]
+        return [
+            one._replace(length=of.log_prob / of.length)
+            for one, of in zip(replies, lengths, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

@@ -6,26 +6,26 @@ release the interpreter lock and may come from several threads at once.
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
-from ctypes import (
-    CDLL,
-    c_char_p,
-    c_float,
-    c_int,
-    c_int64,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from collections.abc import Callable
+from ctypes import CDLL, c_char_p, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.kernels import check
 from megatrain.kernels.reference import RULES
-from megatrain.kernels.states import GROUP, Scalars, TileRange, UpdateOptions
+from megatrain.kernels.states import (
+    GROUP,
+    Scalars,
+    TileRange,
+    UpdateOptions,
+    check_copy,
+    check_planes,
+    check_rows,
+    check_tensor,
+    check_update,
+)
 
 _ABI = 9
 """The number that megatrain_abi() in csrc/api.cpp must return."""
@@ -107,15 +107,17 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
         ValueError: a tensor has the wrong dtype, size or layout, or is not on the CPU; or sums do
             not begin at a multiple of two groups.
     """
-    check.update_arguments(rule, tile, options)
+    check_update(rule, tile, options)
     weights, remainder, states, grad = tile
     planes = (weights, remainder, *states, *[None] * (4 - len(states)), grad)
     sums: list[Any] = [None] * 4
     if options.sums is not None:
-        read, written, first = (_padded(items, len(planes)) for items in options.sums)
+        read, written, first = (
+            [*items[:-1], *[None] * (len(planes) - len(items)), items[-1]] for items in options.sums
+        )
         for blocks in (*read, *written):
             if blocks is not None:
-                check.tensor("blocks", blocks, (torch.int64,))
+                check_tensor("blocks", blocks, (torch.int64,))
         if options.sums.first[0] % (2 * GROUP * weights.element_size()):
             raise ValueError(f"sums begin at byte {options.sums.first[0]} of the weights")
         sums = [
@@ -138,19 +140,14 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
     )
 
 
-def _padded(items: Sequence[Any], size: int) -> list[Any]:
-    """Pad with None to one item for each possible plane; the gradient's stays the last."""
-    return [*items[:-1], *[None] * (size - len(items)), items[-1]]
-
-
 def _address(plane: Tensor | None) -> int | None:
     return None if plane is None else plane.data_ptr()
 
 
 def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:
     """See `reference.checksum`; `at` is a multiple of 8."""
-    check.tensor("bytes", bytes_uint8, (torch.uint8,))
-    check.tensor("blocks", blocks, (torch.int64,))
+    check_tensor("bytes", bytes_uint8, (torch.uint8,))
+    check_tensor("blocks", blocks, (torch.int64,))
     data, size = bytes_uint8.data_ptr(), bytes_uint8.numel()
     _call["checksum"](data, size, blocks.data_ptr(), at, threads)
 
@@ -159,7 +156,7 @@ def split(
     master_fp32: Tensor, weights_bf16: Tensor, remainder: Tensor, *, threads: int = 1
 ) -> None:
     """See `reference.split`."""
-    check.planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
+    check_planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
     _call["split"](
         *map(_address, (master_fp32, weights_bf16, remainder)),
         remainder.element_size(),
@@ -170,7 +167,7 @@ def split(
 
 def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: int = 1) -> None:
     """See `reference.join`."""
-    check.planes(master=master_fp32, weights=weights, remainder=remainder)
+    check_planes(master=master_fp32, weights=weights, remainder=remainder)
     _call["join"](
         *map(_address, (weights, remainder, master_fp32)),
         remainder.element_size(),
@@ -194,7 +191,7 @@ def scatter_rows(
 
 
 def _rows(name: str, table: Tensor, row_ids: Tensor, rows: Tensor, threads: int) -> None:
-    check.rows(table, row_ids, rows)
+    check_rows(table, row_ids, rows)
     row_bytes = table.shape[1] * table.element_size()
     _call[name](
         table.data_ptr(), row_ids.data_ptr(), rows.data_ptr(), row_ids.numel(), row_bytes, threads
@@ -203,7 +200,7 @@ def _rows(name: str, table: Tensor, row_ids: Tensor, rows: Tensor, threads: int)
 
 def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
     """See `reference.first_touch`."""
-    check.tensor("bytes", bytes_uint8, (torch.uint8,))
+    check_tensor("bytes", bytes_uint8, (torch.uint8,))
     _call["first_touch"](bytes_uint8.data_ptr(), bytes_uint8.numel(), threads)
 
 
@@ -211,7 +208,7 @@ def move_file(
     file: int, offset: int, bytes_uint8: Tensor, *, writes: bool, piece: int, threads: int
 ) -> None:
     """See `reference.move_file`; `threads` requests of `piece` bytes run at once."""
-    check.tensor("bytes", bytes_uint8, (torch.uint8,))
+    check_tensor("bytes", bytes_uint8, (torch.uint8,))
     data, size = bytes_uint8.data_ptr(), bytes_uint8.numel()
     if code := _call["move_file"](file, writes, offset, data, size, piece, threads):
         raise OSError(code, os.strerror(code))
@@ -219,11 +216,11 @@ def move_file(
 
 def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:
     """See `reference.fill_zero`."""
-    check.tensor("tensor", tensor, None)
+    check_tensor("tensor", tensor, None)
     _call["fill_zero"](tensor.data_ptr(), tensor.numel() * tensor.element_size(), threads)
 
 
 def copy(to_uint8: Tensor, from_uint8: Tensor, *, threads: int = 1) -> None:
     """See `reference.copy`."""
-    check.copy(to_uint8, from_uint8)
+    check_copy(to_uint8, from_uint8)
     _call["copy"](to_uint8.data_ptr(), from_uint8.data_ptr(), from_uint8.numel(), threads)

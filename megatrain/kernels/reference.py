@@ -15,12 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatrain.kernels import check, states
+from megatrain.kernels import states
 from megatrain.kernels.states import (
     GROUP,
     Scalars,
     TileRange,
     UpdateOptions,
+    check_copy,
+    check_planes,
+    check_rows,
+    check_tensor,
+    check_update,
     exact_sqrt,
     load_moments,
     store_moments,
@@ -62,7 +67,7 @@ def split(
         weights_bf16: [N] bfloat16, written.
         remainder: [N] int16 or int8, written.
     """
-    check.planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
+    check_planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
     for master, weights, rest in _blocks(master_fp32, weights_bf16, remainder):
         split_block(master, weights, rest)
 
@@ -93,7 +98,7 @@ def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: in
         remainder: [N] int16, read; or int8, which stands for 256 times as much.
         master_fp32: [N] float32, written.
     """
-    check.planes(master=master_fp32, weights=weights, remainder=remainder)
+    check_planes(master=master_fp32, weights=weights, remainder=remainder)
     for high, low, master in _blocks(weights, remainder, master_fp32):
         join_block(high, low, master)
 
@@ -109,7 +114,7 @@ def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) 
 
     A block is SUMMED_BYTES of the plane. Its two numbers are the sum of its 64-bit words, and of
     each times its place in the block, modulo 2^64: whatever the ranges are, in whatever order, the
-    checksums of all of them add up to those of the plane, and one flipped bit can be located.
+    checksums of all of them add up to those of the plane.
 
     Args:
         blocks: [blocks, 2] int64, on the device of the bytes.
@@ -141,7 +146,7 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
             AdamW.
     """
     if not tile.weights.is_cuda:
-        check.update_arguments(rule, tile, options)
+        check_update(rule, tile, options)
     for part, param, g in _masters(tile, options):
         groups = slice(part.start // GROUP, part.stop // GROUP)
         kept = [plane[part] for plane in tile.states[:2]]
@@ -234,7 +239,7 @@ def gather_rows(
         row_ids_int64: [N] int64; the caller has checked that they lie inside the table.
         out_2d: [N, width] of the table's dtype, written.
     """
-    check.rows(table_2d, row_ids_int64, out_2d)
+    check_rows(table_2d, row_ids_int64, out_2d)
     torch.index_select(table_2d, 0, row_ids_int64, out=out_2d)
 
 
@@ -248,13 +253,13 @@ def scatter_rows(
         row_ids_int64: [N] int64; the caller has checked that they lie inside the table.
         rows_2d: [N, width] of the table's dtype, read.
     """
-    check.rows(table_2d, row_ids_int64, rows_2d)
+    check_rows(table_2d, row_ids_int64, rows_2d)
     table_2d.index_copy_(0, row_ids_int64, rows_2d)
 
 
 def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:
     """Write a zero to one byte of every page of a mapping, so that the system allocates it now."""
-    check.tensor("bytes", bytes_uint8, (torch.uint8,))
+    check_tensor("bytes", bytes_uint8, (torch.uint8,))
     bytes_uint8[::_PAGE_BYTES].zero_()
 
 
@@ -271,7 +276,7 @@ def move_file(
     Raises:
         OSError: the system's; or ENODATA, where the file ends or nothing more is moved.
     """
-    check.tensor("bytes", bytes_uint8, (torch.uint8,))
+    check_tensor("bytes", bytes_uint8, (torch.uint8,))
     data, call = bytes_uint8.numpy().data, os.pwritev if writes else os.preadv
     while len(data) > 0:
         # What remains of a request cut short begins with a whole block again.
@@ -283,11 +288,11 @@ def move_file(
 
 def fill_zero(tensor: Tensor, *, threads: int = 1) -> None:
     """Set every byte of a contiguous tensor of any shape and dtype to zero."""
-    check.tensor("tensor", tensor, None)
+    check_tensor("tensor", tensor, None)
     tensor.zero_()
 
 
 def copy(to_uint8: Tensor, from_uint8: Tensor, *, threads: int = 1) -> None:
     """Copy [N] bytes to other memory."""
-    check.copy(to_uint8, from_uint8)
+    check_copy(to_uint8, from_uint8)
     to_uint8.copy_(from_uint8)

@@ -1,33 +1,36 @@
 """Losses: functions of what the head says of each token, never of all logits at once."""
 
-from megatrain.loss.base import IGNORED, Loss, Statistics, given_loss, num_labelled, targets_of
-from megatrain.loss.distill import Distillation
-from megatrain.loss.joint import JointLoss, as_numbers
-from megatrain.loss.policy import GRPO, RLOO, ImportanceSampling, PolicyLoss
+from megatrain.loss.base import (
+    CROSS_ENTROPY,
+    IGNORED,
+    SCORE,
+    TOKEN_WEIGHTS,
+    CrossEntropy,
+    Distillation,
+    JointLoss,
+    LabelSmoothing,
+    Loss,
+    Score,
+    Statistics,
+    TokenWeights,
+    TopTokens,
+    as_numbers,
+    cross_entropy_sum,
+    given_loss,
+    num_labelled,
+    targets_of,
+)
+from megatrain.loss.policy import GRPO, ImportanceSampling
 from megatrain.loss.preferences import (
     DPO,
     KTO,
-    ORPO,
     TOKEN_SCORE,
     DpoVariant,
     PairLoss,
     Replies,
     Reward,
     ScoreWeights,
-    SimPO,
     TokenScore,
-)
-from megatrain.loss.tokens import (
-    CROSS_ENTROPY,
-    SCORE,
-    TOKEN_WEIGHTS,
-    CrossEntropy,
-    LabelSmoothing,
-    Score,
-    TokenWeights,
-    TopTokens,
-    ZLoss,
-    cross_entropy_sum,
 )
 
 __all__ = [
@@ -36,8 +39,6 @@ __all__ = [
     "GRPO",
     "IGNORED",
     "KTO",
-    "ORPO",
-    "RLOO",
     "SCORE",
     "TOKEN_SCORE",
     "TOKEN_WEIGHTS",
@@ -49,17 +50,14 @@ __all__ = [
     "LabelSmoothing",
     "Loss",
     "PairLoss",
-    "PolicyLoss",
     "Replies",
     "Reward",
     "Score",
     "ScoreWeights",
-    "SimPO",
     "Statistics",
     "TokenScore",
     "TokenWeights",
     "TopTokens",
-    "ZLoss",
     "as_numbers",
     "cross_entropy_sum",
     "given_loss",

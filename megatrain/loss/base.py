@@ -10,11 +10,12 @@ chooses for each label.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.errors import InputError
@@ -118,10 +119,6 @@ class Loss(ABC):
         """The losses of some tokens, added up (scalar, fp32), differentiable by the logits."""
         return self.each_of(logits_NV, targets_N, *extras).sum()
 
-    def chosen(self, extras: Sequence[Tensor]) -> Tensor | None:
-        """The ids of the tokens whose logits the loss reads, among what it is given."""
-        return extras[len(self.inputs)] if self.choices else None
-
     def tempered(self, logits: Tensor) -> Tensor:
         """Logits as the loss reads them: divided by its temperature, in fp32; at 1 as they are."""
         return logits if self.temperature == 1 else logits.float() / self.temperature
@@ -133,8 +130,7 @@ class Loss(ABC):
         picked_N = logits.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]
         mean_N = logits.mean(1) if self.uses_mean else None
         margin_N = picked_N - logits.amax(1) if self.uses_margin else None
-        ids_NK = self.chosen(extras)
-        chosen_NK = None if ids_NK is None else logits.gather(1, ids_NK)
+        chosen_NK = logits.gather(1, extras[len(self.inputs)]) if self.choices else None
         top_N2K = None
         if self.top_k:
             values_NK, ids_NK = logits.topk(min(self.top_k, logits.shape[1]))
@@ -147,3 +143,289 @@ def given_loss(loss: object) -> Loss:
     if not isinstance(loss, Loss):
         raise InputError(f"loss is {loss!r}; it must be one of megatrain.loss, such as DPO()")
     return loss
+
+
+def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Cross entropy summed over the labelled tokens, in fp32 (scalar)."""
+    return F.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORED, reduction="sum")
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Loss):
+    """The mean over all labelled tokens of the step; logits are divided by `temperature`.
+
+    Raises InputError: the temperature is not above 0.
+    """
+
+    temperature: float = 1.0
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        return -statistics.log_prob
+
+    def summed(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        return cross_entropy_sum(self.tempered(logits_NV), targets_N)
+
+
+CROSS_ENTROPY = CrossEntropy()
+
+
+@dataclass(frozen=True)
+class TokenWeights(Loss):
+    """The weighted mean of cross entropy: `token_weights` `[B, T]` has one for each label.
+
+    The sum is divided by the weights of all labelled tokens of the step. Logits are divided by
+    `temperature` first.
+
+    Raises InputError: the temperature is not above 0.
+    """
+
+    temperature: float = 1.0
+    inputs: ClassVar[tuple[str, ...]] = ("token_weights",)
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        return -statistics.log_prob * extras[0]
+
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
+        used = [w[t != IGNORED] for t, [w] in zip(targets, extras, strict=True)]
+        lowest = min(
+            (float(used_weights.min()) for used_weights in used if len(used_weights)), default=0.0
+        )
+        if lowest < 0:
+            raise InputError(f"token_weights holds {lowest}; weights must not be negative")
+        total = float(sum(used_weights.double().sum() for used_weights in used))
+        if total == 0 and any(map(len, used)):
+            raise InputError("token_weights are 0 for all labels of this step; leave the step out")
+        return total
+
+
+TOKEN_WEIGHTS = TokenWeights()
+
+
+@dataclass(frozen=True)
+class LabelSmoothing(Loss):
+    """`(1 - share) * cross entropy + share * its mean over all tokens of the vocabulary`.
+
+    As torch's `cross_entropy(label_smoothing=share)` (Szegedy et al., 2016, section 7).
+
+    Raises InputError: `share` is not at least 0 and below 1.
+    """
+
+    share: float
+    uses_mean: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise InputError(f"label smoothing is {self.share!r}; it must be from 0 to below 1")
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        return (
+            self.share * (statistics.lse - statistics.mean) - (1 - self.share) * statistics.log_prob
+        )
+
+
+@dataclass(frozen=True)
+class Score(Loss):
+    """Cross entropy and 1 for a label that is the likeliest token, `[N, 2]`; without gradients."""
+
+    uses_margin: ClassVar[bool] = True
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        return torch.stack([-statistics.log_prob, (statistics.margin >= 0).float()], 1)
+
+    def summed(self, logits_NV: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        right = self.each_of(logits_NV, targets_N)[:, 1].sum()
+        return torch.stack([cross_entropy_sum(logits_NV, targets_N), right])
+
+
+SCORE = Score()
+
+
+@dataclass(frozen=True)
+class TopTokens(Loss):
+    """The `top_k` likeliest tokens in a label's place: their log-probabilities, and their ids.
+
+    Each token has `[2, K]` in place of a loss, in fp32, which holds ids below 2 ** 24 exactly; 0
+    where it has no target. Without gradients.
+
+    Raises InputError: `top_k` is not at least 1, or `temperature` not above 0.
+    """
+
+    top_k: int = 1
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if type(self.top_k) is not int or self.top_k < 1:
+            raise InputError(f"top_k is {self.top_k!r}; it must be an integer of at least 1")
+        super().__post_init__()
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        logits_NK, ids_NK = statistics.top.unbind(1)
+        log_probs_NK = (logits_NK - statistics.lse[:, None]).clamp(max=0.0)
+        return torch.stack([log_probs_NK, ids_NK], 1)
+
+
+class JointLoss(Loss):
+    """A loss whose derivative at one token depends on others; it reads labels' log-probabilities.
+
+    The head is visited twice: for the log-probabilities of all micro-batches, and for the gradients
+    of every label's cross entropy with the weight that it has in the loss.
+
+    Attributes:
+        weighed: what the second visit minimises, given these weights, at the same temperature.
+    """
+
+    weighed: Loss = TOKEN_WEIGHTS
+
+    @abstractmethod
+    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
+        """A step's loss (scalar), before the division, by torch's differentiable functions.
+
+        Args:
+            log_prob_N: of all its targets, micro-batch after micro-batch; 0 without a target.
+            targets_N: -100 for none.
+            extras: as for `tokens`; undefined where a token has no target.
+        """
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        """The log-probabilities: all that the first visit computes."""
+        return statistics.log_prob
+
+    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
+        """Measures to log with the loss: scalars by name; NaN if undefined."""
+        return {}
+
+    def loss_and_measures(
+        self, log_probs: Sequence[Tensor], micro_batches: Sequence[Mapping[str, Tensor]]
+    ) -> dict[str, float]:
+        """Loss and measures of micro-batches whose labels have `log_probs`, in the labels' places.
+
+        Raises InputError: as of a step.
+        """
+        labels = [micro["labels"] for micro in micro_batches]
+        extras = [[micro[name] for name in self.inputs] for micro in micro_batches]
+        losses, _, measured = self.weigh(log_probs, labels, extras, self.normaliser(labels, extras))
+        return {"loss": float(losses[0]), **as_numbers(measured)}
+
+    def weigh(
+        self,
+        log_probs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        extras: Sequence[Sequence[Tensor]],
+        normaliser: float,
+    ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        """Each micro-batch's share of the step's loss, its labels' weights, and the measures.
+
+        Args:
+            log_probs: `[B, T]` of each micro-batch, 0 where there is no target.
+            targets: `[B, T]` of each, -100 for none.
+            extras: the tensors named in `inputs` and `choices`, of each.
+
+        Returns:
+            Scalars, all but the first 0 unless the loss is not finite; and TokenWeights' `[B, T]`.
+        """
+        flat = [
+            torch.cat([tensor.flatten(0, 1) for tensor in part])
+            for part in zip(*extras, strict=True)
+        ]
+        with torch.enable_grad():
+            log_probs_N = (
+                torch.cat([tensor.reshape(-1) for tensor in log_probs]).detach().requires_grad_()
+            )
+            targets_N = torch.cat([tensor.reshape(-1) for tensor in targets])
+            loss = self.joint(log_probs_N, targets_N, *flat) / normaliser
+        [slopes_N] = torch.autograd.grad(loss, [log_probs_N])
+        measured = self.measures(log_probs_N.detach(), targets_N, *flat)
+        parts = (-slopes_N).split([tensor.numel() for tensor in targets])
+        weights = [part.view_as(tensor) for part, tensor in zip(parts, targets, strict=True)]
+        total = loss.detach().float()
+        return [total, *[total * 0] * (len(weights) - 1)], weights, measured
+
+
+def as_numbers(measured: Mapping[str, Tensor]) -> dict[str, float]:
+    """Measures as Python numbers, without undefined ones (NaN)."""
+    numbers = {name: float(value) for name, value in measured.items()}
+    return {name: number for name, number in numbers.items() if number == number}
+
+
+_NOT_KEPT = -1e8  # log-probabilities below stand for none
+_MOST = -1e-7  # of the log of all kept probabilities together: something is left for the others
+
+
+@dataclass(frozen=True)
+class Distillation(Loss):
+    """A divergence from the teacher's likeliest tokens, mixed with cross entropy.
+
+    Of each label `(1 - share) * divergence + share * cross entropy`, over the K tokens that were
+    kept of the teacher, whose probabilities are not scaled up for the tokens left out. p is the
+    teacher's, q the model's, of the whole vocabulary; `share` is `cross_entropy`.
+
+    `beta` chooses the divergence, as of TRL's `generalized_jsd_loss` (Agarwal et al., 2023,
+    https://arxiv.org/abs/2306.13649, equation 1): at 0 forward KL, the sum of
+    `p * (log p - log q)` (Hinton et al., 2015, https://arxiv.org/abs/1503.02531, at temperature 1),
+    at 1 reverse KL, between them `beta * KL(p, m) + (1 - beta) * KL(q, m)` with
+    `m = beta * p + (1 - beta) * q`. With `add_tail` all other tokens together count as one more,
+    so that both are whole distributions: without, forward KL of few tokens may be negative.
+    All logits are divided by `temperature` first, the teacher's before they are given; as in TRL,
+    the loss is not multiplied by its square.
+
+    A micro-batch has for each label, `[B, T, K]`:
+        teacher_ids: the tokens that the teacher finds likeliest in the label's place, int64.
+        teacher_log_probs: their log-probabilities, floating-point; -1e9 where fewer were kept.
+
+    Raises:
+        InputError: `cross_entropy` or `beta` is not from 0 to 1, `temperature` not above 0, or
+            not 1 beside a share of cross entropy, which is of the logits as they are.
+    """
+
+    cross_entropy: float = 0.0
+    beta: float = 0.0
+    add_tail: bool = False
+    temperature: float = 1.0
+    choices: ClassVar[tuple[str, ...]] = ("teacher_ids", "teacher_log_probs")
+
+    def __post_init__(self) -> None:
+        shares = {"share of cross entropy": self.cross_entropy, "beta of distillation": self.beta}
+        for name, share in shares.items():
+            if not 0 <= share <= 1:
+                raise InputError(f"the {name} is {share!r}; it must be from 0 to 1")
+        super().__post_init__()
+        if self.cross_entropy and self.temperature != 1:
+            raise InputError("distillation has cross_entropy or a temperature; leave one out")
+
+    def tokens(self, statistics: Statistics, *extras: Tensor) -> Tensor:
+        # In fp64: the slopes of reverse KL are differences of what is nearly the same.
+        model_NK = statistics.chosen.double() - statistics.lse.double()[:, None]
+        teacher_NK = extras[1].double()
+        if self.beta or self.add_tail:
+            model_NK = torch.where(teacher_NK > _NOT_KEPT, model_NK, teacher_NK)
+        if self.add_tail:
+            teacher_NK, model_NK = _with_tail(teacher_NK), _with_tail(model_NK)
+        divergence_N = self._divergence(teacher_NK, model_NK).float()
+        return (1 - self.cross_entropy) * divergence_N - self.cross_entropy * statistics.log_prob
+
+    def _divergence(self, teacher_NK: Tensor, model_NK: Tensor) -> Tensor:
+        """The divergence of each token `[N]`, from log-probabilities `[N, K]`."""
+        if self.beta == 0:
+            return _kl(teacher_NK, model_NK)
+        if self.beta == 1:
+            return _kl(model_NK, teacher_NK)
+        model_log, teacher_log = math.log1p(-self.beta), math.log(self.beta)  # of their shares
+        mixed_NK = torch.logaddexp(model_NK + model_log, teacher_NK + teacher_log)
+        return self.beta * _kl(teacher_NK, mixed_NK) + (1 - self.beta) * _kl(model_NK, mixed_NK)
+
+    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
+        """The labelled tokens. Raises InputError: a log-probability is above 0."""
+        highest = max(float(log_probs.max()) for _, log_probs in extras)
+        if highest > 0:
+            raise InputError(f"teacher_log_probs holds {highest}; log-probabilities are at most 0")
+        return super().normaliser(targets, extras)
+
+
+def _kl(one_NK: Tensor, other_NK: Tensor) -> Tensor:
+    return (one_NK.exp() * (one_NK - other_NK)).sum(1)
+
+
+def _with_tail(log_probs_NK: Tensor) -> Tensor:
+    """`[N, K + 1]`, with the log-probability of all other tokens at the end."""
+    kept_N1 = log_probs_NK.logsumexp(1, keepdim=True).clamp(max=_MOST)
+    return torch.cat([log_probs_NK, (-torch.expm1(kept_N1)).log()], 1)

@@ -1,7 +1,6 @@
 """Losses of a policy: replies that the model has made itself, of which each has a reward."""
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -10,10 +9,8 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED, Loss, num_labelled
-from megatrain.loss.joint import JointLoss
+from megatrain.loss.base import IGNORED, JointLoss, Loss, TokenWeights, num_labelled
 from megatrain.loss.preferences import check_numbers, check_rows, check_type, labels_of
-from megatrain.loss.tokens import TokenWeights
 
 Mode = Literal["sequence_mask", "sequence_truncate", "token_mask", "token_truncate"]
 
@@ -98,26 +95,48 @@ class _Labels(NamedTuple):
         zeros = torch.zeros(self.replies, dtype=torch.float64, device=values.device)
         return zeros.index_add(0, self.row, values.double())
 
-    def by_reply(self, values: Tensor) -> Tensor:
-        """One value for each reply `[R]`, from values that its labels share `[L]`."""
-        return torch.zeros_like(self.summed(values)).scatter(0, self.row, values.double())
-
     def means(self, values: Tensor) -> Tensor:
         """The mean over each reply `[R]`, fp64."""
         return self.summed(values / self.length)
 
 
+def _deviation(values: Tensor, dim: int | None = None) -> Tensor:
+    """The sample's standard deviation, without its NaNs; NaN for less than two values."""
+    is_number = ~values.isnan()
+    mean = values.nanmean() if dim is None else values.nanmean(dim, keepdim=True)
+    squares = torch.where(is_number, values - mean, 0).square()
+    total = squares.sum() if dim is None else squares.sum(dim, keepdim=True)
+    count = is_number.sum() if dim is None else is_number.sum(dim, keepdim=True)
+    return (total / (count - 1)).sqrt()
+
+
 @dataclass(frozen=True)
-class PolicyLoss(JointLoss):
-    """A loss of replies to prompts, `num_generations` to each; every row is a reply.
+class GRPO(JointLoss):
+    """Group-relative policy optimisation: `-min(ratio * advantage, clipped ratio * advantage)`.
+
+    Shao et al., 2024, https://arxiv.org/abs/2402.03300, equation 3, with TRL's names and defaults.
+    Every row is a reply. A ratio is of a label's probability to the old one, clipped to
+    `1 - epsilon` and `1 + epsilon_high`; `delta` bounds the ratio itself. With
+    `importance_sampling_level` "sequence" it is the geometric mean over the reply. An advantage is
+    the reward less the mean of its group, over the standard deviation of the group, of the batch,
+    or none (`scale_rewards`). `beta` weighs the divergence from a reference model,
+    `exp(d) - d - 1` of each label; with `use_bias_correction_kl` times the ratio, whose slope makes
+    its gradient that of the divergence itself (DeepSeek-AI, 2025, arXiv 2512.02556, section 3.1).
+
+    `importance_sampling` corrects for replies that another program has drawn.
+
+    `loss_type`: grpo takes the mean of each reply, then of replies; bnpo and dapo that of all
+    labels of the step; dr_grpo the sum over replies times `max_completion_length`; cispo is dapo
+    with `-clipped ratio * advantage * log-probability`, the ratio clipped to `epsilon_high` and
+    without gradient.
 
     A micro-batch has for each label, as floating-point numbers `[B, T]`:
         example: the number of its reply in the step.
         advantage: how much better the reply is than others to its prompt.
         old_logp: the label's log-probability in the model that made the reply.
-        reference_logp: that in a reference model; only of GRPO with `beta`.
-        importance_sampling_ratio: by which its loss counts, without the divergence; only of GRPO
-            with `importance_sampling`, whose `ratios` gives it.
+        reference_logp: that in a reference model; only with `beta`.
+        importance_sampling_ratio: by which its loss counts, without the divergence; only with
+            `importance_sampling`, whose `ratios` gives it.
 
     Attributes:
         num_iterations: steps that learn from the same replies.
@@ -125,6 +144,8 @@ class PolicyLoss(JointLoss):
         mask_truncated_completions: learn nothing from replies that did not end by themselves.
         temperature: that replies are drawn at. All log-probabilities, `old_logp` and
             `reference_logp` too, are of logits divided by it.
+
+    Raises InputError: a setting is out of range or unknown.
     """
 
     beta: float = 0.0
@@ -135,25 +156,35 @@ class PolicyLoss(JointLoss):
     max_completion_length: int = 512
     mask_truncated_completions: bool = False
     temperature: float = 1.0
+    delta: float | None = None
+    loss_type: PolicyVariant = "dapo"
+    importance_sampling_level: Level = "token"
+    scale_rewards: Scale = "group"
+    use_bias_correction_kl: bool = True
+    importance_sampling: ImportanceSampling | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = type(self).__name__
-        if not 0 <= self.beta < math.inf:
-            raise InputError(f"{name}'s beta is {self.beta!r}; it must be a number from 0")
-        for key, least in (("num_generations", 2), ("num_iterations", 1)):
-            if getattr(self, key) < least:
+        least = {"num_generations": 2, "num_iterations": 1, "max_completion_length": 1}
+        for key in ("beta", "epsilon", "high", *least):
+            if not least.get(key, 0) <= getattr(self, key) < math.inf:
+                value, name = getattr(self, key), "epsilon_high" if key == "high" else key
                 raise InputError(
-                    f"{name}'s {key} is {getattr(self, key)}; it must be {least} or more"
+                    f"GRPO's {name} is {value!r}; it must be {least.get(key, 0)} or more"
                 )
-        if self.max_completion_length < 1:
-            raise InputError(f"{name}'s max_completion_length must be 1 or more")
-        if not 0 <= self.epsilon < math.inf or not 0 <= self.high < math.inf:
-            raise InputError(f"{name}'s epsilon and epsilon_high must be numbers from 0")
+        check_type("GRPO", self.loss_type, PolicyVariant)
+        for name, known in (("importance_sampling_level", Level), ("scale_rewards", Scale)):
+            check_type("GRPO", getattr(self, name), known, name)
+        if self.delta is not None and not self.delta > 1 + self.epsilon:
+            raise InputError(f"GRPO's delta is {self.delta!r}; it must be above 1 + epsilon")
+        if self.delta is not None and self.loss_type == "cispo":
+            raise InputError("GRPO's cispo has no delta; leave it out")
 
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return "example", "advantage", "old_logp"
+        more = {"reference_logp": self.beta, "importance_sampling_ratio": self.importance_sampling}
+        names = (name for name, wanted in more.items() if wanted)
+        return ("example", "advantage", "old_logp", *names)
 
     @property
     def weighed(self) -> Loss:  # type: ignore[override]
@@ -169,13 +200,18 @@ class PolicyLoss(JointLoss):
         """The distance above 1 at which ratios are clipped."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
-    @abstractmethod
-    def advantages(self, rewards_R: Tensor, divergence_R: Tensor) -> Tensor:
-        """The advantage of each reply `[R]` among those to its prompt; 0 for NaN rewards.
-
-        Args:
-            divergence_R: how much likelier each reply is than in the reference model, or 0.
-        """
+    def advantages(self, rewards_R: Tensor) -> Tensor:
+        """The advantage of each reply `[R]` among those to its prompt; 0 for NaN rewards."""
+        if len(rewards_R) % self.num_generations:
+            raise InputError(
+                f"{len(rewards_R)} rewards are no whole groups of {self.num_generations} replies"
+            )
+        grouped = rewards_R.double().view(-1, self.num_generations)
+        centred = grouped - grouped.nanmean(1, keepdim=True)
+        if self.scale_rewards != "none":
+            deviation = _deviation(grouped, 1 if self.scale_rewards == "group" else None)
+            centred = centred / (deviation + _SMALL)
+        return centred.nan_to_num(0.0).flatten().float()
 
     def _labels(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> _Labels:
         used = targets_N != IGNORED
@@ -183,99 +219,6 @@ class PolicyLoss(JointLoss):
         numbers, row = inputs["example"].unique(return_inverse=True)
         length = torch.bincount(row, minlength=len(numbers))[row]
         return _Labels(log_prob_N[used], row, length, len(numbers), inputs)
-
-    def _clipped(self, labels: _Labels, ratio: Tensor, *, by_reply: bool) -> dict[str, Tensor]:
-        """Shares of clipped ratios `[L]`, by TRL's names; over labels, or over replies."""
-        if not labels.replies:
-            return {}
-        advantage = labels.inputs["advantage"]
-        low = ((ratio < 1 - self.epsilon) & (advantage < 0)).double()
-        high = ((ratio > 1 + self.high) & (advantage > 0)).double()
-        low_R, high_R = labels.means(low), labels.means(high)
-        low_mean, high_mean = (
-            values.mean() for values in ((low_R, high_R) if by_reply else (low, high))
-        )
-        ratios = {"low_mean": low_mean, "high_mean": high_mean, "region_mean": low_mean + high_mean}
-        ratios |= {"low_min": low_R.min(), "high_max": high_R.max()}
-        return {f"clip_ratio/{name}": value for name, value in ratios.items()}
-
-    def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
-        """The number of replies. Raises InputError: two have the same number."""
-        example = labels_of(0, targets, extras)
-        check_numbers("example", example)
-        if len(example):
-            check_rows("example", example, targets)
-        return sum(len(target) for target in targets)
-
-
-def _grouped(rewards_R: Tensor, size: int) -> Tensor:
-    if len(rewards_R) % size:
-        raise InputError(f"{len(rewards_R)} rewards are not of whole groups of {size} replies")
-    return rewards_R.double().view(-1, size)
-
-
-def _deviation(values: Tensor, dim: int | None = None) -> Tensor:
-    """The sample's standard deviation, without its NaNs; NaN for less than two values."""
-    is_number = ~values.isnan()
-    mean = values.nanmean() if dim is None else values.nanmean(dim, keepdim=True)
-    squares = torch.where(is_number, values - mean, 0).square()
-    total = squares.sum() if dim is None else squares.sum(dim, keepdim=True)
-    count = is_number.sum() if dim is None else is_number.sum(dim, keepdim=True)
-    return (total / (count - 1)).sqrt()
-
-
-@dataclass(frozen=True)
-class GRPO(PolicyLoss):
-    """Group-relative policy optimisation: `-min(ratio * advantage, clipped ratio * advantage)`.
-
-    Shao et al., 2024, https://arxiv.org/abs/2402.03300, equation 3, with TRL's names and defaults.
-    A ratio is of a label's probability to the old one, clipped to `1 - epsilon` and
-    `1 + epsilon_high`; `delta` bounds the ratio itself. With `importance_sampling_level` "sequence"
-    it is the geometric mean over the reply. An advantage is the reward less the mean of its group,
-    over the standard deviation of the group, of the batch, or none (`scale_rewards`). `beta` weighs
-    the divergence from a reference model, `exp(d) - d - 1` of each label; with
-    `use_bias_correction_kl` times the ratio, whose slope makes its gradient that of the divergence
-    itself (DeepSeek-AI, 2025, https://arxiv.org/abs/2512.02556, section 3.1).
-
-    `importance_sampling` corrects for replies that another program has drawn.
-
-    `loss_type`: grpo takes the mean of each reply, then of replies; bnpo and dapo that of all
-    labels of the step; dr_grpo the sum over replies times `max_completion_length`; cispo is dapo
-    with `-clipped ratio * advantage * log-probability`, the ratio clipped to `epsilon_high` and
-    without gradient.
-
-    Raises InputError: a setting is out of range or unknown.
-    """
-
-    delta: float | None = None
-    loss_type: PolicyVariant = "dapo"
-    importance_sampling_level: Level = "token"
-    scale_rewards: Scale = "group"
-    use_bias_correction_kl: bool = True
-    importance_sampling: ImportanceSampling | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_type("GRPO", self.loss_type, PolicyVariant)
-        for name, known in (("importance_sampling_level", Level), ("scale_rewards", Scale)):
-            check_type("GRPO", getattr(self, name), known, name)
-        if self.delta is not None and not self.delta > 1 + self.epsilon:
-            raise InputError(f"GRPO's delta is {self.delta!r}; it must be above 1 + epsilon")
-        if self.delta is not None and self.loss_type == "cispo":
-            raise InputError("GRPO's cispo has no delta; leave it out")
-
-    @property
-    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
-        more = {"reference_logp": self.beta, "importance_sampling_ratio": self.importance_sampling}
-        return (*super().inputs, *(name for name, wanted in more.items() if wanted))
-
-    def advantages(self, rewards_R: Tensor, divergence_R: Tensor) -> Tensor:
-        grouped = _grouped(rewards_R, self.num_generations)
-        centred = grouped - grouped.nanmean(1, keepdim=True)
-        if self.scale_rewards != "none":
-            deviation = _deviation(grouped, 1 if self.scale_rewards == "group" else None)
-            centred = centred / (deviation + _SMALL)
-        return centred.nan_to_num(0.0).flatten().float()
 
     def _ratio(self, labels: _Labels) -> Tensor:
         difference = labels.log_prob - labels.inputs["old_logp"]
@@ -316,50 +259,30 @@ class GRPO(PolicyLoss):
             }
         return measured | self._clipped(labels, ratio, by_reply=by_reply)
 
+    def _clipped(self, labels: _Labels, ratio: Tensor, *, by_reply: bool) -> dict[str, Tensor]:
+        """Shares of clipped ratios `[L]`, by TRL's names; over labels, or over replies."""
+        if not labels.replies:
+            return {}
+        advantage = labels.inputs["advantage"]
+        low = ((ratio < 1 - self.epsilon) & (advantage < 0)).double()
+        high = ((ratio > 1 + self.high) & (advantage > 0)).double()
+        low_R, high_R = labels.means(low), labels.means(high)
+        low_mean, high_mean = (
+            values.mean() for values in ((low_R, high_R) if by_reply else (low, high))
+        )
+        ratios = {"low_mean": low_mean, "high_mean": high_mean, "region_mean": low_mean + high_mean}
+        ratios |= {"low_min": low_R.min(), "high_max": high_R.max()}
+        return {f"clip_ratio/{name}": value for name, value in ratios.items()}
+
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
         """The divisor of `loss_type`. Raises InputError: two replies have one number."""
-        replies = super().normaliser(targets, extras)
+        example = labels_of(0, targets, extras)
+        check_numbers("example", example)
+        if len(example):
+            check_rows("example", example, targets)
+        replies = sum(len(target) for target in targets)
         if self.loss_type == "dr_grpo":
             return replies * self.max_completion_length
         if self.loss_type == "grpo":
             return replies
         return max(1, sum(num_labelled(target) for target in targets))
-
-
-@dataclass(frozen=True)
-class RLOO(PolicyLoss):
-    """REINFORCE with a leave-one-out baseline: the mean over replies of the clipped objective.
-
-    Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740, with TRL's names and defaults. A ratio
-    is of a whole reply's probability to the old one. An advantage is the reward, less `beta` times
-    how much likelier the reply is than in the reference model, less the mean of the others of its
-    group. A reply without labels counts as 0.
-
-    Raises InputError: a setting is out of range.
-    """
-
-    beta: float = 0.05
-    num_generations: int = 2
-    normalize_advantages: bool = False
-
-    def advantages(self, rewards_R: Tensor, divergence_R: Tensor) -> Tensor:
-        rewards = rewards_R.double() - self.beta * divergence_R.double()
-        grouped = _grouped(rewards, self.num_generations)
-        others = (~grouped.isnan()).sum(1, keepdim=True) - 1
-        centred = grouped - (grouped.nansum(1, keepdim=True) - grouped) / others
-        if self.normalize_advantages:
-            centred = (centred - centred.nanmean()) / (_deviation(centred) + _SMALL)
-        return centred.nan_to_num(0.0).flatten().float()
-
-    def _ratio(self, labels: _Labels) -> Tensor:
-        return labels.summed(labels.log_prob - labels.inputs["old_logp"]).exp()
-
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        labels = self._labels(log_prob_N, targets_N, *extras)
-        ratio, advantage = self._ratio(labels), labels.by_reply(labels.inputs["advantage"])
-        clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
-        return -torch.min(ratio * advantage, clipped * advantage).sum()
-
-    def measures(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> dict[str, Tensor]:
-        labels = self._labels(log_prob_N, targets_N, *extras)
-        return self._clipped(labels, self._ratio(labels)[labels.row], by_reply=True)

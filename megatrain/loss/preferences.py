@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatrain.errors import InputError
-from megatrain.loss.base import IGNORED, Loss, Statistics
-from megatrain.loss.joint import JointLoss
+from megatrain.loss.base import IGNORED, JointLoss, Loss, Statistics
 
 MOST_NUMBERS = 1 << 24  # that fp32 tells apart
 
@@ -33,11 +32,6 @@ class Replies(NamedTuple):
     def gain(self) -> Tensor:
         """How much likelier a reply is than in the reference model."""
         return self.log_prob - self.reference
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean log-probability of a reply's labels."""
-        return self.log_prob / self.length
 
 
 def summed(places_N: Tensor, count: int, *values: Tensor) -> Replies:
@@ -70,11 +64,6 @@ def check_type(loss: str, value: str, known: Any, name: str = "loss_type") -> No
     if value not in get_args(known):
         names = ", ".join(get_args(known))
         raise InputError(f"{loss}'s {name} is {value!r}; it must be one of {names}")
-
-
-def unlikeliness(margin: Tensor, wrong: float) -> Tensor:
-    """`-log sigmoid(margin)`; the share `wrong` counts with the opposite margin."""
-    return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
 
 
 def labels_of(name: int, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -125,11 +114,10 @@ class PairLoss(JointLoss):
         used = targets_N != IGNORED
         values = dict(zip(self.inputs, (extra[used] for extra in extras), strict=True))
         log_prob, chosen = log_prob_N[used], values["chosen"]
-        counts = values.get("reply", torch.ones_like(chosen))
         reference = values.get("reference_logp", torch.zeros_like(chosen))
         numbers, index = values["pair"].unique(return_inverse=True)
         places = index + len(numbers) * (chosen != 1)
-        sums = summed(places, 2 * len(numbers), log_prob * counts, reference * counts, counts)
+        sums = summed(places, 2 * len(numbers), log_prob, reference, torch.ones_like(chosen))
         halves = (values.chunk(2) for values in sums)  # chosen, rejected
         return [Replies(*half) for half in zip(*halves, strict=True)]
 
@@ -140,15 +128,13 @@ class PairLoss(JointLoss):
         """Means over pairs, by TRL's names."""
         replies = self.replies(log_prob_N, targets_N, *extras)
         chosen, rejected = map(self.rewards, replies)
-        whole = "reference_logp" in self.inputs
-        logps = [of_kind.log_prob if whole else of_kind.mean for of_kind in replies]
         return {
             "rewards/chosen": chosen.mean(),
             "rewards/rejected": rejected.mean(),
             "rewards/accuracies": (chosen > rejected).double().mean(),
             "rewards/margins": (chosen - rejected).mean(),
-            "logps/chosen": logps[0].mean(),
-            "logps/rejected": logps[1].mean(),
+            "logps/chosen": replies[0].log_prob.mean(),
+            "logps/rejected": replies[1].log_prob.mean(),
         }
 
     def normaliser(self, targets: Sequence[Tensor], extras: Sequence[Sequence[Tensor]]) -> float:
@@ -157,9 +143,6 @@ class PairLoss(JointLoss):
         check_numbers("pair", pair)
         if not ((chosen == 0) | (chosen == 1)).all():
             raise InputError("chosen must be 1 at labels of chosen replies, 0 at those of rejected")
-        if "reply" in self.inputs:
-            reply = labels_of(self.inputs.index("reply"), targets, extras)
-            pair, chosen = pair[reply == 1], chosen[reply == 1]
         both = [set(pair[chosen == which].tolist()) for which in (1, 0)]
         if alone := both[0] ^ both[1]:
             which = "rejected" if min(alone) in both[0] else "chosen"
@@ -231,72 +214,7 @@ class DPO(PairLoss):
         if self.loss_type == "robust":
             both = (1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
             return -both / (1 - 2 * wrong)
-        return unlikeliness(margin, wrong)
-
-
-@dataclass(frozen=True)
-class SimPO(PairLoss):
-    """The mean over pairs of `-log sigmoid(beta * difference of mean log-probabilities - gamma)`.
-
-    Meng et al., 2024, https://arxiv.org/abs/2405.14734, equation 6; TRL's `CPOTrainer` with
-    `loss_type="simpo"` and `cpo_alpha=0`. Smoothing as of DPO.
-
-    Raises InputError: a setting is out of range.
-    """
-
-    beta: float = 2.0
-    gamma: float = 1.0
-    label_smoothing: float = 0.0
-    inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen")
-
-    def __post_init__(self) -> None:
-        check_settings("SimPO", self.beta, self.label_smoothing)
-        if not math.isfinite(self.gamma):
-            raise InputError(f"SimPO's gamma is {self.gamma!r}; it must be a number")
-
-    def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
-        margin = self.beta * (chosen.mean - rejected.mean) - self.gamma
-        return unlikeliness(margin, self.label_smoothing)
-
-    def rewards(self, replies: Replies) -> Tensor:
-        return self.beta * replies.mean
-
-
-@dataclass(frozen=True)
-class ORPO(PairLoss):
-    """Cross entropy of chosen texts, less `beta * log sigmoid` of the log odds ratio of replies.
-
-    Hong et al., 2024, https://arxiv.org/abs/2403.07691, equation 6; odds are those of a reply's
-    mean log-probability. The first is the mean over the step's labels of chosen texts, their
-    prompts included, as in TRL's `ORPOTrainer`.
-
-    A micro-batch has for each label, as floating-point numbers `[B, T]`, `pair` and `chosen` (see
-    `PairLoss`) and
-        reply: 1 at labels of replies, 0 at those of prompts, which only chosen texts have.
-
-    Raises InputError: `beta` is not above 0.
-    """
-
-    beta: float = 0.1
-    inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen", "reply")
-
-    def __post_init__(self) -> None:
-        check_settings("ORPO", self.beta)
-
-    def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
-        losses = self.pairs(*self.replies(log_prob_N, targets_N, *extras))
-        chosen_N = (targets_N != IGNORED) & (extras[1] == 1)
-        nll = -torch.where(chosen_N, log_prob_N, 0).double().sum() / chosen_N.sum()
-        return losses.sum() + len(losses) * nll
-
-    def pairs(self, chosen: Replies, rejected: Replies) -> Tensor:
-        odds = [
-            replies.mean - torch.log(-torch.expm1(replies.mean)) for replies in (chosen, rejected)
-        ]
-        return -self.beta * F.logsigmoid(odds[0] - odds[1])
-
-    def rewards(self, replies: Replies) -> Tensor:
-        return self.beta * replies.mean
+        return -(1 - wrong) * F.logsigmoid(margin) - wrong * F.logsigmoid(-margin)
 
 
 KtoVariant = Literal["kto", "apo_zero_unpaired"]

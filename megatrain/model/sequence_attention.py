@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from megatrain.compat.transformers import sdpa_attention_forward
 from megatrain.errors import InputError
 from megatrain.model.documents import OURS
-from megatrain.parallel.sequence_ranks import SequenceRanks
+from megatrain.parallel.distributed import SequenceRanks
 
 _tried: ContextVar[int | None] = ContextVar("_tried", default=None)
 _ranks: list[SequenceRanks | None] = []  # by the number that a compiled graph knows them by

@@ -30,8 +30,7 @@ from megatrain.model.capture import Call
 from megatrain.model.document_check import TOLERANCE, at_least_two, change_of, limits_of
 from megatrain.model.program import ModelProgram
 from megatrain.model.sequence_attention import attention_of, rows_of
-from megatrain.parallel.distributed import ALONE, Ranks
-from megatrain.parallel.sequence_ranks import SequenceRanks
+from megatrain.parallel.distributed import ALONE, Ranks, SequenceRanks
 
 _TOKENS = 8  # of a share that is tried
 _TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")

@@ -54,7 +54,7 @@ from megatrain.model.safetensors_io import (
     has_weights,
     stored_tensors,
 )
-from megatrain.tile.packed import WeightFormat
+from megatrain.tile.layout import WeightFormat
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,8 @@
 """Optimizers: each rule is a file; `RULES` has them by the name that run files know."""
 
 from megatrain.kernels.states import TileRange, UpdateOptions
-from megatrain.optim.adamw import AdamW
-from megatrain.optim.lion import Lion
 from megatrain.optim.muon import Muon
+from megatrain.optim.pointwise import SGD, AdamW, Lion
 from megatrain.optim.rule import (
     NO_DECAY,
     Plane,
@@ -15,7 +14,6 @@ from megatrain.optim.rule import (
     parameter_bytes,
     tile_planes,
 )
-from megatrain.optim.sgd import SGD
 from megatrain.optim.streamed import StreamedOptimizer
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (AdamW, Lion, SGD, Muon)}

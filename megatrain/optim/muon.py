@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatrain import kernels
 from megatrain.errors import InputError
 from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
-from megatrain.optim.adamw import update_adamw
+from megatrain.optim.pointwise import update_adamw
 from megatrain.optim.rule import NO_DECAY, Plane, Rule, is_number, parted
 from megatrain.tile import Entry, TileLayout
 
@@ -49,9 +49,6 @@ class Muon(Rule):
         no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
         adjust_lr_fn: `original` makes steps sqrt(max(1, rows / columns)) times as large;
             `match_rms_adamw` 0.2 sqrt(max(rows, columns)) times, so that AdamW's rates suit.
-        packed: of parameters that are several matrices, one after the other along one dimension:
-            a pattern of their names, and the sizes, `{"qkv_proj": [3072, 1024, 1024]}`. Each of the
-            matrices is orthogonalised on its own.
         ns_coefficients, ns_steps, ns_eps: of the Newton-Schulz iteration.
         ns_precision: of its products; `fp32` with layers in fp32 alone: for devices without bf16.
     """
@@ -65,7 +62,7 @@ class Muon(Rule):
         "clip": ("rest", "all"),
         "ns_precision": ("bf16", "fp32"),
     }
-    further = ("adamw_lr", "packed", "ns_steps")
+    further = ("adamw_lr", "ns_steps")
     needs_matrices = True
     launches = 18
 
@@ -79,7 +76,6 @@ class Muon(Rule):
     nesterov: bool = True
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
     clip: Literal["rest", "all"] = "rest"
-    packed: Mapping[str, Sequence[int]] | Sequence[tuple[str, Sequence[int]]] = ()
     ns_steps: int = 5
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     ns_eps: float = 1e-7
@@ -94,17 +90,6 @@ class Muon(Rule):
         if not self.momentum <= 1:
             raise InputError(f"Muon momentum is {self.momentum}; it must be 1 at most")
         object.__setattr__(self, "ns_coefficients", tuple(self.ns_coefficients))
-        pairs = self.packed.items() if isinstance(self.packed, Mapping) else self.packed
-        try:
-            packed = tuple((re.compile(name).pattern, tuple(sizes)) for name, sizes in pairs)
-        except (re.error, TypeError, ValueError) as error:
-            raise InputError(
-                f"Muon packed is {self.packed!r}; it must be sizes by patterns of names: {error}"
-            ) from error
-        for name, sizes in packed:
-            if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-                raise InputError(f"Muon packed has {sizes!r} for {name!r}; it must be whole sizes")
-        object.__setattr__(self, "packed", packed)
 
     @property
     def state_planes(self) -> tuple[Plane, ...]:
@@ -129,7 +114,6 @@ class Muon(Rule):
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Groups of `Rule.groups`; those without matrices come first: only they have moments."""
         groups = parted(super().groups(model), is_matrix)
-        self._check_packed([pair for group in groups for pair in group["params"]])
         for group in groups:
             name, first = group["params"][0]
             group["lr"] = self.rate(name, first.shape)
@@ -137,28 +121,6 @@ class Muon(Rule):
 
     def rate(self, name: str, shape: Sequence[int]) -> float:
         return self.lr if self.adamw_lr is None or is_matrix(name, shape) else self.adamw_lr
-
-    @property
-    def _packed(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        return self.packed  # type: ignore[return-value]
-
-    def _check_packed(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Require each pattern to match matrices that have a dimension of the sizes' sum."""
-        for pattern, sizes in self._packed:
-            matrices = [(n, p.shape) for n, p in named if is_matrix(n, p.shape)]
-            packed = [(n, shape) for n, shape in matrices if re.search(pattern, n)]
-            if not packed:
-                raise InputError(f"Muon packed has {pattern!r}, and no matrix of a layer has it")
-            for name, shape in packed:
-                if list(shape[-2:]).count(sum(sizes)) != 1:
-                    raise InputError(
-                        f"Muon packed has {list(sizes)} for {name!r} of shape {tuple(shape)}: they "
-                        "must add up to one of its last two dimensions"
-                    )
-
-    def _sizes(self, name: str) -> tuple[int, ...]:
-        """Sizes of the matrices in a packed parameter; none for any other parameter."""
-        return next((sizes for pattern, sizes in self._packed if re.search(pattern, name)), ())
 
     def average(
         self, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any], proceed: Tensor
@@ -171,14 +133,7 @@ class Muon(Rule):
         momentum.copy_(torch.where(proceed, average, momentum))
 
     def direct(self, entry: Entry, averages: Tensor) -> None:
-        sizes = self._sizes(entry.name)
-        if not sizes:
-            averages.copy_(self._orthogonal(averages))
-            return
-        # `update` makes a step of the size that is due to a whole parameter.
-        whole, dim = self._share(*entry.shape[-2:]), -2 if sum(sizes) == entry.shape[-2] else -1
-        for part in averages.split(sizes, dim):
-            part.copy_(self._orthogonal(part)).mul_(self._share(*part.shape[-2:]) / whole)
+        averages.copy_(self._orthogonal(averages))
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         """Approximates `U V'` for each matrix `U S V'` in [..., rows, columns]."""

@@ -26,7 +26,6 @@ from megatrain.tile.layout import ALIGNMENT
 # Patterns of parameter names without weight decay: those of transformers.Trainer (5.23).
 NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
-
 _A_MATRIX = Entry("layers.0.weight", (4096, 4096), 0, 0)
 
 
@@ -183,9 +182,7 @@ class Rule(ABC):
     def direct(self, entry: Entry, averages: Tensor) -> None:
         """Replace the averages that `average` has left by directions for `update`, on the device.
 
-        Args:
-            entry: the parameter.
-            averages: float32, of the parameter's shape, or some of its matrices.
+        Args: `averages`: float32, of the parameter's shape, or some of its matrices.
         """
         raise NotImplementedError
 
@@ -206,15 +203,15 @@ class Rule(ABC):
                 object.__setattr__(self, "betas", tuple(value))
             elif not is_number(value) or not 0 <= value < math.inf:
                 raise InputError(f"{kind} {name} is {value!r}; it must be a number, not negative")
-        if not isinstance(self.no_decay, tuple | list):
-            raise InputError(f"{kind} no_decay is {self.no_decay!r}; it must be a list of patterns")
-        for pattern in self.no_decay:
-            try:
+        try:
+            if isinstance(self.no_decay, str):
+                raise TypeError("this is one text")
+            for pattern in self.no_decay:
                 re.compile(pattern)
-            except (re.error, TypeError) as error:
-                raise InputError(
-                    f"{kind} no_decay has a bad pattern {pattern!r}: {error}"
-                ) from error
+        except (re.error, TypeError) as error:
+            raise InputError(
+                f"{kind} no_decay is {self.no_decay!r}; it must be a list of patterns: {error}"
+            ) from error
         object.__setattr__(self, "no_decay", tuple(self.no_decay))
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:

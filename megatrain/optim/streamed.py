@@ -305,7 +305,6 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
 
 def _scalar(value: Any) -> Any:
-    """Convert numbers of torch and numpy to Python's."""
     return value.item() if hasattr(value, "item") else value
 
 

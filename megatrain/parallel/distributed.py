@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from megatrain.compat.torch import all_gather_single, reduce_scatter_single
 from megatrain.errors import (
@@ -303,19 +305,19 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
             "call torch.distributed.init_process_group() first"
         )
     hosts = 1
-    if isinstance(group, DeviceMesh):
-        if group.ndim > 2:
-            raise InputError(f"group is a mesh of {group.ndim} dimensions; give one or two of them")
-        hosts = len(group.mesh) if group.ndim == 2 else 1
-        if group.ndim == 2 and group.mesh.flatten().tolist() != [*range(dist.get_world_size())]:
+    if isinstance(group, DeviceMesh) and group.ndim == 2:
+        if group.mesh.flatten().tolist() != [*range(dist.get_world_size())]:
             raise InputError(
                 "group is a mesh of hosts and their ranks: it must have all ranks in their order"
             )
-        group = dist.group.WORLD if group.ndim == 2 else group.get_group()
-    if not isinstance(group, ProcessGroup):
-        raise InputError(f"group is {group!r}; it must be a ProcessGroup or a DeviceMesh")
-    if dist.get_rank(group) < 0:
-        raise InputError("this process is not in the group that it gives")
+        hosts, group = len(group.mesh), dist.group.WORLD
+    elif isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    if not isinstance(group, ProcessGroup) or dist.get_rank(group) < 0:
+        raise InputError(
+            f"group is {group!r}; it must be a ProcessGroup, or a DeviceMesh of one or two "
+            "dimensions, that this process is in"
+        )
     if dist.get_world_size(group) == 1:
         return ALONE
     return connected(group, device, hosts)
@@ -342,8 +344,6 @@ def connected(group: ProcessGroup, device: torch.device, hosts: int = 1) -> Rank
 
 
 def _opened(members: Sequence[int], device: torch.device) -> ProcessGroups:
-    """Ranks of these members, with new communicators."""
-
     def opened(backend: str) -> Any:
         return dist.new_group(members, patience(), backend, use_local_synchronization=True)
 
@@ -373,3 +373,124 @@ def _link_gbps(ranks: Ranks, device: torch.device) -> float:
     assert float(values[0]) > 0
     received = _GATHERS * values.nbytes * (ranks.size - 1) / ranks.size
     return min(ranks.all_gather_object(received / (time.perf_counter() - started) / 1e9))
+
+
+# Rank 0 may tokenise for long, while the others wait; who has ended is noticed at once.
+_OPENING = timedelta(hours=24)
+
+
+def is_launched() -> bool:
+    """True if torchrun has started this process beside others."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def is_restarted() -> bool:
+    """True if torchrun has started it again, after a failure (`--max-restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def launch(devices: int, arguments: Sequence[str]) -> int:
+    """Run `megatrain` with these arguments on `devices` devices by torchrun; returns the exit code.
+
+    A process that fails prints the reason itself.
+
+    Raises:
+        InputError: there are more devices than cores.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    cores = len(os.sched_getaffinity(0))
+    if devices > cores:
+        raise InputError(
+            f"engine.devices is {devices}, but this process may use {cores} cores, and each device "
+            f"needs one; set engine.devices to at most {cores}"
+        )
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // devices)))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # device/cuda.py
+    options = ["--standalone", "--nproc-per-node", str(devices), "-m", "megatrain", *arguments]
+    try:
+        run(parse_args(options))
+    except ChildFailedError as error:
+        return max(1, error.get_first_failure()[1].exitcode)
+    except SignalException as signal:  # torchrun has passed it on, and the processes have ended
+        return 128 + int(signal.sigval)
+    return 0
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """The ranks of this run while the block runs; without torchrun this process alone."""
+    if not is_launched():
+        yield ALONE
+        return
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=_OPENING))
+        # After a restart torchrun's store may still have the addresses of processes that ended.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        store = PrefixStore(f"start {start}", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_OPENING)
+    except (RuntimeError, ValueError) as error:
+        raise RunFailed(f"the ranks do not find each other: {first_line(error)}") from error
+    try:
+        yield ProcessGroups(rank, size, host=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class SequenceRanks(ProcessGroups):
+    """Ranks with a communicator for what layers exchange, beside those of gathers and sums.
+
+    Attributes:
+        beneath: that communicator; its work is on the stream that computes.
+    """
+
+    beneath: ProcessGroup | None = None
+
+    def exchange_blocks(self, received: Tensor, sent: Tensor) -> None:
+        """Block n of `sent` `[size, ...]` goes to rank n; `received` has theirs, in their order.
+
+        Both are contiguous.
+        """
+        to, source = (t.view(self.size, -1).view(torch.uint8) for t in (received, sent))
+        with self._peer_errors():
+            dist.all_to_all_single(to, source, group=self.beneath)
+
+
+def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Ranks:
+    """The ranks that share every row: all of them, or this one alone. All ranks call this.
+
+    Raises:
+        InputError: `number` is neither 1 nor that of all ranks, or these are on several hosts, or
+            a rank has another number.
+    """
+    require_same(ranks.all_gather_object({"sequence_parallel": str(number)}))
+    if type(number) is not int or number not in (1, ranks.size):
+        raise InputError(
+            f"sequence_parallel is {number!r}; it must be 1 (each rank has rows of its own) or the "
+            f"number of ranks, which is {ranks.size}"
+        )
+    if number == 1:
+        return ALONE
+    if ranks.on_host != number or ranks.hosts > 1:
+        raise InputError(
+            f"sequence_parallel is {number}, and these ranks are on several hosts, which cannot "
+            "share rows yet; take the ranks of one host, or 1"
+        )
+    assert isinstance(ranks, ProcessGroups)
+    return SequenceRanks(**vars(ranks), beneath=_communicator(ranks.host, device))
+
+
+@cache  # as of the other communicators: they live as long as torch.distributed
+def _communicator(host: ProcessGroup, device: torch.device) -> ProcessGroup:
+    """A communicator for exchanges; on a GPU NCCL's, which allocates its memory now."""
+    if device.type == "cpu":
+        return host
+    members = dist.get_process_group_ranks(host)
+    group: Any = dist.new_group(members, patience(), "nccl", use_local_synchronization=True)
+    values = torch.ones(len(members), device=device)
+    dist.all_to_all_single(torch.empty_like(values), values, group=group)
+    torch.get_device_module(device).synchronize()
+    return group

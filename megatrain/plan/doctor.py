@@ -27,8 +27,8 @@ from megatrain.autoplace.auto import can_compile
 from megatrain.base.units import GIB, MIB, gib
 from megatrain.device import Device, open_device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Buffer
-from megatrain.device.host_mappings import host_range
-from megatrain.device.plane_file import PlaneFile
+from megatrain.device.cpu import host_range
+from megatrain.device.disk import PlaneFile
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, first_line
 from megatrain.machine import CONTEXT_BYTES, Machine
 from megatrain.machine import rates as machine_rates

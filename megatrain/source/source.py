@@ -19,7 +19,7 @@ from megatrain.checkpoint.manifest import Checkpoint, is_checkpoint, open_checkp
 from megatrain.compat import peft
 from megatrain.compat.transformers import MULTIMODAL_CLASSES, encoder_calls, encoders, scores_rows
 from megatrain.device import Recording
-from megatrain.device.plane_file import PlaneFile, disk_bytes
+from megatrain.device.disk import PlaneFile, disk_bytes
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.model import build
 from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
@@ -37,7 +37,7 @@ from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import Precision, Verify
 from megatrain.source import state_io
 from megatrain.tile import TileKind, TileLayout
-from megatrain.tile.packed import BASES, PACKINGS, WeightFormat
+from megatrain.tile.layout import BASES, PACKINGS, WeightFormat
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 Base = Literal["bf16", "fp8", "nf4"]

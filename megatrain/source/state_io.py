@@ -37,10 +37,10 @@ from megatrain.model.companions import read_files
 from megatrain.model.safetensors_io import Stored, read_header
 from megatrain.optim import NO_ADAFACTOR, RULES, Rule
 from megatrain.parallel.distributed import Ranks
-from megatrain.placement import Placement
+from megatrain.placement import Placement, renamed
 from megatrain.telemetry.host import update_threads
 from megatrain.tile import Entry
-from megatrain.tile.packed import PACKINGS
+from megatrain.tile.layout import PACKINGS
 
 Write = Callable[[str, Tensor], None]
 
@@ -194,6 +194,8 @@ def saved_optimizer(checkpoint: Checkpoint) -> Rule | None:
     name = str(settings.pop("name", None))
     if name == "adafactor":
         raise InputError(f"{checkpoint.folder}: trained with Adafactor. {NO_ADAFACTOR}")
+    if name == "muon" and not settings.get("packed", True):
+        del settings["packed"]  # earlier versions had it
     rule = RULES.get(name)
     known = set() if rule is None else {setting.name for setting in fields(rule)}
     if rule is None or settings.keys() != known:
@@ -213,7 +215,7 @@ def resumed_placement(
     known, choices = {setting.name for setting in fields(Placement)}, checkpoint.settings.placement
     saved = {n: v for n, v in choices.items() if n in known or v is not None}
     try:
-        return Placement(**saved | {"resident": tuple(saved["resident"])})
+        return Placement(**renamed(saved) | {"resident": tuple(saved["resident"])})
     except (LookupError, TypeError) as error:
         raise InputError(
             f"{checkpoint.folder}: its placement is of another version ({error}); give one: "

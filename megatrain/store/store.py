@@ -7,6 +7,7 @@ gradients belongs to the sink (engine/sink.py).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.base.units import align
 from megatrain.device import Buffer, Device, disk
-from megatrain.device.base import COMPUTE, UPDATE, Name
-from megatrain.device.plane_file import PlaneFile
+from megatrain.device.base import COMPUTE, DISK_IN, DISK_OUT, DISK_WEIGHTS, UPDATE, Memory, Name
+from megatrain.device.disk import BLOCK, PlaneFile
 from megatrain.errors import InputError
 from megatrain.optim import Plane, PlaneKind, Rule, tile_planes
 from megatrain.parallel.distributed import Ranks
@@ -66,9 +67,9 @@ class Rests:
     stays: bool = False
 
     def tier(self, plane: Plane) -> Tier:
-        """The tier of a plane."""
+        """The tier of a plane; the host, not a disk, for one that only the device uses."""
         tier: Tier = getattr(self, plane.kind.value)
-        return tier
+        return Tier.HOST if plane.on_device and tier is Tier.DISK else tier
 
     @property
     def streamed(self) -> bool:
@@ -296,7 +297,6 @@ class Store:
 
 
 def _on_disk(tile: Tile) -> bool:
-    """True if a plane of the tile rests on a disk, on any rank."""
     return any(tile.rests.tier(p) is Tier.DISK and p.numel(tile.layout) for p in tile.planes)
 
 
@@ -379,3 +379,133 @@ def planes(
             offset += align(length, step)
         buffers.append(buffer)
     return buffers
+
+
+LANES = 4  # pieces read, updated and written at once; another one for a disk that is uneven
+
+
+@dataclass
+class Lane:
+    """Host memory for one piece of all planes of a tile that rest on the disk."""
+
+    buffer: Buffer
+    left: Any = None  # event: the planes updated here are on the disk
+
+
+def own_numel(tile: Tile) -> int:
+    """The number of a tile's trained elements in this rank's block."""
+    return tile.trained.stop - tile.trained.start
+
+
+class DiskStaging:
+    """Moves planes from a disk to their updates, and back."""
+
+    def __init__(self, device: Device, tiles: Sequence[Tile]) -> None:
+        self._device = device
+        self._on_disk = {
+            tile.index: [p for p in tile.planes if tile.rests.tier(p) is Tier.DISK]
+            for tile in tiles
+        }
+        numels = [own_numel(t) for t in tiles if self._on_disk[t.index]]
+        self._piece = min(disk.PIECE, max(numels, default=1))
+        widest = max((sum(map(self._bytes, p)) for p in self._on_disk.values()), default=0)
+        self._lanes = [
+            Lane(
+                device.host(Name(Memory.DISK, f"disk lane {i}"), widest, torch.uint8, pinned=False)
+            )
+            for i in range(LANES if numels else 0)
+        ]
+        self._turn = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory of the lanes."""
+        return sum(lane.buffer.data.nbytes for lane in self._lanes)
+
+    def _bytes(self, plane: Plane) -> int:
+        """Bytes that a full piece of a plane takes in a lane."""
+        return align(plane.place(0, self._piece).stop * plane.dtype.itemsize, BLOCK)
+
+    def visit(self, tile: Tile) -> Iterator[tuple[int, int, Tile]]:
+        """Yield `(start, stop, tile)` for each piece of a tile, with its planes in memory.
+
+        Work put on UPDATE for a piece, before the iterator goes on, may change its planes.
+        """
+        device, planes, own = self._device, self._on_disk[tile.index], tile.trained
+        if not planes:
+            yield own.start, own.stop, tile
+            return
+        device.wait(DISK_IN, tile.written, "disk version due")
+        for start in range(0, own_numel(tile), self._piece):
+            stop = min(start + self._piece, own_numel(tile))
+            places = {plane: plane.place(start, stop) for plane in tile.planes}
+            parts = {p: b.piece(places[p].start, places[p].stop) for p, b in tile.planes.items()}
+            lane = self._lanes[self._turn % len(self._lanes)]
+            self._turn += 1
+            present = [plane for plane in planes if len(parts[plane].data)]  # some end earlier
+            rooms = self._rooms(lane, {plane: parts[plane] for plane in present})
+            device.wait(DISK_IN, lane.left, "disk lane free")
+            for plane in present:
+                device.copy(DISK_IN, rooms[plane], parts[plane])
+            device.wait(UPDATE, device.record(DISK_IN), "disk planes arrived")
+            yield own.start + start, own.start + stop, replace(tile, planes=parts | rooms)
+            device.wait(DISK_OUT, device.record(UPDATE), "disk planes updated")
+            for plane in present:
+                device.copy(DISK_OUT, parts[plane], rooms[plane])
+            lane.left = tile.written = device.record(DISK_OUT)
+
+    def _rooms(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
+        rooms, at = {}, 0
+        for plane, part in parts.items():
+            memory = lane.buffer.data[at : at + align(part.data.nbytes, BLOCK)]
+            rooms[plane] = Buffer(lane.buffer.name, memory.view(plane.dtype))
+            at += self._bytes(plane)
+        return rooms
+
+
+class DiskReader:
+    """Moves buffers from a disk to the device: a host thread reads and copies pieces.
+
+    Only work that uses a buffer waits for it, so no queue of the device holds up other work.
+    """
+
+    def __init__(self, device: Device, buffers: Sequence[Buffer]) -> None:
+        """Args: `buffers`: those that rest on a disk may be read later."""
+        self._device = device
+        sizes = [buffer.data for buffer in buffers if isinstance(buffer, disk.DiskBuffer)]
+        self._piece = min(disk.PIECE, max(map(len, sizes), default=0))
+        room = align(self._piece * max((data.itemsize for data in sizes), default=0), BLOCK)
+        name = Name(Memory.DISK, "disk lane in the device")
+        lane = device.host(name, room, torch.uint8, pinned=True).data if sizes else None
+        self._lane = lane
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory of the lane."""
+        return 0 if self._lane is None else self._lane.nbytes
+
+    def bring(self, tile: Tile, source: Buffer, to: Buffer, spans: Sequence[Span]) -> Any:
+        """Start copying a tile's `source` to free device memory; returns the event of its arrival.
+
+        Args: `spans`: the places of its parts in `to`.
+        """
+        device = self._device
+        device.wait(DISK_WEIGHTS, tile.written, "disk weights due")
+        # `.data` hides this thread's writes from autograd, which would take a write into one slot,
+        # while a layer computes, for a change of all slots.
+        work = partial(self._read, source, to.data.data, spans)
+        device.run(DISK_WEIGHTS, f"{source.name} -> {to.name}", work, [source], [to])
+        return device.record(DISK_WEIGHTS)
+
+    def _read(self, source: Buffer, to: torch.Tensor, spans: Sequence[Span]) -> None:
+        assert isinstance(source, disk.DiskBuffer) and self._lane is not None
+        for start in range(0, len(source.data), self._piece):
+            part = source.data[start : start + self._piece]
+            lane = self._lane[: align(part.nbytes, BLOCK)]
+            source.piece(start, start + len(part)).read(lane)
+            values = lane[: part.nbytes].view(part.dtype)
+            for span in spans:
+                first, last = max(start, span.start), min(start + len(part), span.stop)
+                if first < last:
+                    into = to[span.at + first - span.start :][: last - first]
+                    self._device.fetch(into, values[first - start : last - start])

@@ -6,10 +6,10 @@ groups stay as they were. Of the frozen ones those come first whose source has m
 so that the rest of the masters is a prefix, too.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from math import lcm, prod
 
@@ -17,7 +17,188 @@ import torch
 from torch import Tensor
 
 from megatrain.base.units import align
-from megatrain.tile.packed import Expand, WeightFormat
+
+Expand = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # codes, scales, their values; into
+
+_BLOCK, _GROUP = 64, 256  # values with one scale; scales with one of theirs
+_TINY = 1e-38  # bitsandbytes divides by no smaller scale
+_MOST_E4M3 = 448.0
+_PIECE = 1 << 23  # values that are expanded at once
+
+# https://github.com/bitsandbytes-foundation/bitsandbytes, functional.py, get_4bit_type
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How values are kept.
+
+    Attributes:
+        bytes_of: of a parameter of this shape.
+        pack: its values, to uint8 of that length.
+        parts: of these, the codes and an fp32 scale for each of equally many values.
+        expand: codes and scales to values, in place; of the fourth argument's type and length.
+        values: what codes stand for; empty where they say it themselves.
+    """
+
+    name: str
+    bytes_of: Callable[[Sequence[int]], int]
+    pack: Callable[[Tensor], Tensor]
+    parts: Callable[[Tensor, Sequence[int]], tuple[Tensor, Tensor]]
+    expand: Expand
+    values: Callable[[torch.device], Tensor]
+
+    def takes(self, shape: Sequence[int]) -> bool:
+        """True if a parameter can be packed: a matrix of whole blocks."""
+        return len(shape) == 2 and prod(shape) % _BLOCK == 0
+
+    def unpack(
+        self, stored: Tensor, out: Tensor, fast: Callable[[Expand], Expand] = lambda each: each
+    ) -> None:
+        """Write the values of `stored`, flat memory, to `out`; `fast` may compile `expand`."""
+        num_bytes = self.bytes_of(out.shape)
+        codes, scales = self.parts(stored.view(torch.uint8)[:num_bytes], out.shape)
+        flat, expand, values = out.view(-1), fast(self.expand), self.values(out.device)
+        of = flat.numel() // len(scales)  # values of a scale
+        most = max(1, _PIECE // of)
+        pieces = (codes.view(len(scales), -1), scales, flat.view(-1, of))
+        for piece in zip(*(whole.split(most) for whole in pieces), strict=True):
+            expand(piece[0].view(-1), piece[1], values, piece[2].view(-1))
+
+    def unpacked(self, stored: Tensor, shape: Sequence[int]) -> Tensor:
+        """The values of `stored` on the CPU that layers are computed with, in fp32."""
+        out = torch.empty(tuple(shape), dtype=torch.bfloat16)
+        self.unpack(stored, out)
+        return out.float()
+
+
+def _nf4_sizes(shape: Sequence[int]) -> tuple[int, int, int]:
+    """The numbers of values, of their blocks, and of groups of the blocks' scales."""
+    blocks = prod(shape) // _BLOCK
+    return prod(shape), blocks, -(-blocks // _GROUP)
+
+
+def _nf4_bytes(shape: Sequence[int]) -> int:
+    values, blocks, groups = _nf4_sizes(shape)
+    return 4 * (1 + groups) + values // 2 + blocks
+
+
+def _nf4_codes(values: Tensor) -> tuple[Tensor, Tensor]:
+    blocks, code = _nf4_sizes(values.shape)[1], _nf4_values(values.device)
+    blocked = values.reshape(blocks, _BLOCK).float()
+    scales = blocked.abs().amax(1)
+    scaled = (blocked * (1.0 / scales.clamp(min=_TINY))[:, None]).clamp(-1, 1)
+    codes = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True).to(torch.uint8)
+    pairs = codes.view(-1, 2)
+    return (pairs[:, 0] << 4) | pairs[:, 1], scales
+
+
+def _pack_nf4(values: Tensor) -> Tensor:
+    _, blocks, groups = _nf4_sizes(values.shape)
+    codes, scales = _nf4_codes(values)
+    mean = scales.expand(2, blocks).mean(1)[0]  # of one thread, so the same however many there are
+    padded = torch.zeros(groups * _GROUP)
+    padded[:blocks] = scales - mean
+    largest = padded.view(groups, _GROUP).abs().amax(1)
+    shares = padded.view(groups, _GROUP) * (1.0 / largest.clamp(min=_TINY))[:, None]
+    dynamic = _dynamic_values(values.device)
+    bounds = (dynamic[:-1] + dynamic[1:]) / 2
+    scale_codes = torch.bucketize(shares.clamp(-1, 1), bounds, out_int32=True).to(torch.uint8)
+    floats = torch.cat((mean.view(1), largest)).view(torch.uint8)
+    return torch.cat((floats, codes, scale_codes.view(-1)[:blocks]))
+
+
+def _pack_wide(values: Tensor) -> Tensor:
+    codes, scales = _nf4_codes(values)
+    return torch.cat((scales.view(torch.uint8), codes))
+
+
+def _wide_bytes(shape: Sequence[int]) -> int:
+    values, blocks, _ = _nf4_sizes(shape)
+    return 4 * blocks + values // 2
+
+
+def _wide_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    scales, codes = stored.split((4 * _nf4_sizes(shape)[1], prod(shape) // 2))
+    return codes, scales.view(torch.float32)
+
+
+def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
+    """True if both tables of codes (scales may have none) are those that this file uses."""
+    same = torch.equal(codes, _nf4_values(codes.device))
+    return same and (
+        scale_codes is None or torch.equal(scale_codes, _dynamic_values(scale_codes.device))
+    )
+
+
+def _nf4_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    values, blocks, groups = _nf4_sizes(shape)
+    floats, codes, scale_codes = stored.split((4 * (1 + groups), values // 2, blocks))
+    mean, largest = floats.view(torch.float32).split((1, groups))
+    shares = _dynamic_values(stored.device)[scale_codes.int()]
+    # Two roundings, as the library has it: nothing here is compiled, which would make them one.
+    return codes, shares * largest.repeat_interleave(_GROUP)[:blocks] + mean
+
+
+def _expand_nf4(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
+    of = torch.stack((codes >> 4, codes & 15), 1).view(len(scales), _BLOCK).int()
+    out.view(len(scales), _BLOCK).copy_(values[of] * scales[:, None])
+
+
+@cache
+def _nf4_values(device: torch.device) -> Tensor:
+    return torch.tensor(_NF4, device=device)
+
+
+@cache
+def _dynamic_values(device: torch.device) -> Tensor:
+    """The 8-bit code of bitsandbytes (create_dynamic_map): a sign, an exponent, a fraction."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        bounds = torch.linspace(0.1, 1, 2**exponent + 1)
+        means = (10.0 ** (exponent - 6) * ((bounds[:-1] + bounds[1:]) / 2)).tolist()
+        values += [*means, *(-mean for mean in means)]
+    return torch.tensor(sorted(values), device=device)
+
+
+def _fp8_bytes(shape: Sequence[int]) -> int:
+    return 4 * shape[0] + prod(shape)
+
+
+def _pack_fp8(values: Tensor) -> Tensor:
+    wide, scales = values.float(), (values.abs().amax(1) / _MOST_E4M3).float()
+    scaled = (wide / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).clamp(
+        -_MOST_E4M3, _MOST_E4M3
+    )
+    codes = scaled.to(torch.float8_e4m3fn)
+    return torch.cat((scales.view(torch.uint8), codes.view(-1).view(torch.uint8)))
+
+
+def _fp8_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    scales, codes = stored.split((4 * shape[0], prod(shape)))
+    return codes, scales.view(torch.float32)
+
+
+def _expand_fp8(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
+    wide = codes.view(torch.float8_e4m3fn).view(len(scales), -1).float()
+    out.view(len(scales), -1).copy_(wide * scales[:, None])
+
+
+def _no_values(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
+
+
+NF4 = WeightFormat("nf4", _nf4_bytes, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
+NF4_WIDE = WeightFormat("nf4_wide", _wide_bytes, _pack_wide, _wide_parts, _expand_nf4, _nf4_values)
+FP8 = WeightFormat("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
+BASES = {each.name: each for each in (NF4, FP8)}
+PACKINGS = BASES | {NF4_WIDE.name: NF4_WIDE}  # this one is only read, of folders
+
 
 # Elements. 128 bf16 values are 256 bytes: every parameter starts on a boundary that the widest
 # device loads and the host's cache lines both like.

@@ -9,7 +9,7 @@ import yaml
 
 from megatrain import __version__, config
 from megatrain.cli import main
-from megatrain.device import host_mappings
+from megatrain.device import cpu
 from megatrain.telemetry.gpu import Gpu
 from megatrain.train import setup
 from tests.cli.cases import sets
@@ -189,7 +189,7 @@ def test_a_folder_with_other_files_is_not_written_into(megatrain, run_file, tmp_
 
 
 def test_a_model_larger_than_the_host_does_not_fit(megatrain, run_file, tmp_path, monkeypatch):
-    answering(monkeypatch, host_mappings, host_available_bytes=1 << 12)
+    answering(monkeypatch, cpu, host_available_bytes=1 << 12)
     result = megatrain("train", run_file)
     assert_refused(result, "no host memory for weights: ", code=3)
     assert not (tmp_path / "run").exists()

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from megatrain.config.learning import LossSection
 from megatrain.config.load import validate
 from megatrain.forecast.workload import Workload
-from megatrain.loss import DPO, KTO, ORPO, Reward, SimPO, ZLoss
+from megatrain.loss import DPO, KTO, Reward
 from megatrain.train.second_model import References
 from tests.cli.cases import SENTENCES, sets
 from tests.parity.cases import llama, make_batches, make_engine
@@ -105,9 +105,7 @@ def test_a_run_moves_preferences_and_goes_on_exactly(
 
 
 @pytest.mark.parametrize(
-    "loss",
-    few([{"name": "simpo"}, {"name": "orpo"}, {"name": "kto", "loss_type": "apo_zero_unpaired"}]),
-    ids=["simpo", "orpo", "kto of pairs"],
+    "loss", few([{"name": "kto", "loss_type": "apo_zero_unpaired"}]), ids=["kto of pairs"]
 )
 def test_other_losses_of_replies_train(megatrain, preference_file, tmp_path, loss):
     file = preference_file([pair(number) for number in range(20)], **loss)
@@ -248,11 +246,7 @@ def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp
     ("changes", "message"),
     [
         ({"loss__name": "sft"}, "a better and a worse reply need loss.name: dpo"),
-        ({"loss__name": "kto", "loss__gamma": 1.0}, "kto has no gamma; it has beta"),
-        (
-            {"loss__name": "sft", "loss__z_loss": 1e-4, "loss__label_smoothing": 0.1},
-            "sft has z_loss or label_smoothing, not both",
-        ),
+        ({"loss__name": "kto", "loss__epsilon": 1.0}, "kto has no epsilon; it has beta"),
         ({"loss__loss_type": "exo"}, "loss_type is 'exo'; it must be one of sigmoid"),
         ({"data__kind": "chat"}, "loss.name dpo cannot have data.kind"),
         ({"data__weights": [1.0]}, "loss.name dpo cannot have data.weights"),
@@ -284,8 +278,7 @@ def test_what_the_page_shows_runs(tmp_path):
     blocks = [block.split("```")[0] for block in page.split("```yaml\n")[1:]]
     for tree in map(yaml.safe_load, blocks):
         assert "loss" not in tree or validate(tree, "docs/losses.md")
-    assert LossSection(z_loss=1e-4).loss() == ZLoss(1e-4)
-    for name, loss in {"simpo": SimPO(), "orpo": ORPO(), "kto": KTO(), "reward": Reward()}.items():
+    for name, loss in {"kto": KTO(), "reward": Reward()}.items():
         assert LossSection(name=name).loss() == loss
         for key in re.search(rf"\n\| `{name}` \|(.*?)\|", page)[1].split("`")[1::2]:
             key, _, value = key.partition(": ")

@@ -17,8 +17,7 @@ from megatrain.checkpoint import verify
 from megatrain.config import load
 from megatrain.data import open_stream
 from megatrain.errors import DoesNotFit, InputError, RunFailed
-from megatrain.parallel.distributed import ProcessGroups
-from megatrain.parallel.launch import joined, launch
+from megatrain.parallel.distributed import ProcessGroups, joined, launch
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train
 from megatrain.train.sharing import part_of, split_for_ranks
@@ -279,7 +278,7 @@ def test_more_devices_than_cores_are_refused_before_a_process_is_started():
 
 
 def test_devices_are_started_by_torchrun(megatrain, run_file):
-    with mock.patch("megatrain.parallel.launch.launch", return_value=3) as launched:
+    with mock.patch("megatrain.parallel.distributed.launch", return_value=3) as launched:
         result = megatrain("train", run_file, *sets(engine__devices=2), "--resume")
     given = ["train", str(run_file), "--set", "engine.devices=2", "--resume"]
     launched.assert_called_once_with(2, given)

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from megatrain import Engine, InputError, Placement
-from megatrain.tile.packed import BASES, FP8, NF4
+from megatrain.tile.layout import BASES, FP8, NF4
 from tests.parity.cases import gradients, in_dtype, llama, make_batches, make_engine, masters, same
 from tests.sweeps import few
 

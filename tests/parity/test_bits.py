@@ -19,7 +19,7 @@ PLACES = {
     "disk": Placement(slots=1, disk_moments=99, disk_remainder=99, disk_weights=99),
     "device": Placement(slots=1, resident=("layer 1", "head")),
 }
-ONE_BIT = r"differs from its checksum in 1 blocks .*; one flipped bit explains it, bit 3 of byte "
+ONE_BIT = r"differs from its checksum in 1 blocks .*; one flipped bit may explain it"
 
 
 def flip(plane, byte, bit=3):
@@ -62,16 +62,17 @@ def test_a_flipped_bit_of_any_plane_stops_the_next_step(rule, place, tmp_path):
                 continue
             engine.step(steps[0])
             flip(buffer, 4)
+            where = "host" if plane.on_device and place == "disk" else place
             with pytest.raises(
-                RunFailed, match=f"layer 1: the plane of {plane.name} \\({place}\\) "
+                RunFailed, match=f"layer 1: the plane of {plane.name} \\({where}\\) "
             ):
                 engine.step(steps[1])
                 engine.save(tmp_path / "damaged")  # directions that wait for the norm come after it
 
 
-def test_the_place_of_a_flipped_bit_is_named_and_that_of_others_is_not():
+def test_one_flipped_bit_is_told_from_several():
     steps = make_batches(2)
-    for bytes_flipped, said in (((4321,), ONE_BIT + "4,321"), ((8, 4321), "no single flipped")):
+    for bytes_flipped, said in (((4321,), ONE_BIT), ((8, 4321), "no single flipped")):
         with make_engine(llama(), verify="step") as engine:
             engine.step(steps[0])
             for byte in bytes_flipped:

@@ -8,7 +8,7 @@ from torch import nn
 from megatrain import DoesNotFit, Engine, InputError, Placement, RunFailed
 from megatrain.checkpoint import verify
 from megatrain.device import CpuDevice, disk
-from megatrain.device.plane_file import BLOCK, PlaneFile
+from megatrain.device.disk import BLOCK, PlaneFile
 from megatrain.engine.step import TrainingParts
 from tests.checkpoint.cases import ThreadedDevice, state
 from tests.inside import parts_of, sized, store_of

@@ -11,7 +11,7 @@ from megatrain import Placement
 from megatrain.autoplace import auto
 from megatrain.base.units import MIB
 from megatrain.device import CpuDevice
-from megatrain.engine import host_memory_guard
+from megatrain.engine import assemble
 from megatrain.engine.step import TrainingParts
 from megatrain.placement import ActivationPolicy, Planned
 from megatrain.telemetry.host import process_bytes
@@ -38,7 +38,7 @@ def steps():
 def rooms(monkeypatch, *left):
     """What the host has left when it is asked, one time after the other."""
     asked = iter(left)
-    monkeypatch.setattr(host_memory_guard, "host_available_bytes", lambda limit: next(asked))
+    monkeypatch.setattr(assemble, "host_available_bytes", lambda limit: next(asked))
 
 
 def policies_taken(monkeypatch):

@@ -18,13 +18,11 @@ from megatrain.loss import (
     LabelSmoothing,
     Loss,
     PairLoss,
-    PolicyLoss,
     Score,
     ScoreWeights,
     TokenScore,
     TokenWeights,
     TopTokens,
-    ZLoss,
 )
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
@@ -134,7 +132,6 @@ def weights(step):
 
 LOSSES: dict[str, tuple[Loss, Any]] = {
     "smoothed": (LabelSmoothing(0.1), labelled),
-    "z-loss": (ZLoss(0.01), labelled),
     "weights": (TokenWeights(), weights),
     "curved": (Curved(), rows),
     "distilled": (Distillation(cross_entropy=0.3), labelled),
@@ -149,7 +146,7 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
 
 def test_every_loss_of_the_package_is_tried():
     kinds = {v for v in vars(loss_package).values() if isinstance(v, type) and issubclass(v, Loss)}
-    others = {Loss, JointLoss, PairLoss, PolicyLoss, CrossEntropy, Score}  # or tried below
+    others = {Loss, JointLoss, PairLoss, CrossEntropy, Score}  # or tried below
     others |= {TokenScore, ScoreWeights, TopTokens}  # parts of Reward; what a teacher says
     elsewhere = [*PREFERENCES.values(), *REWARDS.values(), *POLICIES.values()]
     tried = {type(loss) for loss, _ in LOSSES.values()} | {*map(type, elsewhere)}
@@ -329,7 +326,6 @@ BAD_SETTINGS: dict[str, tuple[Any, tuple[float, ...]]] = {
     "beta of distillation is": (lambda beta: Distillation(beta=beta), (-0.1, 1.1, NAN)),
     "cross_entropy or a temperature": (lambda t: Distillation(0.3, temperature=t), (2.0,)),
     "label smoothing is": (LabelSmoothing, (-0.1, 1.0, NAN)),
-    "share of z-loss is": (ZLoss, (-0.1, 0.0, INF, NAN)),
     "CrossEntropy's temperature is": (CrossEntropy, (0.0, INF, NAN)),
 }
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from megatrain import Engine, InputError, Muon, Placement
 from megatrain.device import CpuDevice, disk
-from megatrain.device.plane_file import BLOCK
+from megatrain.device.disk import BLOCK
 from megatrain.errors import StepRefused
-from megatrain.optim import TileRange, UpdateOptions
 from megatrain.optim.muon import is_matrix
 from megatrain.tile import Entry
 from megatrain.tile.layout import MOST_ELEMENTS
@@ -170,45 +169,6 @@ def test_fused_experts_are_matrices_of_their_own():
     assert not any("embed" in name or "norm" in name or "lm_head" in name for name in names)
 
 
-# Rows, as Linear has them; columns, as GPT-2's Conv1D.
-@pytest.mark.parametrize(("shape", "sizes"), [((48, 20), [32, 8, 8]), ((12, 36), [12, 12, 12])])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_packed_matrices_are_torch_s_taken_apart(shape, sizes, settings, monkeypatch):
-    with_precision(settings, monkeypatch)
-    rule, dim = Muon(lr=1e-2, packed={"qkv": sizes}, **settings), sizes != [32, 8, 8]
-    entry, proceed = Entry("layers.0.qkv.weight", shape, 0, 0), torch.tensor(True)
-    ours, momentum = randn(shape[0] * shape[1], 0).view(shape), torch.zeros(shape)
-    start = ours.clone()
-    apart = [torch.nn.Parameter(part.clone()) for part in ours.split(sizes, int(dim))]
-    named = {k: v for k, v in settings.items() if k in ("nesterov", "adjust_lr_fn")}
-    muon = torch.optim.Muon(apart, lr=1e-2, weight_decay=rule.weight_decay, **named)
-    for step in range(1, 4):
-        gradient = randn(ours.numel(), step).view(shape)
-        for parameter, part in zip(apart, gradient.split(sizes, int(dim)), strict=True):
-            parameter.grad = part.clone()
-        muon.step()
-        rule.average(gradient, momentum, vars(rule), proceed)
-        rule.direct(entry, gradient)
-        group = vars(rule) | {"shape": shape}
-        tile = TileRange(ours.view(-1), None, [], gradient.view(-1))
-        rule.update(tile, group, UpdateOptions(step=step))
-    together = torch.cat([p.detach() for p in apart], int(dim))
-    assert (ours - together).norm() < 1e-5 * (together - start).norm()
-
-
-@pytest.mark.parametrize(
-    ("packed", "message"),
-    [
-        ({"nothing": [4]}, "'nothing', and no matrix of a layer has it"),
-        ({"q_proj": [4, 4]}, r"q_proj.weight' of shape \(32, 32\): they must add up to one"),
-        ({"q_proj": [16, 16]}, "must add up to one"),  # to both
-    ],
-)
-def test_packed_sizes_that_do_not_fit_are_refused(packed, message):
-    with pytest.raises(InputError, match=message):
-        engine_of(llama(), Muon(packed=packed), None)
-
-
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 @pytest.mark.parametrize("clip", [CLIP, None])
 def test_a_loss_that_is_not_finite_changes_nothing(clip, placement):
@@ -261,7 +221,7 @@ def test_planes_on_a_disk_change_no_bit(device, rule, tmp_path, monkeypatch):
     plain, memory = train("plain")
     found, less = train("disk", placement=on_disk, disk=tmp_path, device=device())
     assert all(map(same, found, plain))
-    assert less["host_moments_bytes"] == 0 < memory["host_moments_bytes"]
+    assert 0 < less["host_moments_bytes"] < memory["host_moments_bytes"]  # the momentum alone
     assert less["host_disk_lanes_bytes"] > 0
 
 
@@ -269,8 +229,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "steps": ({"ns_steps": 0}, "ns_steps is 0; it must be 1 to 99"),
     "rate": ({"adamw_lr": -1.0}, "adamw_lr is -1.0; it must be a number, or None"),
     "momentum": ({"momentum": 2.0}, "momentum is 2.0; it must be 1 at most"),
-    "sizes": ({"packed": {"qkv": [0, 4]}}, r"packed has \(0, 4\) for 'qkv'"),
-    "no pairs": ({"packed": ["qkv"]}, "packed is .* must be sizes by patterns of names"),
     "adjustment": ({"adjust_lr_fn": "none"}, "must be original or match_rms_adamw"),
     "precision": ({"ns_precision": "fp16"}, "ns_precision is 'fp16'; it must be bf16 or fp32"),
 }

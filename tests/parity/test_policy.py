@@ -1,4 +1,4 @@
-"""GRPO and RLOO against the published formulas, reply by reply in plain torch."""
+"""GRPO against the published formulas, reply by reply in plain torch."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatrain import InputError, Placement
-from megatrain.loss import GRPO, RLOO
+from megatrain.loss import GRPO
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 from tests.sweeps import swept
 
@@ -28,9 +28,8 @@ LOSSES: dict[str, Any] = {
         loss_type="grpo",
         importance_sampling_level="sequence",
     ),
-    "rloo": RLOO(epsilon=0.1, epsilon_high=0.3),
     "cool": GRPO(0.04, 0.1, temperature=0.7),
-    "warm": RLOO(epsilon=0.1, temperature=1.3),
+    "warm": GRPO(epsilon=0.1, temperature=1.3),
 }
 
 
@@ -60,9 +59,7 @@ def replies(model, loss):
 def of_reply(loss, log_prob, old, reference, a):
     """The summed loss of one reply, of its labels' numbers `[L]`."""
     difference = log_prob - old
-    if isinstance(loss, RLOO):
-        difference = difference.sum()
-    elif loss.importance_sampling_level == "sequence":
+    if loss.importance_sampling_level == "sequence":
         difference = difference.mean().expand(len(difference))
     ratio = difference.exp()
     if getattr(loss, "loss_type", "") == "cispo":
@@ -71,7 +68,7 @@ def of_reply(loss, log_prob, old, reference, a):
     clipped = ratio.clamp(1 - loss.epsilon, high)
     bounded = ratio if getattr(loss, "delta", None) is None else ratio.clamp(max=loss.delta)
     each = -torch.minimum(bounded * a, clipped * a)
-    if loss.beta and isinstance(loss, GRPO):
+    if loss.beta:
         divergence = (reference - log_prob).exp() - (reference - log_prob) - 1
         each = each + loss.beta * divergence * (ratio if loss.use_bias_correction_kl else 1)
     return each.mean() if getattr(loss, "loss_type", "") == "grpo" else each.sum()
@@ -112,32 +109,27 @@ def test_values_and_gradients_are_those_of_the_formulas(loss, placement):
     assert relative_error(gradients(engine), wanted) < 2e-6
     clipped = "cispo_clip_ratio" if LOSSES.get("cispo") is loss else "clip_ratio/region_mean"
     assert result.measures[clipped] > 0
-    assert ("kl" in result.measures) == (isinstance(loss, GRPO) and loss.beta > 0)
+    assert ("kl" in result.measures) == (loss.beta > 0)
 
 
 def test_advantages_compare_replies_to_one_prompt():
     rewards = torch.tensor([1.0, 2.0, 6.0, 4.0, 4.0, 4.0, float("nan"), 1.0, 0.0])
-    nothing = torch.zeros(9)
-    group = GRPO(num_generations=3).advantages(rewards, nothing)
+    group = GRPO(num_generations=3).advantages(rewards)
     deviation = 7**0.5 + 1e-4
     wanted = [-2 / deviation, -1 / deviation, 3 / deviation, 0, 0, 0, 0]
     torch.testing.assert_close(group[:7], torch.tensor(wanted))
     torch.testing.assert_close(group[7:], torch.tensor([0.5, -0.5]) / (0.5**0.5 + 1e-4))
-    none = GRPO(num_generations=3, scale_rewards="none").advantages(rewards, nothing)
+    none = GRPO(num_generations=3, scale_rewards="none").advantages(rewards)
     assert none.tolist() == [-2, -1, 3, 0, 0, 0, 0, 0.5, -0.5]
-    batch = GRPO(num_generations=3, scale_rewards="batch").advantages(rewards, nothing)
+    batch = GRPO(num_generations=3, scale_rewards="batch").advantages(rewards)
     there = rewards[~rewards.isnan()]
     torch.testing.assert_close(batch, none / (there.std() + 1e-4))
-    left = RLOO(beta=0.5, num_generations=3).advantages(rewards, torch.arange(9.0))
-    assert left.tolist() == [-2.25, -1.5, 3.75, 0.75, 0, -0.75, 0, 1.5, -1.5]
-    scaled = RLOO(num_generations=3, normalize_advantages=True).advantages(rewards, nothing)
-    assert scaled.nanmean() == pytest.approx(0, abs=1e-6)
-    with pytest.raises(InputError, match="8 rewards are not of whole groups of 3"):
-        RLOO(num_generations=3).advantages(rewards[:8], nothing[:8])
+    with pytest.raises(InputError, match="8 rewards are no whole groups of 3"):
+        GRPO(num_generations=3).advantages(rewards[:8])
 
 
 def test_a_step_whose_replies_are_all_masked_changes_nothing_by_a_gradient():
-    for loss in (GRPO(), GRPO(loss_type="grpo"), RLOO()):
+    for loss in (GRPO(), GRPO(loss_type="grpo")):
         model = llama()
         step = replies(model, loss)
         for micro in step:
@@ -155,9 +147,9 @@ def test_a_step_whose_replies_are_all_masked_changes_nothing_by_a_gradient():
         (lambda: GRPO(delta=1.1), "delta is 1.1; it must be above 1"),
         (lambda: GRPO(delta=2.0, loss_type="cispo"), "cispo has no delta"),
         (lambda: GRPO(beta=-1), "beta is -1"),
-        (lambda: RLOO(epsilon_high=-1), "epsilon_high must be numbers from 0"),
-        (lambda: RLOO(max_completion_length=0), "max_completion_length must be 1 or more"),
-        (lambda: RLOO(temperature=0), "RLOO's temperature is 0; it must be above 0"),
+        (lambda: GRPO(epsilon_high=-1), "epsilon_high is -1; it must be 0 or more"),
+        (lambda: GRPO(max_completion_length=0), "max_completion_length is 0; it must be 1 or more"),
+        (lambda: GRPO(temperature=0), "GRPO's temperature is 0; it must be above 0"),
     ],
 )
 def test_settings_of_policies_are_checked(make, message):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatrain import Engine, InputError, Placement
-from megatrain.loss import DPO, KTO, ORPO, SimPO
+from megatrain.loss import DPO, KTO
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 from tests.sweeps import swept
 
@@ -19,10 +19,7 @@ WIDE = 1000
 
 
 def replies(loss):
-    """Six replies in uneven micro-batches: chosen and rejected ones in turn, or of KTO three kinds.
-
-    Each begins with a prompt, whose tokens are labels where ORPO wants them.
-    """
+    """Six replies in uneven micro-batches: chosen and rejected in turn, or of KTO three kinds."""
     [step] = make_batches(1)
     generator, number = torch.Generator().manual_seed(5), 0
     for micro in step:
@@ -33,9 +30,6 @@ def replies(loss):
         number += rows
         chosen = (numbers < 3)[:, None].expand(ids.shape)
         labels = micro["labels"].masked_fill(prompt, -100)
-        if isinstance(loss, ORPO):
-            micro["reply"] = (labels != -100).float()
-            labels = torch.where(chosen & prompt, ids, labels)
         micro["labels"] = labels
         micro["chosen"], micro["pair"] = chosen.float(), (numbers % 3)[:, None].expand(ids.shape)
         micro["example"] = numbers[:, None].expand(ids.shape).float()
@@ -53,34 +47,21 @@ def sums(model, step):
         every = model(input_ids=micro["input_ids"]).logits.float()[:, :-1].log_softmax(-1)
         log_prob = every.gather(2, targets.clamp(min=0)[..., None])[..., 0]
         counts = (targets != -100).float()
-        reply = micro.get("reply", torch.ones_like(micro["labels"]))[:, 1:] * counts
         reference = micro.get("reference_logp", torch.zeros(1, targets.shape[1] + 1))[:, 1:]
         for row in range(len(targets)):
-            mask = reply[row]
+            mask = counts[row]
             found.append(
                 {
                     "sum": (log_prob[row] * mask).sum(),
                     "gain": ((log_prob[row] - reference[row % len(reference)]) * mask).sum(),
-                    "mean": (log_prob[row] * mask).sum() / mask.sum(),
                     "length": mask.sum(),
-                    "nll": -(log_prob[row] * counts[row]).sum(),
-                    "labels": counts[row].sum(),
                 }
             )
     return found
 
 
 def of_pairs(loss, rows):
-    pairs = list(zip(rows[:3], rows[3:], strict=True))
     beta, wrong = loss.beta, getattr(loss, "label_smoothing", 0.0)
-    if isinstance(loss, ORPO):
-        odds = [torch.log(r["mean"].exp() / (1 - r["mean"].exp())) for r in rows]
-        ratios = torch.stack([F.logsigmoid(odds[i] - odds[i + 3]) for i in range(3)])
-        nll = sum(r["nll"] for r in rows[:3]) / sum(r["labels"] for r in rows[:3])
-        return nll - beta * ratios.mean()
-    if isinstance(loss, SimPO):
-        margins = torch.stack([beta * (c["mean"] - r["mean"]) - loss.gamma for c, r in pairs])
-        return (-(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins)).mean()
     by_length = loss.loss_type in ("ipo", "sigmoid_norm")
     gains = [r["gain"] / (r["length"] if by_length else 1) for r in rows]
     difference = torch.stack([gains[i] - gains[i + 3] for i in range(3)])
@@ -112,8 +93,6 @@ LOSSES: dict[str, Any] = {
     "robust": DPO(0.05, 0.2, "robust"),
     "ipo": DPO(0.5, loss_type="ipo"),
     "hinge": DPO(0.05, loss_type="hinge"),
-    "simpo": SimPO(2.0, 0.7, 0.1),
-    "orpo": ORPO(0.4),
     "kto": KTO(0.05, 1.5, 0.7),
     "apo": KTO(0.05, loss_type="apo_zero_unpaired"),
 }
@@ -137,7 +116,7 @@ def test_values_and_gradients_are_those_of_the_formulas(loss, placement):
 
 def test_measures_are_what_rewards_are():
     model = llama()
-    for loss, key in ((DPO(0.3), "gain"), (SimPO(), "mean"), (ORPO(0.4), "mean")):
+    for loss, key in ((DPO(0.3), "gain"),):
         with torch.no_grad():
             rows = sums(model, step := replies(loss))
         rewards = torch.stack([loss.beta * row[key] for row in rows])
@@ -183,8 +162,7 @@ def test_log_probabilities_are_those_of_the_labels(placement):
     [
         (lambda: DPO(loss_type="exo"), "loss_type is 'exo'; it must be one of sigmoid"),
         (lambda: DPO(0.1, 0.1, "ipo"), "ipo has no label smoothing"),
-        (lambda: ORPO(0.0), "ORPO's beta is 0.0"),
-        (lambda: SimPO(gamma=float("nan")), "gamma is nan"),
+        (lambda: DPO(0.0), "DPO's beta is 0.0"),
         (lambda: KTO(undesirable_weight=-1), "a weight of KTO is -1"),
         (lambda: KTO(loss_type="bco"), "KTO's loss_type is 'bco'"),
     ],
@@ -204,10 +182,6 @@ def test_replies_that_are_none_are_refused():
     wrong[1]["example"] = torch.zeros_like(wrong[1]["example"])
     with pytest.raises(InputError, match="example 0 has a reply in several rows of this step"):
         engine.step(wrong, KTO())
-    for loss in (DPO(), ORPO()):  # numbers that begin anew
-        with pytest.raises(InputError, match="pair 0 has a reply in several rows of this step"):
-            engine.step([*replies(loss), *replies(loss)], loss)
-    wrong = replies(ORPO())
-    wrong[0]["reply"] = torch.zeros_like(wrong[0]["reply"])
-    with pytest.raises(InputError, match="has no label of a chosen reply"):
-        engine.step(wrong, ORPO())
+    loss = DPO()  # numbers that begin anew
+    with pytest.raises(InputError, match="pair 0 has a reply in several rows of this step"):
+        engine.step([*replies(loss), *replies(loss)], loss)

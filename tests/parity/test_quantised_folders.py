@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from megatrain import Engine, InputError
 from megatrain.checkpoint import open_checkpoint
 from megatrain.model.quantised import quantised_base
-from megatrain.tile.packed import _NF4, FP8, NF4, NF4_WIDE, _dynamic_values
+from megatrain.tile.layout import _NF4, FP8, NF4, NF4_WIDE, _dynamic_values
 from megatrain.train.export import export
 from tests.inside import store_of
 from tests.parity.cases import gradients, in_dtype, llama, make_batches, make_engine, masters, same

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from megatrain import Engine, Placement
 from megatrain.checkpoint import files, open_checkpoint, verify
 from megatrain.device import disk
-from megatrain.device.plane_file import BLOCK, PlaneFile
+from megatrain.device.disk import BLOCK, PlaneFile
 from megatrain.errors import DoesNotFit, InputError, RunFailed, StepRefused
 from megatrain.forecast.workload import Generation
 from megatrain.kernels.states import GROUP

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatrain import Engine, Placement
 from megatrain.device import CpuDevice
-from megatrain.engine.host_memory_guard import HostMemoryGuard
+from megatrain.engine.assemble import HostMemoryGuard
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, LabelSmoothing
 from megatrain.model.trained import Trained

@@ -1,7 +1,5 @@
 """Losses against those of TRL's own trainers: what they compute, and its gradients."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +8,7 @@ from transformers import (
 )
 
 from megatrain.data.demo_corpus import train_bpe_tokenizer
-from megatrain.loss import KTO, ORPO, Distillation, SimPO
+from megatrain.loss import KTO, Distillation
 from tests.parity.cases import (
     gradients,
     llama,
@@ -139,36 +137,6 @@ def test_kto(tokenizer, tmp_path, loss):
         step.append(micro)
         first += len(ids)
     agree(model, step, loss, wanted)
-
-
-UNREFERENCED = [ORPO(), ORPO(0.4), SimPO(), SimPO(1.5, 0.4, 0.1)]
-
-
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("loss", UNREFERENCED, ids=str)
-def test_orpo_and_simpo(tokenizer, tmp_path, loss, cut):
-    model = llama(vocab_size=VOCAB, pad_token_id=tokenizer.pad_token_id)
-    given: dict[str, Any] = {"beta": loss.beta, "disable_dropout": True}
-    if isinstance(loss, SimPO):
-        kind, module = "CPO", pytest.importorskip("trl.experimental.cpo")
-        given |= {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": loss.gamma}
-        given["label_smoothing"] = loss.label_smoothing
-    else:
-        kind, module = "ORPO", pytest.importorskip("trl.experimental.orpo")
-    trainer = trainer_of(kind, [model], rows(), tokenizer, tmp_path, module=module, **given)
-    batch, *wanted = computed(trainer)
-    both = trainer.concatenated_inputs(
-        batch, padding_value=tokenizer.pad_token_id, device=torch.device("cpu")
-    )
-    ids, mask, labels = (
-        both[f"concatenated_{name}"] for name in ("input_ids", "attention_mask", "labels")
-    )
-    step = of_pairs({"input_ids": ids, "attention_mask": mask}) | {"labels": labels}
-    if isinstance(loss, ORPO):  # of chosen texts the prompts are learnt as well
-        step["reply"] = (labels != -100).float()
-        read = (mask == 1) & (step["chosen"] == 1)
-        step["labels"] = torch.where(read, ids, labels)
-    agree(model, in_parts(step, cut), loss, wanted)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.9, 2.5])

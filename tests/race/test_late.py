@@ -7,7 +7,7 @@ import torch
 
 from megatrain import Placement
 from megatrain.device import CpuDevice, disk
-from megatrain.device.plane_file import BLOCK
+from megatrain.device.disk import BLOCK
 from megatrain.engine import sink
 from tests.inside import sized
 from tests.parity.cases import llama, make_batches, make_engine, masters

@@ -149,12 +149,3 @@ def test_planes_compared_before_a_save_need_their_way_from_the_disk():
     assert not trace(**schedule).races
     races = trace(**schedule, without=frozenset({"disk version to check"})).races
     assert any("check " in race for race in races)
-
-
-def test_momentum_on_a_disk_needs_each_wait_of_its_way():
-    schedule: dict = {"max_grad_norm": None, "tied": False, "rule": "muon", "saves": (0, 1)}
-    schedule["placement"] = Placement(disk_moments=9, disk_weights=2)
-    waits = ("room free", "state arrived", "state ready")
-    for why in (f"directions' {each}" for each in waits):
-        races = trace(**schedule, without=frozenset({why})).races
-        assert any("momentum" in race or "state" in race for race in races), why

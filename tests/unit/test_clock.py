@@ -3,7 +3,7 @@
 import torch
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE
-from megatrain.device.clock import ClockDevice, Cost
+from megatrain.device.trace import ClockDevice, Cost
 from megatrain.telemetry.timeline import breakdown
 
 

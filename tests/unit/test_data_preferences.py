@@ -8,7 +8,7 @@ from data_cases import chat_tokenizer, encode_row, refused, talk, write_jsonl
 from megatrain.data import StepLoader, open_dataset
 from megatrain.data.encoders import Document
 from megatrain.data.token_store import memory_store
-from megatrain.loss import DPO, KTO, ORPO
+from megatrain.loss import DPO, KTO
 
 QWEN = chat_tokenizer("qwen")
 ASK, GOOD, BAD = "What is 12 + 30?", "It is 42.", "Tell me a short story."
@@ -100,14 +100,6 @@ def test_rows_have_what_losses_ask(tmp_path):
     assert micro["chosen"][:, -1].tolist() == [1, 0, 1, 0]
     assert micro["reference_logp"].sum(1).tolist() == [3, 4, 1, 2]  # of row 1, then of row 0
     assert ((micro["reference_logp"] != 0) <= (labels != -100)).all()
-    data.train_with(ORPO())
-    more = data.batch([1, 0])
-    there = micro["attention_mask"] == 1
-    assert torch.equal(more["reply"] == 1, labels != -100)
-    chosen = torch.tensor([True, False, True, False])
-    whole = torch.where(there, micro["input_ids"], -100)
-    assert torch.equal(more["labels"][chosen][:, 1:], whole[chosen][:, 1:])
-    assert torch.equal(more["labels"][~chosen], labels[~chosen])
 
 
 def test_mismatched_replies_are_those_of_the_row_before(tmp_path):

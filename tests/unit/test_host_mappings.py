@@ -3,7 +3,7 @@
 import torch
 
 from megatrain.base.units import MIB
-from megatrain.device.host_mappings import host_range
+from megatrain.device.cpu import host_range
 from tests.forks import forked
 
 

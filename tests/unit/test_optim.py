@@ -56,8 +56,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pattern alone": ({"no_decay": "bias"}, "no_decay is 'bias'; it must be a list of patterns"),
     "unknown states": ({"states": "fp8"}, "states is 'fp8'; it must be fp32 or bf16 or int8"),
     "a number": ({"no_decay": 3}, "no_decay is 3; it must be a list of patterns"),
-    "bad pattern": ({"no_decay": ["("]}, r"no_decay has a bad pattern '\('"),
-    "no pattern": ({"no_decay": [3]}, "no_decay has a bad pattern 3"),
+    "bad pattern": ({"no_decay": ["("]}, r"no_decay is \['\('\]; it must"),
+    "no pattern": ({"no_decay": [3]}, r"no_decay is \[3\]; it must"),
 }
 
 

@@ -5,8 +5,7 @@ import threading
 import pytest
 import torch
 
-from megatrain.device.host_stream import HostStream
-from megatrain.device.launch_throttle import AHEAD, LaunchThrottle
+from megatrain.device.host_stream import AHEAD, HostStream, LaunchThrottle
 
 
 class Gpu:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatrain import kernels
-from megatrain.device import plane_file
-from megatrain.device.plane_file import BLOCK, PlaneFile
+from megatrain.device import disk
+from megatrain.device.disk import BLOCK, PlaneFile
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.kernels import reference
 from tests.inside import sized
@@ -35,7 +35,7 @@ def drawn(num_bytes, seed):
 @pytest.fixture(params=["as it is", "page cache", "without native kernels"])
 def file(request, tmp_path, monkeypatch):
     """A file in small pieces, also on a file system without direct access."""
-    sized(monkeypatch, plane_file, PIECE_BYTES=3 * BLOCK)
+    sized(monkeypatch, disk, PIECE_BYTES=3 * BLOCK)
     if request.param == "without native kernels":
         monkeypatch.setattr(kernels, "move_file", reference.move_file)
     if request.param == "page cache":

@@ -1,0 +1,149 @@
+"""Rules that update each element alone (the arithmetic is in megatrain/kernels)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from megatrain import kernels
+from megatrain.errors import InputError
+from megatrain.kernels import states
+from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
+from megatrain.optim.rule import NO_DECAY, Plane, Rule
+
+_MOMENTS = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "int8": (torch.int8, torch.uint8),
+}
+
+
+@dataclass(frozen=True)
+class AdamW(Rule):
+    """AdamW (Loshchilov and Hutter 2019) as torch.optim.AdamW computes it.
+
+    The defaults are usual ones for language models, not torch's.
+
+    Attributes:
+        lr, betas, eps, weight_decay: as torch.optim.AdamW takes them.
+        no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
+        states: the moments' format: fp32; bf16, rounded stochastically; or int8, codes with a
+            scale for each group (megatrain/kernels/states.py). The master is fp32 with all of them.
+        master: 32: the exact fp32 master; 24: of the 16 bits that bf16 weights leave of it, 8 are
+            kept, and updates rounded to them stochastically. For layers in bf16.
+    """
+
+    name = "adamw"
+    sums_in_pass = True
+    settings = ("lr", "betas", "eps", "weight_decay")
+    choices: ClassVar = {"states": tuple(_MOMENTS), "master": (32, 24)}
+
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    no_decay: Sequence[str] = NO_DECAY
+    states: Literal["fp32", "bf16", "int8"] = "fp32"
+    master: Literal[32, 24] = 32
+
+    @property
+    def remainder(self) -> torch.dtype:
+        return torch.int8 if self.master == 24 else torch.int16
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        if self.master == 24 and dtype != torch.bfloat16:
+            raise InputError("master is 24, but layers in fp32 keep all 32 bits; leave it out")
+
+    @property
+    def state_planes(self) -> tuple[Plane, ...]:
+        names = ("first moment", "second moment")
+        moments = [Plane(*pair) for pair in zip(names, _MOMENTS[self.states], strict=True)]
+        if self.states != "int8":
+            return tuple(moments)
+        scales = [Plane(f"{name} scale", torch.float32, per=states.GROUP) for name in names]
+        return (*moments, *scales)
+
+    def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
+        update_adamw(tile, group, options)
+
+
+def update_adamw(tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
+    """AdamW's update of a range; arguments as of `Rule.update`."""
+    by = states.adamw_scalars(tile.states[0].dtype, options.step, group)
+    kernels.update("adamw", tile, by, options)
+
+
+@dataclass(frozen=True)
+class Lion(Rule):
+    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
+
+    The paper takes a third to a tenth of AdamW's learning rate, and as much more weight decay.
+
+    Attributes:
+        lr, betas, weight_decay: as the paper has them (eta, beta1 and beta2, lambda).
+        no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
+    """
+
+    name = "lion"
+    sums_in_pass = True
+    settings = ("lr", "betas", "weight_decay")
+    launches = 28
+
+    lr: float = 2e-6
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.5
+    no_decay: Sequence[str] = NO_DECAY
+
+    @property
+    def state_planes(self) -> tuple[Plane, ...]:
+        return (Plane("momentum", torch.float32),)
+
+    def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        by = Scalars(-lr, 1 - lr * group["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2)
+        kernels.update("lion", tile, by, options)
+
+
+@dataclass(frozen=True)
+class SGD(Rule):
+    """SGD as torch.optim.SGD has it: weight decay is added to the gradient.
+
+    Attributes:
+        lr, dampening, weight_decay: as torch.optim.SGD takes them.
+        momentum: 0 keeps no state.
+        no_decay: patterns of names that do not decay, besides the parameters of nn.LayerNorm.
+        nesterov: needs momentum, and a dampening of 0.
+    """
+
+    name = "sgd"
+    sums_in_pass = True
+    settings = ("lr", "momentum", "dampening", "weight_decay")
+    choices: ClassVar = {"nesterov": (False, True)}
+    launches = 23
+
+    lr: float = 1e-3
+    momentum: float = 0.9
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    no_decay: Sequence[str] = NO_DECAY
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise InputError(
+                f"SGD nesterov needs momentum and no dampening, and they are {self.momentum} and "
+                f"{self.dampening}"
+            )
+
+    @property
+    def state_planes(self) -> tuple[Plane, ...]:
+        return (Plane("momentum", torch.float32),) if self.momentum else ()
+
+    def update(self, tile: TileRange, group: Mapping[str, Any], options: UpdateOptions) -> None:
+        # The first gradient is taken whole, whatever the dampening.
+        fresh = 1.0 if options.step == 1 else 1 - group["dampening"]
+        by = Scalars(-float(group["lr"]), group["weight_decay"], group["momentum"], fresh)
+        rule = "sgd nesterov" if self.nesterov else "sgd momentum" if tile.states else "sgd"
+        kernels.update(rule, tile, by, options)
