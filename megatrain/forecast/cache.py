@@ -329,7 +329,8 @@ def generation_bytes(
         finally:
             model.train(training)
         drawn = rows * last.logits.shape[-1] * _DRAWN_BYTES
-        return max(prompts, counter.peak_bytes, counter.total_bytes + drawn)
+        tables = sum(weights[name].nbytes for name in spec.gathered)
+        return tables + max(prompts, counter.peak_bytes, counter.total_bytes + drawn)
 
 
 def _forward(
