@@ -97,7 +97,6 @@ class Directions:
         return whole.piece(start, stop)
 
     def _range(self, tile: Tile) -> tuple[int, int]:
-        """The bounds of the directed part of this rank's block."""
         entries, block = self._directed[tile.index], tile.trained
         first, last = entries[0], entries[-1]
         start = max(0, first.offset - block.start)
@@ -147,7 +146,6 @@ class Directions:
     def _average(
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float
     ) -> None:
-        """Update the state with the gradients; the averages replace the gradients."""
         device, whole, room = self._device, self._state(tile), self._fetched.pop(tile.index, None)
         state = whole
         if room is None:
@@ -514,7 +512,6 @@ class Update:
 
 
 def _same_result(now: float, before: float) -> bool:
-    """True if two results of one step differ at most by the order of sums on a GPU."""
     if not math.isfinite(before):
         return not math.isfinite(now)
     return math.isclose(now, before, rel_tol=_ALIKE)

@@ -392,10 +392,7 @@ def is_restarted() -> bool:
 def launch(devices: int, arguments: Sequence[str]) -> int:
     """Run `megatrain` with these arguments on `devices` devices by torchrun; returns the exit code.
 
-    A process that fails prints the reason itself.
-
-    Raises:
-        InputError: there are more devices than cores.
+    A process that fails prints the reason itself. Raises InputError: more devices than cores.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
