@@ -11,7 +11,7 @@ from megatrain.autoplace.candidates import Budget, Spending
 from megatrain.autoplace.search import fastest
 from megatrain.base.units import GIB
 from megatrain.cli.models import qwen2_config
-from megatrain.device.clock import ClockDevice
+from megatrain.device.trace import ClockDevice
 from megatrain.forecast import cache, profile, simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.profile import Profile
