@@ -91,7 +91,6 @@ class OptimizerSection(NamedSection):
     adamw_lr: Annotated[float, Field(gt=0)] | None = None
     ns_steps: Annotated[int, Field(ge=1, lt=100)] | None = None
     ns_precision: Literal["bf16", "fp32"] | None = None
-    packed: dict[Pattern, list[Natural]] | list[tuple[Pattern, list[Natural]]] | None = None
 
     @classmethod
     def defaults(cls, name: str) -> dict[str, Any] | None:
@@ -138,17 +137,14 @@ class OptimizerSection(NamedSection):
 # For each loss: its class, the data that it needs (None: texts or chats), and keys of a run file
 # that the class does not have.
 _LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "sft": ("CrossEntropy", None, {"label_smoothing": 0.0, "z_loss": 0.0}),
+    "sft": ("CrossEntropy", None, {"label_smoothing": 0.0}),
     "distill": (
         "Distillation", None, {"teacher": None, "teacher_log_probs": "kept", "top_k": 64},
     ),
     "dpo": ("DPO", "pairs", {"reference": "kept"}),
-    "simpo": ("SimPO", "pairs", {}),
-    "orpo": ("ORPO", "pairs", {}),
     "kto": ("KTO", "rated", {"reference": "kept"}),
     "reward": ("Reward", "pairs", {}),
     "grpo": ("GRPO", "prompts", {}),
-    "rloo": ("RLOO", "prompts", {}),
 }  # fmt: skip
 
 
@@ -159,12 +155,10 @@ class LossSection(NamedSection):
     step. `teacher`: a model to distil, by its `top_k` likeliest tokens for each label.
     """
 
-    name: Literal["sft", "distill", "dpo", "simpo", "orpo", "kto", "reward", "grpo", "rloo"] = "sft"
+    name: Literal["sft", "distill", "dpo", "kto", "reward", "grpo"] = "sft"
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
-    z_loss: Annotated[float, Field(ge=0)] | None = None
     beta: Annotated[float, Field(ge=0)] | None = None
     loss_type: str | None = None
-    gamma: float | None = None
     desirable_weight: Annotated[float, Field(ge=0)] | None = None
     undesirable_weight: Annotated[float, Field(ge=0)] | None = None
     center_rewards_coefficient: Annotated[float, Field(gt=0)] | None = None
@@ -175,7 +169,6 @@ class LossSection(NamedSection):
     importance_sampling_level: str | None = None
     scale_rewards: str | None = None
     use_bias_correction_kl: bool | None = None
-    normalize_advantages: bool | None = None
     num_generations: int | None = None
     num_iterations: int | None = None
     max_completion_length: int | None = None
@@ -192,6 +185,14 @@ class LossSection(NamedSection):
     def defaults(cls, name: str) -> dict[str, Any] | None:
         return _loss_fields(name) | _LOSSES[name][2] if name in _LOSSES else None
 
+    @field_validator("name", mode="before")
+    @classmethod
+    def _not_given_up(cls, name: Any) -> Any:
+        instead = {"simpo": "dpo with loss_type: sigmoid_norm", "orpo": "dpo", "rloo": "grpo"}
+        if name in instead:
+            raise ValueError(f"{name} has been given up: take {instead[name]}")
+        return name
+
     def problems(self) -> Iterator[str]:
         try:
             self.loss()
@@ -202,14 +203,10 @@ class LossSection(NamedSection):
 
     def loss(self) -> "Loss":
         """The loss for `Engine.step`."""
-        from megatrain.loss import CROSS_ENTROPY, LabelSmoothing, ZLoss
+        from megatrain.loss import CROSS_ENTROPY, LabelSmoothing
 
         if self.name != "sft":
             return _loss_class(self.name)(**{n: getattr(self, n) for n in _loss_fields(self.name)})
-        if self.z_loss:
-            if self.label_smoothing:
-                raise InputError("sft has z_loss or label_smoothing, not both; leave one out")
-            return ZLoss(self.z_loss)
         return LabelSmoothing(self.label_smoothing) if self.label_smoothing else CROSS_ENTROPY
 
     @property

@@ -1,22 +1,19 @@
 """The transformers model itself, computing with weights that the engine streams.
 
 Its forward is its own, with caches and masks: whatever transformers does with a model, `generate`
-above all, it can do with this one. Before a layer runs, its weights are put in place; rows of
-embedding tables are gathered on the host.
+above all, it can do with this one. Before a layer runs, its weights are put in place; embedding
+tables are on the device meanwhile.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from megatrain.device import Buffer, Device, free_bytes
@@ -24,7 +21,6 @@ from megatrain.device.base import COPY_IN
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.step import Parts
 from megatrain.errors import InputError, RunFailed
-from megatrain.model.capture import stand_in
 from megatrain.model.media import replaced
 from megatrain.model.spec import ModelSpec
 from megatrain.parallel.distributed import Ranks
@@ -35,8 +31,6 @@ from megatrain.tile import Entry
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 _HELD = 0.9  # of the memory that is free; the rest is for the work
-
-_HARMLESS = ("__get__", "dim", "size", "is_floating_point", "requires_grad_")  # of a table
 
 
 def _held_bytes(parts: Parts, spec: ModelSpec, store: Store) -> int:
@@ -75,30 +69,28 @@ def whole_model(
         nothing = torch.full((), torch.nan, device=device.torch_device, dtype=dtype)
         for name in {first, *spec.unused, *spec.media}:
             places.put(name, nothing.expand(model.get_parameter(name).shape))
-        media = _Encoders(device, places, spec, store, ranks)
-        opened.enter_context(replaced(model, media.call, spec.media))
+        encoded = _encoded(places, {*spec.media}, store, device.torch_device, ranks)
+        opened.enter_context(replaced(model, encoded, spec.media))
         held = False
         if spare is not None and not ranks.together:
             needed = spare + _held_bytes(parts, spec, store)
             held = needed <= _HELD * free_bytes(device, host_limit)
+        on_device = partial(_table, device=device.torch_device, ranks=ranks.shards)
+        entries = {e.name: (t, e) for t, e in store.entries() if e.name in spec.gathered}
+        tables = {name: on_device(*place) for name, place in entries.items()}
         if held:
-            _hold(device, places, parts, spec, store)
-            opened.enter_context(to_generate())
-            yield model
-            return
-        tables = _Tables(device, places, spec, store, ranks.shards)
-        opened.enter_context(tables)
-        feed = _Feed(parts, places, tables)
-        for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
-            opened.callback(hook.remove)
-        if ranks.together and not apart:
-            opened.callback(model.register_forward_hook(partial(_from_first, ranks)).remove)
+            _hold(places, parts, tables)
+        else:
+            feed = _Feed(parts, places, tables)
+            for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
+                opened.callback(hook.remove)
+            if ranks.together and not apart:
+                opened.callback(model.register_forward_hook(partial(_from_first, ranks)).remove)
         opened.enter_context(to_generate())
         yield model
 
 
 def _from_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None:
-    """Replace logits by those of rank 0: ranks that draw from them must not diverge."""
     logits = output.logits.float()
     if ranks.rank:
         logits = torch.zeros_like(logits)  # 0 * -inf is no number
@@ -106,12 +98,9 @@ def _from_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None
     output.logits = logits.to(output.logits.dtype)
 
 
-def _hold(device: Device, places: "_Places", parts: Parts, spec: ModelSpec, store: Store) -> None:
-    """Put all weights into the model; copies of those that pass through slots."""
-    for tile, entry in store.entries():
-        if entry.name in spec.gathered:
-            rows = entry.view(tile.weights.data)
-            places.put(entry.name, rows.to(device.torch_device, copy=True))
+def _hold(places: "_Places", parts: Parts, tables: Mapping[str, Tensor]) -> None:
+    for name, table in tables.items():
+        places.put(name, table)
     units = [*parts.trunk, parts.head]
     parts.stream.begin(units)
     for unit, slot in parts.stream.visit(units):
@@ -138,12 +127,10 @@ class _Places:
             for attribute, parameter in module.named_parameters(recurse=False):
                 self._held[first[id(parameter)]].append((module, attribute))
 
-    def put(self, name: str, values: Tensor) -> nn.Parameter:
+    def put(self, name: str, values: Tensor) -> None:
         """Let the model compute with these values."""
         # With a weight that needs no gradient, torch's matmul may copy it for each row.
-        parameter = nn.Parameter(values, requires_grad=values.is_floating_point())
-        self._set(name, parameter)
-        return parameter
+        self._set(name, nn.Parameter(values, requires_grad=values.is_floating_point()))
 
     def restore(self) -> None:
         """Give all modules their own parameters back."""
@@ -155,106 +142,40 @@ class _Places:
             setattr(module, attribute, parameter)
 
 
-class _Encoders:
-    """Puts the weights of a model's encoders into it before the first of their calls."""
+def _encoded(
+    places: _Places, names: set[str], store: Store, device: torch.device, ranks: Ranks
+) -> Callable[..., Any]:
+    """A function that calls an encoder; before the first call it puts in the encoders' weights."""
 
-    def __init__(
-        self, device: Device, places: _Places, spec: ModelSpec, store: Store, ranks: Ranks
-    ) -> None:
-        self._device, self._places, self._ranks = device.torch_device, places, ranks
-        self._awaited, self._store = {*spec.media}, store
-
-    def call(self, encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of an encoder. Raises InputError: ranks share the weights."""
-        if self._awaited and self._ranks.together:
+    def call(encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if names and ranks.together:
             raise InputError("ranks that share a model make no texts of images; use one rank")
-        for tile, entry in self._store.entries() if self._awaited else ():
-            if entry.name in self._awaited:
-                self._places.put(entry.name, entry.view(tile.weights.data).to(self._device))
-        self._awaited.clear()
+        for tile, entry in store.entries() if names else ():
+            if entry.name in names:
+                places.put(entry.name, entry.view(tile.weights.data).to(device))
+        names.clear()
         return encoder(*args, **kwargs)
 
-
-class _Tables(TorchFunctionMode):
-    """Looks up rows of embedding tables in their planes instead of in stand-ins."""
-
-    def __init__(
-        self,
-        device: Device,
-        places: _Places,
-        spec: ModelSpec,
-        store: Store,
-        ranks: Ranks,
-    ) -> None:
-        super().__init__()
-        self._device, self._places, self._ranks = device.torch_device, places, ranks
-        entries = {entry.name: (tile, entry) for tile, entry in store.entries()}
-        self._rows = {name: _Rows(*entries[name]) for name in spec.gathered}
-        self._dtype = store.tiles[0].weights.data.dtype
-        self._tables: dict[int, tuple[nn.Parameter, _Rows]] = {}
-
-    def put(self) -> None:
-        """Put stand-ins into the model again: the head has replaced that of a tied table."""
-        self._tables = {}
-        for name, table in self._rows.items():
-            stand = self._places.put(name, stand_in(table.whole, self._device, self._dtype))
-            self._tables[id(stand)] = stand, table
-
-    def __enter__(self) -> Any:
-        self.put()
-        return super().__enter__()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.embedding and (table := self._rows_of(args[1])) is not None:
-            if not self._ranks.together:
-                ids, own = args[0].to(table.own.device), table.own
-                return F.embedding(ids, own, *args[2:], **kwargs).to(self._device)
-            return self._summed(table, args[0])
-        if func is Tensor.__getitem__ and (table := self._rows_of(args[0])) is not None:
-            if not self._ranks.together:
-                return table.own[args[1]].to(self._device)
-            return self._summed(table, args[1])
-        if any(self._rows_of(each) is not None for each in args) and _name(func) not in _HARMLESS:
-            raise RunFailed(f"the model's forward uses an embedding table for {_name(func)}")
-        return func(*args, **kwargs)
-
-    def _summed(self, table: "_Rows", ids: Tensor) -> Tensor:
-        """Rows for this rank's ids, from all ranks' parts of a table."""
-        ranks = self._ranks
-        all_ids = torch.zeros(ranks.size, *ids.shape, dtype=torch.int64, device=self._device)
-        all_ids[ranks.rank] = ids
-        ranks.all_reduce(all_ids)
-        places = all_ids.to(table.own.device) - table.first
-        is_here = (places >= 0) & (places < len(table.own))
-        rows = torch.zeros(*places.shape, table.own.shape[1], device=places.device)
-        rows[is_here] = table.own[places[is_here]].float()  # a sum with zeros keeps every bit
-        rows = rows.to(self._device)
-        ranks.reduce_scatter(rows)
-        return rows[ranks.rank].to(self._dtype)
-
-    def _rows_of(self, value: Any) -> "_Rows | None":
-        return self._tables[id(value)][1] if id(value) in self._tables else None
+    return call
 
 
-class _Rows:
-    """This rank's rows of a table, and a stand-in for the whole table."""
-
-    def __init__(self, tile: Tile, entry: Entry) -> None:
-        planes, part = tile.place(entry)
-        self.own = tile.weights.data[planes].view(-1, *entry.shape[1:])
-        self.first = part.start // prod(entry.shape[1:])
-        self.whole = torch.empty(entry.shape, device="meta")
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", str(func))
+def _table(tile: Tile, entry: Entry, device: torch.device, ranks: Ranks) -> Tensor:
+    """A whole embedding table on the device; of several ranks, from the blocks that each keeps."""
+    flat = tile.weights.data
+    if not ranks.together:
+        return entry.view(flat).to(device)
+    [(start, stop)] = [part for part in tile.layout.parts if part[0] <= entry.offset < part[1]]
+    whole = torch.empty(stop - start, dtype=flat.dtype, device=device)
+    [own] = [span for span in tile.spans if start <= span.at < stop]
+    whole[own.at - start :][: own.numel] = flat[own.start : own.stop]
+    ranks.all_gather(whole)
+    return whole[entry.offset - start :][: entry.numel].view(entry.shape)
 
 
 class _Feed:
     """Puts each unit's weights into the model when its forward reaches the unit."""
 
-    def __init__(self, parts: Parts, places: _Places, tables: _Tables) -> None:
+    def __init__(self, parts: Parts, places: _Places, tables: Mapping[str, Tensor]) -> None:
         self._parts, self._places, self._tables = parts, places, tables
         self._visits: Iterator[tuple[StreamedModule, Buffer]] = iter(())
 
@@ -263,7 +184,8 @@ class _Feed:
 
         def begin(module: nn.Module, args: Any) -> None:
             units: list[StreamedModule] = [*self._parts.trunk, self._parts.head]
-            self._tables.put()
+            for name, table in self._tables.items():  # the head replaces a tied one
+                self._places.put(name, table)
             self._parts.stream.begin(units)
             self._visits = self._parts.stream.visit(units)
             self._next(0)
@@ -283,7 +205,6 @@ class _Feed:
         yield model.register_forward_hook(end)
 
     def _next(self, number: int) -> None:
-        """Put in the weights of the next unit, which must have this number."""
         unit, slot = next(self._visits)
         if unit is not [*self._parts.trunk, self._parts.head][number]:
             raise RunFailed("the model's forward calls its layers in another order than it did")

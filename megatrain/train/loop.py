@@ -24,8 +24,7 @@ from megatrain.errors import (
     first_line,
     os_reason,
 )
-from megatrain.parallel.distributed import Ranks, local_rank
-from megatrain.parallel.launch import joined
+from megatrain.parallel.distributed import Ranks, joined, local_rank
 from megatrain.report import write_report
 from megatrain.run_folder.layout import (
     CHECKPOINTS,

@@ -1,4 +1,4 @@
-"""Generates the model's replies to prompts and rewards them, for steps of GRPO and RLOO.
+"""Generates the model's replies to prompts and rewards them, for steps of GRPO.
 
 A rollout is a function of the prompts, the weights and a seed that follows from the run's and the
 rollout's number, so that a run goes on as it would have. One that several steps learn from is kept
@@ -34,7 +34,7 @@ from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
 from megatrain.errors import InputError, RunFailed, StepRefused, first_line
 from megatrain.generate import Continued, Sampling, Server, continued, stop_ids
-from megatrain.loss import IGNORED, ImportanceSampling, PolicyLoss, num_labelled
+from megatrain.loss import GRPO, IGNORED, ImportanceSampling, num_labelled
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.train.sharing import from_first, logprobs
 
@@ -196,7 +196,7 @@ class Rollouts:
     def __post_init__(self) -> None:
         config = self.config
         loss = step_loss(config.loss, config.rollout)
-        assert isinstance(loss, PolicyLoss)
+        assert isinstance(loss, GRPO)
         self._loss, self._pad = loss, pad_id(self.tokenizer, self.engine.vocab_size)
         self._layout = Layout("chat", config.data.sequence_length, False, "error", self._pad)
         self._at_once = config.rollout.batch_size or config.training.batch_size * loss.lines
@@ -274,15 +274,15 @@ class Rollouts:
                 intact=True,
             )
         times.append(time.perf_counter())
-        micros, divergence, order = self._with_logprobs(replies)
+        micros, order = self._with_logprobs(replies)
         if self._server is not None:
             drawn_at = [replies[number].log_probs for number in order]
-            by = getattr(self._loss, "importance_sampling", None)
+            by = self._loss.importance_sampling
             logged |= compare(self.config.rollout, micros, drawn_at, by)
         times.append(time.perf_counter())
         for at, name in enumerate(("generate", "reward", "logprobs")):
             logged[f"{name}_seconds"] = round(times[at + 1] - times[at], 6)
-        advantages = self._loss.advantages(rewards, divergence)
+        advantages = self._loss.advantages(rewards)
         numbers = iter(order)
         for micro in micros:
             shape = micro["labels"].shape
@@ -294,8 +294,6 @@ class Rollouts:
         self._rollouts += 1
         if not learnt or not advantages.any():
             self._warn_of_nothing_learnt(step, masked=not learnt)
-        if learnt and self.reference is not None and "reference_logp" not in self._loss.inputs:
-            logged["kl"] = float(divergence.sum()) / learnt  # GRPO measures its own in each step
         groups = rewards.view(-1, self._loss.lines)
         logged["frac_reward_zero_std"] = float((groups == groups[:, :1]).all(1).double().mean())
         return micros, logged
@@ -406,8 +404,8 @@ class Rollouts:
         logged |= values
         return each_RF
 
-    def _with_logprobs(self, replies: Sequence[Reply]) -> tuple[Step, Tensor, list[int]]:
-        """Micro-batches of like lengths; each reply's divergence; the order of the replies."""
+    def _with_logprobs(self, replies: Sequence[Reply]) -> tuple[Step, list[int]]:
+        """Micro-batches of like lengths; the order of the replies."""
         rows = []
         for reply in replies:
             ids = np.array([*reply.row.ids, *reply.ids], np.int64)
@@ -419,7 +417,6 @@ class Rollouts:
         parts = [order[at : at + size] for at in range(0, len(order), size)]
         micros = [self._layout.batch([[rows[row]] for row in part]) for part in parts]
         plain = [dict(micro) for micro in micros]
-        divergence = torch.zeros(len(rows), dtype=torch.float64)
         if all((micro["labels"] == IGNORED).all() for micro in micros):
             old = reference = [torch.zeros(micro["labels"].shape) for micro in micros]
         else:
@@ -427,12 +424,11 @@ class Rollouts:
             old = reference = logprobs(self.engine, plain, self.ranks, temperature=temperature)
             if self.reference is not None:
                 reference = logprobs(self.reference, plain, self.ranks, temperature=temperature)
-        for micro, ours, theirs, part in zip(micros, old, reference, parts, strict=True):
-            divergence[part] = (ours.double() - theirs.double()).sum(1)
+        for micro, ours, theirs in zip(micros, old, reference, strict=True):
             micro["old_logp"] = ours
             if "reference_logp" in self._loss.inputs:
                 micro["reference_logp"] = theirs
-        return micros, divergence, order
+        return micros, order
 
 
 def _described(replies: Sequence[Reply]) -> dict[str, float]:
