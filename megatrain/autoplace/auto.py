@@ -28,7 +28,6 @@ from megatrain.placement import CPU_PLACEMENT, Placement, Planned
 from megatrain.source.source import EngineSetup, Model
 from megatrain.telemetry.console import PASSING
 from megatrain.telemetry.host import host_available_bytes, host_limit_bytes, process_bytes
-from megatrain.tile import TileKind
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
     if opened.model.optimizer is None:
         # A model that is only run rests on the device, or is streamed; it is not compiled: each
         # pass of sampling is a token longer, and would compile all kinds anew.
-        tiles = [layout for layout in opened.model.layouts if layout.kind is not TileKind.UNUSED]
+        tiles = [layout for layout in opened.model.layouts if layout.kind.in_every_step]
         needed = sum(layout.numel for layout in tiles) * opened.dtype.itemsize
         rests = needed <= _RESIDENT * available_bytes(opened.device)
         names = tuple(layout.name for layout in tiles) if rests else ()

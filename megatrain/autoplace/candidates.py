@@ -113,7 +113,7 @@ class FirstTiles:
         self, layouts: Sequence[TileLayout], workload: Workload, placement: Placement
     ) -> None:
         """Args: `placement` says what rests on a disk, and how many passes a step has."""
-        self.tiles = [tile for tile in layouts if tile.kind is not TileKind.UNUSED]
+        self.tiles = [tile for tile in layouts if tile.kind.in_every_step]
         rule, dtype = workload.rule, workload.dtype
         kept = [sum(p.num_bytes(t) for p in tile_planes(rule, dtype)) for t in self.tiles]
         gradients = [gradient_plane(dtype).num_bytes(tile) for tile in self.tiles]

@@ -441,7 +441,7 @@ class Model:
     def computing(self) -> tuple[int, int]:
         """Parameters that compute with a token, and those of them that are trained."""
         config = self.spec.capture.model.config
-        used = (layout for layout in self.layouts if layout.kind is not TileKind.UNUSED)
+        used = (layout for layout in self.layouts if layout.kind.in_every_step)
         entries = [entry for layout in used for entry in layout.entries]
         sizes = [entry.numel * build.share_of_a_token(config, entry.shape) for entry in entries]
         trained = (n for n, entry in zip(sizes, entries, strict=True) if entry.group is not None)

@@ -218,6 +218,11 @@ class TileKind(Enum):
     MEDIA = "media"  # encoders of images and sounds, which steps on text alone leave out
     UNUSED = "unused"  # nothing reads them
 
+    @property
+    def in_every_step(self) -> bool:
+        """True if each step computes with the parameters."""
+        return self not in (TileKind.MEDIA, TileKind.UNUSED)
+
 
 @dataclass(frozen=True)
 class Entry:
