@@ -304,6 +304,11 @@ class HostMemoryGuard:
             for name in (_KEPT, *_OTHERS) if has_room else _OTHERS:
                 self._seen[name] = held[name], num_tokens
 
+    def release(self) -> None:
+        """Free, between two steps, the host and device memory of tensors saved on the host."""
+        if self._offload is not None:
+            self._offload.release()
+
     def _has_room(self, num_tokens: int) -> bool:
         held = self._held()
         more = {
@@ -315,8 +320,7 @@ class HostMemoryGuard:
         if wanted <= available:
             return True
         if wanted - _CAUTION * more[_KEPT] > available:
-            assert self._offload is not None
-            self._offload.release()
+            self.release()
         if not self._warned:
             self._warned = True
             _log.warning(

@@ -272,6 +272,27 @@ def _widened(name: str, value: Any) -> Any:
     return value.long() if mask or value.dtype in _NARROW else value
 
 
+def halved(
+    micro_batches: MicroBatches, is_media: Callable[[str], bool] = lambda name: False
+) -> list[Mapping[str, Tensor]]:
+    """Split the rows of each micro-batch into two halves; a single row stays as it is.
+
+    So do rows with images or sounds, whose tensors do not say which row they are of.
+    """
+    whole = [any(map(is_media, micro)) for micro in micro_batches]
+    parts = [
+        (micro, len(micro["input_ids"]) if has_media else -(-len(micro["input_ids"]) // 2))
+        for micro, has_media in zip(micro_batches, whole, strict=True)
+    ]
+    return [
+        {name: value[at : at + rows] for name, value in micro.items()}
+        if rows < len(micro["input_ids"])
+        else micro
+        for micro, rows in parts
+        for at in range(0, len(micro["input_ids"]), rows)
+    ]
+
+
 def _by_owner(ids: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
     """All ranks' ids, ascending, in equal blocks by the rank that keeps them; this rank's slice."""
     if len(ids) == 1:

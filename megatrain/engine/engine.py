@@ -1,5 +1,7 @@
 """An engine whose placement is settled: steps, evaluations, what comes out of it, and saves."""
 
+import gc
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
 from megatrain.device import Buffer
 from megatrain.engine.assemble import Assembly, HostMemoryGuard, host_bytes
-from megatrain.engine.batch import Batch, Intake, MicroBatches
+from megatrain.engine.batch import Batch, Intake, MicroBatches, halved
 from megatrain.engine.head import Head
 from megatrain.engine.modules import State
 from megatrain.engine.step import Parts, Result, TrainingParts, forward_only, train_step
@@ -30,7 +32,7 @@ from megatrain.model.neftune import add_noise
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer, is_number
 from megatrain.parallel.distributed import ALONE, Ranks
-from megatrain.placement import Placement, Planned
+from megatrain.placement import RECOMPUTE, Placement, Planned
 from megatrain.source.load_weights import load_weights
 from megatrain.source.sharing import (
     NO_LABELS,
@@ -44,6 +46,14 @@ from megatrain.source.state_io import base_reference
 from megatrain.source.write_model import settings_of, write_documents, write_model
 from megatrain.store.store import Store, Tile
 from megatrain.telemetry.timeline import Span
+
+_log = logging.getLogger(__name__)
+
+_LEANER = (
+    "step %d: %s; it is computed again, and from now on micro-batches are taken in halves by rows "
+    "and layers save nothing for the backward"
+)
+
 
 # What holds memory, and goes when the engine is closed.
 _BUILT = (*("_parts", "_store", "_saver", "_program", "_policies", "_host", "_intake", "_checks"),)
@@ -80,6 +90,7 @@ class PlacedEngine:
         self.optimizer: StreamedOptimizer | None = opened.model.optimizer
         self._steps, self.label_shift = 0, self._spec.label_shift
         self.num_logits = self._spec.num_logits
+        self._lean = False  # steps save nothing, in half micro-batches: one had no memory
         self.ranks = opened.ranks
         try:
             check_shared(opened, placement)
@@ -216,16 +227,29 @@ class PlacedEngine:
         if not isinstance(self._parts, TrainingParts) or self.optimizer is None:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
         start = time.perf_counter()
+        if self._lean and router_shares is None:  # halves would have other losses of routers
+            micro_batches = halved(micro_batches, self._spec.capture.is_media)
         batch = self._prepare(micro_batches, loss, norm_limit)
         if router_shares is not None:
             require_alone(self.ranks, "a loss of routers of each micro-batch")
         batch.router_shares = router_shares
         self._parts.update.norm_limit, self._parts.update.expected = norm_limit, expected
-        report = self._train(self._parts, batch, loss)
-        self._steps += 1
-        self.optimizer.took_step()
-        seconds, measures = time.perf_counter() - start, as_numbers(batch.measured)
-        return StepResult(report.loss, report.grad_norm, batch.all_tokens, seconds, measures)
+        try:
+            report = self._train(self._parts, batch, loss)
+        except DoesNotFit as error:
+            if router_shares is not None or not self._can_be_leaner(self._parts, batch):
+                raise
+            _log.warning(_LEANER, self._steps + 1, str(error).partition(";")[0])
+        else:
+            self._steps += 1
+            self.optimizer.took_step()
+            seconds, measures = time.perf_counter() - start, as_numbers(batch.measured)
+            return StepResult(report.loss, report.grad_norm, batch.all_tokens, seconds, measures)
+        self._lean = True
+        del batch
+        self._host.release()
+        gc.collect()  # frames of the failure may hold what it had on the device
+        return self.step(micro_batches, loss, norm_limit=norm_limit, expected=expected)
 
     def _train(self, parts: TrainingParts, batch: Batch, loss: Loss) -> Report:
         # In a batch larger than the placement was chosen for, layers save nothing on the device.
@@ -237,8 +261,16 @@ class PlacedEngine:
                 if not batch.has_media and unit.trained:
                     parts.sink.leave_out(unit.tile)
             parts = _for_batch(parts, batch)
-            parts = parts.under(self._policies(device=planned and not joint, host=host))
+            device = planned and not joint and not self._lean
+            parts = parts.under(self._policies(device=device, host=host and not self._lean))
             return train_step(replace(parts, passes=1) if joint else parts, batch)
+
+    def _can_be_leaner(self, parts: TrainingParts, batch: Batch) -> bool:
+        """True if a step that ran out of memory may be tried again; several ranks cannot agree."""
+        whole = self._lean or parts.update.torn or self.ranks.size > 1
+        rows = max(len(micro.inputs["input_ids"]) for micro in batch.micro)
+        kept = any(policy != RECOMPUTE for policy in self._policies())
+        return not whole and (rows > 1 or kept)
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Logits `[B, T, V]`, fp32 on the CPU, of one micro-batch without labels."""

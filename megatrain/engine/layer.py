@@ -17,6 +17,7 @@ from megatrain.engine.saved_tensors import (
     Graph,
     HostOffload,
     KeptAttention,
+    KeptGraph,
     OffloadPlan,
     SavedTensors,
     packed_bytes,
@@ -125,10 +126,10 @@ class Layer(StreamedModule):
             outside = [*at.micro.calls[self.visit].leaves, *self.program.buffers_of(self.visit)]
             held = SavedTensors(at.slot.data, inputs, outside, leaving)
             with held.saving():
-                held.graph, produced = self._graph(at, saves)
+                graph, produced = self._graph(at, saves)
             held.let_go()
-            held.graph.let_go()
-            self.waiting[at.index] = held
+            graph.let_go()
+            self.waiting[at.index] = KeptGraph(graph, held)
             return produced
         if train and self.policy.saves == "attention":
             with attention.Keep() as kept:
@@ -173,8 +174,8 @@ class Layer(StreamedModule):
     def _ready(self, at: Turn, returned: list[Tensor]) -> Graph:
         """A micro-batch's graph: the one that waits, else one made now."""
         waiting = self.waiting.pop(at.index, None)
-        if isinstance(waiting, SavedTensors):
-            waiting.give_back(at.slot.data, at.values, returned)
+        if isinstance(waiting, KeptGraph):
+            waiting.held.give_back(at.slot.data, at.values, returned)
             return waiting.graph
         if waiting is None:
             return self._graph(at)[0]

@@ -8,7 +8,7 @@ waits in pinned host memory: out through a few lanes, back ahead of its use.
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,8 +122,6 @@ def _view(tensor: Tensor, source: Any, begin: int) -> _View:
 class SavedTensors:
     """The tensors saved by a graph that is made within `saving()` and waits for its backward."""
 
-    graph: Graph  # set once it is made
-
     def __init__(
         self,
         weights: Tensor,
@@ -174,6 +172,17 @@ class SavedTensors:
         if isinstance(packed.source, Ref):
             return packed.on(self._inputs[packed.source])
         return packed.on(self._returned[packed.source])
+
+
+class KeptGraph(NamedTuple):
+    """A graph that waits, and the tensors that it saved.
+
+    The graph's hooks hold the saved tensors, which must not hold the graph: nothing frees such a
+    cycle, since half of it is torch's.
+    """
+
+    graph: Graph
+    held: SavedTensors
 
 
 class KeptAttention:
