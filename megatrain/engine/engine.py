@@ -320,8 +320,7 @@ class PlacedEngine:
         """
         check_call(self.ranks, self._spec, self._steps, None, NO_LABELS, None)
         require_whole_rows(self._opened.sequence_ranks, "the model as a whole, for texts,")
-        if self._spec.capture.scores_rows:
-            raise InputError("the model gives scores of rows, and no texts; use Engine.rewards")
+        self._require_texts()
         self.flush()
         self._program.train(False)
         parts, spec, store = self._parts, self._spec, self._store
@@ -352,9 +351,17 @@ class PlacedEngine:
         if self.optimizer is not None:
             require_held(self._opened.source.model)
 
+    def _require_texts(self) -> None:
+        if self._spec.capture.scores_rows:
+            raise InputError("the model gives scores of rows, and no texts; use Engine.rewards")
+
     @property
     def generation_config(self) -> GenerationConfig:
-        """The source's generation config: the defaults for `generate`."""
+        """The source's generation config: the defaults for `generate`.
+
+        Raises InputError: the model makes no texts.
+        """
+        self._require_texts()
         return self._opened.source.model.generation_config
 
     @property

@@ -59,8 +59,6 @@ def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base,
     assert megatrain("export", run, tmp_path / "alone").exit_code == 0
     card = (tmp_path / "alone" / "README.md").read_text()
     assert "library_name: peft" in card and "LoRA of rank 4, 4 steps" in card
-    code = card.split("```python\n")[1].split("```")[0].replace("128", "2")
-    exec(code.replace("PATH OR ID OF THIS FOLDER", str(tmp_path / "alone")), {})
     options = [
         "--prompt", "cat", "--temperature", "0", "--max-new-tokens", "4", "--device", "cpu",
         "--precision", "fp32",

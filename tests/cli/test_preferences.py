@@ -139,13 +139,6 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.pipeline_tag == "text-classification"
     assert "a reward model" in card.text and "Preferred replies of the evaluation" in card.text
-    code = card.text.partition("```python\n")[2].partition("```")[0]
-    scope: dict = {}
-    exec(code.replace("PATH OR ID OF THIS FOLDER", str(tmp_path / "out")), scope)
-    inputs = tokenizer(scope["text"], return_tensors="pt", add_special_tokens=False)
-    expected = model(**inputs).logits.item()
-    found = scope["score"](scope["text"], add_special_tokens=False)
-    assert found[0]["score"] == pytest.approx(expected, abs=1e-4)
     megatrain.done("plan", file, "--gpu", "4090")
     result = megatrain("generate", tmp_path / "run", "--prompt", "a cat")
     assert result.exit_code == 2 and "scores of rows" in result.stderr

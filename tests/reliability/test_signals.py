@@ -13,6 +13,8 @@ from tests.reliability.cases import (
 )
 from tests.sweeps import few
 
+CHOICES = {"training__steps": 6, "training__eval_every": 2, "checkpoint__every": 3}
+
 # Makes a part of the run say its name and take long, so that a signal meets it.
 SLOW = """
 import pathlib, time

@@ -286,7 +286,8 @@ def test_recorded_steps_are_foretold(name):
 
 
 @pytest.mark.parametrize(
-    "name", few(["1.5b-32x1024", "3b-8x1024-12gib", "7b-16x1024-10gib", "7b-16x1024-24gib"], 1, 2)
+    "name",
+    few(["1.5b-32x1024", "3b-8x1024-12gib", "7b-16x1024-10gib-int8", "7b-16x1024-24gib"], 1, 2),
 )
 def test_device_memory_in_use_is_foretold(name):
     """To less than the 64 MiB that cuBLAS has as workspaces, one for each of two threads."""
@@ -298,7 +299,7 @@ def test_device_memory_in_use_is_foretold(name):
     )
 
 
-@pytest.mark.parametrize("name", few(["3b-96x1024", "7b-16x1024-10gib", "32b-64x1024-24gib"], 0, 1))
+@pytest.mark.parametrize("name", few(["3b-96x1024", "7b-16x1024-24gib", "32b-64x1024-24gib"], 0, 1))
 def test_what_torch_holds_besides_is_foretold(name):
     """Freed memory as well, where there is room: 32B has none for its 1.8 GiB."""
     prediction = measured_step(name)

@@ -158,7 +158,7 @@ def test_a_tied_head_is_given_its_table_and_no_call_looks_for_ties(monkeypatch):
     """torch would go through all parameters, at each chunk of tokens of the head."""
     found = spec(emptied(tiny(tie_word_embeddings=True)))
     monkeypatch.setattr("torch.nn.utils.stateless._untie_named_tensors_map", None)
-    [name] = found.projection.names
+    [name] = found.head
     assert name == "model.embed_tokens.weight"
     rows, hidden = torch.randn(6, 8), torch.randn(1, 3, 8)
     inputs = found.capture.inputs({"input_ids": torch.zeros(1, 1, dtype=torch.long)})

@@ -28,9 +28,9 @@ def test_the_backward_ends_where_the_layers_begin(engine, monkeypatch):
     running = ["epilogue"]
     prologue, forward = ModelProgram.prologue, Capture.forward
 
-    def told(self, weights, batch):
+    def told(self, weights, batch, *features):
         running[0] = "backward" if batch.calls else "forward"
-        values = prologue(self, weights, batch)
+        values = prologue(self, weights, batch, *features)
         running[0] = "epilogue"
         return values
 
