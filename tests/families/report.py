@@ -138,8 +138,8 @@ tiny random model with its encoders takes three steps, with media and text, text
 **{passing} pass**, {text} train on text alone, {refused} are refused, {untrained} cannot be
 made here, and {untried} have not been tried with media. **trained** is the largest error of a
 first gradient where the encoders are trained, too, as far as gradients reach (left out where it has
-not been tried). A run resumed from its checkpoint goes on bit for bit, and an export has every
-tensor of the folder, those that are not trained bit for bit (`tests/families/examine_media.py`).
+not been tried). The tests of each family (`tests/families/test_media.py`; six in `make test`, the
+others exhaustive) also compare a resumed run and an export, bit for bit.
 """
 
 
