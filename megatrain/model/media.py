@@ -5,7 +5,7 @@ encoders' inputs, and puts the results in the place of tokens. These calls are r
 of the model's forward, and given back in others: so an encoder runs apart from the text around it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -173,6 +173,3 @@ def _apart(model: nn.Module, media: Collection[str], path: str = "") -> Iterator
             yield module
         elif names:
             yield from _apart(module, media, f"{path}{name}.")
-
-
-Media = Mapping[str, Tensor]
