@@ -18,6 +18,7 @@ from megatrain.integrations import StreamedTrainer
 from megatrain.model.trained import Trained
 from tests.parity.cases import SIZES, masters, noisy, same
 from tests.parity.ranks import run_ranks
+from tests.sweeps import few
 from tests.unit.data_cases import make_tokenizer
 
 IMAGE, START, END = 100, 102, 103
@@ -152,7 +153,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, 1, 2))
 def test_images_train_as_in_plain_torch(case):
     name, trained, frozen = CASES[case]
     make, rows_of = MODELS[name]
@@ -175,7 +176,7 @@ PLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", few(PLACEMENTS, 0, 1))
 def test_placements_are_neutral_for_images(placement):
     model, steps = qwen3_vl(), steps_of(of_qwen)
     with engine_of(copy.deepcopy(model), trained=ALL) as engine:
