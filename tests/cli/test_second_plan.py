@@ -29,14 +29,14 @@ def forecast(megatrain, file, *options):
 
 def of_run(megatrain, file, folder):
     """Host memory that the second model of a real run has while a step asks it; its rows' room."""
-    found, asked = [], SecondModel.beside
+    found, asked = [], SecondModel.with_answers
 
     def noted(self, step):
         made = asked(self, step)
         found.append(self.engine.memory()["host_bytes"])
         return made
 
-    with mock.patch.object(SecondModel, "beside", noted):
+    with mock.patch.object(SecondModel, "with_answers", noted):
         result = megatrain("train", file, *sets(output__folder=str(folder), training__steps=2))
     assert result.exit_code == 0, result.output
     return found[-1]
