@@ -127,8 +127,9 @@ class Media(StreamedModule):
             reached = reach([features_N]).leaves
             if missed := [name for name in names if id(weights[name]) not in reached]:
                 raise InputError(
-                    f"no gradient reaches {missed[0]} from {', '.join(sorted(micro.media))} "
-                    f"({len(missed)} parameters in all: {', '.join(missed[1:4])} ...); freeze them"
+                    f"from {', '.join(sorted(micro.media))} no gradient reaches {missed[0]} "
+                    f"({len(missed)} such parameters); freeze them by patterns of their names "
+                    "(Trained(freeze=[...])), or set their requires_grad to False"
                 )
             self._reached.add(frozenset(micro.media))
         return {FEATURES: features_N.detach()}
