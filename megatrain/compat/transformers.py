@@ -75,7 +75,8 @@ def encoders(model: PreTrainedModel) -> list[nn.Module]:
     if not encodes(model):
         return []
     modules = [model.get_encoder(modality) for modality in ("image", "audio")]
-    return [module for module in modules if module not in (model, model.base_model)]
+    none = (None, model, model.base_model)  # a tower that the configuration leaves out is None
+    return [module for module in modules if module not in none]
 
 
 SEQUENCE_CLASSES = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
