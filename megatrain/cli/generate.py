@@ -35,8 +35,7 @@ def opened(
 ) -> Iterator[tuple[Any, Any]]:
     """The model of a run, checkpoint, folder or hub id, and its tokenizer.
 
-    Args:
-        base_model: the base of its adapter, if not where the adapter says.
+    Args: `base_model`: the base of its adapter, if not where the adapter says.
 
     Raises:
         InputError: one of them cannot be read.
@@ -71,8 +70,7 @@ def print_texts(
 ) -> None:
     """Print each prompt with its continuation; a single one as it is generated.
 
-    Args:
-        output: a file to which prompts and completions are also written, as lines of JSON.
+    Args: `output`: a file to which prompts and completions are also written, as lines of JSON.
 
     Raises InputError: a prompt cannot be used.
     """

@@ -41,8 +41,7 @@ Options = Mapping[str, Any]
 def run_plan(options: Options) -> None:
     """Plan and print.
 
-    Args:
-        options: those of the command, by their names; `tokens` as `tokens_per_step`.
+    Args: `options`: those of the command, by their names; `tokens` as `tokens_per_step`.
 
     Raises:
         InputError: options, model or run file cannot be used; also, after the plan has been
@@ -186,8 +185,7 @@ def _machine(
 
     An option's limit may be more than there is, a run file's may not.
 
-    Args:
-        device: that of the run file; None: there is no run file.
+    Args: `device`: that of the run file; None: there is no run file.
     """
     gpu = options["gpu"] and named_gpu(options["gpu"])
     cores, space = options["cores"], workload.disk_bytes

@@ -17,8 +17,7 @@ def find_device(name: str | None = None, local_rank: int | None = None) -> torch
     `cuda` is torch's current GPU, with `local_rank`, a rank's number on this machine, the GPU of
     that number.
 
-    Raises:
-        InputError: no such device, or a GPU was demanded and there is none.
+    Raises InputError: no such device, or a GPU was demanded and there is none.
     """
     from megatrain.device import cuda
 

@@ -24,8 +24,7 @@ class Collectives:
     def all_gather(self, parts: Sequence[Buffer], what: str, stream: str = COPY_IN) -> Any:
         """Fill buffers of one equal block for each rank; `stream` writes this rank's block.
 
-        Returns:
-            The event of their being whole.
+        Returns the event of their being whole.
         """
         device, shards = self._device, self.ranks.shards
         if not shards.together:

@@ -20,11 +20,9 @@ _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14, for which Python has no nam
 def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | None = None) -> Tensor:
     """`numel` zeros of `dtype` in a mapping of their own, every page present.
 
-    Args:
-        limit_bytes: that the process may take in all; None: what the machine allows.
+    Args: `limit_bytes`: that the process may take in all; None: what the machine allows.
 
-    Raises:
-        DoesNotFit: there is not so much memory, or the system does not give it.
+    Raises DoesNotFit: there is not so much memory, or the system does not give it.
     """
     num_bytes = max(numel, 1) * dtype.itemsize
     free_bytes = host_available_bytes(limit_bytes)

@@ -38,8 +38,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def disk_bytes(folder: str | os.PathLike[str], most: int | None) -> int:
     """Free bytes of a disk, and no more than `most`.
 
-    Raises:
-        InputError: there is no such folder, or no file can be made there.
+    Raises InputError: there is no such folder, or no file can be made there.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():

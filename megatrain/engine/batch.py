@@ -130,10 +130,9 @@ def prepare(
         rows_each: rows of the table that each of several ranks keeps.
         share: this rank's part of shared rows; then all ranks pass the same micro-batches.
 
-    Raises:
-        InputError: of any rank: no micro-batch, unknown keys, wrong shapes or types, ids outside
-            the vocabulary, positions that the model does not have, or (with a loss) no position
-            that has a target.
+    Raises InputError: of any rank: no micro-batch, unknown keys, wrong shapes or types, ids outside
+    the vocabulary, positions that the model does not have, or (with a loss) no position that has a
+    target.
     """
     shares: list[Mapping[str, Tensor]] = []
     has_media: list[bool] = []

@@ -271,8 +271,7 @@ class BitChecks:
 
         Args: `wait` for planes that do not rest on the device, too; else a save waits for them.
 
-        Raises:
-            RunFailed: one has changed.
+        Raises RunFailed: one has changed.
         """
         if not self._makes:
             return

@@ -28,8 +28,8 @@ from megatrain.engine.whole_model import whole_model
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, as_numbers
 from megatrain.model.adapters import Values, require_held
-from megatrain.model.neftune import add_noise
 from megatrain.model.program import ModelProgram
+from megatrain.model.trained import add_noise
 from megatrain.optim import StreamedOptimizer, is_number
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import RECOMPUTE, Placement, Planned
@@ -77,8 +77,7 @@ class PlacedEngine:
 
         After an error no threads, pinned memory or disk file are left.
 
-        Args:
-            planned: the step that the placement was chosen for; None: any.
+        Args: `planned`: the step that the placement was chosen for; None: any.
 
         Raises:
             DoesNotFit: there is not enough memory.
@@ -166,8 +165,7 @@ class PlacedEngine:
     def max_grad_norm(self) -> float | None:
         """The global norm that gradients are clipped by from now on; None: they are not.
 
-        Raises:
-            InputError: where it is set, it begins or ends: that decides when updates are done.
+        Raises InputError: where it is set, it begins or ends: that decides when updates are done.
         """
         return self._opened.max_grad_norm
 
@@ -293,13 +291,12 @@ class PlacedEngine:
         return self._forward_only(batch, finish)
 
     def add_neftune(self, alpha: float) -> None:
-        """Let steps, not evaluations, add noise to token embeddings (see `model/neftune.py`).
+        """Let steps, not evaluations, add noise to token embeddings (see `model/trained.py`).
 
         It depends on the engine's seed, the step and the micro-batch, not on the placement. It is
         not part of a checkpoint.
 
-        Raises:
-            InputError: the model has no token embedding that it could be added to.
+        Raises InputError: the model has no token embedding that it could be added to.
         """
         require_whole_rows(self._opened.sequence_ranks, "noise on embeddings (neftune_alpha)")
         add_noise(self._program.capture.model, alpha)
@@ -334,8 +331,7 @@ class PlacedEngine:
 
         Distinct parameters, each once: a tied one has its first name.
 
-        Raises:
-            InputError: there are several ranks, or the base is packed.
+        Raises InputError: there are several ranks, or the base is packed.
         """
         require_alone(self.ranks, "weights without a copy")
         if self._opened.source.base != "bf16":

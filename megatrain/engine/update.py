@@ -61,8 +61,7 @@ class Directions:
     ) -> None:
         """Args: `proceed`: the step's loss; while it is not finite no state is changed.
 
-        Raises:
-            InputError: the rule would direct a parameter outside of the layers.
+        Raises InputError: the rule would direct a parameter outside of the layers.
         """
         self._device, self._rule, self._proceed = device, rule, proceed
         self._collectives, self._checks = collectives, checks

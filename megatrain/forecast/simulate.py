@@ -178,8 +178,7 @@ def forecast(
         loss: counts as cross entropy; a joint one visits the head twice.
         steps: that are followed; one is enough where seconds do not matter.
 
-    Raises:
-        NotForeseeable: what the model computes depends on its values.
+    Raises NotForeseeable: what the model computes depends on its values.
     """
     ledger, joint = Ledger(), isinstance(loss, JointLoss)
     head = next(layout for layout in model.layouts if layout.kind is TileKind.HEAD)

@@ -94,8 +94,7 @@ def instruction_set() -> str:
 def use_instruction_set(name: str) -> bool:
     """Switch to another instruction set, for tests and benchmarks.
 
-    Returns:
-        True if this machine and this build have it; if not, nothing changes.
+    Returns: True if this machine and this build have it; if not, nothing changes.
     """
     return bool(_call["use_instruction_set"](name.encode()))
 
@@ -103,9 +102,8 @@ def use_instruction_set(name: str) -> bool:
 def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
     """See `reference.update`; the same bits in one pass over memory, `options.sums` included.
 
-    Raises:
-        ValueError: a tensor has the wrong dtype, size or layout, or is not on the CPU; or sums do
-            not begin at a multiple of two groups.
+    Raises ValueError: a tensor has the wrong dtype, size or layout, or is not on the CPU; or sums
+    do not begin at a multiple of two groups.
     """
     check_update(rule, tile, options)
     weights, remainder, states, grad = tile

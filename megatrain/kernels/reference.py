@@ -77,9 +77,8 @@ def split_block(
 ) -> None:
     """`split` of a small range, on any device.
 
-    Args:
-        added: what rounds to 24 bits, if the remainder has a byte: up, where the other eight and
-            this are 256 or more.
+    Args: `added`: what rounds to 24 bits, if the remainder has a byte: up, where the other eight
+    and this are 256 or more.
     """
     is_nan, short = master.isnan(), remainder.dtype == torch.int8
     bits = master.view(torch.int32) + (added if short else 0)
@@ -116,8 +115,7 @@ def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) 
     each times its place in the block, modulo 2^64: whatever the ranges are, in whatever order, the
     checksums of all of them add up to those of the plane.
 
-    Args:
-        blocks: [blocks, 2] int64, on the device of the bytes.
+    Args: `blocks`: [blocks, 2] int64, on the device of the bytes.
     """
     done, count = 0, 0
     while done < len(bytes_uint8):
@@ -138,12 +136,10 @@ def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) 
 def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
     """Update a range by one of `RULES`, in place, on any device.
 
-    Args:
-        by: the rule's scalars.
+    Args: `by`: the rule's scalars.
 
-    Raises:
-        ValueError: on the CPU: as all functions here, or `options.at` is no multiple of GROUP with
-            AdamW.
+    Raises ValueError: on the CPU: as all functions here, or `options.at` is no multiple of GROUP
+    with AdamW.
     """
     if not tile.weights.is_cuda:
         check_update(rule, tile, options)
@@ -273,8 +269,7 @@ def move_file(
         bytes_uint8: [N] uint8, which the bytes from `offset` on go to or come from.
         piece: ignored here, there is one request.
 
-    Raises:
-        OSError: the system's; or ENODATA, where the file ends or nothing more is moved.
+    Raises OSError: the system's; or ENODATA, where the file ends or nothing more is moved.
     """
     check_tensor("bytes", bytes_uint8, (torch.uint8,))
     data, call = bytes_uint8.numpy().data, os.pwritev if writes else os.preadv

@@ -95,8 +95,7 @@ class UpdateOptions(NamedTuple):
 def adamw_scalars(kind: torch.dtype, step: int, group: Mapping[str, Any]) -> Scalars:
     """The scalars of an AdamW update, computed in fp64 from torch's settings.
 
-    Raises:
-        ValueError: `step` is below 1.
+    Raises ValueError: `step` is below 1.
     """
     if step < 1:
         raise ValueError(f"step is {step}, the first update is 1")
@@ -111,8 +110,7 @@ def adamw_scalars(kind: torch.dtype, step: int, group: Mapping[str, Any]) -> Sca
 def load_moments(states: Sequence[Tensor]) -> list[Tensor]:
     """Both moments of a range as float32; where they are float32 already, those tensors.
 
-    Args:
-        states: both moments, of one kind, and for 8-bit codes the scales of both.
+    Args: `states`: both moments, of one kind, and for 8-bit codes the scales of both.
     """
     first, second, *scales = states
     if not scales:
@@ -195,8 +193,7 @@ def stochastic_round(values: Tensor, random16: Tensor) -> Tensor:
 
     Zero, infinity and what bfloat16 has exactly stay; a NaN becomes quiet.
 
-    Args:
-        random16: [N] int32, 0 to 65535.
+    Args: `random16`: [N] int32, 0 to 65535.
     """
     bits = values.view(torch.int32)
     upper = torch.where(values.isnan(), bits | 0x00400000, bits + random16) >> 16

@@ -123,8 +123,7 @@ def with_adapters(
 ) -> PreTrainedModel:
     """A copy of a model without weights, with adapters, which have no weights either.
 
-    Raises:
-        InputError: PEFT cannot put them there.
+    Raises InputError: PEFT cannot put them there.
     """
     model = peft.with_its_config(base)
     configs = copy.deepcopy(configs)  # PEFT fills in this model's values
@@ -136,8 +135,7 @@ def with_adapters(
 def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
     """`with_adapters` for one new adapter, whose configuration is checked further.
 
-    Raises:
-        InputError: also for names that match nothing in the model, which PEFT ignores.
+    Raises InputError: also for names that match nothing in the model, which PEFT ignores.
     """
     model = with_adapters(base, {"default": config})
     modules = [f".{name}" for name, _ in base.named_modules()]
@@ -198,8 +196,7 @@ def noted(model: PreTrainedModel, configs: Mapping[str, Any], active: str) -> Pr
 def restored(base: PreTrainedModel, saved: Mapping[str, Any]) -> PreTrainedModel:
     """The model with the adapters that `as_json` described.
 
-    Raises:
-        InputError: this version of PEFT does not know them.
+    Raises InputError: this version of PEFT does not know them.
     """
     try:
         configs = {name: peft.from_json(config) for name, config in saved["configs"].items()}
@@ -235,8 +232,7 @@ def draw_adapters(
 def merged_into_base(model: PreTrainedModel, values: Values) -> dict[str, Callable[[], Tensor]]:
     """The base's parameters, the active adapter merged into them, by their names in the base.
 
-    Raises:
-        InputError: a parameter that an adapter changes is tied to another use, or is not there.
+    Raises InputError: a parameter that an adapter changes is tied to another use, or is not there.
     """
     adapters = _adapted[model]
     out = {adapters.held[name]: value for name, value in values.items() if name in adapters.held}

@@ -56,8 +56,7 @@ _loaded = WeakKeyDictionary()  # opening an engine loads the same one three time
 def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model configuration in a folder.
 
-    Raises:
-        InputError: there is none, or it is not one that transformers knows.
+    Raises InputError: there is none, or it is not one that transformers knows.
     """
     if (path := folder / "config.json").exists():
         _refuse_nan(read_json(path), path)  # bounded in size and nesting, each key once
@@ -87,9 +86,8 @@ def empty_model(
 
     It is made in float32, whatever `config.dtype`: stored buffers are read into it unrounded.
 
-    Raises:
-        InputError: transformers has no causal language model for this configuration, or it asks for
-            code from the hub, which only `attn_implementation` may.
+    Raises InputError: transformers has no causal language model for this configuration, or it asks
+    for code from the hub, which only `attn_implementation` may.
     """
     _refuse_endless(config)
     _refuse_code_of_others(config, chosen=attn_implementation is not None)
@@ -104,8 +102,7 @@ def model_class(
 ) -> Callable[..., PreTrainedModel]:
     """The function that makes the model of `config`: of the class it names, or a causal LM.
 
-    Raises:
-        InputError: it names a class of another kind, or there is no such language model.
+    Raises InputError: it names a class of another kind, or there is no such language model.
     """
     names = config.architectures or []
     for name in names:  # the text model of a larger one has no mapping
@@ -137,8 +134,7 @@ def scoring(config: PreTrainedConfig) -> PreTrainedConfig:
 
     Rows end before padding, so one that names no token for it takes the end of texts.
 
-    Raises:
-        InputError: transformers has no such head for it, or nothing tells where rows end.
+    Raises InputError: transformers has no such head for it, or nothing tells where rows end.
     """
     if (config.architectures or [""])[0] in SEQUENCE_CLASSES:
         return config
@@ -161,8 +157,7 @@ def build(
 ) -> PreTrainedModel:
     """Make the model of `config`: meta parameters and real buffers, in training mode.
 
-    Raises:
-        InputError: its class fails on this configuration.
+    Raises InputError: its class fails on this configuration.
     """
     try:
         with weightless():
@@ -218,8 +213,7 @@ def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:
 def _refuse_code_of_others(config: PreTrainedConfig, *, chosen: bool) -> None:
     """A file may not choose what transformers would download to run it.
 
-    Args:
-        chosen: the caller has said which attention it wants.
+    Args: `chosen`: the caller has said which attention it wants.
     """
     for _, part in configs(config):
         for name in ("attn_implementation",) * (not chosen) + ("experts_implementation",):
@@ -251,8 +245,7 @@ def loaded_types(
     Mostly `dtype`; classes make some in fp32 (rotary tables, decay rates) and have transformers
     load others in fp32 (`_keep_in_fp32_modules_strict`: routers and their biases).
 
-    Args:
-        built: a model of this configuration in `dtype`, if there is one already.
+    Args: `built`: a model of this configuration in `dtype`, if there is one already.
     """
     by_dtype = _loaded.setdefault(model, {})
     if dtype in by_dtype:

@@ -123,8 +123,7 @@ class Rows:
     def positions(self, ids: Tensor) -> Tensor:
         """The indices of the rows of `ids`, of any shape.
 
-        Raises:
-            InputError: some are not among the step's tokens.
+        Raises InputError: some are not among the step's tokens.
         """
         # Nearly always these are the batch's own ids; comparing others waits for the device.
         of_batch = _memory(ids) == _memory(self.ids) and ids.numel() == self.ids.numel()

@@ -53,8 +53,7 @@ def companions(folder: Path) -> dict[str, bytes]:
 
     Python files are among them only where a configuration names them (`auto_map`).
 
-    Raises:
-        InputError: one cannot be read.
+    Raises InputError: one cannot be read.
     """
     paths = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")]
     named = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
@@ -68,8 +67,7 @@ def companions(folder: Path) -> dict[str, bytes]:
 def read_files(paths: Mapping[str, Path]) -> dict[str, bytes]:
     """The bytes of files, by name; files too large to hold are left out and named in the log.
 
-    Raises:
-        InputError: one cannot be read.
+    Raises InputError: one cannot be read.
     """
     contents: dict[str, bytes] = {}
     left = _MOST_BYTES

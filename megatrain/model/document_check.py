@@ -153,8 +153,7 @@ def check_documents(spec: ModelSpec) -> None:
 
     This needs no data. `DocumentCheck` still tries models that pass, in their steps.
 
-    Raises:
-        InputError: it is such a model.
+    Raises InputError: it is such a model.
     """
     program = ModelProgram(spec, torch.device("cpu"), torch.float32)
     if program.may_attend_by_lengths or not spec.capture.accepts("position_ids"):
@@ -299,8 +298,7 @@ def check_masks(
         config: the text model's.
         itemsize: bytes of a number in the compute dtype; torch turns a mask of bools into numbers.
 
-    Raises:
-        DoesNotFit: the message says why the mask is needed.
+    Raises DoesNotFit: the message says why the mask is needed.
     """
     if attention_of(config) not in _WITH_MASKS:
         return

@@ -259,8 +259,7 @@ def _pieces(
         metas: a meta tensor of shape and dtype for each name that is to be saved.
         value: gives the values of a name.
 
-    Raises:
-        RunFailed: transformers' conversion cannot be done one parameter at a time.
+    Raises RunFailed: transformers' conversion cannot be done one parameter at a time.
     """
 
     def made_of(names: Sequence[str], dtype: torch.dtype, outputs: list[Described]) -> list[Tensor]:

@@ -25,8 +25,7 @@ def convert(module: nn.Module, device: torch.device) -> list[nn.Module]:
 
     Without a GPU the casts are real and products are computed in the type of the inputs.
 
-    Raises:
-        InputError: as `require_float8`.
+    Raises InputError: as `require_float8`.
     """
     require_float8(device)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -176,8 +176,7 @@ def move_buffers(
 ) -> None:
     """Move every buffer of `module`, leaving meta parameters where they are.
 
-    Args:
-        types: new types of some of them, by name.
+    Args: `types`: new types of some of them, by name.
     """
     for path, child in module.named_modules():
         for name, buffer in buffers_of(child).items():
@@ -205,7 +204,7 @@ def without_index(module: nn.Module) -> nn.Module:
     for child in module.modules():
         names = tuple(name for name in INDEX_ATTRIBUTES if name in vars(child))
         for name in names:
-            vars(child)[name] = _Hidden(name)
+            del vars(child)[name]
         if names:
             child.__class__ = _unnumbered(type(child), names)  # type: ignore[arg-type]
     return module
@@ -220,18 +219,3 @@ def _unnumbered(cls: type, names: tuple[str, ...]) -> type:
         return property(read)
 
     return type(cls.__name__, (cls,), {name: hidden(name) for name in names})
-
-
-class _Hidden:
-    """Stands for a number where a module's dictionary is read."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def _raise(self, *args: object) -> Any:
-        raise NumberRead(self._name)
-
-    __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __hash__ = _raise
-    __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _raise
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _raise
-    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __pow__ = __neg__ = _raise

@@ -30,9 +30,8 @@ from megatrain.model.capture import (
     with_hidden,
 )
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES, Reader
+from megatrain.model.head_checks import label_shift, mixes_tokens
 from megatrain.model.layer_template import LayerTemplate, NumberRead, without_index
-from megatrain.model.own_loss import label_shift
-from megatrain.model.projection import mixes_tokens
 from megatrain.model.routers import RouterLoss, router_loss, tap
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.state import OtherRandomness, example, refuse_state, settle
@@ -51,9 +50,8 @@ _MORE_STATES = "its head computes logits from more than the last hidden states"
 def spec(model: PreTrainedModel, *, trained: bool = True) -> ModelSpec:
     """Learn the structure of `model` (meta parameters, real CPU buffers), to be trained or not.
 
-    Raises:
-        Unsupported: the model has no stack of layers, or one that cannot be streamed, or its
-            configuration makes a model that cannot be run at all.
+    Raises Unsupported: the model has no stack of layers, or one that cannot be streamed, or its
+    configuration makes a model that cannot be run at all.
     """
     refuse_settings(model.config)
     refuse_behaviour(model)

@@ -281,8 +281,7 @@ class ModelProgram:
     def _check_media(self, weights: Weights, batch: MicroBatch, features_N: Tensor) -> None:
         """Refuse a model that does more with features of images than to add them before layers.
 
-        Raises:
-            InputError: names the layer.
+        Raises InputError: names the layer.
         """
         features_N, uses = features_N.detach().requires_grad_(), Uses()
         with torch.enable_grad(), self.capture.stop_at_trunk():

@@ -46,11 +46,9 @@ class Quantised(Stored):
 def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8", "nf4"] | None:
     """How a model's folder quantises its weights; None: it does not.
 
-    Args:
-        config: the content of its config.json.
+    Args: `config`: the content of its config.json.
 
-    Raises:
-        InputError: the way of quantising is not supported.
+    Raises InputError: the way of quantising is not supported.
     """
     settings = config.get("quantization_config")
     if settings is None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -57,7 +58,11 @@ _OF_CONFIG_LEFT_OUT = {
     *("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 }
 _BUILT_IN = torch.float32
-_UNDO = "set it in the model's configuration, or undo it"
+_UNDO = (
+    "set it in the model's configuration, or undo it (of a model that was cast, `.to(dtype)` has "
+    "rounded buffers: make or load it with `dtype=`; with PEFT's modules, give the PeftModel)"
+)
+_ABSENT = None, "not there"
 
 
 def difference(
@@ -84,17 +89,15 @@ def difference(
             "model of transformers, or the folder that has its code"
         )
 
-    def differences() -> Iterator[tuple[str, str]]:
-        yield from _unlike(model, again)
-        built = again if computed == _BUILT_IN else None
-        yield from _buffers(model, again, loaded_types(model, computed, built))
-        if adapters is not None:
-            yield from _unlike(peft_model, with_adapters(model, adapters.configs, adapters.active))
-
-    words, remedy = next(differences(), (None, None))
+    built = again if computed == _BUILT_IN else None
+    every = [_unlike(model, again), _buffers(model, again, loaded_types(model, computed, built))]
+    if adapters is not None:
+        put_there = with_adapters(model, adapters.configs, adapters.active)
+        every.append(_unlike(peft_model, put_there))
+    words = next(chain.from_iterable(every), None)
     return words and (
         f"{words} by the model's configuration, from which a checkpoint or an export would be "
-        f"loaded; {remedy}"
+        f"loaded; {_UNDO}"
     )
 
 
@@ -112,74 +115,57 @@ def _again(model: PreTrainedModel, dtype: torch.dtype, with_code: bool) -> PreTr
     return build(config, make, dtype=_BUILT_IN)
 
 
-def _unlike(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
-    """The differences, as "... is ..., and ..." and the remedy; the outermost first.
+def _unlike(model: nn.Module, again: nn.Module) -> Iterator[str]:
+    """The differences, as "... is ..., and ..."; those of modules and tensors first.
 
     The values of weights and of buffers are not compared.
     """
-    yield from _parts(model, again)
-    readers = [_Compared(root, left_out=_LEFT_OUT) for root in (model, again)]
+    for describe in (_parts, _attributes):
+        mine, others = describe(model), describe(again)
+        for name in mine | others:
+            (one, shown), (other, made) = (d.get(name, _ABSENT) for d in (mine, others))
+            if one != other:
+                yield f"{name or 'the model'} is {shown} in the model given, and {made}"
+
+
+def _parts(model: nn.Module) -> dict[str, tuple[Any, str]]:
+    """Modules and tensors by name, with words: classes; kinds and shapes, or what it is tied to."""
+    parts: dict[str, tuple[Any, str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        modules = module, again.get_submodule(path)
-        pairs = zip(readers, modules, strict=True)
-        mine, others = (dict(reader.attributes(part)) for reader, part in pairs)
-        if isinstance(module, PreTrainedModel):  # `resize_token_embeddings` changes it
-            others["vocab_size"] = mine.get("vocab_size")
-        for name in sorted(mine.keys() | others.keys()):
-            if mine.get(name) != others.get(name):
-                one, other = (_short(vars(part).get(name, _NOTHING)) for part in modules)
-                full = f"{path}.{name}".lstrip(".")
-                yield f"{full} is {one} in the model given, and {other}", _UNDO
-
-
-def _parts(model: nn.Module, again: nn.Module) -> Iterator[tuple[str, str]]:
-    """Modules by name: their classes, and the names and shapes of their tensors."""
-    mine, others = (dict(m.named_modules(remove_duplicate=False)) for m in (model, again))
-    for path in [*mine, *others]:
-        if path not in others or path not in mine:
-            where = "is in the model given, and not" if path in mine else "is not there, but"
-            yield f"{path} {where}", _UNDO
-        elif type(mine[path]) is not type(others[path]):
-            kinds = _class(mine[path]), _class(others[path])
-            peft = kinds[0].startswith("peft.")
-            remedy = "give the PeftModel itself, or merge it (merge_and_unload)" if peft else _UNDO
-            yield f"{path or 'the model'} is a {kinds[0]}, and a {kinds[1]}", remedy
-    held, others_held = _held(model), _held(again)
-    for name in [*held, *others_held]:
-        one, other = (tensors.get(name, "not there") for tensors in (held, others_held))
-        if one != other:
-            yield f"{name} is {one} in the model given, and {other}", _UNDO
-
-
-def _held(model: nn.Module) -> dict[str, str]:
-    """Each parameter and buffer in words: its kind and shape, or the one that it is tied to."""
-    in_words: dict[str, str] = {}
-    first: dict[int, str] = {}
-    kept = model.state_dict(keep_vars=True).keys()
+        kind = type(module)
+        parts[path] = kind, f"a {kind.__module__}.{kind.__qualname__}"
+    kept, first = model.state_dict(keep_vars=True).keys(), dict[int, str]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied = first.setdefault(id(parameter), name)
-        shape = f"a parameter of shape {list(parameter.shape)}"
-        in_words[name] = shape if tied == name else f"{shape} tied to {tied}"
+        words = f"a parameter of shape {list(parameter.shape)}"
+        words += "" if tied == name else f" tied to {tied}"
+        parts[name] = words, words
     for name, buffer in model.named_buffers():
-        kind = "a buffer" if name in kept else "a buffer that is not saved"
-        in_words[name] = f"{kind} of shape {list(buffer.shape)}"
-    return in_words
+        words = "a buffer" if name in kept else "a buffer that is not saved"
+        words += f" of shape {list(buffer.shape)}"
+        parts[name] = words, words
+    return parts
 
 
-def _buffers(
-    model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]
-) -> Iterator[tuple[str, str]]:
+def _attributes(model: nn.Module) -> dict[str, tuple[Any, str]]:
+    """The plain attributes of all modules by name, with words."""
+    reader, attributes = _Compared(model, left_out=_LEFT_OUT), dict[str, tuple[Any, str]]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, value in reader.attributes(module):
+            if name == "vocab_size" and isinstance(module, PreTrainedModel):
+                continue  # `resize_token_embeddings` changes it
+            text = " ".join(repr(vars(module).get(name, "kept by its class")).split())
+            text = text if len(text) <= 60 else f"another {type(vars(module).get(name)).__name__}"
+            attributes[f"{path}.{name}".lstrip(".")] = value, text
+    return attributes
+
+
+def _buffers(model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]) -> Iterator[str]:
     """Buffers that files of weights lack because the class computes them."""
     kept, mine = model.state_dict(keep_vars=True).keys(), dict(model.named_buffers())
     for name, buffer in again.named_buffers():
         if name not in kept and not _equal(mine[name], buffer.to(dtypes.get(name, buffer.dtype))):
-            yield (
-                f"{name} has other values than those made",
-                "if the model was cast (`.to(dtype)` rounds them), make or load it with `dtype=`",
-            )
-
-
-_NOTHING = object()
+            yield f"{name} has other values than those made"
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,33 +205,18 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 def _as_json(config: PreTrainedConfig) -> Any:
     """All fields of a configuration, and of those inside, that a forward's numbers depend on."""
-    tree = _without(json.loads(config.to_json_string(use_diff=False)))
-    chosen = [(attention_of(part), experts_of(part)) for _, part in configs(config)]
-    return tree, chosen
 
+    def kept(fields: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in fields.items() if key not in _OF_CONFIG_LEFT_OUT}
 
-def _without(tree: Any) -> Any:
-    if not isinstance(tree, dict):
-        return tree
-    return {key: _without(tree[key]) for key in tree if key not in _OF_CONFIG_LEFT_OUT}
-
-
-def _short(value: Any) -> str:
-    if value is _NOTHING:
-        return "not there"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"another {type(value).__name__}"
-
-
-def _class(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+    tree = json.loads(config.to_json_string(use_diff=False), object_hook=kept)
+    return tree, [(attention_of(part), experts_of(part)) for _, part in configs(config)]
 
 
 def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -> PreTrainedModel:
     """A copy of `model` with meta parameters and copied buffers; it shares no weights.
 
-    Raises:
-        InputError: only some of its weights are on the meta device, or it has no such attention.
+    Raises InputError: only some of its weights are on the meta device, or it has no such attention.
     """
     refuse_hooks(model)
     parameters = dict(model.named_parameters())
@@ -262,7 +233,7 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
         if (unlike := next(_unlike(model, copied), None)) is not None:
             raise Unsupported(
                 f"the model is not as {type(model).__name__} makes it of its configuration, of "
-                f"which a model with buffers on the meta device is made anew ({unlike[0]}); change "
+                f"which a model with buffers on the meta device is made anew ({unlike}); change "
                 "it after it has been given memory (to_empty)"
             )
         copied.generation_config = copy.deepcopy(model.generation_config)

@@ -39,8 +39,7 @@ class RouterLoss:
     def sums(self, logits_NE: Tensor, counted_N: Tensor | None) -> Tensor:
         """For each expert the count of choices, then the sum of probabilities: `[1, 2E]`, fp32.
 
-        Args:
-            counted_N: 1 for a token, 0 for padding; None: all are tokens.
+        Args: `counted_N`: 1 for a token, 0 for padding; None: all are tokens.
         """
         share_NE = logits_NE.softmax(-1)
         index_NK = share_NE.topk(self.chosen, -1).indices
@@ -100,8 +99,7 @@ def tap(layer: nn.Module, path: str, model: PreTrainedModel, loss: RouterLoss) -
 def ask_for(model: PreTrainedModel, weight: float) -> None:
     """Set the weight of the routers' loss in the model's configuration; 0: there is none.
 
-    Raises:
-        InputError: the weight is no usable number, or the model has no such loss.
+    Raises InputError: the weight is no usable number, or the model has no such loss.
     """
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < inf:
         raise InputError(f"router_aux_loss_coef is {weight!r}; it must be a number from 0 on")
@@ -122,8 +120,7 @@ def ask_for(model: PreTrainedModel, weight: float) -> None:
 def router_loss(model: PreTrainedModel) -> RouterLoss | None:
     """The loss that the model's configuration asks for (`output_router_logits`); None: none.
 
-    Raises:
-        Unsupported: it asks for the loss, and the model does not name its routers.
+    Raises Unsupported: it asks for the loss, and the model does not name its routers.
     """
     text = model.config.get_text_config(decoder=True)
     parts = (model, text, model.config)

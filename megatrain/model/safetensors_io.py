@@ -73,8 +73,7 @@ class Stored:
     def read_bytes(self, offset: int, num_bytes: int) -> Tensor:
         """A part of the tensor's bytes, uint8.
 
-        Raises:
-            InputError: the file became unreadable or shorter since its header was checked.
+        Raises InputError: the file became unreadable or shorter since its header was checked.
         """
         data = _room_for(num_bytes)
         room = data.numpy().data
@@ -109,8 +108,7 @@ def _room_for(num_bytes: int) -> Tensor:
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Every tensor of the safetensors checkpoint in a folder, found from the headers alone.
 
-    Raises:
-        InputError: no safetensors, or an index or a header which does not hold together.
+    Raises InputError: no safetensors, or an index or a header which does not hold together.
     """
     if (folder / SINGLE_FILE).is_file():
         return {stored.name: stored for stored in read_header(folder / SINGLE_FILE)}
@@ -171,8 +169,7 @@ def _shard(folder: Path, file_name: Any) -> Path:
 def read_header(path: Path) -> list[Stored]:
     """The tensors of one shard in the order of their bytes.
 
-    Raises:
-        InputError: the header is no header, or does not describe exactly the bytes that follow.
+    Raises InputError: the header is no header, or does not describe exactly the bytes that follow.
     """
     try:
         with path.open("rb") as file:

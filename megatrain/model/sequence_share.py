@@ -11,31 +11,46 @@ change with the row's length. So a short row is computed twice in one process: a
 shares that attention alone brings together. Linear maps see the same tokens in the same order both
 times, so that the losses are the same but for the order of sums.
 
-Legend: B rows, T tokens of a row, N ranks, S tokens of a share.
+Attention is that of DeepSpeed Ulysses (Jacobs et al., 2023, https://arxiv.org/abs/2309.14509,
+section 3): the ranks exchange queries, keys and values so that each has all tokens of some heads;
+then they exchange what it makes back. It is one of transformers' implementations of attention.
+
+Legend: B rows, N ranks, T tokens of a whole row, S of one rank's share (T = N x S), H heads, D
+width of a head.
 """
 
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
-from megatrain.compat.transformers import unpacked
+from megatrain.compat.transformers import sdpa_attention_forward, unpacked
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED, JointLoss, Loss
 from megatrain.model.capture import Call
 from megatrain.model.document_check import TOLERANCE, at_least_two, change_of, limits_of
+from megatrain.model.documents import OURS
 from megatrain.model.program import ModelProgram
-from megatrain.model.sequence_attention import attention_of, rows_of
 from megatrain.parallel.distributed import ALONE, Ranks, SequenceRanks
 
 _TOKENS = 8  # of a share that is tried
 _TAKEN = ("input_ids", "labels", "position_ids", "attention_mask")
 Judged = tuple[Tensor, list[Tensor]]
 Micro = Mapping[str, Tensor]
+
+
+def _refused(why: str) -> InputError:
+    return InputError(
+        f"ranks cannot share the rows of this model: {why}; leave sequence_parallel out"
+    )
 
 
 class SequenceShare:
@@ -58,11 +73,9 @@ class SequenceShare:
     ) -> int:
         """A checksum of the inputs that must be equal on all ranks.
 
-        Args:
-            losses: targets `[B, T]` of each micro-batch, and what the loss takes beside them.
+        Args: `losses`: targets `[B, T]` of each micro-batch, and what the loss takes beside them.
 
-        Raises:
-            InputError: rows that ranks cannot share.
+        Raises InputError: rows that ranks cannot share.
         """
         if self._size == 1:
             return 0
@@ -166,10 +179,9 @@ class RowTrial:
     ) -> None:
         """Args: `losses` computes the layers' arguments, for whole rows, and the losses `[B, T]`.
 
-        Raises:
-            InputError: the model is one that ranks cannot share the rows of.
+        Raises InputError: the model is one that ranks cannot share the rows of.
         """
-        self._share, self._config, self._program = share, config, program
+        self._share, self._program = share, program
         self._losses, self._limits = losses, limits_of(config)
         self._equal: set[tuple[int, int]] = set()
         if not isinstance(share.ranks, SequenceRanks):
@@ -181,7 +193,7 @@ class RowTrial:
             "it takes no position_ids": not spec.capture.accepts("position_ids"),
         }.items():
             if applies:
-                raise InputError(self._refused(reason))
+                raise _refused(reason)
         program.may_attend_by_lengths = False  # packed rows are refused
         self._of_ranks = attention_of(share.ranks.size, share.ranks)
         self._of_shares = attention_of(share.ranks.size)
@@ -190,8 +202,7 @@ class RowTrial:
     def check(self, micro_batches: Sequence[Micro]) -> None:
         """Try rows of lengths between two whole numbers of the configuration, or powers of two.
 
-        Raises:
-            InputError: the model does not compute the same with rows cut between the ranks.
+        Raises InputError: the model does not compute the same with rows cut between the ranks.
         """
         if not isinstance(self._share.ranks, SequenceRanks):
             return
@@ -224,13 +235,12 @@ class RowTrial:
             if not (change := change_of(one, other)) <= TOLERANCE:
                 what = "positions" if one is plain else "rows"
                 reason = f"its losses change by {change:.1e} of their spread if {what} {why}"
-                raise InputError(self._refused(reason))
+                raise _refused(reason)
         if not all(_same(calls[2], alone, at) for at, alone in enumerate(calls[4:])):
-            reason = (
+            raise _refused(
                 f"what its layers are told of positions changes with the length of a row (at "
                 f"{tokens} tokens), as dynamic rotary embeddings do"
             )
-            raise InputError(self._refused(reason))
 
     def _rows(self, tokens: int, pool: Tensor) -> list[Micro]:
         """A row without positions, with them, with the shares' ones; its shares; each alone."""
@@ -250,12 +260,6 @@ class RowTrial:
         plain = {name: value for name, value in joined.items() if name not in from_zero}
         return [plain, plain | from_zero, joined, shares, *rows]
 
-    def _refused(self, why: str) -> str:
-        return (
-            f"ranks cannot share the rows of a {self._config.model_type} model: {why}; leave "
-            "sequence_parallel out"
-        )
-
 
 def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
     """True if a share alone gives layers the same arguments as the share in its whole row."""
@@ -271,3 +275,135 @@ def _same(every: Sequence[Call], alone: Sequence[Call], share: int) -> bool:
         if not torch.equal(whole, part):
             return False
     return True
+
+
+_tried: ContextVar[int | None] = ContextVar("_tried", default=None)
+_ranks: list[SequenceRanks | None] = []  # by the number that a compiled graph knows them by
+
+
+@torch.library.custom_op("megatrain::exchange", mutates_args=())
+def exchange(blocks: Tensor, ranks: int) -> Tensor:
+    """Send block n of `[N, ...]` to rank n; returns the received blocks in the ranks' order."""
+    received = torch.empty_like(blocks)
+    of_number = _ranks[ranks]
+    assert of_number is not None
+    of_number.exchange_blocks(received, blocks)
+    return received
+
+
+@exchange.register_fake
+def _(blocks: Tensor, ranks: int) -> Tensor:
+    return torch.empty_like(blocks)
+
+
+exchange.register_autograd(
+    lambda ctx, gradient: (exchange(gradient.contiguous(), ctx.ranks), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "ranks", inputs[1]),
+)
+
+
+def _whole(ranks: int, size: int, *shares: Tensor) -> list[Tensor]:
+    """`[B, H / N, T, D]` of each `[B, H, S, D]`.
+
+    One exchange for queries, keys and values: one order on all ranks, also if compiled.
+    """
+    split = [x.unflatten(1, (size, -1)) for x in shares]  # [B, N, H / N, S, D]
+    blocks = torch.cat([x.permute(1, 0, 3, 2, 4).flatten(3) for x in split], -1)
+    received = exchange(blocks, ranks)  # [N, B, S, all heads' widths]
+    parts = received.split([x.shape[2] * x.shape[4] for x in split], -1)
+    pairs = zip(parts, split, strict=True)
+    heads = [part.unflatten(3, (x.shape[2], x.shape[4])) for part, x in pairs]
+    return [x.permute(1, 3, 0, 2, 4).flatten(2, 3) for x in heads]
+
+
+def _share(ranks: int, size: int, out: Tensor) -> Tensor:
+    """`[B, S, H, D]` of `[B, T, H / N, D]`."""
+    blocks = out.unflatten(1, (size, -1)).transpose(0, 1)  # [N, B, S, H / N, D]
+    received = exchange(blocks.contiguous(), ranks)
+    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+@contextmanager
+def rows_of(tokens: int) -> Iterator[None]:
+    """Within this context masks that change anything in rows of this length are refused."""
+    token = _tried.set(tokens)
+    try:
+        yield
+    finally:
+        _tried.reset(token)
+
+
+def attention_of(size: int, ranks: SequenceRanks | None = None) -> str:
+    """The name of the implementation for `size` ranks, each of which has its share of every row.
+
+    Args: `ranks`: None: in a trial by one process, a micro-batch's rows are the shares of one row.
+    """
+    number = len(_ranks)
+    _ranks.append(ranks)
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        rows, _, tokens, _ = query.shape
+        causal = options.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        if not causal or attention_mask is not None or options.get("position_bias") is not None:
+            raise _refused("its attention has a mask, a bias or an order of its own")
+        key, value = _repeated(query, key, value, size)
+        groups = query.shape[1] // key.shape[1]
+        if ranks is None:
+            whole_rows = [x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value)]
+        else:
+            whole_rows = _whole(number, size, query, key, value)
+        heads: Any = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
+        scale_options = {name: options.get(name) for name in ("scaling", "softcap")}
+        dropout = options.get("dropout") or 0.0
+        out, _ = sdpa_attention_forward(heads, *whole_rows, None, dropout=dropout, **scale_options)
+        out = out if ranks is None else _share(number, size, out)
+        return out.reshape(rows, tokens, query.shape[1], -1), None
+
+    name = f"{OURS}shared_rows_{number}"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, _mask)
+    return name
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values `[B, H, S, D]` of as many heads as `size` ranks can share evenly.
+
+    Raises InputError: they cannot share the heads of queries.
+    """
+    heads, key_heads = query.shape[1], key.shape[1]
+    if heads % size:
+        raise InputError(
+            f"sequence_parallel is {size}, and the model has {heads} heads of queries, which so "
+            "many ranks cannot share evenly; take a number of ranks that divides them"
+        )
+    several = (n for n in range(1, heads // key_heads + 1) if not heads % (key_heads * n))
+    times = next(n for n in several if not key_heads * n % size)
+    if times == 1:
+        return key, value
+    return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+
+
+def _mask(
+    *args: Any,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> None:
+    """No mask: attention is causal. Raises InputError where the mask would say more."""
+    tokens = _tried.get()
+    if tokens is not None and local_size is not None and local_size < tokens:
+        raise _refused(f"its attention reaches {local_size} tokens, rows have {tokens}")
+    plain = allow_is_causal_skip and not allow_is_bidirectional_skip and not use_vmap
+    if attention_mask is not None or not plain:
+        raise _refused("its attention has a mask of its own")

@@ -27,8 +27,7 @@ from megatrain.model.zeros import ZeroProducts, zero_pages
 def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Size]) -> None:
     """Let the model make what it makes only once, such as the frequencies for long rows.
 
-    Raises:
-        Unsupported: that is no tensor, or depends on what the first batch holds.
+    Raises Unsupported: that is no tensor, or depends on what the first batch holds.
     """
     inside = {id(module) for module in stack.modules()}
     outer = [module for module in capture.model.modules() if id(module) not in inside]
@@ -110,8 +109,7 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
 def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
     """True if NaN in place of an earlier run's leftovers shows in the outputs of `run`.
 
-    Raises:
-        Unsupported: something was left behind that NaN cannot stand for.
+    Raises Unsupported: something was left behind that NaN cannot stand for.
     """
     for change in changes:
         value = getattr(change.module, change.name, None)
@@ -126,11 +124,9 @@ def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:
 def refuse_state(watch: Watch, again: Callable[[], Iterable[Any]]) -> None:
     """Refuse changes since `watch` began, except in buffers that each run writes anew.
 
-    Args:
-        again: runs the forward and returns all its outputs.
+    Args: `again`: runs the forward and returns all its outputs.
 
-    Raises:
-        Unsupported: names the first.
+    Raises Unsupported: names the first.
     """
     changes = watch.changes()
     for change in changes:

@@ -216,8 +216,7 @@ def _independent(run: Callable[[Tensor], Tensor], x: Tensor, whole: Tensor) -> b
 def draws(function: Callable[[], Any], tensors: Mapping[str, Tensor]) -> bool:
     """True if a call draws torch's random numbers; their state is put back.
 
-    Args:
-        tensors: some of the call's inputs; they name its device.
+    Args: `tensors`: some of the call's inputs; they name its device.
     """
     generators = [(torch.get_rng_state, torch.set_rng_state)]
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))

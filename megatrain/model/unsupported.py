@@ -31,8 +31,7 @@ class Unsupported(InputError):
 def refuse_settings(config: PreTrainedConfig) -> None:
     """Refuse settings that change which layers run, or with which weights, unseen by the engine.
 
-    Raises:
-        Unsupported: such a setting is on.
+    Raises Unsupported: such a setting is on.
     """
     if "flex_attention" in {attention_of(part) for _, part in configs(config)}:
         raise Unsupported(
@@ -69,8 +68,7 @@ def refuse_rounding(
         types: of all parameters, as `from_pretrained` gives them in `dtype`.
         computed: names of those that the forward computes with.
 
-    Raises:
-        Unsupported: there are such; the message names one.
+    Raises Unsupported: there are such; the message names one.
     """
     wide = sorted(name for name in computed if types.get(name, dtype).itemsize > dtype.itemsize)
     if wide:
@@ -84,8 +82,7 @@ def refuse_rounding(
 def refuse_weights(model: nn.Module) -> None:
     """Refuse weights with properties that a copy without their memory would lose.
 
-    Raises:
-        Unsupported: hooks of gradients, other types than torch's, fp64, memory that is shared.
+    Raises Unsupported: hooks of gradients, other types than torch's, fp64, memory that is shared.
     """
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):
@@ -134,8 +131,7 @@ def _span(tensor: Tensor) -> Iterator[tuple[int, int]]:
 def refuse_behaviour(model: nn.Module) -> None:
     """Refuse actions of modules that would happen at other times, more than once, or never.
 
-    Raises:
-        Unsupported: names the module.
+    Raises Unsupported: names the module.
     """
     if has_global_hooks():
         raise Unsupported("a hook of every module is registered with torch; remove it")
@@ -159,8 +155,7 @@ def refuse_behaviour(model: nn.Module) -> None:
 def refuse_hooks(model: nn.Module) -> None:
     """Refuse hooks of modules, and forwards that are not of their classes; ours may be there.
 
-    Raises:
-        Unsupported: names the module.
+    Raises Unsupported: names the module.
     """
     for path, module in model.named_modules():
         of_module = (vars(module).get(name) or {} for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS))

@@ -82,11 +82,9 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
     """The folder of a model: a local one as it is, otherwise downloaded from the hub.
 
-    Args:
-        revision: of a model on the hub; None: its newest.
+    Args: `revision`: of a model on the hub; None: its newest.
 
-    Raises:
-        InputError: no such folder or hub model, no access, no network, or only pickle weights.
+    Raises InputError: no such folder or hub model, no access, no network, or only pickle weights.
     """
     folder = Path(os.path.expanduser(path_or_id))
     if not folder.exists():
@@ -118,8 +116,7 @@ def source_dtype(folder: Path) -> torch.dtype:
 
     A folder without either is float32, as in transformers.
 
-    Raises:
-        InputError: an unreadable config.json or shard, or a dtype that is no plain float.
+    Raises InputError: an unreadable config.json or shard, or a dtype that is no plain float.
     """
     config = read_json(folder / "config.json")
     nested = config.get("text_config")
@@ -237,8 +234,7 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     Their files stay open, so that they can be read when the folder has gone. Files of tensors that
     belong to no model, as transformers sees it, are named in the log.
 
-    Raises:
-        InputError: as `stored_types`.
+    Raises InputError: as `stored_types`.
     """
     plan = _planned(folder, model)
     sources = [stored for recipe in plan.recipes for _, stored in recipe.sources]
@@ -256,8 +252,7 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
 def stored_packings(folder: Path, model: PreTrainedModel) -> dict[str, WeightFormat]:
     """How `folder` packs each quantised parameter of `model`, by its first name.
 
-    Raises:
-        InputError: as `stored_types`.
+    Raises InputError: as `stored_types`.
     """
     plan = _planned(folder, model)
     return {
@@ -270,8 +265,7 @@ def stored_packings(folder: Path, model: PreTrainedModel) -> dict[str, WeightFor
 def stored_types(folder: Path, model: PreTrainedModel) -> dict[str, torch.dtype]:
     """The dtype in which `folder` has each parameter and buffer of `model`, by its first name.
 
-    Raises:
-        InputError: tensors misshapen or not of a float dtype, or damaged files.
+    Raises InputError: tensors misshapen or not of a float dtype, or damaged files.
     """
     plan = _planned(folder, model)
     return {plan.first_name[name]: dtype for name, dtype in plan.dtypes.items()}
@@ -313,8 +307,7 @@ def _plan_load(
     Leaves the conversions that were used in `model._weight_conversions`, where transformers keeps
     them to give the checkpoint its own layout back when it is saved.
 
-    Raises:
-        InputError: two tensors map to the same parameter.
+    Raises InputError: two tensors map to the same parameter.
     """
     conversions = get_model_conversion_mapping(model)
     renamings = [x for x in conversions if isinstance(x, WeightRenaming)]

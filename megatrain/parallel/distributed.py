@@ -117,8 +117,7 @@ class Ranks:
     def agree(self, make: Callable[[], T]) -> list[T]:
         """The results of `make` on every rank.
 
-        Raises:
-            MegatrainError: `make` raises it on some rank; then all ranks raise.
+        Raises MegatrainError: `make` raises it on some rank; then all ranks raise.
         """
         if self.size == 1:
             return [make()]
@@ -145,8 +144,7 @@ class Ranks:
     ) -> None:
         """Run `work` on rank 0; whenever it calls a function of `read`, all ranks call it.
 
-        Raises:
-            MegatrainError: `work` raises it; then all ranks raise.
+        Raises MegatrainError: `work` raises it; then all ranks raise.
         """
         if self.size == 1:
             return work(read)
@@ -294,8 +292,7 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
     A mesh may have two dimensions, as for HSDP: hosts, and the ranks of each, which share a model.
     All ranks of the group must call this. The communicators live as long as torch.distributed.
 
-    Raises:
-        InputError: torch.distributed is not initialised, or this process is not in the group.
+    Raises InputError: torch.distributed is not initialised, or this process is not in the group.
     """
     if group is None:
         return ALONE
@@ -459,9 +456,8 @@ class SequenceRanks(ProcessGroups):
 def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Ranks:
     """The ranks that share every row: all of them, or this one alone. All ranks call this.
 
-    Raises:
-        InputError: `number` is neither 1 nor that of all ranks, or these are on several hosts, or
-            a rank has another number.
+    Raises InputError: `number` is neither 1 nor that of all ranks, or these are on several hosts,
+    or a rank has another number.
     """
     require_same(ranks.all_gather_object({"sequence_parallel": str(number)}))
     if type(number) is not int or number not in (1, ranks.size):

@@ -191,15 +191,12 @@ _TEMPLATES = FileSystemLoader(Path(__file__).parent / "templates")
 def write_report(folder: Path, output: Path | None = None) -> Path:
     """Write the page of a run.
 
-    Args:
-        output: the file to write; `report.html` in the run's folder by default.
+    Args: `output`: the file to write; `report.html` in the run's folder by default.
 
-    Returns:
-        The page's path.
+    Returns the page's path.
 
-    Raises:
-        InputError: `folder` is no run's folder, or `output` is another kind of file. The page
-            itself says which files the run lacks.
+    Raises InputError: `folder` is no run's folder, or `output` is another kind of file. The page
+    itself says which files the run lacks.
     """
     run = read_run(folder)
     drawn = charts(run)

@@ -8,7 +8,7 @@ import torch
 from megatrain import InputError, Placement
 from megatrain.base.seeds import derived_seed
 from megatrain.model.capture import PROLOGUE
-from megatrain.model.neftune import add_noise
+from megatrain.model.trained import add_noise
 from tests.families.plain import shares
 from tests.parity.cases import (
     gradients,

@@ -1,10 +1,14 @@
-"""Checks that a model's own loss is the cross entropy of its labels; else it is refused.
+"""Checks of a model's head: its own loss is the cross entropy of its labels, and no token is mixed.
 
 transformers' models compute a loss in their forward where labels are given. Here the loss is
 computed separately, so that logits never exist as a whole. A class of transformers or a folder's
 code, is tried at the model's head on a few random hidden states: anything it adds to its loss
 would be lost otherwise. A user's code can do what no trial shows, so its loss must be
 the very tensor that transformers' loss function computed from the labels and the logits.
+
+A language-model head multiplies hidden states with a table that has a row for each token of the
+vocabulary. Further steps of models (scaling, capping) act on each logit alone. So the model's own
+forward with a shorter table gives the logits of some tokens, by which the head is tried.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from megatrain.compat.torch import without_modes
 from megatrain.compat.transformers import CAUSAL_LM_CLASSES
 from megatrain.errors import in_one_line
 from megatrain.loss import IGNORED, targets_of
@@ -30,14 +35,17 @@ _UNLABELLED = [(0, 2), (1, 3), (1, 5)]  # row and token; the rows have different
 _SPECIAL = [(0, 1), (0, 3), (0, 4), (0, 5), (1, 1), (1, 2), (1, 4)]  # of the labelled ones
 _RANDOM = 1 << 18  # of a parameter's values that are not zero: tables may be larger than memory
 _TOLERANCE = 1e-6  # of the loss, in fp32
+_TOKENS, _ROWS = 3, 6  # of a trial of mixed tokens
+_MOST = 1 << 24  # values that it is made with
+
+Head = Callable[[dict[str, Tensor], Tensor], Tensor]
 
 
 def label_shift(spec: ModelSpec) -> int:
     """How far labels lie behind the logits that they are compared with: 1 token, or 0.
 
-    Raises:
-        Unsupported: the model has another loss than the mean cross entropy of its labels, or a head
-            that is none of a language model.
+    Raises Unsupported: the model has another loss than the mean cross entropy of its labels, or a
+    head that is none of a language model.
     """
     model = spec.capture.model
     name, count = type(model).__name__, model.config.get_text_config(decoder=True).vocab_size
@@ -220,3 +228,41 @@ def _random(parameter: Tensor, generator: torch.Generator) -> Tensor:
     scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
     beginning.copy_(torch.randn(len(beginning), generator=generator) * scale)
     return values
+
+
+def mixes_tokens(head: Head, shapes: dict[str, torch.Size], num_logits: int, width: int) -> bool:
+    """True if a token's logits depend on other tokens, or on its place in the row.
+
+    Tried with one hidden state that is NaN, then with random weights, of few rows of the table if
+    the head can be computed with them.
+    """
+    table = max(shapes, key=lambda name: shapes[name].numel(), default=None)
+    few = dict(shapes)
+    if table is not None and len(shapes[table]) == 2 and shapes[table][0] == num_logits:
+        names = [n for n, shape in shapes.items() if n == table or shape == (num_logits,)]
+        few |= {name: torch.Size((_ROWS, *shapes[name][1:])) for name in names}
+    with torch.no_grad(), without_modes():
+        tried = [_knows_the_place(head, sizes, width) for sizes in (few, shapes)]
+        # A table of 152,064 x 8,192 takes half a second each time.
+        taken = shapes if tried[0] is None else few
+        zeros = {name: zero_pages(shape) for name, shape in taken.items()}
+        hidden = torch.zeros(2, _TOKENS, width)
+        if bool(head(zeros, hidden).isnan().any()):  # it divides by a weight
+            return any(tried) or tried == [None, None]
+        hidden[0, 1] = torch.nan
+        spoiled = head(zeros, hidden).isnan().any(-1)
+        return any(tried) or not torch.equal(spoiled, hidden.isnan().any(-1))
+
+
+def _knows_the_place(head: Head, shapes: dict[str, torch.Size], width: int) -> bool | None:
+    """True if logits depend on the place in a row; None: such weights cannot be tried."""
+    if sum(size.numel() for size in shapes.values()) > _MOST:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    weights = {n: torch.randn(s, generator=generator) / width**0.5 for n, s in shapes.items()}
+    hidden = torch.randn(1, 2 * _TOKENS, width, generator=generator)
+    try:
+        late, alone = head(weights, hidden)[:, _TOKENS:], head(weights, hidden[:, _TOKENS:])
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+        return None
+    return late.shape != alone.shape or not torch.allclose(late, alone, 1e-4, 1e-5, equal_nan=True)
