@@ -244,8 +244,6 @@ def choose(store: TokenStore, layout: Layout, seed: int) -> Segments:
     _report_unlearnable(store, learnable, layout.kind)
     per_row = 2 if layout.kind == "pairs" else 1  # both replies of a pair, or none
     usable = np.logical_and.reduce(learnable.reshape(-1, per_row), 1)
-    if per_row == 2:
-        _report_alike(store, documents["end"] - documents["begin"] > lengths, lengths, usable)
     order = shuffled(len(usable), 0, seed)
     order = (per_row * order[usable[order]][:, None] + np.arange(per_row)).reshape(-1)
     return Segments(order, np.zeros_like(order), lengths[order])
@@ -273,24 +271,6 @@ def _shorten(
     lengths = lengths.copy()
     lengths[overlong] = limit if layout.overlong == "truncate" else 0
     return lengths
-
-
-def _report_alike(
-    store: TokenStore, cut: NDArray[np.bool_], lengths: NDArray[np.int64], whole: NDArray[np.bool_]
-) -> None:
-    """Warn of pairs whose replies are equal once both are cut."""
-    alike = []
-    for pair in np.flatnonzero(cut.reshape(-1, 2).all(1) & whole).tolist():
-        begins = (store.begin(document) for document in (2 * pair, 2 * pair + 1))
-        one, other = (store.read(begin, begin + lengths[2 * pair])[0] for begin in begins)
-        if np.array_equal(one, other):
-            alike.append(pair)
-    if alike:
-        _log.warning(
-            "%d of %d pairs are the same up to where they are truncated, and teach no preference "
-            "(first: %s): raise sequence_length, or leave them out",
-            len(alike), len(whole), store.place(2 * alike[0]),
-        )  # fmt: skip
 
 
 def _report_unlearnable(store: TokenStore, learnable: NDArray[np.bool_], kind: DataKind) -> None:

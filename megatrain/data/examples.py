@@ -5,9 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from megatrain.data.conversation import Conversation
-from megatrain.data.formats import TEXT, Format, Reading
 from megatrain.data.readers import TextPiece, read_rows, read_text, split_text
-from megatrain.data.rows import Completion, Example, Rated
+from megatrain.data.rows import TEXT, Completion, Example, Format, Rated, Reading
 from megatrain.data.sources import DataSource, SourceFile
 from megatrain.data.template import SAID
 from megatrain.data.tokenizer import check_encodable

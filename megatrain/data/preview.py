@@ -11,8 +11,6 @@ import numpy as np
 from megatrain.data.dataset import PackedDataset
 from megatrain.data.row_packing import Ints, Segments
 
-MOST_READ = 200_000  # documents compared with held-out ones, which takes seconds
-
 
 class SourceCount(NamedTuple):
     """Number of a source's documents with something to learn, and of their tokens."""
@@ -126,23 +124,6 @@ class Summary:
             (2 ** (power - 1) + 1 if power else 1, 2**power, int(counts[power]))
             for power in range(first, len(counts))
         ]
-
-
-def also_trained(held_out: PackedDataset, training: PackedDataset) -> str | None:
-    """A sentence on held-out documents that are trained on, too; None: there are none.
-
-    Compares at most MOST_READ trained documents, of lengths that held-out ones have.
-    """
-    as_long = np.isin(training.documents.lengths, held_out.documents.lengths)
-    trained = {d: n for n, d in _digests(training, training.documents[as_long][:MOST_READ])}
-    pairs = [(n, trained[d]) for n, d in _digests(held_out, held_out.documents) if d in trained]
-    if not pairs:
-        return None
-    first, other = held_out.store.place(pairs[0][0]), training.store.place(pairs[0][1])
-    return (
-        f"{len(pairs):,} of the {len(held_out.documents):,} documents that are held out are "
-        f"trained on, too (first: {first} is {other}): their loss says nothing of what is new"
-    )
 
 
 def _digests(data: PackedDataset, documents: Segments) -> Iterator[tuple[int, bytes]]:

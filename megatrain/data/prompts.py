@@ -13,11 +13,11 @@ import numpy as np
 from megatrain.data.conversation import Conversation, messages, text_or_messages
 from megatrain.data.encoders import absent, refuse_unplaced, surroundings
 from megatrain.data.examples import BadRows, say_left_out
-from megatrain.data.formats import Fields
 from megatrain.data.readers import read_rows
 from megatrain.data.refused_fields import BESIDE_PROMPTS, refuse_unheeded
 from megatrain.data.reply_spans import ReplySpans
 from megatrain.data.row_packing import shuffled
+from megatrain.data.rows import Fields
 from megatrain.data.sources import open_sources
 from megatrain.data.template import Template
 from megatrain.data.tokenizer import check_encodable, token_ids, tokenising

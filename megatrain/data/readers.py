@@ -5,6 +5,7 @@ Memory stays bounded whatever a file holds: text comes in pieces, rows of JSON h
 
 import bz2
 import codecs
+import csv
 import gzip
 import importlib
 import io
@@ -12,15 +13,20 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import IO, Any, NamedTuple
 
 from megatrain.base.json_yaml import each_key_once, parse_json
 from megatrain.base.units import MIB
 from megatrain.data.sources import DataSource, HubSplit, SourceFile
-from megatrain.data.tables import DataRow, Wanted, read_arrow, read_csv, read_hub, read_parquet
-from megatrain.errors import InputError
+from megatrain.errors import InputError, first_line
+
+DataRow = Mapping[str, Any]
+Wanted = Callable[[str], bool]
+UNREAD: Any = ...  # the value of columns that are not wanted, whose names rows have all the same
+_BATCH_ROWS = 256
 
 # First bytes of files that are neither rows nor text, whatever their name says.
 _BEGINNINGS = {
@@ -91,18 +97,12 @@ def _refuse_other(file: SourceFile) -> None:
 PIECE_BYTES = 256 * 1024  # long documents are tokenised in pieces of about this size
 _BOM = "\ufeff"
 MAX_LINE_BYTES = 32 * MIB  # parsed JSON can take 20 times its text
-# A list of rows (not of messages) as the file's only field, whose name no row's field has.
-_WRAPPED = re.compile(
-    r'\s*\{\s*"(train|data|rows|examples|samples|items|records|instances|dataset)"\s*:\s*'
-    r'\[(?=\s*\{\s*"(?!(?:role|content|from|value)"))'
+# Rows of JSON: an object, in a list or not, that has a field of rows among its first ones.
+_FIELDS = (
+    "messages|conversations?|instruction|prompt|completion|text|question|answer|input|output|"
+    "response|problem|solution|query|chosen|rejected"
 )
-_LIST = re.compile(r"\s*\[(?=\s*\{)")
-_ROW = re.compile(r'[\s,]*(\{\s*"([^"\\]*)"\s*:)')
-_FIELDS = {
-    "messages", "conversations", "conversation", "instruction", "prompt", "completion", "text",
-    "question", "answer", "input", "output", "response", "problem", "solution", "query", "chosen",
-    "rejected",
-}  # fmt: skip
+_ROWS = re.compile(rf'\s*\[?\s*\{{\s*"(?:[\s\S]{{0,4000}}?[,{{]\s*")?(?:{_FIELDS})"\s*:')
 _BLANK = re.compile(r"[ \t\r\n,]*")
 
 
@@ -133,9 +133,9 @@ def read_text(file: SourceFile) -> Iterator[TextPiece]:
                 line, first = line + text.count("\n"), False
             text = _decode(decoder, block, offset, file, final=False)
             text = text.removeprefix(_BOM) if first else text
-            whole = len(block) < PIECE_BYTES
-            if offset == 0 and (ending := _ending_of_rows(text, whole=whole)):
-                raise InputError(f"{file.name}: rows of JSON are no text: name the file {ending}")
+            if offset == 0 and _ROWS.match(text):
+                remedy = "name the file .jsonl (one a line) or .json"
+                raise InputError(f"{file.name}: rows of JSON are no text: {remedy}")
             offset += len(block)
         text += _decode(decoder, b"", offset, file, final=True)
     if text:
@@ -187,44 +187,6 @@ def _read_file(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow 
                 yield from read(file, stream)
 
 
-def _ending_of_rows(text: str, *, whole: bool) -> str | None:
-    """`.jsonl` if the first two lines (or the only one) are JSON objects, `.json` for other rows.
-
-    None: the text has no rows. Args: `whole`: True if it is all of the file.
-    """
-    lines = [line for line in text.split("\n", 16) if line.strip()][:2]
-    try:
-        if lines and all(isinstance(parse_json(line), dict) for line in lines):
-            return ".jsonl"
-    except ValueError:
-        if not whole and len(lines) == 1 and text.lstrip().startswith('{"'):
-            return ".jsonl"
-    return ".json" if _begins_with_rows(text, whole=whole) else None
-
-
-def _begins_with_rows(text: str, *, whole: bool) -> bool:
-    """True if a text begins with a list of JSON objects, or two objects, with fields of rows."""
-    begins = _WRAPPED.match(text) or _LIST.match(text)
-    place = begins.end() if begins else 0
-    for _ in range(1 if begins else 2):
-        first = _ROW.match(text, place)
-        if first is None:
-            return False
-        try:
-            row, place = json.JSONDecoder().raw_decode(text, first.start(1))
-        except json.JSONDecodeError as error:
-            cut_off = error.msg.startswith("Unterminated string") or error.pos >= len(text) - 8
-            return not whole and cut_off and first.group(2) in _FIELDS
-        except (ValueError, RecursionError):  # an integer of thousands of digits, deep nesting
-            return False
-        if _FIELDS.isdisjoint(row):
-            return False
-    rest = text[place:].lstrip()
-    if rest.startswith("]"):
-        return not rest.lstrip("] }\t\r\n")
-    return rest[:1] in (("", ",") if begins else ("", ",", "{"))
-
-
 def _decode(
     decoder: codecs.IncrementalDecoder, block: bytes, offset: int, file: SourceFile, *, final: bool
 ) -> str:
@@ -265,24 +227,19 @@ def _read_jsonl(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, Data
 
 
 def _read_json(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, DataRow]]:
-    """The objects of a list, or consecutive objects; one at a time is in memory.
-
-    The list may be the only field of an object: {"train": [...]}.
-    """
+    """The objects of a list, or consecutive objects; one at a time is in memory."""
     decode = json.JSONDecoder(object_pairs_hook=each_key_once).raw_decode
     reader = codecs.getreader("utf-8-sig")(stream)
-    text, place, number, ended = _more(reader, file), 0, 0, False
-    wrapped = _WRAPPED.match(text)
-    place = wrapped.end() if wrapped else len(text) - len(text.lstrip())
-    listed_ = wrapped is not None or text[place : place + 1] == "["
-    place += listed_ and wrapped is None
+    text, number, ended = _more(reader, file), 0, False
+    place = len(text) - len(text.lstrip())
+    listed = text[place : place + 1] == "["
+    place += listed
     while True:
         place = _BLANK.match(text, place).end()  # type: ignore[union-attr]
         begins = text[place : place + 1]
-        if begins == "]" and listed_:
-            rest = (text[place + 1 :] + _more(reader, file)).strip()
-            if rest != ("}" if wrapped else ""):
-                raise _more_than_a_list(file, wrapped)
+        if begins == "]" and listed:
+            if (text[place + 1 :] + _more(reader, file)).strip():
+                raise InputError(f"{file.name}: more after the list of rows: correct the file")
             return
         where = f"{file.name}:{number + 1}"
         row, end = _decoded(decode, text, place, where, ended) if begins else (None, place)
@@ -291,23 +248,13 @@ def _read_json(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, DataR
             yield number, row
             continue
         if ended and not begins:
-            if listed_:
+            if listed:
                 raise InputError(f"{where}: the list of rows is cut off: give the whole file")
             return
         if len(text) - place > MAX_LINE_BYTES:
             raise _too_long(f"{where}: the row")
         more = _more(reader, file, max(PIECE_BYTES, len(text) - place))
         text, place, ended = text[place:] + more, 0, not more
-
-
-def _more_than_a_list(file: SourceFile, wrapped: re.Match[str] | None) -> InputError:
-    if wrapped is None:
-        return InputError(f"{file.name}: more after the list of rows: correct the file")
-    name = wrapped.group(1)
-    return InputError(
-        f"{file.name}: the list of rows {name!r} is not all that it has: take the one to train on "
-        f"out, as by jq -c '.{name}[]' {file.path.name} > {name}.jsonl"
-    )
 
 
 def _decoded(
@@ -320,10 +267,8 @@ def _decoded(
         if not ended:
             return None, place
         raise InputError(f"{where}: not JSON: {error.msg}: correct the row") from error
-    except RecursionError as error:
-        raise InputError(f"{where}: not usable JSON: nested too deeply") from error
-    except ValueError as error:
-        raise InputError(f"{where}: not usable JSON: {str(error).split(';')[0]}") from error
+    except (RecursionError, ValueError) as error:
+        raise _unusable(where, error) from error
     return _row(row, where), end
 
 
@@ -351,8 +296,13 @@ def _parse(line: bytes, where: str, offset: int) -> DataRow:
             f"{where}: not JSON: {error.msg} (column {error.colno}): {remedy}"
         ) from error
     except ValueError as error:  # nested too deeply, an integer of thousands of digits, a key twice
-        raise InputError(f"{where}: not usable JSON: {str(error).split(';')[0]}") from error
+        raise _unusable(where, error) from error
     return _row(row, where)
+
+
+def _unusable(where: str, error: Exception) -> InputError:
+    why = "nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0]
+    return InputError(f"{where}: not usable JSON: {why}: correct the row")
 
 
 def _row(row: object, where: str) -> DataRow:
@@ -360,3 +310,121 @@ def _row(row: object, where: str) -> DataRow:
         kind = type(row).__name__
         raise InputError(f"{where}: a row must be a JSON object, this is a {kind}")
     return row
+
+
+def read_hub(source: HubSplit, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
+    """The rows of a hub data set."""
+    if not hasattr(source.rows, "__len__"):  # a stream, whose columns only its rows may show
+        for number, row in enumerate(source.rows, start=1):
+            yield number, {n: _without_nulls(v) if wanted(n) else UNREAD for n, v in row.items()}
+        return
+    names = source.rows.column_names
+    others = dict.fromkeys((n for n in names if not wanted(n)), UNREAD)
+    present = [n for n in names if wanted(n)]
+    # Reading no columns would give no rows, and no error could name the columns.
+    rows = source.rows.select_columns(present) if present else [{}] * min(len(source.rows), 1)
+    for number, row in enumerate(rows, start=1):
+        yield number, {**_without_nulls(row), **others}
+
+
+def read_parquet(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
+    """The rows of a Parquet file."""
+    parquet = _pyarrow(file, "pyarrow.parquet")
+    with _arrow_errors(file, "Parquet"), parquet.ParquetFile(file.path) as table:
+        names = table.schema_arrow.names
+        _once(names, file)
+        present = [n for n in names if wanted(n)]
+        batches = table.iter_batches(batch_size=_BATCH_ROWS, columns=present)
+        yield from _rows(batches, [n for n in names if not wanted(n)])
+
+
+def read_arrow(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
+    """The rows of an Arrow file, as a stream (what `datasets` saves) or with random access."""
+    arrow = _pyarrow(file, "pyarrow")
+    with _arrow_errors(file, "Arrow"), arrow.memory_map(str(file.path)) as stream:
+        try:
+            table: Any = arrow.ipc.open_stream(stream)
+            batches: Iterable[Any] = table
+        except arrow.ArrowInvalid:
+            stream.seek(0)
+            table = arrow.ipc.open_file(stream)
+            batches = (table.get_batch(i) for i in range(table.num_record_batches))
+        names = table.schema.names
+        _once(names, file)
+        present = [n for n in names if wanted(n)]
+        parts = (
+            batch.slice(start, _BATCH_ROWS).select(present)
+            for batch in batches
+            for start in range(0, batch.num_rows, _BATCH_ROWS)
+        )
+        yield from _rows(parts, [n for n in names if not wanted(n)])
+
+
+def read_csv(
+    file: SourceFile, wanted: Wanted, stream: IO[bytes], longest: int
+) -> Iterator[tuple[int, DataRow]]:
+    """The rows of a CSV or TSV file with a header; every value is the string that is written."""
+    text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+    csv.field_size_limit(longest)
+    number = 0
+    try:
+        header = text.readline(longest)
+        if "\0" in header:
+            raise InputError(f"{file.name}: NUL in its header (UTF-16?): convert it to UTF-8")
+        default = "\t" if ".tsv" in file.path.suffixes else ","
+        delimiter = next((d for d in (default, "\t", ";", "|", ",") if d in header), default)
+        cells = csv.reader(chain([header], text), delimiter=delimiter, strict=True)
+        names = next(cells, [])
+        _once(names, file)
+        for values in cells:
+            if values:
+                number += 1
+                if len(values) != len(names):
+                    raise InputError(
+                        f"{file.name}:{number}: {len(values)} values for {len(names)} columns: "
+                        "correct the row (values with commas need quotes)"
+                    )
+                yield number, dict(zip(names, values, strict=True))
+    except csv.Error as error:
+        raise InputError(f"{file.name}:{number + 1}: not CSV: {error}: correct the row") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file.name}: not UTF-8: {error.reason}: convert it to UTF-8") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the nulls that tables put for absent keys of nested objects."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _once(names: list[str], file: SourceFile) -> None:
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice is not None:
+        raise InputError(f"{file.name}: column {twice!r:.40} is there twice: rename one")
+
+
+def _rows(batches: Iterable[Any], unread: list[str]) -> Iterator[tuple[int, DataRow]]:
+    number, others = 0, dict.fromkeys(unread, UNREAD)
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            yield number, {**_without_nulls(row), **others}
+
+
+def _pyarrow(file: SourceFile, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(f"{file.name}: reading it needs pyarrow: install datasets") from error
+
+
+@contextmanager
+def _arrow_errors(file: SourceFile, what: str) -> Iterator[None]:
+    """Turns pyarrow's errors into one line that names the file."""
+    arrow = _pyarrow(file, "pyarrow")
+    try:
+        yield
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        reason = first_line(error)
+        raise InputError(f"{file.name}: not a readable {what} file: {reason}") from error

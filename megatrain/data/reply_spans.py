@@ -53,40 +53,8 @@ class ReplySpans:
             self._refuse_tools_left_out()
 
     def spans(self, turn: int) -> list[TextRange]:
-        """The parts of the reply `messages[turn]` in the text, with its end of turn.
-
-        One part, unless a template puts words beside calls after the calls' results (Gemma 4).
-
-        Raises InputError: it cannot be told.
-        """
-        try:
-            return [self.span(turn)]
-        except InputError:
-            if parts := self._apart(turn):
-                return parts
-            raise
-
-    def _apart(self, turn: int) -> list[TextRange]:
-        """The parts of a reply's calls, and of its words, that the text of calls alone lacks."""
-        message = dict(self._talk.messages[turn])
-        words = message.pop("content", "").strip()
-        if not words or "tool_calls" not in message:
-            return []
-        messages = [message if i == turn else m for i, m in enumerate(self._talk.messages)]
-        talk = self._talk._replace(messages=messages)
-        silent = ReplySpans(self._template, self._names, talk, self._where)
-        added = len(self.text) - len(silent.text)
-        places = [match.start() for match in re.finditer(re.escape(words), self.text)]
-        fits = [p for p in places if self.text[:p] + self.text[p + added :] == silent.text]
-        begin, end = silent.span(turn)
-        if added < len(words) or len(fits) != 1 or fits[0] < end:
-            return []
-        end_of_words = fits[0] + len(words)
-        header = self._token.search(self._header(turn, self._render(turn, asking=True)))
-        closing = self._tokens.match(self.text, end_of_words, fits[0] + added)
-        if closing and not (header and header.group() in closing.group()):
-            end_of_words = closing.end()
-        return [(begin, end), (fits[0], end_of_words)]
+        """The reply `messages[turn]` in the text, in one part. Raises InputError: as `span`."""
+        return [self.span(turn)]
 
     def span(self, turn: int) -> TextRange:
         """The reply `messages[turn]` in the text, with its end of turn.

@@ -1,7 +1,12 @@
-"""Reads rows of each format: makes an example from their fields, by our names."""
+"""The formats that rows come in, found by their fields, and the examples made of these.
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+A format has names of fields and a function; each field may have several names. The formats
+are those of TRL's dataset formats, OpenAI's chat, Alpaca and ShareGPT (as LLaMA-Factory reads it).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from megatrain.data.conversation import (
     Conversation,
@@ -11,14 +16,22 @@ from megatrain.data.conversation import (
     text_or_messages,
     tools,
 )
-from megatrain.data.refused_fields import empty, number, objects, refuse_unheeded
-from megatrain.data.tables import DataRow
+from megatrain.data.readers import DataRow
+from megatrain.data.refused_fields import (
+    empty,
+    listed,
+    number,
+    objects,
+    refuse_unheeded,
+    says_training,
+)
+from megatrain.data.sources import DataKind
 from megatrain.errors import InputError
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversations",
              "documents", "messages", "return_assistant_tokens_mask", "tools"}  # fmt: skip
 # Characters that a text may have in common with its prompt by chance.
-BY_CHANCE = 20
+_BY_CHANCE = 20
 # Fields that are texts in every format that has them.
 _TEXTS = ("question", "answer", "instruction", "input", "output", "reasoning", "system", "text")
 
@@ -122,20 +135,10 @@ def of_pair(row: DataRow, where: str) -> Rated:
     return Rated(completed, [True, False])
 
 
-def opening(replies: Sequence[Any]) -> Any:
-    """The longest common beginning of two texts, or of two lists of messages."""
-    differ = (at for at, (one, other) in enumerate(zip(*replies, strict=False)) if one != other)
-    return replies[0][: next(differ, min(map(len, replies)))]
-
-
-def is_said(question: str, messages: Any) -> bool:
-    """True if a question is in this text or these messages, or contains all of them."""
-    contents = (
-        [messages] if isinstance(messages, str) else [_content(message) for message in messages]
-    )
-    needle, *texts = (" ".join(text.split()) for text in (question, *contents))
-    all_in_it = isinstance(messages, list) and any(texts) and all(text in needle for text in texts)
-    return all_in_it or any(needle in text for text in texts)
+def _is_said(question: str, messages: Any) -> bool:
+    """True if a question is in this text or these messages."""
+    contents = [messages] if isinstance(messages, str) else map(_content, messages)
+    return " ".join(question.split()) in " ".join(" ".join(contents).split())
 
 
 def _content(message: Any) -> str:
@@ -149,7 +152,8 @@ def _taken_apart(replies: list[Any], prompt: Any, where: str) -> tuple[Any, list
 
     A separate prompt becomes the user's message if the messages have none.
     """
-    shared = opening(replies)
+    differ = (at for at, pair in enumerate(zip(*replies, strict=False)) if pair[0] != pair[1])
+    shared = replies[0][: next(differ, min(map(len, replies)))]
     if isinstance(shared, str):
         shared = shared.removesuffix(" ")
     rest = [reply[len(shared) :] for reply in replies]
@@ -158,7 +162,7 @@ def _taken_apart(replies: list[Any], prompt: Any, where: str) -> tuple[Any, list
             f"{where}: 'chosen' and 'rejected' must begin with the same messages, and then "
             "each have a reply of its own"
         )
-    if isinstance(prompt, str) and shared and prompt.strip() and not is_said(prompt, shared):
+    if isinstance(prompt, str) and shared and prompt.strip() and not _is_said(prompt, shared):
         raise InputError(
             f"{where}: 'prompt' is not what 'chosen' and 'rejected' begin with, which is taken as "
             "the prompt: make it one of these messages (data.fields: {prompt: null} passes it over)"
@@ -171,7 +175,7 @@ def _repeats(prompt: Any, reply: Any, where: str) -> bool:
     """True if a reply begins with all of its prompt, and then goes on."""
     if isinstance(prompt, str) and isinstance(reply, str):
         goes_on = reply.startswith(prompt) and reply[len(prompt) :].strip()
-        return len(prompt) > BY_CHANCE and bool(goes_on)
+        return len(prompt) > _BY_CHANCE and bool(goes_on)
     if not (isinstance(prompt, list) and isinstance(reply, list) and prompt and reply):
         return False
     before, replied = (messages(part, "messages", where)[0] for part in (prompt, reply))
@@ -241,3 +245,192 @@ def _conversation(
         kept = ", ".join(sorted(_RESERVED))
         raise InputError(f"{where}: 'chat_template_kwargs' must be an object without {kept}")
     return Conversation(turns, learnt, tools(row.get("tools"), where, wrap=wrap), options)
+
+
+Fields = Mapping[str, str | None]
+_SYSTEM = {"system": ("system", "system_prompt")}
+_PROMPTED = {**_SYSTEM, **{name: (name,) for name in ("tools", "chat_template_kwargs")}}
+_REASONING = {"reasoning": ("reasoning", "reasoning_content", "thinking")}
+
+
+@dataclass(frozen=True)
+class Format:
+    """Fields by our name, each with the names that it goes by in data.
+
+    Attributes:
+        title: its name in messages.
+        needs: fields without which a row has another format.
+        may: fields that a row may have besides.
+        read: an example of the fields found, by our names.
+    """
+
+    title: str
+    kind: Literal["text", "chat", "pairs", "rated"]
+    needs: Mapping[str, tuple[str, ...]]
+    may: Mapping[str, tuple[str, ...]]
+    read: Callable[[DataRow, str], Example]
+
+    def names(self, row: DataRow, fields: Fields, where: str) -> dict[str, str] | None:
+        """Our name -> the row's, for each field of the row; None: a needed field is missing.
+
+        Raises InputError: two fields of the row could be the same field.
+        """
+        names: dict[str, str] = {}
+        for name, aliases in {**self.needs, **self.may}.items():
+            mapped = fields.get(name)
+            known = (mapped,) if mapped else tuple(a for a in aliases if a not in fields)
+            present = [a for a in known if a in row]
+            filled = [a for a in present if not empty(row[a])] or present[:1]
+            if len(filled) > 1:
+                first, second = filled[:2]
+                raise InputError(
+                    f"{where}: {first!r} and {second!r} could both be the {name}: say which with "
+                    f"data.fields: {{{name}: {first}}}"
+                )
+            if filled:
+                names[name] = filled[0]
+            elif name in self.needs:
+                return None
+        return names
+
+
+# Names of the fields of questions and answers.
+_QUESTIONS = ("question", "prompt", "query", "problem", "input", "user")
+_ANSWERS = ("answer", "response", "solution", "output", "assistant")
+_TALKS = {"messages": ("messages", "conversations", "conversation")}
+TEXT = Format("text", "text", {"text": ("text",)}, {}, of_text)
+FORMATS = (
+    Format("conversations", "chat", _TALKS, _PROMPTED, of_messages),
+    Format(
+        "prompts and completions", "chat",
+        {"prompt": ("prompt",), "completion": ("completion",)},
+        _PROMPTED, of_completion,
+    ),
+    Format(
+        "instructions", "chat",
+        {"instruction": ("instruction",), "output": ("output", "response")},
+        {"input": ("input", "context"), "history": ("history",), **_SYSTEM, **_REASONING},
+        of_instruction,
+    ),
+    Format(
+        "questions and answers", "chat",
+        {"question": _QUESTIONS, "answer": _ANSWERS},
+        {"history": ("history",), **_SYSTEM, **_REASONING}, of_question,
+    ),
+    TEXT,
+    Format("text of the field content", "text", {"text": ("content",)}, {}, of_text),
+)  # fmt: skip
+PAIRS = Format(
+    "preferences", "pairs", {"chosen": ("chosen",), "rejected": ("rejected",)},
+    {"prompt": ("prompt",), **_PROMPTED}, of_pair,
+)  # fmt: skip
+MARGINS = replace(PAIRS, needs={**PAIRS.needs, "margin": ("margin",)}, read=of_pair_with_margin)
+RATED = Format(
+    "rated replies", "rated",
+    {"prompt": ("prompt",), "completion": ("completion",), "label": ("label", "kto_tag")},
+    _PROMPTED, of_rated,
+)  # fmt: skip
+_OF_REPLIES = {"pairs": (PAIRS,), "margins": (MARGINS,), "rated": (RATED, PAIRS)}
+_EVERY = (*FORMATS, MARGINS, RATED)
+KNOWN = sorted({name for form in _EVERY for name in (*form.needs, *form.may)})
+# Fields that a reply depends on: without them another conversation would be learnt.
+_PROMPTS = ("instruction", *_QUESTIONS, *_TALKS["messages"])  # names of prompts beside replies
+_BESIDE = ("instruction", "input", "context", "history", "choices", "options")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to read rows: the formats to look for, and the names of fields.
+
+    fields: our name -> the data's; null: a field of the data that is passed over on purpose.
+    """
+
+    kind: DataKind
+    fields: Fields
+
+    def __post_init__(self) -> None:
+        """Raises InputError: an unknown name of ours."""
+        for name, theirs in self.fields.items():
+            if theirs is not None and name not in KNOWN:
+                known = ", ".join(KNOWN)
+                raise InputError(f"data.fields: {name!r:.40} is not a field; fields are {known}")
+
+    def wanted(self, column: str) -> bool:
+        """True if a column of a table should be read."""
+        mapped = column in self.fields.values()
+        known = column in (*_names_of(_EVERY), *_BESIDE, "role") or says_training(column)
+        return mapped or (column not in self.fields and known)
+
+    def find(self, row: DataRow, where: str) -> Format:
+        """The format of a row. Raises InputError: none fits, or only one that cannot be trained."""
+        mapped = {name for name, theirs in self.fields.items() if theirs is not None}
+        forms = _OF_REPLIES.get(self.kind) or [f for f in FORMATS if self.kind in ("auto", f.kind)]
+        for form in forms:
+            if mapped <= {*form.needs, *form.may} and form.names(row, self.fields, where):
+                if form.kind == "text" and "role" in row and "role" not in self.fields:
+                    raise InputError(
+                        f"{where}: one message is no row: put those of a conversation into "
+                        "'messages' of one row (role: null in data.fields passes it over)"
+                    )
+                return form
+        rest = {n: v for n, v in row.items() if n not in self.fields and n not in _names_of(forms)}
+        refuse_unheeded(rest, where, text=self.kind == "text")
+        if "prompt" in row and self.kind in ("auto", "chat"):
+            raise InputError(
+                f"{where}: a prompt alone has no reply to learn: give a 'completion' (or train on "
+                "the prompts as text with data.fields: {text: prompt})"
+            )
+        known = "; ".join(", ".join(form.needs) for form in forms)
+        names = [n for n in row if self.fields.get(n, n) is not None]
+        raise InputError(
+            f"{where}: no format is known by these fields ({known}; data.fields maps others): its "
+            f"fields are {listed(names)}{_perhaps(row)}"
+        )
+
+    def example(self, form: Format, row: DataRow, where: str) -> tuple[Example, list[str]]:
+        """The example in a row of this format, and the names of unread fields.
+
+        Raises InputError: the row is malformed, of another format, or asks for what is ignored.
+        """
+        names = form.names(row, self.fields, where)
+        if names is None:
+            raise InputError(
+                f"{where}: not of the first row's format ({form.title}): its fields are "
+                f"{listed(row)}: keep formats in files of their own"
+            )
+        rest = {n: v for n, v in row.items() if n not in (*names.values(), *self.fields)}
+        for name in _PROMPTS if form.kind == "pairs" and "prompt" not in names else ():
+            if not empty(rest.get(name)):
+                raise InputError(
+                    f"{where}: field {name!r} is not read beside replies: write data.fields: "
+                    f"{{prompt: {name}}} ({name}: null passes it over)"
+                )
+        refuse_unheeded(rest, where, text=form.kind == "text")
+        if form.kind != "text" and form.needs is not _TALKS:
+            for name in _BESIDE:
+                if not empty(rest.get(name)):
+                    raise InputError(
+                        f"{where}: field {name!r} is not read beside {form.title}: name the fields "
+                        f"with data.fields (or {name}: null to pass it over)"
+                    )
+        values = {name: row[theirs] for name, theirs in names.items()}
+        for name, theirs in names.items():
+            needed = name in form.needs and name != "instruction"  # beside it, the input may ask
+            check_text(values[name], name, theirs, where, needed=needed)
+        unread = [n for n, v in rest.items() if not empty(v)]
+        return form.read(values, where), unread
+
+
+def _names_of(forms: Iterable[Format]) -> set[str]:
+    """All names in data of the fields of these formats."""
+    fields = [names for form in forms for names in (*form.needs.values(), *form.may.values())]
+    return {name for names in fields for name in names}
+
+
+def _perhaps(row: DataRow) -> str:
+    """A suggestion if a field holds a list of objects: messages or rows."""
+    for name in (n for n, v in row.items() if isinstance(v, list) and objects(v)):
+        if {"role", "from"} & set(row[name][0]):
+            return f": perhaps data.fields: {{messages: {name}}}"
+        return f": perhaps {name!r} has the rows: jq -c '.{name}[]' FILE > rows.jsonl"
+    return ""

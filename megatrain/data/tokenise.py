@@ -12,11 +12,11 @@ import numpy as np
 from megatrain.data.dataset import Layout, Overlong, PackedDataset, choose
 from megatrain.data.encoders import Encoder
 from megatrain.data.examples import BadRows, Examples, say_left_out
-from megatrain.data.formats import Fields, Reading
 from megatrain.data.preferences import REPLIES, ReplyDataset
 from megatrain.data.refused_fields import listed
 from megatrain.data.row_packing import mixed
 from megatrain.data.row_stream import RowStream
+from megatrain.data.rows import Fields, Reading
 from megatrain.data.sources import DataKind, open_sources
 from megatrain.data.token_store import Progress, open_store
 from megatrain.data.tokenizer import identity, pad_id

@@ -20,7 +20,6 @@ from megatrain.data import (
     open_prompts,
     open_stream,
 )
-from megatrain.data.preview import also_trained
 from megatrain.data.prompts import end_of_turn, ends_last, prompt_ids, unmet_opening
 from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
@@ -80,9 +79,6 @@ def open_data(
         )
     if not sets and data.eval_fraction:
         training, sets[""] = training.hold_out(data.eval_fraction)
-    for name, held_out in sets.items():
-        if isinstance(training, PackedDataset) and (news := also_trained(held_out, training)):
-            log.info(f"{name or 'evaluation'}: {news}")
     return training, sets
 
 

@@ -6,8 +6,7 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from megatrain.data import load_tokenizer, open_dataset
-from megatrain.data.preview import also_trained
+from megatrain.data import load_tokenizer
 from tests.cli.cases import sets, tiny_llama
 
 TEMPLATE = (
@@ -68,34 +67,6 @@ def test_text_is_shown_with_its_evaluation(megatrain, run_file):
     assert result.exit_code == 0, result.output
     assert "documents (text) in" in result.stdout and "evaluation: " in result.stdout
     assert "the cat sat on the mat" in result.stdout.replace("⟦", "").replace("⟧", "")
-
-
-def test_documents_that_are_held_out_and_trained_on_are_told(tmp_path, tokenizer_folder):
-    """One of them is; another is as long as one that is trained on, and differs."""
-    sets = {"train": ["the cat sat", "a dog ran", "mat"], "held": ["a cat sat", "a dog ran"]}
-    for name, texts in sets.items():
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
-    training, held_out = (
-        open_dataset(tmp_path / f"{name}.jsonl", tokenizer=load_tokenizer(tokenizer_folder),
-                     sequence_length=16, cache_dir=tmp_path) for name in sets
-    )  # fmt: skip
-    told = also_trained(held_out, training)
-    assert told is not None and told.startswith("1 of the 2 documents that are held out are")
-    assert "held.jsonl:2 is " in told and "train.jsonl:2)" in told
-    (tmp_path / "held.jsonl").write_text('{"text": "a cat sat"}\n')
-    held_out = open_dataset(tmp_path / "held.jsonl", tokenizer=load_tokenizer(tokenizer_folder),
-                            sequence_length=16, cache_dir=tmp_path)  # fmt: skip
-    assert also_trained(held_out, training) is None
-
-
-def test_a_run_tells_of_documents_that_are_held_out_and_trained_on(megatrain, run_file, caplog):
-    assert megatrain("data", run_file, "--rows", 1).exit_code == 0
-    assert "are held out" not in caplog.text
-    path = yaml.safe_load(run_file.read_text())["data"]["path"]
-    twice = sets(data__eval_path=path, data__eval_fraction=0)
-    assert megatrain("data", run_file, "--rows", 1, *twice).exit_code == 0
-    assert "documents that are held out are trained on, too (first: " in caplog.text
 
 
 def test_a_template_of_the_run_file_takes_the_place_of_the_tokenizers(megatrain, chats, tmp_path):

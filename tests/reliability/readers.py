@@ -33,7 +33,7 @@ from megatrain.config.load import validate
 from megatrain.data import load_tokenizer, open_dataset, train_bpe_tokenizer
 from megatrain.data.encoders import Encoder
 from megatrain.data.examples import Examples
-from megatrain.data.formats import Reading
+from megatrain.data.rows import Reading
 from megatrain.data.sources import find_files
 from megatrain.errors import MegatrainError
 from megatrain.model.build import empty_model, load_config

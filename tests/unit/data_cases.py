@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from megatrain.data.conversation import Conversation
 from megatrain.data.encoders import ChatEncoder
 from megatrain.data.examples import PlacedExample
-from megatrain.data.formats import Reading
+from megatrain.data.rows import Reading
 from megatrain.errors import InputError
 
 TEXT = """Tell me a short story about the sea. The sea was calm, and nobody was afraid of it.

@@ -30,11 +30,9 @@ def opened(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.json", json.dumps({"train": ROWS})),
-        ("a.json", json.dumps({"data": ROWS}, indent=1) + "\n"),
         ("a.jsonl", json.dumps(ROWS)),
         ("a.jsonl", b"\xef\xbb\xbf\n" + json.dumps(ROWS, indent=1).encode()),
-        ("a.json.gz", gzip.compress(json.dumps({"rows": ROWS}).encode(), mtime=0)),
+        ("a.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
         ("a.csv", "question;answer\nWhat is 12 + 30?;It is 42.\nAnd the sea?;\"Calm; it was.\"\n"),
         ("a.csv", "question\tanswer\nWhat is 12 + 30?\tIt is 42.\nAnd the sea?\tCalm; it was.\n"),
         ("a.tsv", "question,answer\r\nWhat is 12 + 30?,It is 42.\r\n"
@@ -60,8 +58,7 @@ def test_what_can_only_be_meant_as_rows_is_read(tmp_path, opened, name, content)
         ("a.jsonl", "{}".encode("utf-16"), "UTF-16: convert it: iconv"),
         ("a.csv", "question,answer\na,b\n".encode("utf-16-le"), "NUL in its header"),
         ("a.jsonl", b"{\n", "column .*of rows over several lines, name the file .json"),
-        ("a.csv", b"Question, answer\na,b\n",
-         "perhaps data.fields: {question: 'Question', answer: ' answer'}"),
+        ("a.csv", b"Question, answer\na,b\n", "its fields are 'Question', ' answer'"),
         ("a.jsonl", json.dumps(talk("a", "b")).encode(), "one message is no row"),
         ("a.jsonl", b'{"text": "a", "role": "prompter"}', "one message is no row"),
         ("a.csv", b"text,role\na,assistant\n", "one message is no row"),
@@ -69,7 +66,9 @@ def test_what_can_only_be_meant_as_rows_is_read(tmp_path, opened, name, content)
          "'choices' is not read beside questions and answers"),
         ("a.csv", b"question,options,answer\na,b/c,B\n", "'options' is not read beside"),
         ("a.json", json.dumps({"train": ROWS, "test": ROWS}).encode(),
-         "'train' is not all that it has: .* jq -c '.train..' a.json > train.jsonl"),
+         "'train' has the rows: jq -c '.train..' FILE"),
+        ("a.json", json.dumps({"data": ROWS}).encode(),
+         "'data' has the rows: jq -c '.data..' FILE"),
         ("a.json", json.dumps({"version": 1, "train": ROWS}).encode(),
          "'train' has the rows: jq -c '.train..' FILE"),
         ("a.json", b'{"question": {"0": "a"}, "answer": {"0": "b"}}', "a table by columns"),

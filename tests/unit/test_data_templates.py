@@ -10,8 +10,8 @@ from data_cases import LLAMA3, encode_row, make_tokenizer, talk
 
 from megatrain.data.encoders import ChatEncoder
 from megatrain.data.examples import PlacedExample
-from megatrain.data.formats import Reading
 from megatrain.data.prompts import end_of_turn, ends_last
+from megatrain.data.rows import Reading
 from megatrain.errors import InputError
 
 READING = Reading("auto", {})
