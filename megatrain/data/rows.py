@@ -380,7 +380,8 @@ class Reading:
                 f"{where}: a prompt alone has no reply to learn: give a 'completion' (or train on "
                 "the prompts as text with data.fields: {text: prompt})"
             )
-        known = "; ".join(", ".join(form.needs) for form in forms)
+        needs = [", ".join(self.fields.get(n) or n for n in form.needs) for form in forms]
+        known = "; ".join(dict.fromkeys(needs))
         names = [n for n in row if self.fields.get(n, n) is not None]
         raise InputError(
             f"{where}: no format is known by these fields ({known}; data.fields maps others): its "

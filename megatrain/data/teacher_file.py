@@ -13,7 +13,8 @@ import logging
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,30 +65,65 @@ class TeacherFile:
         return np.frombuffer(labels, self._record)
 
 
-def open_teacher_file(
-    folder: Path, num_rows: int, top_k: int, answers: Callable[[int], Iterator[TeacherAnswers]]
-) -> TeacherFile:
-    """The answers in `folder`; missing ones are computed first.
+@contextmanager
+def answering(folder: Path, top_k: int) -> Iterator["TeacherWriter | None"]:
+    """A writer of the answers that `folder` lacks; None: it is whole.
 
-    Processes that want the same one wait.
+    It is whole after the block. Processes that want the same one wait.
 
-    Args:
-        num_rows: of the data set.
-        answers: yields the teacher's answers from a row on, micro-batch after micro-batch.
-
-    Raises InputError: the folder cannot be written, or whatever `answers` raises.
+    Raises InputError: the folder cannot be written.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with alone(folder.with_suffix(".lock"), "asking a teacher of these rows"):
-            if not _is_whole(folder):
-                _go_on(folder, num_rows, top_k, answers)
-        return TeacherFile(folder, top_k)
+            if _is_whole(folder):
+                yield None
+                return
+            folder.mkdir(exist_ok=True)
+            with _growing(folder / "labels.bin") as labels, _growing(folder / "rows.bin") as rows:
+                yield TeacherWriter(labels, rows, top_k)
+                os.fsync(rows.fileno())
+            (folder / "whole.json").write_text(json.dumps(_identities(folder)))
     except OSError as error:
         reason = error.strerror or error
         raise InputError(
             f"{folder.parent}: cannot keep the teacher's answers there: {reason}"
         ) from error
+
+
+class TeacherWriter:
+    """Adds answers to a folder. `done`: rows whose answers are there, as they were written."""
+
+    def __init__(self, labels: BinaryIO, rows: BinaryIO, top_k: int) -> None:
+        self._labels, self._rows, self._record = labels, rows, _record(top_k)
+        content = rows.read()
+        size = len(content) // _ROW.itemsize * _ROW.itemsize
+        records = np.frombuffer(content[:size] or bytes(_ROW.itemsize), _ROW).copy()
+        records[0] = 0, 0  # before the first row
+        records = records[: 1 + _num_whole(records, labels, self._record.itemsize)]
+        rows.seek(0)
+        rows.write(records.tobytes())
+        rows.truncate()
+        self._end, self.done = int(records[-1]["end"]), len(records) - 1
+        labels.seek(self._end * self._record.itemsize)
+        labels.truncate()
+
+    def add(self, labels: Tensor, ids: Tensor, log_probs: Tensor) -> None:
+        """Add the answers for a micro-batch, as `TeacherAnswers` has them."""
+        used, end = labels != -100, self._end
+        answered = np.zeros(int(used.sum()), self._record)
+        answered["ids"], answered["log_probs"] = ids[used].numpy(), log_probs[used].numpy()
+        self._labels.write(answered.tobytes())
+        self._labels.flush()
+        os.fsync(self._labels.fileno())  # rows must not be counted before their labels are
+        edges = np.cumsum([end, *used.sum(1).tolist()]).tolist()
+        sums = [
+            _crc32(begin, stop, answered[begin - end : stop - end].tobytes())
+            for begin, stop in itertools.pairwise(edges)
+        ]
+        self._rows.write(np.array([*zip(edges[1:], sums, strict=True)], _ROW).tobytes())
+        self._rows.flush()
+        self._end = edges[-1]
 
 
 def _record(top_k: int) -> np.dtype[np.void]:
@@ -117,44 +153,6 @@ def _is_whole(folder: Path) -> bool:
 
 def _identities(folder: Path) -> list[list[int]]:
     return [list(KeptFile(folder / name).identity) for name in ("rows.bin", "labels.bin")]
-
-
-def _go_on(
-    folder: Path, num_rows: int, top_k: int, answers: Callable[[int], Iterator[TeacherAnswers]]
-) -> None:
-    folder.mkdir(exist_ok=True)
-    record = _record(top_k)
-    with _growing(folder / "labels.bin") as labels, _growing(folder / "rows.bin") as rows:
-        content = rows.read()
-        size = len(content) // _ROW.itemsize * _ROW.itemsize
-        records = np.frombuffer(content[:size] or bytes(_ROW.itemsize), _ROW).copy()
-        records[0] = 0, 0  # before the first row
-        records = records[: 1 + _num_whole(records, labels, record.itemsize)]
-        rows.seek(0)
-        rows.write(records.tobytes())
-        rows.truncate()
-        end, done = int(records[-1]["end"]), len(records) - 1
-        labels.seek(end * record.itemsize)
-        labels.truncate()
-        if done:
-            _log.info("a teacher has answered for %d of %d rows already", done, num_rows)
-        for of_labels, ids, log_probs in answers(done):
-            used = of_labels != -100
-            answered = np.zeros(int(used.sum()), record)
-            answered["ids"], answered["log_probs"] = ids[used].numpy(), log_probs[used].numpy()
-            labels.write(answered.tobytes())
-            labels.flush()
-            os.fsync(labels.fileno())  # rows must not be counted before their labels are
-            edges = np.cumsum([end, *used.sum(1).tolist()]).tolist()
-            sums = [
-                _crc32(begin, stop, answered[begin - end : stop - end].tobytes())
-                for begin, stop in itertools.pairwise(edges)
-            ]
-            rows.write(np.array([*zip(edges[1:], sums, strict=True)], _ROW).tobytes())
-            rows.flush()
-            end = edges[-1]
-        os.fsync(rows.fileno())
-    (folder / "whole.json").write_text(json.dumps(_identities(folder)))
 
 
 def _num_whole(every: NDArray[np.void], labels: BinaryIO, size: int) -> int:

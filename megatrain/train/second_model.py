@@ -10,10 +10,11 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +33,14 @@ from megatrain.data import (
     ReplyDataset,
     Step,
     TeacherAnswers,
+    TeacherFile,
+    TeacherWriter,
+    answering,
     at_first_label,
     load_tokenizer,
-    open_teacher_file,
     plain_rows,
 )
-from megatrain.data.teacher_file import TeacherFile
-from megatrain.errors import InputError, MegatrainError
+from megatrain.errors import InputError
 from megatrain.forecast.workload import usual_micro_batch
 from megatrain.loss import IGNORED, KTO, PairLoss, Reward
 from megatrain.model.companions import tokenizer_files
@@ -50,7 +52,7 @@ from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import cache_folder
 from megatrain.train.resolve_model import ResolvedModel, check_sequence_length, model_config
 from megatrain.train.resume import Start
-from megatrain.train.sharing import by_parts, logprobs
+from megatrain.train.sharing import by_parts, from_first, logprobs
 
 _FORMAT = 2  # of kept answers: raise it when the same teacher would get other questions
 _NOT_KEPT = -1e9  # in place of a log-probability
@@ -175,16 +177,11 @@ class References:
 
     @classmethod
     def read(cls, run: Path) -> "References":
-        """Read the record of a run; a file without a checksum (earlier versions) has no sums.
-
-        Raises InputError: it is missing or damaged.
-        """
+        """Read the record of a run. Raises InputError: it is missing or damaged."""
         path = run / REFERENCES
         try:
             kept = json.loads(path.read_text())
-            if "crc32" not in kept:
-                kept["sums"] = {}
-            elif kept.pop("crc32") != _crc32(kept):
+            if kept.pop("crc32") != _crc32(kept):
                 raise ValueError("it is not as it was written")
             sums = {name: torch.tensor(values) for name, values in kept["sums"].items()}
             return cls(sums, dict(kept["keys"]))
@@ -220,11 +217,8 @@ def prepare_replies(
     rows: int,
     start: Start | None,
     ranks: Ranks,
-    begun: Callable[[], Engine],
 ) -> References | None:
     """Give data sets of replies their loss and, if they are kept, the reference's answers.
-
-    Args: `begun`: opens the model as the run began, for a run whose sums have no checksum.
 
     Raises InputError: a run goes on, and its kept answers are for other data or another model.
     """
@@ -242,14 +236,10 @@ def prepare_replies(
         name: json.dumps([data.fingerprint, data.lines, len(data), of_model], sort_keys=True)
         for name, data in sets.items()
     }
-
-    def computed(model: Engine) -> References:
-        at_once = max(1, config.training.batch_size // rows)
-        sums = {n: _sums(model, replies, rows, at_once, ranks) for n, replies in sets.items()}
-        return References(sums, keys)
-
     if start is None:
-        known = computed(engine)
+        at_once = max(1, config.training.batch_size // rows)
+        sums = {n: _sums(engine, replies, rows, at_once, ranks) for n, replies in sets.items()}
+        known = References(sums, keys)
     else:
         known, path = References.read(start.run), start.run / REFERENCES
         for name, key in keys.items():
@@ -259,10 +249,6 @@ def prepare_replies(
                     f"{path}: the reference's log-probabilities are not of this data ({name}) and "
                     "model; set them back, or begin a new run with model.path: this one"
                 )
-        if not known.sums:
-            log.info("%s has no checksum, so it counts as absent", path)
-            with begun() as model:
-                known = computed(model)
     for name, replies in sets.items():
         replies.compare_with(known.sums[name])
     return known
@@ -383,75 +369,47 @@ def keep_answers(teacher: Teacher, sets: dict[str, PackedDataset], ranks: Ranks)
         InputError: the teacher cannot be used, or the answers cannot be kept.
         DoesNotFit: more memory is needed than there is.
     """
-    top_k = teacher.config.loss.top_k or 1
     for name, data in sets.items():
-        folder = cache_folder(teacher.config) / f"teacher-{teacher.key_of(data)}"
-        with _Asking(teacher, name, data, ranks) as asking:
-            lead = partial(asking.lead, folder, top_k)
-            ranks.agree(asking.follow if ranks.rank else lead)
-        data.learn_from(TeacherFile(folder, top_k))
+        _keep(teacher, name, data, ranks)
 
 
-@dataclass
-class _Asking:
-    """Forward passes of a teacher over a data set; all ranks make them, the first one leads."""
+def _keep(teacher: Teacher, name: str, data: PackedDataset, ranks: Ranks) -> None:
+    top_k = teacher.config.loss.top_k or 1
+    folder = cache_folder(teacher.config) / f"teacher-{teacher.key_of(data)}"
+    writers: list[TeacherWriter] = []
+    with ExitStack() as held:
 
-    teacher: Teacher
-    name: str
-    data: PackedDataset
-    ranks: Ranks
-    engine: Engine | None = None  # until it is needed
+        def begin() -> int:
+            writer = held.enter_context(answering(folder, top_k))
+            writers.extend([] if writer is None else [writer])
+            return len(data) if writer is None else writer.done
 
-    def __post_init__(self) -> None:
-        training, length = self.teacher.config.training, self.teacher.config.data.sequence_length
-        usual = training.micro_batch_size or usual_micro_batch(length)
-        self.rows = min(usual, -(-training.batch_size // self.ranks.size))
-        self.rows_per_sweep = max(self.rows, training.batch_size // self.rows * self.rows)
+        if (done := from_first(ranks, begin)) < len(data):
+            log.info("asking the teacher of %s rows (%s)", f"{len(data) - done:,}", name)
+            _ask(teacher, data, done, ranks, lambda answer: writers[0].add(*answer))
+        from_first(ranks, held.close)
+    data.learn_from(TeacherFile(folder, top_k))
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        if self.engine is not None:
-            self.engine.close()
-
-    def lead(self, folder: Path, top_k: int) -> None:
-        """On the first rank: write the answers to a folder, unless it has them."""
-        try:
-            open_teacher_file(folder, len(self.data), top_k, self._answers)
-        finally:
-            self.ranks.all_gather_object(None)  # no forward pass follows
-
-    def _answers(self, done: int) -> Iterator[TeacherAnswers]:
-        """The teacher's answers for the rows from `done` on."""
-        count, last_log = len(self.data), time.monotonic()
-        log.info("asking the teacher of %s rows (%s)", f"{count - done:,}", self.name.strip())
-        for first in range(done, count, self.rows_per_sweep):
-            self.ranks.all_gather_object(first)
-            yield from self._sweep(first)
+def _ask(
+    teacher: Teacher,
+    data: PackedDataset,
+    done: int,
+    ranks: Ranks,
+    add: Callable[[TeacherAnswers], None],
+) -> None:
+    """Compute the teacher's answers from row `done` on; the first rank calls `add` with each."""
+    training, length = teacher.config.training, teacher.config.data.sequence_length
+    usual = training.micro_batch_size or usual_micro_batch(length)
+    rows = min(usual, -(-training.batch_size // ranks.size))
+    at_once, last_log = max(rows, training.batch_size // rows * rows), time.monotonic()
+    placed = {"tokens_per_step": training.batch_size * length, "sequence_length": length}
+    with teacher.engine(**placed, micro_batch=rows, group=ranks.host) as engine:
+        for first in range(done, len(data), at_once):
+            last = min(first + at_once, len(data))
+            step = [data.batch(range(at, min(at + rows, last))) for at in range(first, last, rows)]
+            answers = by_parts(ranks, step, lambda part: list(teacher.answers(engine, part)))
+            from_first(ranks, partial(list, map(add, answers)))
             if time.monotonic() - last_log > _SECONDS_BETWEEN_NEWS:
-                last_log, last = time.monotonic(), min(first + self.rows_per_sweep, count)
-                log.info("the teacher has answered for %s of %s rows", f"{last:,}", f"{count:,}")
-
-    def follow(self) -> None:
-        """On other ranks: make each forward pass that the first rank makes."""
-        while (first := self.ranks.all_gather_object(0)[0]) is not None:
-            try:
-                self._sweep(first)
-            except MegatrainError:  # all ranks raise it; the first one reports it
-                self.ranks.all_gather_object(None)
-                raise
-
-    def _sweep(self, first: int) -> list[TeacherAnswers]:
-        training, length = self.teacher.config.training, self.teacher.config.data.sequence_length
-        if self.engine is None:
-            self.engine = self.teacher.engine(
-                tokens_per_step=training.batch_size * length,
-                sequence_length=length,
-                micro_batch=self.rows,
-                group=self.ranks.host,
-            )
-        last, engine = min(first + self.rows_per_sweep, len(self.data)), self.engine
-        starts = range(first, last, self.rows)
-        step = [self.data.batch(range(at, min(at + self.rows, last))) for at in starts]
-        return by_parts(self.ranks, step, lambda part: list(self.teacher.answers(engine, part)))
+                last_log = time.monotonic()
+                log.info("the teacher has answered for %s of %s", f"{last:,}", f"{len(data):,}")

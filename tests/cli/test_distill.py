@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatrain.errors import RunFailed
 from megatrain.model.companions import tokenizer_files
-from megatrain.train.second_model import _Asking
+from megatrain.train import second_model
 from tests.cli.cases import sets, tiny_llama
 from tests.cli.test_preferences import pair, preference_file, rated, read  # noqa: F401
 from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
@@ -206,16 +206,16 @@ def assert_ranks_do_it(megatrain, file, tmp_path, *changed):
 
 def loses_a_rank(run, group):
     """The last rank ends in the third sweep; a sweep is of two rows."""
-    sweep, taken = _Asking._sweep, []
+    sweep, taken = second_model.by_parts, []
 
-    def swept(asking, first):
-        taken.append(first)
+    def swept(*arguments):
+        taken.append(arguments)
         if len(taken) == 3 and dist.get_rank():
             end()
-        return sweep(asking, first)
+        return sweep(*arguments)
 
     with (
-        mock.patch.object(_Asking, "_sweep", swept),
+        mock.patch.object(second_model, "by_parts", swept),
         pytest.raises(RunFailed, match="rank 0 of 2 has lost the others"),
     ):
         run(group)

@@ -187,7 +187,8 @@ def test_parquet_problems_are_named(tmp_path):
     path = tmp_path / "table.parquet"
     parquet.write_table(pyarrow.table({"body": ["a"], "text": [1]}), path)
     with pytest.raises(
-        InputError, match=r"table.parquet:1: no field 'story' .*: its fields are 'body', 'text'"
+        InputError,
+        match=r"table.parquet:1: by these fields .story; .*: its fields are 'body', 'text'",
     ):
         open_text(path, tmp_path, fields={"text": "story"})
     with pytest.raises(InputError, match=r"table.parquet:1: field 'text' must be a string"):
@@ -219,7 +220,7 @@ def test_hub_data_sets_come_through_datasets(tmp_path, monkeypatch):
     data = open_text("someone/stories", tmp_path, **options)
     assert asked == [(("someone/stories", "plain"), {"split": "validation"})]
     assert "someone/stories[validation]:2" in data.describe(0)
-    with pytest.raises(InputError, match="no field 'text' .*: its fields are 'body', 'id'"):
+    with pytest.raises(InputError, match="by these fields .text; .*: its fields are 'body', 'id'"):
         open_text("someone/stories", tmp_path)
 
 

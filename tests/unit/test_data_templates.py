@@ -411,7 +411,7 @@ def test_tools_that_a_template_leaves_out_without_a_system_message_are_refused()
 
 
 @pytest.mark.parametrize("end", ["<|end|>", "", "<|a|>"])
-def test_words_that_a_template_writes_behind_the_results_of_their_calls_are_learnt(end):
+def test_words_that_a_template_writes_behind_the_results_of_their_calls_are_refused(end):
     """As Gemma 4's, which ends them, and DiffusionGemma's, which has another header there."""
     result = "{%- elif m.role == 'tool' %}"
     reply = "{%- else %}{%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|a|>' }}" + (
@@ -426,10 +426,8 @@ def test_words_that_a_template_writes_behind_the_results_of_their_calls_are_lear
     plain = ['<|call|>weather {"city": "a"}<|tool|>', "tell 2<|end|>", "tell 4<|end|>"]
     assert spoken(template + reply + END, {"messages": turns})[1] == plain
     turns[2]["content"] = "see here"
-    text, runs = spoken(template + reply + END, {"messages": turns})
-    words = "see here" + end.replace("<|a|>", "")
-    assert f"(warm)see here{end}tell 2" in text and runs[0] == plain[0]
-    assert "".join(runs[1:]) == words + "".join(plain[1:])
+    with pytest.raises(InputError, match="message 3 .* cannot be told apart"):
+        spoken(template + reply + END, {"messages": turns})
 
 
 @pytest.mark.parametrize("generation", [("", ""), ("{% generation %}", "{% endgeneration %}")])
