@@ -73,6 +73,7 @@ class Parameter(_Strict):
     """A parameter's place in its tile's planes: `offset` in elements, the same in each plane.
 
     The optimizer's planes hold only parameters with a group; a frozen parameter has no group.
+    `skipped` updates of the tile left it alone: it had no gradient.
     """
 
     name: Annotated[str, Len(0, MAX_NAME_LENGTH)]
@@ -80,6 +81,7 @@ class Parameter(_Strict):
     offset: Count
     group: Count | None
     packed: Annotated[str, Predicate(PACKINGS.__contains__)] | None = None
+    skipped: Count = 0
 
     @property
     def entry(self) -> Entry:
@@ -302,10 +304,11 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         for parameter in sorted(tile.parameters, key=lambda p: (p.offset, p.entry.stored)):
             begin, end = end, parameter.offset + parameter.entry.stored
             unknown = parameter.group is not None and parameter.group >= groups
+            unknown |= parameter.skipped > tile.version
             if parameter.offset < begin or end > weights or unknown:
                 yield (
                     f"parameter {parameter.name[:80]!r} overlaps another one, does not fit its "
-                    "tile, or is of no optimizer group"
+                    "tile, is of no optimizer group, or skipped more updates than there were"
                 )
     # Steps on text alone do not update the encoders of images and sounds.
     always = [t for t in manifest.tiles if t.name != TileKind.MEDIA.value]

@@ -1,5 +1,6 @@
 """Tiles, or the weights alone, back from a checkpoint: every byte that is taken is checked."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,7 +54,9 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
     parameter_versions = {
         parameter.name: record.version for record in records for parameter in record.parameters
     }
+    skipped = {p.name: p.skipped for p in checkpoint.manifest.parameters if p.skipped}
     for tile in tiles:
+        tile.skipped = Counter({n: skipped[n] for n in tile.layout.by_name if n in skipped})
         first = next((entry.name for entry in tile.layout.entries), None)
         tile.version = (
             tile_versions.get(tile.name, 0) if first is None else parameter_versions.get(first, 0)

@@ -115,7 +115,10 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
         end += tensor.num_bytes
     records = {n: manifest.Plane(DTYPE_NAMES[p.dtype], lengths[n]) for n, p in planes.items()}
     parameters = tuple(
-        manifest.Parameter(e.name, e.shape, e.offset, e.group, e.packed.name if e.packed else None)
+        manifest.Parameter(
+            *(e.name, e.shape, e.offset, e.group, e.packed.name if e.packed else None),
+            tile.skipped[e.name],
+        )
         for e in (layout.trainable if trained else layout.entries)
     )
     record = manifest.TileRecord(tile.name, name, tile.version, records, parameters)

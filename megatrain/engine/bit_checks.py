@@ -87,7 +87,7 @@ class UpdateSums:
 
     def apply(
         self,
-        rule: Rule,
+        rule: Rule | None,
         part: TileRange,
         planes: Sequence[Plane | None],
         start: int,
@@ -97,6 +97,7 @@ class UpdateSums:
         """Update a range of `planes`, and add it to the checksums, before and after.
 
         Args:
+            rule: None leaves the range as it is.
             planes: in the order of `part`.
             start: the range's first element, counted from this rank's first one of the tile.
         """
@@ -106,12 +107,12 @@ class UpdateSums:
             [*(None if p is None else self.written.get(p) for p in planes), None],
             [*first, start * part.grad.element_size()],
         )
-        if rule.sums_in_pass and kernels.is_native and part.weights.is_cpu:
+        if rule is not None and rule.sums_in_pass and kernels.is_native and part.weights.is_cpu:
             rule.update(part, group, options._replace(sums=sums))
             return
         data = (part.weights, part.remainder, *part.states, part.grad)
         for blocks in (sums.read, sums.written):
-            if blocks is sums.written:
+            if blocks is sums.written and rule is not None:
                 rule.update(part, group, options)
             for plane, total, at in zip(data, blocks, sums.first, strict=True):
                 if plane is not None and total is not None:

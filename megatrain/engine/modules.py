@@ -17,9 +17,8 @@ from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.sink import GradAccumulator
-from megatrain.errors import InputError
 from megatrain.model.capture import FEATURES, MEDIA, PROLOGUE, Ref
-from megatrain.model.probe import reach
+from megatrain.model.media import FrozenParts
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.placement import ActivationPolicy
 from megatrain.store.store import Tile
@@ -108,7 +107,8 @@ class Media(StreamedModule):
     ) -> None:
         super().__init__(device, program, tile)
         self.embedding = embedding
-        self._reached: set[frozenset[str]] = set()  # kinds of media that reach all parameters
+        still = {entry.name for entry in tile.layout.entries if entry.group is None}
+        self.frozen = FrozenParts(program.capture.model, still)
 
     def run(self, slot: Buffer, batch: Batch, h: State, *, train: bool) -> State:
         """The features of every micro-batch, `[N]` values; none where there are no media."""
@@ -119,20 +119,9 @@ class Media(StreamedModule):
         """The features of one micro-batch."""
         if not micro.media:
             return {FEATURES: torch.empty(0, device=self.program.device)}
-        weights, names = self.leaves(slot)
-        untried = train and bool(names) and frozenset(micro.media) not in self._reached
-        with torch.enable_grad() if untried else torch.no_grad():
-            features_N = self.program.encode(weights, micro)
-        if untried:
-            reached = reach([features_N]).leaves
-            if missed := [name for name in names if id(weights[name]) not in reached]:
-                raise InputError(
-                    f"from {', '.join(sorted(micro.media))} no gradient reaches {missed[0]} "
-                    f"({len(missed)} such parameters); freeze them by patterns of their names "
-                    "(Trained(freeze=[...])), or set their requires_grad to False"
-                )
-            self._reached.add(frozenset(micro.media))
-        return {FEATURES: features_N.detach()}
+        frozen = self.frozen if train and self.trained else None
+        with torch.no_grad():
+            return {FEATURES: self.program.encode(self.weights(slot), micro, frozen)}
 
     def vjp(
         self, slot: Buffer, batch: Batch, h: Iterable, dh: State, accumulator: GradAccumulator
@@ -148,13 +137,14 @@ class Media(StreamedModule):
     ) -> None:
         """`vjp` of one micro-batch."""
         weights, names = self.leaves(slot)
-        if not micro.media or not names:
+        if FEATURES not in dh or not names:
             return
         with torch.enable_grad():
-            features_N = self.program.encode(weights, micro)
-        sources = [weights[name] for name in names]
-        grads = torch.autograd.grad(features_N, sources, dh[FEATURES], allow_unused=True)
-        accumulator.add(names, grads)
+            features_N = self.program.encode(weights, micro, self.frozen)
+        if features_N.requires_grad:
+            sources = [weights[name] for name in names]
+            grads = torch.autograd.grad(features_N, sources, dh[FEATURES], allow_unused=True)
+            accumulator.add(names, grads)
 
 
 class Prologue(StreamedModule):
@@ -223,7 +213,7 @@ class Prologue(StreamedModule):
         rows = dict(zip(tables, grads, strict=False))
         self.embedding.add({name: g for name, g in rows.items() if g is not None})
         accumulator.add(names, grads[len(tables) : len(tables) + len(names)])
-        return {FEATURES: grads[-1]} if features else {}
+        return {FEATURES: grads[-1]} if features and grads[-1] is not None else {}
 
     def _all_leaves(self, slot: Buffer) -> dict[str, Tensor]:
         return {n: w.detach().requires_grad_() for n, w in self.weights(slot).items()}

@@ -1,7 +1,7 @@
 """Gradients out: accumulated in fp32 on the device, measured there, sent to the host."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -109,10 +109,11 @@ class HostGrad:
 
 @dataclass
 class GradAccumulator:
-    """The fp32 sums of a tile's gradient on the device."""
+    """The fp32 sums of a tile's gradient on the device; `reached`: the parameters that have one."""
 
     tile: Tile
     sums: Buffer
+    reached: set[str] = field(default_factory=set)
 
     @cached_property
     def views(self) -> dict[str, Tensor]:
@@ -121,10 +122,10 @@ class GradAccumulator:
 
     def add(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients; None counts as zero (an expert without tokens)."""
-        pairs = [(self.views[n], g) for n, g in zip(names, gradients, strict=True) if g is not None]
-        if pairs:
-            totals, parts = zip(*pairs, strict=True)
-            add_each(totals, parts)
+        parts = {n: g for n, g in zip(names, gradients, strict=True) if g is not None}
+        if parts:
+            add_each([self.views[name] for name in parts], [*parts.values()])
+            self.reached.update(parts)
 
 
 @dataclass
@@ -191,6 +192,7 @@ class Sink:
             for tile in (visited if placement.passes > 1 else ())
         }
         self._first, self._last, self._lane_index, self._collectives = True, True, 0, collectives
+        self._reached = set[str]()  # by the encoders' gradient, of earlier passes as well
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
         layouts, tiers = [t.layout for t in waiting], [t.rests.gradient for t in waiting]
@@ -234,7 +236,10 @@ class Sink:
             )
         if self._last:
             self.updates.expect(tile)
-        return GradAccumulator(tile, sums)
+        if tile.layout.kind is not TileKind.MEDIA:
+            return GradAccumulator(tile, sums)
+        self._reached = set() if self._first else self._reached
+        return GradAccumulator(tile, sums, self._reached)
 
     def put(self, accumulator: GradAccumulator) -> None:
         """After the last pass, measure a gradient and send it."""
@@ -242,6 +247,9 @@ class Sink:
         if not self._last or not tile.layout.trainable_numel:
             return
         self._collectives.reduce_scatter(sums, tile.name)
+        if tile.layout.kind is TileKind.MEDIA:  # as in plain torch; in layers it counts as zero
+            reached = self._collectives.ranks.all_gather_object(accumulator.reached)
+            tile.idle = {entry.name for entry in tile.layout.trainable} - set().union(*reached)
 
         def measure() -> None:
             square = torch.linalg.vector_norm(sums.data[tile.trained]) ** 2

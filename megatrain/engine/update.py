@@ -204,6 +204,7 @@ class _Run:
     """Elements `start` to `stop` (excluded) of a tile, their settings and states.
 
     Attributes:
+        version: the number of updates, with this one; None: this one leaves the elements alone.
         directed: the gradient has been replaced by a direction, already clipped.
     """
 
@@ -211,6 +212,7 @@ class _Run:
     start: int
     stop: int
     states: Sequence[Plane]
+    version: int | None
     directed: bool = False
 
     def within(self, first: int, last: int) -> "_Run":
@@ -405,6 +407,7 @@ class Update:
             if not finite[0]:
                 for tile in self._started:  # only to be refused
                     tile.version -= 1
+                    tile.skipped.subtract(tile.idle)
                 self._started = []
             self._checks.compare_all()
         if not finite[0]:
@@ -431,13 +434,14 @@ class Update:
             self._device.wait(stream, landed, "gradient landed")
         give_way(self._device, tile, stream)
         tile.version += 1
+        tile.skipped.update(tile.idle)
         self._started.append(tile)
         all_runs, sums = list(self._runs(tile)), self._checks.update_sums(tile, host_grad.buffer)
         name = Name(Kind.UPDATE, f"update {tile.name}")
         for first, last, part in self.disk.visit(tile):
             pieces = (run.within(first, last) for run in all_runs)
             runs = [run for run in pieces if run.start < run.stop]
-            work = partial(self._apply, part, first, host_grad, runs, tile.version, scale, sums)
+            work = partial(self._apply, part, first, host_grad, runs, scale, sums)
             written = [buffer for plane, buffer in part.planes.items() if not plane.on_device]
             self._device.run(stream, name, work, [host_grad.buffer], written)
         if sums is not None:
@@ -452,15 +456,21 @@ class Update:
 
     def _runs(self, tile: Tile) -> Iterator[_Run]:
         states = [plane for plane in tile.states if not plane.on_device]
+        versions = {
+            entry.name: None if entry.name in tile.idle else tile.version - tile.skipped[entry.name]
+            for entry in tile.layout.trainable
+        }
         if not self._optimizer.rule.needs_matrices:
-            for index, start, stop in tile.layout.runs(self._group_of):
-                yield _Run(self._groups[index], start, stop, states)
+            marks = {name: (self._group_of[name], version) for name, version in versions.items()}
+            for (index, version), start, stop in tile.layout.runs(marks):
+                yield _Run(self._groups[index], start, stop, states, version)
             return
         for entry in tile.layout.trainable:
             kept = [plane for plane in states if plane.has(entry)]
             group = self._groups[self._group_of[entry.name]] | {"shape": entry.shape}
             directed = self._optimizer.rule.directed(entry)
-            run = _Run(group, entry.offset, entry.offset + entry.numel, kept, directed)
+            stop, version = entry.offset + entry.numel, versions[entry.name]
+            run = _Run(group, entry.offset, stop, kept, version, directed)
             yield run.within(tile.trained.start, tile.trained.stop)
 
     def expect(self, tile: Tile) -> None:
@@ -479,7 +489,6 @@ class Update:
         first: int,
         host_grad: HostGrad,
         runs: Sequence[_Run],
-        version: int,
         scale: float,
         sums: UpdateSums | None,
     ) -> None:
@@ -501,13 +510,13 @@ class Update:
                 gradient[run.start - trained : run.stop - trained].to(tile.weights.data.dtype),
             )
             at, clipping = tile.index * MOST_ELEMENTS + run.start, 1.0 if run.directed else scale
-            options = UpdateOptions(at, version, clipping, self._threads)
-            if sums is None:
-                self._optimizer.rule.update(part, run.group, options)
-            else:
+            options = UpdateOptions(at, run.version or 0, clipping, self._threads)
+            rule = None if run.version is None else self._optimizer.rule
+            if sums is not None:
                 planes = [weights, remainder, *run.states]
-                start = run.start - trained
-                sums.apply(self._optimizer.rule, part, planes, start, run.group, options)
+                sums.apply(rule, part, planes, run.start - trained, run.group, options)
+            elif rule is not None:
+                rule.update(part, run.group, options)
 
 
 def _same_result(now: float, before: float) -> bool:

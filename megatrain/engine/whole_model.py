@@ -21,7 +21,7 @@ from megatrain.device.base import COPY_IN
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.step import Parts
 from megatrain.errors import InputError, RunFailed
-from megatrain.model.media import replaced
+from megatrain.model.media import calls_of, replaced
 from megatrain.model.spec import ModelSpec
 from megatrain.parallel.distributed import Ranks
 from megatrain.store.store import Store, Tile
@@ -70,7 +70,7 @@ def whole_model(
         for name in {first, *spec.unused, *spec.media}:
             places.put(name, nothing.expand(model.get_parameter(name).shape))
         encoded = _encoded(places, {*spec.media}, store, device.torch_device, ranks)
-        opened.enter_context(replaced(model, encoded, spec.media))
+        opened.enter_context(replaced(calls_of(model, spec.media), encoded))
         held = False
         if spare is not None and not ranks.together:
             needed = spare + _held_bytes(parts, spec, store)

@@ -5,7 +5,7 @@ encoders' inputs, and puts the results in the place of tokens. These calls are r
 of the model's forward, and given back in others: so an encoder runs apart from the text around it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from megatrain.compat.torch import pytree
 from megatrain.compat.transformers import encoder_calls
-from megatrain.errors import InputError
+from megatrain.errors import RunFailed
+from megatrain.model.token_chunks import draws
 
 # Tensors of each token, or of how a forward runs; all others that such a model takes are media.
 _OF_TEXT = (
@@ -70,12 +71,18 @@ class _Feature:
     dtype: torch.dtype
 
 
+Kept = tuple[Sequence[Encoded], Tensor]  # calls, and their features in one row
+
+
 class Recorder:
     """Notes the results of a model's encoders in a run of its forward."""
 
-    def __init__(self, touched: set[int], read: set[int]) -> None:
-        """Args: ids of the tensors that operations of the run have used, and computed with."""
-        self._touched, self._read, self._depth = touched, set[int](), 0
+    def __init__(self, touched: set[int], read: set[int], inner: "Recorder | None" = None) -> None:
+        """Args:
+        touched, read: ids of the tensors that operations of the run have used, and computed with.
+        inner: notes the results of modules that these encoders call.
+        """
+        self._touched, self._read, self._depth, self._inner = touched, set[int](), 0, inner
         self._computed, self.inside = read, set[int]()  # inside: what encoders computed with
         self._results: list[Any] = []
         self._leaves = set[int]()  # ids of what the results hold, which nothing else has by then
@@ -84,26 +91,28 @@ class Recorder:
         """The result of an encoder; one that another encoder calls is a part of that one."""
         if self._depth:
             return encoder(*args, **kwargs)
-        self._note()
+        self.note()
         self._computed.clear()
         self._depth += 1
         try:
             result = encoder(*args, **kwargs)
         finally:
             self._depth -= 1
+            if self._inner is not None:
+                self._inner.note()
             self._touched.clear()
             self.inside |= self._computed
         self._results.append(result)
         self._leaves |= {id(leaf) for leaf in pytree.tree_leaves(result)}
         return result
 
-    def _note(self) -> None:
+    def note(self) -> None:
         """Note which results have been read since the last call."""
         self._read |= self._touched & self._leaves
 
     def finish(self) -> tuple[list[Encoded], list[Tensor]]:
         """All calls, and their features that were read after them."""
-        self._note()
+        self.note()
         calls, features = [], list[Tensor]()
         for result in self._results:
             leaves, spec = pytree.tree_flatten(result)
@@ -118,51 +127,114 @@ class Recorder:
         return calls, features
 
 
-@contextmanager
-def replaced(model: nn.Module, call: Callable[..., Any], media: Collection[str]) -> Iterator[None]:
-    """Within this context `call(encoder, *args)` runs in the place of each encoder's call.
+def calls_of(model: nn.Module, media: Collection[str]) -> list[tuple[nn.Module, str]]:
+    """The methods, each with its module, by which a forward calls its encoders.
 
     A module all of whose parameters are among those of `media` is an encoder as well (Llama 4 and
     Qwen2-Audio call their projectors so).
     """
-    calls = [*encoder_calls(model), *((module, "forward") for module in _apart(model, media))]
+    return [*encoder_calls(model), *((module, "forward") for module in _apart(model, media))]
+
+
+@contextmanager
+def replaced(calls: Sequence[tuple[nn.Module, str]], call: Callable[..., Any]) -> Iterator[None]:
+    """Within this context `call(method, *args)` runs in the place of each of these methods."""
+    before = [vars(module).get(name) for module, name in calls]
     for module, name in calls:
-        encoder = getattr(module, name)
+        method = getattr(module, name)
         # transformers' generate reads the signature, which `wraps` passes on.
-        vars(module)[name] = wraps(encoder)(partial(call, encoder))
+        vars(module)[name] = wraps(method)(partial(call, method))
     try:
         yield
     finally:
-        for module, name in calls:
+        for (module, name), method in zip(calls, before, strict=True):
             del vars(module)[name]
+            if method is not None:
+                vars(module)[name] = method
 
 
 @contextmanager
 def replayed(
-    model: nn.Module,
-    calls: Sequence[Encoded],
+    calls: Sequence[tuple[nn.Module, str]],
+    encoded: Sequence[Encoded],
     features_N: Tensor,
-    media: Collection[str],
-    of_text: Callable[[Tensor], bool],
+    check: Callable[[Tensor], None],
 ) -> Iterator[None]:
-    """Within this context the encoders' calls give these features, in the order of the calls.
+    """Within this context these calls give features that are known, in their order.
 
-    Raises InputError: an encoder is given what has been computed from text (`of_text`).
+    Args: `check`: raises an error if a call may not be given this tensor.
     """
-    parts = iter(zip(calls, features_N.split([call.numel for call in calls]), strict=True))
+    parts = iter(zip(encoded, features_N.split([call.numel for call in encoded]), strict=True))
 
-    def give(encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        values = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(map(of_text, values)):
-            raise InputError(
-                "an encoder of images or sounds is given features of text: a model that mixes "
-                "them so is trained on text alone; leave the images out"
-            )
-        encoded, part = next(parts)
-        return encoded.result(part)
+    def give(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for value in _tensors((args, kwargs)):
+            check(value)
+        call, part = next(parts)
+        return call.result(part)
 
-    with replaced(model, give, media):
+    with replaced(calls, give):
         yield
+
+
+class FrozenParts:
+    """The outermost frozen modules of encoders that are trained in part: a tower, or its layers.
+
+    What they compute in the forward is kept for the backward, unless a gradient reaches the results
+    or they draw random numbers, which the first backward with each kind of media shows.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+        """Args: `names`: of frozen parameters."""
+        self._calls = [(module, "forward") for module in _apart(model, names)]
+        self._tried = set[frozenset[str]]()
+
+    @contextmanager
+    def of(
+        self, media: Mapping[str, Tensor], kept: list[Kept], touched: set[int]
+    ) -> Iterator[Recorder | None]:
+        """Around a run of the encoders: their results go into `kept`, or are taken from there."""
+        if torch.is_grad_enabled() and kept:
+            with replayed(self._calls, *kept.pop(), _require_constant):
+                yield None
+        elif torch.is_grad_enabled():
+            with replaced(self._calls, self._watched):
+                yield None
+            self._tried.add(frozenset(media))
+        elif frozenset(media) in self._tried:
+            recorder = Recorder(touched, set())
+            with replaced(self._calls, recorder.call):
+                yield recorder
+            encoded, features = recorder.finish()
+            kept.append((encoded, in_one_row(features, next(iter(media.values())))))
+        else:
+            yield None
+
+    def _watched(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = {str(number): leaf for number, leaf in enumerate(_tensors((args, kwargs)))}
+        result, random = method(*args, **kwargs), draws(partial(method, *args, **kwargs), tensors)
+        if random or any(leaf.requires_grad for leaf in _tensors(result)):
+            module = getattr(method, "__self__", None)
+            self._calls = [call for call in self._calls if call[0] is not module]
+        return result
+
+
+def _require_constant(leaf: Tensor) -> None:
+    if leaf.requires_grad:
+        raise RunFailed(
+            "a gradient reaches a frozen part of an encoder of images or sounds, which it did not "
+            "reach in earlier micro-batches; train all of the encoder, or nothing of it"
+        )
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def in_one_row(features: Sequence[Tensor], like: Tensor) -> Tensor:
+    """All features `[N]`, on the device of another tensor."""
+    if not features:
+        return torch.empty(0, device=like.device)
+    return torch.cat([feature.reshape(-1) for feature in features])
 
 
 def _apart(model: nn.Module, media: Collection[str], path: str = "") -> Iterator[nn.Module]:

@@ -34,7 +34,16 @@ from megatrain.model.capture import (
 from megatrain.model.documents import BY_LENGTHS, attend, takes_lengths, without_masks
 from megatrain.model.float8 import convert as float8_linears
 from megatrain.model.layer_template import move_buffers
-from megatrain.model.media import Encoded, Recorder, replaced, replayed
+from megatrain.model.media import (
+    Encoded,
+    FrozenParts,
+    Kept,
+    Recorder,
+    calls_of,
+    in_one_row,
+    replaced,
+    replayed,
+)
 from megatrain.model.probe import reach
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.token_chunks import ChunkedOverTokens, parts
@@ -61,6 +70,7 @@ class MicroBatch:
         document_indices: of each token in packed rows, one tensor for each time the forward asks.
         media: the forward's arguments that describe images and sounds.
         encoded: the calls of their encoders, known once these have run.
+        kept: what frozen parts of encoders have computed, for the backward of the others.
     """
 
     inputs: dict[str, Tensor]
@@ -74,6 +84,7 @@ class MicroBatch:
     document_indices: list[Tensor | None] = field(default_factory=list)
     media: dict[str, Tensor] = field(default_factory=dict)
     encoded: list[Encoded] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
 
 
 class ModelProgram:
@@ -106,6 +117,7 @@ class ModelProgram:
         self._followed: set[frozenset[str]] = (
             set()
         )  # kinds of media that the layers are followed with
+        self._encoder_calls = calls_of(model, spec.media)
         numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
         self._layers_follow = any(numbered)
         self._outer = {
@@ -163,26 +175,32 @@ class ModelProgram:
             for kind, functions in zip(self.kinds, compiled, strict=True):
                 kind.compiled = functions
 
-    def encode(self, weights: Weights, batch: MicroBatch) -> Tensor:
+    def encode(
+        self, weights: Weights, batch: MicroBatch, frozen: FrozenParts | None = None
+    ) -> Tensor:
         """The features `[N]` of a micro-batch's images and sounds; notes the calls in `batch`.
+
+        Args: `frozen`: parts whose results the backward takes from the forward.
 
         Raises InputError: the encoders compute in fp32 whatever the dtype, or with weights that
         text uses as well.
         """
         refuse_rounding(self._types, self.spec.media, self.dtype)
         uses = Uses()
-        recorder = Recorder(uses.touched, uses.read)
+        parts = (
+            nullcontext() if frozen is None else frozen.of(batch.media, batch.kept, uses.touched)
+        )
 
         def stop(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             raise Reached(None)
 
-        with replaced(self.capture.model, recorder.call, self.spec.media):
-            self._run(stop, weights, batch, {**batch.inputs, **batch.media}, uses)
+        with parts as inner:
+            recorder = Recorder(uses.touched, uses.read, inner)
+            with replaced(self._encoder_calls, recorder.call):
+                self._run(stop, weights, batch, {**batch.inputs, **batch.media}, uses)
         self._require_apart(recorder.inside, {*self._outer} - {*self.spec.media})
         batch.encoded, features = recorder.finish()
-        if not features:
-            return torch.empty(0, device=self.device, dtype=self.dtype)
-        return torch.cat([feature.reshape(-1) for feature in features])
+        return in_one_row(features, batch.inputs["input_ids"])
 
     def prologue(
         self, weights: Weights, batch: MicroBatch, features_N: Tensor | None = None
@@ -299,11 +317,14 @@ class ModelProgram:
             raise _beyond_sums(self.spec.layers[-1])
 
     def _encoded(self, batch: MicroBatch, features_N: Tensor) -> AbstractContextManager[None]:
-        def of_text(value: Tensor) -> bool:
-            return value.requires_grad and not reach([value]).leaves <= {id(features_N)}
+        def refuse_text(value: Tensor) -> None:
+            if value.requires_grad and not reach([value]).leaves <= {id(features_N)}:
+                raise InputError(
+                    "an encoder of images or sounds is given features of text: a model that mixes "
+                    "them so is trained on text alone; leave the images out"
+                )
 
-        model, media = self.capture.model, self.spec.media
-        return replayed(model, batch.encoded, features_N, media, of_text)
+        return replayed(self._encoder_calls, batch.encoded, features_N, refuse_text)
 
     def _require_apart(self, used: set[int], names: Iterable[str]) -> None:
         """Raises InputError: a run computed with weights of these names, which it does not have."""

@@ -4,8 +4,9 @@ The optimizer's rule says which planes there are, and their bytes (optim/rule.py
 gradients belongs to the sink (engine/sink.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -115,6 +116,8 @@ class Tile:
         updated: event of the newest update; None when there is nothing to wait for.
         written: event after which that update's planes are on the disk that they rest on.
         readers: saves that the next update has to wait for.
+        idle: trained parameters without a gradient in the newest step, which leaves them alone.
+        skipped: the number of such updates, by parameter.
         rank: planes hold this rank's block of each part of the layout, and nothing else.
     """
 
@@ -126,6 +129,8 @@ class Tile:
     updated: Any = None
     written: Any = None
     readers: tuple[Reader, ...] = ()
+    idle: Collection[str] = ()
+    skipped: Counter[str] = field(default_factory=Counter)
     rank: int = 0
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from enum import Enum
 from functools import cache, cached_property
 from itertools import groupby
 from math import lcm, prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -200,6 +201,8 @@ BASES = {each.name: each for each in (NF4, FP8)}
 PACKINGS = BASES | {NF4_WIDE.name: NF4_WIDE}  # this one is only read, of folders
 
 
+Group = TypeVar("Group")
+
 # Elements. 128 bf16 values are 256 bytes: every parameter starts on a boundary that the widest
 # device loads and the host's cache lines both like.
 ALIGNMENT = 128
@@ -348,9 +351,9 @@ class TileLayout:
             return stop
         return min((end for _, end in self.parts if end >= stop), default=0) if stop else 0
 
-    def runs(self, group_of: Mapping[str, int]) -> list[tuple[int, int, int]]:
+    def runs(self, group_of: Mapping[str, Group]) -> list[tuple[Group, int, int]]:
         """`(group, start, stop)` of each contiguous run of trainable parameters of one group."""
-        runs: list[tuple[int, int, int]] = []
+        runs: list[tuple[Group, int, int]] = []
         for entry in self.trainable:
             group, start = group_of[entry.name], entry.offset
             stop = align(entry.offset + entry.numel, ALIGNMENT)

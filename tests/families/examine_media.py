@@ -15,7 +15,7 @@ from megatrain.compat.transformers import encoders
 from megatrain.errors import InputError
 from megatrain.model.trained import Trained
 from tests.families.examine import NOT_TRAINED, PASSES, REFUSED, WRONG
-from tests.families.media import UNTRIED, media_steps, unreached
+from tests.families.media import UNTRIED, media_steps
 from tests.families.parity import Errors, compare
 from tests.families.plain import EPS, LR, Step
 from tests.families.tiny import tiny_multimodal
@@ -31,8 +31,8 @@ class MediaDiagnostic:
         result: passes, text alone, refused, not trainable, not tried, or wrong.
         reason: for all but the first; `all_trained`: for not training the encoders, too.
         media: names of the tensors of the micro-batches with media.
-        frozen: what has to be, besides the encoders.
-        errors: with the encoders frozen; `trained`: with all trained that gradients reach.
+        errors: with the encoders frozen; `trained`: with all trained.
+        round_trip: a checkpoint goes on, and a folder comes out, to the bit.
     """
 
     name: str
@@ -42,7 +42,7 @@ class MediaDiagnostic:
     errors: Errors = field(default_factory=Errors)
     trained: Errors = field(default_factory=Errors)
     all_trained: str = ""
-    frozen: list[str] = field(default_factory=list)
+    round_trip: bool = False
 
 
 def examine_media(family: str, *, quick: bool = False) -> MediaDiagnostic:
@@ -68,36 +68,21 @@ def examine_media(family: str, *, quick: bool = False) -> MediaDiagnostic:
         return MediaDiagnostic(family, NOT_TRIED, f"no micro-batch for it: {_line(error)}")
     found = MediaDiagnostic(family, PASSES, media=media_names(steps))
     try:
-        found.errors = _compared(found, model, steps)
+        found.errors = compare(model, steps=steps, chosen=Trained())
     except InputError as refusal:
         found.result, found.reason = TEXT_ALONE, str(refusal)
         return found
-    chosen = Trained(freeze=_exactly(found.frozen))
-    failures = found.errors.failures + round_trip(model, steps, chosen)
+    failures = found.errors.failures + round_trip(model, steps)
+    found.round_trip = True
     if not quick:
         try:
-            found.trained = compare(model, steps=steps, chosen=all_reached(model, steps))
+            found.trained = compare(model, steps=steps, chosen=Trained(train_only=["."]))
         except InputError as refusal:
             found.all_trained = str(refusal)
         failures += found.trained.failures
     if failures:
         found.result, found.reason = WRONG, "; ".join(failures)
     return found
-
-
-def _compared(found: MediaDiagnostic, model: PreTrainedModel, steps: list[Step]) -> Errors:
-    """Errors with the encoders frozen, and all else that no image or sound of them reaches."""
-    try:
-        return compare(model, steps=steps, chosen=Trained())
-    except InputError as refusal:
-        if "freeze them" not in str(refusal):
-            raise
-        found.frozen = unreached(model, steps[0][0])
-        return compare(model, steps=steps, chosen=Trained(freeze=_exactly(found.frozen)))
-
-
-def _exactly(names: list[str]) -> list[str]:
-    return [f"^{re.escape(name)}$" for name in names]
 
 
 def _line(error: Exception) -> str:
@@ -109,18 +94,13 @@ def media_names(steps: list[Step]) -> list[str]:
     return [name for name in steps[0][0] if name not in steps[0][1]]
 
 
-def all_reached(model: PreTrainedModel, steps: list[Step]) -> Trained:
-    """Everything is trained that a gradient reaches."""
-    return Trained(train_only=["."], freeze=_exactly(unreached(model, steps[0][0])))
-
-
-def round_trip(model: PreTrainedModel, steps: list[Step], chosen: Trained) -> list[str]:
+def round_trip(model: PreTrainedModel, steps: list[Step]) -> list[str]:
     """What is wrong with a checkpoint, or with an export, of a run from the model's folder."""
     rule, options = AdamW(lr=LR, eps=EPS), {"precision": "fp32", "device": "cpu"}
     with TemporaryDirectory() as place:
         folder, export, saved = (Path(place) / name for name in ("folder", "export", "saved"))
         model.save_pretrained(folder)
-        with Engine(folder, optimizer=rule, trained=chosen, **options) as engine:
+        with Engine(folder, optimizer=rule, **options) as engine:
             engine.step(steps[0])
             engine.save(saved)
             wanted = _go_on(engine, steps)

@@ -363,15 +363,3 @@ def _halved_twice(model: PreTrainedModel, medium: Medium) -> int:
 
 # Tokens of media, where no method of the model tells.
 COUNTS: dict[str, Callable[[PreTrainedModel, Medium], int]] = {"qwen2_audio": _halved_twice}
-
-
-def unreached(model: PreTrainedModel, batch: dict[str, Tensor]) -> list[str]:
-    """Parameters that no gradient reaches, not even from media."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    model = copy.deepcopy(model)
-    logits = model(**inputs, use_cache=False).logits
-    named = dict(model.named_parameters())
-    asked = {n: p for n, p in named.items() if p.requires_grad}
-    grads = torch.autograd.grad(logits.sum(), [*asked.values()], allow_unused=True)
-    reached = {n for n, g in zip(asked, grads, strict=True) if g is not None}
-    return [name for name in named if name not in reached]
