@@ -58,7 +58,7 @@ FAULTS = [
     ),
     Fault(
         "normalisers", "loss", "len(example[desired != MISMATCHED]", "len(example",
-        "mismatched replies count in KTO's mean", ("parity/test_preferences.py",),
+        "mismatched replies count in KTO's mean", ("parity/test_trl.py",),
     ),
     Fault(
         "normalisers", "loss", "return replies * self.max_completion_length",
@@ -171,12 +171,12 @@ FAULTS = [
     ),
     Fault(
         "losses", "loss", "1 / (2 * self.beta)", "1 / self.beta", "IPO aims twice as far",
-        ("parity/test_preferences.py",),
+        ("parity/test_trl.py",),
     ),
     Fault(
         "losses", "loss", "return replies, desired_R, mean.clamp(min=0)",
         "return replies, desired_R, mean", "KTO's baseline is below 0",
-        ("parity/test_preferences.py",),
+        ("parity/test_trl.py",),
     ),
     Fault(
         "losses", "loss", "grouped - grouped.nanmean(1, keepdim=True)",

@@ -35,8 +35,8 @@ from tests.parity.cases import (
     same,
 )
 from tests.parity.test_policy import LOSSES as POLICIES
-from tests.parity.test_preferences import LOSSES as PREFERENCES
 from tests.parity.test_rewards import LOSSES as REWARDS
+from tests.parity.test_trl import DPOS, KTOS
 from tests.race.schedule import Together
 from tests.sweeps import swept
 
@@ -148,7 +148,7 @@ def test_every_loss_of_the_package_is_tried():
     kinds = {v for v in vars(loss_package).values() if isinstance(v, type) and issubclass(v, Loss)}
     others = {Loss, JointLoss, PairLoss, CrossEntropy, Score}  # or tried below
     others |= {TokenScore, ScoreWeights, TopTokens}  # parts of Reward; what a teacher says
-    elsewhere = [*PREFERENCES.values(), *REWARDS.values(), *POLICIES.values()]
+    elsewhere = [*DPOS, *(loss for loss, _ in KTOS), *REWARDS.values(), *POLICIES.values()]
     tried = {type(loss) for loss, _ in LOSSES.values()} | {*map(type, elsewhere)}
     assert kinds - others == tried - {Curved}
 

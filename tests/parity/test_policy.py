@@ -1,115 +1,232 @@
-"""GRPO against the published formulas, reply by reply in plain torch."""
+"""GRPO against TRL's own trainer: log-probabilities, loss, gradients, what is logged."""
 
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from megatrain import InputError, Placement
-from megatrain.loss import GRPO
+from megatrain.config import RolloutSection
+from megatrain.data.demo_corpus import train_bpe_tokenizer
+from megatrain.loss import GRPO, ImportanceSampling
+from megatrain.train.rollouts import compare
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
-from tests.sweeps import swept
+from tests.sweeps import few, quick
 
-PLACEMENTS = {
-    "chunks": Placement(head_tokens=5),
-    "a chunk": Placement(),
-}
-WIDE = 1000
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+REPLIES, LENGTH = 4, 7
 LOSSES: dict[str, Any] = {
-    "grpo": GRPO(0.04, 0.1, 0.3, loss_type="grpo"),
+    "grpo": GRPO(0.04, loss_type="grpo", temperature=0.7),
     "bnpo": GRPO(loss_type="bnpo"),
-    "dr_grpo": GRPO(0.2, loss_type="dr_grpo", max_completion_length=9),
-    "dapo": GRPO(epsilon=0.1, delta=1.2),
-    "cispo": GRPO(epsilon_high=1.05, loss_type="cispo"),
-    "gspo": GRPO(
-        0.4,
-        0.02,
-        use_bias_correction_kl=False,
-        loss_type="grpo",
-        importance_sampling_level="sequence",
+    "dr_grpo": GRPO(0.2, loss_type="dr_grpo", max_completion_length=LENGTH),
+    "dapo": GRPO(0.1, 0.1, 0.15, temperature=1.3),
+    "bounded": GRPO(epsilon=0.1, delta=1.2),
+    "gspo": GRPO(0.04, 0.01, loss_type="grpo", importance_sampling_level="sequence"),
+    "biased": GRPO(0.4, use_bias_correction_kl=False, temperature=0.7),
+    "cispo": GRPO(epsilon_high=1.05, loss_type="cispo", temperature=1.3),
+    "sequences of cispo": GRPO(
+        epsilon_high=1.01, loss_type="cispo", importance_sampling_level="sequence"
     ),
-    "cool": GRPO(0.04, 0.1, temperature=0.7),
-    "warm": GRPO(epsilon=0.1, temperature=1.3),
 }
 
 
-def replies(model, loss):
-    """Six replies in uneven micro-batches, one of which has nothing to learn."""
-    [step] = make_batches(1)
-    generator, number = torch.Generator().manual_seed(5), 0
-    for micro in step:
-        ids = micro["input_ids"]
-        shape, rows = ids.shape, len(ids)
-        labels = micro["labels"].masked_fill(torch.arange(shape[1]) < 2, -100)
-        labels[0] = -100 if number == 0 else labels[0]
-        micro["labels"] = labels
-        numbers = torch.arange(number, number + rows)[:, None].expand(shape)
-        number += rows
-        with torch.no_grad():
-            logits = model(input_ids=ids).logits / loss.temperature
-            every = logits.log_softmax(-1).roll(1, 1)
-        near = every.gather(2, ids[..., None])[..., 0]
-        micro["example"] = numbers.float()
-        micro["advantage"] = torch.tensor([1.0, -0.5, 0.3, 2.0, -1.5, 0.7])[numbers]
-        for name in ("old_logp", "reference_logp"):
-            micro[name] = near + 0.2 * torch.randn(shape, generator=generator)
-    return [{n: m[n] for n in ("input_ids", "labels", *loss.inputs)} for m in step]
+def trainer_of(loss, folder, tokenizer):
+    """TRL's trainer of the same loss, whose reference is another model than the one it trains."""
+    reference = llama(vocab_size=len(tokenizer))
+    for parameter in reference.parameters():
+        parameter.data *= 1.05
+    reference.save_pretrained(folder / "model")
+    model = type(reference).from_pretrained(folder / "model")
+    model.load_state_dict(llama(vocab_size=len(tokenizer)).state_dict())
+    named = ("loss_type", "importance_sampling_level", "use_bias_correction_kl", "delta")
+    named += ("beta", "temperature", "epsilon", "epsilon_high")
+    settings = trl.GRPOConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], disable_tqdm=True,
+        gradient_checkpointing=False, per_device_train_batch_size=2 * REPLIES,
+        num_generations=REPLIES, max_completion_length=LENGTH, num_iterations=2,
+        disable_dropout=True, **{name: getattr(loss, name) for name in named},
+    )  # fmt: skip
+    rows = [{"prompt": text} for text in ("the sea", "a very long prompt")]
+    trainer = trl.GRPOTrainer(
+        model,
+        lambda completion_ids, **_: [float(sum(ids) % 5) for ids in completion_ids],
+        args=settings,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
 
 
-def of_reply(loss, log_prob, old, reference, a):
-    """The summed loss of one reply, of its labels' numbers `[L]`."""
-    difference = log_prob - old
-    if loss.importance_sampling_level == "sequence":
-        difference = difference.mean().expand(len(difference))
-    ratio = difference.exp()
-    if getattr(loss, "loss_type", "") == "cispo":
-        return -(ratio.detach().clamp(max=loss.epsilon_high) * a * log_prob).sum()
-    high = 1 + (loss.epsilon if loss.epsilon_high is None else loss.epsilon_high)
-    clipped = ratio.clamp(1 - loss.epsilon, high)
-    bounded = ratio if getattr(loss, "delta", None) is None else ratio.clamp(max=loss.delta)
-    each = -torch.minimum(bounded * a, clipped * a)
-    if loss.beta:
-        divergence = (reference - log_prob).exp() - (reference - log_prob) - 1
-        each = each + loss.beta * divergence * (ratio if loss.use_bias_correction_kl else 1)
-    return each.mean() if getattr(loss, "loss_type", "") == "grpo" else each.sum()
+def drawn(trainer):
+    """What the trainer makes of replies to its prompts."""
+    return trainer._generate_and_score_completions(
+        [row for row in trainer.train_dataset for _ in range(REPLIES)]
+    )
 
 
-def formula(model, loss, step):
-    total, labels, rows = torch.zeros(()), 0, 0
-    for micro in step:
-        logits = model(input_ids=micro["input_ids"]).logits / loss.temperature
-        every = logits.log_softmax(-1)[:, :-1]
-        for row, ids in enumerate(micro["labels"]):
-            used = ids[1:] != -100
-            rows, labels = rows + 1, labels + int(used.sum())
-            if not used.any():
-                continue
-            log_prob = every[row][used].gather(1, ids[1:][used][:, None])[:, 0]
-            old, reference = (
-                micro.get(name, micro["old_logp"])[row, 1:][used]
-                for name in ("old_logp", "reference_logp")
-            )
-            total = total + of_reply(loss, log_prob, old, reference, micro["advantage"][row, 0])
-    kind = getattr(loss, "loss_type", "grpo")
-    by = {"grpo": rows, "dr_grpo": rows * loss.max_completion_length}.get(kind, labels)
-    return total / by
-
-
-@swept(together=1, loss=LOSSES, placement=PLACEMENTS)
-def test_values_and_gradients_are_those_of_the_formulas(loss, placement):
-    model = llama(vocab_size=WIDE)
-    step = replies(model, loss)
-    engine = make_engine(model, clip=1e9, placement=placement)
-    result = engine.step(step, loss)
-    model.train()
-    total = formula(model, loss, step)
+def computed(trainer, inputs):
+    """The trainer's loss, and its gradients."""
+    trainer._metrics["train"].clear()
+    total = trainer.compute_loss(trainer.model.train(), inputs)
     total.backward()
-    assert result.loss == pytest.approx(total.item(), rel=1e-6)
-    wanted = {n: p.grad for n, p in model.named_parameters()}
-    assert relative_error(gradients(engine), wanted) < 2e-6
-    clipped = "cispo_clip_ratio" if LOSSES.get("cispo") is loss else "clip_ratio/region_mean"
-    assert result.measures[clipped] > 0
-    assert ("kl" in result.measures) == (loss.beta > 0)
+    return total.item(), {name: p.grad for name, p in trainer.model.named_parameters()}
+
+
+def rows_of(inputs):
+    """Each reply a micro-batch, without padding; `at`: where its labels are."""
+    made = []
+    for row, mask in enumerate(inputs["completion_mask"].bool()):
+        prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()]
+        reply = inputs["completion_ids"][row][mask]
+        ids = torch.cat([prompt, reply])[None]
+        labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(prompt), -100)
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+def numbered(step, inputs, old, reference=None):
+    """A step with the numbers of its replies, some of which the trainer has as well."""
+    mask = inputs["completion_mask"]
+    for row, micro in enumerate(step):
+        numbers = {"example": float(row), "advantage": float(inputs["advantages"][row])}
+        micro |= {name: torch.full(micro["labels"].shape, v) for name, v in numbers.items()}
+        micro["old_logp"] = placed(old[row], mask[row], micro)
+        if reference is not None:
+            micro["reference_logp"] = placed(reference[row], mask[row], micro)
+
+
+def placed(values, mask, micro):
+    """Numbers of a row's reply in the places of its labels."""
+    made = torch.zeros(micro["labels"].shape)
+    made[micro["labels"] != -100] = values[mask.bool()]
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "text.txt").write_text("a very long prompt of the sea " * 9)
+    train_bpe_tokenizer([folder / "text.txt"], 300, folder)
+    made = AutoTokenizer.from_pretrained(folder)
+    made.pad_token = made.eos_token
+    return made
+
+
+def engine_of(tokenizer, head_tokens):
+    placement = Placement(head_tokens=head_tokens)
+    return make_engine(llama(vocab_size=len(tokenizer)), clip=1e9, placement=placement)
+
+
+@pytest.mark.parametrize("name", quick(LOSSES, ["grpo", "dr_grpo", "bounded", "cispo"]))
+@pytest.mark.parametrize("head_tokens", few([5, 4096]))
+def test_policies_are_those_of_trl(tokenizer, tmp_path, name, head_tokens):
+    loss = LOSSES[name]
+    trainer = trainer_of(loss, tmp_path, tokenizer)
+    inputs = drawn(trainer)
+    mask = inputs["completion_mask"]
+    mask[1, 3:], mask[5, 1:] = 0, 0  # replies of several lengths
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    seen = torch.cat([inputs["prompt_mask"], mask], 1)
+    with torch.no_grad():
+        logps = [
+            trainer._get_per_token_logps_and_entropies(model, ids, seen, mask.shape[1])[0]
+            for model in (trainer.model, trainer.ref_model)
+            if model is not None
+        ]
+    step = rows_of(inputs)
+    engine = engine_of(tokenizer, head_tokens)
+    for row, own in enumerate(engine.logprobs(step, temperature=loss.temperature)):
+        wanted = placed(logps[0][row], mask[row], step[row])
+        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=2e-6)
+    generator = torch.Generator().manual_seed(3)
+    old = logps[0] + 0.1 * torch.randn(mask.shape, generator=generator)
+    inputs |= {"old_per_token_logps": old, "old_logps": (old * mask).sum(1)}
+    inputs["ref_per_token_logps"] = logps[-1]
+    inputs["advantages"] = torch.randn(len(mask), generator=generator)
+    inputs["num_items_in_batch"] = mask.sum()
+    numbered(step, inputs, old, logps[-1] if "reference_logp" in loss.inputs else None)
+    total, grads = computed(trainer, inputs)
+    result = engine.step(step, loss)
+    assert result.loss == pytest.approx(total, rel=1e-5, abs=1e-7)
+    assert relative_error(gradients(engine), grads) < 5e-6
+    said = {name: value for name, [value] in trainer._metrics["train"].items()}
+    del said["entropy"]
+    assert result.measures == pytest.approx(said, rel=1e-5, abs=1e-6)
+    assert any(0 < value < 1 for name, value in said.items() if "clip" in name)
+
+
+CASES: dict[str, Any] = {
+    "usual": (ImportanceSampling(), GRPO(0.04)),
+    "both bounds of replies": (
+        ImportanceSampling("sequence_mask", 1.5, 0.8), GRPO(loss_type="grpo", epsilon=0.1),
+    ),
+    "replies": (ImportanceSampling("sequence_truncate", 1.3, 0.9), GRPO(0.1, temperature=0.7)),
+    "tokens": (ImportanceSampling("token_truncate", 1.1, 0.9), GRPO(0.04, loss_type="grpo")),
+    "a least one": (ImportanceSampling("token_mask", None, 0.9), GRPO(loss_type="bnpo")),
+    "cispo": (ImportanceSampling("token_mask", 1.1), GRPO(loss_type="cispo", epsilon_high=1.05)),
+    "gspo": (
+        ImportanceSampling("token_truncate", 1.05),
+        GRPO(0.04, loss_type="grpo", importance_sampling_level="sequence"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("by", "loss"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("head_tokens", [5, 4096])
+def test_replies_of_a_server_count_as_in_trl(tokenizer, tmp_path, by, loss, head_tokens):
+    """Importance sampling; TRL gets the same replies."""
+    trainer = trainer_of(loss, tmp_path, tokenizer)
+    trainer.model.train()
+    trainer.use_vllm = True
+    trainer.vllm_importance_sampling_mode = by.mode
+    trainer.vllm_importance_sampling_clip_max = by.clip_max
+    trainer.vllm_importance_sampling_clip_min = by.clip_min
+    engine = engine_of(tokenizer, head_tokens)
+    generator = torch.Generator().manual_seed(7)
+    drawn_at: list[list[float]] = []
+
+    def served(prompt_ids, *_):
+        """Replies of several lengths, and what a server would say of them: bf16 and less."""
+        replies = []
+        for row, prompt in enumerate(prompt_ids):
+            reply = torch.randint(9, 200, (LENGTH - row % 4,), generator=generator).tolist()
+            ids = torch.tensor([[*prompt, *reply]])
+            labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(prompt), -100)
+            plain = {"input_ids": ids, "labels": labels}
+            [own] = engine.logprobs([plain], temperature=loss.temperature)
+            said = own[labels != -100] + 0.15 * torch.randn(len(reply), generator=generator)
+            replies.append(reply)
+            drawn_at.append(said.tolist())
+        return replies, drawn_at
+
+    trainer._generate_single_turn = served
+    inputs = drawn(trainer)
+    said = {n: v[-1] for n, v in trainer._metrics["train"].items() if n.startswith("sampling/")}
+
+    mask, step = inputs["completion_mask"], rows_of(inputs)
+    for row, micro in enumerate(step):
+        micro["old_logp"] = placed(inputs["old_per_token_logps"][row], mask[row], micro)
+    told = compare(RolloutSection(), step, drawn_at, by)
+    assert told == pytest.approx(said, rel=1e-5, abs=1e-6)
+    wanted = inputs["importance_sampling_ratio"].expand(mask.shape)
+    for row, micro in enumerate(step):
+        ratio = placed(wanted[row], mask[row], micro)
+        torch.testing.assert_close(micro["importance_sampling_ratio"], ratio, rtol=1e-5, atol=1e-6)
+    assert len(wanted.unique()) > 1
+
+    old = inputs["old_per_token_logps"] + 0.1 * torch.randn(mask.shape, generator=generator)
+    inputs["old_per_token_logps"] = old
+    inputs["advantages"] = torch.randn(len(mask), generator=generator)
+    numbered(step, inputs, old, inputs["ref_per_token_logps"] if loss.beta else None)
+    total, grads = computed(trainer, inputs)
+    result = engine.step(step, GRPO(**{**vars(loss), "importance_sampling": by}))
+    assert result.loss == pytest.approx(total, rel=1e-6, abs=1e-7)
+    assert relative_error(gradients(engine), grads) < 5e-6
 
 
 def test_advantages_compare_replies_to_one_prompt():
@@ -128,14 +245,24 @@ def test_advantages_compare_replies_to_one_prompt():
         GRPO(num_generations=3).advantages(rewards[:8])
 
 
-def test_a_step_whose_replies_are_all_masked_changes_nothing_by_a_gradient():
-    for loss in (GRPO(), GRPO(loss_type="grpo")):
-        model = llama()
-        step = replies(model, loss)
-        for micro in step:
-            micro["labels"] = torch.full_like(micro["labels"], -100)
-        result = make_engine(model).step(step, loss)
-        assert (result.loss, result.grad_norm) == (0, 0)
+def replies(labels=None):
+    """A step of six replies in uneven micro-batches."""
+    [step], number = make_batches(1), 0
+    for micro in step:
+        shape = micro["labels"].shape
+        numbers = torch.arange(number, number + len(micro["labels"]))[:, None].expand(shape)
+        number += len(micro["labels"])
+        micro |= {"example": numbers.float(), "advantage": torch.ones(shape)}
+        micro["old_logp"] = torch.full(shape, -5.0)
+        if labels is not None:
+            micro["labels"].fill_(labels)
+    return step
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_a_step_whose_replies_are_all_masked_changes_nothing_by_a_gradient(loss_type):
+    result = make_engine(llama()).step(replies(-100), GRPO(loss_type=loss_type))
+    assert (result.loss, result.grad_norm) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +285,7 @@ def test_settings_of_policies_are_checked(make, message):
 
 
 def test_replies_with_one_number_are_refused():
-    model = llama()
-    step = replies(model, GRPO())
+    step = replies()
     step[1]["example"] = torch.ones_like(step[1]["example"])
     with pytest.raises(InputError, match="example 1 has a reply in several rows of this step"):
-        make_engine(model).step(step, GRPO())
+        make_engine(llama()).step(step, GRPO())

@@ -1,15 +1,11 @@
-"""Losses of replies against the published formulas, row by row in plain torch."""
-
-from typing import Any
+"""Replies in pairs and alone, and their log-probabilities; their losses are in `test_trl.py`."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from megatrain import Engine, InputError, Placement
 from megatrain.loss import DPO, KTO
-from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
-from tests.sweeps import swept
+from tests.parity.cases import llama, make_batches, make_engine
 
 PLACEMENTS = {
     "chunks": Placement(head_tokens=5),
@@ -37,109 +33,6 @@ def replies(loss):
         micro["pair"] = micro["pair"].float()
         micro["reference_logp"] = -7 + torch.randn(ids.shape, generator=generator)
     return [{n: m[n] for n in ("input_ids", "labels", *loss.inputs)} for m in step]
-
-
-def sums(model, step):
-    """Of each row: sum of log-probabilities, and of the reference's, number of labels, kinds."""
-    found = []
-    for micro in step:
-        targets = micro["labels"][:, 1:]
-        every = model(input_ids=micro["input_ids"]).logits.float()[:, :-1].log_softmax(-1)
-        log_prob = every.gather(2, targets.clamp(min=0)[..., None])[..., 0]
-        counts = (targets != -100).float()
-        reference = micro.get("reference_logp", torch.zeros(1, targets.shape[1] + 1))[:, 1:]
-        for row in range(len(targets)):
-            mask = counts[row]
-            found.append(
-                {
-                    "sum": (log_prob[row] * mask).sum(),
-                    "gain": ((log_prob[row] - reference[row % len(reference)]) * mask).sum(),
-                    "length": mask.sum(),
-                }
-            )
-    return found
-
-
-def of_pairs(loss, rows):
-    beta, wrong = loss.beta, getattr(loss, "label_smoothing", 0.0)
-    by_length = loss.loss_type in ("ipo", "sigmoid_norm")
-    gains = [r["gain"] / (r["length"] if by_length else 1) for r in rows]
-    difference = torch.stack([gains[i] - gains[i + 3] for i in range(3)])
-    if loss.loss_type == "ipo":
-        return ((difference - 1 / (2 * beta)) ** 2).mean()
-    if loss.loss_type == "hinge":
-        return (1 - beta * difference).clamp(min=0).mean()
-    right, other = F.logsigmoid(beta * difference), F.logsigmoid(-beta * difference)
-    if loss.loss_type == "robust":
-        return ((-(1 - wrong) * right + wrong * other) / (1 - 2 * wrong)).mean()
-    return (-(1 - wrong) * right - wrong * other).mean()
-
-
-def of_singles(loss, rows):
-    kinds = [1 - number % 3 for number in range(6)]
-    others = [r["gain"].detach() for r, kind in zip(rows, kinds, strict=True) if kind == -1]
-    baseline = torch.stack(others).mean().clamp(min=0) * (loss.loss_type == "kto")
-    good = [r["gain"] for r, kind in zip(rows, kinds, strict=True) if kind == 1]
-    bad = [r["gain"] for r, kind in zip(rows, kinds, strict=True) if kind == 0]
-    each = [loss.desirable_weight * (1 - torch.sigmoid(loss.beta * (g - baseline))) for g in good]
-    each += [loss.undesirable_weight * (1 - torch.sigmoid(loss.beta * (baseline - g))) for g in bad]
-    return torch.stack(each).mean()
-
-
-LOSSES: dict[str, Any] = {
-    "dpo": DPO(0.3),
-    "dpo smoothed": DPO(0.3, 0.1),
-    "dpo by length": DPO(2.0, loss_type="sigmoid_norm"),
-    "robust": DPO(0.05, 0.2, "robust"),
-    "ipo": DPO(0.5, loss_type="ipo"),
-    "hinge": DPO(0.05, loss_type="hinge"),
-    "kto": KTO(0.05, 1.5, 0.7),
-    "apo": KTO(0.05, loss_type="apo_zero_unpaired"),
-}
-
-
-@swept(together=1, loss=LOSSES, placement=PLACEMENTS)
-def test_values_and_gradients_are_those_of_the_formulas(loss, placement):
-    model, step = llama(vocab_size=WIDE), replies(loss)
-    engine = make_engine(model, clip=1e9, placement=placement)
-    evaluated = engine.evaluate(step, loss)
-    result = engine.step(step, loss)
-    model.train()
-    rows = sums(model, step)
-    total = of_singles(loss, rows) if isinstance(loss, KTO) else of_pairs(loss, rows)
-    total.backward()
-    wanted = {n: p.grad for n, p in model.named_parameters()}
-    assert result.loss == pytest.approx(total.item(), rel=1e-6)
-    assert evaluated == pytest.approx(total.item(), rel=1e-6)
-    assert relative_error(gradients(engine), wanted) < 2e-6
-
-
-def test_measures_are_what_rewards_are():
-    model = llama()
-    for loss, key in ((DPO(0.3), "gain"),):
-        with torch.no_grad():
-            rows = sums(model, step := replies(loss))
-        rewards = torch.stack([loss.beta * row[key] for row in rows])
-        chosen, rejected = rewards.chunk(2)
-        measures = make_engine(model).step(step, loss).measures
-        assert measures["rewards/chosen"] == pytest.approx(chosen.mean().item(), rel=1e-5)
-        assert measures["rewards/rejected"] == pytest.approx(rejected.mean().item(), rel=1e-5)
-        margins = (chosen - rejected).mean().item()
-        assert measures["rewards/margins"] == pytest.approx(margins, rel=1e-4)
-        right = (chosen > rejected).float().mean().item()
-        assert measures["rewards/accuracies"] == pytest.approx(right)
-    loss = KTO(0.05)
-    with torch.no_grad():
-        rows = sums(model, step := replies(loss))
-    measures = make_engine(model).step(step, loss).measures
-    gains = torch.stack([row["gain"] for row in rows])
-    assert measures["kl"] == pytest.approx(max(0.0, gains[2::3].mean().item()), rel=1e-5)
-    assert measures["rewards/chosen"] == pytest.approx(0.05 * gains[::3].mean().item(), rel=1e-5)
-    for micro in step:
-        micro["reference_logp"] = micro["reference_logp"] + 9
-    assert make_engine(model).step(step, loss).measures["kl"] == 0  # it would be negative
-    bad_alone = [{n: v[:1] if n != "desired" else v[:1] * 0 for n, v in step[0].items()}]
-    assert "rewards/chosen" not in make_engine(model).step(bad_alone, loss).measures
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
@@ -174,6 +67,9 @@ def test_settings_of_replies_are_checked(make, message):
 
 def test_replies_that_are_none_are_refused():
     engine: Engine = make_engine(llama())
+    step = replies(KTO())
+    bad_alone = [{n: v[:1] if n != "desired" else v[:1] * 0 for n, v in step[0].items()}]
+    assert "rewards/chosen" not in engine.step(bad_alone, KTO()).measures
     wrong = replies(KTO())
     wrong[0]["desired"] = wrong[0]["desired"] + 0.5
     with pytest.raises(InputError, match="desired must be 1 in good replies"):

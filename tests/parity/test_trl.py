@@ -3,27 +3,19 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-)
+from transformers import AutoTokenizer
 
+from megatrain import Placement
 from megatrain.data.demo_corpus import train_bpe_tokenizer
-from megatrain.loss import KTO, Distillation
-from tests.parity.cases import (
-    gradients,
-    llama,
-    make_batches,
-    make_engine,
-    relative_error,
-)
+from megatrain.loss import DPO, KTO, Distillation
+from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
+from tests.sweeps import few
 
-pytestmark = pytest.mark.exhaustive
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 TEXT = "a cat sat on the mat and a dog ran to the sea where it swam for an hour"
 WORDS = TEXT.split()
-CUTS = {"at once": 8, "in pieces": 3}
 VOCAB = 320
 
 
@@ -45,21 +37,17 @@ def rows(count=4):
     ]
 
 
-def trainer_of(
-    kind, models, data, tokenizer, folder,
-    peft_config = None, module = trl, **more
-):  # fmt: skip
+def trainer_of(kind, models, data, tokenizer, folder, **more):
     """TRL's trainer called `kind`, of copies of these models."""
-    args = getattr(module, f"{kind}Config")(
+    args = getattr(trl, f"{kind}Config")(
         output_dir=str(folder), use_cpu=True, report_to=[], per_device_train_batch_size=4,
         gradient_checkpointing=False, bf16=False, max_length=64, disable_tqdm=True, **more,
     )  # fmt: skip
-    return getattr(module, f"{kind}Trainer")(
+    return getattr(trl, f"{kind}Trainer")(
         *map(copied, models),
         args=args,
         train_dataset=datasets.Dataset.from_list(data),
         processing_class=tokenizer,
-        **({} if peft_config is None else {"peft_config": peft_config}),
     )
 
 
@@ -75,11 +63,17 @@ def computed(trainer):
     return given, loss.item(), grads
 
 
-def agree(model, step, loss, wanted):
+def agree(model, step, loss, wanted, said):
+    """Loss and gradients are the wanted ones, and measures those that a trainer has `said`."""
     value, grads = wanted
-    engine = make_engine(model, clip=1e9)
-    assert engine.step(step, loss).loss == pytest.approx(value, rel=1e-6, abs=1e-7)
+    engine = make_engine(model, clip=1e9, placement=Placement(head_tokens=5))
+    assert engine.evaluate(step, loss) == pytest.approx(value, rel=1e-6, abs=1e-7)
+    result = engine.step(step, loss)
+    assert result.loss == pytest.approx(value, rel=1e-6, abs=1e-7)
     assert relative_error(gradients(engine), grads) < 3e-6
+    for name, measure in result.measures.items():  # of logarithms in fp32 that all but cancel
+        assert measure == pytest.approx(said[name][0], rel=1e-5, abs=5e-6), name
+    return result.measures
 
 
 def in_parts(rows, cut):
@@ -104,41 +98,88 @@ def of_pairs(batch):
     return {"input_ids": ids, "attention_mask": batch["attention_mask"], **both}
 
 
+def both(tokenizer):
+    """A model and its reference."""
+    sizes = {"vocab_size": VOCAB, "pad_token_id": tokenizer.pad_token_id}
+    return llama(**sizes), llama(**sizes, tie_word_embeddings=True)
+
+
 def copied(model):
     made = type(model)(model.config)
     made.load_state_dict(model.state_dict())
     return made
 
 
-KTOS = [KTO(), KTO(0.3, 1.5, 0.5), KTO(0.3, loss_type="apo_zero_unpaired")]
+DPOS = [
+    DPO(0.5, loss_type="ipo"),
+    DPO(0.3),
+    DPO(2.0, loss_type="sigmoid_norm"),
+    DPO(0.05, 0.2, "robust"),
+    DPO(0.05, loss_type="hinge"),
+]
 
 
-@pytest.mark.parametrize("loss", KTOS, ids=str)
-def test_kto(tokenizer, tmp_path, loss):
-    model, other = (
-        llama(vocab_size=VOCAB, pad_token_id=tokenizer.pad_token_id),
-        llama(vocab_size=VOCAB, tie_word_embeddings=True),
-    )
+@pytest.mark.parametrize("loss", few(DPOS), ids=str)
+def test_dpo(tokenizer, tmp_path, loss):
+    models, settings = both(tokenizer), vars(loss) | {"loss_type": [loss.loss_type]}
+    trainer = trainer_of("DPO", models, rows(), tokenizer, tmp_path, **settings)
+    batch, *wanted = computed(trainer)
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
+    micro = of_pairs(batch) | {"labels": labels}
+    micro["reference_logp"] = plain_logprobs(models[1], batch, labels)
+    agree(models[0], in_parts(micro, 3), loss, wanted, trainer._metrics["train"])
+
+
+def test_smoothed_dpo_takes_a_share_of_the_pairs_for_the_other_way_round():
+    """TRL has no such loss any more."""
+    rows = torch.arange(4)[:, None].expand(4, 9)
+    [[micro]] = make_batches(1, [(4, 9)])
+    numbers = {"pair": (rows // 2).float(), "chosen": (rows % 2).float()}
+    pairs = [micro | numbers | {"reference_logp": torch.zeros(4, 9)}]
+    turned = [pairs[0] | {"chosen": 1 - numbers["chosen"]}]
+    found = []
+    for loss, step in ((DPO(0.3, 0.1), pairs), (DPO(0.3), pairs), (DPO(0.3), turned)):
+        engine = make_engine(llama(), clip=1e9)
+        found.append((engine.step(step, loss).loss, gradients(engine)))
+    (smoothed, slopes), (right, of_right), (wrong, of_wrong) = found
+    assert smoothed == pytest.approx(0.9 * right + 0.1 * wrong, rel=1e-6)
+    wanted = {name: 0.9 * each + 0.1 * of_wrong[name] for name, each in of_right.items()}
+    assert relative_error(slopes, wanted) < 3e-6
+
+
+# With the model and its reference in this order, or in the other one.
+KTOS = [
+    (KTO(0.3, 1.5, 0.5), 1),
+    (KTO(), -1),
+    (KTO(0.3, loss_type="apo_zero_unpaired"), 1),
+]
+
+
+@pytest.mark.parametrize(("loss", "order"), few(KTOS, 0, 1), ids=str)
+def test_kto(tokenizer, tmp_path, loss, order):
+    models = both(tokenizer)[::order]
     data = [
         {"prompt": row["prompt"], "completion": row["chosen"], "label": bool(number % 2)}
         for number, row in enumerate(rows())
     ]
-    trainer = trainer_of("KTO", [model, other], data, tokenizer, tmp_path, **vars(loss))
+    trainer = trainer_of("KTO", models, data, tokenizer, tmp_path, **vars(loss))
     batch, *wanted = computed(trainer)
     step, first = [], 0
     for prefix in ("", "KL_") if loss.loss_type == "kto" else ("",):
         ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
         labels = ids.masked_fill(batch[f"{prefix}completion_mask"] == 0, -100)
         micro = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        micro["reference_logp"] = plain_logprobs(other, micro, labels)
+        micro["reference_logp"] = plain_logprobs(models[1], micro, labels)
         desired = torch.full((len(ids),), -1.0) if prefix else batch["label"].float()
         numbers = {"example": first + torch.arange(len(ids)).float(), "desired": desired}
         micro |= {n: v[:, None].expand(ids.shape).contiguous() for n, v in numbers.items()}
         step.append(micro)
         first += len(ids)
-    agree(model, step, loss, wanted)
+    measures = agree(models[0], step, loss, wanted, trainer._metrics["train"])
+    assert (measures.get("kl", 0) > 0) == (order < 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("temperature", [1.0, 0.9, 2.5])
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_divergences_of_whole_vocabularies(beta, temperature):
@@ -156,4 +197,4 @@ def test_divergences_of_whole_vocabularies(beta, temperature):
         [(ids, log_probs)] = engine.top_logprobs([micro], teacher.shape[-1], temperature)
     step = [micro | {"teacher_ids": ids, "teacher_log_probs": log_probs}]
     grads = {name: p.grad for name, p in model.named_parameters()}
-    agree(model, step, Distillation(beta=beta, temperature=temperature), (made.item(), grads))
+    agree(model, step, Distillation(beta=beta, temperature=temperature), (made.item(), grads), {})
