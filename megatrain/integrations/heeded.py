@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, fields
-from inspect import Parameter, signature, unwrap
+from inspect import Parameter, getattr_static, signature, unwrap
 from typing import Any, NoReturn
 
 import torch
@@ -55,10 +55,10 @@ def by_name(
     made_by: Callable[..., None], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional arguments after a trainer's model, by the names that `made_by` has."""
-    parameters = [*signature(made_by).parameters.values()][1:]
-    if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters):
+    parameters = signature(made_by).parameters
+    if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in parameters.values()):
         return arguments, options
-    names = [parameter.name for parameter in parameters]
+    names = [*parameters][1:]
     return (), dict(zip(names, arguments, strict=False)) | options
 
 
@@ -97,6 +97,7 @@ class DecisiveSettings:
     def check(self, trainer: Any) -> None:
         """Raises InputError: something, or its class, has changed since the trainer was made."""
         check_class(type(trainer), self._mixed_in)
+        _check_accelerator(trainer.accelerator)
         if torch.is_autocast_enabled(trainer.args.device.type):
             refuse("torch.autocast around the trainer", "set args.bf16")
         for name, value in _decisive(trainer).items():
@@ -116,7 +117,19 @@ def _decisive(trainer: Any) -> dict[str, Any]:
     config = trainer.model.config.get_text_config(decoder=True).to_dict()
     model = {f"model.config.{n}": value for n, value in config.items() if n not in _ALIGNED}
     every = args | attributes | methods | model | {"engine_options": trainer.engine_options}
+    parts = "accelerator.gradient_accumulation_steps"
+    every[parts] = trainer.accelerator.gradient_accumulation_steps
     return {n: copy(v) if isinstance(v, list | dict) else v for n, v in every.items()}
+
+
+def _check_accelerator(accelerator: Any) -> None:
+    """Raises InputError: a method of the accelerator, or of its class, has been replaced."""
+    for name in dir(type(accelerator)):
+        method = getattr_static(accelerator, name)
+        if name[0] == "_" or not callable(method):
+            continue
+        if not _of_library(getattr(unwrap(method), "__module__", None) or ""):
+            refuse(f"accelerator.{name}, replaced", _REPLACED)
 
 
 def _library(kind: type) -> list[type]:
@@ -124,4 +137,4 @@ def _library(kind: type) -> list[type]:
 
 
 def _of_library(module: str) -> bool:
-    return module.partition(".")[0] in ("transformers", "trl")
+    return module.partition(".")[0] in ("transformers", "trl", "accelerate")

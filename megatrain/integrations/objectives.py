@@ -20,7 +20,7 @@ from megatrain.data.preferences import scored
 from megatrain.errors import InputError
 from megatrain.integrations.heeded import refuse
 
-_PLAIN = ("input_ids", "labels", "attention_mask")
+_NOT_OF_MODEL = ("completion_mask", "margin", "ref_chosen_logps", "ref_rejected_logps")
 MicroBatches = list[dict[str, Tensor]]
 _LOSSES = ("nll", "chunked_nll")  # of SFTTrainer, mathematically one
 
@@ -178,8 +178,7 @@ class _Pairs(Objective):
     def value(
         self, rows: MicroBatches, loss: losses.JointLoss, engine: Engine
     ) -> tuple[float, dict[str, float]]:
-        plain = [{name: micro[name] for name in _PLAIN} for micro in rows]
-        measures = loss.loss_and_measures(self.log_probs(plain, engine), rows)
+        measures = loss.loss_and_measures(self.log_probs(bare(rows, loss), engine), rows)
         return measures.pop("loss"), measures
 
 
@@ -209,9 +208,7 @@ class Preferences(_Pairs):
         ]
         rows = _numbered(step, labels)
         assert self.reference is not None
-        references = self.reference.logprobs(
-            [{name: micro[name] for name in _PLAIN} for micro in rows]
-        )
+        references = self.reference.logprobs(bare(rows, self.loss))
         for micro, inputs, reference in zip(rows, step, references, strict=True):
             length = inputs["completion_mask"].sum(1, keepdim=True).clamp(min=1)
             micro |= {"reference_logp": reference, "length": length.expand_as(reference).float()}
@@ -240,6 +237,11 @@ class Scores(_Pairs):
 
     def log_probs(self, rows: MicroBatches, engine: Engine) -> list[Tensor]:
         return engine.rewards(rows)
+
+
+def bare(rows: MicroBatches, loss: losses.Loss) -> MicroBatches:
+    """The micro-batches without what the loss takes beside the labels."""
+    return [{n: v for n, v in micro.items() if n not in loss.inputs} for micro in rows]
 
 
 def check_padding(pad_of_model: int | None, pad: int) -> None:
@@ -271,8 +273,8 @@ def _numbered(step: MicroBatches, labels: list[Tensor]) -> MicroBatches:
         numbers = {"pair": first + rows % count, "chosen": rows < count}
         first += count
         beside = {n: v[:, None].expand(targets.shape).float() for n, v in numbers.items()}
-        tensors = micro["input_ids"], targets, micro["attention_mask"]
-        numbered.append(dict(zip(_PLAIN, tensors, strict=True)) | beside)
+        of_model = {name: value for name, value in micro.items() if name not in _NOT_OF_MODEL}
+        numbered.append(of_model | {"labels": targets} | beside)
     return numbered
 
 

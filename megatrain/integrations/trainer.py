@@ -191,8 +191,9 @@ class StreamedTrainer(_Trainer):
         return self.model_wrapped
 
     def _clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:
-        """Return 0: the norm is known only after the step; `log` fills it in."""
-        return torch.zeros(())
+        """Return a tensor that holds the norm once the step has been taken."""
+        self._norm = torch.zeros((), dtype=torch.float64)
+        return self._norm
 
     _get_grad_norm = _clip_grad_norm
 
@@ -233,6 +234,7 @@ class StreamedTrainer(_Trainer):
         self.engine.max_grad_norm = self.args.max_grad_norm or None
         rows, loss = self._objective.step(self._waiting, self.engine)
         self._last = self.engine.step(rows, loss, router_shares=self._router_shares(self._waiting))
+        self._norm.fill_(self._last.grad_norm)
         self._count(self._last.loss, self._last.measures)
 
     def _count(self, loss: float, measures: Mapping[str, float]) -> None:
@@ -310,9 +312,9 @@ class StreamedTrainer(_Trainer):
         return None if hasattr(self, "_metrics") else num_items(self, rows)
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Log, with the last step's gradient norm and its loss's measures."""
+        """Log, with what the last step's loss measures."""
         if "grad_norm" in logs and self._last is not None:
-            logs.update(self._last.measures, grad_norm=self._last.grad_norm)
+            logs.update(self._last.measures)
         super().log(logs, *arguments, **options)
 
     def _export(self, folder: str | Path, **options: Any) -> None:

@@ -33,10 +33,15 @@ from tests.unit.trainer_cases import (
 )
 
 
+class OwnTrainer(Trainer):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+
+
 def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path):
     """16 rows in micro-batches of 2, 3 of them a step: the last step of an epoch has 2."""
     made = []
-    for kind in (Trainer, Streamed):
+    for kind in (Trainer, mixed(OwnTrainer)):
         made.append(trainer(kind, tmp_path / kind.__name__, remove_unused_columns=True))
         made[-1].train()
     same(*made, near=1e-5)

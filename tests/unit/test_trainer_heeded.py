@@ -151,6 +151,7 @@ def test_an_argument_is_heeded(name, tmp_path, tmp_path_factory):
 
 # 9 pairs in micro-batches of 2, 3 of them a step: the last step of an epoch has 2 and 1.
 UNEVEN = {"count": 9, "gradient_accumulation_steps": 3, "logging_steps": 2, "max_steps": 4}
+UNEVEN["spread"] = True
 TALKS = [
     {"messages": [{"role": "user", "content": f"is {n}"}, {"role": "assistant", "content": "so"}]}
     for n in range(8)
@@ -381,6 +382,11 @@ CHANGES = {
     "engine_options, changed": set_own("engine_options", {"device_memory": "1GiB"}),
     "trainer.optimizer": set_own("optimizer", torch.optim.SGD([torch.zeros(1)], lr=1.0)),
     "model, changed": set_own("model", llama()),
+    "log": lambda made: setattr(made, "log", lambda logs, *_: made.state.log_history.append(logs)),
+    "accelerator.backward, replaced": lambda made: setattr(made.accelerator, "backward", print),
+    "accelerator.gradient_accumulation_steps, changed": lambda made: setattr(
+        made.accelerator, "gradient_accumulation_steps", 7
+    ),
     "model.config.output_router_logits, changed": lambda made: setattr(
         made.model.config, "output_router_logits", True
     ),

@@ -115,6 +115,7 @@ def text_trainer(
     *,
     count: int = 8,
     margins: bool = False,
+    spread: bool = False,
     data: list[dict[str, Any]] | None = None,
     options: dict[str, Any] | None = None,
     **changes: Any,
@@ -122,6 +123,7 @@ def text_trainer(
     """A trainer of TRL, plain or streamed, on short texts, or pairs of them.
 
     Args:
+        spread: the collator adds positions, every second one.
         data: rows to take in the place of these.
         options: of the trainer; None: a plain DPOTrainer gets the model as its reference.
     """
@@ -158,7 +160,7 @@ def text_trainer(
         "disable_tqdm": True,
     }  # fmt: skip
     rows_read = datasets.Dataset.from_list(data or texts)
-    return kind(
+    made = kind(
         model=copy.deepcopy(model),
         args=settings(**(usual | changes)),
         train_dataset=rows_read,
@@ -166,3 +168,12 @@ def text_trainer(
         processing_class=tokenizer,
         **options,
     )
+    if spread:
+        collate = made.data_collator
+
+        def with_positions(examples: Any) -> Any:
+            batch = collate(examples)
+            return batch | {"position_ids": 2 * torch.ones_like(batch["input_ids"]).cumsum(1)}
+
+        made.data_collator = with_positions
+    return made
