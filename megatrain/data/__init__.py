@@ -8,6 +8,7 @@ Read in this order: `sources` (which files), `readers` (their rows, checked), `e
 
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.demo_corpus import stdlib_corpus, train_bpe_tokenizer
+from megatrain.data.images import ImageProcessor
 from megatrain.data.loader import Step, StepLoader, StreamLoader
 from megatrain.data.preferences import PLAIN, ReplyDataset, at_first_label, numbered, plain_rows
 from megatrain.data.prompts import PromptRow, Prompts, open_prompts

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatrain.base.json_yaml import parse_json
+from megatrain.data.images import IMAGE, source_of
 from megatrain.data.refused_fields import empty, refuse_unheeded_of_message
 from megatrain.errors import InputError
 
@@ -27,21 +28,27 @@ _PARTS = {
 class Conversation(NamedTuple):
     """Messages for a chat template, and its other inputs.
 
-    learnt: for each message, True if it is a reply to learn.
+    learnt: for each message, True if it is a reply to learn. images: what stands in the place of
+    each `IMAGE` of the messages.
     """
 
     messages: list[Message]
     learnt: list[bool]
     tools: list[Any] | None = None
     options: Mapping[str, Any] = MappingProxyType({})
+    images: Sequence[Any] = ()
 
     def upto(self, turn: int) -> "Conversation":
         """The conversation up to, without, message `turn`."""
         return self._replace(messages=self.messages[:turn], learnt=self.learnt[:turn])
 
 
-def messages(value: object, name: str, where: str) -> tuple[list[Message], list[bool]]:
+def messages(
+    value: object, name: str, where: str, *, images: bool = False
+) -> tuple[list[Message], list[bool]]:
     """The messages in the field `name`, and for each one, True if it is a reply to learn.
+
+    Args: `images`: contents may have some; then a message has their sources as `images`.
 
     Raises InputError: they are malformed, or have a field that would be ignored.
     """
@@ -49,7 +56,7 @@ def messages(value: object, name: str, where: str) -> tuple[list[Message], list[
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise InputError(f"{where}: {name!r} must be a non-empty list of objects")
     places = [f"{where}: message {number}" for number in range(1, len(value) + 1)]
-    checked = [_message(m, place) for m, place in zip(value, places, strict=True)]
+    checked = [_message(m, place, images) for m, place in zip(value, places, strict=True)]
     return [m for m, _ in checked], [learnt for _, learnt in checked]
 
 
@@ -79,7 +86,7 @@ def tools(value: object, where: str, *, wrap: bool = False) -> list[Any] | None:
     ] or None
 
 
-def _message(message: object, where: str) -> tuple[Message, bool]:
+def _message(message: object, where: str, images: bool) -> tuple[Message, bool]:
     """A checked message with `role` and `content`, and True if it is a reply to learn."""
     if not isinstance(message, Mapping):
         raise InputError(f"{where} must be an object, not {type(message).__name__}")
@@ -103,7 +110,7 @@ def _message(message: object, where: str) -> tuple[Message, bool]:
     learnt = _learnt(kept, where)
     refuse_unheeded_of_message(kept, where)
     if isinstance(kept.get("content"), Sequence) and not isinstance(kept["content"], str):
-        kept |= _of_parts(kept.pop("content"), kept, where)
+        kept |= _of_parts(kept.pop("content"), kept, where, images)
     if empty(kept.get("tool_calls")):
         kept.pop("tool_calls", None)
     elif kept["role"] != "assistant":
@@ -135,17 +142,22 @@ def _learnt(message: Message, where: str) -> bool:
     return reply
 
 
-def _of_parts(parts: Sequence[object], message: Message, where: str) -> Message:
-    """Message fields made of content parts: text, in replies also reasoning and tool calls."""
+def _of_parts(parts: Sequence[object], message: Message, where: str, images: bool) -> Message:
+    """Message fields made of content parts: text, images, in replies reasoning and tool calls."""
+    sources: list[object] = []
     texts_of: dict[str, list[str]] = {"content": [], "reasoning_content": [], "tool_calls": []}
     for part in parts:
         kind = str(part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__)
         name = _PARTS.get(kind) if message["role"] == "assistant" or kind == "text" else None
         value = part.get(kind, part.get("value")) if isinstance(part, Mapping) else None
+        if kind in ("image", "image_url") and images and message["role"] != "assistant":
+            assert isinstance(part, Mapping)
+            sources.append(source_of(part, where))
+            name, value = "content", IMAGE
         if name is None or not isinstance(value, str):
             raise InputError(
-                f"{where}: 'content' must be a string or a list of text parts: it has a part that "
-                f"is not read: {kind!r:.40}"
+                f"{where}: 'content' must be a string or a list of parts of text (and of images, "
+                f"in SFT, not in replies): it has a part that is not read: {kind!r:.40}"
             )
         if name in message:
             raise InputError(f"{where}: {name!r} is also in a part of 'content': keep one")
@@ -155,7 +167,7 @@ def _of_parts(parts: Sequence[object], message: Message, where: str) -> Message:
         fields["tool_calls"] = [
             from_json(call, "tool_call", where) for call in texts_of["tool_calls"]
         ]
-    return fields
+    return fields | ({"images": sources} if sources else {})
 
 
 def _call(call: object, where: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatrain.base.units import align
+from megatrain.data.images import ImageProcessor, Picture
 from megatrain.data.row_packing import (
     Ints,
     PackedRows,
@@ -30,6 +31,8 @@ from megatrain.errors import InputError
 MicroBatch = dict[str, torch.Tensor]
 Overlong = Literal["truncate", "drop", "error"]
 
+ROWS = "image_rows"
+"""The tensor `[rows]` by which micro-batches name their rows, until `with_images`."""
 _WIDTH_MULTIPLE = 8  # of tokens in unpacked batches, for matrix units
 _MAX_PLACES = 8  # named in one description
 
@@ -100,9 +103,11 @@ class PackedDataset:
 
     Attributes:
         store: the tokens. documents: numbers of the documents to learn from.
+        image_processor: of the model, for rows with images.
     """
 
     _answers: TeacherFile | None = None
+    image_processor: ImageProcessor
 
     def __init__(self, store: TokenStore, documents: Segments, layout: Layout, part: str) -> None:
         self.store = store
@@ -192,7 +197,30 @@ class PackedDataset:
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch of rows as `Layout.batch` makes it, with the rows' kept answers."""
         batch = self._layout.batch([list(self.pieces(row)) for row in rows])
+        if self.store.images is not None:
+            batch[ROWS] = torch.tensor(rows)
         return batch if self._answers is None else batch | self._answers.of(rows, batch["labels"])
+
+    @property
+    def has_images(self) -> bool:
+        """True if some document has images; then `with_images` completes micro-batches."""
+        return self.store.images is not None
+
+    def images(self, row: int) -> list[Picture]:
+        """The images of a row, which holds one document."""
+        kept = self.store.images
+        return [] if kept is None else kept.of(int(self._segments(row).document[0]))
+
+    def with_images(self, batch: MicroBatch) -> MicroBatch:
+        """A micro-batch with its images' tensors, as the model's processor makes them.
+
+        Raises InputError: an image's file has changed.
+        """
+        batch = dict(batch)
+        images = [self.images(row) for row in batch.pop(ROWS).tolist()]
+        kinds = self.image_processor.kinds(batch["input_ids"].tolist())
+        tensors = {name: torch.tensor(kind) for name, kind in kinds.items()}
+        return batch | tensors | self.image_processor.tensors(images)
 
     def learn_from(self, answers: TeacherFile) -> None:
         """Add a teacher's answers for each label to micro-batches."""
@@ -257,6 +285,7 @@ def _shorten(
     overlong = np.flatnonzero(learnable & (lengths > limit))
     if len(overlong) == 0:
         return lengths
+    of_images = [n for n in overlong.tolist() if store.images and store.images.end(n) > limit]
     example = f"{store.place(overlong[0])} has {lengths[overlong[0]]}"
     if layout.overlong == "error":
         raise InputError(
@@ -270,6 +299,13 @@ def _shorten(
     )  # fmt: skip
     lengths = lengths.copy()
     lengths[overlong] = limit if layout.overlong == "truncate" else 0
+    if of_images and layout.overlong == "truncate":
+        lengths[of_images] = 0
+        _log.warning(
+            "left out %d of them, of which an image would be cut (first: %s): raise "
+            "data.sequence_length, or make their images smaller",
+            len(of_images), store.place(of_images[0]),
+        )  # fmt: skip
     return lengths
 
 

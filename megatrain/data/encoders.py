@@ -8,6 +8,7 @@ does not.
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from megatrain.data.conversation import ROLES, Conversation
 from megatrain.data.examples import Examples, PlacedExample
+from megatrain.data.images import ImageProcessor, Picture, looked_at, with_images
 from megatrain.data.readers import TextPiece
 from megatrain.data.refused_fields import OF_CALLS, empty
 from megatrain.data.reply_spans import ReplySpans
@@ -40,6 +42,7 @@ class Document(NamedTuple):
     ids: [n] int32. targets: [n] bool; a document without any true one has nothing to learn from.
     good: True if a compared reply is the better one, or a rated one is good.
     margin: by how much the pair's better reply is preferred.
+    images: in the order of their tokens. images_end: tokens up to, with, the last one's.
     """
 
     source: int
@@ -48,6 +51,8 @@ class Document(NamedTuple):
     targets: NDArray[np.bool_]
     good: bool = True
     margin: float = 0.0
+    images: Sequence[Picture] = ()
+    images_end: int = 0
 
 
 class TextEncoder:
@@ -143,8 +148,10 @@ class ChatEncoder:
     Raises InputError: the tokenizer has no chat template, or cannot say where a token came from.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
-        self._template = Template(tokenizer)
+    def __init__(
+        self, tokenizer: Any, vocab_size: int | None, images: ImageProcessor | None = None
+    ) -> None:
+        self._template, self._images = Template(tokenizer), images
         check_fast(tokenizer)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -163,27 +170,29 @@ class ChatEncoder:
             nothing = np.zeros(0, np.int32), np.zeros(0, bool)
             return Document(placed.source, placed.number, *nothing)
         replies = ReplySpans(self._template, self._names, talk, where)
-        text = replies.text
+        text, moved, end_of_images = with_images(replies.text, talk.images, self._images, where)
         unchecked, offsets = placed_tokens(self._tokenizer, text, where)
         ids = token_ids(unchecked, self._vocab_size, where)
         starts = offsets[:, 0]
         marked, targets = np.zeros((2, len(ids)), bool)
+        end_of_images = int(np.searchsorted(starts, end_of_images))
+        document = Document(placed.source, placed.number, ids, marked,
+                            images=talk.images, images_end=end_of_images)  # fmt: skip
         for begin, end in replies.marks:
-            first = first_token(text, offsets, ids, self._added, begin)
-            marked[first : np.searchsorted(starts, end)] = True
+            first = first_token(text, offsets, ids, self._added, moved(begin))
+            marked[first : np.searchsorted(starts, moved(end))] = True
         is_marked = self._template.is_marked(talk)
         if is_marked and talk.learnt == [m["role"] == "assistant" for m in talk.messages]:
-            return Document(placed.source, placed.number, ids, marked)
+            return document
         for turn in np.flatnonzero(talk.learnt).tolist():
-            for begin, end in replies.spans(turn):
+            for begin, end in (map(moved, span) for span in replies.spans(turn)):
                 first = first_token(text, offsets, ids, self._added, begin)
                 # What follows the closing special token is white space between two turns.
                 visible = begin + len(text[begin:end].rstrip())
                 last, closing = np.searchsorted(starts, (end, visible))
                 closed = closing > first and int(ids[closing - 1]) in self._added
                 targets[first : closing if closed else last] = True
-        targets = targets & marked if is_marked else targets
-        return Document(placed.source, placed.number, ids, targets)
+        return document._replace(targets=targets & marked if is_marked else targets)
 
     def unread(self, talk: Conversation) -> list[str]:
         """Fields of messages that the template does not name."""
@@ -223,9 +232,12 @@ def refuse_unplaced(talk: Conversation, template: Template, where: str) -> None:
 class Encoder:
     """Tokenises examples, each by its type."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int | None, images: ImageProcessor | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._images = images
 
     @cached_property
     def _text(self) -> TextEncoder:
@@ -233,7 +245,7 @@ class Encoder:
 
     @cached_property
     def _chat(self) -> ChatEncoder:
-        return ChatEncoder(self._tokenizer, self._vocab_size)
+        return ChatEncoder(self._tokenizer, self._vocab_size, self._images)
 
     def documents(self, examples: Examples) -> Iterator[Document]:
         """All documents in order. Raises InputError: the data or the tokenizer cannot be used."""
@@ -255,6 +267,8 @@ class Encoder:
         """The documents of an example; none if it cannot be used, which `examples` notes."""
         example = placed.example
         try:
+            if isinstance(example, Conversation) and example.images:
+                placed = self._with_images(placed, example, examples)
             for talk in example.replies if isinstance(example, Rated) else [example]:
                 if isinstance(talk, Conversation):
                     examples.pass_over(f"{name} (of messages)" for name in self._chat.unread(talk))
@@ -269,6 +283,23 @@ class Encoder:
         except InputError as error:
             examples.bad(error)
             return []
+
+    def _with_images(
+        self, placed: PlacedExample, talk: Conversation, examples: Examples
+    ) -> PlacedExample:
+        if self._images is None:
+            raise InputError(
+                f"{placed.where}: images are not trained from streams (data.streaming): turn it "
+                "off, or leave them out"
+            )
+        if not self._images.identity:
+            raise InputError(
+                f"{placed.where}: images ('image', 'images', parts of a content): the model has no "
+                "processor for them: use the folder of one that has, or leave them out"
+            )
+        folder = Path(examples.sources[placed.source].name).parent
+        images = [looked_at(image, folder, placed.where) for image in talk.images]
+        return placed._replace(example=talk._replace(images=images))
 
     def _encoded(self, placed: PlacedExample) -> Document:
         is_chat = isinstance(placed.example, Conversation)

@@ -8,7 +8,7 @@ state, and neither workers nor micro-batch sizes can change what is learnt from.
 import functools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +31,7 @@ class StepLoader:
         rows_per_micro_batch: rows that pass a layer together; a step's last may have fewer.
         seed: of the order of rows.
         workers: steps prepared ahead, each by a thread; 0 prepares a step when it is asked for.
+        finish: what a thread makes of a step, such as adding images; None: it stays as it is.
 
     Raises InputError: a count is not positive, or the seed negative.
     """
@@ -43,6 +44,7 @@ class StepLoader:
         rows_per_micro_batch: int,
         seed: int = 0,
         workers: int = 0,
+        finish: Callable[[Step], Step] | None = None,
     ) -> None:
         if rows_per_step < 1 or rows_per_micro_batch < 1 or workers < 0 or seed < 0:
             raise InputError(
@@ -60,7 +62,7 @@ class StepLoader:
             lambda epoch: shuffled(self._num_rows, 1, seed, epoch)
         )
         self._ahead: deque[Future[Step]] = deque()
-        self._workers = workers
+        self._workers, self._finish = workers, finish
         self._pool = ThreadPoolExecutor(workers, "megatrain-data") if workers else None
 
     def __iter__(self) -> Iterator[Step]:
@@ -157,7 +159,8 @@ class StepLoader:
 
     def _make(self, step: int) -> Step:
         batches: Any = [self._dataset.batch(rows) for rows in self._plan(step)]
-        return batches if isinstance(self._dataset, Prompts) else numbered(batches)
+        made = batches if isinstance(self._dataset, Prompts) else numbered(batches)
+        return made if self._finish is None else self._finish(made)
 
     def _plan(self, step: int) -> list[list[int]]:
         """The rows of each micro-batch of a step."""

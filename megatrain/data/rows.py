@@ -16,6 +16,7 @@ from megatrain.data.conversation import (
     text_or_messages,
     tools,
 )
+from megatrain.data.images import place_images, sources
 from megatrain.data.readers import DataRow
 from megatrain.data.refused_fields import (
     empty,
@@ -78,7 +79,7 @@ def of_text(row: DataRow, where: str) -> str:
 
 def of_messages(row: DataRow, where: str) -> Conversation:
     """A conversation; its replies are learnt."""
-    turns, learnt = messages(row["messages"], "messages", where)
+    turns, learnt = messages(row["messages"], "messages", where, images=True)
     first = from_json(row["messages"], "messages", where)
     shared = isinstance(first, Sequence) and "from" in first[0]
     return _conversation(turns, learnt, row, where, wrap=shared)
@@ -99,7 +100,16 @@ def of_rated(row: DataRow, where: str) -> Rated:
     """A reply, and its rating as good or bad."""
     if not isinstance(row["label"], bool):
         raise InputError(f"{where}: 'label' must be true of a good reply, false of a bad one")
-    return Rated([of_completion(row, where)], [row["label"]])
+    return Rated([_without_images(of_completion(row, where), where)], [row["label"]])
+
+
+def _without_images(reply: Conversation | Completion, where: str) -> Conversation | Completion:
+    if isinstance(reply, Conversation) and reply.images:
+        raise InputError(
+            f"{where}: replies with images are not compared or rated in run files: leave the "
+            "images out, or train on the better replies"
+        )
+    return reply
 
 
 def of_pair_with_margin(row: DataRow, where: str) -> Rated:
@@ -131,7 +141,7 @@ def of_pair(row: DataRow, where: str) -> Rated:
         )
     else:
         prompt, replies = _taken_apart(replies, prompt, where)
-    completed = [_completed(row, prompt, reply, where) for reply in replies]
+    completed = [_without_images(_completed(row, prompt, r, where), where) for r in replies]
     return Rated(completed, [True, False])
 
 
@@ -178,20 +188,23 @@ def _repeats(prompt: Any, reply: Any, where: str) -> bool:
         return len(prompt) > _BY_CHANCE and bool(goes_on)
     if not (isinstance(prompt, list) and isinstance(reply, list) and prompt and reply):
         return False
-    before, replied = (messages(part, "messages", where)[0] for part in (prompt, reply))
+    before, replied = (
+        messages(part, "messages", where, images=True)[0] for part in (prompt, reply)
+    )
     return before == replied[: len(before)]
 
 
 def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conversation | Completion:
     texts = [part for part in (prompt, completion) if isinstance(part, str)]
     if len(texts) == 2:
-        refuse_unheeded({n: row.get(n) for n in ("system", "tools")}, where, text=False)
+        unheeded = ("system", "tools", "images")
+        refuse_unheeded({n: row.get(n) for n in unheeded}, where, text=False)
         return Completion(*texts)
     if texts:
         raise InputError(
             f"{where}: 'prompt' and 'completion' must both be strings, or both lists of messages"
         )
-    asked, _ = messages(prompt, "prompt", where)
+    asked, _ = messages(prompt, "prompt", where, images=True)
     replied, learnt = messages(completion, "completion", where)
     return _conversation(asked + replied, [False] * len(asked) + learnt, row, where)
 
@@ -244,12 +257,14 @@ def _conversation(
     if not isinstance(options, dict) or _RESERVED & set(options):
         kept = ", ".join(sorted(_RESERVED))
         raise InputError(f"{where}: 'chat_template_kwargs' must be an object without {kept}")
-    return Conversation(turns, learnt, tools(row.get("tools"), where, wrap=wrap), options)
+    images = place_images(turns, sources(row.get("images"), where), where)
+    return Conversation(turns, learnt, tools(row.get("tools"), where, wrap=wrap), options, images)
 
 
 Fields = Mapping[str, str | None]
 _SYSTEM = {"system": ("system", "system_prompt")}
 _PROMPTED = {**_SYSTEM, **{name: (name,) for name in ("tools", "chat_template_kwargs")}}
+_IMAGES = {"images": ("images", "image")}
 _REASONING = {"reasoning": ("reasoning", "reasoning_content", "thinking")}
 
 
@@ -300,22 +315,23 @@ _ANSWERS = ("answer", "response", "solution", "output", "assistant")
 _TALKS = {"messages": ("messages", "conversations", "conversation")}
 TEXT = Format("text", "text", {"text": ("text",)}, {}, of_text)
 FORMATS = (
-    Format("conversations", "chat", _TALKS, _PROMPTED, of_messages),
+    Format("conversations", "chat", _TALKS, _PROMPTED | _IMAGES, of_messages),
     Format(
         "prompts and completions", "chat",
         {"prompt": ("prompt",), "completion": ("completion",)},
-        _PROMPTED, of_completion,
+        _PROMPTED | _IMAGES, of_completion,
     ),
     Format(
         "instructions", "chat",
         {"instruction": ("instruction",), "output": ("output", "response")},
-        {"input": ("input", "context"), "history": ("history",), **_SYSTEM, **_REASONING},
+        {"input": ("input", "context"), "history": ("history",),
+         **_SYSTEM, **_REASONING, **_IMAGES},
         of_instruction,
     ),
     Format(
         "questions and answers", "chat",
         {"question": _QUESTIONS, "answer": _ANSWERS},
-        {"history": ("history",), **_SYSTEM, **_REASONING}, of_question,
+        {"history": ("history",), **_SYSTEM, **_REASONING, **_IMAGES}, of_question,
     ),
     TEXT,
     Format("text of the field content", "text", {"text": ("content",)}, {}, of_text),

@@ -20,6 +20,7 @@ from typing import Any
 
 from megatrain.base.units import GIB, MIB
 from megatrain.data.conversation import Conversation, Message
+from megatrain.data.images import IMAGE
 from megatrain.errors import InputError, first_line
 
 
@@ -118,8 +119,9 @@ class MessageForm:
     def put(self, message: Message) -> Message:
         """The message in this form."""
         message_put = dict(message)
-        if self.parts and "content" in message_put:
-            message_put["content"] = [{"type": "text", "text": message_put["content"]}]
+        content = message_put.get("content")
+        if content is not None and (self.parts or IMAGE in content):
+            message_put["content"] = _as_parts(content)
         if "tool_calls" in message_put:
             if self.empty:
                 message_put.setdefault("content", "")
@@ -293,6 +295,13 @@ def _shapes(calls: bool) -> Iterator[MessageForm]:
             yield from (MessageForm(parts, j, e) for j in (False, True) for e in (False, True))
         else:
             yield MessageForm(parts)
+
+
+def _as_parts(content: str) -> list[Message]:
+    """A content as parts of text and of images."""
+    first, *others = ({"type": "text", "text": text} for text in content.split(IMAGE))
+    parts = [first, *(part for text in others for part in ({"type": "image"}, text))]
+    return [part for part in parts if part.get("text") != ""] or [first]
 
 
 def _as_json(call: Any) -> Any:

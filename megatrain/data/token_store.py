@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from megatrain.base.units import MIB
 from megatrain.data.encoders import Document
 from megatrain.data.kept_file import BlockSums, KeptFile
+from megatrain.data.kept_images import ImageWriter, KeptImages
 from megatrain.errors import InputError, RunFailed
 
 Progress = Callable[[int, int], None]
@@ -50,6 +51,7 @@ class TokenStore:
         digest: of all tokens and records.
         tokens, records: read some bytes from an offset on; on disk they raise RunFailed where
             the file is not as it was written.
+        images: of documents; None: none has any.
     """
 
     names: list[str]
@@ -58,6 +60,7 @@ class TokenStore:
     num_documents: int
     tokens: Callable[[int, int], memoryview]
     records: Callable[[int, int], memoryview]
+    images: KeptImages | None = None
 
     def documents(self) -> NDArray[Any]:
         """The records of all documents; large, so use it only once, at the start."""
@@ -101,8 +104,8 @@ def memory_store(
     begins = np.cumsum([0, *(len(document.ids) for document in documents)]).tolist()
     records = np.concatenate([*map(_record, documents, begins)])
     digest = hashlib.blake2b(tokens + _told_apart(records), digest_size=16).hexdigest()
-    readers = (partial(_part, memoryview(raw)) for raw in (tokens, records.tobytes()))
-    return TokenStore(names, notes, digest, len(documents), *readers)
+    read, read_records = (partial(_part, memoryview(r)) for r in (tokens, records.tobytes()))
+    return TokenStore(names, notes, digest, len(documents), read, read_records)
 
 
 def _part(content: memoryview, offset: int, num_bytes: int) -> memoryview:
@@ -182,10 +185,15 @@ def _load(folder: Path) -> TokenStore | None:
                 meta["num_documents"],
                 tokens.read,
                 records.read,
+                KeptImages.of_store(folder),
             )
             for start in range(0, records.identity[0], 32 * MIB):  # damage is repaired at once
                 records.read(start, min(32 * MIB, records.identity[0] - start))
-            return store
+            path = store.images and store.images.changed()
+            if not path:
+                return store
+            _log.info("%s has changed: tokens are made again", path)
+            return None
         problem = "files are not as they were written"
     except (OSError, ValueError, KeyError, TypeError, RecursionError, RunFailed) as error:
         problem = str(error)
@@ -229,6 +237,7 @@ def _write(part: Path, documents: Iterable[Document], progress: Progress | None)
     digest = hashlib.blake2b(digest_size=16)
     num_documents = num_tokens = 0
     token_sums, record_sums = BlockSums(), BlockSums()
+    images = ImageWriter(part)
     with (part / _FILES[0]).open("wb") as tokens, (part / _FILES[1]).open("wb") as index:
         for document in documents:
             size = len(document.ids)
@@ -237,9 +246,11 @@ def _write(part: Path, documents: Iterable[Document], progress: Progress | None)
                 file.write(array.tobytes())
                 sums.add(array.tobytes())
             digest.update(stored.tobytes() + _told_apart(record))
+            digest.update(images.add(document.images, document.images_end))
             num_documents, num_tokens = num_documents + 1, num_tokens + size
             if progress is not None:
                 progress(num_documents, num_tokens)
+    images.finish()
     of_tokens, of_records = token_sums.to_bytes(), record_sums.to_bytes()
     (part / "sums.bin").write_bytes(of_tokens + of_records)
     return {

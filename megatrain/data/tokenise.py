@@ -12,6 +12,7 @@ import numpy as np
 from megatrain.data.dataset import Layout, Overlong, PackedDataset, choose
 from megatrain.data.encoders import Encoder
 from megatrain.data.examples import BadRows, Examples, say_left_out
+from megatrain.data.images import ImageProcessor
 from megatrain.data.preferences import REPLIES, ReplyDataset
 from megatrain.data.refused_fields import listed
 from megatrain.data.row_packing import mixed
@@ -47,6 +48,7 @@ def open_dataset(
     hub_config: str | None = None,
     hub_split: str = "train",
     progress: Progress | None = None,
+    images: ImageProcessor | None = None,
 ) -> PackedDataset:
     """Tokenises `source` (once: the tokens are kept in `cache_dir`) and arranges it in rows.
 
@@ -66,6 +68,7 @@ def open_dataset(
         overlong: what to do with conversations longer than a row. (Text is always split.)
         hub_config, hub_split: which configuration and split of a hub data set.
         progress: called with the documents and tokens so far while tokenising.
+        images: of the model, for rows with images, each of which then has a row of its own.
 
     Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
@@ -74,25 +77,34 @@ def open_dataset(
     sources, groups = open_sources(source, kind, hub_config, hub_split, weighted=weighted)
     examples = Examples(sources, reading, bad_rows)
     settings = [kind, reading.fields, bad_rows, vocab_size, identity(tokenizer)]
-    key = json.dumps([_FORMAT, settings, [s.identity for s in sources]])
+    images = images or ImageProcessor(None)
+    of_images = [images.identity] if images.identity else []
+    key = json.dumps([_FORMAT, settings, [s.identity for s in sources], *of_images])
     name = "tokens-" + hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
     store = open_store(
         Path(cache_dir).expanduser() / name,
         [s.name for s in sources],
-        lambda: Encoder(tokenizer, vocab_size).documents(examples),
+        lambda: Encoder(tokenizer, vocab_size, images).documents(examples),
         examples.notes,
         progress,
     )
     _say(store.notes)
     of_rows: Any = REPLIES.get(kind) or store.notes["kind"]
     packs = packing and kind not in REPLIES
+    if packs and store.images is not None:
+        packs = False
+        _log.info("data: rows with images hold one conversation each: data.packing is off")
     layout = Layout(of_rows, sequence_length, packs, overlong, pad_id(tokenizer, vocab_size))
     documents, part = choose(store, layout, seed), f"seed {seed}"
     if weights is not None:
         of_source = np.array(groups, np.int64)[store.documents()["source"]]
         documents = mixed(documents, of_source, weights, repeat, seed)
         part += f", weights {list(weights)}{' with repetition' * repeat}"
-    return (ReplyDataset if kind in REPLIES else PackedDataset)(store, documents, layout, part)
+    if store.images is not None:
+        part += f", images {images.digest}"
+    dataset = (ReplyDataset if kind in REPLIES else PackedDataset)(store, documents, layout, part)
+    dataset.image_processor = images
+    return dataset
 
 
 def open_stream(

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.config import Config, ModelSection, nearest
 from megatrain.data import (
+    ImageProcessor,
     PackedDataset,
     Prompts,
     RowStream,
@@ -24,6 +25,7 @@ from megatrain.data.prompts import end_of_turn, ends_last, prompt_ids, unmet_ope
 from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
 from megatrain.model.build import load_config
+from megatrain.model.weights import resolve_model
 from megatrain.train.resolve_model import ResolvedModel, check_sequence_length, model_config
 
 SECONDS_BETWEEN_NEWS = 5.0
@@ -32,11 +34,16 @@ log = logging.getLogger(__name__)
 
 
 def open_data(
-    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    images: ImageProcessor | None = None,
 ) -> tuple[PackedDataset | RowStream | Prompts, dict[str, PackedDataset | Prompts]]:
     """Training rows, and evaluation rows by name: from separate files, or held out.
 
     A single evaluation set's name is empty.
+
+    Args: `images`: the model's processor of images.
 
     Raises InputError: the data cannot be used.
     """
@@ -53,6 +60,7 @@ def open_data(
             kind=config.loss.kind or data.kind,
             cache_dir=cache_folder(config),
             progress=_tokenising_progress(),
+            images=images,
             **_packing(config),
             **reading,
             **mixing,
@@ -98,6 +106,12 @@ def run_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
             raise InputError(f"model.eos_token: no token {model.eos_token!r}{near}")
         tokenizer.eos_token = model.eos_token
     return tokenizer
+
+
+def run_images(model: ModelSection) -> ImageProcessor:
+    """The processor of images of a run's model."""
+    folder = None if model.path is None else resolve_model(model.path)
+    return ImageProcessor(folder, trust_remote_code=model.trust_remote_code)
 
 
 def check_prompts(
@@ -154,7 +168,7 @@ def data_alone(
     check_sequence_length(hf_config, config.data.sequence_length)
     vocab_size = hf_config.get_text_config(decoder=True).vocab_size
     evaluation: Any  # as training
-    training, evaluation = open_data(config, tokenizer, vocab_size)
+    training, evaluation = open_data(config, tokenizer, vocab_size, run_images(model))
     if isinstance(training, Prompts):
         raise InputError(f"loss.name {config.loss.name}: prompts have no tokens to learn to show")
     return tokenizer, training, evaluation

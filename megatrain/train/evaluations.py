@@ -10,7 +10,7 @@ import torch
 
 from megatrain.base.units import duration
 from megatrain.config import Config, step_loss
-from megatrain.data import Prompts, Step, plain_rows
+from megatrain.data import PackedDataset, Prompts, Step, plain_rows
 from megatrain.errors import MegatrainError, in_one_line
 from megatrain.generate import Sampling, generate
 from megatrain.loss import Distillation, JointLoss, Reward, num_labelled, targets_of
@@ -97,19 +97,22 @@ class Evaluations:
             for part, count in parts:
                 if self._signals.stop and not final:
                     return None
-                results[name] += self._measured(part, count)
+                results[name] += self._measured(name, part, count)
         every = [result for of_set in results.values() for result in of_set]
         metrics = self._of(every, [part for parts in self._sets.values() for part in parts], "")
         for name in filter(None, results):
             metrics |= self._of(results[name], self._sets[name], f"{name}_")
         return metrics
 
-    def _measured(self, part: Step, count: int) -> list[Any]:
+    def _measured(self, name: str, part: Step, count: int) -> list[Any]:
         """Summed loss and count of right labels; for a joint loss its inputs for each row."""
         if isinstance(self._loss, JointLoss):
             scores = isinstance(self._loss, Reward)
             return logprobs(self._engine, plain_rows(part), self._job.ranks, scores=scores)
         rows = part_of(part, self._engine.batch_ranks)
+        data = self._job.data.get(name)
+        if isinstance(data, PackedDataset) and data.has_images:
+            rows = [data.with_images(micro) for micro in rows]
         if isinstance(self._loss, Distillation):
             return [(self._engine.evaluate(rows, self._loss) * count, 0.0)]
         loss, accuracy = self._engine.score(rows)

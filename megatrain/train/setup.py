@@ -3,6 +3,7 @@
 import logging
 import shutil
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -42,7 +43,7 @@ from megatrain.placement import Placement
 from megatrain.source.source import DTYPES, Source, choose_trained, open_source, open_structure
 from megatrain.store.store import resting
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.data import check_prompts, open_data, run_ends, run_tokenizer
+from megatrain.train.data import check_prompts, open_data, run_ends, run_images, run_tokenizer
 from megatrain.train.resolve_model import (
     ResolvedModel,
     check_sequence_length,
@@ -59,7 +60,7 @@ from megatrain.train.second_model import (
     prepare_replies,
     second_model,
 )
-from megatrain.train.sharing import by_parts, group_of, in_turn
+from megatrain.train.sharing import by_parts, group_of, in_turn, with_own_images
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Job:
         references: the record of a second model, where the loss asks for one.
         rollouts: makes the rows of steps, where the data are prompts.
         second: a model that is streamed with each step beside the one that is trained.
+        data: what `evaluation` was made of, by name.
         stack: gives back the loader's thread and the memory of all engines.
     """
 
@@ -95,6 +97,7 @@ class Job:
     ranks: Ranks = ALONE
     rollouts: Rollouts | None = None
     second: SecondModel | None = None
+    data: Mapping[str, PackedDataset | Prompts] = field(default_factory=dict)
     folder: Path = Path()
     stack: ExitStack = field(default_factory=ExitStack)
 
@@ -150,9 +153,11 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     source = _structure(config, begun(), hf_config) if start is None else None
     ranks.agree(lambda: check_disk(config, source or start, config.training.steps))
     training, evaluation = in_turn(
-        ranks, lambda: open_data(config, tokenizer, text_config.vocab_size)
+        ranks,
+        lambda: open_data(config, tokenizer, text_config.vocab_size, run_images(section)),
     )
-    loader = _loader(config, training)
+    _check_images(config, [training, *evaluation.values()])
+    loader = _loader(config, training, ranks)
     stack.callback(loader.close)
     total_steps = config.training.steps or (  # several may learn from the same replies
         loader.steps_of(config.training.epochs or 0) * (config.loss.num_iterations or 1)
@@ -194,6 +199,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         loader=loader,
         kind=training.kind,
         evaluation=_batches(evaluation, rows, second, ranks),
+        data=evaluation,
         references=references,
         schedule=make_schedule(config, engine.optimizer, total_steps, done),
         total_steps=total_steps,
@@ -223,7 +229,24 @@ def _batches(
     return sets
 
 
-def _loader(config: Config, training: PackedDataset | RowStream | Prompts) -> StepLoader:
+def _check_images(config: Config, sets: Sequence[Any]) -> None:
+    """Raises InputError: rows have images, and the run's loss or its ranks do not take them."""
+    if not any(isinstance(data, PackedDataset) and data.has_images for data in sets):
+        return
+    if config.loss.name != "sft":
+        raise InputError(
+            f"loss.name {config.loss.name}: rows with images are trained by sft alone in "
+            "run files: leave the images out"
+        )
+    if config.engine.sequence_parallel > 1:
+        raise InputError(
+            "engine.sequence_parallel: rows with images are not shared by ranks: set it to 1"
+        )
+
+
+def _loader(
+    config: Config, training: PackedDataset | RowStream | Prompts, ranks: Ranks
+) -> StepLoader:
     rows = config.training.batch_size
     settings: dict[str, Any] = {
         "rows_per_step": rows,
@@ -246,6 +269,8 @@ def _loader(config: Config, training: PackedDataset | RowStream | Prompts) -> St
             rows,
             len(training),
         )
+    if isinstance(training, PackedDataset) and training.has_images:
+        settings["finish"] = partial(with_own_images, training, ranks)
     return StepLoader(training, **settings, workers=2)
 
 

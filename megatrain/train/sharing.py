@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatrain.api import Engine
 from megatrain.checkpoint import files
 from megatrain.config import Config
-from megatrain.data import Step
+from megatrain.data import PackedDataset, Step
+from megatrain.data.dataset import ROWS
 from megatrain.errors import InputError
 from megatrain.loss import IGNORED
 from megatrain.parallel.distributed import Ranks, require_same
@@ -98,6 +99,18 @@ def part_of(step: Step, ranks: Ranks, *, counted: bool = False) -> Step:
     return [row]
 
 
+def with_own_images(data: PackedDataset, ranks: Ranks, step: Step) -> Step:
+    """A step, split for the ranks; the micro-batches that this rank takes have their images."""
+    step = split_for_ranks(step, ranks)
+    own = {id(micro) for micro in part_of(step, ranks)}
+    for number, micro in enumerate(step):
+        if id(micro) in own:
+            step[number] = data.with_images(micro)
+        else:
+            del micro[ROWS]
+    return step
+
+
 def split_for_ranks(step: Step, ranks: Ranks) -> Step:
     """Halve the largest micro-batches until each rank can have one, or each has a single row."""
     micros = list(step)
@@ -125,7 +138,12 @@ def check_rows(ranks: Ranks, step: Step) -> None:
     if ranks.size == 1:
         return
     checksum = 0
-    for tensor in (micro[name] for micro in step for name in sorted(micro)):
+    for tensor in (
+        micro[name]  # those of images are the rank's own
+        for micro in step
+        for name in sorted(micro)
+        if micro[name].shape == micro["input_ids"].shape and not name.endswith("token_type_ids")
+    ):
         checksum = zlib.crc32(tensor.contiguous().numpy().data, checksum)
     require_same(ranks.all_gather_object({"checksum of the step's rows": str(checksum)}))
 

@@ -1,0 +1,252 @@
+"""Run files on conversations with images: what is trained is what plain transformers trains."""
+
+import base64
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.cli.cases import sets
+from tests.parity.cases import SIZES, noisy, same
+from tests.sweeps import few
+from tests.unit.data_cases import make_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}{{ 'IMAGE' }}{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LR = 1e-2
+FILE = "model/model.safetensors"
+TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "image_size": 8}
+TOWER |= {"num_attention_heads": 2, "patch_size": 4}
+SQUARE = {"height": 8, "width": 8}
+TEXT = SIZES | {"max_position_embeddings": 256}
+
+
+def tokenizer_of(place, *tokens):
+    """A tokenizer whose template writes `place` for an image."""
+    tokenizer = make_tokenizer(TEMPLATE.replace("IMAGE", place))
+    tokens = ["<|im_start|>", "<|im_end|>", *tokens]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    return tokenizer
+
+
+def llava():
+    tokenizer = tokenizer_of("<image>", "<image>")
+    processor = transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(size=SQUARE, crop_size=SQUARE),
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        chat_template=tokenizer.chat_template,
+        num_additional_image_tokens=1,
+    )
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**TEXT | {"vocab_size": len(tokenizer)}),
+        vision_config=transformers.CLIPVisionConfig(**TOWER | {"projection_dim": 8}),
+        image_token_index=processor.image_token_id,
+    )
+    return transformers.LlavaForConditionalGeneration(config), processor
+
+
+def gemma3():
+    """Tokens of an image see one another, by `token_type_ids`."""
+    named = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"}
+    plain = tokenizer_of("<boi>", *named.values())
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain.backend_tokenizer,
+        **{name: getattr(plain, name) for name in ("eos_token", "pad_token", "chat_template")},
+        extra_special_tokens=named,
+    )
+    processor = transformers.Gemma3Processor(
+        transformers.Gemma3ImageProcessorPil(size=SQUARE),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
+        image_seq_length=4,
+    )
+    text = TEXT | {"vocab_size": len(tokenizer), "head_dim": 8, "sliding_window": 16}
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=TOWER,
+        mm_tokens_per_image=4,
+        image_token_index=tokenizer.convert_tokens_to_ids("<soft>"),
+    )
+    return transformers.Gemma3ForConditionalGeneration(config), processor
+
+
+def idefics3():
+    """Large images become several tiles, whose number follows from their sizes."""
+    tokenizer = tokenizer_of("<image>", "<image>")
+    processor = transformers.Idefics3Processor(
+        transformers.Idefics3ImageProcessorPil(
+            size={"longest_edge": 16}, max_image_size={"longest_edge": 8}
+        ),
+        tokenizer,
+        image_seq_len=4,
+        chat_template=tokenizer.chat_template,
+    )
+    config = transformers.Idefics3Config(
+        text_config=TEXT | {"model_type": "llama", "vocab_size": len(tokenizer)},
+        vision_config=TOWER,
+        scale_factor=1,
+        image_token_id=processor.image_token_id,
+    )
+    return transformers.Idefics3ForConditionalGeneration(config), processor
+
+
+MODELS = {
+    "llava": (llava, "vision_tower"),
+    "gemma3": (gemma3, "vision_tower"),
+    "idefics3": (idefics3, "vision_model"),
+}
+
+
+def write_model(folder, make):
+    torch.manual_seed(0)
+    model, processor = make()
+    noisy(model).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("llava"), llava)
+
+
+def picture(folder, name, seed, size=(9, 12)):
+    """A file of noise; returns its path relative to `folder`."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (*size, 3), dtype=np.uint8)
+    (folder / name).parent.mkdir(exist_ok=True)
+    Image.fromarray(pixels).save(folder / name)
+    return name
+
+
+def part(path):
+    return {"type": "image_url", "image_url": {"url": path}}
+
+
+def talk(question, answer, **row):
+    user = {"role": "user", "content": question}
+    return {"messages": [user, {"role": "assistant", "content": answer}], **row}
+
+
+def conversations(folder):
+    """Rows in every notation of images, some without; beside each the images in order."""
+    names = [picture(folder, f"pictures/{i}.png", i, (8 + 3 * i, 20 - i)) for i in range(6)]
+    data = base64.b64encode((folder / names[5]).read_bytes()).decode()
+    text = {"type": "text", "text": "Tell me a short story"}
+    return [
+        (talk([text, part(names[0])], "The sea was calm."), [0]),
+        (talk("What is 12 + 30?", "It is 42."), []),
+        (talk("<image>\nthe sea, and <image>", "sunny", images=names[1:3]), [1, 2]),
+        (talk([{"type": "image", "path": str(folder / names[3])}, text], "Thanks!"), [3]),
+        (talk("What is it?", "You are welcome", image={"path": names[4], "bytes": None}), [4]),
+        (talk([text, part(f"data:image/png;base64,{data}")], "It is 42."), [5]),
+        (talk("Thanks!", "You are welcome"), []),
+    ]
+
+
+def write_run(folder, model, tower, **training):
+    rows = [row for row, _ in conversations(folder)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "model": {"path": str(model), "freeze": [tower]},
+        "data": {"path": str(folder / "rows.jsonl"), "sequence_length": 224},
+        "optimizer": {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.0},
+        "training": {"steps": 4, "batch_size": 7, "micro_batch_size": 3} | training,
+        "schedule": {"name": "constant"},
+        "engine": {"precision": "fp32", "device": "cpu"},
+        "output": {"folder": str(folder / "run")},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    return folder / "run.yaml"
+
+
+def steps(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
+
+
+def plain_batches(folder, processor):
+    """Each row as its model's processor makes it, with labels of the reply."""
+    folder = folder.resolve()
+    for row, numbers in conversations(folder):
+        question, reply = (message["content"] for message in row["messages"])
+        if isinstance(question, str):
+            before, *after = question.split("<image>") if "images" in row else [question]
+            if "image" in row:
+                before, after = "", [question]
+            texts = [{"type": "text", "text": text} for text in after]
+            question = [{"type": "text", "text": before}] if before else []
+            question += [p for text in texts for p in ({"type": "image"}, text)]
+        elif numbers:
+            question = [p if p["type"] == "text" else {"type": "image"} for p in question]
+        talk = [{"role": "user", "content": question}]
+        asked = processor.apply_chat_template(talk, add_generation_prompt=True)
+        images = [Image.open(folder / f"pictures/{n}.png") for n in numbers] or None
+        options = {"images": images, "return_tensors": "pt", "add_special_tokens": False}
+        batch = processor(text=[asked + reply + "<|im_end|>\n"], **options)
+        prompt = processor(text=[asked], **options)["input_ids"].shape[1]
+        labels = batch["input_ids"].clone()
+        labels[:, :prompt] = -100
+        labels[:, -1] = -100  # the line's end after the turn's
+        yield {**batch, "labels": labels}
+
+
+def plain(model, batches, tower, steps):
+    for name, parameter in model.train().named_parameters():
+        parameter.requires_grad_(tower not in name)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    count = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(0.0)
+        for batch in batches:
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            logits = model(**inputs, use_cache=False).logits[:, :-1]
+            labels = batch["labels"][:, 1:].flatten()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+            (loss / count).backward()
+            losses[-1] += float(loss.detach()) / count
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("name", few(MODELS, 0, 1))
+def test_a_run_with_images_is_plain_training(megatrain, tmp_path, name):
+    make, tower = MODELS[name]
+    folder = write_model(tmp_path / "model", make)
+    megatrain.done("train", write_run(tmp_path, folder, tower))
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    batches = list(plain_batches(tmp_path, processor))
+    losses = plain(loaded, batches, tower, 4)
+    assert [record["loss"] for record in steps(tmp_path / "run")] == pytest.approx(losses, rel=1e-6)
+    exported = load_file(tmp_path / "run" / FILE)
+    assert exported.keys() == load_file(folder / "model.safetensors").keys()
+    for kept in ("processor_config.json", "chat_template.jinja", "tokenizer.json"):
+        assert (tmp_path / "run/model" / kept).read_bytes() == (folder / kept).read_bytes()
+
+
+def test_a_run_with_images_resumes_to_the_bit(megatrain, model, tmp_path):
+    file = write_run(tmp_path, model, "vision_tower", batch_size=3, micro_batch_size=2, steps=5)
+    megatrain.done("train", file)
+    expected, losses = load_file(tmp_path / "run" / FILE), steps(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    megatrain.done("train", file, *sets(training__steps=3))
+    megatrain.done("train", file, "--resume")
+    assert same(load_file(tmp_path / "run" / FILE), expected)
+    assert [r["loss"] for r in steps(tmp_path / "run")] == [r["loss"] for r in losses]
