@@ -24,7 +24,7 @@ from megatrain.config.section import (
 from megatrain.errors import InputError
 
 if TYPE_CHECKING:
-    from megatrain.loss import ImportanceSampling, Loss
+    from megatrain.loss import Loss
     from megatrain.optim import Rule
 
 
@@ -257,17 +257,10 @@ def _function(text: str) -> str:
     return text
 
 
-def _address(text: str) -> str:
-    if not re.match(r"https?://", text):
-        raise ValueError(f"should be an address, as http://127.0.0.1:8000, got {shown(text)}")
-    return text
-
-
 class RolloutSection(Section):
     """How replies to prompts are made and rewarded (docs/rollouts.md).
 
-    `rewards`: functions, each as `module:function` or `file.py:function`. `server`: address of a
-    vLLM server; weights go to it through the folder `server_weights`.
+    `rewards`: functions, each as `module:function` or `file.py:function`.
     """
 
     rewards: list[Annotated[str, AfterValidator(_function)]] = Field(default_factory=list)
@@ -277,59 +270,18 @@ class RolloutSection(Section):
     top_k: Natural = 0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Positive | None = None
-    server: Annotated[str, AfterValidator(_address)] | None = None
-    server_weights: str | None = None
-    server_seconds: Annotated[float, Field(gt=0)] = 600.0
-    importance_sampling_mode: Literal[
-        "sequence_mask", "sequence_truncate", "token_mask", "token_truncate", "none"
-    ] = "sequence_mask"
-    importance_sampling_clip_max: float | None = 3.0
-    importance_sampling_clip_min: float | None = None
 
     def problems(self) -> Iterator[str]:
-        if (self.server is None) != (self.server_weights is None):
-            yield (
-                "rollout.server and rollout.server_weights go together: an address, and a folder "
-                "that the server sees under the same path, to which the weights are written"
-            )
         if self.weights is not None and len(self.weights) != len(self.rewards):
             yield f"give as many weights as rewards: {len(self.rewards)}, not {len(self.weights)}"
         if self.weights and not any(self.weights):
             yield "all weights are 0, so that nothing would be rewarded"
-        try:
-            if self.corrects and self.server is None:
-                yield "rollout.importance_sampling_... is for replies of a rollout.server"
-        except InputError as error:
-            yield f"rollout: {error}"
-
-    def importance_sampling(self) -> "ImportanceSampling | None":
-        """The correction for replies of a server; None: none is wanted."""
-        from megatrain.loss import ImportanceSampling
-
-        if self.importance_sampling_mode == "none":
-            return None
-        return ImportanceSampling(
-            self.importance_sampling_mode,
-            self.importance_sampling_clip_max,
-            self.importance_sampling_clip_min,
-        )
-
-    @property
-    def corrects(self) -> bool:
-        """True if the correction differs from the default."""
-        from megatrain.loss import ImportanceSampling
-
-        return self.importance_sampling() != ImportanceSampling()
 
 
 def step_loss(loss: LossSection, rollout: RolloutSection) -> "Loss":
-    """The loss for a run's steps, with the rollouts' temperature and correction."""
-    changes: dict[str, Any] = {}
-    if loss.kind == "prompts":
-        changes["temperature"] = rollout.temperature
-    if loss.name == "grpo" and rollout.server is not None:
-        changes["importance_sampling"] = rollout.importance_sampling()
-    return replace(loss.loss(), **changes)  # type: ignore[type-var]  # a dataclass, as all are
+    """The loss for a run's steps, with the rollouts' temperature."""
+    made: Any = loss.loss()
+    return replace(made, temperature=rollout.temperature) if loss.kind == "prompts" else made
 
 
 # The run sets these options of schedules; given all steps they ignore `num_stable_steps`.

@@ -315,8 +315,6 @@ class Config(Section):
             if rollout != RolloutSection():
                 yield f"rollout is for loss.name grpo, and this is {loss.name}"
             return
-        if loss.name != "grpo" and rollout.importance_sampling() and rollout.corrects:
-            yield f"rollout.importance_sampling_... is for loss.name grpo, and this is {loss.name}"
         if not rollout.rewards:
             yield f"loss.name {loss.name} needs rollout.rewards: functions, as [rewards.py:reward]"
         if (most := loss.max_completion_length or 0) >= length:

@@ -32,13 +32,13 @@ class Generation:
     """Replies that the model makes of prompts between steps, as `megatrain train` does for GRPO.
 
     Attributes:
-        new_tokens: of a reply, at most; with its prompt it has a row's. None: a server makes them.
+        new_tokens: of a reply, at most; with its prompt it has a row's.
         rows: made together, at most; None: all of a step.
         tokens: of a prompt and its reply, at most; None: as a row of a step has.
         reference: True if a second, frozen model computes log-probabilities of them.
     """
 
-    new_tokens: int | None
+    new_tokens: int
     rows: int | None = None
     reference: bool = False
     tokens: int | None = None
@@ -203,8 +203,6 @@ def _generation_of(run: "Config") -> Generation | None:
         new = samples.max_new_tokens  # and a token has a byte at least
         return Generation(new, len(samples.prompts), tokens=longest + _TEMPLATE + new)
     reference = loss.beta > 0
-    if run.rollout.server is not None:
-        return Generation(None, reference=True) if reference else None
     return Generation(loss.max_completion_length, run.rollout.batch_size, reference)
 
 

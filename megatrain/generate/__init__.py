@@ -1,5 +1,4 @@
 """Texts and replies from an engine, also one in training."""
 
 from megatrain.generate.sampling import Sampling
-from megatrain.generate.server import Continued, Server
 from megatrain.generate.texts import continued, generate, stop_ids

@@ -20,7 +20,7 @@ from megatrain.loss.base import (
     num_labelled,
     targets_of,
 )
-from megatrain.loss.policy import GRPO, ImportanceSampling
+from megatrain.loss.policy import GRPO
 from megatrain.loss.preferences import (
     DPO,
     KTO,
@@ -45,7 +45,6 @@ __all__ = [
     "CrossEntropy",
     "Distillation",
     "DpoVariant",
-    "ImportanceSampling",
     "JointLoss",
     "LabelSmoothing",
     "Loss",

@@ -12,65 +12,6 @@ from megatrain.errors import InputError
 from megatrain.loss.base import IGNORED, JointLoss, Loss, TokenWeights, num_labelled
 from megatrain.loss.preferences import check_numbers, check_rows, check_type, labels_of
 
-Mode = Literal["sequence_mask", "sequence_truncate", "token_mask", "token_truncate"]
-
-
-@dataclass(frozen=True)
-class ImportanceSampling:
-    """Ratios by which the loss of each label counts: its probability in the model that is trained,
-    as it was when the reply was made, to that in the program that has drawn it.
-
-    As TRL's `vllm_importance_sampling_correction`. `mode` says of what a ratio is, of a token or of
-    a whole reply (`sequence`, the product over its tokens), and what becomes of one below
-    `clip_min` or above `clip_max` (None: no bound): it is set to the bound (`truncate`) or to 0
-    (`mask`).
-
-    Raises InputError: a setting is out of range or unknown.
-    """
-
-    mode: Mode = "sequence_mask"
-    clip_max: float | None = 3.0
-    clip_min: float | None = None
-
-    def __post_init__(self) -> None:
-        name = "importance sampling"
-        check_type(name, self.mode, Mode, "mode")
-        low, high = self._bounds
-        if not -math.inf <= low < high <= math.inf or high <= 0:  # NaN fails the first, too
-            raise InputError(
-                f"{name}'s clip_max is {self.clip_max!r} and its clip_min {self.clip_min!r}; "
-                "clip_max must be above 0 and above clip_min"
-            )
-        if self.mode.endswith("truncate") and self.clip_min is None and self.clip_max is None:
-            raise InputError(f"{name}'s {self.mode} needs clip_max or clip_min; give one")
-
-    @property
-    def _bounds(self) -> tuple[float, float]:
-        low = -math.inf if self.clip_min is None else self.clip_min
-        return low, math.inf if self.clip_max is None else self.clip_max
-
-    @property
-    def of_replies(self) -> bool:
-        """True if a whole reply has one ratio, and not each of its tokens."""
-        return self.mode.startswith("sequence")
-
-    def ratios(self, log_prob_L: Tensor, drawn_at_L: Tensor) -> Tensor:
-        """Ratios of the labels of one reply `[L]`, fp64; ratios of a sequence are all the same.
-
-        Args:
-            log_prob_L: in the model that is trained.
-            drawn_at_L: in the program that drew them; NaN where it does not say: counts as equal.
-        """
-        difference = (log_prob_L.double() - drawn_at_L.double()).nan_to_num(nan=0.0)
-        if self.of_replies:
-            difference = difference.sum().expand_as(difference)
-        ratio = difference.exp()
-        low, high = self._bounds
-        if self.mode.endswith("truncate"):
-            return ratio.clamp(low, high)
-        return torch.where((ratio < low) | (ratio > high), 0.0, ratio)
-
-
 PolicyVariant = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 Level = Literal["token", "sequence"]
 Scale = Literal["group", "batch", "none"]
@@ -123,8 +64,6 @@ class GRPO(JointLoss):
     `exp(d) - d - 1` of each label; with `use_bias_correction_kl` times the ratio, whose slope makes
     its gradient that of the divergence itself (DeepSeek-AI, 2025, arXiv 2512.02556, section 3.1).
 
-    `importance_sampling` corrects for replies that another program has drawn.
-
     `loss_type`: grpo takes the mean of each reply, then of replies; bnpo and dapo that of all
     labels of the step; dr_grpo the sum over replies times `max_completion_length`; cispo is dapo
     with `-clipped ratio * advantage * log-probability`, the ratio clipped to `epsilon_high` and
@@ -135,8 +74,6 @@ class GRPO(JointLoss):
         advantage: how much better the reply is than others to its prompt.
         old_logp: the label's log-probability in the model that made the reply.
         reference_logp: that in a reference model; only with `beta`.
-        importance_sampling_ratio: by which its loss counts, without the divergence; only with
-            `importance_sampling`, whose `ratios` gives it.
 
     Attributes:
         num_iterations: steps that learn from the same replies.
@@ -161,7 +98,6 @@ class GRPO(JointLoss):
     importance_sampling_level: Level = "token"
     scale_rewards: Scale = "group"
     use_bias_correction_kl: bool = True
-    importance_sampling: ImportanceSampling | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,9 +118,7 @@ class GRPO(JointLoss):
 
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
-        more = {"reference_logp": self.beta, "importance_sampling_ratio": self.importance_sampling}
-        names = (name for name, wanted in more.items() if wanted)
-        return ("example", "advantage", "old_logp", *names)
+        return ("example", "advantage", "old_logp", *(["reference_logp"] if self.beta else []))
 
     @property
     def weighed(self) -> Loss:  # type: ignore[override]
@@ -240,8 +174,6 @@ class GRPO(JointLoss):
             clipped = ratio.clamp(1 - self.epsilon, 1 + self.high)
             bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
             of_labels = -torch.min(bounded * advantage, clipped * advantage)
-        if self.importance_sampling is not None:
-            of_labels = of_labels * labels.inputs["importance_sampling_ratio"]
         if self.beta:
             of_labels = of_labels + self.beta * self._divergence(labels, ratio)
         if self.loss_type == "grpo":

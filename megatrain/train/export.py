@@ -265,7 +265,6 @@ def _settings(config: Mapping[str, Any]) -> str:
     if not config["rollout"]["rewards"]:
         del chosen["rollout"]
     else:
-        chosen["rollout"] |= dict.fromkeys(("server", "server_weights"))
         chosen["rollout"]["rewards"] = _short(chosen["rollout"]["rewards"])
     del chosen["data"]["cache_dir"]
     for name in ("path", "eval_path"):

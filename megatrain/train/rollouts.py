@@ -14,7 +14,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,8 @@ from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
 from megatrain.errors import InputError, RunFailed, StepRefused, first_line
-from megatrain.generate import Continued, Sampling, Server, continued, stop_ids
-from megatrain.loss import GRPO, IGNORED, ImportanceSampling, num_labelled
+from megatrain.generate import Sampling, continued, stop_ids
+from megatrain.loss import GRPO, IGNORED, num_labelled
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.train.sharing import from_first, logprobs
 
@@ -42,14 +42,12 @@ log = logging.getLogger(__name__)
 
 # Names of the log's own values; reward functions may not log under them.
 _TAKEN = re.compile(
-    r"(eval_|rewards/|completions/|clip_ratio/|sampling/).*|((generate|reward|logprobs|train)_)?seconds|"
+    r"(eval_|rewards/|completions/|clip_ratio/).*|((generate|reward|logprobs|train)_)?seconds|"
     r"step|epoch|loss|aux_loss|grad_norm|lr|kl|cispo_clip_ratio|reward|reward_std|tokens|"
     r"tokens_per_second|frac_reward_zero_std|model_tflops|mfu|device_peak_bytes|host_bytes|busy|"
     r"idle|skipped|failed|rows|samples"
 )
 _SEED = 0x726F6C6C  # separates these seeds from those of steps
-_MARK = ".rollouts"  # a file that marks folders to which rollouts write weights
-_FAR = 0.5  # nats; bf16 causes some hundredths
 
 
 class Rewards:
@@ -172,7 +170,6 @@ class Reply(NamedTuple):
     row: PromptRow
     ids: list[int]
     ended: bool
-    log_probs: Sequence[float] = ()  # of each token, from a server
 
 
 @dataclass
@@ -202,8 +199,6 @@ class Rollouts:
         self._at_once = config.rollout.batch_size or config.training.batch_size * loss.lines
         self._step: Step = []
         self._left = self._rollouts = self._in_vain = 0
-        has_server = config.rollout.server is not None
-        self._server = Served(config, self.engine, self.ranks) if has_server else None
 
     def take(self, step: int) -> tuple[Step, dict[str, Any]]:
         """Micro-batches of a step, and values for the log of replies that were made for it.
@@ -246,7 +241,7 @@ class Rollouts:
             ]
         except (ValueError, TypeError, AttributeError) as error:
             raise InputError(f"the saved replies are damaged: {error}") from error
-        changed = "loss.name, loss.beta or rollout.importance_sampling_mode"
+        changed = "loss.name or loss.beta"
         if temperature != self._loss.temperature:
             changed = f"rollout.temperature ({temperature:g}, and now {self._loss.temperature:g})"
         elif all({*micro} - {*PLAIN} == {*self._loss.inputs} for micro in self._step):
@@ -275,10 +270,6 @@ class Rollouts:
             )
         times.append(time.perf_counter())
         micros, order = self._with_logprobs(replies)
-        if self._server is not None:
-            drawn_at = [replies[number].log_probs for number in order]
-            by = self._loss.importance_sampling
-            logged |= compare(self.config.rollout, micros, drawn_at, by)
         times.append(time.perf_counter())
         for at, name in enumerate(("generate", "reward", "logprobs")):
             logged[f"{name}_seconds"] = round(times[at + 1] - times[at], 6)
@@ -358,9 +349,6 @@ class Rollouts:
             seed=derived_seed(self.config.training.seed, _SEED, number),
         )
         stops = stop_ids(self.engine, self.tokenizer, chat=chat)
-        if self._server is not None:
-            served = self._server.replies([row.ids for row in rows], count, sampling, stops)
-            return [Reply(rows[at // count], *reply) for at, reply in enumerate(served)]
         every = [row for row in rows for _ in range(count)]
         replies = continued(
             self.engine,
@@ -439,121 +427,3 @@ def _described(replies: Sequence[Reply]) -> dict[str, float]:
         "completions/max_length": max(lengths),
         "completions/clipped_ratio": sum(not r.ended for r in replies) / len(replies),
     }
-
-
-class Served:
-    """Replies from a server, which gets the engine's weights before it replies.
-
-    Of several ranks the first one speaks with it.
-    """
-
-    def __init__(self, config: Config, engine: Engine, ranks: Ranks) -> None:
-        """Send the server the current weights. Raises InputError: it cannot be used."""
-        self._settings, self._engine, self._brought = config.rollout, engine, -1
-        self._ranks = ranks
-        self._export: dict[str, Any] = {"merged": config.adapter.method is not None}
-        if config.engine.precision != "fp32":
-            self._export["dtype"] = torch.bfloat16
-
-        def opened() -> None:
-            assert config.rollout.server is not None
-            self._server = Server(
-                config.rollout.server,
-                vocab_size=engine.vocab_size,
-                length=config.data.sequence_length,
-                seconds=config.rollout.server_seconds,
-            )
-
-        try:
-            from_first(ranks, opened)
-            self._bring_weights()
-        except RunFailed as error:
-            raise InputError(str(error)) from None
-
-    def _bring_weights(self) -> None:
-        """Give the server the weights of this step, unless it has them."""
-        if self._brought == self._engine.steps:
-            return
-        assert self._settings.server_weights is not None
-        folder = Path(self._settings.server_weights).expanduser()
-
-        def claim() -> None:
-            mark = folder / _MARK
-            if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
-                raise InputError(
-                    f"rollout.server_weights: {folder} has files that no rollouts wrote, and they "
-                    "would be lost; give an empty or a new folder"
-                )
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.touch()  # first, and kept by the export: after a kill the folder is still marked
-
-        from_first(self._ranks, claim)
-        self._engine.save_pretrained(folder, **self._export)
-        from_first(self._ranks, lambda: self._server.load(folder))
-        self._brought = self._engine.steps
-
-    def replies(
-        self, ids: Sequence[Sequence[int]], count: int, sampling: Sampling, stops: Collection[int]
-    ) -> list[Continued]:
-        """`count` replies to each prompt, one prompt after the other, by this step's weights."""
-        self._bring_weights()
-        return from_first(self._ranks, lambda: self._server.continued(ids, count, sampling, stops))
-
-
-def compare(
-    settings: RolloutSection,
-    step: Step,
-    drawn_at: Sequence[Sequence[float]],
-    by: ImportanceSampling | None,
-) -> dict[str, float]:
-    """Add each label's weight to micro-batches; returns values for the log, by TRL's names.
-
-    Args:
-        step: micro-batches with `old_logp`, of one reply in each row.
-        drawn_at: the server's log-probabilities of each reply's tokens, row after row.
-        by: the correction for their difference; None: none, and micro-batches stay as they are.
-
-    Raises RunFailed: the engine's differ so much that the server must have other weights.
-    """
-    rows = [row for m in step for row in zip(m["labels"], m["old_logp"], strict=True)]
-    pairs: list[tuple[Tensor, Tensor]] = []  # log-probabilities of a reply: engine's, server's
-    for (labels, ours), drawn in zip(rows, drawn_at, strict=True):
-        used = labels != IGNORED
-        theirs = torch.tensor(drawn if used.any() else [], dtype=torch.float32)
-        pairs.append((ours[used], theirs))
-    logged = _differences(settings, pairs)
-    if by is None:
-        return logged
-    ratios = [by.ratios(ours, theirs).float() for ours, theirs in pairs]
-    remaining = iter(ratios)
-    for micro in step:
-        micro["importance_sampling_ratio"] = torch.zeros_like(micro["old_logp"])
-        for row, labels in zip(micro["importance_sampling_ratio"], micro["labels"], strict=True):
-            row[labels != IGNORED] = next(remaining)
-    if by.of_replies:  # one ratio for each reply: 1 where it has nothing to learn
-        ratios = [ratio[:1] if len(ratio) else torch.ones(1) for ratio in ratios]
-    if len(every := torch.cat(ratios)):
-        name = "sampling/importance_sampling_ratio"
-        logged |= {f"{name}/min": float(every.min()), f"{name}/mean": float(every.mean())}
-        logged[f"{name}/max"] = float(every.max())
-    return logged
-
-
-def _differences(
-    settings: RolloutSection, pairs: Sequence[tuple[Tensor, Tensor]]
-) -> dict[str, float]:
-    distances = torch.cat([(ours - theirs).abs() for ours, theirs in pairs]).double()
-    distances = distances[~distances.isnan()]
-    if not len(distances):
-        return {}
-    mean = float(distances.mean())
-    # Then the server's log-probabilities are rightly far from the engine's.
-    sampler_changes_probs = settings.top_p < 1 or settings.top_k or settings.repetition_penalty != 1
-    if not sampler_changes_probs and not mean <= _FAR:
-        raise RunFailed(
-            f"rollout.server {settings.server}: log-probabilities of its tokens are {mean:.3g} "
-            "from the engine's in the mean: it serves other weights, or was started without "
-            "--logprobs-mode processed_logprobs"
-        )
-    name = "sampling/sampling_logp_difference"
-    return {f"{name}/mean": mean, f"{name}/max": float(distances.max())}

@@ -92,20 +92,16 @@ def test_generation_takes_what_is_foretold(precision, apart, monkeypatch):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_plans_of_runs_with_a_server_count_no_replies(beta):
-    server = {"server": "http://127.0.0.1:1", "server_weights": "/w"}
+def test_plans_of_runs_count_their_replies(beta):
     tree: dict[str, Any] = {
         "model": {"path": "model"},
         "data": {"path": "prompts.jsonl", "sequence_length": 1024},
         "loss": {"name": "grpo", "beta": beta},
         "training": {"steps": 1, "batch_size": 1},
+        "rollout": {"rewards": ["a:b"]},
     }
-    own, remote = (
-        Workload.of_run(Config.model_validate(tree | {"rollout": {"rewards": ["a:b"]} | each}))
-        for each in ({}, server)
-    )
-    assert own.generation == Generation(512, None, beta > 0)
-    assert remote.generation == (Generation(None, reference=True) if beta else None)
+    of_run = Workload.of_run(Config.model_validate(tree))
+    assert of_run.generation == Generation(512, None, beta > 0)
 
 
 @pytest.mark.parametrize("rule", few(RULES))

@@ -194,7 +194,6 @@ MISTAKES = [
     (["model.freeze=embed"], "--set model.freeze: should be a list, such as [embed], got 'embed'"),
     (["optimizer.betas=0.9"], "--set optimizer.betas: should be a list, such as [0.9], got 0.9"),
     (["rollout.rewards=[rewards.py]"], "'rewards.py' names no function: write module:function or"),
-    (["rollout.server=localhost:8000"], "should be an address, as http://127.0.0.1:8000, got 'loc"),
     (["rollout={rewards: [a:b], weights: [0]}"], "all weights are 0, so that nothing would be"),
     (
         ["loss={name: grpo, scale_rewards: false}"],
