@@ -18,14 +18,33 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def partial_name(name: str) -> str:
-    """The temporary name of a file or folder until it is complete."""
-    return f".{name}.partial"
+PARTIAL = ".partial"
+
+
+def hidden(path: Path, ending: str = PARTIAL) -> Path:
+    """The hidden name beside a file or folder that is being written, replaced or removed."""
+    return path.with_name(f".{path.name}{ending}")
+
+
+def publish(partial: Path, folder: Path, retired: Path) -> None:
+    """Give `partial`, which is whole on the disk, the name `folder`; an old one becomes `retired`.
+
+    After a crash in between the caller brings the old one back.
+    """
+    replacing = os.path.lexists(folder)
+    if replacing:
+        os.rename(folder, retired)
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        if replacing:
+            os.rename(retired, folder)
+        raise
 
 
 def write_file(path: Path, text: str) -> None:
     """Write a file atomically; replaces an earlier one."""
-    partial = path.with_name(partial_name(path.name))
+    partial = hidden(path)
     try:
         partial.write_text(text, encoding="utf-8")
         flush(partial)
@@ -54,8 +73,7 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     target = target.resolve()
     if not replace and (target == Path.cwd() or target.is_mount()):
         raise InputError(f"{target}: cannot be replaced as a whole; name a new folder inside of it")
-    partial = target.with_name(partial_name(target.name))
-    retired = target.with_name(f".{target.name}.replaced")
+    partial, retired = hidden(target), hidden(target, ".replaced")
     if retired.exists() and not target.exists():
         retired.rename(target)
     for leftover in (retired, partial):
@@ -69,14 +87,7 @@ def whole_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
                 flush(path)
         if target.exists() and not replace:
             target.rmdir()  # only an empty one: never somebody's files
-        elif target.exists():
-            target.rename(retired)
-        try:
-            partial.rename(target)
-        except OSError:
-            if retired.exists():
-                retired.rename(target)
-            raise
+        publish(partial, target, retired)
         flush(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

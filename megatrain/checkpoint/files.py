@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatrain.base import huge_pages
+from megatrain.base.whole_files import hidden
 from megatrain.errors import InputError, RunFailed, os_reason
 
 try:
@@ -205,23 +206,6 @@ def regular_size(folder: Path, name: str) -> int:
     return status.st_size
 
 
-def publish(partial: Path, folder: Path) -> None:
-    """Give `partial`, which is whole on the disk, the name `folder`.
-
-    An existing one is moved aside first; `put_right` brings it back after a crash in between.
-    """
-    old = hidden(folder, REPLACED)
-    replacing = os.path.lexists(folder)
-    if replacing:
-        os.rename(folder, old)
-    try:
-        os.rename(partial, folder)
-    except OSError:
-        if replacing:
-            os.rename(old, folder)
-        raise
-
-
 def remove(folder: Path) -> None:
     """Remove a checkpoint, after a rename that hides it at once; a read-only one is left whole."""
     if not os.access(folder, os.W_OK):
@@ -274,8 +258,3 @@ def _is_claimed(folder: Path) -> bool:
     finally:
         os.close(handle)
     return False
-
-
-def hidden(folder: Path, ending: str) -> Path:
-    """The hidden name beside `folder` for a folder that is being written, replaced or removed."""
-    return folder.with_name(f".{folder.name}{ending}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.base.units import gib
-from megatrain.base.whole_files import flush
+from megatrain.base.whole_files import flush, hidden, publish
 from megatrain.checkpoint import files, manifest, snapshot
 from megatrain.device import Device
 from megatrain.device.base import SAVE
@@ -111,7 +111,7 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            self._write(files.hidden(self.folder, files.PARTIAL))
+            self._write(hidden(self.folder, files.PARTIAL))
         except BaseException as error:
             self._fail(error)
         self.seconds = time.perf_counter() - self._started
@@ -123,7 +123,7 @@ class Saving:
             reason = str(error)
         left = "nothing of it is left"
         try:
-            partial = files.hidden(self.folder, files.PARTIAL)
+            partial = hidden(self.folder, files.PARTIAL)
             if self._ranks.rank == 0 and os.path.lexists(partial):
                 shutil.rmtree(partial)
         except OSError as other:
@@ -185,7 +185,7 @@ class Saving:
             flush(folder)
         files.write_text(partial / manifest.MANIFEST, content.as_text())
         flush(partial)
-        files.publish(partial, self.folder)
+        publish(partial, self.folder, hidden(self.folder, files.REPLACED))
         self._named = True
         flush(self.folder.parent)
         with suppress(OSError):  # the next save tries again

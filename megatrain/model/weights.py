@@ -199,8 +199,12 @@ def read_weights(
     return left_out
 
 
-def lazy_weights(folder: Path, model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
+def lazy_weights(
+    folder: Path, model: PreTrainedModel, packed: Collection[str] = ()
+) -> dict[str, Callable[[], Tensor]]:
     """For each parameter and buffer of `model`, by its first name, a function that reads it.
+
+    Args: `packed`: as `read_weights`.
 
     Raises:
         InputError: as `read_weights`; damaged tensor data shows only when its function is called.
@@ -208,7 +212,8 @@ def lazy_weights(folder: Path, model: PreTrainedModel) -> dict[str, Callable[[],
     recipes, first_name, _ = _checked(folder, model)
 
     def read(recipe: Recipe, name: str) -> Tensor:
-        return recipe.build(model, methodcaller("values"))[name]
+        as_bytes = recipe.converter is None and first_name[recipe.target] in packed
+        return recipe.build(model, methodcaller("read" if as_bytes else "values"))[name]
 
     return {
         first_name[name]: partial(read, recipe, name)

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatrain import config as run_files
 from megatrain.base.json_yaml import parse_json
-from megatrain.base.whole_files import partial_name, write_file
+from megatrain.base.whole_files import hidden, write_file
 from megatrain.config import Config
 from megatrain.errors import InputError
 
@@ -143,7 +143,7 @@ def require_empty(path: Path, what: str = "") -> None:
 
     Files of a run that was killed before it wrote its configuration do not count.
     """
-    ours = (LOCK, partial_name(CONFIG))
+    ours = (LOCK, hidden(Path(CONFIG)).name)
     if path.exists() and (not path.is_dir() or any(p.name not in ours for p in path.iterdir())):
         raise InputError(f"{what}{path} is not empty; choose another folder")
 

@@ -116,11 +116,11 @@ def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -
         read_tiles(saved, store.tiles, threads)
         unused = state_io.read_left_out(saved, source.model, write)
     else:
-        values = state_io.whole_masters(
-            saved, source.model
-        )  # exact fp32, whatever optimizer either has
+        # Exact fp32, whatever optimizer either has.
+        values, check = state_io.whole_masters(saved, source.model)
         with ThreadPoolExecutor(threads, thread_name_prefix="read-masters") as pool:
             list(pool.map(lambda name: write(name, values[name]()), values))
+        check()
         unused = {*state_io.left_out_names(saved, source.model).values()} - values.keys()
     untrained.rounded = source.untrained.rounded
     source.untrained = untrained

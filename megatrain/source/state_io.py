@@ -4,8 +4,9 @@ Checkpoints leave the base of an adapter out: it is read again from where it was
 values are others is refused: training would go on, on another model.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -373,46 +374,72 @@ def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) 
             list(pool.map(lambda name: hand_out(name, whole[name]()), names.keys() & whole.keys()))
     else:
         kept = {name for name, mine in names.items() if mine in left.packed}
+        inner, threads = plain(model), update_threads()
+        with _another_base(checkpoint, left):
+            weights.read_weights(base, inner, hand_out, threads=threads, packed=kept)
+    _require_same(checkpoint, left, seen, names)
+    return {*names.values()} - seen.sums.keys()
+
+
+@contextmanager
+def _another_base(checkpoint: Checkpoint, left: BaseReference) -> Iterator[None]:
+    """Within this context errors say that the base is not the one that the checkpoint had."""
+    try:
+        yield
+    except InputError as error:
         another = f"{left.path}: is not the base that {checkpoint.folder} was trained on"
-        try:
-            weights.read_weights(
-                base, plain(model), hand_out, threads=update_threads(), packed=kept
-            )
-        except InputError as error:
-            raise InputError(f"{another} ({error}); {_NAME_IT}") from error
-    if seen.fingerprint(names.values()) != left.fingerprint:
+        raise InputError(f"{another} ({error}); {_NAME_IT}") from error
+
+
+def _require_same(
+    checkpoint: Checkpoint, left: BaseReference, seen: Origin, names: Iterable[str]
+) -> None:
+    if seen.fingerprint(names) != left.fingerprint:
         raise InputError(
             f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; "
             f"{_NAME_IT}"
         )
-    return {*names.values()} - seen.sums.keys()
 
 
-def whole_masters(checkpoint: Checkpoint, model: PreTrainedModel) -> Values:
+def whole_masters(
+    checkpoint: Checkpoint, model: PreTrainedModel
+) -> tuple[Values, Callable[[], None]]:
     """All `masters`, including those of a base that is left out, as layers compute with them.
 
-    The base is read twice: first to be checked.
+    Also a function to call once they are read, which reads what is left of the base and compares it
+    with the one that the checkpoint had. Raises InputError: it is another one.
     """
     saved, left = masters(checkpoint), checkpoint.settings.left_out
     if left is None:
-        return saved
-    read_left_out(checkpoint, model, lambda name, values: None)
-    base = _open(checkpoint, left)
-    whole = stored_values(base, plain(model))
-    unpacked = (
-        set[str]() if isinstance(base, Checkpoint) else weights.stored_packings(base, plain(model))
-    )
+        return saved, lambda: None
+    base, names = _open(checkpoint, left), left_out_names(checkpoint, model)
+    seen = Origin(left.path, left.revision, left.fingerprint.partition(":")[0])
+    types: dict[str, torch.dtype] = {}
+    if isinstance(base, Checkpoint):
+        whole: Values = masters(base)
+    else:
+        kept = {name for name, mine in names.items() if mine in left.packed}
+        with _another_base(checkpoint, left):
+            whole = weights.lazy_weights(base, plain(model), kept)
+            types = weights.stored_types(base, plain(model))
 
-    def read(name: str, mine: str) -> Tensor:
-        values = whole[name]()
-        if mine not in left.packed or name in unpacked:
+    def read(name: str) -> Tensor:
+        values, mine = whole[name](), names[name]
+        seen.add(name, values)
+        if mine not in left.packed:
             return values
-        packing = PACKINGS[left.packed[mine]]
-        return packing.unpacked(packing.pack(values), model.get_parameter(mine).shape)
+        packing, shape = PACKINGS[left.packed[mine]], model.get_parameter(mine).shape
+        if values.dtype == torch.uint8:
+            return packing.unpacked(values, shape).to(types[name])
+        return packing.unpacked(packing.pack(values), shape)
 
-    names = left_out_names(checkpoint, model)
-    of_base = {mine: partial(read, name, mine) for name, mine in names.items() if name in whole}
-    return {**saved, **of_base}
+    def check() -> None:
+        for name in names.keys() & whole.keys() - seen.sums.keys():
+            seen.add(name, whole[name]())
+        _require_same(checkpoint, left, seen, names)
+
+    of_base = {mine: partial(read, name) for name, mine in names.items() if name in whole}
+    return {**saved, **of_base}, check
 
 
 def stored_values(place: Checkpoint | Path, model: PreTrainedModel) -> Values:

@@ -144,8 +144,9 @@ def write_saved(
     if not merged:
         require_held(model)
     base = plain(model) if source.grows else model
+    check = None
     if isinstance(stored, Checkpoint):
-        read = state_io.whole_masters(stored, model) if merged else masters(stored)
+        read, check = state_io.whole_masters(stored, model) if merged else (masters(stored), None)
         source.untrained = state_io.read_untrained(stored, base)
     else:
         read = state_io.stored_values(stored, base)
@@ -163,3 +164,5 @@ def write_saved(
         if name not in values and name not in unused:
             raise InputError(f"{saved}: its base has no {name!r}; complete the base")
     write_model(folder, source, values, dtype=dtype, merged=merged)
+    if check is not None:
+        check()

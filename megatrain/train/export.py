@@ -1,6 +1,5 @@
 """A run's model as a Hugging Face folder, in another dtype if wanted, with a model card."""
 
-import json
 import logging
 import re
 import shutil
@@ -11,8 +10,6 @@ from typing import Any
 import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from megatrain import __version__
 from megatrain.base.json_yaml import read_json
@@ -20,7 +17,7 @@ from megatrain.base.whole_files import whole_folder
 from megatrain.checkpoint import Checkpoint
 from megatrain.compat.peft import CONFIG_FILE, write_config
 from megatrain.config import load
-from megatrain.errors import InputError, RunFailed, first_line
+from megatrain.errors import InputError, first_line
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
 from megatrain.run_folder.layout import (
@@ -76,15 +73,10 @@ def export(
     source = Path(model)
     if not holds_model(source):
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
-    if merged:
-        if adapter_folder(source) is None:
-            raise InputError(f"{source}: has no adapter that could be merged; leave --merged out")
-        require_empty(out)
-        with whole_folder(out) as folder:
-            write_saved(source, folder, cast, merged=True, base_model=base)
-            _tell_run(folder, source)
-        return
-    if base is not None and adapter_folder(source) is None:
+    adapter = adapter_folder(source)
+    if merged and adapter is None:
+        raise InputError(f"{source}: has no adapter that could be merged; leave --merged out")
+    if base is not None and adapter is None:
         raise no_adapter(run)
     require_empty(out)
     if not any(source.glob("*.safetensors")):
@@ -92,22 +84,15 @@ def export(
             f"{source}: a configuration without weights (no .safetensors); not a model"
         )
     with whole_folder(out) as folder:
-        total_bytes = 0
-        for path in sorted(source.iterdir()):
-            if path.suffix == ".safetensors" and cast is not None:
-                total_bytes += _cast_shard(path, folder / path.name, cast)
-            elif path.suffix == ".safetensors" or REPLACED.fullmatch(path.name):
-                shutil.copyfile(path, folder / path.name)
-        write_companions(folder, companions(source))
-        if dtype is not None and (folder / "config.json").is_file():
-            _name_dtype(folder / "config.json", dtype)
-            if (path := folder / "model.safetensors.index.json").is_file():  # of several shards
-                index = json.loads(path.read_text(encoding="utf-8"))
-                index.setdefault("metadata", {})["total_size"] = total_bytes
-                text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-                path.write_text(text, encoding="utf-8")
-        if base is not None:
-            write_config(folder_adapter(source, base)[0], folder)
+        if merged or cast is not None:
+            write_saved(source, folder, cast, merged=merged, base_model=base)
+        else:
+            for path in source.iterdir():
+                if path.suffix == ".safetensors" or REPLACED.fullmatch(path.name):
+                    shutil.copyfile(path, folder / path.name)
+            write_companions(folder, companions(source))
+            if base is not None:
+                write_config(folder_adapter(source, base)[0], folder)
         _tell_run(folder, source)
 
 
@@ -115,33 +100,6 @@ def _tell_run(folder: Path, source: Path) -> None:
     if source.name == MODEL:
         run = source.absolute().parent
         write_card(folder, run, model_state(run))
-
-
-def _cast_shard(source: Path, target: Path, dtype: torch.dtype) -> int:
-    """Write a shard in another dtype; returns its bytes. One shard is in memory at a time."""
-    try:
-        with safe_open(source, framework="pt") as file:
-            metadata = file.metadata()
-            names = file.keys()
-            read = {name: file.get_tensor(name) for name in names}
-            tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in read.items()}
-    except SafetensorError as error:
-        raise InputError(f"{source}: unreadable: {error}") from error
-    try:
-        save_file(tensors, target, metadata=metadata)
-    except SafetensorError as error:  # it stands for errors of the disk, too
-        raise RunFailed(f"{target}: cannot be written: {error}") from error
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _name_dtype(path: Path, dtype: str) -> None:
-    """Set the dtype in `config.json`, also in each nested configuration."""
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for part in [config, *(value for value in config.values() if isinstance(value, dict))]:
-        if part is config or "dtype" in part or "torch_dtype" in part:
-            part.pop("torch_dtype", None)
-            part["dtype"] = dtype
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 CARD, CURVE = "README.md", "loss.png"
