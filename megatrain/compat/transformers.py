@@ -1,6 +1,5 @@
 """All that the package takes of transformers beneath its public names."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
@@ -12,7 +11,6 @@ from transformers import (
     DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
-    SchedulerType,
     masking_utils,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -225,10 +223,3 @@ def num_items(trainer: Any, batch: Mapping[str, Tensor]) -> float | None:
     """The divisor of a batch's loss in a Trainer; None: it takes the mean."""
     items = trainer._get_num_items_in_batch([batch], trainer.args.device)
     return None if items is None else float(items)
-
-
-def schedule_arguments(name: str) -> Mapping[str, inspect.Parameter]:
-    """The arguments of the function behind a schedule of `get_scheduler`."""
-    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
-
-    return inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]).parameters

@@ -317,25 +317,10 @@ class ScheduleSection(Section):
         for name, value in self.options.items():
             if name.startswith("num_") and isinstance(value, int | float) and value < 0:
                 yield f"options: {name} is {value}; it must not be negative"
-        if self.model_fields_set:
-            yield from self._of_options()
-
-    def _of_options(self) -> Iterator[str]:
-        """Check the options' names: errors of transformers would name arguments, not keys."""
-        from megatrain.compat.transformers import schedule_arguments
-
-        arguments = schedule_arguments(self.name).items()
-        known = {name: argument for name, argument in arguments if name not in _OF_THE_RUN}
-        has = f"its options are {', '.join(known)}" if known else "it has none"
-        if unknown := [name for name in self.options if name not in known]:
-            yield f"{self.name} has no option {' and no '.join(unknown)}; {has}"
-        needed = [name for name, argument in known.items() if argument.default is argument.empty]
-        lacking = [name for name in needed if name not in self.options]
-        floors = {"min_lr", "min_lr_rate"}
-        if floors <= known.keys() and all(self.options.get(name) is None for name in floors):
-            lacking.append("min_lr (a rate) or min_lr_rate (a share of optimizer.lr)")
-        if lacking:
-            yield f"{self.name} needs schedule.options: {' and '.join(lacking)}; {has}"
+        if of_run := [name for name in _OF_THE_RUN if name in self.options]:
+            yield f"options: {of_run[0]} follows from the run: leave it out"
+        if self.name.startswith("constant") and self.options:
+            yield f"{self.name} has no options: leave them out"
 
     def num_warmup_steps(self, total_steps: int) -> int:
         """Warm-up steps of a run of `total_steps`; a ratio is rounded up, as in transformers."""

@@ -16,22 +16,16 @@ _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 
 def _a_name(text: str) -> str:
-    """Refuse an empty path: it would be the current folder."""
-    try:
-        possible = bool(text) and b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # half of a surrogate pair
-        possible = False
-    if not possible:
-        raise ValueError(f"should be a name or a path, got {shown(text)}")
+    """Refuse what is no path: an empty one would be the current folder."""
     try:
         path = Path(text).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"no home folder is known for {shown(text)}") from error
-    variable = _VARIABLE.search(text)
-    if variable and not os.path.lexists(path):
+        is_name = bool(text) and b"\0" not in os.fsencode(text)
+    except (UnicodeEncodeError, RuntimeError):  # half of a surrogate pair; nobody's home
+        is_name = False
+    if not is_name or (_VARIABLE.search(text) and not os.path.lexists(path)):
         raise ValueError(
-            f"{variable[0]} in {shown(text)} is not filled in here: write the path out, or give it "
-            "on the command line with --set"
+            f"should be a name or a path, got {shown(text)}: write it out "
+            "(variables are not filled in here)"
         )
     return text
 

@@ -520,7 +520,10 @@ def make_schedule(
                 warnings.simplefilter("ignore", UserWarning)
                 scheduler.step()
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-        raise InputError(f"schedule: {schedule.name} cannot be set up: {error}") from error
+        remedy = "correct schedule.options"
+        raise InputError(
+            f"schedule: {schedule.name} cannot be set up: {error}; {remedy}"
+        ) from error
     return scheduler
 
 

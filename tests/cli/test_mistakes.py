@@ -41,6 +41,14 @@ MISTAKES = {
         ["schedule.name=cosine", "schedule.options={num_cycles: many}"],
         "schedule: cosine cannot be set up: could not convert",
     ),
+    "unknown schedule option": (
+        ["schedule.name=cosine", "schedule.options={a: 1}"],
+        "unexpected keyword argument 'a'; correct schedule.options",
+    ),
+    "no least rate": (
+        ["schedule.name=cosine_with_min_lr"],
+        "cannot be set up: One of min_lr or min_lr_rate should be set",
+    ),
     "heads that cannot share keys": (
         ["model.config.num_key_value_heads=3"],
         "LlamaForCausalLM cannot be run on text: The size of tensor",

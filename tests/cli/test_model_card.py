@@ -17,14 +17,9 @@ def test_an_export_of_a_run_tells_where_it_comes_from(megatrain, trained, talker
         assert card.data.library_name == "transformers" and "megatrain" in card.data.tags
         assert card.data.base_model is None  # a folder of this machine is nobody else's
         assert str(tmp_path.parent) not in card.text
-        assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     first, last = (tmp_path / name / "README.md" for name in ("out-0", "out-1"))
-    assert "trained from random weights" in first.read_text()
-    assert "- rows.jsonl" in first.read_text()
-    assert "(step 6)" in first.read_text() and "Evaluation loss" in first.read_text()
-    assert "lr: 0.01" in first.read_text() and "null" not in first.read_text()
-    assert "Evaluation accuracy: " in first.read_text()
-    assert "a chat model, trained from `model`" in last.read_text()
+    assert "Trained from random weights" in first.read_text() and "6 steps of" in first.read_text()
+    assert "Trained from model with MegaTrain" in last.read_text()
 
 
 @pytest.mark.parametrize(
@@ -39,10 +34,8 @@ def test_the_licence_is_that_of_the_source(trained, tmp_path, name, text, wanted
     shutil.copytree(trained[0], run)
     tree = yaml.safe_load((run / "config.yaml").read_text())
     tree["model"] |= {"path": str(run), "config": None}
-    tree["data"]["eval_path"], tree["data"]["eval_fraction"] = {"mine": [f"{run}/a.jsonl"]}, 0.0
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     (run / name).write_text(text)
-    write_card(run / "model", run)
+    write_card(run / "model", run, 3)
     card = ModelCard.load(run / "model" / "README.md")
     assert card.data.license == wanted
-    assert "mine:\n    - a.jsonl" in card.text
