@@ -124,7 +124,7 @@ def write_card(folder: Path, run: Path, step: int | None) -> None:
     start = "random weights" if base is None else base if _is_hub_id(base) else Path(base).name
     text = (
         f"# {run.name}\n\nTrained from {start} with MegaTrain {__version__}: {trained}, {step} "
-        f"steps of {config.training.batch_size} rows of at most {config.data.sequence_length} tokens."
+        f"steps of {config.training.batch_size} rows of {config.data.sequence_length} tokens."
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n").save(folder / CARD)
 

@@ -520,10 +520,8 @@ def make_schedule(
                 warnings.simplefilter("ignore", UserWarning)
                 scheduler.step()
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-        remedy = "correct schedule.options"
-        raise InputError(
-            f"schedule: {schedule.name} cannot be set up: {error}; {remedy}"
-        ) from error
+        problem = f"schedule: {schedule.name} cannot be set up: {error}"
+        raise InputError(f"{problem}; correct schedule.options") from error
     return scheduler
 
 
