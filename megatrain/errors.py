@@ -45,6 +45,10 @@ class StepRefused(RunFailed):
         self.intact, self.measured = intact, measured
 
 
+class Unsupported(InputError):
+    """A model that cannot be streamed; the message says why."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a library's error, for a message of one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

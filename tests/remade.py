@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from megatrain.compat.transformers import attention_of, experts_of
+from megatrain.compat.transformers import attention_of, configs, experts_of
 from megatrain.model import rebuilt
-from megatrain.model.build import configs
 from megatrain.model.export import saved_config
 
 

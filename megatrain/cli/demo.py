@@ -11,7 +11,7 @@ from megatrain.base.whole_files import whole_folder
 from megatrain.cli.generate import opened, print_texts
 from megatrain.cli.train import say_end
 from megatrain.data import stdlib_corpus, train_bpe_tokenizer
-from megatrain.generate import Sampling
+from megatrain.generate.sampling import Sampling
 from megatrain.run_folder.layout import METRICS
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train

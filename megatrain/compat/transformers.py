@@ -115,6 +115,14 @@ def counts_tokens(config: PreTrainedConfig) -> bool:
     return True
 
 
+def configs(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+    """A configuration and all that are inside it, with their paths: "", "text_config", ..."""
+    yield path, config
+    for key in config.sub_configs:
+        if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
+            yield from configs(inner, f"{path}.{key}".lstrip("."))
+
+
 attention_of: Callable[[PreTrainedConfig], str | None] = attrgetter("_attn_implementation")
 experts_of: Callable[[PreTrainedConfig], str | None] = attrgetter("_experts_implementation")
 """The implementations of attention and of experts that a configuration names."""

@@ -32,6 +32,7 @@ from megatrain.compat.transformers import (
     MULTIMODAL_CLASSES,
     SEQUENCE_CLASSES,
     TEXT_CLASSES,
+    configs,
     in_fp32,
     model_of,
 )
@@ -186,14 +187,6 @@ def _refuse_endless(config: PreTrainedConfig) -> None:
                     f"{name} is above {MAX_COUNT:,} in the model's configuration, and so many "
                     "are not built; correct it"
                 )
-
-
-def configs(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
-    """A configuration and all that are inside it, with their paths: "", "text_config", ..."""
-    yield path, config
-    for key in config.sub_configs:
-        if isinstance(inner := getattr(config, key, None), PreTrainedConfig):
-            yield from configs(inner, f"{path}.{key}".lstrip("."))
 
 
 def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:

@@ -22,12 +22,11 @@ from transformers import PreTrainedModel
 
 from megatrain.compat.torch import without_modes
 from megatrain.compat.transformers import CAUSAL_LM_CLASSES
-from megatrain.errors import in_one_line
+from megatrain.errors import Unsupported, in_one_line
 from megatrain.loss import IGNORED, targets_of
 from megatrain.model.capture import last_hidden, with_hidden
 from megatrain.model.routers import RouterLoss
 from megatrain.model.spec import ModelSpec
-from megatrain.model.unsupported import Unsupported
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
 _SHAPE = (2, 6)

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 
 from megatrain.compat.torch import pytree
-from megatrain.errors import first_line
+from megatrain.errors import Unsupported, first_line
 from megatrain.model.capture import (
     PROLOGUE,
     Capture,
@@ -35,13 +35,7 @@ from megatrain.model.layer_template import LayerTemplate, NumberRead, without_in
 from megatrain.model.routers import RouterLoss, router_loss, tap
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.state import OtherRandomness, example, refuse_state, settle
-from megatrain.model.unsupported import (
-    Unsupported,
-    Watch,
-    draws_for_layers,
-    refuse_behaviour,
-    refuse_settings,
-)
+from megatrain.model.unsupported import Watch, draws_for_layers, refuse_behaviour, refuse_settings
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
 _MORE_STATES = "its head computes logits from more than the last hidden states"

@@ -20,25 +20,25 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from megatrain.compat.transformers import (
     attention_of,
+    configs,
     experts_of,
     model_of,
     set_attention,
     set_experts,
     without_checkpointing,
 )
-from megatrain.errors import InputError, first_line, in_one_line
+from megatrain.errors import InputError, Unsupported, first_line, in_one_line
 from megatrain.model.adapters import adapted, with_adapters
 from megatrain.model.build import (
     LONGEST_REASON,
     build,
-    configs,
     loaded_types,
     model_class,
     weightless,
 )
 from megatrain.model.export import saved_config
 from megatrain.model.fingerprint import Reader
-from megatrain.model.unsupported import Unsupported, refuse_hooks, refuse_weights
+from megatrain.model.unsupported import refuse_hooks, refuse_weights
 
 # Attributes that do not affect a forward's numbers, or are compared elsewhere.
 _LEFT_OUT = {

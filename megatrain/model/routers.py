@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain.compat.transformers import recorded_routers
-from megatrain.errors import InputError
-from megatrain.model.unsupported import Unsupported
+from megatrain.errors import InputError, Unsupported
 
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 

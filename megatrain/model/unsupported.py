@@ -16,16 +16,11 @@ from megatrain.compat.torch import (
     has_global_hooks,
     has_gradient_hooks,
 )
-from megatrain.compat.transformers import attention_of
-from megatrain.errors import InputError
-from megatrain.model.build import configs
+from megatrain.compat.transformers import attention_of, configs
+from megatrain.errors import Unsupported
 from megatrain.model.fingerprint import Reader
 
 _TABLE_SETTINGS = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
-
-
-class Unsupported(InputError):
-    """A model that cannot be streamed; the message says why."""
 
 
 def refuse_settings(config: PreTrainedConfig) -> None:

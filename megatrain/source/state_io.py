@@ -29,11 +29,11 @@ from megatrain.checkpoint.manifest import (
     open_checkpoint,
 )
 from megatrain.checkpoint.read import masters
-from megatrain.compat.transformers import set_attention, set_experts
+from megatrain.compat.transformers import configs, set_attention, set_experts
 from megatrain.errors import InputError
 from megatrain.model import weights
 from megatrain.model.adapters import Values, adapted, plain, restored
-from megatrain.model.build import configs, empty_model, load_config
+from megatrain.model.build import empty_model, load_config
 from megatrain.model.companions import read_files
 from megatrain.model.safetensors_io import Stored, read_header
 from megatrain.optim import NO_ADAFACTOR, RULES, Rule

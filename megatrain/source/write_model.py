@@ -16,10 +16,9 @@ from torch import Tensor
 from megatrain.checkpoint import Checkpoint, Settings, masters
 from megatrain.checkpoint.manifest import BUFFERS, CARRIED, COMPUTED, MODEL
 from megatrain.compat import peft
-from megatrain.compat.transformers import attention_of, experts_of
+from megatrain.compat.transformers import attention_of, configs, experts_of
 from megatrain.errors import InputError
 from megatrain.model.adapters import Values, adapted, merged_into_base, plain, require_held
-from megatrain.model.build import configs
 from megatrain.model.companions import write_companions
 from megatrain.model.documents import chosen_attention
 from megatrain.model.export import write_adapter, write_configs, write_weights

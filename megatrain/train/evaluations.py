@@ -12,7 +12,8 @@ from megatrain.base.units import duration
 from megatrain.config import Config, step_loss
 from megatrain.data import PackedDataset, Prompts, Step, plain_rows
 from megatrain.errors import MegatrainError, in_one_line
-from megatrain.generate import Sampling, generate
+from megatrain.generate.sampling import Sampling
+from megatrain.generate.texts import generate
 from megatrain.loss import Distillation, JointLoss, Reward, num_labelled, targets_of
 from megatrain.telemetry.console import described_rewards
 from megatrain.telemetry.metrics import MetricsWriter, is_evaluation

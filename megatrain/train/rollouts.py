@@ -33,7 +33,8 @@ from megatrain.data import PLAIN, PromptRow, Prompts, Step, StepLoader
 from megatrain.data.dataset import Layout
 from megatrain.data.tokenizer import pad_id
 from megatrain.errors import InputError, RunFailed, StepRefused, first_line
-from megatrain.generate import Sampling, continued, stop_ids
+from megatrain.generate.sampling import Sampling
+from megatrain.generate.texts import continued, stop_ids
 from megatrain.loss import GRPO, IGNORED, num_labelled
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.train.sharing import from_first, logprobs

@@ -14,12 +14,11 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from megatrain import AdamW, Engine
-from megatrain.errors import RunFailed
+from megatrain.errors import RunFailed, Unsupported
 from megatrain.model.build import loaded_types
 from megatrain.model.capture import with_hidden
 from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied
-from megatrain.model.unsupported import Unsupported
 from tests.families.tiny import tiny_model
 
 
