@@ -83,7 +83,9 @@ class StreamedTrainer(_Trainer):
         if paired and args is None:
             raise InputError("StreamedTrainer needs args=DPOConfig(...)")
         # TRL gets the model and needs no reference of its own: ours computes the log-probabilities.
-        with trainer_model.changed(args, model_init_kwargs=None, precompute_ref_log_probs=True):
+        if paired:
+            options["ref_model"] = trainer_model.NoReference(model.config)
+        with trainer_model.changed(args, model_init_kwargs=None, precompute_ref_log_probs=False):
             super().__init__(model, *arguments, **options)
         heeded.check_arguments(self.args)
         model_given: Any = self.model
@@ -106,7 +108,7 @@ class StreamedTrainer(_Trainer):
         if getattr(self.args, "disable_dropout", False):
             trainer_model.without_dropout(model_given)
         if paired:
-            self.precompute_ref_logps = False
+            self.ref_model = None
             if reference is None and not wrapped and is_peft_model(model_given):
                 objectives.check_new_adapters(model_given)
         decayed = set(self.get_decay_parameter_names(model_given))
@@ -115,8 +117,6 @@ class StreamedTrainer(_Trainer):
         # Without PEFT's prefix.
         self._kept = {names[id(value)] for value in kept if id(value) in names}
         self._stand_in = trainer_model.ModelStandIn(model_given, generates=not scores)
-        if paired and wrapped and "ref" in model_given.peft_config:
-            model_given.delete_adapter("ref")  # TRL's reference, a copy of the adapter
         self._open_engines(model_given, reference)
 
     def _open_engines(self, model: Any, reference: Any) -> None:
@@ -146,10 +146,6 @@ class StreamedTrainer(_Trainer):
             self._take(held.enter_context(engine))
             engine.require_held()
             held.pop_all()
-
-    def _precompute_ref_logps(self, dataset: Any, *_: Any, **__: Any) -> Any:
-        """DPOTrainer calls this where it is made; the reference's engine is asked in each step."""
-        return dataset
 
     def _take(self, engine: Engine) -> None:
         """Take an engine to train with."""

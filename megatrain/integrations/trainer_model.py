@@ -163,6 +163,14 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
     return transformers.AutoModelForCausalLM.from_pretrained(model, **kwargs)
 
 
+class NoReference(nn.Module):
+    """Stands where TRL keeps a reference model; has no weights, and is not called."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
 @contextmanager
 def changed(args: Any, **values: Any) -> Iterator[None]:
     """Within this context these arguments, if `args` has them, have other values."""

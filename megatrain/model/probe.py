@@ -8,6 +8,7 @@ forward computes from what is read off the autograd graph.
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,6 +99,49 @@ def find_stacks(model: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
         if isinstance(module, nn.ModuleList) and len(module) and not inside:
             stacks.append((name, module))
     return sorted(stacks, key=lambda s: -sum(p.numel() for p in s[1].parameters()))
+
+
+def forget(model: PreTrainedModel, fresh: PreTrainedModel) -> None:
+    """Set attributes of `model` to None that a run of its forward has left, as in a `fresh` one.
+
+    Only if the model computes the same of text with other values there.
+    """
+    modules = dict(fresh.named_modules())
+    left = [
+        (module, name, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and vars(modules.get(path, module)).get(name, 0) is None
+    ]
+    runs: list[list[Tensor]] = []
+    with suppress(Exception):  # a forward may fail in any way on other values
+        for change in (torch.zeros_like, lambda value: value + 1000, lambda value: None):
+            for module, name, value in left:
+                setattr(module, name, change(value))
+            runs.append(_first_arguments(model) if left else [])
+    alike = len(runs) == 3 and all(map(torch.equal, chain(runs[0], runs[1]), 2 * runs[2]))
+    for module, name, value in left if not alike else ():
+        setattr(module, name, value)
+
+
+def _first_arguments(model: PreTrainedModel) -> list[Tensor]:
+    """The tensors that a run on text gives the first layer, where all weights are ones."""
+
+    def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        raise Reached([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+
+    weights = {name: torch.ones(()).expand(p.shape) for name, p in model.named_parameters()}
+    ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
+    for _, stack in find_stacks(model):
+        capture = Capture(model, stack)
+        try:
+            reached = capture.forward(stop, weights, capture.inputs({"input_ids": ids}))
+        finally:
+            capture.restore()
+        if isinstance(reached, list):
+            return reached
+    raise NotCalled
 
 
 class NotCalled(Exception):

@@ -38,6 +38,7 @@ from megatrain.model.build import (
 )
 from megatrain.model.export import saved_config
 from megatrain.model.fingerprint import Reader
+from megatrain.model.probe import forget
 from megatrain.model.unsupported import refuse_hooks, refuse_weights
 
 # Attributes that do not affect a forward's numbers, or are compared elsewhere.
@@ -71,7 +72,8 @@ def difference(
     """How `model` differs from the one that its saved configuration makes, and what to do about it.
 
     Args:
-        model: without its weights; its buffers are real.
+        model: without its weights; its buffers are real. What an earlier run of its forward has
+            left there, and another one computes anew, goes.
         dtype: that of its source, in which exports are written.
         computed: dtype in which its class has computed its buffers.
         with_code: the code of its class is saved with the model.
@@ -89,6 +91,7 @@ def difference(
             "model of transformers, or the folder that has its code"
         )
 
+    forget(model, again)
     built = again if computed == _BUILT_IN else None
     every = [_unlike(model, again), _buffers(model, again, loaded_types(model, computed, built))]
     if adapters is not None:

@@ -308,6 +308,7 @@ def main() -> None:
     if names:
         text, _, table = DOCUMENT.read_text().partition("\n" + MEDIA_TITLE)
         rows = {row.split(" | ")[0][2:]: row for row in re.findall(r"^\| .*\|$", table, re.M)}
+        rows = {family: rows[family] for family in media.families()}
     else:
         findings, rows = find_all(), {}
         text = render(findings)

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.integrations import StreamedTrainer
+from megatrain.loss import Reward
 from megatrain.model.trained import Trained
-from tests.families.media import micro_batch, omni
+from tests.families.media import micro_batch, omni, pictures
 from tests.families.parity import compare
 from tests.families.tiny import tiny_multimodal
 from tests.parity.cases import SIZES, masters, noisy, same
@@ -215,6 +216,29 @@ def test_a_run_of_images_and_sounds_goes_on_to_the_bit(tmp_path):
         assert same(masters(engine), expected[1])
 
 
+def test_a_model_that_has_run_before_trains_as_in_plain_torch():
+    model, batch = qwen3_vl(), of_qwen(8)
+    del batch["labels"]
+    model(**batch)
+    assert model.model.rope_deltas is not None
+    errors = compare(model, Placement(), steps=steps_of(of_qwen), chosen=ALL)
+    assert not errors.failures
+    assert model.model.rope_deltas is not None  # the caller's
+
+
+def test_state_that_a_run_on_text_would_read_is_refused(monkeypatch):
+    def positions(self, input_ids, inputs_embeds, **kwargs):
+        deltas = 0 if self.rope_deltas is None else self.rope_deltas[0, 0]
+        return (deltas + torch.arange(input_ids.shape[1])).expand(3, *input_ids.shape)
+
+    model, batch = qwen3_vl(), of_qwen(8)
+    del batch["labels"]
+    model(**batch)
+    monkeypatch.setattr(transformers.Qwen3VLModel, "compute_3d_position_ids", positions)
+    with pytest.raises(InputError, match=r"model\.rope_deltas is tensor"):
+        engine_of(model)
+
+
 def test_a_frozen_tower_runs_once_for_each_micro_batch(monkeypatch):
     runs, forward = [], transformers.CLIPVisionModel.forward
 
@@ -314,24 +338,40 @@ def processor():
     )
 
 
-def conversations(count):
-    """Questions about pictures of one colour each."""
-    return datasets.Dataset.from_list(
-        [
-            {
-                "images": [Image.new("RGB", (8, 8), (40 * i, 90, 200 - 30 * i))],
-                "messages": [
-                    {"role": "user", "content": [{"type": "image", "text": None}]},
-                    {"role": "assistant", "content": [{"type": "text", "text": f"it is {i}"}]},
-                ],
-            }
-            for i in range(count)
-        ]
-    )
+def picture(number):
+    """A picture of one colour, and the question about it."""
+    colour = (40 * number, 90, 200 - 30 * number)
+    asked = [{"role": "user", "content": [{"type": "image", "text": None}]}]
+    return [Image.new("RGB", (8, 8), colour)], asked
 
 
-def trained_by(kind, model, folder, **options):
-    args = trl.SFTConfig(
+def reply(text):
+    return [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
+
+
+def conversations(count, without=()):
+    """Questions about pictures; those numbered in `without` have none."""
+    rows = []
+    for number in range(count):
+        images, asked = picture(number)
+        if number in without:
+            images, asked = [], [{"role": "user", "content": [{"type": "text", "text": "and it?"}]}]
+        rows.append({"images": images, "messages": asked + reply(f"it is {number}")})
+    return datasets.Dataset.from_list(rows)
+
+
+def preferences(count):
+    """Questions about pictures with two replies."""
+    rows = []
+    for number in range(count):
+        images, asked = picture(number)
+        chosen, rejected = reply(f"it is {number}"), reply(f"never {number} at all")
+        rows.append({"images": images, "prompt": asked, "chosen": chosen, "rejected": rejected})
+    return datasets.Dataset.from_list(rows)
+
+
+def trained_by(kind, model, folder, config=trl.SFTConfig, **options):
+    args = config(
         str(folder),
         max_steps=2,
         per_device_train_batch_size=2,
@@ -344,33 +384,82 @@ def trained_by(kind, model, folder, **options):
         logging_steps=1,
         save_strategy="no",
         disable_tqdm=True,
+        eval_strategy="steps",
+        eval_steps=1,
     )
-    trainer = kind(model=model, args=args, train_dataset=conversations(8), **options)
+    trainer = kind(model=model, args=args, **options)
     trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    return trainer, [(log["loss"], log["grad_norm"]) for log in logs]
+    names = ("loss", "grad_norm", "eval_loss")
+    logs = [[log[name] for name in names if name in log] for log in trainer.state.log_history]
+    return trainer, [log for log in logs if log]
+
+
+def folder_of_llava(folder):
+    """A folder with a processor, whose model has a tower that is not trained."""
+    processing = processor()
+    image, count = processing.image_token_id, len(processing.tokenizer)
+    llava(image_token_index=image, vocab_size=count).save_pretrained(folder)
+    processing.save_pretrained(folder)
+    return processing
+
+
+def loaded(folder):
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
+    model.model.vision_tower.requires_grad_(False)
+    return model
+
+
+def assert_trains_alike(plain, tmp_path, **options):
+    """A trainer's losses, norms and evaluations are those of one with the engine; returns this."""
+
+    class Streamed(StreamedTrainer, plain):
+        engine_options: ClassVar = {"placement": Placement()}
+
+    options["processing_class"] = folder_of_llava(tmp_path / "model")
+    trainers, logs = [], []
+    for kind in (plain, Streamed):
+        trainer, log = trained_by(kind, loaded(tmp_path / "model"), tmp_path / "out", **options)
+        trainers.append(trainer)
+        logs.append(log)
+    assert len(logs[1]) == 4
+    for wanted, log in zip(*logs, strict=True):
+        assert log == pytest.approx(wanted, rel=1e-5)
+    return trainers[1]
 
 
 def test_trl_trains_on_conversations_with_pictures_as_without_the_engine(tmp_path):
-    class Streamed(StreamedTrainer, trl.SFTTrainer):
-        engine_options: ClassVar = {"placement": Placement()}
-
-    processing = processor()
-    image, count = processing.image_token_id, len(processing.tokenizer)
-    model = llava(image_token_index=image, vocab_size=count)
-    model.model.vision_tower.requires_grad_(False)
-    model.save_pretrained(tmp_path / "model")
-    processing.save_pretrained(tmp_path / "model")
-    _, expected = trained_by(
-        trl.SFTTrainer, copy.deepcopy(model), tmp_path / "plain", processing_class=processing
+    mixed, held_out = conversations(8, without=(1, 4, 5)), conversations(3)
+    trainer = assert_trains_alike(
+        trl.SFTTrainer, tmp_path, train_dataset=mixed, eval_dataset=held_out
     )
-    trainer, logs = trained_by(
-        Streamed, copy.deepcopy(model), tmp_path / "streamed", processing_class=processing
-    )
-    for wanted, log in zip(expected, logs, strict=True):
-        assert log == pytest.approx(wanted, rel=1e-5)
     trainer.save_model(tmp_path / "trained")
     assert (tmp_path / "trained" / "processor_config.json").exists()
+
+
+def test_trl_prefers_replies_about_pictures_as_without_the_engine(tmp_path):
+    pairs = {"train_dataset": preferences(8), "eval_dataset": preferences(3)}
+    assert_trains_alike(trl.DPOTrainer, tmp_path, config=trl.DPOConfig, **pairs)
+
+
+def test_rewards_of_pictures_train_as_in_plain_torch():
+    config = tiny_multimodal("gemma3").config
+    config.num_labels = 1
+    config.get_text_config().pad_token_id = config.pad_token_id = 0
+    model = noisy(transformers.Gemma3ForSequenceClassification(config))
+    batch = micro_batch(tiny_multimodal("gemma3"), pictures, 2, torch.Generator().manual_seed(1))
+    shape = batch.pop("labels").shape
+    plain = copy.deepcopy(model).train()
+    scores = plain(**batch).logits[:, 0]
+    expected = -F.logsigmoid(scores[0] - scores[1])
+    expected.backward()
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    batch["labels"] = torch.full(shape, -100)
+    batch["labels"][:, -1] = 0
+    chosen = torch.tensor([[1.0], [0.0]]).repeat(1, shape[1])
+    with engine_of(model, trained=ALL) as engine:
+        result = engine.step([batch | {"pair": torch.zeros(shape), "chosen": chosen}], Reward())
+    assert result.loss == pytest.approx(expected.item(), rel=1e-6)
+    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-6)
 
 
 def test_evaluation_and_logits_see_the_images():
