@@ -257,7 +257,13 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads wait for each other, long if the machine is busy
     try:
-        return make_plan(named.spec(), machine, workload, **further)
+        spec = named.spec()
+        if spec.media:
+            further["warnings"].append(
+                "the plan is for text: images count by their tokens alone, not by the time and "
+                "memory of their encoders"
+            )
+        return make_plan(spec, machine, workload, **further)
     except NotForeseeable as error:
         raise InputError(
             f"{named.name} cannot be planned: {error}; megatrain train streams all of it, "

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ import numpy as np
 
 from megatrain.data.dataset import PackedDataset
 from megatrain.data.row_packing import Ints, Segments
+
+_REPEATED = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\1{3,}")  # an image's tokens
 
 
 class SourceCount(NamedTuple):
@@ -28,11 +31,15 @@ class TextRun(NamedTuple):
 
 
 class ShownDocument(NamedTuple):
-    """A document in a row, or a part of it: its place and its learnt and unlearnt text."""
+    """A document in a row, or a part of it: its place and its learnt and unlearnt text.
+
+    images: the file, size and number of tokens of each.
+    """
 
     place: str
     num_tokens: int
     runs: list[TextRun]
+    images: list[str]
 
 
 class Summary:
@@ -145,8 +152,13 @@ def folder_of(names: Sequence[str]) -> str:
 def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
     """The documents of a row as they are trained."""
     places, folder = data.places(row), folder_of(data.store.names)
+    images = [
+        f"{image.name.removeprefix(folder)}: {len(tokenizer.tokenize(tokens))} tokens"
+        for image in data.images(row)
+        for tokens in [data.image_processor.replacement(image.size)]
+    ]
     return [
-        ShownDocument(place.removeprefix(folder), len(ids), _runs(ids, labels, tokenizer))
+        ShownDocument(place.removeprefix(folder), len(ids), _runs(ids, labels, tokenizer), images)
         for place, (ids, labels) in zip(places, data.pieces(row), strict=True)
     ]
 
@@ -157,7 +169,10 @@ def _runs(ids: Ints, labels: Ints, tokenizer: Any) -> list[TextRun]:
     edges = [0, *(np.flatnonzero(np.diff(learnt)) + 1).tolist(), len(ids)]
     return [
         TextRun(
-            tokenizer.decode(ids[start:stop].tolist(), clean_up_tokenization_spaces=False),
+            _REPEATED.sub(
+                lambda same: f"{same[1]} x {len(same[0]) // len(same[1])}",
+                tokenizer.decode(ids[start:stop].tolist(), clean_up_tokenization_spaces=False),
+            ),
             bool(learnt[start]),
         )
         for start, stop in itertools.pairwise(edges)

@@ -298,6 +298,7 @@ def _assemble(
 class _UnrunProgram:
     def __init__(self, measured: Profile) -> None:
         self.spec, self._measured = measured.spec, measured
+        self.capture = measured.spec.capture
 
     def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
         return self._measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None

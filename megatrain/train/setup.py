@@ -233,6 +233,10 @@ def _check_images(config: Config, sets: Sequence[Any]) -> None:
     """Raises InputError: rows have images, and the run's loss or its ranks do not take them."""
     if not any(isinstance(data, PackedDataset) and data.has_images for data in sets):
         return
+    log.info(
+        "data: placements are chosen for text: where images take more memory than there is, lower "
+        "engine.device_memory or training.micro_batch_size"
+    )
     if config.loss.name != "sft":
         raise InputError(
             f"loss.name {config.loss.name}: rows with images are trained by sft alone in "

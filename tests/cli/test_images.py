@@ -2,6 +2,8 @@
 
 import base64
 import json
+import os
+import re
 import shutil
 
 import numpy as np
@@ -250,3 +252,104 @@ def test_a_run_with_images_resumes_to_the_bit(megatrain, model, tmp_path):
     megatrain.done("train", file, "--resume")
     assert same(load_file(tmp_path / "run" / FILE), expected)
     assert [r["loss"] for r in steps(tmp_path / "run")] == [r["loss"] for r in losses]
+
+
+def gif(path):
+    frames = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in (0, 90)]
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+
+
+def cut_off(path):
+    picture(path.parent, path.name, 1, (64, 64))
+    path.write_bytes(path.read_bytes()[:900])
+
+
+def bomb(path):
+    Image.new("1", (10_000, 10_000)).save(path)
+
+
+def address(path):
+    return "https://example.org/a.png"
+
+
+WRONG = {
+    "missing": (lambda path: None, "a.png: cannot be read: no such file"),
+    "cut off": (cut_off, "a.png: not a whole image: .*truncated"),
+    "of something else": (lambda path: path.write_text("a"), "a.png: not a whole image"),
+    "moving": (gif, "a.gif: it has several frames"),
+    "huge": (bomb, "a.png: it has more than 89,478,485 pixels"),
+    "a pipe": (lambda path: os.mkfifo(path), "a.png: not a plain file"),
+    "an address": (address, "is an address: fetch it, and name the file"),
+    "broken base64": (lambda path: "data:image/png;base64,a!", "is not base64"),
+    "without a place": (lambda path: 3, "must be a path, a data: address or bytes, not int"),
+}
+
+
+@pytest.mark.parametrize("case", few(WRONG, 0, 1, 3, 4, 6))
+def test_an_image_that_cannot_be_trained_on_is_named_in_one_line(megatrain, model, tmp_path, case):
+    make, problem = WRONG[case]
+    name = "a.gif" if case == "moving" else "a.png"
+    file = write_run(tmp_path, model, "vision_tower")
+    row = talk([part(make(tmp_path / name) or name)], "It is 42.")
+    with (tmp_path / "rows.jsonl").open("a") as rows:
+        rows.write(json.dumps(row) + "\n")
+    result = megatrain("train", file)
+    assert result.exit_code == 2
+    [line] = [line for line in result.output.splitlines() if "error" in line]
+    assert re.search(f"rows.jsonl:8: .*{problem}", line), line
+    shown = megatrain.done("data", file, *sets(data__bad_rows="skip")).output
+    assert "1 bad rows are left out" in shown
+
+
+def rows_of(folder, rows):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def asked_of(folder, row, **keys):
+    rows_of(folder, [row])
+    return sets(data__path=str(folder / "rows.jsonl"), **keys)
+
+
+PAIR = {"prompt": [{"role": "user", "content": [part("p.png")]}],
+        "chosen": [{"role": "assistant", "content": "good"}],
+        "rejected": [{"role": "assistant", "content": "bad"}]}  # fmt: skip
+TEXTS = {"prompt": "a", "chosen": "good", "rejected": "bad", "images": ["p.png"]}
+REPLY = [part("p.png"), {"type": "text", "text": "a"}]
+REFUSED = {
+    "pairs": (PAIR, {"loss__name": "dpo"}, "with images are not compared or rated"),
+    "pairs of texts": (TEXTS, {"loss__name": "dpo"}, "field 'images': only text, and images of"),
+    "texts": ({"text": "a", "images": ["p.png"]}, {}, "field 'images': only text, and images of"),
+    "streams": (talk([part("p.png")], "a"), {"data__streaming": True}, "not trained from streams"),
+    "videos": (talk("a", "b", videos=["a.mp4"]), {}, "field 'videos': only text"),
+    "a video in parts": (talk([{"type": "video", "video": "a.mp4"}], "a"), {}, "'video'"),
+    "replies": (talk("a", REPLY), {}, "not in replies.*'image_url'"),
+    "too few places": (talk("<image>", "a", images=["p.png"] * 2), {}, "2 images .* 1 places"),
+    "too many places": (talk("<image><image>", "a", images=["p.png"]), {}, "1 images .* 2 places"),
+    "a token in a text": (talk([part("p.png"), {"type": "text", "text": "<image>"}], "a"), {},
+                          "has 2 places of images .*the row 1 images"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", few(REFUSED, 0, 3, 6, 9))
+def test_what_is_not_trained_with_images_is_refused_by_name(megatrain, model, tmp_path, case):
+    row, keys, problem = REFUSED[case]
+    file = write_run(tmp_path, model, "vision_tower")
+    picture(tmp_path, "p.png", 1)
+    if "data__streaming" in keys:
+        keys = keys | {"data__packing": False}
+    result = megatrain("train", file, *asked_of(tmp_path, row, **keys))
+    assert result.exit_code == 2
+    assert re.search(problem, result.output.replace("\n", " ")), result.output
+
+
+def test_the_data_command_shows_images_and_plans_say_what_they_count(megatrain, model, tmp_path):
+    file = write_run(tmp_path, model, "vision_tower")
+    output = megatrain.done("data", file, "--rows", "7").output
+    for name, size in (("pictures/0.png", "20 x 8"), ("pictures/2.png", "18 x 14")):
+        assert f"image {name} ({size}): 4 tokens" in output
+    assert "image in the row (15 x 23): 4 tokens" in output
+    assert "the sea, and <image> x 4<|im_end|>" in output and "⟦sunny<|im_end|>⟧" in output
+    options = ["--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--sequence-length", 128]
+    assert (
+        "the plan is for text: images" in megatrain.done("plan", "--model", model, *options).output
+    )
