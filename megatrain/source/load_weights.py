@@ -176,7 +176,7 @@ def read_adapter(source: Source, write: Write) -> None:
     names = peft.file_names(source.model, adapters.active)
     shapes = {name: tuple(p.shape) for name, p in source.model.named_parameters()}
     stored = {tensor.name: tensor for tensor in read_header(path)}
-    of_base = {name: name.removeprefix(prefix) for name in stored if ".base_layer." in name}
+    of_base = {n: n.removeprefix(prefix) for n in stored if ".base_layer." in n and n not in names}
     if of_base:
         assert source.stored is not None
         base, values = adapters.base, state_io.stored_values(source.stored, adapters.base)

@@ -242,10 +242,10 @@ def named_by_peft(name):
 
 
 def test_adapters_of_tables_go_to_peft_and_come_from_it(tmp_path):
-    """PEFT saves the base's tables beside them, and loads such adapters without."""
-    llama().save_pretrained(tmp_path / "base")
+    """PEFT saves the base's tables beside them, and loads such adapters without; biases with it."""
+    llama(attention_bias=True).save_pretrained(tmp_path / "base")
     [step] = make_batches(1)
-    adapter = {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}
+    adapter = {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "bias": "all"}
     with make_engine(tmp_path / "base", adapter=adapter) as engine:
         engine.step(step)
         engine.save_pretrained(tmp_path / "ours")
