@@ -173,7 +173,7 @@ class Engine(PlacedEngine):
             sequence_ranks = open_sequence_ranks(ranks, recording.torch_device, sequence_parallel)
             setup = EngineSetup(
                 source,
-                open_structure(source, optimizer, ranks, saveable=saveable),
+                open_structure(source, optimizer, ranks, precision, saveable=saveable),
                 max_grad_norm,
                 precision,
                 recording,

@@ -248,6 +248,10 @@ class BitChecks:
             if kept is not None and read is not None:
                 _require_equal(part.text, kept, read, part.buffer)
             self._checksums[part.key] = sums.written[part.plane]
+        if tile.layout.copies:  # which have been made anew
+            for part in _parts(tile):
+                if not part.trained and part.buffer is tile.weights and part.key in self._checksums:
+                    self._keep(part)
         landed = self._gradients.pop(tile.index, None)
         if landed is not None and sums.gradient is not None:
             _require_equal(f"{tile.name}: the gradient (host)", landed, sums.gradient)

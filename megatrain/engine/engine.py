@@ -338,9 +338,8 @@ class PlacedEngine:
             raise InputError(f"base is {self._opened.source.base!r}: it has no weights to hand out")
         for tile in (tile for tile in self._store.tiles if tile.layout.entries):
             self._complete(tile)
-            views = {e.name: tile.weights.values(tile.place(e)[0]) for e in tile.layout.entries}
-            shaped = {e.name: views[e.name].view(e.shape) for e in tile.layout.entries}
-            yield UpdatedTile(tile.name, tile.version, shaped)
+            views = tile.layout.views(tile.weights.values())
+            yield UpdatedTile(tile.name, tile.version, views)
 
     def require_held(self) -> None:
         """Raises InputError: parameters are trained that the adapter's folder does not hold."""

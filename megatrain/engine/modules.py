@@ -62,10 +62,8 @@ class StreamedModule:
 
     def weights(self, slot: Buffer) -> dict[str, Tensor]:
         """The tile's parameters by the function's names."""
-        return {
-            entry.name.removeprefix(self.prefix): entry.view(slot.data)
-            for entry in self.tile.layout.unpacked.entries
-        }
+        views = self.tile.layout.unpacked.views(slot.data)
+        return {name.removeprefix(self.prefix): view for name, view in views.items()}
 
     def leaves(self, slot: Buffer) -> tuple[dict[str, Tensor], list[str]]:
         """The parameters as autograd leaves, and the names of the trainable ones."""

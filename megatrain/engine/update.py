@@ -444,6 +444,8 @@ class Update:
             work = partial(self._apply, part, first, host_grad, runs, scale, sums)
             written = [buffer for plane, buffer in part.planes.items() if not plane.on_device]
             self._device.run(stream, name, work, [host_grad.buffer], written)
+        if tile.layout.copies:
+            self._copy_masters(tile, stream)
         if sums is not None:
 
             def compare() -> None:
@@ -453,6 +455,20 @@ class Update:
             on_device = [b for p, b in tile.planes.items() if tile.rests.tier(p) is Tier.DEVICE]
             self._device.run(stream, Name(Kind.PLAIN, f"compare {tile.name}"), compare, on_device)
         tile.updated = host_grad.free = self._device.record(stream)
+
+    def _copy_masters(self, tile: Tile, stream: str) -> None:
+        """Renew the copies that layers compute with in fp32, of masters that may be on the disk."""
+        if tile.remainder is None:
+            return
+        device, halves = self._device, [tile.weights, tile.remainder]
+        on_disk = Tier.DISK in (tile.rests.weights, tile.rests.remainder)
+        if on_disk:
+            device.wait(stream, tile.written, "disk version to copy")
+        work = partial(tile.copy_masters, self._threads)
+        name = Name(Kind.PLAIN, f"copy masters of {tile.name}")
+        device.run(stream, name, work, halves, [tile.weights])
+        if on_disk:
+            tile.written = device.record(stream)
 
     def _runs(self, tile: Tile) -> Iterator[_Run]:
         states = [plane for plane in tile.states if not plane.on_device]

@@ -152,7 +152,8 @@ def _encoded(
             raise InputError("ranks that share a model make no texts of images; use one rank")
         for tile, entry in store.entries() if names else ():
             if entry.name in names:
-                places.put(entry.name, entry.view(tile.weights.data).to(device))
+                weights = tile.layout.views(tile.weights.data)
+                places.put(entry.name, weights[entry.name].to(device))
         names.clear()
         return encoder(*args, **kwargs)
 

@@ -33,6 +33,7 @@ from megatrain.forecast.profile import Once, Profile
 from megatrain.forecast.simulate import STEADY, Forecast, forecast, process_bytes
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
+from megatrain.model.build import loaded_types
 from megatrain.model.capture import Ref
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
@@ -126,11 +127,10 @@ def _unsummed_bytes(visited: Sequence[Tile], dtype: torch.dtype) -> int:
     """The largest gradient of one backward; of a whole head, one parameter's."""
     sizes = [0]
     for tile in visited:
-        if tile.layout.kind is TileKind.HEAD:
-            sizes += [prod(entry.shape) for entry in tile.layout.trainable]
-        else:
-            sizes.append(tile.layout.trainable_numel)
-    return max(sizes) * dtype.itemsize
+        copies, trained = tile.layout.copies, tile.layout.trainable
+        each = [e.numel * (4 if e.name in copies else dtype.itemsize) for e in trained]
+        sizes += each if tile.layout.kind is TileKind.HEAD else [sum(each)]
+    return max(sizes)
 
 
 def _numel(layer: Layer, ref: Ref) -> int:
@@ -147,7 +147,7 @@ class ForecastCache(Once):
         self.spec = spec
 
     def model(self, workload: Workload) -> Model:
-        key = workload.rule, workload.ranks, workload.hosts
+        key = workload.rule, workload.ranks, workload.hosts, workload.dtype
         return self.once(key, lambda: Model.trained(self.spec, *key))
 
     def needs(self, workload: Workload, placement: Placement) -> Needs:
@@ -264,7 +264,7 @@ class ForecastCache(Once):
             (workload.second, dtype, length),
             lambda: Profile(spec, dtype, length, compiled=False, chunk_tokens=None),
         )
-        layouts, machine = Model.trained(spec, None).layouts, step.machine
+        layouts, machine = Model.trained(spec, None, dtype=dtype).layouts, step.machine
         rows, costs = step.micro_batch, CostModel(machine)
         count = -(-step.tokens_per_step // (rows * step.sequence_length))
         works = [measured.layer(visit, rows).forward for visit in range(len(spec.layers))]
@@ -288,7 +288,7 @@ def second_needs(spec: ModelSpec, dtype: torch.dtype, tokens: int, ranks: int = 
     """The memory of an engine that only runs the model, of each of `ranks` that share it."""
     program = ModelProgram(spec, torch.device("cpu"), dtype)
     tokens *= ranks  # each has the table's rows for the tokens of all
-    model = Model.trained(spec, None, ranks)
+    model = Model.trained(spec, None, ranks, dtype=dtype)
     return needs_of(model, program, Placement(), clip=False, tokens=tokens)
 
 
@@ -308,7 +308,8 @@ def generation_bytes(
     ):
         training = model.training
         model.eval()
-        weights = {n: torch.empty(p.shape, dtype=dtype) for n, p in model.named_parameters()}
+        types, named = loaded_types(model, dtype), model.named_parameters()
+        weights = {n: torch.empty(p.shape, dtype=types.get(n, dtype)) for n, p in named}
         try:
             cached, prompts = counts_tokens(model.config.get_text_config(decoder=True)), 0
             if not cached:  # as `generate/texts.py` finds it

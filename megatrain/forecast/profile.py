@@ -314,7 +314,9 @@ class Profile(Once):
             with foreseeing("what comes before the layers"), fakes():
                 micro = self.micro_batch(rows)
                 weights = {
-                    name: stand_in(self.parameters[name], _CPU, self.dtype).requires_grad_()
+                    name: stand_in(
+                        self.parameters[name], _CPU, self.program.type_of(name)
+                    ).requires_grad_()
                     for name in self.spec.prologue
                 }
                 with torch.enable_grad():
@@ -400,8 +402,10 @@ class Profile(Once):
         tables = {name: table.requires_grad_() for name, table in tables.items()}
         return MicroBatch({"input_ids": ids}, ids, _AnyRows(ids, ids, tables, ids.view(-1)[:1]))
 
-    def _weights(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-        return {name: torch.empty(p.shape, dtype=self.dtype) for name, p in parameters.items()}
+    def _weights(self, parameters: dict[str, nn.Parameter], prefix: str = "") -> dict[str, Tensor]:
+        """Weights without data; parameters' names behind `prefix` are those of the model."""
+        type_of = self.program.type_of
+        return {n: torch.empty(p.shape, dtype=type_of(prefix + n)) for n, p in parameters.items()}
 
     def _call(self, visit: int, rows: int) -> tuple[Callable[[], Activations], list[Any]]:
         """A function that runs a layer, and all its inputs, within `fakes()`."""
@@ -411,7 +415,7 @@ class Profile(Once):
         for value in values.values():
             value.requires_grad_(value.is_floating_point())
         parameters = dict(layer.module.named_parameters())
-        weights = self._weights(parameters)
+        weights = self._weights(parameters, f"{layer.name}.")
         for name, weight in weights.items():
             weight.requires_grad_(parameters[name].requires_grad)
         inputs = [*values.values(), *weights.values(), *micro.calls[visit].leaves]

@@ -7,7 +7,7 @@ and experts that are no `nn.Linear` are computed in bf16.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -20,19 +20,24 @@ _CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that have them
 ROUTERS = frozenset(("gate", "router"))  # a small error of theirs would choose other experts
 
 
-def convert(module: nn.Module, device: torch.device) -> list[nn.Module]:
+def convert(module: nn.Module, device: torch.device, wide: Collection[str] = ()) -> list[nn.Module]:
     """Let the linear modules of a layer's template compute in float8; returns them.
 
     Without a GPU the casts are real and products are computed in the type of the inputs.
+
+    Args: `wide`: names of parameters that stay in fp32.
 
     Raises InputError: as `require_float8`.
     """
     require_float8(device)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    names = [name for name, child in module.named_modules() if _takes(child, name)]
+    def takes(child: nn.Module, name: str) -> bool:
+        return f"{name}.weight" not in wide and _takes(child, name)
+
+    names = [name for name, child in module.named_modules() if takes(child, name)]
     config = Float8LinearConfig(emulate=device.type != "cuda", pad_inner_dim=True)
-    convert_to_float8_training(module, config=config, module_filter_fn=_takes)
+    convert_to_float8_training(module, config=config, module_filter_fn=takes)
     return [module.get_submodule(name) for name in names]
 
 

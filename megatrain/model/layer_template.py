@@ -115,7 +115,8 @@ class LayerTemplate:
         computes random operations or attention again.
         """
         if self.compiled and self.random is None:
-            weight = next(iter(weights.values()))
+            floats = [weight for weight in weights.values() if weight.is_floating_point()]
+            weight = min(floats, key=lambda weight: weight.itemsize)  # some may stay in fp32
 
             def like(leaf: Tensor) -> Tensor:
                 dtype = weight.dtype if leaf.is_floating_point() else leaf.dtype

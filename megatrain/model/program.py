@@ -33,7 +33,7 @@ from megatrain.model.capture import (
 )
 from megatrain.model.documents import BY_LENGTHS, attend, takes_lengths, without_masks
 from megatrain.model.float8 import convert as float8_linears
-from megatrain.model.layer_template import move_buffers
+from megatrain.model.layer_template import LayerTemplate, move_buffers
 from megatrain.model.media import (
     Encoded,
     FrozenParts,
@@ -98,13 +98,14 @@ class ModelProgram:
         self.capture = spec.capture
         model = self.capture.model
         self._types = types = loaded_types(model, dtype)
-        refuse_rounding(types, spec.computed, dtype)
+        refuse_rounding(types, spec.gathered, dtype)
         move_buffers(model, device, types)
         self.kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
         for kind in self.kinds:
             move_buffers(kind.module, device)
-        kinds = self.kinds if float8 else []
-        self.float8 = [linear for kind in kinds for linear in float8_linears(kind.module, device)]
+        self.float8 = list[nn.Module]()
+        for kind in self.kinds if float8 else []:
+            self.float8 += float8_linears(kind.module, device, self._wide_in(kind))
         if float8 and not self.float8:
             raise InputError(
                 "precision is 'fp8', but no layer has an nn.Linear of sizes that are multiples of "
@@ -121,10 +122,20 @@ class ModelProgram:
         numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
         self._layers_follow = any(numbered)
         self._outer = {
-            name: stand_in(p, device, dtype)
+            name: stand_in(p, device, types.get(name, dtype))
             for name, p in model.named_parameters()
             if name in {*spec.prologue, *spec.epilogue, *spec.gathered, *spec.media}
         }
+
+    def type_of(self, name: str) -> torch.dtype:
+        """The type that the forward computes with a parameter in."""
+        return self._types.get(name, self.dtype)
+
+    def _wide_in(self, kind: LayerTemplate) -> set[str]:
+        """Names, within layers of a kind, of parameters that are computed with in fp32."""
+        layer = next(layer for layer in self.spec.layers if layer.kind is kind)
+        names = [name for name, _ in kind.module.named_parameters()]
+        return {n for n in names if self.type_of(f"{layer.name}.{n}") != self.dtype}
 
     def train(self, mode: bool) -> None:
         """Training mode (dropout on) or evaluation mode, for the captured model and templates."""
@@ -182,10 +193,8 @@ class ModelProgram:
 
         Args: `frozen`: parts whose results the backward takes from the forward.
 
-        Raises InputError: the encoders compute in fp32 whatever the dtype, or with weights that
-        text uses as well.
+        Raises InputError: the encoders compute with weights that text uses as well.
         """
-        refuse_rounding(self._types, self.spec.media, self.dtype)
         uses = Uses()
         parts = (
             nullcontext() if frozen is None else frozen.of(batch.media, batch.kept, uses.touched)

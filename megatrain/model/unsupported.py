@@ -55,23 +55,22 @@ def draws_for_layers(config: PreTrainedConfig) -> bool:
 
 
 def refuse_rounding(
-    types: Mapping[str, torch.dtype], computed: Iterable[str], dtype: torch.dtype
+    types: Mapping[str, torch.dtype], gathered: Iterable[str], dtype: torch.dtype
 ) -> None:
-    """Refuse to compute in `dtype` with parameters that transformers keeps in float32.
+    """Refuse to look up rows in `dtype` of tables that transformers keeps in float32.
 
     Args:
         types: of all parameters, as `from_pretrained` gives them in `dtype`.
-        computed: names of those that the forward computes with.
+        gathered: names of tables whose rows are looked up.
 
     Raises Unsupported: there are such; the message names one.
     """
-    wide = sorted(name for name in computed if types.get(name, dtype).itemsize > dtype.itemsize)
-    if wide:
-        raise Unsupported(
-            f"transformers computes with {wide[0]} in float32 whatever the model's dtype "
-            f"({len(wide)} parameters in all), and here all weights would be bf16; set "
-            "precision to fp32"
-        )
+    for name in gathered:
+        if types.get(name, dtype).itemsize > dtype.itemsize:
+            raise Unsupported(
+                f"transformers computes with {name} in float32 whatever the model's dtype, and "
+                "here the rows of tables would be bf16; set precision to fp32"
+            )
 
 
 def refuse_weights(model: nn.Module) -> None:

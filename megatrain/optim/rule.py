@@ -76,6 +76,8 @@ class Plane:
 
     def numel(self, layout: TileLayout) -> int:
         """Values of this plane for a tile, up to the last part or parameter that has values."""
+        if self.kind is PlaneKind.WEIGHTS:
+            return layout.numel
         last = next(filter(self.has, reversed(layout.entries)), None)
         stop = 0 if last is None else align(last.offset + last.stored, ALIGNMENT)
         return (layout.whole_parts(stop) if self.only is None else stop) // self.per

@@ -238,7 +238,7 @@ def several_gpus(
 
 def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> list[TileBytes]:
     """All tiles of a training run, equal layers together."""
-    layouts = Model.trained(spec, workload.rule).layouts
+    layouts = Model.trained(spec, workload.rule, dtype=workload.dtype).layouts
     kept, gradient = tile_planes(workload.rule, workload.dtype), gradient_plane(workload.dtype)
     adapter = adapted(spec.capture.model)
     frozen = [entry.name for layout in layouts for entry in layout.entries if entry.group is None]

@@ -26,6 +26,7 @@ from megatrain.source.source import Source
 from megatrain.store.store import Store
 from megatrain.telemetry.console import PASSING, Share, end_passing
 from megatrain.telemetry.host import update_threads
+from megatrain.tile.layout import FP32
 
 _log = logging.getLogger(__name__)
 
@@ -45,13 +46,15 @@ def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks
         write = _writer(store, source, share)
         read = {e.name: partial(t.whole_master, e, ranks) for t, e in store.entries()}
         ranks.agree(lambda: draw_adapters(source.model, read, write, seed))
+    for tile in store.tiles:
+        tile.copy_masters(update_threads())
     end_passing()
 
 
 def _load(source: Source, spec: ModelSpec, store: Store, seed: int, share: Share) -> None:
     """Load everything except adapters that are drawn."""
     dtype = store.tiles[0].weights.data.dtype
-    refuse_rounding(loaded_types(source.model, dtype), spec.computed, dtype)
+    refuse_rounding(loaded_types(source.model, dtype), spec.gathered, dtype)
     adapters, write = adapted(source.model), _writer(store, source, share)
     drawn: Collection[str] | None = ()
     if source.saved is not None:
@@ -101,8 +104,9 @@ def _draw(
     def as_source(name: str, values: Tensor) -> Tensor:
         if name not in frozen:
             return values
-        values, packed = values.to(source.dtype), frozen[name].packed
-        return values if packed is None else packed.pack(values)
+        packed = frozen[name].packed
+        values = values if packed is FP32 else values.to(source.dtype)
+        return packed.pack(values) if packed and frozen[name].is_packed else values
 
     initialise(spec, seed, write, names, threads=threads, kept=as_source, alike=source.alike)
 

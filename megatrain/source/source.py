@@ -309,7 +309,9 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
         if still := [*frozen, *probed.unused, *probed.fixed]:
             types = _types(source)
             probed.wide = {n for n in still if types.get(n, source.dtype) != torch.bfloat16}
-        probed.packed = _packings(source, probed, trained=trained)
+        if packed := _packings(source, probed, trained=trained):
+            wide = in_fp32(probed, torch.bfloat16)
+            probed.packed = {name: how for name, how in packed.items() if name not in wide}
         source.structures[trained] = probed
     return source.structures[trained]
 
@@ -377,20 +379,32 @@ def _types(source: Source) -> dict[str, torch.dtype]:
     return {source.names.get(name, name): dtype for name, dtype in types.items()}
 
 
-def tile_layouts(spec: ModelSpec, groups: dict[str, int], ranks: int = 1) -> list[TileLayout]:
+def in_fp32(spec: ModelSpec, dtype: torch.dtype) -> set[str]:
+    """Parameters that transformers computes with in fp32 in a model of another `dtype`."""
+    if dtype == torch.float32:
+        return set()
+    types = build.loaded_types(spec.capture.model, dtype)
+    computed = (name for name in (*spec.computed, *spec.media) if name not in spec.gathered)
+    return {name for name in computed if types.get(name, dtype) == torch.float32}
+
+
+def tile_layouts(
+    spec: ModelSpec, groups: dict[str, int], ranks: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> list[TileLayout]:
     """Tiles in the order in which a forward needs them; the head, then what nothing reads, last.
 
     `groups` gives each trainable parameter's optimizer group; all others are frozen. Between
     `ranks` no row of a table that is gathered is cut, and a head begins with one that it shares.
+    Layers are computed in `dtype`, but for what transformers keeps in fp32.
     """
     shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
-    unmoved = {*spec.unused, *spec.fixed}
+    unmoved, wide = {*spec.unused, *spec.fixed}, in_fp32(spec, dtype)
 
     def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
         parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
         rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
-        name, wide, packed = kind.value + visit, spec.wide, spec.packed
-        return TileLayout(name, parameters, kind, wide, packed, ranks=ranks, row=rows)
+        name, how = kind.value + visit, (spec.wide, spec.packed, wide.intersection(names))
+        return TileLayout(name, parameters, kind, *how, ranks=ranks, row=rows)
 
     tiles = [
         layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),
@@ -412,19 +426,27 @@ def tile_layouts(spec: ModelSpec, groups: dict[str, int], ranks: int = 1) -> lis
 class Model:
     """A model's structure, its optimizer (None: it is only run), and its tiles.
 
-    `ranks` share the tiles, on each of the `hosts`.
+    `ranks` share the tiles, on each of the `hosts`. Layers are computed in `dtype`.
     """
 
     spec: ModelSpec
     optimizer: StreamedOptimizer | None
     ranks: int = 1
     hosts: int = 1
+    dtype: torch.dtype = torch.bfloat16
 
     @classmethod
-    def trained(cls, spec: ModelSpec, rule: Rule | None, ranks: int = 1, hosts: int = 1) -> "Model":
+    def trained(
+        cls,
+        spec: ModelSpec,
+        rule: Rule | None,
+        ranks: int = 1,
+        hosts: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> "Model":
         """A model that so many ranks train with an optimizer of this rule; None: run."""
         optimizer = None if rule is None else StreamedOptimizer(rule, spec.capture.model)
-        return cls(spec, optimizer, ranks, hosts)
+        return cls(spec, optimizer, ranks, hosts, dtype)
 
     @property
     def rule(self) -> Rule | None:
@@ -435,7 +457,7 @@ class Model:
     def layouts(self) -> list[TileLayout]:
         """The model's tiles, in the order in which a forward needs them."""
         groups = {} if self.optimizer is None else self.optimizer.group_of()
-        return tile_layouts(self.spec, groups, self.ranks)
+        return tile_layouts(self.spec, groups, self.ranks, self.dtype)
 
     @cached_property
     def computing(self) -> tuple[int, int]:
@@ -512,7 +534,7 @@ class EngineSetup:
 
 
 def open_structure(
-    source: Source, optimizer: Rule | None, ranks: Ranks, *, saveable: bool
+    source: Source, optimizer: Rule | None, ranks: Ranks, precision: Precision, *, saveable: bool
 ) -> Model:
     """The model's structure and tiles. Raises InputError: it cannot be saved."""
     if source.saved is None and not source.structures:  # that puts other forwards into the model
@@ -522,7 +544,7 @@ def open_structure(
     spec = structure(source, trained=optimizer is not None)
     if optimizer is not None and saveable and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
-    return Model.trained(spec, optimizer, ranks.shards.size, ranks.hosts)
+    return Model.trained(spec, optimizer, ranks.shards.size, ranks.hosts, DTYPES[precision])
 
 
 def choose_trained(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatrain.device import Buffer, Device, disk
 from megatrain.device.base import COMPUTE, DISK_IN, DISK_OUT, DISK_WEIGHTS, UPDATE, Memory, Name
 from megatrain.device.disk import BLOCK, PlaneFile
 from megatrain.errors import InputError
+from megatrain.kernels.reference import UPDATE_BLOCK, join_block
 from megatrain.optim import Plane, PlaneKind, Rule, tile_planes
 from megatrain.parallel.distributed import Ranks
 from megatrain.placement import CPU_PLACEMENT, Placement
@@ -224,6 +226,19 @@ class Tile:
         kernels.join(weights.cpu(), remainder, master, threads=threads)
         return master.view(shape)
 
+    def copy_masters(self, threads: int = 1) -> None:
+        """Make the copies of masters that layers compute with in fp32; after each update."""
+        own, remainder = self.trained, self.remainder
+        for start, stop, at in chain.from_iterable(self.layout.copies.values()):
+            if remainder is None or not own.start <= start < own.stop:
+                continue
+            span = next(span for span in self.spans if span.at <= at < span.at + span.numel)
+            trained = slice(start - own.start, stop - own.start)
+            first = span.start + at - span.at
+            with self.weights.writing(slice(first, first + 2 * (stop - start))) as copy:
+                halves = self.weights.values(trained), remainder.values(trained)
+                _join(*halves, copy.view(torch.float32), threads)
+
     def whole_master(self, entry: Entry, ranks: Ranks) -> Tensor:
         """A CPU copy of a parameter's whole fp32 master; all ranks call this."""
         if entry.packed is None or self.layout.ranks == 1:
@@ -232,6 +247,16 @@ class Tile:
         pairs = self.weights.values(place).cpu().view(torch.int16)  # of bytes: exact in fp32
         stored = ranks.shards.join(pairs.float(), own, (entry.stored,)).to(torch.int16)
         return entry.packed.unpacked(stored, entry.shape)
+
+
+def _join(weights: Tensor, remainder: Tensor, master: Tensor, threads: int) -> None:
+    """`kernels.join` on the device of `master`."""
+    if master.is_cpu:
+        kernels.join(weights.cpu(), remainder.cpu(), master, threads=threads)
+        return
+    halves = (half.to(master.device) for half in (weights, remainder))
+    for block in zip(*(t.split(UPDATE_BLOCK) for t in (*halves, master)), strict=True):
+        join_block(*block)
 
 
 class Store:

@@ -4,6 +4,10 @@ Trainable parameters come first, one contiguous run per optimizer group, frozen 
 gradient and the moments cover a prefix, and the update is one kernel call per group, as long as the
 groups stay as they were. Of the frozen ones those come first whose source has more bits than bf16,
 so that the rest of the masters is a prefix, too.
+
+Parameters that layers compute with in fp32, whatever the type of the others, have all their bits in
+the plane of weights: frozen ones as a packing, trained ones as copies of their masters, which come
+after what is trained.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +49,7 @@ class WeightFormat:
         parts: of these, the codes and an fp32 scale for each of equally many values.
         expand: codes and scales to values, in place; of the fourth argument's type and length.
         values: what codes stand for; empty where they say it themselves.
+        computed: the type that layers compute with; fp32 is read where it is kept.
     """
 
     name: str
@@ -53,6 +58,7 @@ class WeightFormat:
     parts: Callable[[Tensor, Sequence[int]], tuple[Tensor, Tensor]]
     expand: Expand
     values: Callable[[torch.device], Tensor]
+    computed: torch.dtype = torch.bfloat16
 
     def takes(self, shape: Sequence[int]) -> bool:
         """True if a parameter can be packed: a matrix of whole blocks."""
@@ -73,7 +79,7 @@ class WeightFormat:
 
     def unpacked(self, stored: Tensor, shape: Sequence[int]) -> Tensor:
         """The values of `stored` on the CPU that layers are computed with, in fp32."""
-        out = torch.empty(tuple(shape), dtype=torch.bfloat16)
+        out = torch.empty(tuple(shape), dtype=self.computed)
         self.unpack(stored, out)
         return out.float()
 
@@ -194,11 +200,31 @@ def _no_values(device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 
+def _fp32_bytes(shape: Sequence[int]) -> int:
+    return 4 * prod(shape)
+
+
+def _pack_fp32(values: Tensor) -> Tensor:
+    return values.float().contiguous().view(-1).view(torch.uint8)
+
+
+def _fp32_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    codes = stored.view(torch.float32)
+    return codes, codes
+
+
+def _expand_fp32(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
+    out.copy_(codes)
+
+
 NF4 = WeightFormat("nf4", _nf4_bytes, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
 NF4_WIDE = WeightFormat("nf4_wide", _wide_bytes, _pack_wide, _wide_parts, _expand_nf4, _nf4_values)
 FP8 = WeightFormat("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
 BASES = {each.name: each for each in (NF4, FP8)}
-PACKINGS = BASES | {NF4_WIDE.name: NF4_WIDE}  # this one is only read, of folders
+FP32 = WeightFormat(
+    *("fp32", _fp32_bytes, _pack_fp32, _fp32_parts, _expand_fp32, _no_values, torch.float32)
+)
+PACKINGS = BASES | {each.name: each for each in (NF4_WIDE, FP32)}  # chosen by folders and models
 
 
 Group = TypeVar("Group")
@@ -253,9 +279,17 @@ class Entry:
         """Elements of a plane that the parameter takes."""
         return self.numel if self.packed is None else -(-self.packed.bytes_of(self.shape) // 2)
 
+    @property
+    def is_packed(self) -> bool:
+        """True if layers cannot compute with the parameter as it is kept."""
+        return self.packed not in (None, FP32)
+
     def view(self, flat: Tensor) -> Tensor:
         """This parameter in a flat plane of its tile."""
-        return flat[self.offset : self.offset + self.numel].view(self.shape)
+        values = flat[self.offset : self.offset + self.stored]
+        if self.packed is FP32:
+            values = values.view(torch.float32)
+        return values[: self.numel].view(self.shape)
 
 
 class TileLayout:
@@ -267,8 +301,10 @@ class TileLayout:
         entries: the parameters in storage order.
         numel: length of the weights plane, in elements.
         trainable_numel: length of the gradient and moment planes; a prefix of `numel`.
-        parts: `(start, stop)` of what is trained, and of what is frozen with and without bits that
-            bf16 does not hold.
+        parts: `(start, stop)` of what is trained, of its copies in fp32, and of what is frozen
+            with and without bits that bf16 does not hold.
+        copies: for each trained parameter that layers compute with in fp32, `(start, stop, at)` of
+            its elements in each rank's block, and of the first copy, which is as long as two.
         ranks: into how many equal blocks each of these is cut.
     """
 
@@ -279,6 +315,7 @@ class TileLayout:
         kind: TileKind = TileKind.LAYER,
         wide: Collection[str] = (),
         packed: Mapping[str, WeightFormat] | None = None,
+        fp32: Collection[str] = (),
         *,
         ranks: int = 1,
         row: int = 1,
@@ -287,20 +324,23 @@ class TileLayout:
         parameters: as `(name, shape, group)`; group None means frozen.
         wide: names of those whose source has bits that bf16 does not hold.
         packed: how frozen ones are kept that are not kept as bf16, by name.
+        fp32: names of those that layers compute with in fp32, whatever the type of the plane.
         row: elements that no cut between ranks divides, counted from each part's beginning.
         """
-        self.name, self.kind, self.ranks, self._row = name, kind, ranks, row
+        self.name, self.kind, self.ranks, self._row, self._fp32 = name, kind, ranks, row, fp32
+        self.copies: dict[str, list[tuple[int, int, int]]] = {}
         cut = ranks * lcm(ALIGNMENT, row) if ranks > 1 else ALIGNMENT
         entries: list[Entry] = []
         offset = 0
-        how = packed or {}
+        how = {**(packed or {}), **dict.fromkeys(fp32, FP32)}
         marked = [
             (n, shape, group, group is None and n in wide and n not in how)
             for n, shape, group in parameters
         ]
-        order = sorted(marked, key=lambda p: (p[2] is None, not p[3], p[0] in how, p[2] or 0))
+        later = {name for name, packing in how.items() if packing is not FP32}
+        order = sorted(marked, key=lambda p: (p[2] is None, not p[3], p[0] in later, p[2] or 0))
         self.parts: list[tuple[int, int]] = []
-        for _, members in groupby(order, key=lambda p: (p[2] is None, p[3])):
+        for (is_frozen, _), members in groupby(order, key=lambda p: (p[2] is None, p[3])):
             start = offset
             for parameter, shape, group, is_wide in members:
                 packing = how.get(parameter) if group is None else None
@@ -308,14 +348,40 @@ class TileLayout:
                 offset = align(offset + entries[-1].stored, ALIGNMENT)
             offset = align(offset, cut)
             self.parts.append((start, offset))
+            if not is_frozen:
+                offset = self._place_copies(entries, offset, cut)
         self.entries, self.numel = tuple(entries), offset
         self.trainable_numel = self.parts[0][1] if self.trainable else 0
         self.by_name = {entry.name: entry for entry in entries}
 
+    def _place_copies(self, trained: Sequence[Entry], start: int, cut: int) -> int:
+        """Lay out each rank's copies of its block, of `start` elements in all; returns their end.
+
+        Blocks are equally long, since ranks gather them.
+        """
+        block, longest = start // self.ranks, 0
+        places: list[tuple[str, int, int, int, int]] = []
+        for rank in range(self.ranks):
+            at = 0
+            for entry in (entry for entry in trained if entry.name in self._fp32):
+                first = max(entry.offset, rank * block)
+                stop = min(entry.offset + entry.numel, (rank + 1) * block)
+                if first < stop:
+                    places.append((entry.name, first, stop, rank, at))
+                    at = align(at + 2 * (stop - first), ALIGNMENT)
+            longest = max(longest, at)
+        length = align(longest, cut // self.ranks)
+        for name, first, stop, rank, at in places:
+            pieces = self.copies.setdefault(name, [])
+            pieces.append((first, stop, start + rank * length + at))
+        if length:
+            self.parts.append((start, start + self.ranks * length))
+        return start + self.ranks * length
+
     @cached_property
     def is_packed(self) -> bool:
-        """True if any parameter is kept otherwise than as its values."""
-        return any(entry.packed is not None for entry in self.entries)
+        """True if layers cannot compute with some parameters as they are kept."""
+        return any(entry.is_packed for entry in self.entries)
 
     @cached_property
     def unpacked(self) -> "TileLayout":
@@ -324,14 +390,15 @@ class TileLayout:
             return self
         parameters = [(e.name, torch.Size(e.shape), e.group) for e in self.entries]
         wide = [e.name for e in self.entries if e.wide]
-        return TileLayout(self.name, parameters, self.kind, wide, ranks=self.ranks, row=self._row)
+        given, fp32, row = (self.name, parameters, self.kind, wide), self._fp32, self._row
+        return TileLayout(*given, fp32=fp32, ranks=self.ranks, row=row)
 
     def unpack(self, stored: Tensor, out: Tensor, fast: Callable[[Expand], Expand]) -> None:
         """Write the parameters of the weights plane `stored` to `out`, laid out as `unpacked`.
 
         `fast` gives what a packing's `expand` is compiled to.
         """
-        packed = [entry for entry in self.entries if entry.packed]
+        packed = [entry for entry in self.entries if entry.is_packed]
         plain = packed[0].offset if packed else self.numel
         out[:plain].copy_(stored[:plain])
         for entry in packed:
@@ -377,5 +444,10 @@ class TileLayout:
         return tuple(entry for entry in self.entries if entry.group is not None)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Every parameter of the tile as a view of one of its full-length planes."""
-        return {entry.name: entry.view(flat) for entry in self.entries}
+        """Every parameter of the tile, as layers compute with it, in its full-length weights."""
+        views = {entry.name: entry.view(flat) for entry in self.entries}
+        for name, pieces in self.copies.items():
+            parts = [flat[at : at + 2 * (stop - start)] for start, stop, at in pieces]
+            copy = parts[0] if len(parts) == 1 else torch.cat(parts)
+            views[name] = copy.view(torch.float32).view(self.by_name[name].shape)
+        return views

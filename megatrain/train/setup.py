@@ -320,7 +320,7 @@ def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) 
     trained = Trained(section.freeze, section.train_only)
     rule = config.optimizer.rule()
     choose_trained(source, trained, rule, config.engine.precision)
-    opened = open_structure(source, rule, ALONE, saveable=True)
+    opened = open_structure(source, rule, ALONE, config.engine.precision, saveable=True)
     if isinstance(placement := config.engine.placement_value(), Placement):
         resting(placement, opened.layouts)
     if config.data.packing and config.loss.kind is None:

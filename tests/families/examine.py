@@ -68,7 +68,7 @@ def examine(family: str, changes: dict | None = None, name: str = "") -> Diagnos
     notes, problems = _notes(model, found), list(errors.failures)
     bf16 = None
     try:
-        refuse_rounding(loaded_types(model, torch.bfloat16), found.computed, torch.bfloat16)
+        refuse_rounding(loaded_types(model, torch.bfloat16), found.gathered, torch.bfloat16)
     except InputError as refusal:
         notes.append(f"bf16 is refused: {refusal}")
     else:
@@ -98,7 +98,10 @@ def bf16_loss(model: PreTrainedModel) -> float:
 
 def runs_in_bf16(model: PreTrainedModel) -> bool:
     """Whether plain transformers can compute the model in bf16, loss and gradients."""
+    types = loaded_types(model, torch.bfloat16)
     model = copy.deepcopy(model).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(types[name])
     try:
         accumulate(model, make_steps(model.config)[0])
     except RuntimeError:

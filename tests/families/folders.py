@@ -118,7 +118,7 @@ def _compare_bf16(found: FromFolder, folder: Path) -> None:
     [step, *_] = make_steps(model.config)
     try:
         engine = Engine(folder, optimizer=AdamW(), precision="bf16", device="cpu")
-    except InputError:  # some weights must be computed with in fp32: docs/models.md
+    except InputError:  # rows of a table would be looked up in fp32
         return
     with engine:
         _compare_buffers(errors, engine, model)

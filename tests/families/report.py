@@ -73,7 +73,7 @@ the engine and once by plain torch, in fp32 on a CPU.
   rows come in another order, or weights change in their last bit (`tests/families/parity.py`).
 - **bf16**: the relative difference of a bf16 step's loss from the fp32 one's; at most
   {BF16_TOLERANCE:.0%} (a check that every operation of the model runs in bf16, not of accuracy);
-  *no* where transformers' own code fails in bf16, or the engine refuses it (see the notes).
+  *no* where transformers' own code fails in bf16, with what it keeps in fp32 (see the notes).
 - **folder**: the largest relative error of the loss against `from_pretrained` in fp32, after the
   model was saved as an fp32 and as a bf16 folder whose buffers have bits that bf16 lacks; at most
   {LOSS_TOLERANCE:.0e}, and after a step the same limits for updates. Buffers are those of
@@ -96,10 +96,10 @@ Parameters without any gradient (the vision tower of a model that is given text)
 without weight decay, as in torch. Inside a layer that runs, a missing gradient counts as zero: an
 expert without tokens decays like any other weight, whichever experts the step happened to use.
 
-In bf16 *all* weights are computed in bf16; masters and moments are fp32. transformers keeps a few
+In bf16 weights are computed in bf16; masters and moments are fp32. transformers keeps a few
 parameters of some families in fp32 (`_keep_in_fp32_modules_strict`, or made so by the class; mostly
-of routers and decay rates): in bf16 such a model is refused, which its notes say. A buffer has the
-type that transformers gives it in a model of the same precision.
+of routers and decay rates): these are computed with in fp32, as after `from_pretrained`. So has
+each buffer the type that transformers gives it in a model of the same precision.
 
 The loss is that of the model's own forward: cross entropy of the next token, or, where it does not
 shift labels (decoders of models for pairs of texts), of the token in the same place, and what its

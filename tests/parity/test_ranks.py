@@ -202,6 +202,9 @@ EXACT: dict[str, Callable[[Any], dict]] = {
         trained=Trained(freeze=("model.norm",)),
         placement=Placement(slots=2),
     ),
+    "bf16, some in fp32, on a disk": exact(
+        partial(tiny_model, "hunyuan_v1_moe"), by=on_disk, rule="adamw int8", lr=1e-2
+    ),
     "bf16, planes on a disk": exact(
         partial(llama, **TIED), by=on_disk, trained=Trained(freeze=("k_proj", "layers.1.mlp"))
     ),
@@ -229,7 +232,7 @@ EXACT: dict[str, Callable[[Any], dict]] = {
 }
 USUAL = (
     *("tied, rows that are not kept, graphs that are", "preferences, in passes", "nf4, adapter"),
-    *("bf16, planes on a disk", "muon clipped, 0.5"),
+    *("bf16, planes on a disk", "muon clipped, 0.5", "bf16, some in fp32, on a disk"),
 )
 REST = (
     *("frozen in part", "resident, in passes", "experts that are balanced"),

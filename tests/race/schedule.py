@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from megatrain import AdamW, Placement
 from megatrain.checkpoint.snapshot import Snapshot, StagingBlocks, tile_file
@@ -68,11 +68,20 @@ LOWEST = (0, 0, 2)
 
 LOSSES = (CROSS_ENTROPY, Together(), CROSS_ENTROPY)
 
+WIDE = (False, False, True, False, True)  # some parameters stay in fp32
+
+
+class Wide(LlamaForCausalLM):
+    """With norms, and matrices that two ranks share, that a bf16 model computes with in fp32."""
+
+    _keep_in_fp32_modules_strict = ("layernorm", "model.norm", "down_proj")
+
+
 STEPS = 3  # enough for every slot, lane and host gradient to be used again
 
 
-def _program(config: PreTrainedConfig, lowest: int = 0) -> tuple[ModelProgram, StreamedOptimizer]:
-    model = open_source(config, trust_remote_code=False).model
+def _program(given: Any, lowest: int = 0) -> tuple[ModelProgram, StreamedOptimizer]:
+    model = open_source(given, trust_remote_code=False).model
     for frozen in (model.get_input_embeddings(), *model.model.layers[:lowest]):
         frozen.requires_grad_(not lowest)
     found = spec(model)
@@ -83,7 +92,7 @@ def _program(config: PreTrainedConfig, lowest: int = 0) -> tuple[ModelProgram, S
 
 @functools.cache
 def tiny_program(
-    tied: bool, vocab_size: int = VOCAB, lowest: int = 0
+    tied: bool, vocab_size: int = VOCAB, lowest: int = 0, wide: bool = False
 ) -> tuple[ModelProgram, StreamedOptimizer]:
     """Five layers: more than any number of slots tried."""
     config = LlamaConfig(
@@ -94,7 +103,7 @@ def tiny_program(
         num_attention_heads=2,
         tie_word_embeddings=tied,
     )
-    return _program(config, lowest)
+    return _program(Wide(config) if wide else config, lowest)
 
 
 @functools.cache
@@ -121,7 +130,7 @@ def schedules() -> Iterator[dict]:
     )
     rules, disks = itertools.cycle(SWEPT), itertools.cycle(DISKS)
     losses, staying = itertools.cycle(LOSSES), itertools.cycle(STAYING)
-    lowest = itertools.cycle(LOWEST)
+    lowest, wide = itertools.cycle(LOWEST), itertools.cycle(WIDE)
     for slots, boundaries, clip, tied, precision in itertools.product(
         (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
@@ -153,6 +162,7 @@ def schedules() -> Iterator[dict]:
                     "rule": next(rules),
                     "loss": next(losses),
                     "lowest": next(lowest),
+                    "wide": next(wide),
                 }
     yield from shared_schedules()
 
@@ -184,6 +194,7 @@ def shared_schedules() -> Iterator[dict]:
     disks, saves = itertools.cycle(DISKS), itertools.cycle(((), (0, 1), ()))
     rules = itertools.cycle(("adamw", "muon", "adamw int8", "muon clipped", "lion"))
     losses, experts = itertools.cycle(LOSSES), itertools.cycle((False, False, True, False))
+    wide = itertools.cycle(WIDE)
     places = itertools.product((1, 3), ("device", "host"), (1.0, None), RESIDENT)
     for slots, boundaries, clip, resident in places:
         tied, rows, staying = next(rest)
@@ -204,6 +215,7 @@ def shared_schedules() -> Iterator[dict]:
             "rule": next(rules),
             "loss": next(losses),
             "experts": next(experts),
+            "wide": next(wide),
             "ranks": next(every),
         }
 
@@ -220,6 +232,7 @@ def trace(
     loss: Loss = CROSS_ENTROPY,
     ranks: Ranks = ALONE,
     lowest: int = 0,
+    wide: bool = False,
     rows: Sequence[int] = (2, 1, 3),
     compared: bool = False,
     without: frozenset[str] = frozenset(),
@@ -234,10 +247,10 @@ def trace(
     if experts:
         program, optimizer = tiny_program_with_experts(tied)
     else:
-        program, optimizer = tiny_program(tied, VOCAB, lowest)
+        program, optimizer = tiny_program(tied, VOCAB, lowest, wide)
     if rule != optimizer.rule.name:
         optimizer = StreamedOptimizer(SWEPT[rule](), program.spec.capture.model)
-    layouts = tile_layouts(program.spec, optimizer.group_of(), ranks.shards.size)
+    layouts = tile_layouts(program.spec, optimizer.group_of(), ranks.shards.size, dtype)
     with mock.patch.object(sink, "PIECE", PIECE), mock.patch.object(disk, "PIECE", 2 * PIECE):
         given = {"rule": optimizer.rule, "placement": placement, "rank": ranks.shards.rank}
         store = Store(device, layouts, dtype, **given)

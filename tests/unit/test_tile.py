@@ -74,6 +74,28 @@ def test_views_share_the_plane_and_keep_apart(given_parameters):
         assert torch.equal(layout.by_name[name].view(plane), view)
 
 
+@given(parameters, st.integers(1, 4), st.data())
+def test_copies_in_fp32_are_whole_wherever_ranks_cut(given_parameters, ranks, data):
+    """Each rank's copies lie in its block; together they are the parameters."""
+    fp32 = [name for name, _, _ in given_parameters if data.draw(st.booleans())]
+    layout = TileLayout("tile", given_parameters, fp32=fp32, ranks=ranks)
+    plane, values = torch.zeros(layout.numel, dtype=torch.bfloat16), torch.rand(layout.numel)
+    for pieces in layout.copies.values():
+        for start, stop, at in pieces:
+            plane[at : at + 2 * (stop - start)].view(torch.float32).copy_(values[start:stop])
+            block = layout.trainable_numel // ranks
+            rank = start // block
+            assert (stop - 1) // block == rank
+            assert [*layout.blocks(rank)][1][0] <= at < sum([*layout.blocks(rank)][1])
+    views = layout.views(plane)
+    assert layout.copies.keys() == {e.name for e in layout.trainable if e.name in fp32 and e.numel}
+    for name in layout.copies:
+        assert torch.equal(views[name], layout.by_name[name].view(values))
+    assert {name for name, view in views.items() if view.dtype == torch.float32} >= {
+        e.name for e in layout.entries if e.name in fp32 and e.numel
+    }
+
+
 def test_a_tile_without_parameters():
     layout = TileLayout("nothing", [])
     assert layout.numel == layout.trainable_numel == layout.num_parameters == 0
