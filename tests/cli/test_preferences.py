@@ -139,7 +139,6 @@ def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, 
     megatrain.done("export", tmp_path / "run", tmp_path / "out")
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.pipeline_tag == "text-classification"
-    assert "a reward model" in card.text and "Preferred replies of the evaluation" in card.text
     megatrain.done("plan", file, "--gpu", "4090")
     result = megatrain("generate", tmp_path / "run", "--prompt", "a cat")
     assert result.exit_code == 2 and "scores of rows" in result.stderr
