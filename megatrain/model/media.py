@@ -84,7 +84,7 @@ class Recorder:
         """
         self._touched, self._read, self._depth, self._inner = touched, set[int](), 0, inner
         self._computed, self.inside = read, set[int]()  # inside: what encoders computed with
-        self._results: list[Any] = []
+        self._results: list[tuple[list[Any], Any]] = []
         self._leaves = set[int]()  # ids of what the results hold, which nothing else has by then
 
     def call(self, encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -102,8 +102,8 @@ class Recorder:
                 self._inner.note()
             self._touched.clear()
             self.inside |= self._computed
-        self._results.append(result)
-        self._leaves |= {id(leaf) for leaf in pytree.tree_leaves(result)}
+        self._results.append(pytree.tree_flatten(result))  # now: the caller may change it
+        self._leaves |= {id(leaf) for leaf in self._results[-1][0]}
         return result
 
     def note(self) -> None:
@@ -114,8 +114,7 @@ class Recorder:
         """All calls, and their features that were read after them."""
         self.note()
         calls, features = [], list[Tensor]()
-        for result in self._results:
-            leaves, spec = pytree.tree_flatten(result)
+        for leaves, spec in self._results:
             for index, leaf in enumerate(leaves):
                 if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                     continue

@@ -119,6 +119,7 @@ class ModelProgram:
             set()
         )  # kinds of media that the layers are followed with
         self._encoder_calls = calls_of(model, spec.media)
+        self._modules = [layer.module for layer in spec.layers]
         numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
         self._layers_follow = any(numbered)
         self._outer = {
@@ -259,6 +260,11 @@ class ModelProgram:
 
         def record(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = len(calls)
+            if batch.media and module not in self._modules[visit : visit + 1]:
+                raise InputError(
+                    "with images or sounds, the forward calls other layers than for text: such a "
+                    "model is trained on text alone; leave the media out"
+                )
             _expect(self.spec.layers[visit], module)
             leaves, tree_spec = pytree.tree_flatten((args, kwargs))
             alive.append(leaves)

@@ -105,8 +105,8 @@ def token(model: PreTrainedModel, kind: str) -> int:
 
 
 def _named(model: PreTrainedModel, name: str) -> Any:
-    config = model.config
-    values = [getattr(config, f"{name}_{end}", None) for end in ("id", "index")]
+    configs = (model.config, getattr(model.config, "vision_config", None))
+    values = [getattr(c, f"{name}_{end}", None) for c in configs for end in ("id", "index")]
     return next((value for value in values if value is not None), None)
 
 
@@ -218,9 +218,8 @@ def strips(model: PreTrainedModel, rows: int, generator: torch.Generator) -> Ite
 def stacked(model: PreTrainedModel, rows: int, generator: torch.Generator) -> Iterator[Medium]:
     """Two images of two sizes in each row: patches `[patches, channels, size, size]`, and grids."""
     for medium in grids(model, rows, generator):
-        patch, name = _tower(model).patch_size, "pixel_values"
-        if name in medium.tensors:
-            medium.tensors[name] = medium.tensors[name].unflatten(1, (-1, patch, patch))
+        name, patch = next(iter(medium.tensors)), _tower(model).patch_size
+        medium.tensors[name] = medium.tensors[name].unflatten(1, (-1, patch, patch))
         yield medium
 
 
@@ -258,6 +257,34 @@ def spatial(model: PreTrainedModel, rows: int, generator: torch.Generator) -> It
     shapes = {"spatial_shapes": torch.tensor([[4, 4]] * rows)}
     mask = {"pixel_attention_mask": torch.ones(rows, 16, dtype=torch.long)}
     yield Medium("image", {"pixel_values": pixels, **shapes, **mask})
+
+
+def merged(model: PreTrainedModel, rows: int, generator: torch.Generator) -> Iterator[Medium]:
+    """As `grids`, with how many patches of each side become one token."""
+    for medium in grids(model, rows, generator):
+        count = len(medium.tensors[f"{medium.kind}_grid_thw"])
+        medium.tensors[f"{medium.kind}_merge_sizes"] = torch.full((count,), 2)
+        yield medium
+
+
+def crossed(model: PreTrainedModel, rows: int, generator: torch.Generator) -> Iterator[Medium]:
+    """An image of one tile in each row, for layers that attend to it, and one token for it."""
+    [medium] = pictures(model, rows, generator)
+    tiles = model.config.vision_config.max_num_tiles
+    pixels = medium.tensors["pixel_values"][:, None, None].repeat(1, 1, tiles, 1, 1, 1)
+    ids, mask = torch.ones(rows, 1, dtype=torch.long), torch.ones(rows, 1, tiles, dtype=torch.long)
+    tensors = {"pixel_values": pixels, "aspect_ratio_ids": ids, "aspect_ratio_mask": mask}
+    yield Medium("image", tensors)
+
+
+def cropped_once(model: PreTrainedModel, rows: int, generator: torch.Generator) -> Iterator[Medium]:
+    """Each row's image as a small whole and one crop, with masks of half its patches' sides."""
+    tower = model.config.vision_config
+    size, side = tower.crop_size, tower.crop_size // tower.patch_size
+    pixels = torch.randn(rows, 2, 3, size, size, generator=generator)
+    tensors = {"image_pixel_values": pixels, "image_sizes": torch.full((rows, 2), size)}
+    tensors["image_attention_mask"] = torch.ones(rows, 2, side, side, dtype=torch.long)
+    yield Medium("image", tensors)
 
 
 def frames(model: PreTrainedModel, rows: int, generator: torch.Generator) -> Iterator[Medium]:
@@ -317,7 +344,9 @@ def _format(model: PreTrainedModel) -> Make:
 FORMATS: dict[str, Make] = {
     "deepseek_vl_hybrid": hybrid,
     "ernie4_5_vl_moe": frames,
+    "emu3": sized,
     "granite4_vision": cropped,
+    "granite_docling": tiles,
     "fuyu": patched,
     "gemma4": placed,
     "gemma4_unified": placed,
@@ -339,12 +368,16 @@ FORMATS: dict[str, Make] = {
     "minicpm_ocr": strips,
     "minicpmv4_6": strips,
     "minicpmv4_7": strips,
+    "mllama": crossed,
+    "nemo_speechlm": _sounds("input_features_mask", flat=True),
     "mistral3": sized,
     "mistral_large4": sized,
     "paddleocr_vl": stacked,
     "qwen2_5_omni_thinker": omni,
-    "qwen3_omni_moe_thinker": omni,
+    "phi4_multimodal": cropped_once,
+    "qwen3_omni_moe_thinker": grids,
     "smolvlm": tiles,
+    "video_llama_3": merged,
     "video_llava": films,
     "fun_asr_nano": _sounds("input_features_mask", flat=True),
     "granite_speech": _sounds(flat=True),
@@ -361,5 +394,14 @@ def _halved_twice(model: PreTrainedModel, medium: Medium) -> int:
     return len(spectra) * spectra.shape[-1] // 4
 
 
+def _of_crops(model: PreTrainedModel, medium: Medium) -> int:
+    rows, crops, side, _ = medium.tensors["image_attention_mask"].shape
+    return rows * (crops * side // 2 * (side // 2 + 1) + 1)  # each line ends with a token
+
+
 # Tokens of media, where no method of the model tells.
-COUNTS: dict[str, Callable[[PreTrainedModel, Medium], int]] = {"qwen2_audio": _halved_twice}
+COUNTS: dict[str, Callable[[PreTrainedModel, Medium], int]] = {
+    "qwen2_audio": _halved_twice,
+    "mllama": lambda model, medium: len(medium.tensors["pixel_values"]),
+    "phi4_multimodal": _of_crops,
+}

@@ -139,7 +139,7 @@ tiny random model with its encoders takes three steps, with media and text, text
 made here, and {untried} have not been tried with media. **trained** is the largest error of a
 first gradient where the encoders are trained, too (left out where it has not been tried).
 **saved**: a resumed run goes on and an export comes out to the bit. `tests/families/test_media.py`
-compares the document with what happens: six families in `make test`, the others exhaustively.
+compares the document with what happens: seven families in `make test`, the others exhaustively.
 """
 
 

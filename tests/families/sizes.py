@@ -329,6 +329,7 @@ TOWERS: dict[str, dict[str, Any]] = {
         "downsample_rate": "1/2",
         **_PINPOINTS,
     },
+    "vipllava": {"vision_feature_layers": [-2, -1]},
     "hunyuan_vl": {
         "text_config": {"head_dim": HEAD_DIM},
         "vision_config": {
@@ -404,7 +405,11 @@ TOWERS: dict[str, dict[str, Any]] = {
     "qwen3_asr": {"audio_config": {"n_window": 8, "n_window_infer": 32}},
     "qwen3_vl": _TWO_LEVELS,
     "qwen3_vl_moe": _TWO_LEVELS,
-    "voxtral": {"audio_token_id": VOCAB - 1, "audio_config": {"intermediate_size": 4 * HIDDEN}},
+    "voxtral": {
+        "audio_token_id": VOCAB - 1,
+        "audio_config": {"intermediate_size": 4 * HIDDEN},
+        "text_config": {"head_dim": HEAD_DIM, "num_key_value_heads": KV_HEADS},
+    },
     "voxtral_realtime": {"audio_config": {"intermediate_size": 4 * HIDDEN}},
 }
 

@@ -17,6 +17,7 @@ REPRESENTATIVE = {
     "llava_next": "images in tiles of several sizes",
     "idefics3": "a list of images for each row, a tower whose weights text asks for their dtype",
     "llama4": "a projector that the forward calls apart from the tower",
+    "kimi_k25": "a tower whose results its caller changes",
     "glmasr": "sounds",
 }
 
