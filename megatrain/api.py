@@ -87,7 +87,6 @@ class Engine(PlacedEngine):
             with encoders of images or sounds, `all-linear` is its language model.
         base: how the frozen linear layers under an adapter rest: bf16, fp8 or nf4 (2, 1 and half
             a byte a parameter).
-        base_model: the place of the base of an adapter `model`. None: from its configuration.
         router_aux_loss_coef: weight of the routers' loss of a mixture of experts. None: from the
             model's configuration.
         group: the ranks that train the model together (docs/distributed.md). None: this process.
@@ -134,7 +133,6 @@ class Engine(PlacedEngine):
         saveable: bool = True,
         adapter: Any = None,
         base: Base = "bf16",
-        base_model: str | Path | None = None,
         router_aux_loss_coef: float | None = None,
         group: ProcessGroup | DeviceMesh | None = None,
         sequence_parallel: int = 1,
@@ -155,7 +153,6 @@ class Engine(PlacedEngine):
                 adapter,
                 base,
                 router_aux_loss_coef,
-                base_model,
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attn_implementation,
                 scores=isinstance(loss, Reward),
@@ -259,7 +256,6 @@ class Engine(PlacedEngine):
         device: str | Device | None = None,
         precision: Precision | None = None,
         max_grad_norm: float | Literal["saved"] | None = "saved",
-        base_model: str | Path | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         device_memory: str | int | None = None,
@@ -277,7 +273,6 @@ class Engine(PlacedEngine):
             placement: None takes the saved one, if the kind of device is the same; else `auto`.
             precision: as a check: it cannot change.
             max_grad_norm: a new value, or None, from now on.
-            base_model: the new place of an adapter's base, with the same values, if it has moved.
             attn_implementation: None: the saved one; else as for `Engine`.
             group: as for `Engine`; any number of ranks, whatever it was at the save.
 
@@ -290,7 +285,6 @@ class Engine(PlacedEngine):
         with cpu_by_default():
             source = open_source(
                 checkpoint,
-                base_model=base_model,
                 resumes=True,
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attn_implementation,

@@ -42,10 +42,6 @@ Overrides = Annotated[
         help="Change a key of the run file, as optimizer.lr=1e-5. It may be given several times.",
     ),
 ]
-BaseModel = Annotated[
-    str | None,
-    typer.Option(metavar="PLACE", help="Say where the base of the adapter is, if it has moved."),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -224,7 +220,6 @@ def export(
     merged: Annotated[
         bool, typer.Option("--merged", help="Write the model with its adapter merged.")
     ] = False,
-    base_model: BaseModel = None,
 ) -> None:
     """Write a model as a Hugging Face folder.
 
@@ -232,7 +227,7 @@ def export(
     """
     from megatrain.train.export import export as export_model
 
-    export_model(run, out, dtype, merged=merged, base_model=base_model)
+    export_model(run, out, dtype, merged=merged)
     print(out)
 
 
@@ -296,7 +291,6 @@ def generate(
     precision: Precision = "bf16",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
-    base_model: BaseModel = None,
 ) -> None:
     """Continue texts, or reply to messages.
 
@@ -310,7 +304,7 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
     if output is not None:
         require_new(output)
-    with opened(model, device, precision, device_memory, host_memory, base_model) as run:
+    with opened(model, device, precision, device_memory, host_memory) as run:
         print_texts(*run, asked, sampling, batch_size=batch_size, output=output)
 
 
@@ -328,14 +322,13 @@ def chat(
     precision: Precision = "bf16",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
-    base_model: BaseModel = None,
 ) -> None:
     """Talk with a model, by its own chat template."""
     from megatrain.cli.generate import opened, talk
     from megatrain.generate import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, repetition_penalty, seed)
-    with opened(model, device, precision, device_memory, host_memory, base_model) as run:
+    with opened(model, device, precision, device_memory, host_memory) as run:
         talk(*run, system, sampling)
 
 

@@ -19,7 +19,7 @@ from megatrain.generate import Sampling, generate
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
 from megatrain.source.source import adapter_folder
-from megatrain.train.resolve_model import moved_base, trained_model
+from megatrain.train.resolve_model import trained_model
 
 _UNREAD = ("system", "tools", "history", "chat_template_kwargs")  # training heeds them
 
@@ -31,11 +31,8 @@ def opened(
     precision: Precision,
     device_memory: str | None = None,
     host_memory: str | None = None,
-    base_model: str | None = None,
 ) -> Iterator[tuple[Any, Any]]:
     """The model of a run, checkpoint, folder or hub id, and its tokenizer.
-
-    Args: `base_model`: the base of its adapter, if not where the adapter says.
 
     Raises:
         InputError: one of them cannot be read.
@@ -51,7 +48,6 @@ def opened(
         device=None if device == "auto" else device,
         device_memory=device_memory,
         host_memory=host_memory,
-        base_model=moved_base(base_model),
     )
     try:
         yield engine, tokenizer

@@ -108,8 +108,7 @@ def model_of_run(
 
     trusted = section.trust_remote_code
     if section.path is not None:
-        base = section.base_model
-        config = named_config(section.path, base_model=base, trust_remote_code=trusted)
+        config = named_config(section.path, trust_remote_code=trusted)
         adapter = adapter or _adapter_of(section)
     else:
         tokenizer = load_tokenizer(str(section.tokenizer), trust_remote_code=trusted)
@@ -136,7 +135,6 @@ def named_config(
     name: str,
     *,
     max_positions: int = 32768,
-    base_model: str | None = None,
     trust_remote_code: bool = False,
 ) -> "PreTrainedConfig":
     """The configuration of a shape (`7B`), a folder, a config.json file, or a hub id.
@@ -145,7 +143,6 @@ def named_config(
 
     Args:
         max_positions: the least number of positions for a shape.
-        base_model: where the base of its adapter is; None: where the adapter says.
 
     Raises InputError: there is no such model, or the hub cannot be reached.
     """
@@ -157,7 +154,7 @@ def named_config(
             from megatrain.config import ModelSection
             from megatrain.train.resolve_model import ResolvedModel
 
-            section = ModelSection(path=str(path), base_model=base_model)
+            section = ModelSection(path=str(path))
             path = Path(str(ResolvedModel.of(section).section.path))
         if path.is_dir() and not (path / "config.json").is_file():
             raise InputError(f"{path}: no config.json there, so it is not a model's folder")

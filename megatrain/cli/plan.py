@@ -121,11 +121,10 @@ def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
             f"adapter.target_modules=all-linear --set model.base={base}"
         )
     from megatrain.config import load
-    from megatrain.train.resolve_model import begun_from
 
     config = load(run, options["overrides"] or [])
     scores = config.loss.name == "reward"
-    return model_of_run(run.name, begun_from(config), config.adapter.keys, scores=scores), config
+    return model_of_run(run.name, config.model, config.adapter.keys, scores=scores), config
 
 
 def _check_ranks(run: "Config", gpus: int, hosts: int) -> None:

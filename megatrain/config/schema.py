@@ -25,8 +25,8 @@ class ModelSection(Section):
     """The model that is trained: a pretrained `path`, or a `config` to be randomly initialised.
 
     `chat_template`: a Jinja file; it and `eos_token` replace the tokenizer's, in the
-    result, too. `base`: how frozen linear layers are kept, `base_model`: where the base of an
-    adapter is now (docs/adapters.md). `freeze`, `train_only`: regular expressions.
+    result, too. `base`: how frozen linear layers are kept (docs/adapters.md). `freeze`,
+    `train_only`: regular expressions.
     """
 
     path: Name | None = None
@@ -37,7 +37,6 @@ class ModelSection(Section):
     freeze: list[Pattern] = Field(default_factory=list)
     train_only: Annotated[list[Pattern], Field(min_length=1)] | None = None
     base: Literal["bf16", "fp8", "nf4"] = "bf16"
-    base_model: Name | None = None
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
     trust_remote_code: bool = False
     attn_implementation: str | None = None
@@ -49,8 +48,6 @@ class ModelSection(Section):
             return
         if not isinstance(self.config.get("model_type"), str):
             yield "config needs a model_type, such as llama"
-        if self.base_model is not None:
-            yield "base_model needs path: what is drawn has no base"
         if self.tokenizer is None:
             yield (
                 "a model with config needs a tokenizer (a hub id or a folder; "

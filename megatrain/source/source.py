@@ -113,7 +113,6 @@ def open_source(
     adapter: Any = None,
     base: Base = "bf16",
     router_aux_loss_coef: float | None = None,
-    base_model: str | Path | None = None,
     *,
     resumes: bool = False,
     scores: bool = False,
@@ -126,7 +125,6 @@ def open_source(
             model; a PeftModel, the folder of an adapter; or a source, which is returned as it is.
         adapter: a LoraConfig of PEFT, or its keys: the adapter to train.
         base: the format of frozen linear layers.
-        base_model: the place of the adapter's base; None: from the adapter's configuration.
         resumes: take a checkpoint's optimizer state, too, to go on with its training.
         scores: open a folder, hub id or configuration as the model that scores rows; an adapter
             with a sequence head implies this.
@@ -136,13 +134,11 @@ def open_source(
         return model
     model = _resolved(model)
     if peft.is_peft_model(model):
-        if base_model is not None:
-            raise InputError("a PeftModel has its base in it; leave base_model out")
         inner, configs, active = peft.unwrapped(model)
         source = _open_plain(inner, **code)
         noted(source.model, configs, active)
     elif (folder := adapter_folder(model)) is not None:
-        config, base_path = folder_adapter(folder, base_model)
+        config, base_path = folder_adapter(folder)
         source = _open_plain(base_path, scores=scores or peft.of_scores(config), **code)
         if adapted(source.model) is not None:
             raise _not_merged(folder, base_path)
@@ -150,10 +146,6 @@ def open_source(
         source.adapter_folder = folder
         source.companions = {**source.companions, **companions(folder)}
     else:
-        if isinstance(model, Checkpoint):
-            model = state_io.with_base(model, base_model)
-        elif base_model is not None:
-            raise state_io.no_adapter(model if isinstance(model, str | Path) else "the model")
         source = _open_plain(model, resumes=resumes, scores=scores, **code)
     if router_aux_loss_coef is not None:
         ask_for(source.model, router_aux_loss_coef)
@@ -201,16 +193,12 @@ def _resolved(model: Any) -> Any:
     return open_checkpoint(folder) if folder and is_checkpoint(folder) else model
 
 
-def folder_adapter(folder: Path, base_model: str | Path | None = None) -> tuple[Any, str]:
+def folder_adapter(folder: Path) -> tuple[Any, str]:
     """The configuration of a folder's adapter, for training, and its base's folder or hub id.
 
     If it names a revision of a base on the hub, the local folder of that revision.
-
-    Args: `base_model`: the place of the base; None: from the configuration.
     """
     config = peft.from_json(read_json(folder / peft.CONFIG_FILE) | {"inference_mode": False})
-    if base_model is not None:
-        config.base_model_name_or_path, config.revision = state_io.place_of(base_model)
     if not config.base_model_name_or_path:
         raise InputError(
             f"{folder / peft.CONFIG_FILE}: names no base_model_name_or_path; put the base's folder "

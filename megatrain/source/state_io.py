@@ -47,10 +47,7 @@ Write = Callable[[str, Tensor], None]
 
 _EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SOURCE_DTYPES = _EXPORTED | {"float64": torch.float64}
-_NAME_IT = (
-    "put the base back as it was, or name its new place: --base-model PLACE (of train: "
-    "--set model.base_model=PLACE; in Python: base_model)"
-)
+_PUT_BACK = "put the base back as it was; of one that has moved a link in its old place will do"
 
 
 @dataclass
@@ -267,38 +264,6 @@ def origin_of(checkpoint: Checkpoint, *, resumes: bool) -> Origin | None:
     return Origin(str(checkpoint.folder.absolute())) if settings.adapter is None else None
 
 
-def place_of(base: str | Path) -> tuple[str, str | None]:
-    """A model's absolute folder, or its hub id and current revision."""
-    folder = Path(base).expanduser()
-    if folder.exists():
-        return str(folder.absolute()), None
-    return str(base), weights.resolve_model(base).name
-
-
-def with_base(checkpoint: Checkpoint, base: str | Path | None) -> Checkpoint:
-    """The checkpoint of an adapter, with its base at a new place; None: the old one.
-
-    The base's values are compared when they are read; later checkpoints and exports name this
-    place. Raises InputError: the checkpoint has no adapter, or there is no such model.
-    """
-    settings = checkpoint.settings
-    if base is None:
-        return checkpoint
-    if settings.adapter is None:
-        raise no_adapter(checkpoint.folder)
-    path, revision = place_of(base)
-    left = settings.left_out and replace(settings.left_out, path=path, revision=revision)
-    named = {"base_model_name_or_path": path, "revision": revision}
-    configs = {name: config | named for name, config in settings.adapter["configs"].items()}
-    settings = replace(settings, left_out=left, adapter={**settings.adapter, "configs": configs})
-    return replace(checkpoint, manifest=replace(checkpoint.manifest, settings=settings))
-
-
-def no_adapter(model: object) -> InputError:
-    """The error for `base_model` with a model that has no adapter."""
-    return InputError(f"{model}: has no adapter, whose base could have moved; leave base_model out")
-
-
 def base_reference(
     model: PreTrainedModel,
     origin: Origin | None,
@@ -388,7 +353,7 @@ def _another_base(checkpoint: Checkpoint, left: BaseReference) -> Iterator[None]
         yield
     except InputError as error:
         another = f"{left.path}: is not the base that {checkpoint.folder} was trained on"
-        raise InputError(f"{another} ({error}); {_NAME_IT}") from error
+        raise InputError(f"{another} ({error}); {_PUT_BACK}") from error
 
 
 def _require_same(
@@ -397,7 +362,7 @@ def _require_same(
     if seen.fingerprint(names) != left.fingerprint:
         raise InputError(
             f"{left.path}: its weights are not those that {checkpoint.folder} was trained on; "
-            f"{_NAME_IT}"
+            f"{_PUT_BACK}"
         )
 
 
@@ -464,7 +429,7 @@ def _open(checkpoint: Checkpoint, left: BaseReference) -> Checkpoint | Path:
     path = Path(left.path)
     try:
         if path.is_absolute() and not path.exists():
-            raise InputError(f"{path} is not there; {_NAME_IT}")
+            raise InputError(f"{path} is not there; {_PUT_BACK}")
         if is_checkpoint(path):
             return open_checkpoint(path)
         return weights.resolve_model(left.path, left.revision)

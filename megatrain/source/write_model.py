@@ -127,7 +127,6 @@ def write_saved(
     dtype: torch.dtype | None = None,
     *,
     merged: bool = False,
-    base_model: str | None = None,
 ) -> None:
     """Write a model into `folder` from its files: one parameter in memory at a time, no engine.
 
@@ -135,9 +134,8 @@ def write_saved(
         saved: a checkpoint, or the folder of an adapter.
         dtype: of all floating tensors; None: that of the model that the run began with.
         merged: of a model with an adapter the whole, not the adapter alone.
-        base_model: where the base of the adapter's folder is; None: where the adapter says.
     """
-    source = open_source(saved, base_model=base_model, resumes=isinstance(saved, Checkpoint))
+    source = open_source(saved, resumes=isinstance(saved, Checkpoint))
     model, stored, names = source.model, source.stored, source.names
     assert stored is not None
     if not merged:

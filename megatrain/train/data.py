@@ -158,7 +158,7 @@ def data_alone(
 
     Raises InputError: the tokenizer, the model's configuration or the data cannot be used.
     """
-    model = ResolvedModel.of_run(config).section
+    model = ResolvedModel.of(config.model).section
     trusted = model.trust_remote_code
     tokenizer = run_tokenizer(model)
     if model.path is None:

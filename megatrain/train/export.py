@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from megatrain import __version__
 from megatrain.base.whole_files import whole_folder
 from megatrain.checkpoint import Checkpoint
-from megatrain.compat.peft import CONFIG_FILE, write_config
+from megatrain.compat.peft import CONFIG_FILE
 from megatrain.config import load
 from megatrain.errors import InputError, first_line
 from megatrain.model.companions import companions, write_companions
@@ -23,10 +23,9 @@ from megatrain.run_folder.layout import (
     model_state,
     require_empty,
 )
-from megatrain.source.source import adapter_folder, folder_adapter
-from megatrain.source.state_io import no_adapter, with_base
+from megatrain.source.source import adapter_folder
 from megatrain.source.write_model import write_saved
-from megatrain.train.resolve_model import moved_base, trained_model
+from megatrain.train.resolve_model import trained_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,7 +36,6 @@ def export(
     dtype: str | None = None,
     *,
     merged: bool = False,
-    base_model: str | None = None,
 ) -> None:
     """Write the model of `run` to `out`, whole or not at all; a run's model gets a model card.
 
@@ -47,16 +45,14 @@ def export(
         dtype: float32, bfloat16 or float16 for all floating tensors; None keeps each as it is, and
             those of a checkpoint in the dtype of the model that the run began with.
         merged: write a model with an adapter as one model, not the adapter alone.
-        base_model: where the adapter's base is now; an adapter alone names it.
 
     Raises:
         InputError: `run` holds no model or no adapter, or `out` is not empty.
         RunFailed: the disk is full.
     """
-    model, base = trained_model(run), moved_base(base_model)
+    model = trained_model(run)
     cast = None if dtype is None else DTYPES[dtype]
     if isinstance(model, Checkpoint):
-        model = with_base(model, base)
         require_empty(out)
         with whole_folder(out) as folder:
             write_saved(model, folder, cast, merged=merged)
@@ -65,11 +61,8 @@ def export(
     source = Path(model)
     if not holds_model(source):
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
-    adapter = adapter_folder(source)
-    if merged and adapter is None:
+    if merged and adapter_folder(source) is None:
         raise InputError(f"{source}: has no adapter that could be merged; leave --merged out")
-    if base is not None and adapter is None:
-        raise no_adapter(run)
     require_empty(out)
     if not any(source.glob("*.safetensors")):
         raise InputError(
@@ -77,14 +70,12 @@ def export(
         )
     with whole_folder(out) as folder:
         if merged or cast is not None:
-            write_saved(source, folder, cast, merged=merged, base_model=base)
+            write_saved(source, folder, cast, merged=merged)
         else:
             for path in source.iterdir():
                 if path.suffix == ".safetensors" or REPLACED.fullmatch(path.name):
                     shutil.copyfile(path, folder / path.name)
             write_companions(folder, companions(source))
-            if base is not None:
-                write_config(folder_adapter(source, base)[0], folder)
         _tell_run(folder, source)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
-from megatrain.config import Config, ModelSection, nearest
+from megatrain.config import ModelSection, nearest
 from megatrain.errors import InputError, in_one_line
 from megatrain.model.build import load_config
 from megatrain.model.companions import tokenizer_files
@@ -72,32 +72,24 @@ class ResolvedModel:
         section: with the folder of the configuration and the tokenizer as its path. Of an adapter's
             folder that is its base's, and a tokenizer that lies beside the adapter is named.
         source: for `Engine`; None: the run file writes out a configuration.
-        base_model: where its adapter's base is now, for `Engine`; None: where the adapter says.
     """
 
     section: ModelSection
     source: Checkpoint | str | None
-    base_model: str | None = None
 
     @classmethod
     def of(cls, section: ModelSection) -> Self:
         """Resolve a section. Raises InputError: a checkpoint cannot be used."""
         if section.path is None:
             return cls(section, None)
-        source, moved = trained_model(section.path), moved_base(section.base_model)
+        source = trained_model(section.path)
         adapter = None if isinstance(source, Checkpoint) else adapter_folder(source)
         if adapter is not None:
-            place = folder_adapter(adapter, moved)[1]
-            base = cls.of(section.model_copy(update={"path": place, "base_model": None}))
+            base = cls.of(section.model_copy(update={"path": folder_adapter(adapter)[1]}))
             beside = section.tokenizer or (str(adapter) if any(tokenizer_files(adapter)) else None)
-            return cls(base.section.model_copy(update={"tokenizer": beside}), source, moved)
+            return cls(base.section.model_copy(update={"tokenizer": beside}), source)
         folder = str(source.model_folder) if isinstance(source, Checkpoint) else source
-        return cls(section.model_copy(update={"path": folder}), source, moved)
-
-    @classmethod
-    def of_run(cls, config: Config) -> Self:
-        """The model that a run begins from. Raises InputError: as `of`."""
-        return cls.of(begun_from(config))
+        return cls(section.model_copy(update={"path": folder}), source)
 
     def taken(self, tokenizer: PreTrainedTokenizerBase) -> Checkpoint | PreTrainedConfig | str:
         """The source for `Engine`. Raises InputError: the written-out configuration is no model."""
@@ -126,29 +118,6 @@ class ResolvedModel:
             if path.is_file()
         ]
         return hashlib.blake2b(json.dumps(files).encode(), digest_size=12).hexdigest()
-
-
-def begun_from(config: Config) -> ModelSection:
-    """`model` of a run file; for a run with a new adapter, the present place of its base."""
-    section = config.model
-    if config.adapter.method is None or section.base_model is None:
-        return section
-    return section.model_copy(update={"path": section.base_model, "base_model": None})
-
-
-def moved_base(named: str | None) -> str | None:
-    """The `base_model` for an engine of a run, checkpoint, folder or hub id; None: as it says.
-
-    Raises InputError: an adapter is there, or a checkpoint that cannot be used.
-    """
-    if named is None:
-        return None
-    source = trained_model(named)
-    if isinstance(source, Checkpoint):
-        return str(source.folder)
-    if adapter_folder(source) is not None:
-        raise InputError(f"base_model: {named} has an adapter; name the folder of its base")
-    return source
 
 
 def model_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:

@@ -24,7 +24,6 @@ _FREE_SECTIONS = ("loss", "rollout", "schedule", "checkpoint", "output", "tracki
 FREE_KEYS = {
     "model": (
         "tokenizer", "chat_template", "eos_token", "trust_remote_code", "attn_implementation",
-        "base_model",
     ),
     "data": ("path", "eval_path", "cache_dir", "hub_config", "hub_split"),
     "training": (
@@ -104,11 +103,9 @@ def check_config(config: Config, before: Mapping[str, Any], where: Path) -> None
     for section, key, was, now in _differences(before, config):
         name = f"{section}.{key}"
         if section not in _FREE_SECTIONS and key not in FREE_KEYS.get(section, ()):
-            moved = "; of an adapter whose base has moved give model.base_model=PLACE"
             raise InputError(
                 f"{name}: {shown(now)} now, but {where} was made with {shown(was)}, and this "
-                f"cannot change on resume; set it back, or start a new run"
-                f"{moved if name == 'model.path' else ''}"
+                "cannot change on resume; set it back, or start a new run"
             )
 
 

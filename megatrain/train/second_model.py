@@ -139,7 +139,6 @@ def begun_model(
         placement=Placement(compile=compiled),
         seed=config.training.seed,
         base=config.model.base,
-        base_model=begun.base_model,
         group=group,
     )
 

@@ -48,7 +48,6 @@ from megatrain.train.resolve_model import (
     ResolvedModel,
     check_sequence_length,
     model_config,
-    moved_base,
 )
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start
 from megatrain.train.rollouts import Rewards, Rollouts
@@ -138,7 +137,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     if config.training.steps is not None:
         check_schedule(config, config.training.steps)
     rewards = Rewards(config.rollout)
-    begun = cache(partial(ResolvedModel.of_run, config))  # a run that goes on may not need it
+    begun = cache(partial(ResolvedModel.of, config.model))  # a run that goes on may not need it
     if start is None:
         section = begun().section
     else:  # it does not need the model's source any more
@@ -312,7 +311,6 @@ def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) 
         config.adapter.keys,
         section.base,
         section.router_aux_loss_coef,
-        begun.base_model,
         scores=config.loss.name == "reward",
         trust_remote_code=section.trust_remote_code,
         attn_implementation=section.attn_implementation,
@@ -381,7 +379,6 @@ def _saved_engine(
         engine = Engine.load(
             start.checkpoint,
             placement=None if still_auto else placement,
-            base_model=moved_base(config.model.base_model),
             **Workload.of_run(config).limits,
             **options,
         )

@@ -92,14 +92,18 @@ def test_a_run_goes_on_where_its_base_has_moved(own, megatrain, adapter_file, ba
     values["model.layers.1.mlp.up_proj.weight"][3, 5] += 1
     save_file(values, other / "model.safetensors", metadata={"format": "pt"})
     for chosen, said in (
-        ({}, "--set model.base_model=PLACE"),
-        ({"model__path": str(there)}, "give model.base_model=PLACE"),
-        ({"model__base_model": str(other)}, f"{other}: its weights are not those"),
-        ({"model__base_model": str(tmp_path / "whole")}, "name the folder of its base"),
+        ({}, "a link in its old place will do"),
+        ({"model__path": str(there)}, "this cannot change on resume"),
+        ({"model__base_model": str(there)}, "model.base_model: unknown key"),
     ):
         refused = trained("run", 4, "--resume", **begins | chosen)
         assert refused.exit_code == 2 and said in refused.stderr, refused.output
-    result = trained("run", 3, "--resume", **begins, model__base_model=str(there))
+    here.symlink_to(other)
+    refused = trained("run", 4, "--resume", **begins)
+    assert refused.exit_code == 2 and f"{here}: its weights are not those" in refused.stderr
+    here.unlink()
+    here.symlink_to(there)
+    result = trained("run", 3, "--resume", **begins)
     assert result.exit_code == 0, result.output
     result = megatrain("train", tmp_path / "run", *sets(training__steps=4), "--resume")
     assert result.exit_code == 0, result.output
