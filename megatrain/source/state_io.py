@@ -342,7 +342,7 @@ def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) 
         inner, threads = plain(model), update_threads()
         with _another_base(checkpoint, left):
             weights.read_weights(base, inner, hand_out, threads=threads, packed=kept)
-    _require_same(checkpoint, left, seen, names)
+    _require_same(checkpoint, left, seen, names.values())
     return {*names.values()} - seen.sums.keys()
 
 
@@ -390,7 +390,7 @@ def whole_masters(
 
     def read(name: str) -> Tensor:
         values, mine = whole[name](), names[name]
-        seen.add(name, values)
+        seen.add(mine, values)
         if mine not in left.packed:
             return values
         packing, shape = PACKINGS[left.packed[mine]], model.get_parameter(mine).shape
@@ -399,9 +399,10 @@ def whole_masters(
         return packing.unpacked(packing.pack(values), shape)
 
     def check() -> None:
-        for name in names.keys() & whole.keys() - seen.sums.keys():
-            seen.add(name, whole[name]())
-        _require_same(checkpoint, left, seen, names)
+        for name, mine in names.items():
+            if name in whole and mine not in seen.sums:
+                seen.add(mine, whole[name]())
+        _require_same(checkpoint, left, seen, names.values())
 
     of_base = {mine: partial(read, name) for name, mine in names.items() if name in whole}
     return {**saved, **of_base}, check
