@@ -208,12 +208,11 @@ class CheckpointSection(Section):
 class OutputSection(Section):
     """The run's folder: `folder`, or a new `runs/<name>-<time>` when it is null.
 
-    One early step is recorded for `timeline.json`, with `timeline_every` also each N-th one.
+    One early step is recorded for `timeline.json`.
     """
 
     folder: Name | None = None
     log_every: Positive = 10
-    timeline_every: Annotated[int, Field(ge=2)] | None = None
 
 
 Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]

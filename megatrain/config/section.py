@@ -45,6 +45,15 @@ def a_pattern(text: str) -> str:
 Pattern = Annotated[str, AfterValidator(a_pattern)]
 
 
+# Keys of earlier versions with their defaults, which config.yaml of the runs of then has.
+_GIVEN_UP = {
+    "base_model": None, "z_loss": None, "gamma": None, "normalize_advantages": None,
+    "packed": None, "timeline_every": None, "server": None, "server_weights": None,
+    "server_seconds": 600.0, "importance_sampling_mode": "sequence_mask",
+    "importance_sampling_clip_max": 3.0, "importance_sampling_clip_min": None,
+}  # fmt: skip
+
+
 class Section(BaseModel):
     """One section of the run file; strict, so that `"8"` is not quietly taken for `8`."""
 
@@ -61,14 +70,18 @@ class Section(BaseModel):
         """
         if not isinstance(values, dict):
             return values
-        return {n: v for n, v in values.items() if v is not None or not cls._is_nothing(n)}
+        return {
+            n: v
+            for n, v in values.items()
+            if not (cls._is_nothing(n) if v is None else v == _GIVEN_UP.get(n, ...))
+        }
 
     @classmethod
     def _is_nothing(cls, name: Any) -> bool:
         """True if a key's value is a section, or its default switches something off."""
         field = cls.model_fields.get(name)
         if field is None:
-            return False
+            return name in _GIVEN_UP
         kind, default = field.annotation, field.get_default(call_default_factory=True)
         of_section = isinstance(kind, type) and issubclass(kind, Section)
         return of_section or (default is not None and not field.is_required() and not default)

@@ -65,11 +65,6 @@ def end_of_turn(tokenizer: Any) -> int | None:
     return next((end for end in ends if end is not None), None)
 
 
-def ends_last(tokenizer: Any) -> bool:
-    """True if the chat template ends a reply that no other turn follows."""
-    return _end_of_reply(tokenizer, _TALK) is not None
-
-
 def _end_of_reply(tokenizer: Any, talk: Conversation) -> int | None:
     if not tokenizer.chat_template or not tokenizer.is_fast:
         return None
@@ -82,20 +77,6 @@ def _end_of_reply(tokenizer: Any, talk: Conversation) -> int | None:
     _, _, closing = replies.text[begin:end].rpartition(_ANSWERED)
     places = {closing.rfind(token): token for token in added if token and token in closing}
     return added[places[max(places)]] if places else None
-
-
-def unmet_opening(tokenizer: Any) -> str:
-    """The template's opening of a new reply, if plain replies in a conversation begin otherwise.
-
-    For example with `<think>`, which it leaves out before replies without reasoning.
-    """
-    template, where = Template(tokenizer), "the chat template"
-    try:
-        whole, _ = template.render(_TALK, where, add_generation_prompt=False)
-        asked, _ = template.render(_TALK.upto(1), where, add_generation_prompt=True)
-    except InputError:  # it takes other conversations only
-        return ""
-    return "" if whole.startswith(asked) else asked.rpartition(_ASKED)[2]
 
 
 _OWN = ("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_metric")

@@ -21,7 +21,7 @@ from megatrain.data import (
     open_prompts,
     open_stream,
 )
-from megatrain.data.prompts import end_of_turn, ends_last, prompt_ids, unmet_opening
+from megatrain.data.prompts import end_of_turn, prompt_ids
 from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
 from megatrain.model.build import load_config
@@ -80,11 +80,6 @@ def open_data(
         training = opened(data.path)
     else:
         training = opened(data.path, weights=data.weights, repeat=data.repeat)
-    if training.kind == "chat" and tokenizer.chat_template and (unmet := unmet_opening(tokenizer)):
-        log.info(
-            f"the chat template asks for replies with {unmet!r:.80}, but begins those without "
-            "reasoning otherwise: give them some, or name another model.chat_template"
-        )
     if not sets and data.eval_fraction:
         training, sets[""] = training.hold_out(data.eval_fraction)
     return training, sets
@@ -143,11 +138,6 @@ def run_ends(
             log.info("no token of the chat template ends a reply: the model will not know its end")
         else:
             ends.append(turn)
-            if not ends_last(tokenizer):
-                log.info(
-                    "the chat template ends a reply only where another turn follows: the last of a "
-                    "conversation does not teach its end"
-                )
     return list(dict.fromkeys(ends))
 
 

@@ -405,8 +405,7 @@ class _Run:
         log_file, listeners = (log_file, listeners) if is_first else (Path(os.devnull), [])
         metrics = MetricsWriter(log_file, also=listeners)
         left = job.total_steps - first if is_first else 0
-        every = self._config.output.timeline_every if is_first else None
-        self.timeline = RunTimeline(job.engine.recording, self._folder, left, every)
+        self.timeline = RunTimeline(job.engine.recording, self._folder, left)
         self.steps = Steps(job, metrics, self.timeline)
         self.watch = Watch(self._config, logged)
         self.checkpoints = Checkpointing(job, first, self.best_kept)

@@ -49,35 +49,24 @@ Result = TypeVar("Result")
 
 
 class RunTimeline:
-    """Records some steps of a run; all others run as they are.
-
-    An early one, and every so many after it. The newest is in `timeline.json`.
+    """Records one early step of a run, in `timeline.json`; all others run as they are.
 
     Attributes:
         breakdown: of the last step's time; None: it was not recorded.
     """
 
-    def __init__(
-        self, recording: Recording, folder: Path, steps: int, every: int | None = None
-    ) -> None:
-        """Args:
-        recording: as `Engine.recording`.
-        steps: number of steps that this process will take.
-        every: steps of the run between two recorded ones, at least 2; None: one early step is all.
-        """
-        self._recorder = StepRecorder(recording)
-        self._folder, self._every = folder, every
+    def __init__(self, recording: Recording, folder: Path, steps: int) -> None:
+        """Args: `recording`: as `Engine.recording`; `steps`: that this process will take."""
+        self._recorder, self._folder = StepRecorder(recording), folder
         self.breakdown: Breakdown | None = None
-        self._early = min(RECORDED_STEP, steps)
-        self._done = 0
+        self._left = min(RECORDED_STEP, steps)  # steps up to the recorded one, itself included
         self._begun = False
         self._spans: list[Span] = []
 
     def step(self, number: int, step: Callable[[], Result]) -> Result:
         """Do step `number` of the run, and write `timeline.json` if it was to be recorded."""
-        turn, self.breakdown = self._done + 1, None
-        kept = self._due(turn, number) and (self._begun or turn == 1)
-        if not self._begun and (kept or self._due(turn + 1, number + 1)):
+        self.breakdown, kept = None, self._left == 1
+        if self._left in (1, 2) and not self._begun:
             self._recorder.begin()
             self._begun = True
         if kept:
@@ -85,16 +74,13 @@ class RunTimeline:
         try:
             result = step()
         except BaseException:
-            # Where the run goes on without this step, the next two are recorded.
             self._recorder.cancel()
-            if self._begun and turn <= self._early:
-                self._early = turn + 1
-            self._begun = False
+            if self._begun:  # where the run goes on without this step, the next two are recorded
+                self._left, self._begun = 2, False
             raise
-        self._done = turn
+        self._left -= 1
         if kept:
-            self._spans = self._recorder.end()
-            self._begun = False
+            self._spans, self._begun = self._recorder.end(), False
             trace = chrome_trace(self._spans) | {"otherData": {"step": number}}
             try:
                 (self._folder / TIMELINE).write_text(json.dumps(trace), encoding="utf-8")
@@ -102,11 +88,6 @@ class RunTimeline:
                 log.warning("no timeline: %s", error)
             self.breakdown = breakdown(self._spans, COMPUTE)
         return result
-
-    def _due(self, turn: int, number: int) -> bool:
-        if turn <= self._early or self._every is None:
-            return turn == self._early
-        return number % self._every == 0
 
     def draw(self) -> None:
         """Draw the recorded step, if there was one; takes about a second, so after the run."""

@@ -10,7 +10,7 @@ from data_cases import LLAMA3, encode_row, make_tokenizer, talk
 
 from megatrain.data.encoders import ChatEncoder
 from megatrain.data.examples import PlacedExample
-from megatrain.data.prompts import end_of_turn, ends_last
+from megatrain.data.prompts import end_of_turn
 from megatrain.data.rows import Reading
 from megatrain.errors import InputError
 
@@ -336,7 +336,6 @@ def test_an_end_that_only_a_question_brings_is_learnt_where_it_is():
         assert empty == [end or "<|u|>", "tell"]
         tokenizer = make_tokenizer(template, special=SPECIAL)
         assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == (end or "<|u|>")
-        assert not ends_last(tokenizer)
 
 
 def test_headers_that_end_replies_are_not_learnt_where_replies_follow_each_other_or_end_once():

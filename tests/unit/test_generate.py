@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from megatrain import InputError
 from megatrain.config import ModelSection
-from megatrain.data.prompts import end_of_turn, prompt_ids, unmet_opening
+from megatrain.data.prompts import end_of_turn, prompt_ids
 from megatrain.generate import Sampling
 from megatrain.train.data import run_ends
 
@@ -50,16 +50,6 @@ def test_the_token_that_ends_a_reply_is_found_in_the_template(name):
     assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(ENDS[name])
 
 
-def test_a_template_that_asks_with_what_it_does_not_write_before_replies_is_told():
-    """As DeepSeek R1's and QwQ's, whose tuned models are asked for a thought they never had."""
-    tokenizer = chat_tokenizer("qwen")
-    assert unmet_opening(tokenizer) == ""
-    header = "<|im_start|>assistant\\n"
-    before, _, after = tokenizer.chat_template.rpartition(header)
-    tokenizer.chat_template = f"{before}{header}<think>{after}"
-    assert unmet_opening(tokenizer) == "<|im_end|>\n<|im_start|>assistant\n<think>"
-
-
 def test_a_text_that_begins_as_the_tokenizer_would_begin_it_gets_no_second_beginning():
     tokenizer = make_tokenizer(bos_first=True)
     once = prompt_ids(tokenizer, "The sea", None, "p")
@@ -99,7 +89,7 @@ def test_a_text_is_asked_as_documents_begin():
         prompt_ids(chat_tokenizer("qwen"), [{"content": "a"}], None, "prompt 1")
 
 
-def test_a_template_that_ends_replies_only_where_a_turn_follows_is_told(caplog):
+def test_a_template_may_end_replies_only_where_a_turn_follows():
     """As ChatML's of vLLM, and GLM's, whose next header is the end."""
     tokenizer = chat_tokenizer("qwen")
     tokenizer.chat_template = tokenizer.chat_template.replace(
@@ -107,9 +97,4 @@ def test_a_template_that_ends_replies_only_where_a_turn_follows_is_told(caplog):
         "message.content + ('' if loop.last and message.role == 'assistant' else '<|im_end|>\\n')",
     )
     model = ModelSection(path="model")
-    caplog.set_level("INFO")
     assert run_ends(model, tokenizer, SimpleNamespace(kind="chat")) == [tokenizer.eos_token_id]
-    assert "ends a reply only where another turn follows" in caplog.text
-    caplog.clear()
-    run_ends(model, chat_tokenizer("qwen"), SimpleNamespace(kind="chat"))
-    assert not caplog.text

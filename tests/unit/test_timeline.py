@@ -9,7 +9,6 @@ from transformers import LlamaConfig
 from megatrain import AdamW, Engine
 from megatrain.errors import RunFailed
 from megatrain.telemetry.timeline import (
-    Breakdown,
     Span,
     breakdown,
     chrome_trace,
@@ -119,23 +118,3 @@ def test_a_step_that_is_left_out_is_not_on_the_timeline(tmp_path, refused):
     assert trace["otherData"]["step"] == refused + 2
     names = [span.name for span in read_trace(trace)]
     assert names.count("layer 0") == names.count("layer 0 backward") == 1
-
-
-def test_a_run_keeps_the_timelines_of_every_so_many_steps(tmp_path):
-    told: dict[int, Breakdown] = {}
-    with _tiny_engine() as engine:
-        timeline = RunTimeline(engine.recording, tmp_path, 20, 4)
-        for number in range(1, 21):
-            if number in (11, 15):  # before one that is due, which then is not
-                with pytest.raises(RunFailed):
-                    timeline.step(number, _refuse)
-            else:
-                timeline.step(number, lambda: engine.step(BATCH))
-            if timeline.breakdown is not None:
-                told[number] = timeline.breakdown
-            if number == 9:
-                assert (
-                    json.loads((tmp_path / "timeline.json").read_text())["otherData"]["step"] == 8
-                )
-    assert list(told) == [6, 8, 20]
-    assert told[8].busy["compute"] > 0
