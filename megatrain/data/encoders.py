@@ -6,6 +6,7 @@ them. The end-of-turn token belongs to the reply; white space which the template
 does not.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -170,6 +171,8 @@ class ChatEncoder:
             nothing = np.zeros(0, np.int32), np.zeros(0, bool)
             return Document(placed.source, placed.number, *nothing)
         replies = ReplySpans(self._template, self._names, talk, where)
+        if not talk.images and self._images is not None:
+            self._refuse_tokens(replies.text, where)
         text, moved, end_of_images = with_images(replies.text, talk.images, self._images, where)
         unchecked, offsets = placed_tokens(self._tokenizer, text, where)
         ids = token_ids(unchecked, self._vocab_size, where)
@@ -193,6 +196,15 @@ class ChatEncoder:
                 closed = closing > first and int(ids[closing - 1]) in self._added
                 targets[first : closing if closed else last] = True
         return document._replace(targets=targets & marked if is_marked else targets)
+
+    def _refuse_tokens(self, text: str, where: str) -> None:
+        """Raises InputError: a text has a token that stands for an image, and the row has none."""
+        for name in self._names if self._images and self._images.identity else ():
+            if re.search("image|img", name, re.IGNORECASE) and name in text:
+                raise InputError(
+                    f"{where}: its text has the token {name!r}, and the row has no images: name "
+                    "them in 'images', or write it otherwise"
+                )
 
     def unread(self, talk: Conversation) -> list[str]:
         """Fields of messages that the template does not name."""

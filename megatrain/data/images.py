@@ -90,10 +90,6 @@ def _source(value: object, where: str) -> object:
     """The path or the bytes of an image."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("url") or value.get("path")
-    if isinstance(value, Image.Image):
-        encoded = io.BytesIO()
-        value.save(encoded, "PNG")
-        value = encoded.getvalue()
     if isinstance(value, str) and value.startswith("data:"):
         try:
             value = base64.b64decode(value.partition(",")[2], validate=True)

@@ -319,12 +319,13 @@ def read_hub(source: HubSplit, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
             yield number, {n: _without_nulls(v) if wanted(n) else UNREAD for n, v in row.items()}
         return
     names = source.rows.column_names
-    others = dict.fromkeys((n for n in names if not wanted(n)), UNREAD)
+    others = [n for n in names if not wanted(n)]
     present = [n for n in names if wanted(n)]
-    # Reading no columns would give no rows, and no error could name the columns.
-    rows = source.rows.select_columns(present) if present else [{}] * min(len(source.rows), 1)
-    for number, row in enumerate(rows, start=1):
-        yield number, {**_without_nulls(row), **others}
+    if present:
+        rows = source.rows.select_columns(present).with_format("arrow")  # images stay encoded
+        yield from _rows(rows.iter(_BATCH_ROWS), others)
+    elif len(source.rows):  # reading no columns gives no rows, and an error is to name the columns
+        yield 1, dict.fromkeys(others, UNREAD)
 
 
 def read_parquet(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:

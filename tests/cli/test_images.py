@@ -5,7 +5,9 @@ import json
 import os
 import re
 import shutil
+from unittest import mock
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,12 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
+from megatrain.data import ImageProcessor, PackedDataset, open_dataset
+from megatrain.data.images import Picture
 from tests.cli.cases import sets
+from tests.cli.test_ranks import assert_same_run, run_of
 from tests.parity.cases import SIZES, noisy, same
+from tests.parity.ranks import run_ranks
 from tests.sweeps import few
 from tests.unit.data_cases import make_tokenizer
 
@@ -275,7 +281,7 @@ def address(path):
 WRONG = {
     "missing": (lambda path: None, "a.png: cannot be read: no such file"),
     "cut off": (cut_off, "a.png: not a whole image: .*truncated"),
-    "of something else": (lambda path: path.write_text("a"), "a.png: not a whole image"),
+    "of something else": (lambda path: path.write_text("a") and None, "a.png: not a whole image"),
     "moving": (gif, "a.gif: it has several frames"),
     "huge": (bomb, "a.png: it has more than 89,478,485 pixels"),
     "a pipe": (lambda path: os.mkfifo(path), "a.png: not a plain file"),
@@ -327,6 +333,7 @@ REFUSED = {
     "too many places": (talk("<image><image>", "a", images=["p.png"]), {}, "1 images .* 2 places"),
     "a token in a text": (talk([part("p.png"), {"type": "text", "text": "<image>"}], "a"), {},
                           "has 2 places of images .*the row 1 images"),
+    "a token alone": (talk("<image>", "a"), {}, "has the token '<image>', and the row has no"),
 }  # fmt: skip
 
 
@@ -353,3 +360,81 @@ def test_the_data_command_shows_images_and_plans_say_what_they_count(megatrain, 
     assert (
         "the plan is for text: images" in megatrain.done("plan", "--model", model, *options).output
     )
+
+
+def test_tables_with_bytes_are_the_rows_with_files(model, tmp_path, monkeypatch):
+    names = [picture(tmp_path, f"{n}.png", n, (8, 8 + n)) for n in range(3)]
+    images = [names[:2], [], names[2:]]
+    talks = [talk("<image> and <image>", "a"), talk("b", "c"), talk("d", "It is 42.")]
+    rows_of(tmp_path, [row | {"images": of_row} for row, of_row in zip(talks, images, strict=True)])
+    data = [[{"bytes": (tmp_path / n).read_bytes(), "path": n} for n in row] for row in images]
+    columns = {"messages": [row["messages"] for row in talks], "images": data}
+    features = datasets.List(datasets.Image())
+    table = datasets.Dataset.from_dict(columns).cast_column("images", features)
+    table.to_parquet(tmp_path / "rows.parquet")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: table)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    batches = []
+    for path in (tmp_path / "rows.jsonl", tmp_path / "rows.parquet", "some/where"):
+        opened = open_dataset(
+            path,
+            tokenizer=tokenizer,
+            sequence_length=64,
+            cache_dir=tmp_path / "cache",
+            images=ImageProcessor(model),
+        )
+        assert not opened.packing
+        batches.append(opened.with_images(opened.batch(range(3))))
+    assert same(batches[0], batches[1]) and same(batches[0], batches[2])
+    assert batches[0]["pixel_values"].shape == (3, 3, 8, 8)
+
+
+def test_an_image_that_changes_is_read_anew_or_ends_the_run(megatrain, model, tmp_path, caplog):
+    file = write_run(tmp_path, model, "vision_tower")
+    megatrain.done("data", file)
+    picture(tmp_path, "pictures/0.png", 9)
+    shown = megatrain.done("data", file, "--rows", "7").output
+    assert "pictures/0.png has changed: tokens are made again" in caplog.text
+    assert "pictures/0.png (12 x 9)" in shown
+    looked = PackedDataset.with_images
+
+    def late(data, batch):
+        (tmp_path / "pictures/0.png").write_bytes(b"")
+        return looked(data, batch)
+
+    with mock.patch.object(PackedDataset, "with_images", late):
+        result = megatrain("train", file)
+    assert result.exit_code == 4
+    assert re.search("step 1: its rows cannot be read: .*0.png: not as it was", result.output)
+
+
+def test_ranks_read_the_images_of_their_own_rows(model, tmp_path):
+    file = write_run(tmp_path, model, "vision_tower", batch_size=7, micro_batch_size=2)
+    changed = ("training.micro_batch_size=2", "training.batch_size=7", "checkpoint.at_end=false")
+    decoded = Picture.decoded
+
+    def on_ranks(group):
+        names = []
+
+        def noted(image):
+            names.append(image.digest)
+            return decoded(image)
+
+        with mock.patch.object(Picture, "decoded", noted):
+            run_of(file, tmp_path / "two", *changed, "training.steps=2")(group)
+        return len(names)
+
+    counts = run_ranks(2, tmp_path, on_ranks)
+    assert all(0 < count < 2 * 6 * 2 for count in counts)
+    run_ranks(1, tmp_path, run_of(file, tmp_path / "one", *changed, "training.steps=2"))
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def test_rows_that_would_be_cut_through_an_image_are_left_out(megatrain, model, tmp_path):
+    file = write_run(tmp_path, model, "vision_tower")
+    picture(tmp_path, "p.png", 1)
+    text = {"type": "text", "text": "Tell me a short story about the sea"}
+    late, early = talk([text, part("p.png")], "It is 42."), talk([part("p.png")], "the sea " * 9)
+    rows_of(tmp_path, [late, early])
+    output = megatrain.done("data", file, *sets(data__sequence_length=24), "--rows", "2").output
+    assert "rows.jsonl:2: 24 tokens" in output and "rows.jsonl:1" not in output
