@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.compat.torch import pytree
+from megatrain.compat.torch import pytree, version_of, without_torch_function
 from megatrain.compat.transformers import encoder_calls
 from megatrain.errors import RunFailed
 from megatrain.model.token_chunks import draws
@@ -85,6 +85,7 @@ class Recorder:
         self._touched, self._read, self._depth, self._inner = touched, set[int](), 0, inner
         self._computed, self.inside = read, set[int]()  # inside: what encoders computed with
         self._results: list[tuple[list[Any], Any]] = []
+        self._versions: list[tuple[Tensor, int]] = []
         self._leaves = set[int]()  # ids of what the results hold, which nothing else has by then
 
     def call(self, encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -104,11 +105,18 @@ class Recorder:
             self.inside |= self._computed
         self._results.append(pytree.tree_flatten(result))  # now: the caller may change it
         self._leaves |= {id(leaf) for leaf in self._results[-1][0]}
+        with without_torch_function():  # to ask for a version is no use of a result
+            self._versions += [(leaf, version_of(leaf)) for leaf in _tensors(result)]
         return result
 
     def note(self) -> None:
         """Note which results have been read since the last call."""
         self._read |= self._touched & self._leaves
+
+    @property
+    def changed(self) -> bool:
+        """True if a result has been changed in place since its call."""
+        return any(version_of(leaf) != version for leaf, version in self._versions)
 
     def finish(self) -> tuple[list[Encoded], list[Tensor]]:
         """All calls, and their features that were read after them."""
@@ -179,7 +187,8 @@ class FrozenParts:
     """The outermost frozen modules of encoders that are trained in part: a tower, or its layers.
 
     What they compute in the forward is kept for the backward, unless a gradient reaches the results
-    or they draw random numbers, which the first backward with each kind of media shows.
+    or they draw random numbers, which the first backward with each kind of media shows, or what
+    follows changes the results in place.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str]) -> None:
@@ -204,7 +213,10 @@ class FrozenParts:
             with replaced(self._calls, recorder.call):
                 yield recorder
             encoded, features = recorder.finish()
-            kept.append((encoded, in_one_row(features, next(iter(media.values())))))
+            if recorder.changed:
+                self._calls = []
+            else:
+                kept.append((encoded, in_one_row(features, next(iter(media.values())))))
         else:
             yield None
 

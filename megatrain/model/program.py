@@ -210,6 +210,11 @@ class ModelProgram:
                 self._run(stop, weights, batch, {**batch.inputs, **batch.media}, uses)
         self._require_apart(recorder.inside, {*self._outer} - {*self.spec.media})
         batch.encoded, features = recorder.finish()
+        if recorder.changed:
+            raise InputError(
+                "the forward changes features of images or sounds in place: such a model is "
+                "trained on text alone; leave the media out"
+            )
         return in_one_row(features, batch.inputs["input_ids"])
 
     def prologue(

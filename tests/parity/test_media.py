@@ -216,6 +216,32 @@ def test_a_run_of_images_and_sounds_goes_on_to_the_bit(tmp_path):
         assert same(masters(engine), expected[1])
 
 
+def test_results_of_a_frozen_tower_may_be_changed_in_place(monkeypatch):
+    kind = transformers.models.llava.modeling_llava.LlavaMultiModalProjector
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, features: forward(self, features.mul_(2)))
+    steps = [[of_llava(1), of_llava(2, 1)], [of_llava(3)], [of_llava(4)]]
+    assert not compare(llava(), Placement(), steps=steps, chosen=Trained(["vision"])).failures
+
+
+def test_features_that_the_forward_changes_in_place_are_refused(monkeypatch):
+    kind, held = transformers.LlavaModel, []
+    encode, place = kind.get_image_features, kind.get_placeholder_mask
+
+    def noted(self, *args, **kwargs):
+        held.append(encode(self, *args, **kwargs))
+        return held[-1]
+
+    def changed(self, *args, **kwargs):
+        held[-1].pooler_output[0].mul_(2)
+        return place(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "get_image_features", noted)
+    monkeypatch.setattr(kind, "get_placeholder_mask", changed)
+    with engine_of(llava()) as engine, pytest.raises(InputError, match="features .* in place"):
+        engine.evaluate([of_llava(1)])
+
+
 def test_a_model_that_has_run_before_trains_as_in_plain_torch():
     model, batch = qwen3_vl(), of_qwen(8)
     del batch["labels"]
