@@ -203,7 +203,7 @@ EXACT: dict[str, Callable[[Any], dict]] = {
         placement=Placement(slots=2),
     ),
     "bf16, some in fp32, on a disk": exact(
-        partial(tiny_model, "hunyuan_v1_moe"), by=on_disk, rule="adamw int8", lr=1e-2
+        partial(tiny_model, "hunyuan_v1_moe"), by=on_disk, lr=1e-2
     ),
     "bf16, planes on a disk": exact(
         partial(llama, **TIED), by=on_disk, trained=Trained(freeze=("k_proj", "layers.1.mlp"))
