@@ -98,8 +98,8 @@ expert without tokens decays like any other weight, whichever experts the step h
 
 In bf16 weights are computed in bf16; masters and moments are fp32. transformers keeps a few
 parameters of some families in fp32 (`_keep_in_fp32_modules_strict`, or made so by the class; mostly
-of routers and decay rates): these are computed with in fp32, as after `from_pretrained`. So has
-each buffer the type that transformers gives it in a model of the same precision.
+of routers and decay rates): these are computed with in fp32, as after `from_pretrained`. A buffer
+has the type that transformers gives it in a model of the same precision.
 
 The loss is that of the model's own forward: cross entropy of the next token, or, where it does not
 shift labels (decoders of models for pairs of texts), of the token in the same place, and what its
