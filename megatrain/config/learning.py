@@ -336,13 +336,6 @@ class EarlyStopping(Section):
     min_delta: Annotated[float, Field(ge=0)] = 0.0
 
 
-class SamplesSection(Section):
-    """Texts to continue, and messages to reply to, after each evaluation."""
-
-    prompts: Annotated[list[str | list[dict[str, Any]]], Field(min_length=1)]
-    max_new_tokens: Positive = 64
-
-
 class TrainingSection(Section):
     """How long and in what portions (docs/training.md, docs/reliability.md).
 
@@ -356,7 +349,6 @@ class TrainingSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     eval_every: Positive | None = None
     early_stopping: EarlyStopping | None = None
-    samples: SamplesSection | None = None
     neftune_alpha: Annotated[float, Field(gt=0)] | None = None
     seed: Natural = 0
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -297,7 +297,6 @@ class Config(Section):
             "data.weights": data.weights,
             "data.streaming": data.streaming,
             "data.text_field": data.text_field != "text",
-            "training.samples": name == "reward" and self.training.samples,
             "training.neftune_alpha": kind == "prompts" and self.training.neftune_alpha,
         }
         for key in (key for key, is_set in refused.items() if is_set and kind is not None):
@@ -322,7 +321,6 @@ class Config(Section):
     def _of_shared_rows(self) -> Iterator[str]:
         refused = {
             "data.packing (set it to false)": self.data.packing,
-            "training.samples": self.training.samples,
             "training.neftune_alpha": self.training.neftune_alpha,
             f"loss.name {self.loss.name}": self.loss.kind or self.loss.name == "distill",
         }
@@ -342,8 +340,6 @@ class Config(Section):
         wanted = {"checkpoint.best": self.checkpoint.best}
         if self.training.early_stopping is not None:
             wanted["training.early_stopping"] = self.watched
-        if self.training.samples is not None:
-            wanted["training.samples"] = f"eval_{self.loss.metrics[0]}"
         for key, metric in wanted.items():
             if metric is not None and not (metrics and every):
                 yield f"{key} needs evaluations: set training.eval_every, and {needed}"

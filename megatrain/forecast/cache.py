@@ -227,13 +227,9 @@ class ForecastCache(Once):
         """The forecast of a run that also generates, between steps: at the peak of either."""
         replies, dtype = workload.generation, workload.dtype
         assert replies is not None
-        generated = 0
-        if replies.new_tokens is not None:
-            rows = min(workload.rows, replies.rows or workload.rows)
-            size = rows, workload.sequence_length, replies.new_tokens
-            if replies.tokens is not None:
-                size = replies.rows or 1, replies.tokens, replies.new_tokens
-            generated = self.once((dtype, size), lambda: generation_bytes(self.spec, dtype, *size))
+        rows = min(workload.rows, replies.rows or workload.rows)
+        size = rows, workload.sequence_length, replies.new_tokens
+        generated = self.once((dtype, size), lambda: generation_bytes(self.spec, dtype, *size))
         more = generated - sum(step.device_bytes.get(name, 0) for name in _FREE)
         step = replace(step, device_bytes=step.device_bytes | {"generation": max(0, more)})
         if not replies.reference:

@@ -1,6 +1,5 @@
 """The size of a step: the one record of it for plans, benchmarks, runs and engines."""
 
-import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ LIMITS = ("device_memory", "host_memory", "disk_space")
 _USUAL_TOKENS = 16384  # of a micro-batch
 # The step's schedule is followed piece by piece; beyond, a step is planned as well by a part of it.
 _MOST_TOKENS = 1 << 24
-_TEMPLATE = 64  # tokens that a chat template puts around messages, roughly
 
 
 @dataclass(frozen=True)
@@ -34,14 +32,12 @@ class Generation:
     Attributes:
         new_tokens: of a reply, at most; with its prompt it has a row's.
         rows: made together, at most; None: all of a step.
-        tokens: of a prompt and its reply, at most; None: as a row of a step has.
         reference: True if a second, frozen model computes log-probabilities of them.
     """
 
     new_tokens: int
     rows: int | None = None
     reference: bool = False
-    tokens: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +147,7 @@ class Workload:
         length = -(-length // self.sequence_ranks)
         most = self.micro_batch and min(self.micro_batch, rows)
         tokens, generation = rows * length, self.generation
-        if generation is not None and generation.rows is not None and generation.tokens is None:
+        if generation is not None and generation.rows is not None:
             generation = replace(generation, rows=-(-generation.rows // every))
         sizes: dict[str, Any] = {"tokens_per_step": tokens, "micro_batch": most}
         sizes |= {"sequence_length": length, "sequence_ranks": 1}
@@ -196,12 +192,7 @@ class Workload:
 def _generation_of(run: "Config") -> Generation | None:
     loss = run.loss.loss()
     if not isinstance(loss, GRPO):
-        samples = run.training.samples
-        if samples is None:
-            return None
-        longest = max(len(json.dumps(each).encode()) for each in samples.prompts)
-        new = samples.max_new_tokens  # and a token has a byte at least
-        return Generation(new, len(samples.prompts), tokens=longest + _TEMPLATE + new)
+        return None
     reference = loss.beta > 0
     return Generation(loss.max_completion_length, run.rollout.batch_size, reference)
 

@@ -40,7 +40,6 @@ class Metrics:
     Attributes:
         columns: the values of each of COLUMNS over the finished steps; NaN: none.
         evaluations: the line of each evaluation.
-        samples: the last prompts and texts of an evaluation, after step `sampled`.
         resumed: how often the run went back to an earlier step; repeated steps count once.
         skipped: steps that were left out.
         failed: the error that ended the run, if its last line has one.
@@ -48,8 +47,6 @@ class Metrics:
 
     columns: dict[str, Values]
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
-    samples: list[tuple[str, str]] = field(default_factory=list)
-    sampled: float = math.nan
     resumed: int = 0
     skipped: int = 0
     failed: str | None = None
@@ -121,14 +118,7 @@ def collect(records: Iterable[Mapping[str, Any]]) -> Metrics:
     if resumed:
         later = np.append(np.minimum.accumulate(steps[::-1])[::-1][1:], np.inf)
         columns = {name: values[steps < later] for name, values in columns.items()}
-    metrics = Metrics(columns, [*evaluated.values()], [], math.nan, resumed, len(skipped), failed)
-    for step, record in evaluated.items():
-        texts = record.get("samples")
-        pairs = [s for s in texts if isinstance(s, dict)] if isinstance(texts, list) else []
-        if pairs:
-            metrics.samples = [(str(s.get("prompt")), str(s.get("text"))) for s in pairs]
-            metrics.sampled = step
-    return metrics
+    return Metrics(columns, [*evaluated.values()], resumed, len(skipped), failed)
 
 
 def number(value: Any) -> float:

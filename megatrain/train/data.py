@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from megatrain.config import Config, ModelSection, nearest
 from megatrain.data import (
@@ -21,7 +21,7 @@ from megatrain.data import (
     open_prompts,
     open_stream,
 )
-from megatrain.data.prompts import end_of_turn, prompt_ids
+from megatrain.data.prompts import end_of_turn
 from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
 from megatrain.model.build import load_config
@@ -107,23 +107,6 @@ def run_images(model: ModelSection) -> ImageProcessor:
     """The processor of images of a run's model."""
     folder = None if model.path is None else resolve_model(model.path)
     return ImageProcessor(folder, trust_remote_code=model.trust_remote_code)
-
-
-def check_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, text_config: PreTrainedConfig
-) -> None:
-    """Raises InputError: a prompt cannot be used, or the context has no room for its sample."""
-    if (samples := config.training.samples) is None:
-        return
-    limit = getattr(text_config, "max_position_embeddings", None) or math.inf
-    for number, prompt in enumerate(samples.prompts, 1):
-        where = f"training.samples: prompt {number}"
-        length = len(prompt_ids(tokenizer, prompt, text_config.vocab_size, where))
-        if length + samples.max_new_tokens > limit:
-            raise InputError(
-                f"{where}: {length} tokens and max_new_tokens of {samples.max_new_tokens} are more "
-                f"than the model's context of {limit}; lower max_new_tokens, or shorten the prompt"
-            )
 
 
 def run_ends(

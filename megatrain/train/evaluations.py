@@ -6,14 +6,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megatrain.base.units import duration
 from megatrain.config import Config, step_loss
 from megatrain.data import PackedDataset, Prompts, Step, plain_rows
-from megatrain.errors import MegatrainError, in_one_line
-from megatrain.generate.sampling import Sampling
-from megatrain.generate.texts import generate
 from megatrain.loss import Distillation, JointLoss, Reward, num_labelled, targets_of
 from megatrain.telemetry.console import described_rewards
 from megatrain.telemetry.metrics import MetricsWriter, is_evaluation
@@ -26,7 +21,6 @@ if TYPE_CHECKING:
 
 _Parts = list[tuple[Step, int]]  # rows computed at once, and their number of labelled tokens
 _MOST_NATS = 700  # beyond, a perplexity is no number
-_SHOWN = 160  # characters of a sample in a line
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +48,6 @@ class Evaluations:
             for name, rows in job.evaluation.items()
         }
         self._every = config.training.eval_every
-        self._samples = config.training.samples
         self._done = {record["step"] for record in logged if is_evaluation(record)}
         self._trained: list[float] = []  # losses of the steps since the last one
         for record in logged:
@@ -82,7 +75,6 @@ class Evaluations:
         record: dict[str, Any] = {"step": step, **scores, "eval_seconds": round(seconds, 4)}
         text = self._described(scores)
         say(f"step {step}/{self._job.total_steps}  {text}  {duration(seconds)}")
-        record |= self._sampled(say)
         self._metrics.write(**record)
         self._done.add(step)
         self.trained(record)
@@ -158,30 +150,6 @@ class Evaluations:
         named = [name for name in self._sets if name]
         parts += [f"{name} {scores[f'eval_{name}_loss']:.4f}" for name in named]
         return "  ".join(parts)
-
-    def _sampled(self, say: Callable[[str], None]) -> dict[str, Any]:
-        """The likeliest continuation of each prompt of `training.samples`, as the log's record.
-
-        A failure to generate costs a warning, not the run; but where one of several ranks alone
-        fails, while the others wait for it, all end.
-        """
-        if self._samples is None:
-            return {}
-        prompts = self._samples.prompts
-        sampling = Sampling(max_new_tokens=self._samples.max_new_tokens, temperature=0)
-        try:
-            with torch.random.fork_rng():
-                texts = generate(self._engine, self._job.tokenizer, prompts, sampling)
-        except MegatrainError as error:
-            if self._job.ranks.size > 1 and error.__cause__ is not None:
-                raise
-            log.warning("no samples from here on: %s", error)
-            self._samples = None
-            return {}
-        shown = [p if isinstance(p, str) else str(p[-1].get("content")) for p in prompts]
-        for prompt, text in zip(shown, texts, strict=True):
-            say(f"  {in_one_line(prompt, _SHOWN)} -> {in_one_line(text, _SHOWN)}")
-        return {"samples": [{"prompt": a, "text": t} for a, t in zip(shown, texts, strict=True)]}
 
 
 def _parts(rows: Step, at_once: int) -> _Parts:

@@ -28,7 +28,7 @@ FREE_KEYS = {
     "data": ("path", "eval_path", "cache_dir", "hub_config", "hub_split"),
     "training": (
         "steps", "epochs", "micro_batch_size", "max_grad_norm", "eval_every",
-        "early_stopping", "samples", "on_nonfinite", "max_skips", "spike", "recheck",
+        "early_stopping", "on_nonfinite", "max_skips", "spike", "recheck",
     ),
     "optimizer": ("lr", "betas", "eps"),
     "engine": (

@@ -46,7 +46,7 @@ _TAKEN = re.compile(
     r"(eval_|rewards/|completions/|clip_ratio/).*|((generate|reward|logprobs|train)_)?seconds|"
     r"step|epoch|loss|aux_loss|grad_norm|lr|kl|cispo_clip_ratio|reward|reward_std|tokens|"
     r"tokens_per_second|frac_reward_zero_std|model_tflops|mfu|device_peak_bytes|host_bytes|busy|"
-    r"idle|skipped|failed|rows|samples"
+    r"idle|skipped|failed|rows"
 )
 _SEED = 0x726F6C6C  # separates these seeds from those of steps
 

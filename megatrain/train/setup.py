@@ -43,7 +43,7 @@ from megatrain.placement import Placement
 from megatrain.source.source import DTYPES, Source, choose_trained, open_source, open_structure
 from megatrain.store.store import resting
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.data import check_prompts, open_data, run_ends, run_images, run_tokenizer
+from megatrain.train.data import open_data, run_ends, run_images, run_tokenizer
 from megatrain.train.resolve_model import (
     ResolvedModel,
     check_sequence_length,
@@ -147,7 +147,6 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     hf_config = model_config(section, tokenizer)
     check_sequence_length(hf_config, config.data.sequence_length)
     text_config = hf_config.get_text_config(decoder=True)
-    check_prompts(config, tokenizer, text_config)
     teacher = find_teacher(config, tokenizer, text_config)
     source = _structure(config, begun(), hf_config) if start is None else None
     ranks.agree(lambda: check_disk(config, source or start, config.training.steps))

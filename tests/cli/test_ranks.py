@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from megatrain.checkpoint import verify
 from megatrain.config import load
 from megatrain.data import open_stream
-from megatrain.errors import DoesNotFit, InputError, RunFailed
+from megatrain.errors import InputError, RunFailed
 from megatrain.parallel.distributed import ProcessGroups, joined, launch
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.loop import train
@@ -103,16 +103,12 @@ def assert_same_run(one, several, least=1e-12):
     ):
         for name in ("step", "epoch", "loss", "grad_norm", "lr", "eval_loss", "tokens"):
             assert mine.get(name, 0) == pytest.approx(other.get(name, 0), rel=2e-6, abs=least), name
-        assert mine.get("samples") == other.get("samples")
     weights = [load_file(each / "model/model.safetensors") for each in (one, several)]
     for name, value in weights[0].items():
         assert torch.allclose(value, weights[1][name], rtol=2e-6, atol=1e-6), name
 
 
-STREAMED = (
-    *("data.streaming=true", "data.eval_fraction=0", "data.shuffle_buffer=1024"),
-    'training.samples={prompts: ["the cat", "a dog ran"], max_new_tokens: 3}',
-)
+STREAMED = ("data.streaming=true", "data.eval_fraction=0", "data.shuffle_buffer=1024")
 
 
 @pytest.mark.exhaustive
@@ -139,7 +135,7 @@ def stopped_at(done):
 
 
 @pytest.mark.exhaustive
-def test_a_streamed_run_with_samples_is_that_of_one(megatrain, run_file, tmp_path):
+def test_a_streamed_run_is_that_of_one(megatrain, run_file, tmp_path):
     """Two ranks begin it, of other blocks of the stream than those in which three go on."""
     held = tmp_path / "held.jsonl"
     held.write_text("".join((tmp_path / "rows.jsonl").read_text().splitlines(True)[:9]))
@@ -154,45 +150,25 @@ def test_a_streamed_run_with_samples_is_that_of_one(megatrain, run_file, tmp_pat
         ended = run_ranks(size, tmp_path / str(size), work)
         assert ended == ["None" if resume else "SIGTERM"] * size
     assert_same_run(tmp_path / "one", tmp_path / "several")
-    made = [
-        r["samples"] for r in read_metrics(tmp_path / "several/metrics.jsonl") if "samples" in r
-    ]
-    assert len(made) == 2 and all(each["text"] for some in made for each in some)
 
 
-def test_a_rank_with_other_rows_or_no_room_is_heard_by_all(run_file, tmp_path):
-    """Rows that differ end the run before the step; keys and values without room cost a warning."""
+def test_a_rank_with_other_rows_is_heard_by_all(run_file, tmp_path):
+    """Rows that differ end the run before the step."""
 
     def work(group):
         rank = dist.get_rank()
         other = tmp_path / f"rows of {rank}.jsonl"
         rows = (tmp_path / "rows.jsonl").read_text().splitlines(True)
         other.write_text("".join(rows[::-1] if rank else rows))
-        streamed = (*STREAMED, "training.samples=null", "training.eval_every=null")
-        differing = run_of(run_file, "differing", *streamed)
+        differing = run_of(run_file, "differing", *STREAMED, "training.eval_every=null")
         with (
             pytest.raises(RunFailed, match="step 1: .*rank 1 has another checksum of the step's"),
             mock.patch("megatrain.train.data.open_stream", partial(opened, other)),
         ):
             differing(group)
 
-        def full(*needed):
-            if rank:
-                raise DoesNotFit("no room for keys and values")
-
-        told: list[str] = []
-        with (
-            mock.patch("megatrain.generate.texts.check_cache", full),
-            mock.patch(
-                "megatrain.train.evaluations.log.warning", lambda *each: told.append(str(each))
-            ),
-        ):
-            assert run_of(run_file, "full", STREAMED[-1])(group) == "None"
-        return told
-
     os.chdir(tmp_path)
-    for told in run_ranks(2, tmp_path, work):
-        assert len(told) == 1 and "no room for keys and values" in told[0]
+    run_ranks(2, tmp_path, work)
 
 
 def opened(path, given, **options):

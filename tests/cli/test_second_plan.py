@@ -1,4 +1,4 @@
-"""Plans count the second model of a run, and its samples: compared with engines that have them."""
+"""Plans count the second model of a run: compared with engines that have one."""
 
 import json
 import mmap
@@ -9,8 +9,7 @@ import pytest
 
 from megatrain import Placement
 from megatrain.cli.models import qwen2_config
-from megatrain.config import load
-from megatrain.forecast.workload import Generation, Second, Workload
+from megatrain.forecast.workload import Second, Workload
 from megatrain.loss import DPO
 from megatrain.plan.remedies import Planner
 from megatrain.source.source import open_source, structure
@@ -90,11 +89,3 @@ def test_a_kept_teacher_is_told_and_has_to_fit_alone(megatrain, distilling):  # 
     result = megatrain("plan", file, "--gpu", "4090", "--host-memory", "2GiB")
     assert result.exit_code == 3, result.output
     assert "the teacher takes" in result.stderr
-
-
-def test_samples_are_counted_by_what_they_take(run_file):
-    samples = {"prompts": ["a cat sat", "a dog"], "max_new_tokens": 100}
-    config = load(run_file, sets(training__samples=samples)[1::2])
-    asked = Workload.of_run(config).generation
-    assert asked == Generation(100, 2, tokens=100 + 64 + len('"a cat sat"'))
-    assert Workload.of_run(load(run_file, [])).generation is None

@@ -46,7 +46,7 @@ def evaluated(labels, *, rows_per_step=4, stop=None, total=1):
         loader=SimpleNamespace(rows_per_micro_batch=2),
         rollouts=None,
     )
-    training = SimpleNamespace(eval_every=1, batch_size=rows_per_step, samples=None)
+    training = SimpleNamespace(eval_every=1, batch_size=rows_per_step)
     metrics: Any = SimpleNamespace(write=lambda **record: written.update(record))
     job.config = cast(Any, SimpleNamespace(training=training, loss=LossSection(), rollout=None))
     signals: Any = SimpleNamespace(stop=stop)
