@@ -18,22 +18,12 @@ from megatrain.parallel.distributed import Ranks
 # Logits that differ by a thousandth are as good as equal: below it, sampling takes the likeliest.
 _COLD = 1e-3
 _USUAL: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 0}
-# Settings of a model's folder that transformers' `generate` follows here as well, that the caller's
-# options stand for, or that mean nothing to a model that goes on with text.
-_KNOWN = {
-    "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids",
-    "begin_suppress_tokens", "bos_token_id", "cache_config", "cache_implementation",
-    "compile_config", "decoder_start_token_id", "disable_compile", "do_sample", "eos_token_id",
-    "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id",
-    "forced_eos_token_id", "max_cache_len", "max_length", "max_matching_ngram_size",
-    "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p",
-    "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule",
-    "output_attentions", "output_hidden_states", "output_logits", "output_scores",
-    "pad_token_id", "remove_invalid_values", "renormalize_logits", "repetition_penalty",
-    "return_dict_in_generate", "sequence_bias", "stop_strings", "suppress_tokens",
-    "target_lookbehind", "temperature", "top_h", "top_k", "top_p", "transformers_version",
-    "typical_p", "use_cache", "watermarking_config",
-}  # fmt: skip
+# Settings of a model's folder for searches and decoders that generation here does not do.
+_NOT_FOLLOWED = (
+    "constraints", "diversity_penalty", "dola_layers", "force_words_ids", "guidance_scale",
+    "low_memory", "num_beam_groups", "num_beams", "num_return_sequences", "penalty_alpha",
+    "prefill_chunk_size", "prompt_lookup_num_tokens", "token_healing", "use_mtp",
+)  # fmt: skip
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {})
 
 log = logging.getLogger(__name__)
@@ -95,11 +85,7 @@ class Sampling:
 
 def _not_followed(config: transformers.GenerationConfig) -> list[str]:
     """The settings that generation here does not follow; they are logged once."""
-    names = [
-        name
-        for name, value in sorted(vars(config).items())
-        if not (name.startswith("_") or name in _KNOWN or value in _NEUTRAL)
-    ]
+    names = [n for n in _NOT_FOLLOWED if getattr(config, n, None) not in _NEUTRAL]
     if names:
         _say(", ".join(names))
     return names

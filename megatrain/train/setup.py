@@ -545,15 +545,12 @@ def check_schedule(config: Config, total_steps: int) -> None:
                     f"{rate:g}{above}; correct schedule.options (min_lr is a rate, min_lr_rate a "
                     "share of optimizer.lr)"
                 )
-    if rates == {0.0}:
+    if rates == {0.0} or warmup >= total_steps:
         log.warning(
-            "the learning rate is 0 in every step: nothing is learnt; lower schedule.warmup_steps "
-            "(or warmup_ratio), correct schedule.options, or train for more steps"
-        )
-    elif warmup >= total_steps:
-        log.warning(
-            "the warm-up takes %d steps, and the run has %d: the learning rate never gets to "
-            "optimizer.lr; lower schedule.warmup_steps (or warmup_ratio), or train for more steps",
-            warmup,
+            "the learning rate never gets to optimizer.lr in %d steps (warm-up %d, largest rate "
+            "%g): lower schedule.warmup_steps or warmup_ratio, correct its options, or train "
+            "for more steps",
             total_steps,
+            warmup,
+            max(rates),
         )
