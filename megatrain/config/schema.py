@@ -72,7 +72,6 @@ class DataSection(Section):
     eval_path: Name | list[Name] | dict[str, Name | list[Name]] | None = None
     eval_fraction: Fraction = 0.0
     packing: bool = True
-    text_field: str = "text"
     fields: dict[str, str | None] = Field(default_factory=dict)
     bad_rows: Literal["stop", "skip"] = "stop"
     overlong: Literal["truncate", "drop", "error"] = "truncate"
@@ -114,8 +113,6 @@ class DataSection(Section):
         usual = type(self).model_fields["shuffle_buffer"].default
         if not self.streaming and self.shuffle_buffer != usual:
             yield "shuffle_buffer needs streaming: other data are shuffled as a whole"
-        if self.text_field not in ("text", self.fields.get("text", self.text_field)):
-            yield "text_field and fields name two fields of texts: keep one"
         number = len(self.path) if isinstance(self.path, list) else 1
         if self.weights is not None and len(self.weights) != number:
             yield f"give as many weights as paths: {number}, not {len(self.weights)}"
@@ -296,7 +293,6 @@ class Config(Section):
             "data.kind": data.kind != "auto" and kind != "prompts",
             "data.weights": data.weights,
             "data.streaming": data.streaming,
-            "data.text_field": data.text_field != "text",
             "training.neftune_alpha": kind == "prompts" and self.training.neftune_alpha,
         }
         for key in (key for key, is_set in refused.items() if is_set and kind is not None):

@@ -152,7 +152,7 @@ def _reading(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
     data = config.data
     return dict(
         tokenizer=tokenizer,
-        fields=({} if data.text_field == "text" else {"text": data.text_field}) | data.fields,
+        fields=data.fields,
         bad_rows=data.bad_rows,
         seed=config.training.seed,
         vocab_size=vocab_size,

@@ -26,7 +26,6 @@ KEYS = {
     "eval_path": ({}, None, "long.jsonl"),
     "eval_fraction": ({}, 0.0, 0.3),
     "packing": (CHAT, True, False),
-    "text_field": ({}, "text", "other"),
     "fields": (CHAT, {}, {"messages": "turns"}),
     "bad_rows": ({"path": "bad.jsonl"}, "stop", "skip"),
     "overlong": (CHAT | {"sequence_length": 40}, "truncate", "drop"),
@@ -82,7 +81,7 @@ def test_each_key_has_an_effect(tmp_path, monkeypatch, caplog, key):
     ("data", "problem"),
     [
         ({"shuffle_buffer": 2048}, "shuffle_buffer needs streaming"),
-        ({"text_field": "a", "fields": {"text": "b"}}, "name two fields of texts"),
+        ({"text_field": "a"}, "data.text_field: unknown key; its name here is data.fields"),
     ],
 )
 def test_keys_that_would_mean_nothing_are_refused(tmp_path, caplog, data, problem):
