@@ -17,14 +17,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import write
+from benchmarks.options import peak_process_bytes, write
 from benchmarks.step import StepCase, build_engine, parse_placement, random_step
 from megatrain.api import Engine
 from megatrain.base.units import gib
 from megatrain.checkpoint import Saving, rotate
 from megatrain.cli.models import SHAPES
 from megatrain.errors import InputError
-from megatrain.telemetry.host import commit, environment, peak_process_bytes
+from megatrain.telemetry.host import commit, environment
 
 _log = logging.getLogger(__name__)
 

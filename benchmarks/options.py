@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,3 +58,11 @@ def write(path: Path | None, result: Any) -> None:
     """Write a result as JSON; None: nowhere."""
     if path is not None:
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def peak_process_bytes() -> int:
+    """The largest resident memory this process has had, in bytes, children not counted."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    peaks = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+    # Where the kernel does not say it, this is at least the peak of the parent process.
+    return 1024 * (peaks[0] if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from transformers import Qwen2Config
 from transformers.models.qwen2 import Qwen2ForCausalLM
 
+from benchmarks.options import peak_process_bytes
 from benchmarks.step import StepCase, build_engine, random_step, statistics_of
 from megatrain import AdamW, Engine, Placement, api
 from megatrain.parallel.distributed import ALONE, Ranks, connected, local_rank
-from megatrain.telemetry.host import environment, peak_process_bytes
+from megatrain.telemetry.host import environment
 
 TINY: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4,

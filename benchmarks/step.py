@@ -17,11 +17,11 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.options import peak_process_bytes
 from megatrain.api import Engine
 from megatrain.base.json_yaml import parse_yaml
 from megatrain.base.units import gib
-from megatrain.cli.models import lora_adapter, qwen2_config
-from megatrain.cli.options import (
+from megatrain.cli.app import (
     ComputeDtype,
     DeviceMemory,
     DeviceName,
@@ -31,6 +31,7 @@ from megatrain.cli.options import (
     Master,
     States,
 )
+from megatrain.cli.models import lora_adapter, qwen2_config
 from megatrain.cli.plan import changed
 from megatrain.cli.reporting import reported
 from megatrain.compat.torch import num_compilations
@@ -41,7 +42,7 @@ from megatrain.optim import RULES
 from megatrain.placement import Placement, Precision, old_name
 from megatrain.source.source import Alike, Base
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
-from megatrain.telemetry.host import commit, environment, peak_process_bytes
+from megatrain.telemetry.host import commit, environment
 from megatrain.telemetry.metrics import model_tflops
 from megatrain.telemetry.pictures import draw_step
 from megatrain.telemetry.timeline import StepRecorder, breakdown, chrome_trace

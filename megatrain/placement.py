@@ -233,14 +233,10 @@ class Planned:
 
     Attributes:
         micro_batch_tokens: of one micro-batch.
-        host_bytes: of the step, by the names of `Engine.memory()`.
-        graphs: True if layers save graphs on the device.
     """
 
     tokens_per_step: int
     micro_batch_tokens: int
-    host_bytes: Mapping[str, int]
-    graphs: bool = False
 
     def holds(self, tokens: int, largest: int) -> bool:
         """True if a step of `tokens` tokens, `largest` in a micro-batch, is not larger."""

@@ -137,12 +137,7 @@ def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
     if best is None:
         streamed = Placement(slots=3, head_tokens=8192, compile=can_compile())
         return Settled(streamed, workload.micro_batch)
-    planned = Planned(
-        best.tokens_per_step,
-        best.micro_batch * best.sequence_length,
-        best.host_bytes,
-        graphs=best.placement.save_activations > 0,
-    )
+    planned = Planned(best.tokens_per_step, best.micro_batch * best.sequence_length)
     return Settled(best.placement, best.micro_batch, planned)
 
 

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_WEIGHTS, UPDATE
 from megatrain.engine.assemble import LEAVING, RETURNING
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.cost_model import CostModel
 from megatrain.forecast.op_counter import Place
+from megatrain.forecast.prices import CostModel
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine

@@ -130,10 +130,16 @@ class Search:
         self._tiles = first_tiles(forecasts, workload, Placement(**choices))
 
     def best(self) -> Forecast:
+        """The fastest forecast of a way to spend what candidates leave. Raises DoesNotFit."""
         sizes, least = self._candidates.sizes(), None
         while sizes:
             frames = self._fitting_frames(sizes)
-            best = self._fastest(frames)
+            fitting = [frame for frame in frames if self._budget.fits(frame)]
+            best = min(fitting, key=lambda frame: frame.seconds, default=None)
+            spending = [self._spending(frame) for frame in frames]
+            best = _best_spent(best, spending, _TRIED if self._thorough else 1)
+            if best is not None and self._thorough:
+                best = _best_spent(best, self._in_passes(best), _TRIED_IN_PASSES)
             if best is not None:
                 return best
             least = least or self.least()
@@ -332,16 +338,6 @@ class Search:
         """True if there is room once tiles that the host lacks it for have moved to the device."""
         fewest = self._tiles.fewest(host - self._budget.host)
         return fewest <= self._tiles.most(self._budget.device - device)
-
-    def _fastest(self, frames: list[Forecast]) -> Forecast | None:
-        """The fastest forecast of a way to spend what the candidates leave; None: nothing fits."""
-        spending = [self._spending(frame) for frame in frames]
-        fitting = [frame for frame in frames if self._budget.fits(frame)]
-        best = min(fitting, key=lambda frame: frame.seconds, default=None)
-        best = _best_spent(best, spending, _TRIED if self._thorough else 1)
-        if best is None or not self._thorough:
-            return best
-        return _best_spent(best, self._in_passes(best), _TRIED_IN_PASSES)
 
     def _spending(self, frame: Forecast, passes: int = 1) -> Spending:
         return Spending(self._forecasts, self._workload, frame, self._budget, passes)

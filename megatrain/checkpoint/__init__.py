@@ -17,4 +17,3 @@ from megatrain.checkpoint.manifest import (
 )
 from megatrain.checkpoint.read import masters, read_tiles
 from megatrain.checkpoint.saver import Contents, Saver, Saving
-from megatrain.checkpoint.snapshot import saved_numel, spare_bytes_of, useful_bytes

@@ -110,8 +110,12 @@ class Saving:
         self.snapshot.abandon([piece for job in self._jobs for piece in job.pieces])
 
     def _run(self) -> None:
+        partial, ranks = hidden(self.folder, files.PARTIAL), self._ranks
         try:
-            self._write(hidden(self.folder, files.PARTIAL))
+            with ExitStack() as held:
+                ranks.agree(lambda: None if ranks.rank else self._make(partial, held))
+                written = ranks.agree(lambda: self._fill(partial))
+                ranks.agree(lambda: None if ranks.rank else self._publish(partial, written))
         except BaseException as error:
             self._fail(error)
         self.seconds = time.perf_counter() - self._started
@@ -136,13 +140,6 @@ class Saving:
         )
         self.error.__cause__ = error
         _log.warning("%s", self.error)  # perhaps nobody waits
-
-    def _write(self, partial: Path) -> None:
-        ranks = self._ranks
-        with ExitStack() as held:
-            ranks.agree(lambda: None if ranks.rank else self._make(partial, held))
-            written = ranks.agree(lambda: self._fill(partial))
-            ranks.agree(lambda: None if ranks.rank else self._publish(partial, written))
 
     def _make(self, partial: Path, held: ExitStack) -> None:
         parent = self.folder.parent

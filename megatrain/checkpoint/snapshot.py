@@ -157,8 +157,12 @@ class StagingBlocks:
             self._complete = True
             most = self._most_bytes
             if most is None:
-                most = spare_bytes_of(host_available_bytes(self._host_limit))
-            blocks = min(most, useful_bytes(planes)) // files.PIECE_BYTES
+                # Half: steps may grow, and so may the process.
+                most = host_available_bytes(self._host_limit) // 2
+            # A piece takes a block; small planes are written so soon that not all need one.
+            pieces = sum(-(-plane // files.PIECE_BYTES) for plane in planes)
+            useful = min(pieces, 2 * -(-sum(planes) // files.PIECE_BYTES))
+            blocks = min(most // files.PIECE_BYTES, useful)
             while blocks > 0:
                 try:
                     self._add(blocks, pinned=leaving)
@@ -172,21 +176,6 @@ class StagingBlocks:
         buffer = self._device.host("spare room of saves", size, torch.uint8, pinned=pinned)
         self.num_bytes += size
         self.free += buffer.data.split(files.PIECE_BYTES)
-
-
-def useful_bytes(planes: Sequence[int]) -> int:
-    """Bytes of blocks that suffice for updates not to wait for the writers of these planes.
-
-    A piece takes a block; small planes are written so soon that not all of them need one.
-    """
-    size = files.PIECE_BYTES
-    pieces = sum(-(-plane // size) for plane in planes)
-    return min(pieces, 2 * -(-sum(planes) // size)) * size
-
-
-def spare_bytes_of(free_bytes: int) -> int:
-    """The default bytes of host memory that saves may take, of the free ones."""
-    return free_bytes // 2  # steps may grow, and so may the process
 
 
 class Abandoned(Exception):
@@ -207,23 +196,19 @@ class Snapshot:
         """Put a save on its stream; it saves the state after the updates started so far."""
         for file in tile_files:
             file.tile.readers = ()
-            if file.released:
-                self._release_tile(device, file)
+            if not (released := file.released):
+                continue
+            device.wait(SAVE, file.tile.updated, "version to save")
+            # The writers' reads count as this stream's: they begin here, and `set aside` ends them.
+            planes = list(dict.fromkeys(piece.plane for piece in released))
+            device.run(SAVE, f"release {file.tile.name}", partial(self.release, released), planes)
+            set_aside = partial(self.set_aside, released)
+            file.tile.readers += (Reader(device.record(SAVE), "tile released", set_aside),)
         leaving = [file for file in tile_files if file.leaving]
         if any(piece.tier is Tier.DEVICE for file in leaving for piece in file.leaving):
             device.wait(SAVE, device.record(COMPUTE), "resident version to save")
         for first in range(0, len(leaving), AT_ONCE):
             self._let_leave(device, leaving[first : first + AT_ONCE])
-
-    def _release_tile(self, device: Device, file: TileFile) -> None:
-        tile = file.tile
-        device.wait(SAVE, tile.updated, "version to save")
-        # The writers' reads count as this stream's: they begin here, and `set aside` ends them.
-        work = partial(self.release, file.released)
-        planes = list(dict.fromkeys(piece.plane for piece in file.released))
-        device.run(SAVE, f"release {tile.name}", work, planes)
-        set_aside = partial(self.set_aside, file.released)
-        tile.readers += (Reader(device.record(SAVE), "tile released", set_aside),)
 
     def _let_leave(self, device: Device, group: Sequence[TileFile]) -> None:
         """Let pieces of several files leave in turn, so that as many writers have work."""

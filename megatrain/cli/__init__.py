@@ -21,7 +21,11 @@ def main() -> None:
         traceback.print_exc()
         sys.exit(RunFailed.exit_code)
     finally:
-        _flush()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # a full disk, or a reader that went away: no other exit code
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _have_streams() -> None:
@@ -36,12 +40,3 @@ def _have_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w")
     if isinstance(sys.stdout, TextIOWrapper):  # stderr does so from the start
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _flush() -> None:
-    """Flush the output; a full disk or a reader that went away does not change the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

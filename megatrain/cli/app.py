@@ -12,17 +12,8 @@ import typer
 
 from megatrain import __version__
 from megatrain.base import seeds
-from megatrain.cli.options import (
-    ComputeDtype,
-    DeviceMemory,
-    DeviceName,
-    FrozenBase,
-    HostMemory,
-    LoraRank,
-    Master,
-    States,
-)
 from megatrain.cli.reporting import ReportingGroup
+from megatrain.placement import Precision
 from megatrain.telemetry.console import PASSING, StderrHandler, passing
 
 app = typer.Typer(
@@ -41,6 +32,31 @@ Overrides = Annotated[
         metavar="PATH=VALUE",
         help="Change a key of the run file, as optimizer.lr=1e-5. It may be given several times.",
     ),
+]
+DeviceName = Annotated[str, typer.Option(help="Compute on this device: auto, cpu, cuda or cuda:N.")]
+DeviceMemory = Annotated[
+    str | None, typer.Option(help="Take at most so much memory of the GPU, as 10GiB.")
+]
+HostMemory = Annotated[
+    str | None, typer.Option(help="Take at most so much memory of the host, as 64GiB.")
+]
+ComputeDtype = Annotated[
+    Precision | None, typer.Option(help="Compute in this dtype; the default is bf16.")
+]
+States = Annotated[
+    Literal["fp32", "bf16", "int8"] | None,
+    typer.Option(help="Keep AdamW's moments in this type; the default is fp32."),
+]
+Master = Annotated[
+    int | None,
+    typer.Option(min=1, help="Keep so many bits of AdamW's master: 32, exact fp32, or 24."),
+]
+LoraRank = Annotated[
+    int,
+    typer.Option(min=0, help="Train LoRA of this rank on all linear layers; 0 trains everything."),
+]
+FrozenBase = Annotated[
+    Literal["bf16", "fp8", "nf4"], typer.Option(help="Keep frozen linear layers in this type.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -173,13 +189,7 @@ def plan(
         float | None, typer.Option(min=1, max=1e18, help="Count so many tokens of the run, as 1e9.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Plan for so many GPUs on each host.")
-    ] = None,
-    hosts: Annotated[
-        int, typer.Option(min=1, max=1024, help="Plan for so many hosts, with --gpus each.")
-    ] = 1,
-    network: Annotated[
-        float | None, typer.Option(min=0.01, max=1e5, help="Take so many GB/s between hosts.")
+        int | None, typer.Option(min=1, max=64, help="Plan for so many GPUs of one host.")
     ] = None,
     clip: Annotated[
         bool | None, typer.Option("--clip/--no-clip", help="Clip by the exact norm; the default.")
@@ -191,9 +201,6 @@ def plan(
     base: FrozenBase = "bf16",
     disk_space: Annotated[
         str | None, typer.Option(help="Let planes take so much of a disk, as 200GiB.")
-    ] = None,
-    disk_tbw: Annotated[
-        float | None, typer.Option(min=1, max=1e9, help="Wear the drive by so many terabytes.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -261,7 +268,7 @@ RepetitionPenalty = Annotated[
 Seed = Annotated[
     int, typer.Option(min=0, max=seeds.LARGEST, help="Draw with this seed of random numbers.")
 ]
-Precision = Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute in this dtype.")]
+SamplingPrecision = Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute in this dtype.")]
 
 
 @app.command()
@@ -288,7 +295,7 @@ def generate(
     repetition_penalty: RepetitionPenalty = None,
     seed: Seed = 0,
     device: DeviceName = "auto",
-    precision: Precision = "bf16",
+    precision: SamplingPrecision = "bf16",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
 ) -> None:
@@ -319,7 +326,7 @@ def chat(
     repetition_penalty: RepetitionPenalty = None,
     seed: Seed = 0,
     device: DeviceName = "auto",
-    precision: Precision = "bf16",
+    precision: SamplingPrecision = "bf16",
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
 ) -> None:

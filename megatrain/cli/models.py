@@ -180,29 +180,17 @@ def named_config(
         ) from error
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The numbers that differ between the sizes."""
-
-    hidden: int
-    mlp: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    tied: bool
-
-
+# Width, width of the MLP, layers, heads, heads of keys, tokens of the vocabulary, tied.
 SHAPES = {
-    "toy": Shape(256, 704, 4, 4, 2, 4096, tied=True),  # no published model: for a quick look
-    "0.5b": Shape(896, 4864, 24, 14, 2, 151936, tied=True),
-    "1.5b": Shape(1536, 8960, 28, 12, 2, 151936, tied=True),
-    "3b": Shape(2048, 11008, 36, 16, 2, 151936, tied=True),
-    "7b": Shape(3584, 18944, 28, 28, 4, 152064, tied=False),
-    "14b": Shape(5120, 13824, 48, 40, 8, 152064, tied=False),
-    "32b": Shape(5120, 27648, 64, 40, 8, 152064, tied=False),
-    "72b": Shape(8192, 29568, 80, 64, 8, 152064, tied=False),
-    "120b": Shape(10240, 36864, 86, 80, 8, 152064, tied=False),
+    "toy": (256, 704, 4, 4, 2, 4096, True),  # no published model: for a quick look
+    "0.5b": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "3b": (2048, 11008, 36, 16, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
+    "14b": (5120, 13824, 48, 40, 8, 152064, False),
+    "32b": (5120, 27648, 64, 40, 8, 152064, False),
+    "72b": (8192, 29568, 80, 64, 8, 152064, False),
+    "120b": (10240, 36864, 86, 80, 8, 152064, False),
 }
 
 MAX_TOKENS = 32768  # in a row of Qwen2.5
@@ -217,16 +205,16 @@ def qwen2_config(name: str, tokens: int = 0, layers: int | None = None) -> "Qwen
     """
     from transformers import Qwen2Config
 
-    shape = SHAPES[name]
+    hidden, mlp, num_layers, heads, kv_heads, vocab, tied = SHAPES[name]
     return Qwen2Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers if layers is None else layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=num_layers if layers is None else layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=max(tokens, MAX_TOKENS),
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        tie_word_embeddings=shape.tied,
+        tie_word_embeddings=tied,
         dtype="bfloat16",
     )

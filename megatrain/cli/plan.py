@@ -14,11 +14,8 @@ from rich.table import Table
 from megatrain.base.units import GIB, duration, gib, parse_bytes, size
 from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_config
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.forecast.cache import second_needs
-from megatrain.forecast.simulate import PROCESS_BYTES
 from megatrain.forecast.workload import LIMITS, SEQUENCE_LENGTH, Second, Workload
-from megatrain.machine import Machine, machine_for, present_machine
-from megatrain.machine.rates import update_gbps
+from megatrain.machine import Machine, machine_for, present_machine, update_gbps
 from megatrain.plan.planner import PLANES, Plan, by_tier, make_plan
 from megatrain.telemetry.console import end_passing, passing, say
 from megatrain.telemetry.gpu import by_driver_name, find_gpu, gpu_state, named_gpu
@@ -55,11 +52,21 @@ def run_plan(options: Options) -> None:
         gpus = options["gpus"] or run.engine.devices
         if total_tokens is None and run.training.steps is not None:
             total_tokens = run.training.steps * workload.tokens_per_step
-        _check_ranks(run, gpus, options["hosts"])
+        shared = run.engine.sequence_parallel
+        if shared not in (1, gpus):
+            raise InputError(
+                f"engine.sequence_parallel is {shared}: so many GPUs share every row; plan with "
+                f"--gpus {shared}"
+            )
         if run.loss.reference == "streamed":
             workload = replace(workload, second=Second("reference model", named.spec()))
         if run.loss.teacher_log_probs == "streamed":
-            workload = replace(workload, second=Second("teacher", _teacher(run).spec()))
+            from megatrain.config import ModelSection
+
+            trusted = run.model.trust_remote_code
+            section = ModelSection(path=run.loss.teacher, trust_remote_code=trusted)
+            teacher = model_of_run("the teacher", section).spec()
+            workload = replace(workload, second=Second("teacher", teacher))
     workload = changed(workload, {name: options[name] for name in _OF_WORKLOAD})
     workload.check()
     named.check_length(workload.sequence_length)
@@ -68,8 +75,6 @@ def run_plan(options: Options) -> None:
         warnings.append(f"{named.quantised}: {_UNQUANTISED}; the plan is for that")
     device = None if run is None else run.engine.device
     machine = _machine(options, device, workload, warnings)
-    if run is not None and run.loss.teacher_log_probs == "kept":
-        warnings.append(_kept_teacher(run, machine, workload))
     passing("reading the model's structure...")
     try:
         plan = _plan(
@@ -78,9 +83,6 @@ def run_plan(options: Options) -> None:
             workload,
             total_tokens=total_tokens and int(total_tokens),
             gpus=gpus,
-            hosts=options["hosts"],
-            network_gbps=options["network"],
-            disk_terabytes=options["disk_tbw"],
             must_clip=run is not None and run.training.refuses is not None,
             warnings=warnings,
         )
@@ -92,10 +94,9 @@ def run_plan(options: Options) -> None:
         show(plan, named.name)
     if not plan.fits:
         raise DoesNotFit(f"{named.name} does not fit: {missing(plan)}")
+    problem = None if run is None else missing_data(run.data.path)
     if run is not None and named.quantised is not None:
-        problem: str | None = f"model.path: {named.quantised}; {_UNQUANTISED}"
-    else:
-        problem = None if run is None else missing_data(run.data.path)
+        problem = f"model.path: {named.quantised}; {_UNQUANTISED}"
     if problem is not None:
         raise InputError(f"{problem} (it would fit; the plan is above)")
 
@@ -125,45 +126,6 @@ def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
     config = load(run, options["overrides"] or [])
     scores = config.loss.name == "reward"
     return model_of_run(run.name, config.model, config.adapter.keys, scores=scores), config
-
-
-def _check_ranks(run: "Config", gpus: int, hosts: int) -> None:
-    if hosts > 1 and run.engine.sharding == "full":
-        raise InputError(
-            "--hosts plans a whole model on each host, and engine.sharding is full; add "
-            "--set engine.sharding=hybrid"
-        )
-    shared = run.engine.sequence_parallel
-    if shared not in (1, gpus) or (shared > 1 and hosts > 1):
-        raise InputError(
-            f"engine.sequence_parallel is {shared}: so many GPUs of one host share every row; plan "
-            f"with --gpus {shared} --hosts 1"
-        )
-
-
-def _teacher(run: "Config") -> NamedModel:
-    from megatrain.config import ModelSection
-
-    section = ModelSection(path=run.loss.teacher, trust_remote_code=run.model.trust_remote_code)
-    return model_of_run("the teacher", section)
-
-
-def _kept_teacher(run: "Config", machine: Machine, workload: Workload) -> str:
-    """A sentence on the memory of a teacher that is run before the model is opened.
-
-    Raises DoesNotFit: the teacher alone is too large for the machine.
-    """
-    needs = second_needs(_teacher(run).spec(), workload.dtype, workload.tokens_per_step)
-    host, device = sum(needs.host.values()) + PROCESS_BYTES, sum(needs.device.values())
-    sentence = f"the teacher takes {gib(host)} of host memory before training, and is gone then"
-    if host > machine.host_memory_bytes:
-        raise DoesNotFit(f"{sentence}; {gib(machine.host_memory_bytes)} are allowed")
-    if device > machine.device_memory_bytes:
-        raise DoesNotFit(
-            f"the teacher takes {gib(device)} of device memory at least, and "
-            f"{gib(machine.device_memory_bytes)} are allowed"
-        )
-    return sentence
 
 
 def missing_data(paths: str | list[str]) -> str | None:
@@ -205,15 +167,11 @@ def _machine(
     if not gpu and device == "cpu":
         raise InputError("plans are for GPUs, and the device is cpu; name one with --gpu 4090, say")
     present = present_machine(cuda, precision=workload.precision)
-    if present is None and here is not None:
-        raise InputError(
-            f"this machine's GPU ({here.name}) is neither measured nor listed; run `megatrain "
-            "doctor`, or name the most similar with --gpu and --device-memory"
-        )
     if present is None:
-        raise InputError(
-            "there is no GPU here to plan for; name one with --gpu, such as --gpu 4090"
-        )
+        why = "there is no GPU here"
+        if here is not None:
+            why = f"the GPU here ({here.name}) is neither measured (megatrain doctor) nor listed"
+        raise InputError(f"{why}; name one with --gpu, such as --gpu 4090 --device-memory 24GiB")
     machine = present
     if workload.device_memory is None:
         machine = _without_others(machine, cuda, warnings)
@@ -282,7 +240,6 @@ _BINDS = {
     "update": "the optimizer's update on the host",
     **dict.fromkeys(("disk in", "disk out", "disk weights"), "the disk"),
     **dict.fromkeys(("gather", "reduce"), "the link between GPUs"),
-    "hosts": "the network between hosts",
     "launches": "the thread that launches",
 }
 
@@ -370,20 +327,15 @@ def _memory(plan: Plan) -> list[str]:
         if place == "device" and forecast.device_held_bytes > forecast.device_peak_bytes:
             held = gib(forecast.device_held_bytes)
             lines.append(f"{'':<9}the driver will show {held}: torch keeps freed memory for reuse")
-    lines.append(f"saves    take up to {gib(plan.save_bytes)} more of the host beside training")
-    return lines if plan.disk is None else [*lines, *_disk(plan.disk)]
-
-
-def _disk(disk: Mapping[str, Any]) -> list[str]:
-    days, endurance = disk["days_to_wear"], disk["endurance_terabytes"]
-    read, written = gib(disk["read_bytes_a_step"]), gib(disk["written_bytes_a_step"])
-    worn = "--disk-tbw N says when a drive of N terabytes written is worn"
-    if days is not None:
-        worn = f"a drive of {endurance:,.0f} TBW is worn after {_long(86400 * days)}"
-    return [
-        f"disk     {gib(disk['num_bytes'])} of planes; a step reads {read} and writes {written}",
-        f"         {disk['written_terabytes_a_day']:,.1f} TB written a day at this speed; {worn}",
-    ]
+    if (disk := plan.disk) is not None:
+        names = ("num_bytes", "read_bytes_a_step", "written_bytes_a_step")
+        held, read, written = (gib(disk[name]) for name in names)
+        lines += [
+            f"disk     {held} of planes; a step reads {read} and writes {written}",
+            f"         {disk['written_terabytes_a_day']:,.1f} TB written a day at this speed; "
+            "drives are rated for so many terabytes (TBW)",
+        ]
+    return lines
 
 
 def _time(plan: Plan) -> list[str]:
@@ -393,37 +345,27 @@ def _time(plan: Plan) -> list[str]:
     busy = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in bounds if seconds)
     counted = f"{tokens:,} tokens" if tokens else "each billion tokens"
     seconds = (tokens or 1e9) / plan.tokens_per_second
+    lasts = f"{seconds / 86400:,.1f} days" if seconds > 2 * 86400 else duration(seconds)
     return [
         f"step     {forecast.seconds:.2f} s, {forecast.tokens_per_second:,.0f} tokens/s, "
         f"{forecast.model_tflops:.0f} model TFLOPS",
         f"binds    {binds} (busy: {busy})",
         f"         arithmetic binds from {plan.compute_bound_tokens:,} tokens a step on",
         *([] if plan.several is None else [_split(plan.several)]),
-        f"run      {_long(seconds)} for {counted}",
+        f"run      {lasts} for {counted}",
     ]
 
 
 def _split(several: Mapping[str, Any]) -> str:
     """The line on several GPUs."""
-    which, between = f"{several['gpus']} GPUs  ", "half a bus between them"
-    compared = "two steps of two H200s were within 3 %"
-    if several["hosts"] > 1:
-        which = f"{several['hosts']} x {several['gpus']} GPUs"
-        between += f", {several['network_seconds']:.2f} s of sums between hosts"
-        compared = "no such forecast has been compared with a measured step"
     binds = _BINDS.get(several["binds"], several["binds"])
     return (
-        f"{which} {several['seconds']:.2f} s, {several['tokens_per_second']:,.0f} tokens/s; binds: "
-        f"{binds}; {gib(several['device_bytes'])} of each GPU, {gib(several['host_bytes'])} of "
-        "each host. The same step split evenly, each GPU with its own bus and its share of the "
-        f"host, and {between} ({compared})"
+        f"{several['gpus']} GPUs   {several['seconds']:.2f} s, {several['tokens_per_second']:,.0f} "
+        f"tokens/s; binds: {binds}; {gib(several['device_bytes'])} of each GPU, "
+        f"{gib(several['host_bytes'])} of the host. The same step split evenly, each GPU with its "
+        "own bus and its share of the host, and half a bus between them (two steps of two H200s "
+        "were within 3 %)"
     )
-
-
-def _long(seconds: float) -> str:
-    """A duration, in days if it has more than two."""
-    days = seconds / 86400
-    return f"{days:,.1f} days" if days > 2 else duration(seconds)
 
 
 def _remedies(plan: Plan) -> list[str]:

@@ -59,8 +59,8 @@ def reported(ctx: Any) -> Iterator[None]:
         finally:
             end_passing()
     except (MegatrainError, OSError, _UsageError) as error:
-        known = _known(error)
-        if known is None:
+        known = error if isinstance(error, MegatrainError) else _of_usage(error)
+        if known is None:  # only help is shown
             raise
         if ctx.params.get("debug"):
             traceback.print_exc()
@@ -73,19 +73,12 @@ def reported(ctx: Any) -> Iterator[None]:
         raise typer.Exit(130) from error  # 128 + SIGINT, the shells' convention
 
 
-def _known(error: Exception) -> MegatrainError | None:
-    """The error as one of ours; an unusable path is bad input. None: only help is shown."""
-    if isinstance(error, MegatrainError):
-        return error
-    if not isinstance(error, OSError):
-        return _of_usage(error)
-    if error.errno in _PATH_ERRORS:
-        return InputError(f"{os_reason(error)}; check the path and who may use it")
-    return RunFailed(os_reason(error))
-
-
-def _of_usage(error: Any) -> InputError | None:
-    """The error of a wrong command line; None: only help is shown."""
+def _of_usage(error: Any) -> MegatrainError | None:
+    """The error of a path, or of a wrong command line; None: only help is shown."""
+    if isinstance(error, OSError):
+        unusable = error.errno in _PATH_ERRORS
+        reason = f"{os_reason(error)}; check the path and who may use it"
+        return InputError(reason) if unusable else RunFailed(os_reason(error))
     context, parameter, message = error.ctx, getattr(error, "param", None), error.message
     if context is not None and message == context.get_help():
         return None

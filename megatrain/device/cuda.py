@@ -24,7 +24,6 @@ from megatrain.device.disk import move
 from megatrain.device.host_stream import HostStream, LaunchThrottle
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.machine import CONTEXT_BYTES, mapping_bytes
-from megatrain.telemetry.gpu import held_by_others
 
 _log = logging.getLogger(__name__)
 
@@ -111,8 +110,7 @@ class CudaDevice:
             free = self.memory()["device_free_bytes"]
             raise DoesNotFit(
                 f"no device memory for {name}: {gib(numel * dtype.itemsize)} wanted, {gib(free)} "
-                f"free{held_by_others(str(self.torch_device))}; use fewer slots or smaller "
-                "micro-batches"
+                "free; use fewer slots or smaller micro-batches"
             ) from error
 
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:

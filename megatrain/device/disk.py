@@ -56,7 +56,14 @@ class PlaneFile:
     def __init__(self, handle: Any, folder: Path, num_bytes: int) -> None:
         self.folder, self.num_bytes = folder, num_bytes
         self._handle = handle
-        self.direct = _go_direct(handle.fileno())
+        self.direct = True
+        try:
+            flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+            fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.direct = False
         if not self.direct:
             _log.warning(
                 "%s: the file system has no direct access (O_DIRECT); planes on disk go through "
@@ -124,16 +131,6 @@ class PlaneFile:
                 f"{self.folder}: cannot {verb} planes on this disk: {os_reason(error)}{full}; "
                 "resume from the last checkpoint"
             ) from error
-
-
-def _go_direct(handle: int) -> bool:
-    try:
-        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False
-    return True
 
 
 def _take_room(handle: int, folder: Path, num_bytes: int) -> None:

@@ -84,20 +84,17 @@ class HostStream:
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:
             if isinstance(item, int):
-                self._pass(item)
+                with self._condition:
+                    self._passed = item
+                    # The device compares 32 bits cyclically (see cuda.py).
+                    self.counter[0] = (item + 2**31) % 2**32 - 2**31
+                    self._condition.notify_all()
             elif self._error is None:
                 try:
                     item()
                 except BaseException as error:
                     self._error = error
             del item  # its references would keep an unused engine alive
-
-    def _pass(self, count: int) -> None:
-        with self._condition:
-            self._passed = count
-            # The device compares 32 bits cyclically (see cuda.py).
-            self.counter[0] = (count + 2**31) % 2**32 - 2**31
-            self._condition.notify_all()
 
 
 AHEAD = 8  # pieces of work: of some 75 launches each

@@ -71,7 +71,7 @@ class Recording(_Passing):
             return self._device.run(stream, name, work, reads, writes)
         after = tuple(self._waits.pop(stream, ()))
         if stream in HOST_STREAMS:
-            num_bytes = _update_bytes(reads, writes) if stream == UPDATE else 0
+            num_bytes = update_bytes(reads, writes) if stream == UPDATE else 0
             if stream in (DISK_WEIGHTS, DISK_OUT):
                 num_bytes = sum(buffer.data.nbytes for buffer in reads)
             timed = self._timed(stream, name, work, after, num_bytes)
@@ -116,7 +116,8 @@ class Recording(_Passing):
         self._device.close()
 
 
-def _update_bytes(reads: Buffers, writes: Buffers) -> int:
+def update_bytes(reads: Buffers, writes: Buffers) -> int:
+    """Bytes that an update moves through memory: it reads and writes all planes but gradients."""
     numel = max((plane.data.numel() for plane in writes), default=0)  # gradients may be longer
     gradients = sum(buffer.data[:numel].nbytes for buffer in reads)
     return gradients + 2 * sum(plane.data.nbytes for plane in writes)

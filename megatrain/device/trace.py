@@ -21,12 +21,6 @@ class TraceEvent:
 
 
 @dataclass
-class _Access:
-    sequence: int
-    name: str
-
-
-@dataclass
 class TraceDevice(Device):
     """Collects races instead of computing.
 
@@ -47,7 +41,8 @@ class TraceDevice(Device):
 
     def __post_init__(self) -> None:
         self._clocks: defaultdict[str, Clock] = defaultdict(dict)
-        self._log: defaultdict[str, dict[tuple[str, bool], _Access]] = defaultdict(dict)
+        # The newest access of each stream: its number there, and its name.
+        self._log: defaultdict[str, dict[tuple[str, bool], tuple[int, str]]] = defaultdict(dict)
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
         return self._allocated(Buffer(name, torch.empty(numel, dtype=dtype, device="meta")))
@@ -69,16 +64,11 @@ class TraceDevice(Device):
         self.operations.append((stream, name))
         for buffer, write in [(b, False) for b in reads] + [(b, True) for b in writes]:
             for part in buffer.names:
-                self._check(stream, name, part, write)
-                self._log[part][stream, write] = _Access(clock[stream], name)
-
-    def _check(self, stream: str, name: str, buffer: str, write: bool) -> None:
-        clock = self._clocks[stream]
-        for (other, other_write), access in self._log[buffer].items():
-            if (write or other_write) and clock.get(other, 0) < access.sequence:
-                self.races.append(
-                    f"{name} on {stream} is not ordered against {access.name} on {other}: {buffer}"
-                )
+                for (other, other_write), (sequence, earlier) in self._log[part].items():
+                    if (write or other_write) and clock.get(other, 0) < sequence:
+                        unordered = f"is not ordered against {earlier} on {other}: {part}"
+                        self.races.append(f"{name} on {stream} {unordered}")
+                self._log[part][stream, write] = clock[stream], name
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
         self.run(stream, f"{source.name} -> {to.name}", lambda: None, [source], [to])

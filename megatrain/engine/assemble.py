@@ -1,20 +1,16 @@
 """From a model to the parts of a step: tiles, store, weights, units."""
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import takewhile
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from megatrain.base.units import gib
 from megatrain.device import Device
 from megatrain.device.collectives import Collectives
-from megatrain.engine.batch import Batch
 from megatrain.engine.bit_checks import BitChecks
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.head import Head, Summed
@@ -27,13 +23,13 @@ from megatrain.engine.stream import Stream, Unpack
 from megatrain.engine.update import Update
 from megatrain.loss import Loss
 from megatrain.model.capture import FEATURES
-from megatrain.model.compiled import compile_and_tell
+from megatrain.model.layer_template import compile_and_tell
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.parallel.distributed import ALONE, Ranks
-from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement, Planned, Verify
+from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement, Verify
 from megatrain.store.store import DiskStaging, Store, Tier, Tile
-from megatrain.telemetry.host import host_available_bytes, update_threads
+from megatrain.telemetry.host import update_threads
 from megatrain.tile import TileKind
 from megatrain.tile.layout import Expand
 
@@ -240,92 +236,3 @@ def _end_backward(trunk: Sequence[Unit]) -> None:
     if frozen and (units := trunk[len(frozen) :]):
         later = {ref for unit in units[1:] for ref in unit.new_inputs}
         units[0].new_inputs = sorted({ref for unit in units for ref in unit.inputs} - later)
-
-
-_log = logging.getLogger(__name__)
-
-_KEPT = "host_kept_bytes"
-_OTHERS = ("host_rows_bytes", "host_boundaries_bytes")  # which a step cannot do without
-
-# What a step takes by the tokens of another is not exact, and the process grows a little.
-_CAUTION = 1.05
-
-
-class HostMemoryGuard:
-    """Decides before each step whether host memory suffices for tensors that layers save there."""
-
-    def __init__(
-        self,
-        store: Store,
-        parts: Parts,
-        limit_bytes: int | None,
-        planned: Planned | None,
-        alike: Ranks,
-    ) -> None:
-        """Args:
-        limit_bytes: host memory that the process may take in all; None: what the machine allows.
-        planned: a step that has room; None: the first step is measured.
-        alike: ranks that must decide alike, since they exchange tensors within layers.
-        """
-        self._held, self._limit, self._alike = partial(host_bytes, store, parts), limit_bytes, alike
-        self._offload, self._planned = kept_offload(parts), planned
-        self._most_tokens, self._warned, self._warned_larger = 0, False, False
-        self._seen: dict[str, tuple[int, int]] = {}  # bytes, for so many tokens
-        if planned is not None:
-            tokens = planned.tokens_per_step
-            self._seen = {name: (planned.host_bytes[name], tokens) for name in (_KEPT, *_OTHERS)}
-
-    def holds(self, batch: Batch) -> bool:
-        """True if the placement was chosen for steps as large; else a warning says so, once."""
-        largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
-        planned = self._planned
-        if planned is None or planned.holds(batch.num_tokens, largest):
-            return True
-        if planned.graphs and not self._warned_larger:
-            self._warned_larger = True
-            _log.warning(
-                "A step of %d tokens, at most %d at once, is larger than the placement was chosen "
-                "for (%d, %d), so layers are computed again in its backward; give the engine the "
-                "largest tokens_per_step (of all ranks) and micro_batch",
-                batch.num_tokens, largest, planned.tokens_per_step, planned.micro_batch_tokens,
-            )  # fmt: skip
-        return False
-
-    @contextmanager
-    def of(self, num_tokens: int) -> Iterator[bool]:
-        """Around a step: True if the host has room for what layers save of `num_tokens` tokens."""
-        if self._offload is None:
-            yield True
-            return
-        has_room = all(self._alike.all_gather_object(self._has_room(num_tokens)))
-        yield has_room
-        if num_tokens >= self._most_tokens:
-            self._most_tokens, held = num_tokens, self._held()
-            for name in (_KEPT, *_OTHERS) if has_room else _OTHERS:
-                self._seen[name] = held[name], num_tokens
-
-    def release(self) -> None:
-        """Free, between two steps, the host and device memory of tensors saved on the host."""
-        if self._offload is not None:
-            self._offload.release()
-
-    def _has_room(self, num_tokens: int) -> bool:
-        held = self._held()
-        more = {
-            name: max(0, num_bytes * num_tokens // tokens - held[name])
-            for name, (num_bytes, tokens) in self._seen.items()
-        }
-        wanted = _CAUTION * sum(more.values())
-        available = host_available_bytes(self._limit) if wanted else 0
-        if wanted <= available:
-            return True
-        if wanted - _CAUTION * more[_KEPT] > available:
-            self.release()
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "The host has no room for what should wait there in a step of %d tokens (%s more "
-                "are wanted, %s are left): in steps that are too large it is computed again",
-                num_tokens, gib(wanted), gib(available),
-            )  # fmt: skip
-        return False

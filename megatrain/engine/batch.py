@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -28,16 +29,11 @@ MicroBatches = Sequence[Mapping[str, Tensor]]
 # Integers that int64 holds without loss.
 _NARROW = (torch.int8, torch.int16, torch.int32, torch.uint8)
 
-_NO_CACHE = "no keys or values are kept between calls"
-_LABELS = "labels say which tokens count (-100: none)"
-_NOT_HEEDED = {  # of a forward: how it is run, or what stands in place of token ids
-    "use_cache": _NO_CACHE,
-    "past_key_values": _NO_CACHE,
-    "cache_params": _NO_CACHE,
-    "logits_to_keep": _LABELS,
-    "num_logits_to_keep": _LABELS,
-    "inputs_embeds": "rows are given by their input_ids",
-}
+# Of a forward: how it is run, or what stands in place of token ids.
+_NOT_HEEDED = (
+    *("use_cache", "past_key_values", "cache_params", "logits_to_keep", "num_logits_to_keep"),
+    "inputs_embeds",
+)
 
 
 @dataclass
@@ -254,21 +250,18 @@ class Intake:
 
 
 def _as_int64(micro_batches: Any) -> Any:
+    """The micro-batches with narrow integers, and masks of truth values, as int64."""
     if not isinstance(micro_batches, list | tuple):
         return micro_batches
+
+    def widened(name: str, value: Any) -> Any:
+        narrow = (*_NARROW, torch.bool) if name == "attention_mask" else _NARROW
+        return value.long() if isinstance(value, Tensor) and value.dtype in narrow else value
+
     return [
-        {name: _widened(name, value) for name, value in micro.items()}
-        if isinstance(micro, Mapping)
-        else micro
-        for micro in micro_batches
+        {name: widened(name, v) for name, v in each.items()} if isinstance(each, Mapping) else each
+        for each in micro_batches
     ]
-
-
-def _widened(name: str, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    mask = name == "attention_mask" and value.dtype == torch.bool
-    return value.long() if mask or value.dtype in _NARROW else value
 
 
 def halved(
@@ -319,11 +312,9 @@ class _Part(NamedTuple):
 
 
 def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
-    numbers = [name for name in (*loss.inputs, *loss.choices) if name not in loss.choices[:1]]
-    extras = [
-        targets_of(micro[name].float() if name in numbers else micro[name], shift, 0)
-        for name in (*loss.inputs, *loss.choices)
-    ]
+    ids = loss.choices[:1]  # all others are numbers
+    taken = [(name, micro[name]) for name in (*loss.inputs, *loss.choices)]
+    extras = [targets_of(t if name in ids else t.float(), shift, 0) for name, t in taken]
     return targets_of(micro["labels"], shift), extras
 
 
@@ -390,7 +381,10 @@ def _check(
         if key not in micro:
             raise InputError(f"{where} has no {key}")
     for key in (key for key in micro if key in _NOT_HEEDED):
-        raise InputError(f"{where} has {key!r}, and {_NOT_HEEDED[key]}; leave it out")
+        raise InputError(
+            f"{where} has {key!r}, and rows are given by input_ids, whose labels say which tokens "
+            "count (-100: none), without a cache; leave it out"
+        )
     unknown = sorted(k for k in micro if k not in needed and k != "labels" and not takes(k))
     if unknown:
         raise InputError(
@@ -435,14 +429,12 @@ def _check_positions(where: str, micro: Mapping[str, Tensor], max_tokens: int | 
             f"{where} has rows of {tokens} tokens, but the model has {max_tokens} positions "
             "(max_position_embeddings); cut the rows"
         )
-    positions = micro.get("position_ids", torch.zeros(1))
-    if positions.min() < 0:
-        raise InputError(f"{where}: position_ids holds {int(positions.min())}, which is negative")
-    if max_tokens is not None and positions.max() >= max_tokens:
-        raise InputError(
-            f"{where}: position_ids holds {int(positions.max())}, but the model has {max_tokens} "
-            "positions (max_position_embeddings)"
-        )
+    for place in map(int, micro.get("position_ids", torch.zeros(1)).aminmax()):
+        if place < 0 or place >= (max_tokens or inf):
+            raise InputError(
+                f"{where}: position_ids holds {place}; positions are from 0 on, and the model has "
+                f"{max_tokens or 'any number'} (max_position_embeddings)"
+            )
 
 
 def _check_ids(where: str, ids: Tensor, vocab_size: int) -> None:

@@ -185,15 +185,16 @@ class BitChecks:
         for tile in self._tiles:
             if parts := [part for part in _parts(tile) if part.tier is Tier.DEVICE]:
                 self._compare_on(COMPUTE, tile, parts)
+
+        def compare(tile: Tile, gradient: Buffer) -> None:
+            if (landed := self._gradients.pop(tile.index, None)) is not None:
+                now = self._sum(gradient, 0, own_numel(tile))
+                self._count_difference(f"{tile.name}: the gradient (device)", landed, now)
+
         for tile, gradient in gradients:
             if tile.rests.gradient is Tier.DEVICE:
-                work = partial(self._compare_gradient, tile, gradient)
+                work = partial(compare, tile, gradient)
                 self._device.run(COMPUTE, "check gradient", work, [gradient], [self.flag])
-
-    def _compare_gradient(self, tile: Tile, gradient: Buffer) -> None:
-        if (landed := self._gradients.pop(tile.index, None)) is not None:
-            now = self._sum(gradient, 0, own_numel(tile))
-            self._count_difference(f"{tile.name}: the gradient (device)", landed, now)
 
     def _compare_on(self, stream: str, tile: Tile, parts: Sequence[_Part]) -> None:
         def work() -> None:

@@ -208,12 +208,12 @@ class Embedding:
             if table.entry.group is None:
                 continue
 
-            work, writes = partial(self._clear, table), [table.sums, self.sink.squares]
-            self._device.run(COMPUTE, "clear rows", work, writes=writes)
+            def clear(sums: Tensor = table.sums.data) -> None:
+                sums.zero_()
+                self.sink.clear_rows()
 
-    def _clear(self, table: _Table) -> None:
-        table.sums.data.zero_()
-        self.sink.clear_rows()
+            writes = [table.sums, self.sink.squares]
+            self._device.run(COMPUTE, "clear rows", clear, writes=writes)
 
     def add(self, gradients: dict[str, Tensor]) -> None:
         """Add one micro-batch's row gradients `[U, D]`, by table name (inside compute work)."""
@@ -327,11 +327,8 @@ class Embedding:
         self._device.run(COMPUTE, "measure rows", work, [table.sums], writes)
 
     def _scatter(self, table: _Table, host_grad: HostGrad, batch: Batch) -> Any:
-        device, ids_U, rows = (
-            self._device,
-            table.local_ids(batch),
-            table.own_rows(table.rows, batch),
-        )
+        device, ids_U = self._device, table.local_ids(batch)
+        rows = table.own_rows(table.rows, batch)
         rows_UD = table.as_rows(table.staging, ids_U)
 
         def work() -> None:

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
 from megatrain.device import Buffer
-from megatrain.engine.assemble import Assembly, HostMemoryGuard, host_bytes
+from megatrain.engine.assemble import Assembly, host_bytes, kept_offload
 from megatrain.engine.batch import Batch, Intake, MicroBatches, halved
 from megatrain.engine.head import Head
 from megatrain.engine.modules import State
@@ -56,7 +56,7 @@ _LEANER = (
 
 
 # What holds memory, and goes when the engine is closed.
-_BUILT = (*("_parts", "_store", "_saver", "_program", "_policies", "_host", "_intake", "_checks"),)
+_BUILT = (*("_parts", "_store", "_saver", "_program", "_policies", "_intake", "_checks"),)
 
 
 @contextmanager
@@ -90,17 +90,18 @@ class PlacedEngine:
         self._steps, self.label_shift = 0, self._spec.label_shift
         self.num_logits = self._spec.num_logits
         self._lean = False  # steps save nothing, in half micro-batches: one had no memory
+        self._planned, self._warned = planned, False
         self.ranks = opened.ranks
         try:
             check_shared(opened, placement)
-            self._build(opened, placement, planned)
+            self._build(opened, placement)
         except BaseException:
             self.device.close()
             if "_store" in vars(self):
                 self._store.close()
             raise
 
-    def _build(self, opened: EngineSetup, placement: Placement, planned: Planned | None) -> None:
+    def _build(self, opened: EngineSetup, placement: Placement) -> None:
         layouts = opened.model.layouts
         self._store = Store(
             self.device,
@@ -154,9 +155,6 @@ class PlacedEngine:
             else assembly.training(self.optimizer, opened.max_grad_norm)
         )
         self._policies = assembly.policies
-        self._host = HostMemoryGuard(
-            self._store, self._parts, opened.host_limit, planned, opened.sequence_ranks
-        )
         rows_each = self._parts.embedding.rows_each
         losses = partial(self._forward_only, finish=Head.losses)
         self._intake = Intake(opened, self._program, rows_each, losses)
@@ -245,23 +243,38 @@ class PlacedEngine:
             return StepResult(report.loss, report.grad_norm, batch.all_tokens, seconds, measures)
         self._lean = True
         del batch
-        self._host.release()
+        if (offload := kept_offload(self._parts)) is not None:
+            offload.release()
         gc.collect()  # frames of the failure may hold what it had on the device
         return self.step(micro_batches, loss, norm_limit=norm_limit, expected=expected)
 
     def _train(self, parts: TrainingParts, batch: Batch, loss: Loss) -> Report:
-        # In a batch larger than the placement was chosen for, layers save nothing on the device.
-        planned = self._host.holds(batch)
+        saves = self._holds(batch) and not self._lean
         # Such a loss sees all micro-batches at once: one pass, whose graphs would be too many.
         joint = parts.passes > 1 and bool(isinstance(loss, JointLoss) or self._spec.routed)
-        with self._undisturbed(), self._host.of(batch.num_tokens) as host:
+        with self._undisturbed():
             for unit in parts.encoded[:1]:
                 if not batch.has_media and unit.trained:
                     parts.sink.leave_out(unit.tile)
             parts = _for_batch(parts, batch)
-            device = planned and not joint and not self._lean
-            parts = parts.under(self._policies(device=device, host=host and not self._lean))
+            parts = parts.under(self._policies(device=saves and not joint, host=saves))
             return train_step(replace(parts, passes=1) if joint else parts, batch)
+
+    def _holds(self, batch: Batch) -> bool:
+        """True if the placement was chosen for steps as large; else layers save nothing."""
+        planned = self._planned
+        largest = max(micro.inputs["input_ids"].numel() for micro in batch.micro)
+        if planned is None or planned.holds(batch.num_tokens, largest):
+            return True
+        if not self._warned and any(policy != RECOMPUTE for policy in self._policies()):
+            self._warned = True
+            _log.warning(
+                "A step of %d tokens, at most %d at once, is larger than the placement was chosen "
+                "for (%d, %d), so layers are computed again in its backward; give the engine the "
+                "largest tokens_per_step (of all ranks) and micro_batch",
+                batch.num_tokens, largest, planned.tokens_per_step, planned.micro_batch_tokens,
+            )  # fmt: skip
+        return False
 
     def _can_be_leaner(self, parts: TrainingParts, batch: Batch) -> bool:
         """True if a step that ran out of memory may be tried again; several ranks cannot agree."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -16,14 +17,15 @@ from megatrain.engine.modules import State, StreamedModule
 from megatrain.engine.saved_tensors import (
     Graph,
     HostOffload,
+    KeepAttention,
     KeptAttention,
     KeptGraph,
     OffloadPlan,
+    ReplayAttention,
     SavedTensors,
     packed_bytes,
 )
 from megatrain.engine.sink import GradAccumulator
-from megatrain.model import attention
 from megatrain.model.capture import ADDED, Ref
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Saves
@@ -132,7 +134,7 @@ class Layer(StreamedModule):
             self.waiting[at.index] = KeptGraph(graph, held)
             return produced
         if train and self.policy.saves == "attention":
-            with attention.Keep() as kept:
+            with KeepAttention() as kept:
                 _, produced = self._graph(at)
             self.waiting[at.index] = KeptAttention(kept.results, leaving)
             return produced
@@ -169,18 +171,14 @@ class Layer(StreamedModule):
         self, at: Turn, returned: list[Tensor], dh: Activations, accumulator: GradAccumulator
     ) -> Activations:
         """One micro-batch's gradients of the inputs; `returned`: tensors back from the host."""
-        return self._ready(at, returned).backward(self.outputs, dh, accumulator)
-
-    def _ready(self, at: Turn, returned: list[Tensor]) -> Graph:
-        """A micro-batch's graph: the one that waits, else one made now."""
         waiting = self.waiting.pop(at.index, None)
         if isinstance(waiting, KeptGraph):
             waiting.held.give_back(at.slot.data, at.values, returned)
-            return waiting.graph
-        if waiting is None:
-            return self._graph(at)[0]
-        with attention.Replay(waiting.results(returned)):
-            return self._graph(at)[0]
+            return waiting.graph.backward(self.outputs, dh, accumulator)
+        kept = nullcontext() if waiting is None else ReplayAttention(waiting.results(returned))
+        with kept:
+            graph, _ = self._graph(at)
+        return graph.backward(self.outputs, dh, accumulator)
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:
         """The next micro-batch's tensors, back from the host; none if none were sent there."""

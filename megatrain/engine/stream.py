@@ -150,14 +150,13 @@ class Stream:
 
     def _load_until(self, position: int) -> None:
         last = min(position, len(self._itinerary) - 1)
-        while self._loaded <= last and not self._in_use(self._places[self._loaded]):
-            self._load(self._itinerary[self._loaded].tile, self._places[self._loaded])
+        while self._loaded <= last:
+            place = self._places[self._loaded]
+            ahead = self._places[self._visited : self._loaded]
+            if any(slot in place.slots for other in ahead for slot in other.slots):
+                break  # the current visit, or one loaded ahead, has its weights there
+            self._load(self._itinerary[self._loaded].tile, place)
             self._loaded += 1
-
-    def _in_use(self, place: _Place) -> bool:
-        """True if the current visit, or one loaded ahead, has its weights in a slot of `place`."""
-        ahead = self._places[self._visited : self._loaded]
-        return any(slot in place.slots for other in ahead for slot in other.slots)
 
     def _load(self, tile: Tile, place: _Place) -> None:
         place.version = tile.version

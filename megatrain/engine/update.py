@@ -383,7 +383,8 @@ class Update:
         self._check(report)
         # The backward ends with the tiles that the next forward needs first: tables, layer 0, ...
         for tile, host_grad, landed in reversed(self._pending):
-            scale = self._scale(report.grad_norm) if self.waits(tile) else 1.0
+            limit = self.max_grad_norm if self.waits(tile) else None
+            scale = 1.0 if limit is None else min(1.0, limit / (report.grad_norm + _CLIP_EPS))
             if self.waits(tile) and self.directions.has_any(tile):
                 self.directions.fetch_state(tile)
                 accumulator = sink.recall(tile, host_grad)
@@ -422,11 +423,6 @@ class Update:
         damage = _INTACT if self.deferred else _DAMAGED
         what = f"the gradient norm is {report.grad_norm:.4g}{above}"
         raise StepRefused(f"{what}: {damage}", intact=self.deferred, measured=measured)
-
-    def _scale(self, norm: float) -> float:
-        if self.max_grad_norm is None:
-            return 1.0
-        return min(1.0, self.max_grad_norm / (norm + _CLIP_EPS))
 
     def _start(self, tile: Tile, host_grad: HostGrad, landed: Any, scale: float) -> None:
         stream = tile.rests.updates

@@ -33,14 +33,6 @@ _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 _HELD = 0.9  # of the memory that is free; the rest is for the work
 
 
-def _held_bytes(parts: Parts, spec: ModelSpec, store: Store) -> int:
-    """Bytes of device memory that all weights need besides those already there."""
-    units = [unit for unit in (*parts.trunk, parts.head) if not parts.stream.keeps(unit.tile)]
-    numel = sum(tile.layout.unpacked.numel for tile in {unit.tile for unit in units})
-    tables = sum(entry.numel for _, entry in store.entries() if entry.name in spec.gathered)
-    return (numel + tables) * store.tiles[0].weights.data.dtype.itemsize
-
-
 @contextmanager
 def whole_model(
     device: Device,
@@ -73,8 +65,10 @@ def whole_model(
         opened.enter_context(replaced(calls_of(model, spec.media), encoded))
         held = False
         if spare is not None and not ranks.together:
-            needed = spare + _held_bytes(parts, spec, store)
-            held = needed <= _HELD * free_bytes(device, host_limit)
+            units = {unit.tile for unit in (*parts.trunk, parts.head)}
+            numel = sum(t.layout.unpacked.numel for t in units if not parts.stream.keeps(t))
+            numel += sum(e.numel for _, e in store.entries() if e.name in spec.gathered)
+            held = spare + numel * dtype.itemsize <= _HELD * free_bytes(device, host_limit)
         on_device = partial(_table, device=device.torch_device, ranks=ranks.shards)
         entries = {e.name: (t, e) for t, e in store.entries() if e.name in spec.gathered}
         tables = {name: on_device(*place) for name, place in entries.items()}

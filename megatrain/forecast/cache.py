@@ -13,7 +13,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.func import functional_call
 
 from megatrain.compat.torch import FakeTensorMode
@@ -22,21 +21,20 @@ from megatrain.device import Buffer, TraceDevice
 from megatrain.device.base import Memory, kind_of
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.step import Parts, TrainingParts
-from megatrain.forecast.cost_model import CostModel, link_gbps, network_gbps
 from megatrain.forecast.op_counter import (
     OneAttention,
     OpCounter,
     Place,
     foreseeing,
 )
+from megatrain.forecast.prices import CostModel, link_gbps, network_gbps
 from megatrain.forecast.profile import Once, Profile
 from megatrain.forecast.simulate import STEADY, Forecast, forecast, process_bytes
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
 from megatrain.model.build import loaded_types
-from megatrain.model.capture import Ref
 from megatrain.model.program import ModelProgram
-from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
+from megatrain.model.spec import PROBE_SHAPE, ModelSpec
 from megatrain.optim import PlaneKind
 from megatrain.placement import Placement
 from megatrain.source.source import Model
@@ -118,8 +116,9 @@ def needs_of(
         at_once = (tokens or 0) // placement.passes  # at least: of one pass
         where = device.needs.host if placement.layer_inputs == "host" else device.needs.device
         layers = zip(model.spec.layers, model.spec.outputs, strict=True)
-        numel = sum(_numel(layer, ref) for layer, refs in layers for ref in refs)
-        where[_BOUNDARIES] += numel * dtype.itemsize * at_once
+        examples = [layer.kind.example[ref.leaf] for layer, refs in layers for ref in refs]
+        numels = [each.numel() // prod(PROBE_SHAPE) for each in examples if torch.is_tensor(each)]
+        where[_BOUNDARIES] += sum(numels) * dtype.itemsize * at_once
     return device.needs
 
 
@@ -131,12 +130,6 @@ def _unsummed_bytes(visited: Sequence[Tile], dtype: torch.dtype) -> int:
         each = [e.numel * (4 if e.name in copies else dtype.itemsize) for e in trained]
         sizes += each if tile.layout.kind is TileKind.HEAD else [sum(each)]
     return max(sizes)
-
-
-def _numel(layer: Layer, ref: Ref) -> int:
-    """Elements of one of a layer's activations, of one token."""
-    example = layer.kind.example[ref.leaf]
-    return example.numel() // prod(PROBE_SHAPE) if isinstance(example, Tensor) else 0
 
 
 class ForecastCache(Once):

@@ -246,12 +246,11 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     return logits_NV.new_empty((), dtype=torch.float32)
 
 
-def _cross_entropy_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return torch.empty_like(ctx.saved_tensors[0]).copy_(ctx.saved_tensors[0]), None
-
-
 cross_entropy.register_autograd(
-    _cross_entropy_backward,
+    lambda ctx, gradient: (
+        torch.empty_like(ctx.saved_tensors[0]).copy_(ctx.saved_tensors[0]),
+        None,
+    ),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
 )
 

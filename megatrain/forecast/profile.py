@@ -7,7 +7,7 @@ its operations: FLOPs, bytes touched, and bytes alive. Of parts that run in tile
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -333,8 +333,17 @@ class Profile(Once):
         kind = self.spec.layers[visit].kind
 
         def measure() -> LayerWork:
+            tiles: AbstractContextManager[None] = nullcontext()
+            if self.chunk_tokens is not None:
+                tiles = tiled(kind, self.chunk_tokens, partial(self._tile, self.compiled))
             with foreseeing(self.spec.layers[visit].name):
-                work = self._layer(visit, rows, kind)
+                if self.compiled and self.chunk_tokens is None:
+                    work = compiled_work(self._trace(visit, rows, kind))
+                else:
+                    with fakes(), torch.enable_grad(), self.program.eager():
+                        run, inputs = self._call(visit, rows)
+                        with tiles:
+                            work = eager_work(run, inputs)
             work = work.in_float8 if self._float8 else work
             self._outputs[id(kind)] = rows, work.outputs
             return work
@@ -410,7 +419,11 @@ class Profile(Once):
     def _call(self, visit: int, rows: int) -> tuple[Callable[[], Activations], list[Any]]:
         """A function that runs a layer, and all its inputs, within `fakes()`."""
         layer, calls = self.spec.layers[visit], self.prologue(rows).calls
-        micro = replace(self.micro_batch(rows), calls=_as_fakes(calls))
+        # Fake tensors belong to the mode they were made in: arguments are made anew, each once.
+        known = {id(leaf): leaf for call in calls for leaf in call.leaves}
+        made = {i: _anew(leaf) if torch.is_tensor(leaf) else leaf for i, leaf in known.items()}
+        calls = [Call([made[id(leaf)] for leaf in call.leaves], call.spec) for call in calls]
+        micro = replace(self.micro_batch(rows), calls=calls)
         values = {ref: self.shape(ref, rows).empty() for ref in layer.inputs}
         for value in values.values():
             value.requires_grad_(value.is_floating_point())
@@ -436,16 +449,6 @@ class Profile(Once):
         if len(known) < 2 and rows > 1:
             known[rows] = trace
         return trace
-
-    def _layer(self, visit: int, rows: int, kind: LayerTemplate) -> LayerWork:
-        if self.compiled and self.chunk_tokens is None:
-            return compiled_work(self._trace(visit, rows, kind))
-        with fakes(), torch.enable_grad(), self.program.eager():
-            run, inputs = self._call(visit, rows)
-            if self.chunk_tokens is None:
-                return eager_work(run, inputs)
-            with tiled(kind, self.chunk_tokens, partial(self._tile, self.compiled)):
-                return eager_work(run, inputs)
 
     def _tile(
         self,
@@ -549,18 +552,6 @@ def in_chunks(tokens: int, chunk: int, run: Callable[[int], Work]) -> Work:
     if not left_out:
         return few
     return few.between(run(tokens - (left_out - 1) * chunk), left_out, 1)
-
-
-def _as_fakes(calls: list[Call]) -> list[Call]:
-    """The arguments of layers, made anew: fake tensors belong to the mode they were made in."""
-    known: dict[int, Tensor] = {}
-
-    def fresh(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return known.setdefault(id(leaf), _anew(leaf))
-
-    return [Call([fresh(leaf) for leaf in call.leaves], call.spec) for call in calls]
 
 
 def _anew(tensor: Tensor) -> Tensor:

@@ -19,9 +19,8 @@ from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.step import TrainingParts, train_step
 from megatrain.engine.stream import Unpack
-from megatrain.forecast.cost_model import CostModel
-from megatrain.forecast.declared import Declared
 from megatrain.forecast.op_counter import Ledger, Place
+from megatrain.forecast.prices import CostModel, Declared
 from megatrain.forecast.profile import TWO_VISITS, Profile, grouped
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.machine import Machine, mapping_bytes
@@ -187,7 +186,11 @@ def forecast(
         machine, model.rule, model.ranks, model.hosts, ledger, declared.of, measured.once
     )
     device, passes = ClockDevice(costs), 1 if joint else placement.passes
-    batch = measured.batch(rows, micro_batch, _followed(placement, steps), passes)
+    on_host = placement.layer_inputs, placement.save_attention
+    groups = 1
+    if "host" in on_host or placement.offload_activations:  # something of each leaves
+        groups = _FOLLOWED if steps >= STEADY else _FOLLOWED_FOR_MEMORY
+    batch = measured.batch(rows, micro_batch, groups, passes)
     if (sharing := model.ranks * model.hosts) > 1:
         batch = measured.with_all_rows(batch, rows * sharing, model.ranks)
     if joint:
@@ -208,7 +211,14 @@ def forecast(
     # Rooms of graphs on the host are as if all groups were as large as the first.
     every = sum(map(grouped, batch.micro)), costs.group * len(batch.micro)
     host["host_kept_bytes"] = host["host_kept_bytes"] * every[0] // every[1]
-    on_device, host = _memory(ledger, host, machine, in_tiles=placement.chunk_tokens is not None)
+    on_device = {place: num_bytes for place, num_bytes in ledger.peak_live.items() if num_bytes}
+    context = machine.device_context_bytes
+    waits = (Place.KEPT_GRAPHS, Place.KEPT_ATTENTION, Place.ACTIVATIONS)
+    waiting = sum(on_device.get(place, 0) for place in waits)
+    torn = on_device.get(Place.WORKING_SET, 0) if placement.chunk_tokens is not None else 0
+    beyond = _ALLOCATOR * context + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TORN * torn
+    on_device |= {"libraries": int(_WORKSPACES * context), "allocator": int(beyond)}
+    on_device["context"] = context + mapping_bytes(sum(host.values()))
     later = sum(host.values()) - planes_bytes - host.get("host_resident_tiles_bytes", 0)
     host["host_process_bytes"] = process_bytes(model, machine, placement, measured, later)
     return Forecast(
@@ -225,28 +235,6 @@ def forecast(
         device_bytes=on_device,
         host_bytes=host,
     )
-
-
-def _memory(
-    ledger: Ledger, host: dict[str, int], machine: Machine, *, in_tiles: bool
-) -> tuple[dict[str, int], dict[str, int]]:
-    used = {place: num_bytes for place, num_bytes in ledger.peak_live.items() if num_bytes}
-    context = machine.device_context_bytes
-    waits = (Place.KEPT_GRAPHS, Place.KEPT_ATTENTION, Place.ACTIVATIONS)
-    waiting = sum(used.get(place, 0) for place in waits)
-    torn = used.get(Place.WORKING_SET, 0) if in_tiles else 0
-    beyond = _ALLOCATOR * context + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TORN * torn
-    torch_bytes = {"libraries": int(_WORKSPACES * context), "allocator": int(beyond)}
-    return used | torch_bytes | {"context": context + mapping_bytes(sum(host.values()))}, host
-
-
-def _followed(placement: Placement, steps: int) -> int | None:
-    """Micro-batches, or groups of them, that are followed; None: all."""
-    on_host = placement.layer_inputs, placement.save_attention
-    leaves = "host" in on_host or placement.offload_activations > 0
-    if not leaves:
-        return 1
-    return _FOLLOWED if steps >= STEADY else _FOLLOWED_FOR_MEMORY
 
 
 def process_bytes(

@@ -37,23 +37,19 @@ _chosen, implementation = _choose()
 is_native = _chosen is not reference
 
 
-def _gpu() -> ModuleType:
-    try:
-        from megatrain.kernels import gpu
-    except ImportError as error:
-        raise InputError(
-            f"tiles that rest on the device are updated by a Triton kernel, and {error}; leave "
-            "placement.resident empty"
-        ) from error
-    return gpu
-
-
 def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
     """Update a range of a tile on the device of its planes: see `reference.update`."""
     if not tile.weights.is_cuda:
         _chosen.update(rule, tile, by, options)
     elif rule == "adamw":
-        _gpu().adamw(tile, by, options)
+        try:
+            from megatrain.kernels import gpu
+        except ImportError as error:
+            raise InputError(
+                f"tiles that rest on the device are updated by a Triton kernel, and {error}; leave "
+                "placement.resident empty"
+            ) from error
+        gpu.adamw(tile, by, options)
     else:
         reference.update(rule, tile, by, options)
 

@@ -56,19 +56,13 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 }
 
 
-def _find() -> Path:
-    """The library in the source tree (built by `make native`), or else the installed one."""
-    beside = Path(__file__).with_name("_native.so")
-    if beside.exists():
-        return beside
-    spec = importlib.util.find_spec("megatrain.kernels._native")
-    if spec is None or spec.origin is None:
-        raise ImportError("it was not built; `make native` builds it where there is a compiler")
-    return Path(spec.origin)
-
-
 def _load() -> dict[str, Callable[..., Any]]:
-    path = _find()
+    path = Path(__file__).with_name("_native.so")  # in the source tree, by `make native`
+    if not path.exists():
+        spec = importlib.util.find_spec("megatrain.kernels._native")
+        if spec is None or spec.origin is None:
+            raise ImportError("it was not built; `make native` builds it where there is a compiler")
+        path = Path(spec.origin)
     functions: dict[str, Callable[..., Any]] = {}
     try:
         library = CDLL(str(path))
@@ -155,23 +149,15 @@ def split(
 ) -> None:
     """See `reference.split`."""
     check_planes(master=master_fp32, weights=weights_bf16, remainder=remainder)
-    _call["split"](
-        *map(_address, (master_fp32, weights_bf16, remainder)),
-        remainder.element_size(),
-        remainder.numel(),
-        threads,
-    )
+    planes, size = (master_fp32, weights_bf16, remainder), remainder.element_size()
+    _call["split"](*map(_address, planes), size, remainder.numel(), threads)
 
 
 def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: int = 1) -> None:
     """See `reference.join`."""
     check_planes(master=master_fp32, weights=weights, remainder=remainder)
-    _call["join"](
-        *map(_address, (weights, remainder, master_fp32)),
-        remainder.element_size(),
-        remainder.numel(),
-        threads,
-    )
+    planes, size = (weights, remainder, master_fp32), remainder.element_size()
+    _call["join"](*map(_address, planes), size, remainder.numel(), threads)
 
 
 def gather_rows(
@@ -191,9 +177,7 @@ def scatter_rows(
 def _rows(name: str, table: Tensor, row_ids: Tensor, rows: Tensor, threads: int) -> None:
     check_rows(table, row_ids, rows)
     row_bytes = table.shape[1] * table.element_size()
-    _call[name](
-        table.data_ptr(), row_ids.data_ptr(), rows.data_ptr(), row_ids.numel(), row_bytes, threads
-    )
+    _call[name](*map(_address, (table, row_ids, rows)), row_ids.numel(), row_bytes, threads)
 
 
 def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:

@@ -228,12 +228,9 @@ RULES: dict[str, Callable[..., None]] = {
 def gather_rows(
     table_2d: Tensor, row_ids_int64: Tensor, out_2d: Tensor, *, threads: int = 1
 ) -> None:
-    """`out[i] = table[row_ids[i]]`.
+    """`out[i] = table[row_ids[i]]`, of a table `[rows, width]` of any 2- or 4-byte dtype.
 
-    Args:
-        table_2d: [rows, width] of any 2- or 4-byte dtype, read.
-        row_ids_int64: [N] int64; the caller has checked that they lie inside the table.
-        out_2d: [N, width] of the table's dtype, written.
+    Args: `row_ids_int64`: [N]; the caller has checked that they lie inside the table.
     """
     check_rows(table_2d, row_ids_int64, out_2d)
     torch.index_select(table_2d, 0, row_ids_int64, out=out_2d)
@@ -242,13 +239,7 @@ def gather_rows(
 def scatter_rows(
     table_2d: Tensor, row_ids_int64: Tensor, rows_2d: Tensor, *, threads: int = 1
 ) -> None:
-    """`table[row_ids[i]] = rows[i]`; where an id comes twice, either of its rows may stay.
-
-    Args:
-        table_2d: [rows, width] of any 2- or 4-byte dtype, written.
-        row_ids_int64: [N] int64; the caller has checked that they lie inside the table.
-        rows_2d: [N, width] of the table's dtype, read.
-    """
+    """`table[row_ids[i]] = rows[i]`, as of `gather_rows`; of an id twice, either row may stay."""
     check_rows(table_2d, row_ids_int64, rows_2d)
     table_2d.index_copy_(0, row_ids_int64, rows_2d)
 

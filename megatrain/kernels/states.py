@@ -301,10 +301,9 @@ def check_planes(*, master: Tensor, weights: Tensor, remainder: Tensor) -> None:
 def check_update(rule: str, tile: TileRange, options: UpdateOptions) -> None:
     """Require the planes of an update to agree in length; AdamW's `at` must begin a group."""
     size = tile.weights.numel()
-    if tile.remainder is None:
-        check_tensor("weights (without a remainder)", tile.weights, (torch.float32,))
-    else:
-        check_tensor("weights (with a remainder)", tile.weights, (torch.bfloat16,))
+    whole = tile.remainder is None
+    check_tensor("weights", tile.weights, (torch.float32 if whole else torch.bfloat16,))
+    if tile.remainder is not None:
         check_tensor("remainder", tile.remainder, REMAINDERS, size)
     check_tensor("grad", tile.grad, GRADIENTS, size)
     if rule != "adamw":
@@ -312,14 +311,10 @@ def check_update(rule: str, tile: TileRange, options: UpdateOptions) -> None:
             check_tensor("a state", state, (torch.float32,), size)
         return
     exp_avg, exp_avg_sq, *scales = tile.states
-    if not scales:
-        check_tensor("exp_avg", exp_avg, MOMENTS, size)
-        check_tensor("exp_avg_sq", exp_avg_sq, (exp_avg.dtype,), size)
-    else:
-        check_tensor("exp_avg (with scales)", exp_avg, (torch.int8,), size)
-        check_tensor("exp_avg_sq (with scales)", exp_avg_sq, (torch.uint8,), size)
-        for name, scale in zip(("exp_avg", "exp_avg_sq"), scales, strict=True):
-            check_tensor(f"the scale of {name}", scale, (torch.float32,), -(-size // GROUP))
+    check_tensor("exp_avg", exp_avg, (torch.int8,) if scales else MOMENTS, size)
+    check_tensor("exp_avg_sq", exp_avg_sq, (torch.uint8 if scales else exp_avg.dtype,), size)
+    for name, scale in zip(("exp_avg", "exp_avg_sq"), scales, strict=False):
+        check_tensor(f"the scale of {name}", scale, (torch.float32,), -(-size // GROUP))
     if options.at % GROUP:
         raise ValueError(f"at is {options.at}, no multiple of {GROUP}")
 

@@ -1,12 +1,257 @@
-"""What predictions are made of: the rates of a machine, measured here or taken from a list."""
+"""What a machine can do: the rates that predictions are made of, listed for GPUs in `gpus.json`."""
 
-from megatrain.machine.rates import (
-    CONTEXT_BYTES,
-    DISK_READ_GBPS,
-    DISK_WRITE_GBPS,
-    NETWORK_GBPS,
-    Machine,
-    machine_for,
-    mapping_bytes,
-    present_machine,
-)
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatrain.base.json_yaml import read_json
+from megatrain.base.units import GIB, MIB
+from megatrain.base.whole_files import write_file
+from megatrain.errors import InputError
+from megatrain.placement import Precision
+from megatrain.telemetry.gpu import find_gpu, gpu_identity, named_gpu
+from megatrain.telemetry.host import cpu_name, host_limit_bytes, usable_cores
+
+# The disk of the host of an H200, which reads and writes in turn: 1.07 and 1.07 at once. It counts
+# for one that nobody measured.
+DISK_READ_GBPS, DISK_WRITE_GBPS = 1.8, 2.6
+
+# Of a host to other hosts, each way, for all its GPUs together: one port of 100 Gbit/s.
+NETWORK_GBPS = 12.5
+
+# The driver keeps some of the memory on the label: 0.4 % on an H200, 1.5 % on a 24 GiB card.
+_VISIBLE = 0.98
+# What the driver shows of an H200's process beside tensors (context, cuBLAS, cuDNN, Triton's
+# modules): 837 to 859 MiB in five steps with up to 35 GiB of planes on the host
+# (benchmarks/results/driver-memory-h200.json).
+CONTEXT_BYTES = 840 * MIB
+# 55.5 of 63 GB/s that a PCIe 5 x16 link carries (H200).
+_BUS_SHARE = 0.87
+# What `megatrain doctor` measured on a virtual machine with an H200: 22 and, while other jobs
+# compiled, 27 us.
+_LAUNCH_SECONDS = 22e-6
+
+# Host memory while AdamW runs on so many cores, GB/s. To 16 cores: measured on a Xeon with 8
+# channels of DDR5; above, what such a socket gives at most.
+_SERVER_GBPS = ((1, 13.0), (2, 27.0), (4, 54.0), (8, 86.0), (16, 120.0), (32, 180.0), (64, 220.0))
+# Two channels of DDR5, four channels.
+_HOST_LIMIT_GBPS = {"desktop": 60.0, "workstation": 120.0, "server": 220.0}
+
+
+def mapping_bytes(pinned_bytes: int) -> int:
+    """Bytes of device memory that the driver takes to map pinned host memory.
+
+    A process of 7B on an H200 took 142 MiB more with 108 GiB than one without, 260 with 193 GiB
+    (benchmarks/results/driver-memory-h200.json).
+    """
+    return pinned_bytes // 1024
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU with its host. Rates are what work of real size reaches, not peaks on paper.
+
+    Attributes:
+        device_context_bytes: device memory that driver and libraries take before any tensor.
+        host_memory_bytes, cores: that this process may use.
+        matmul_tflops: dense product in the compute dtype.
+        attention_forward_tflops, attention_backward_tflops: causal attention over long rows, only
+            the unmasked half counted.
+        device_gbps: device memory, reads and writes together.
+        to_device_gbps, from_device_gbps: copies from and to pinned host memory.
+        update_gbps: host memory during updates (26 bytes a parameter cross it).
+        launch_seconds: from one piece of device work to the next when there is nothing to compute.
+        measured: here; False: published figures times usual efficiencies.
+        disk_both_gbps: read rate while equally many bytes are written.
+        link_gbps, network_gbps: receive rate of a GPU in a gather on one host, or from another host
+            while all GPUs of its host receive; None, as for a disk: not measured.
+        disk_space_bytes: bytes that planes may take on a disk; None: none may rest on one.
+    """
+
+    name: str
+    device_memory_bytes: int
+    device_context_bytes: int
+    host_memory_bytes: int
+    cores: int
+    matmul_tflops: float
+    attention_forward_tflops: float
+    attention_backward_tflops: float
+    device_gbps: float
+    to_device_gbps: float
+    from_device_gbps: float
+    update_gbps: float
+    disk_write_gbps: float | None
+    launch_seconds: float
+    measured: bool
+    disk_read_gbps: float | None = None
+    disk_both_gbps: float | None = None
+    disk_space_bytes: int | None = None
+    link_gbps: float | None = None
+    network_gbps: float | None = None
+
+    def shared(
+        self, on_host: int, link_gbps: float | None, network_gbps: float | None = None
+    ) -> "Machine":
+        """Each rank's share, of `on_host` ranks: host memory, update and disk rates are divided."""
+        space, both = self.disk_space_bytes, self.disk_both_gbps
+        return replace(
+            self,
+            host_memory_bytes=self.host_memory_bytes // on_host,
+            cores=max(1, self.cores // on_host),
+            update_gbps=self.update_gbps / on_host,
+            disk_read_gbps=(self.disk_read_gbps or DISK_READ_GBPS) / on_host,
+            disk_write_gbps=(self.disk_write_gbps or DISK_WRITE_GBPS) / on_host,
+            disk_both_gbps=both and both / on_host,
+            disk_space_bytes=space and space // on_host,
+            link_gbps=link_gbps or None,
+            network_gbps=network_gbps or None,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The machine as plain data."""
+        return asdict(self)
+
+
+def machine_for(
+    gpu_name: str,
+    host_memory: int,
+    cores: int,
+    device_memory: int | None = None,
+    *,
+    precision: Precision = "bf16",
+) -> Machine:
+    """The expected rates of a GPU in `gpus.json`, by its common name or the driver's.
+
+    `device_memory` is what programs see; None: the advertised size, less 2 %. Raises InputError:
+    the GPU is not listed; the message has the nearest names.
+    """
+    gpu = named_gpu(gpu_name)
+    memory = int(gpu.memory_gib * GIB * _VISIBLE) if device_memory is None else device_memory
+    peak = gpu.fp32_tflops if precision == "fp32" else gpu.bf16_tflops
+    return Machine(
+        name=f"{gpu.name}, {cores} cores",
+        device_memory_bytes=memory,
+        device_context_bytes=CONTEXT_BYTES,
+        host_memory_bytes=host_memory,
+        cores=cores,
+        matmul_tflops=peak * gpu.shares["matmul"],
+        attention_forward_tflops=peak * gpu.shares["attention_forward"],
+        attention_backward_tflops=peak * gpu.shares["attention_backward"],
+        device_gbps=gpu.memory_gbps * gpu.shares["memory"],
+        to_device_gbps=gpu.bus_gbps * _BUS_SHARE,
+        from_device_gbps=gpu.bus_gbps * _BUS_SHARE,
+        update_gbps=update_gbps(cores, gpu.host),
+        disk_write_gbps=None,
+        launch_seconds=_LAUNCH_SECONDS,
+        measured=False,
+    )
+
+
+def update_gbps(cores: int, host: str = "server") -> float:
+    """The expected rate of host memory during updates, GB/s."""
+    known = _SERVER_GBPS[-1][1]
+    for (few, low), (many, high) in pairwise(_SERVER_GBPS):
+        if cores <= many:
+            known = low + (high - low) * (max(cores, few) - few) / (many - few)
+            break
+    return min(known, _HOST_LIMIT_GBPS[host])
+
+
+VERSION = 1
+_MAX_AGE_SECONDS = 180 * 24 * 3600
+_LEAST, _MOST = 1e-9, 1e16  # no rate of a real machine is outside
+
+
+@dataclass(frozen=True)
+class Key:
+    """The facts for which a measurement is valid; if one changes, it is measured again."""
+
+    gpu: str
+    driver: str
+    cpu: str
+    cores: int
+
+    @property
+    def file(self) -> Path:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        text = json.dumps(vars(self), sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return Path(root) / "megatrain" / "machines" / f"{name}.json"
+
+
+def key_of(device: str) -> Key:
+    """The key of this machine with GPU `device`, or without a GPU."""
+    gpu, driver = gpu_identity(device) or ("none", "none")
+    return Key(gpu, driver, cpu_name(), usable_cores())
+
+
+def write(key: Key, machines: Mapping[str, Machine]) -> Path:
+    """Save `machines` (by precision) for `key`, atomically; raises OSError."""
+    record = {
+        "version": VERSION,
+        "key": vars(key),
+        "time": time.time(),
+        "machines": {precision: machine.as_dict() for precision, machine in machines.items()},
+    }
+    key.file.parent.mkdir(parents=True, exist_ok=True)
+    write_file(key.file, json.dumps(record, indent=2))
+    return key.file
+
+
+def read(key: Key, precision: str) -> Machine | None:
+    """The measurements for `key`; None if there are none that can be trusted."""
+    try:
+        record = read_json(key.file)
+        if record["version"] != VERSION or record["key"] != vars(key):
+            return None
+        if not 0 <= time.time() - record["time"] <= _MAX_AGE_SECONDS:
+            return None
+        if key.file.stat().st_uid != os.getuid():
+            return None
+        return _checked(record["machines"][precision])
+    except (InputError, OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _checked(values: dict[str, Any]) -> Machine:
+    """Raises ValueError or TypeError: `megatrain doctor` has not written this."""
+    machine = Machine(**{name: value for name, value in values.items() if name != "unified"})
+    for field in fields(Machine):
+        value = getattr(machine, field.name)
+        if field.type in (str, bool):
+            right = type(value) is field.type
+        elif value is None:
+            right = field.name.startswith(("disk_", "link_", "network_"))
+        else:
+            right = type(value) in (int, field.type if field.type is int else float)
+            right = right and _LEAST <= value <= _MOST
+        if not right or not machine.measured:
+            raise ValueError(field.name)
+    return replace(machine, name=machine.name[:200])
+
+
+def present_machine(device: str = "cuda", *, precision: Precision = "bf16") -> Machine | None:
+    """The rates of this machine with GPU `device`, and the memory that it may use now.
+
+    None without a GPU, or with one that was neither measured nor is listed.
+    """
+    gpu = find_gpu(device)
+    if gpu is None:
+        return None
+    memory = host_limit_bytes()
+    measured = read(key_of(device), "fp32" if precision == "fp32" else "bf16")
+    if measured is not None:
+        return replace(measured, host_memory_bytes=memory)
+    try:
+        return machine_for(
+            gpu.name, memory, usable_cores(), int(gpu.memory_bytes * 0.99), precision=precision
+        )
+    except InputError:
+        return None

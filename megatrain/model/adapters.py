@@ -7,7 +7,7 @@ written by the base's names, which `Adapted` maps.
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,14 +101,12 @@ def _check_added_tokens(adapters: Adapted) -> None:
         return
     tables = [base.get_input_embeddings(), base.get_output_embeddings()]
     weights = {id(table.weight) for table in tables if table is not None}
-    names = [name for name, p in base.named_parameters() if id(p) in weights]
-    names = [name for name in names if name not in adapters.replaced]
-    if names:
+    resized = {name for name, p in base.named_parameters() if id(p) in weights}
+    if resized - adapters.replaced:
         raise InputError(
-            f"{names[0]} has {size} tokens, and {before} in {config.base_model_name_or_path}, the "
-            "adapter's base: an adapter's folder does not hold what was added; save the resized "
-            "base and load it from there, or train embedding and head by the adapter's "
-            "modules_to_save, or write the merged model (save_pretrained with merged=True)"
+            f"the model has {size} tokens, and {config.base_model_name_or_path}, the adapter's "
+            f"base, {before}: an adapter's folder does not hold what was added; train embedding "
+            "and head by modules_to_save, or write the merged model (save_pretrained, merged=True)"
         )
 
 
@@ -139,43 +137,32 @@ def with_new_adapter(base: PreTrainedModel, config: Any) -> PreTrainedModel:
     """
     model = with_adapters(base, {"default": config})
     modules = [f".{name}" for name, _ in base.named_modules()]
-    wanted = [(f".{name}", "target_modules") for name in _listed(config.target_modules)]
-    wanted += [(f".{name}", "exclude_modules") for name in _listed(config.exclude_modules)]
-    saved = set(_listed(config.modules_to_save)) - peft.heads_named(config)
-    wanted += [(name, "modules_to_save") for name in sorted(saved)]
-    for end, key in wanted:
-        if not any(path.endswith(end) for path in modules):
-            with_weights = [n for n, m in base.named_modules() if [*m.parameters(recurse=False)]]
-            leaves = dict.fromkeys(name.rpartition(".")[2] for name in with_weights)
-            raise InputError(
-                f"adapter: the model has no module {end.strip('.')!r} ({key}); there are "
-                f"{in_one_line(', '.join(leaves), 200)}"
-            )
-    _check_patterns(model, config)
-    return model
-
-
-def _check_patterns(model: PreTrainedModel, config: Any) -> None:
-    """Raises InputError: a pattern or a layer's number matches no adapted module."""
     taken = set()
     for path, module in peft.wrappers(model):
         if not peft.is_copy(module):
-            name = peft.base_path(path)
-            parameter = peft.parameter_of(module)
+            name, parameter = peft.base_path(path), peft.parameter_of(module)
             taken.add(name if parameter is None else f"{name}.{parameter}")
+    for key in ("target_modules", "exclude_modules", "modules_to_save"):
+        names = set(_listed(getattr(config, key)))
+        dot = "" if key == "modules_to_save" else "."
+        names -= peft.heads_named(config) if key == "modules_to_save" else set()
+        for name in sorted(names):
+            if not any(path.endswith(f"{dot}{name}") for path in modules):
+                leaves = dict.fromkeys(name.split(".")[-2] for name, _ in base.named_parameters())
+                raise _unmatched(f"the model has no module {name!r} ({key})", leaves)
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, key):
             if not any(re.fullmatch(rf"(.*\.)?({pattern})", path) for path in taken):
-                raise InputError(
-                    f"adapter: {key} has {pattern!r}, and no adapted module matches it; adapted "
-                    f"are {in_one_line(', '.join(sorted(taken)), 200)}"
-                )
+                raise _unmatched(f"no adapted module matches {pattern!r} ({key})", sorted(taken))
     for index in _listed(config.layers_to_transform):
         if not any(str(index) in path.split(".") for path in taken):
-            raise InputError(
-                f"adapter: no module of layer {index} is adapted (layers_to_transform); layers "
-                "count from 0"
-            )
+            why = f"no module of layer {index} is adapted (layers_to_transform, from 0 on)"
+            raise _unmatched(why, sorted(taken))
+    return model
+
+
+def _unmatched(why: str, names: Iterable[str]) -> InputError:
+    return InputError(f"adapter: {why}; there are {in_one_line(', '.join(names), 200)}")
 
 
 def _listed(value: Any) -> list[Any]:

@@ -90,7 +90,14 @@ def empty_model(
     Raises InputError: transformers has no causal language model for this configuration, or it asks
     for code from the hub, which only `attn_implementation` may.
     """
-    _refuse_endless(config)
+    for part in (config, config.get_text_config(decoder=True)):
+        for name, value in vars(part).items():
+            # All layers and experts are built before their size is known.
+            if _COUNTED.search(name) and isinstance(value, int) and value > MAX_COUNT:
+                raise InputError(
+                    f"{name} is above {MAX_COUNT:,} in the model's configuration, and so many "
+                    "are not built; correct it"
+                )
     _refuse_code_of_others(config, chosen=attn_implementation is not None)
     chosen: dict[str, Any] = {"dtype": torch.float32}
     if attn_implementation is not None:
@@ -178,17 +185,6 @@ def build(
     return model.train()
 
 
-def _refuse_endless(config: PreTrainedConfig) -> None:
-    """Refuse absurd counts: all layers and experts are built before their size is known."""
-    for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
-        for name, value in vars(part).items():
-            if _COUNTED.search(name) and isinstance(value, int) and value > MAX_COUNT:
-                raise InputError(
-                    f"{name} is above {MAX_COUNT:,} in the model's configuration, and so many "
-                    "are not built; correct it"
-                )
-
-
 def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:
     """The share of a parameter that one token uses: the chosen ones of experts `[E, I, O]`."""
     text = config.get_text_config(decoder=True)
@@ -208,26 +204,20 @@ def _refuse_code_of_others(config: PreTrainedConfig, *, chosen: bool) -> None:
 
     Args: `chosen`: the caller has said which attention it wants.
     """
+    # Where the package `kernels` is installed, it brings what is missing of these from the hub.
+    brought = {"deepgemm", "sonicmoe"} if importlib.util.find_spec("kernels") else set()
+    flash = bool(brought) and importlib.util.find_spec("flash_attn") is None
     for _, part in configs(config):
         for name in ("attn_implementation",) * (not chosen) + ("experts_implementation",):
             wanted = getattr(part, f"_{name}", None)
-            if wanted is not None and _is_downloaded(str(wanted)):
+            downloads = "/" in str(wanted) or str(wanted) in brought
+            downloads |= flash and str(wanted).startswith("flash_attention")
+            if downloads:
                 hint = f"give {name}={wanted!r} yourself if you trust it, or " * (name[0] == "a")
                 raise InputError(
                     f"the model's configuration asks for {name} {wanted!r}, code that would be "
                     f"downloaded and run; {hint}take it out of config.json"
                 )
-
-
-def _is_downloaded(implementation: str) -> bool:
-    if "/" in implementation:
-        return True
-    # Where the package `kernels` is installed, it brings what is missing of these from the hub.
-    if importlib.util.find_spec("kernels") is None:
-        return False
-    flash = implementation.startswith("flash_attention")
-    missing = flash and importlib.util.find_spec("flash_attn") is None
-    return missing or implementation in ("deepgemm", "sonicmoe")
 
 
 def loaded_types(

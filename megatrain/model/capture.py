@@ -182,7 +182,10 @@ class Lookups(TorchFunctionMode):
         self.names, self.rows, self.uses = names, rows, uses
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs, row = kwargs or {}, _row_taken(func, args)
+        kwargs, row = kwargs or {}, None
+        if func is Tensor.__getitem__:  # `table[row]` or `table[row, ...]`
+            first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+            row = first if type(first) is int else None
         if func is F.embedding:
             result = self._embedding(*args, **kwargs)
         else:
@@ -214,15 +217,6 @@ class Lookups(TorchFunctionMode):
         assert name is not None and self.rows is not None
         rest = index[1:] if isinstance(index, tuple) else ()
         return self.rows.tables[name][(position, *rest)]
-
-
-def _row_taken(func: Callable[..., Any], args: tuple) -> int | None:
-    """The row that `table[row]` or `table[row, ...]` takes; None: it is another operation."""
-    if func is not Tensor.__getitem__:
-        return None
-    index = args[1]
-    first = index[0] if isinstance(index, tuple) and index else index
-    return first if isinstance(first, int) and not isinstance(first, bool) else None
 
 
 class Capture:

@@ -42,12 +42,6 @@ _TOKENIZER = re.compile(
 log = logging.getLogger(__name__)
 
 
-def goes_along(name: str) -> bool:
-    """True if a file goes along with the weights, by its path inside the model's folder."""
-    plain = name.isprintable() and "\\" not in name  # or no checkpoint could hold it
-    return plain and bool(_GO_ALONG.fullmatch(name)) and not _STAY.fullmatch(name)
-
-
 def companions(folder: Path) -> dict[str, bytes]:
     """The files of a model's folder that go along with its weights.
 
@@ -57,7 +51,12 @@ def companions(folder: Path) -> dict[str, bytes]:
     """
     paths = [*folder.iterdir(), *folder.glob(f"{_TEMPLATES}/*")]
     named = {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
-    chosen = {name: path for name, path in named.items() if goes_along(name)}
+    chosen = {
+        name: path
+        for name, path in named.items()
+        if name.isprintable() and "\\" not in name  # or no checkpoint could hold it
+        if _GO_ALONG.fullmatch(name) and not _STAY.fullmatch(name)
+    }
     code = {name: chosen.pop(name) for name in list(chosen) if name.endswith(".py")}
     files, configuration = read_files(chosen), read_files({"config.json": folder / "config.json"})
     needs_code = any(b'"auto_map"' in data for data in [*configuration.values(), *files.values()])

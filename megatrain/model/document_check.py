@@ -305,22 +305,20 @@ def check_masks(
     for index, micro in enumerate(micro_batches):
         rows, tokens = micro["input_ids"].shape
         needed = rows * tokens**2 * (1 + itemsize)
-        reason = _reason(micro, config) if needed > free_bytes else None
+        if needed <= free_bytes:
+            continue
+        # As transformers decides it (masking_utils, `_ignore_causal_mask_sdpa`).
+        window = getattr(config, "sliding_window", None)
+        reason = None
+        if "attention_mask" in micro and not bool(micro["attention_mask"].all()):
+            reason = "padding"
+        elif is_packed(micro):
+            reason = None if attention_of(config) == BY_LENGTHS else "several documents"
+        elif isinstance(window, int) and tokens >= window:
+            reason = f"a sliding window of {window}"
         if reason is not None:
             raise DoesNotFit(
                 f"micro-batch {index} has rows of {tokens} tokens with {reason}: the attention "
                 f"mask takes {gib(needed)}, and {gib(free_bytes)} are free; use shorter rows, or "
                 "long rows of one document without padding"
             )
-
-
-def _reason(micro: Mapping[str, Tensor], config: Any) -> str | None:
-    """Why transformers makes a mask for these rows (masking_utils, `_ignore_causal_mask_sdpa`)."""
-    if "attention_mask" in micro and not bool(micro["attention_mask"].all()):
-        return "padding"
-    if is_packed(micro):
-        return None if attention_of(config) == BY_LENGTHS else "several documents"
-    window = getattr(config, "sliding_window", None)
-    if isinstance(window, int) and micro["input_ids"].shape[1] >= window:
-        return f"a sliding window of {window}"
-    return None

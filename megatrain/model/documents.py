@@ -133,19 +133,15 @@ def _attention(
     if cu_seq_lens_q is not None and attention_mask is None:
         window = options.get("sliding_window")
         plain = not options.get("dropout") and options.get("position_bias") is None
-        if plain and _has_kernel(query, value):
+        width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+        fits = width % 8 == 0 and value.shape[-1] <= width <= _MOST_WIDTH
+        if plain and fits and half and query.is_cuda:
             scale = options.get("scaling")
             out = _varlen(query, key, value, cu_seq_lens_q, max_length_q, window, scale)
             return out, None
         attention_mask = _mask_of(cu_seq_lens_q, query.shape[0], query.shape[2], window)
     out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return out, None
-
-
-def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    width = query.shape[-1]
-    fits = width % 8 == 0 and value.shape[-1] <= width <= _MOST_WIDTH
-    return fits and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _varlen(

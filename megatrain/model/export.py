@@ -274,14 +274,16 @@ def _pieces(
     renamed = {name for name, meta in whole.items() if id(meta) in name_of}
     pieces: dict[str, Piece] = {}  # by the first of the names that they are made of
     for name in renamed:
-        outputs, source = [_describe(name, whole[name])], name_of[id(whole[name])]
+        meta = whole[name]
+        outputs, source = [Described(name, meta.dtype, tuple(meta.shape))], name_of[id(meta)]
         pieces[source] = outputs, partial(made_of, [source], metas[source].dtype, outputs)
     for group in _groups(model, {name: m for name, m in metas.items() if name not in pieces}):
         # Parameters that are merged share a dtype; the widest loses nothing.
         dtype = max((metas[name].dtype for name in group), key=lambda dtype: dtype.itemsize)
         values = {name: metas[name].to(dtype) for name in group}
         converted = revert_weight_conversion(model, values)
-        outputs = [_describe(name, _one(tensor)) for name, tensor in converted.items()]
+        results = {name: _one(tensor) for name, tensor in converted.items()}
+        outputs = [Described(n, t.dtype, tuple(t.shape)) for n, t in results.items()]
         pieces[group[0]] = outputs, partial(made_of, group, dtype, outputs)
     planned = sorted((o.name, o.shape) for outputs, _ in pieces.values() for o in outputs)
     if planned != sorted((name, tuple(_one(meta).shape)) for name, meta in whole.items()):
@@ -307,10 +309,6 @@ def _groups(model: PreTrainedModel, names: Mapping[str, Tensor]) -> list[tuple[s
         matches = (converter.rename_source_key(name) for converter in converters)
         groups[next((to for to, pattern in matches if pattern is not None), name)].append(name)
     return [tuple(group) for group in groups.values()]
-
-
-def _describe(name: str, meta: Tensor) -> Described:
-    return Described(name, meta.dtype, tuple(meta.shape))
 
 
 def _one(value: Tensor | list[Tensor]) -> Tensor:

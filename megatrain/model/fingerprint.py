@@ -10,7 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ _ATOMS += (torch.dtype, torch.device, logging.Logger)
 _CONTAINERS = (list, tuple, torch.Size, dict, OrderedDict, set, frozenset)
 _LIBRARIES = ("torch", "transformers", "peft", "megatrain")  # keep no state in functions' globals
 _SMALL = 1 << 16  # values of a tensor that is compared by them
+_HEAP_TYPE = 1 << 9  # of a class made by Python code (Py_TPFLAGS_HEAPTYPE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +104,9 @@ class Reader:
             return self.of(value.__func__), self.of(value.__self__)
         if isinstance(value, functools.partial):
             return tuple(map(self.of, (value.func, value.args, value.keywords, vars(value))))
-        if not _is_transparent(type(value)):
-            return Is(value)
+        builtin = {base for base in type(value).__mro__ if not base.__flags__ & _HEAP_TYPE}
+        if not builtin <= {object, *_CONTAINERS}:
+            return Is(value)  # it may hold state that Python code cannot see
         slots = (vars(base).get("__slots__", ()) for base in type(value).__mro__)
         names = [n for names in slots for n in ((names,) if isinstance(names, str) else names)]
         attributes = {name: getattr(value, name) for name in names if hasattr(value, name)}
@@ -131,7 +133,7 @@ class Reader:
             self._named(read),
             self.of(function.__defaults__),
             self.of(function.__kwdefaults__),
-            tuple(self.of(cell.cell_contents) if _is_full(cell) else None for cell in cells),
+            tuple(None if cell == CellType() else self.of(cell.cell_contents) for cell in cells),
             self._named({k: v for k, v in vars(function).items() if k != "__wrapped__"}),
         )
 
@@ -176,15 +178,6 @@ def value_of(tensor: Tensor) -> Any:
     return tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad, data
 
 
-def _is_transparent(cls: type) -> bool:
-    """True if objects of a class hold no state that Python code cannot see."""
-    builtin = (base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
-    return all(base is object or base in _CONTAINERS for base in builtin)
-
-
-_HEAP_TYPE = 1 << 9  # of a class made by Python code (Py_TPFLAGS_HEAPTYPE)
-
-
 def _may_be_state(value: Any) -> bool:
     kinds = (*_VALUES[:-1], float, *_CONTAINERS, Tensor)
     return type(value) in kinds or isinstance(value, nn.Module)
@@ -193,11 +186,3 @@ def _may_be_state(value: Any) -> bool:
 def _names(code: CodeType) -> set[str]:
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*map(_names, inner))
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True

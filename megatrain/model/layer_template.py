@@ -1,21 +1,33 @@
-"""Templates: one stateless module per kind of layer, bound to streamed weights."""
+"""Templates: one stateless module per kind of layer, bound to streamed weights; torch.compile."""
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from itertools import count
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megatrain.compat.torch import buffers_of, pytree, recomputing
+from megatrain.compat.torch import (
+    buffers_of,
+    keep_tuning_off_the_host,
+    let_triton_launch,
+    pytree,
+    recomputing,
+)
 from megatrain.errors import RunFailed
-from megatrain.model.compiled import compile_and_tell
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES
 from megatrain.model.routers import taken
 from megatrain.model.token_chunks import ChunkedOverTokens, draws, parts
 from megatrain.placement import Saves
+
+_log = logging.getLogger(__name__)
+
+_numbers = count()  # of what is compiled in this process
 
 # Purposes of a call; each is compiled separately.
 PURPOSES = ("forward", "recompute", "repeat", "keep", "keep_all")
@@ -220,3 +232,49 @@ def _unnumbered(cls: type, names: tuple[str, ...]) -> type:
         return property(read)
 
     return type(cls.__name__, (cls,), {name: hidden(name) for name in names})
+
+
+def compile_and_tell(function: Callable[..., Any], what: str, name: str = "") -> Callable[..., Any]:
+    """`function` through torch.compile; says so at the first call, which may take a minute.
+
+    Sizes of the first call keep their own graphs: once a function has been called with
+    others, torch.compile makes graphs for any size and uses them for the first sizes, too.
+
+    Args: `name` in torch's own messages and traces; the function's if none is given.
+    """
+    let_triton_launch()
+    keep_tuning_off_the_host()
+    code_name = f"{name or getattr(function, '__name__', what)}_{next(_numbers)}"
+    usual, others = (torch.compile(_with_own_code(function, code_name)) for _ in range(2))
+    first: dict[int, list[torch.Size]] = {}  # by the number of tensors: it differs with buffers
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Of floating-point tensors alone: integers count documents, which differ every time.
+        leaves = pytree.tree_leaves((args, kwargs))
+        sizes = [x.shape for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+        if not first:
+            _log.info("compiling %s...", what)
+        is_usual = first.setdefault(len(sizes), sizes) == sizes
+        return (usual if is_usual else others)(*args, **kwargs)
+
+    return call
+
+
+def _with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A copy of a function or a method under another name, with a new code object.
+
+    torch.compile keeps compiled graphs by code object: kinds of layers that shared one would take
+    each other's graphs and use up its limit on their number. It also remembers, by file, line and
+    name, sizes that have varied, and compiles kernels for any size from then on
+    (torch/_dynamo/pgo.py). Functions of the same name would share that memory: the second model
+    of a process would get the slower kernels.
+    """
+    if isinstance(function, MethodType):
+        return MethodType(_with_own_code(function.__func__, name), function.__self__)
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__.replace(co_name=name)
+    defaults, closure = function.__defaults__, function.__closure__
+    copied = FunctionType(code, function.__globals__, name, defaults, closure)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied

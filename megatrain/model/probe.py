@@ -36,7 +36,7 @@ from megatrain.model.layer_template import LayerTemplate, NumberRead, without_in
 from megatrain.model.routers import RouterLoss, router_loss, tap
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.state import OtherRandomness, example, refuse_state, settle
-from megatrain.model.unsupported import Watch, draws_for_layers, refuse_behaviour, refuse_settings
+from megatrain.model.unsupported import Watch, layer_drops, refuse_behaviour, refuse_settings
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
 _MORE_STATES = "its head computes logits from more than the last hidden states"
@@ -208,7 +208,7 @@ class _Probe:
             structure = self._finish(weights, rows, constants, output, inputs)
         self._refuse_mixing(structure)
         refuse_state(watch, lambda: self._again(weights, output, inputs, rows))
-        if not draws_for_layers(self.model.config):
+        if not layer_drops(self.model.config):
             randomness.refuse()
         return structure
 
@@ -378,6 +378,14 @@ class _Probe:
         fixed = sorted(name for name in rest if id(weights[name]) in used)
         still = [name for name in rest if name not in fixed]
         media = still if self.capture.encodes else []
+        called = {layer.name for layer in self.layers}
+        paths = [(self.paths[id(layer)], layer) for layer in self.stack]
+        skipped = [
+            f"{path}.{name}"
+            for path, layer in paths
+            if path not in called
+            for name, _ in layer.named_parameters()
+        ]
         return ModelSpec(
             capture=self.capture,
             layers=self.layers,
@@ -390,7 +398,7 @@ class _Probe:
             num_logits=logits.shape[-1],
             trunk=with_hidden(output, last_hidden(output).detach()[:0]),
             fixed=fixed,
-            unused=[n for n in still if n not in media] + self._skipped_layers(),
+            unused=[n for n in still if n not in media] + skipped,
             media=media,
             router_loss=self.router_loss,
         )
@@ -420,15 +428,6 @@ class _Probe:
                 "its head computes a token's logits from other tokens too, or from its place in "
                 "the row; such a head is not supported"
             )
-
-    def _skipped_layers(self) -> list[str]:
-        called = {layer.name for layer in self.layers}
-        return [
-            f"{path}.{name}"
-            for layer, path in ((m, self.paths[id(m)]) for m in self.stack)
-            if path not in called
-            for name, _ in layer.named_parameters()
-        ]
 
 
 def _probe_rows(

@@ -23,12 +23,11 @@ from megatrain.base import huge_pages
 from megatrain.base.json_yaml import (
     DAMAGED,
     MAX_JSON_BYTES,
-    MAX_NAME_LENGTH,
     parse_object,
     read_json,
 )
 from megatrain.base.units import MIB, align
-from megatrain.errors import InputError, first_line
+from megatrain.errors import InputError, first_line, in_one_line
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -117,8 +116,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         if has_pickle_weights(folder):
             hint = (
                 ", only pickle weights, which can run code and are never read; convert them with "
-                "transformers (from_pretrained, then save_pretrained) where you trust them"
             )
+            hint += "transformers (from_pretrained, then save_pretrained) where you trust them"
         raise InputError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}{hint}")
     file_of = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
@@ -152,17 +151,15 @@ def has_pickle_weights(folder: Path) -> bool:
 
 
 def _shard(folder: Path, file_name: Any) -> Path:
-    if not isinstance(file_name, str) or not 0 < len(file_name) <= MAX_NAME_LENGTH:
-        raise InputError(f"{folder / INDEX_FILE}: a shard is no file name; {DAMAGED}")
-    relative = PurePosixPath(file_name)
-    if relative.is_absolute() or ".." in relative.parts or not file_name.isprintable():
-        raise InputError(f"{folder / INDEX_FILE}: shard {file_name!r} lies outside the folder")
-    with suppress(OSError):  # a name longer than any file has
-        if (folder / file_name).is_file():
+    """Raises InputError: it is no name of a file inside the folder, or there is no such file."""
+    with suppress(OSError, TypeError, ValueError):  # no name, or one longer than any file has
+        relative = PurePosixPath(file_name)
+        inside = not relative.is_absolute() and ".." not in relative.parts
+        if inside and (folder / file_name).is_file():
             return folder / file_name
     raise InputError(
-        f"{folder / file_name}: the shard is missing, {INDEX_FILE} names it; "
-        "the download is incomplete, fetch the model again"
+        f"{folder / INDEX_FILE}: it names the shard {in_one_line(repr(file_name), 200)}, which is "
+        "not in the folder; the download is incomplete, fetch the model again"
     )
 
 

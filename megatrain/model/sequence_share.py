@@ -115,17 +115,14 @@ class SequenceShare:
                 f"{where} has rows of {tokens} tokens, which {self._size} ranks fill up to "
                 f"{filled}, and the model has {max_tokens} positions; cut the rows"
             )
-        places = micro.get("position_ids")
-        if places is not None and bool((places != torch.arange(tokens)).any()):
+        places = micro.get("position_ids", torch.arange(tokens))
+        if bool((places != torch.arange(tokens)).any()):
             raise InputError(
                 f"{where} has position_ids other than 0, 1, 2, ..., as packed rows do, which ranks "
                 "cannot share yet; leave packing (data.packing) or sequence_parallel out"
             )
-        mask = micro.get("attention_mask")
-        if mask is None:
-            return
-        hidden = mask == 0
-        predicts = targets is not None and bool((hidden & (targets != IGNORED)).any())
+        mask = micro.get("attention_mask", torch.ones_like(micro["input_ids"]))
+        predicts = targets is not None and bool(((mask == 0) & (targets != IGNORED)).any())
         if predicts or bool((mask[:, 1:] > mask[:, :-1]).any()):
             raise InputError(
                 f"{where} has an attention_mask that hides more than the end of rows, without "

@@ -39,19 +39,18 @@ def refuse_settings(config: PreTrainedConfig) -> None:
             f"rescale_every is {every} in the model's configuration: its forward then changes its "
             "own weights where it does not train; set it to 0, which only fp16 needs otherwise"
         )
-    for part in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
-        for name, value in vars(part).items():
-            if "layerdrop" in name and isinstance(value, float) and value > 0:
-                raise Unsupported(
-                    f"{name} is {value} in the model's configuration: layers left out at random "
-                    "are not supported; set it to 0"
-                )
+    for name, value in layer_drops(config).items():
+        if isinstance(value, float) and value > 0:
+            raise Unsupported(
+                f"{name} is {value} in the model's configuration: layers left out at random are "
+                "not supported; set it to 0"
+            )
 
 
-def draws_for_layers(config: PreTrainedConfig) -> bool:
-    """True if the forward draws Python's random numbers to skip layers, even if it skips none."""
-    parts = (config, config.get_text_config(decoder=True))
-    return any("layerdrop" in name for part in parts for name in vars(part))
+def layer_drops(config: PreTrainedConfig) -> dict[str, Any]:
+    """The shares of layers to skip by Python's random numbers, which are drawn even for 0."""
+    settings = vars(config) | vars(config.get_text_config(decoder=True))
+    return {name: value for name, value in settings.items() if "layerdrop" in name}
 
 
 def refuse_rounding(

@@ -12,7 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
+from itertools import takewhile
 from math import prod
+from operator import eq
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -75,16 +77,13 @@ class Ranks:
     @property
     def shards(self) -> "Ranks":
         """The ranks of one host: each keeps a block of the model (FSDP's shard group)."""
-        return self._part(self.rank % self._each, self._each)
+        each = self.size // self.hosts
+        return self._part(self.rank % each, each)
 
     @property
     def replicas(self) -> "Ranks":
         """The ranks, of all hosts, that keep the same block (HSDP's replicate group)."""
-        return self._part(self.rank // self._each, self.hosts)
-
-    @property
-    def _each(self) -> int:
-        return self.size // self.hosts
+        return self._part(self.rank * self.hosts // self.size, self.hosts)
 
     def _part(self, rank: int, size: int) -> "Ranks":
         return ALONE if size == 1 else replace(self, rank=rank, size=size, hosts=1)
@@ -124,8 +123,10 @@ class Ranks:
         try:
             results = [make()]
         except BaseException as error:
+            kind = next((k for k in (InputError, DoesNotFit) if isinstance(error, k)), RunFailed)
+            known = isinstance(error, MegatrainError)  # else other ranks raise another error
             with suppress(RunFailed):  # where the others are lost, this is why
-                self.all_gather_object(([], _as_seen(error)))
+                self.all_gather_object(([], (kind, str(error) if known else repr(error), known)))
                 if isinstance(error, MegatrainError):
                     error.by_all = True
             raise
@@ -177,8 +178,8 @@ def require_same(values: Sequence[Mapping[str, str]]) -> None:
             wanted = str(first.get(name))
             if value == wanted:
                 continue
-            pairs = enumerate(zip(value, wanted, strict=False))
-            at = max(0, next((i for i, (a, b) in pairs if a != b), 0) - 50)
+            same = takewhile(bool, map(eq, value, wanted))
+            at = max(0, sum(same) - 50)
             texts = (in_one_line(text[at:], 200) for text in (value, wanted))
             raise InputError(
                 f"rank {rank} has another {name} than rank 0: {' instead of '.join(texts)}; "
@@ -193,13 +194,6 @@ class Foreseen(Ranks):
     """Ranks of a forecast: what they do together is priced, not done."""
 
     together = True
-
-
-def _as_seen(error: BaseException) -> tuple[type[MegatrainError], str, bool]:
-    """The type and message with which other ranks raise an error; True if this rank's are equal."""
-    kind = next((k for k in (InputError, DoesNotFit) if isinstance(error, k)), RunFailed)
-    known = isinstance(error, MegatrainError)
-    return kind, str(error) if known else repr(error), known
 
 
 @dataclass(frozen=True)

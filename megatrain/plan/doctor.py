@@ -5,7 +5,6 @@ layer: M tokens, K in, N out; B rows, H heads, T tokens, D a head.
 """
 
 import logging
-import os
 import shutil
 import statistics
 import time
@@ -23,15 +22,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatrain import kernels
+from megatrain import machine as machine_rates
 from megatrain.autoplace.auto import can_compile
 from megatrain.base.units import GIB, MIB, gib
 from megatrain.device import Device, open_device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Buffer
 from megatrain.device.cpu import host_range
 from megatrain.device.disk import PlaneFile
-from megatrain.errors import DoesNotFit, InputError, MegatrainError, first_line
+from megatrain.errors import DoesNotFit, InputError, MegatrainError, RunFailed, first_line
 from megatrain.machine import CONTEXT_BYTES, Machine
-from megatrain.machine import rates as machine_rates
 from megatrain.optim import (
     AdamW,
     TileRange,
@@ -279,8 +278,7 @@ def disk_measurements(folder: Path, *, num_bytes: int = 2 * GIB) -> list[Measure
         "disk_both_gbps": "disk, read while as much is written",
     }
     try:
-        free = os.statvfs(folder)
-        wanted = min(num_bytes, free.f_bavail * free.f_frsize // 10) // _CHUNK * _CHUNK
+        wanted = min(num_bytes, shutil.disk_usage(folder).free // 10) // _CHUNK * _CHUNK
         if not wanted:
             raise DoesNotFit("too little disk space is free")
         file = PlaneFile.create(folder, wanted)
@@ -353,9 +351,7 @@ def collect(device: str, folder: Path) -> Facts:
     huge_pages = ""
     with suppress(OSError):  # no Linux
         huge_pages = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
-    place = folder.resolve()
-    while not place.is_dir():
-        place = place.parent
+    place = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.is_dir())
     return Facts(
         cpu=cpu_name(),
         cores=usable_cores(),
@@ -391,10 +387,9 @@ def findings(facts: Facts, rates: Mapping[str, float | None]) -> list[Diagnostic
     gpu = [] if facts.gpu is None else _of_gpu(facts, facts.gpu, rates)
     diagnostics = [Diagnostic(True, what, remedy) for what, remedy in (*_of_host(facts), *gpu)]
     if facts.gpu is None:
-        remedy = "where there is one, install a CUDA build of torch, and check nvidia-smi and the "
-        remedy += "container's --gpus; else plan for one by --gpu"
-        cpu_build = "torch is a build without CUDA" if facts.torch_cuda is None else None
-        diagnostics.append(Diagnostic(False, cpu_build or "the driver shows no GPU", remedy))
+        what = "the driver shows no GPU" if facts.torch_cuda else "torch is a build without CUDA"
+        remedy = "check nvidia-smi and the container's --gpus, or plan for a GPU by --gpu"
+        diagnostics.append(Diagnostic(False, what, remedy))
     return diagnostics
 
 
@@ -488,7 +483,15 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     sizes = sizes or Sizes()
     name = "cuda:0" if device_name in ("auto", "cuda") else device_name
     before = gpu_state(name)
-    device, unusable = _open(device_name)
+    unusable = []
+    try:
+        device = open_device(device_name)
+    except InputError:
+        raise
+    except (MegatrainError, RuntimeError, OSError) as error:
+        what = f"the GPU cannot be used ({first_line(error)})"
+        remedy = "look at nvidia-smi for a process that holds it alone, and at the driver's state"
+        device, unusable = open_device("cpu"), [Diagnostic(True, what, remedy)]
     facts = collect(name, folder)
     log.info("measuring the update on the host and the disk")
     measured = host_measurements(Path(facts.folder))
@@ -499,7 +502,16 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         measured += device_measurements(device, sizes)
         under_load = _state_under_load(device, name, sizes.load_width)
         facts = replace(facts, gpu=under_load or facts.gpu)
-        measured.append(_context(device, before, under_load))
+
+        def context() -> float:
+            used = [state and state.used_bytes for state in (before, under_load)]
+            taken = (used[1] or 0) - (used[0] or 0) - device.memory()["device_bytes"]
+            if None in used or not CONTEXT_BYTES / 10 <= taken <= CONTEXT_BYTES * 10:
+                raise RunFailed("the driver does not tell")
+            return float(taken)
+
+        label = "device memory of the driver and its libraries"
+        measured.append(attempt("context_bytes", label, "B", context))
     rates = {measurement.name: measurement.value for measurement in measured}
     machines: dict[str, Machine] = {}
     saved, not_kept = "", "without a GPU there is nothing to keep"
@@ -520,18 +532,6 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     )
 
 
-def _open(name: str) -> tuple[Device, list[Diagnostic]]:
-    """The device; if a GPU is present but unusable, the CPU and the reason."""
-    try:
-        return open_device(name), []
-    except InputError:
-        raise
-    except (MegatrainError, RuntimeError, OSError) as error:
-        remedy = "look at nvidia-smi for a process that holds it alone, and at the driver's state"
-        what = f"the GPU cannot be used ({first_line(error)})"
-        return open_device("cpu"), [Diagnostic(True, what, remedy)]
-
-
 def _state_under_load(device: Device, name: str, width: int) -> GpuState | None:
     """The GPU's state while it computes: idle links and clocks would read too low."""
     try:
@@ -543,16 +543,6 @@ def _state_under_load(device: Device, name: str, width: int) -> GpuState | None:
         return state
     except RuntimeError:  # no memory for it: another process holds the GPU
         return gpu_state(name)
-
-
-def _context(device: Device, before: GpuState | None, after: GpuState | None) -> Measurement:
-    """Device memory, in bytes, that the process takes besides tensors."""
-    name, label = "context_bytes", "device memory of the driver and its libraries"
-    if before and after and before.used_bytes is not None and after.used_bytes is not None:
-        taken = after.used_bytes - before.used_bytes - device.memory()["device_bytes"]
-        if CONTEXT_BYTES / 10 <= taken <= CONTEXT_BYTES * 10:
-            return Measurement(name, label, float(taken), "B")
-    return Measurement(name, label, None, "B", "the driver does not tell")
 
 
 def machine_of(

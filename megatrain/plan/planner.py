@@ -5,12 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatrain.checkpoint import saved_numel, spare_bytes_of, useful_bytes
-from megatrain.device.base import HOSTS
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
-from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
-from megatrain.model.adapters import adapted
+from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, Machine
 from megatrain.model.spec import ModelSpec
 from megatrain.optim import PlaneKind, gradient_plane, tile_planes
 from megatrain.placement import Placement
@@ -44,7 +41,6 @@ class TileBytes:
         stays: True if the device keeps a copy of the weights.
         written: bytes that an update of one tile writes to the disk.
         parameters, planes: of one tile. Gradients that share room (no clipping) do not count.
-        saved: bytes of one tile in a checkpoint, by plane; none of an adapter's base.
     """
 
     name: str
@@ -52,7 +48,6 @@ class TileBytes:
     parameters: int
     tier: str
     planes: dict[str, int]
-    saved: list[int]
     disk: tuple[str, ...] = ()
     stays: bool = False
     written: int = 0
@@ -63,9 +58,8 @@ class TileBytes:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for `--json`."""
-        hidden = ("saved", "written")
-        values = {name: value for name, value in vars(self).items() if name not in hidden}
-        return {**values, "total_bytes": self.total_bytes}
+        values = {name: value for name, value in vars(self).items() if name != "written"}
+        return values | {"total_bytes": self.total_bytes}
 
 
 @dataclass(frozen=True)
@@ -113,22 +107,13 @@ class Plan:
         """Seconds of the whole run, evaluations and saving not counted; None: unknown."""
         return self.total_tokens and self.total_tokens / self.tokens_per_second
 
-    @property
-    def save_bytes(self) -> int:
-        """Further host memory, in bytes, that background saves take from the first one on."""
-        most = self.forecast.placement.save_bytes
-        if most is None:
-            free = self.machine.host_memory_bytes - self.forecast.host_peak_bytes
-            most = spare_bytes_of(max(0, free))
-        saved = [plane for tile in self.tiles for plane in tile.count * tile.saved]
-        return min(most, useful_bytes(saved))
-
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for `--json`."""
-        return {
-            "fits": self.fits,
-            "missing_device_bytes": self.missing_device_bytes,
-            "missing_host_bytes": self.missing_host_bytes,
+        names = (
+            *("fits", "missing_device_bytes", "missing_host_bytes", "compute_bound_tokens"),
+            *("total_tokens", "run_seconds", "warnings", "disk"),
+        )
+        return {name: getattr(self, name) for name in names} | {
             "remedies": [remedy.as_dict() for remedy in self.remedies],
             "device_memory_bytes": self.machine.device_memory_bytes,
             "host_memory_bytes": self.machine.host_memory_bytes,
@@ -136,13 +121,7 @@ class Plan:
             "precision": self.workload.precision,
             "tiles": [tile.as_dict() for tile in self.tiles],
             "bytes_by_tier": by_tier(self.tiles),
-            "compute_bound_tokens": self.compute_bound_tokens,
-            "total_tokens": self.total_tokens,
-            "run_seconds": self.run_seconds,
             "several_gpus": self.several,
-            "warnings": list(self.warnings),
-            "save_bytes": self.save_bytes,
-            "disk": self.disk,
             "forecast": self.forecast.as_dict(),
         }
 
@@ -154,16 +133,10 @@ def make_plan(
     *,
     total_tokens: int | None = None,
     gpus: int = 1,
-    hosts: int = 1,
-    network_gbps: float | None = None,
-    disk_terabytes: float | None = None,
     must_clip: bool = False,
     warnings: Sequence[str] = (),
 ) -> Plan:
-    """Plan a run on `gpus` of each of `hosts`, with `network_gbps` between hosts, each way.
-
-    `disk_terabytes` is the TBW of the drive; with `must_clip` no remedy may switch clipping off.
-    """
+    """Plan a run on `gpus` of a host; with `must_clip` no remedy may switch clipping off."""
     plans = Planner(spec)
     warnings = list(warnings)
     _log.log(PASSING, "looking for the fastest way that fits...")
@@ -173,7 +146,7 @@ def make_plan(
         _log.log(PASSING, "it does not fit; looking for the least memory with which it would...")
         forecast = plans.least(machine, workload)
     tiles = tile_bytes(spec, forecast.placement, workload)
-    disk = disk_use(tiles, forecast.seconds, disk_terabytes, forecast.placement.passes)
+    disk = disk_use(tiles, forecast.seconds, forecast.placement.passes)
     if disk is not None and machine.disk_read_gbps is None:
         warnings.append(_NO_DISK_RATES)
     lacks_host = forecast.machine.host_memory_bytes > machine.host_memory_bytes
@@ -181,11 +154,9 @@ def make_plan(
     on_disk = replace(machine, disk_space_bytes=1 << 60)
     if not fits and lacks_host and free and plans.could_fit(on_disk, workload):
         warnings.append(_A_DISK_WOULD_DO)
-    several = None
-    if gpus * hosts > 1:
-        several = several_gpus(plans, machine, workload, gpus, hosts, network_gbps)
-        if several is None:
-            warnings.append(f"split among {gpus * hosts} GPUs the step does not fit on one of them")
+    several = several_gpus(plans, machine, workload, gpus) if gpus > 1 else None
+    if gpus > 1 and several is None:
+        warnings.append(f"split among {gpus} GPUs the step does not fit on one of them")
     if not fits:
         _log.log(PASSING, "it does not fit; looking for what would...")
     return Plan(
@@ -206,33 +177,24 @@ def make_plan(
 
 
 def several_gpus(
-    plans: Planner,
-    machine: Machine,
-    workload: Workload,
-    gpus: int,
-    hosts: int = 1,
-    network_gbps: float | None = None,
+    plans: Planner, machine: Machine, workload: Workload, gpus: int
 ) -> dict[str, Any] | None:
-    """The same step, split among `gpus` on each of `hosts`, from the view of one rank.
+    """The same step, split among `gpus` of one host, from the view of one rank.
 
-    An unknown link between GPUs counts as half of a GPU's bus, an unknown network, which a host's
-    GPUs share, as `NETWORK_GBPS`. `device_bytes` are of one GPU, `host_bytes` of all processes of
-    one host, `network_seconds` of the step. None: it does not fit.
+    An unknown link between GPUs counts as half of a GPU's bus. `device_bytes` are of one GPU,
+    `host_bytes` of all processes. None: it does not fit.
     """
-    network = (network_gbps or NETWORK_GBPS) / gpus
-    share = machine.shared(gpus, machine.link_gbps, network)
-    forecast = plans.fitting(share, workload.shared(gpus, hosts))
+    share = machine.shared(gpus, machine.link_gbps)
+    forecast = plans.fitting(share, workload.shared(gpus))
     if forecast is None:
         return None
     return {
         "gpus": gpus,
-        "hosts": hosts,
         "seconds": forecast.seconds,
         "binds": forecast.binds,
         "tokens_per_second": workload.tokens_per_step / forecast.seconds,
         "device_bytes": forecast.device_peak_bytes,
         "host_bytes": forecast.host_peak_bytes * gpus,
-        "network_seconds": forecast.bounds[HOSTS],
     }
 
 
@@ -240,16 +202,11 @@ def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> lis
     """All tiles of a training run, equal layers together."""
     layouts = Model.trained(spec, workload.rule, dtype=workload.dtype).layouts
     kept, gradient = tile_planes(workload.rule, workload.dtype), gradient_plane(workload.dtype)
-    adapter = adapted(spec.capture.model)
-    frozen = [entry.name for layout in layouts for entry in layout.entries if entry.group is None]
-    base_left_out = adapter is not None and all(name in adapter.held for name in frozen)
     groups: dict[tuple, list[int]] = {}
     for index, (layout, rests) in enumerate(zip(layouts, resting(placement, layouts), strict=True)):
         planes = dict.fromkeys(PLANES, 0)
         for plane in kept:
             planes[plane.kind.value] += plane.num_bytes(layout)
-        stop = layout.trainable_numel if base_left_out else layout.numel
-        saved = tuple(saved_numel(plane, layout, stop) * plane.dtype.itemsize for plane in kept)
         waits = workload.clip and not workload.rule.directs(layout)
         if waits or rests.gradient is Tier.DEVICE:
             planes[gradient.kind.value] = gradient.num_bytes(layout)
@@ -258,10 +215,10 @@ def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> lis
         places = ((p, p.place(0, layout.trainable_numel).stop) for p in updated)
         written = sum(stop * p.dtype.itemsize for p, stop in places)
         if layout.numel:
-            key = name, rests, tuple(planes.items()), saved, written
+            key = name, rests, tuple(planes.items()), written
             groups.setdefault(key, []).append(index)
     tiles = []
-    for (_, rests, planes, saved, written), same in groups.items():
+    for (_, rests, planes, written), same in groups.items():
         first, last = layouts[same[0]], layouts[same[-1]]
         name = " ... ".join(dict.fromkeys((first.name, last.name)))
         tiles.append(
@@ -271,7 +228,6 @@ def tile_bytes(spec: ModelSpec, placement: Placement, workload: Workload) -> lis
                 parameters=first.num_parameters,
                 tier="device" if rests.weights is Tier.DEVICE else "host",
                 planes=dict(planes),
-                saved=list(saved),
                 disk=tuple(name for name in PLANES if getattr(rests, name) is Tier.DISK),
                 stays=rests.stays,
                 written=written,
@@ -290,21 +246,16 @@ def by_tier(tiles: Sequence[TileBytes]) -> dict[str, dict[str, int]]:
     return tiers
 
 
-def disk_use(
-    tiles: Sequence[TileBytes], seconds: float, endurance_terabytes: float | None, passes: int = 1
-) -> dict[str, Any] | None:
+def disk_use(tiles: Sequence[TileBytes], seconds: float, passes: int = 1) -> dict[str, Any] | None:
     """A disk's use by a step of `seconds`; None: nothing rests on one. Sweeps read the weights."""
     num_bytes = sum(tile.count * tile.planes[plane] for tile in tiles for plane in tile.disk)
     written = sum(tile.count * tile.written for tile in tiles)
     weights = sum(tile.count * tile.planes["weights"] for tile in tiles if "weights" in tile.disk)
     if not num_bytes:
         return None
-    a_day = written / 1e12 * 86400 / seconds  # terabytes as drives are sold
     return {
         "num_bytes": num_bytes,
         "read_bytes_a_step": written + 2 * passes * weights,
         "written_bytes_a_step": written,
-        "written_terabytes_a_day": a_day,
-        "endurance_terabytes": endurance_terabytes,
-        "days_to_wear": endurance_terabytes / a_day if endurance_terabytes and written else None,
+        "written_terabytes_a_day": written / 1e12 * 86400 / seconds,  # as drives are sold
     }

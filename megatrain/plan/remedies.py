@@ -142,7 +142,8 @@ class Remedy:
         device, host = size(other.device_memory_bytes), size(other.host_memory_bytes)
         use = "let it use "
         if other.name != here.name:
-            yield f"take a larger GPU, {_gpu(other)} ({_sold(other) / GIB:.0f} GiB)", {}
+            gpu = other.name.partition(",")[0]
+            yield f"take a larger GPU, {gpu} ({_sold(other) / GIB:.0f} GiB)", {}
         elif other.device_memory_bytes != here.device_memory_bytes:
             yield f"{use}{device} of device memory", {"engine.device_memory": device}
             use = ""
@@ -227,10 +228,8 @@ def _mildest(
     if not changes or not could_with(asked, changes):
         return None
     for number in reversed(range(len(changes))):
-        levels = [
-            asked,
-            *_levels(changes[number], asked),
-        ]  # the last fits, as do all after one that fits
+        # The last fits, as do all after one that fits.
+        levels = [asked, *_levels(changes[number], asked)]
         key = partial(could_with, cheaper=changes[:number])
         asked = levels[bisect_left(levels, True, hi=len(levels) - 1, key=key)]
     return asked
@@ -245,13 +244,9 @@ def _room(machine: Machine, needed: Machine) -> tuple[int, int]:
     )
 
 
-def _gpu(machine: Machine) -> str:
-    return machine.name.partition(",")[0]
-
-
 def _sold(machine: Machine) -> float:
     """Most bytes with which this GPU is sold; an unknown one may have any number."""
-    gpu = by_driver_name(_gpu(machine))
+    gpu = by_driver_name(machine.name.partition(",")[0])
     return math.inf if gpu is None else gpu.memory_gib * GIB
 
 

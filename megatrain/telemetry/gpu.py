@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
-from megatrain.base.units import GIB, gib
+from megatrain.base.units import GIB
 from megatrain.errors import InputError
 
 T = TypeVar("T")
@@ -38,10 +38,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuState:
-    """The state of a GPU at one moment; None where the driver does not report it.
+    """A GPU at one moment; None where the driver does not say. Idle links look slower.
 
-    Idle links show a lower `pcie_generation`. `other_processes` have numbers and bytes (most
-    containers see none); `used_bytes` are of all processes and the driver.
+    `other_processes` have numbers and bytes (most containers see none); `used_bytes` are of all
+    processes and the driver.
     """
 
     name: str
@@ -99,25 +99,15 @@ def gpu_state(device: str) -> GpuState | None:
         )
 
 
-def held_by_others(device: str) -> str:
-    """` (other processes hold ...)`, for messages about memory; empty if none are seen."""
-    state = gpu_state(device)
-    if state is None or not state.other_processes:
-        return ""
-    pids, sizes = zip(*state.other_processes, strict=True)
-    return f" (other processes hold {gib(sum(sizes))}: {', '.join(map(str, pids))})"
-
-
 def _asked(device: str, question: Callable[[Any, Any], T]) -> T | None:
     """The answer of NVML about the GPU; None without a GPU or without an answer."""
     with driver(device) as nvml_and_handle:
         if nvml_and_handle is None:
             return None
         nvml, handle = nvml_and_handle
-        try:
+        with suppress(nvml.NVMLError):
             return question(nvml, handle)
-        except nvml.NVMLError:
-            return None
+        return None
 
 
 @contextmanager
@@ -133,21 +123,17 @@ def driver(device: str) -> Iterator[tuple[Any, Any] | None]:
     try:
         handle = None
         with suppress(pynvml.NVMLError, ValueError):
-            handle = _handle(pynvml, int(device.partition(":")[2] or 0))
+            index = int(device.partition(":")[2] or 0)
+            # NVML also counts GPUs that CUDA_VISIBLE_DEVICES hides from torch.
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+            name = [*filter(None, map(str.strip, visible)), *[""] * (index + 1)][index]
+            if not name or name.isdigit():
+                handle = pynvml.nvmlDeviceGetHandleByIndex(int(name or index))
+            else:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(name)
         yield (pynvml, handle) if handle is not None and device.startswith("cuda") else None
     finally:
         pynvml.nvmlShutdown()
-
-
-def _handle(pynvml: Any, index: int) -> Any:
-    """NVML's handle of torch's GPU: NVML also counts GPUs hidden by CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    chosen = [item.strip() for item in visible.split(",") if item.strip()]
-    if index >= len(chosen):
-        return pynvml.nvmlDeviceGetHandleByIndex(index)
-    if chosen[index].isdigit():
-        return pynvml.nvmlDeviceGetHandleByIndex(int(chosen[index]))
-    return pynvml.nvmlDeviceGetHandleByUUID(chosen[index])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -95,17 +94,6 @@ def process_bytes() -> int:
     return _tree(os.getpid()).num_bytes()
 
 
-def peak_process_bytes() -> int:
-    """The largest resident memory this process has had, in bytes, children not counted."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    # Not for Linux, where this is at least the peak of the parent process.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def host_limit_bytes() -> int:
     """The smallest of the machine's memory and the limits of its cgroups, in bytes.
 
@@ -139,11 +127,14 @@ _PACKAGES = ("megatrain", "torch", "transformers", "datasets", "tokenizers", "sa
 
 def environment(device: str) -> dict[str, Any]:
     """Versions, machine and GPU, as plain JSON values; holds no user, host or file names."""
-    gpu = find_gpu(device)
+    gpu, packages = find_gpu(device), dict[str, str | None].fromkeys(_PACKAGES)
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     return {
         "python": platform.python_version(),
         "commit": commit(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": packages,
         "system": platform.system(),
         "kernel": platform.release(),
         "cpu": cpu_name(),
@@ -172,11 +163,4 @@ def commit() -> str | None:
         git("ls-files", "--error-unmatch", here.name)
         return git("rev-parse", "HEAD")
     except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
         return None

@@ -80,12 +80,3 @@ def test_the_seconds_of_a_reference_are_those_of_a_forward(rows):
         assert more == pytest.approx(over_bus, rel=0.01)
     else:
         assert products < more < 1.3 * products
-
-
-def test_a_kept_teacher_is_told_and_has_to_fit_alone(megatrain, distilling):  # noqa: F811
-    file = distilling(teacher_log_probs="kept")
-    result = megatrain.done("plan", file, "--gpu", "4090")
-    assert "of host memory before training, and is gone then" in " ".join(result.output.split())
-    result = megatrain("plan", file, "--gpu", "4090", "--host-memory", "2GiB")
-    assert result.exit_code == 3, result.output
-    assert "the teacher takes" in result.stderr

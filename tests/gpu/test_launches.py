@@ -7,7 +7,7 @@ import torch
 
 from megatrain.device import open_device
 from megatrain.device.base import COMPUTE, COPY_OUT, UPDATE
-from megatrain.model.compiled import compile_and_tell
+from megatrain.model.layer_template import compile_and_tell
 
 pytestmark = pytest.mark.gpu
 

@@ -178,7 +178,9 @@ def test_tokens_that_were_added_to_the_base_are_not_lost(tmp_path, held):
         if held:
             engine.save_pretrained(tmp_path / "adapter")
         else:
-            with pytest.raises(InputError, match=r"has 136 tokens, and 128 in .*base, the adapter"):
+            with pytest.raises(
+                InputError, match=r"has 136 tokens, and .*, the adapter's base, 128"
+            ):
                 engine.save_pretrained(tmp_path / "adapter")
             engine.save_pretrained(tmp_path / "merged", merged=True)
 

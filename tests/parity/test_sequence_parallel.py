@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatrain import Engine, Placement
 from megatrain.device import CpuDevice
-from megatrain.engine.assemble import HostMemoryGuard
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, LabelSmoothing
 from megatrain.model.trained import Trained
@@ -190,21 +189,6 @@ def test_random_numbers_of_ranks_differ(tmp_path):
 
     (one, loss), (other, same_loss) = run_ranks(2, tmp_path, work)
     assert loss == same_loss and len(one) == len(other) and not {*one} & {*other}
-
-
-def test_ranks_agree_what_is_computed_again(tmp_path):
-    """Where the host of one has no room for graphs, all exchange within layers again."""
-    [step] = make_batches(1, SHAPES)
-
-    def work(group):
-        placement = Placement(slots=2, offload_activations=2)
-        options = {"sequence_parallel": shared(group), "placement": placement}
-        engine = make_engine(llama(**MANY), group=group, **options)
-        room = group is None or dist.get_rank(group) == 0
-        with mock.patch.object(HostMemoryGuard, "_has_room", lambda *given: room):
-            return engine.step(step).loss
-
-    assert run_ranks(2, tmp_path, work) == pytest.approx([work(None)] * 2, rel=2e-6)
 
 
 def long_rotary():

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.torch import num_compilations
-from megatrain.model.compiled import compile_and_tell
+from megatrain.model.layer_template import compile_and_tell
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from tests.families.tiny import tiny_model

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatrain import machine as machine_rates
 from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
 from megatrain.machine import Machine
-from megatrain.machine import rates as machine_rates
 from megatrain.plan import doctor
 from megatrain.plan.doctor import (
     Facts,

@@ -132,11 +132,17 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "no labels": (changed(labels=None), "micro-batch 1 has no labels"),
     "no ids": (changed(input_ids=None), "micro-batch 1 has no input_ids"),
     "unknown key": (changed(pixels=IDS), "micro-batch 1 has 'pixels', which neither the model's"),
-    "a flag of a cache": (changed(use_cache=IDS), "micro-batch 1 has 'use_cache', and no keys or"),
-    "a flag that is no tensor": (changed(use_cache=False), "micro-batch 1 has 'use_cache', and no"),
-    "a cache": (changed(past_key_values=IDS), "has 'past_key_values', and no keys .* leave it out"),
-    "logits to keep": (changed(logits_to_keep=IDS), "has 'logits_to_keep', and labels say which"),
-    "embeddings": (changed(inputs_embeds=IDS), "has 'inputs_embeds', and rows are given by their"),
+    "a flag of a cache": (
+        changed(use_cache=IDS),
+        "micro-batch 1 has 'use_cache', and rows",
+    ),
+    "a flag that is no tensor": (
+        changed(use_cache=False),
+        "micro-batch 1 has 'use_cache', and rows",
+    ),
+    "a cache": (changed(past_key_values=IDS), "has 'past_key_values', and rows .* leave it out"),
+    "logits to keep": (changed(logits_to_keep=IDS), "has 'logits_to_keep', and rows are given by"),
+    "embeddings": (changed(inputs_embeds=IDS), "has 'inputs_embeds', and rows are given by"),
     "floats": (changed(labels=IDS.float()), r"labels is \[2, 8\] torch.float32"),
     "a row alone": (each(lambda value: value[0]), r"must be \[rows, tokens\], not \[8\]"),
     "no rows": (each(lambda value: value[:0]), r"must be \[rows, tokens\], not \[0, 8\]"),
@@ -159,11 +165,11 @@ BATCHES: dict[str, tuple[Any, str]] = {
     ),
     "position too large": (
         changed(position_ids=torch.arange(8).repeat(2, 1) + POSITIONS - 7),
-        f"position_ids holds {POSITIONS}, but the model has {POSITIONS} positions",
+        f"position_ids holds {POSITIONS}; positions are from 0 on, and the model has {POSITIONS}",
     ),
     "negative position": (
         changed(position_ids=torch.arange(8).repeat(2, 1) - 1),
-        "position_ids holds -1, which is negative",
+        "position_ids holds -1; positions are from 0 on",
     ),
     "no label at all": (
         [{"input_ids": IDS, "labels": IDS * 0 - 100}] * 2,

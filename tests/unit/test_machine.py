@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain import machine as rates
 from megatrain.base.units import GIB
 from megatrain.errors import InputError
-from megatrain.machine import machine_for, present_machine, rates
+from megatrain.machine import machine_for, present_machine
 from megatrain.telemetry.gpu import Gpu, by_driver_name, known_gpus, named_gpu
 from tests.inside import answering
 

@@ -8,7 +8,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from megatrain import SGD, AdamW, Engine, Lion, Muon, Placement, kernels
 from megatrain.base.units import GIB
 from megatrain.device.base import COMPUTE, Buffer, Kind, Name
-from megatrain.forecast.cost_model import CostModel
+from megatrain.forecast.prices import CostModel
 from megatrain.kernels import reference
 from megatrain.machine import machine_for
 from tests.inside import parts_of, sized

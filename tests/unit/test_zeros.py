@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.options import peak_process_bytes
 from megatrain.cli.models import qwen2_config
 from megatrain.model.probe import spec
 from megatrain.model.zeros import ZeroProducts, zero_pages
 from megatrain.source.source import open_source
-from megatrain.telemetry.host import peak_process_bytes
 
 
 @pytest.mark.parametrize("bias", [None, torch.arange(3.0)])

@@ -1,0 +1,551 @@
+"""Prices of all that a step puts on a device: seconds and bytes, from a machine's rates.
+
+The engine hands a device methods with their arguments. Each of these has a price in `Declared`, and
+none is run: its work, by what was measured of the model (forecast/profile.py), the memory that it
+takes and gives back, and its results, which are memory that is `Held`. A group of micro-batches
+holds as much as they do.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Buffer, base
+from megatrain.device.base import Buffers, Kind, Memory, kind_of
+from megatrain.device.recording import update_bytes
+from megatrain.device.trace import Cost
+from megatrain.engine.head import Head
+from megatrain.engine.layer import Layer, Turn
+from megatrain.engine.modules import Prologue
+from megatrain.engine.saved_tensors import OffloadPlan
+from megatrain.forecast.op_counter import Held, LayerWork, Ledger, OpCounter, Place, Work, added
+from megatrain.forecast.profile import Once, Profile, grouped
+from megatrain.kernels.reference import UPDATE_BLOCK
+from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
+from megatrain.model.capture import Call, Ref
+from megatrain.model.program import MicroBatch
+from megatrain.optim import AdamW, PlaneKind, Rule, moved_bytes
+from megatrain.telemetry.timeline import Span
+from megatrain.tile import TileLayout
+
+# What couples resources, measured on an H200 with 16 cores (55.5 and 55.4 GB/s one way):
+# 101.7 GB/s in both directions at once, and 2.97 instead of 4.56 Gparam/s of AdamW's updates
+# under such copies: a byte over the bus takes 0.41 from what an update may move.
+_BOTH_WAYS = 101.7 / (55.5 + 55.4)
+_TAKEN_PER_BUS_BYTE = moved_bytes(AdamW(), torch.bfloat16) * (4.56 - 2.97) / 101.7
+
+# A device that is faster than the thread that launches waits for it. In launches of the machine
+# (22 us where it was not measured): what Python and torch take around the kernels of a layer or a
+# head, each of these kernels, and whatever is put on a stream. In a step of 0.5B, 16 x 1024 by 4,
+# on an H200 a compiled layer's 16 kernels take 0.95 ms and the 45 of its backward 1.95, of which
+# the device has 0.2 and 0.7 ms of work; a boundary takes 0.14 ms to its lane.
+_PER_UNIT, _PER_KERNEL, _PER_PUT = 20, 1.4, 1.8
+
+# Each of torch's operations of an update: 22 resident layers of 7B take Muon 0.89 s
+# (step-7b-96x1024-muon-h200).
+_PER_OPERATION = 0.92
+
+# The model's own forward around the layers is Python and small kernels, whatever the batch, and
+# looks at the positions, which waits for the device: 2.6 to 6.9 ms forward and 2.2 to 5.4 backward,
+# a micro-batch (step-0.5b-64x1024, step-3b-8x1024, step-3b-96x1024, step-7b-96x1024).
+_PROLOGUE_SECONDS = 4e-3
+
+_SMALL = 1 << 14  # elements: what touches no more is only launched
+
+# The parts of device memory, by what a buffer is.
+_LANES = "lanes of the host"
+_PLACES: dict[Enum, str] = {
+    Memory.SLOTS: "slots",
+    Memory.SUMS: "gradients and rows",
+    Memory.KEPT_SUMS: "gradient sums",
+    Memory.KEPT_WEIGHTS: "kept weights",
+    Memory.GRADIENTS: "gradients and rows",
+    Memory.LANES: _LANES,
+    Memory.OTHER: "small buffers",
+    **dict.fromkeys(PlaneKind, "resident tiles"),
+}
+
+
+class CostModel:
+    """The cost of work on a machine; memory is counted by a ledger, which runs along.
+
+    Attributes:
+        put_seconds: of the launching thread, for anything on a stream of the device.
+        group: micro-batches that are followed as one; each of them is put on a stream `puts` times.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        rule: Rule | None = None,
+        ranks: int = 1,
+        hosts: int = 1,
+        ledger: Ledger | None = None,
+        price: Callable[[Any], tuple[Work, Any] | None] = lambda work: None,
+        once: Callable[[Hashable, Callable[[], Work]], Work] = lambda key, make: make(),
+    ) -> None:
+        """Prices of a machine's work.
+
+        Args:
+            rule: of updates; None: none are.
+            ranks: that share the model; `hosts`: times so many, each of which has all of it.
+            price: the work of the engine's methods, and its results; other work on COMPUTE is run
+                once for its sizes, on tensors without data.
+            once: remembers works that were counted, by what they are of.
+        """
+        self.ledger, self._price, self._once = ledger or Ledger(), price, once
+        self._rule = rule
+        self.group, self.puts = 1, 2
+        self._known: dict[tuple[Work, int], tuple[float, float]] = {}
+        self._shared = rule, ranks, hosts
+        link, network = link_gbps(machine), network_gbps(machine, ranks)
+        self._ranks = {base.GATHER: ranks, base.REDUCE: ranks, base.HOSTS: hosts}  # of a collective
+        self._link = {base.GATHER: link * 1e9, base.REDUCE: link * 1e9, base.HOSTS: network * 1e9}
+        self._machine = machine
+        self._rate = {
+            base.COPY_IN: machine.to_device_gbps * 1e9,
+            base.COPY_OUT: machine.from_device_gbps * 1e9,
+            base.UPDATE: machine.update_gbps * 1e9,
+            base.ROWS: machine.update_gbps * 1e9,
+            base.DISK_IN: _disk_gbps(machine) * 1e9,
+            base.DISK_OUT: _disk_gbps(machine) * 1e9,
+            base.DISK_WEIGHTS: (machine.disk_read_gbps or DISK_READ_GBPS) * 1e9,
+        }
+        self._alone = dict(self._rate)
+        self.put_seconds = _PER_PUT * machine.launch_seconds
+
+    def empty(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        place = _PLACES[kind_of(name, Memory.OTHER)]
+        memory = torch.empty(numel, dtype=dtype, device="meta")
+        grouped = self.group if place == _LANES else 1
+        return self.ledger.count(memory, place, memory.nbytes // grouped)
+
+    def host(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    def copy(self, stream: str, num_bytes: int) -> float:
+        return num_bytes / self._rate[stream]
+
+    def run(
+        self, stream: str, name: str, work: Callable[[], Any], reads: Buffers, writes: Buffers
+    ) -> Cost:
+        """Work on COMPUTE is done, on tensors without data; what host threads do is estimated."""
+        kind = kind_of(name)
+        if stream == base.COMPUTE:
+            return self._on_compute(kind, work, reads, writes)
+        if kind is Kind.UPDATE:
+            moved = update_bytes(reads, writes)
+            return Cost(moved / self._rate[base.UPDATE], num_bytes=moved)
+        if stream == base.ROWS:
+            moved = 2 * min((b.data.nbytes for b in (*reads, *writes)), default=0)
+            return Cost(moved / self._rate[base.ROWS], num_bytes=moved)
+        if stream in (base.DISK_WEIGHTS, base.DISK_OUT):
+            moved = sum(buffer.data.nbytes for buffer in reads)
+            return Cost(moved / self._rate[stream], num_bytes=moved)
+        if kind in (Kind.COLLECTIVE, Kind.ALL_REDUCE):
+            written = sum(buffer.data.nbytes for buffer in writes)
+            received = (1 + (kind is Kind.ALL_REDUCE)) * written * (1 - 1 / self._ranks[stream])
+            return Cost(received / self._link[stream])
+        return Cost()
+
+    def _on_compute(
+        self, kind: Enum, work: Callable[[], Any], reads: Buffers, writes: Buffers
+    ) -> Cost:
+        if kind is Kind.NOTE:
+            return Cost(result=work())
+        if kind is Kind.ROUND:  # a large model's gradients leave in thousands of pieces
+            rounded = Work(touched_bytes=sum(b.data.numel() for b in writes) * 6)
+            return Cost(self._busy(rounded))
+        if kind is Kind.UPDATE:
+            sizes = [buffer.data.numel() for buffer in writes]
+            # What has moments beside directions is AdamW's, which has a kernel.
+            directing = self._rule is not None and self._rule.directing
+            numel = max(sizes, default=0) - (min(sizes, default=0) if directing else 0)
+            launching = self.launching_updates(numel)
+            moved = update_bytes(reads, writes)
+            return Cost(max(launching, moved / (self._machine.device_gbps * 1e9)), launching)
+        if (priced := self._price(work)) is not None:
+            done, result = priced
+            if kind is Kind.PROLOGUE:
+                seconds = max(self._busy(done), max(1, done.calls) * _PROLOGUE_SECONDS)
+                return Cost(seconds, blocking=True, result=result)
+            cost = self._cost(done, max(1, done.calls) if kind is not Kind.PLAIN else 0)
+            return Cost(*cost, result=result)
+        if kind is Kind.HEAD:  # what losses of a whole step compute is next to nothing
+            return Cost()
+        if kind is Kind.PACK:
+            packed = Work(touched_bytes=2 * sum(b.data.nbytes for b in writes), kernels=1)
+            return Cost(*self._cost(packed, 0))
+        return Cost(*self._cost(self._counted(work, (*reads, *writes)), 0))
+
+    def _counted(self, work: Callable[[], Any], buffers: Sequence[Buffer]) -> Work:
+        """Work that takes the same for the same buffers; it is run for the first ones."""
+        sizes = [buffer.data.numel() for buffer in buffers]
+
+        def count() -> Work:
+            with OpCounter() as counter:
+                counter.ignore([buffer.data for buffer in buffers])
+                work()
+            return counter.with_peak
+
+        counted = Work(touched_bytes=0, kernels=2)
+        if sum(sizes) > _SMALL:
+            function = getattr(work, "func", work)
+            counted = self._once((*self._shared, function.__qualname__, *sizes), count)
+        self.ledger.took(counted.peak_bytes)
+        return counted
+
+    def _cost(self, work: Work, calls: int) -> tuple[float, float]:
+        """Seconds of work on COMPUTE, and of the thread that launches it."""
+        known = self._known.get((work, calls))
+        if known is None:
+            known = self._known[work, calls] = self._busy(work), self._launching(work, calls)
+        return known
+
+    def seconds(self, work: Work) -> float:
+        """Seconds of a layer's work, launches included."""
+        return max(self._busy(work), self._launching(work, 1))
+
+    def _busy(self, work: Work) -> float:
+        """Seconds of the device, if it never waits for a launch."""
+        machine = self._machine
+        return (
+            work.product_flops / (machine.matmul_tflops * 1e12)
+            + work.attention_flops / (machine.attention_forward_tflops * 1e12)
+            + work.attention_backward_flops / (machine.attention_backward_tflops * 1e12)
+            + work.touched_bytes / (machine.device_gbps * 1e9)
+        )
+
+    def _launching(self, work: Work, calls: int) -> float:
+        puts = max(0, calls - 1) * self.puts * _PER_PUT  # of all but the one that is put there
+        launches = calls * _PER_UNIT + work.kernels * _PER_KERNEL + puts
+        return launches * self._machine.launch_seconds
+
+    def launching_updates(self, numel: float) -> float:
+        """Seconds in which updates of so many elements are launched; 0: the rule has a kernel."""
+        launches = 0 if self._rule is None else self._rule.launches
+        return numel / UPDATE_BLOCK * launches * _PER_OPERATION * self._machine.launch_seconds
+
+    def slow_down(self, spans: Sequence[Span]) -> None:
+        """Take the rates of the next step from what ran at the same time in this one."""
+        by_stream = {
+            stream: [s for s in spans if s.stream == stream]
+            for stream in (base.COPY_IN, base.COPY_OUT, base.UPDATE, *base.DISK_STREAMS)
+        }
+        busy = {stream: sum(s.seconds for s in ran) for stream, ran in by_stream.items()}
+        both = _overlap(by_stream[base.COPY_IN], by_stream[base.COPY_OUT])
+        for stream in (base.COPY_IN, base.COPY_OUT):
+            share = both / busy[stream] if busy[stream] else 0.0
+            self._rate[stream] = self._alone[stream] * (1 - share * (1 - _BOTH_WAYS))
+        if busy[base.UPDATE]:
+            moved = sum(
+                self._rate[stream] * _overlap(by_stream[base.UPDATE], by_stream[stream])
+                for stream in (base.COPY_IN, base.COPY_OUT)
+            )
+            self._rate[base.UPDATE] = (
+                self._alone[base.UPDATE] - _TAKEN_PER_BUS_BYTE * moved / busy[base.UPDATE]
+            )
+
+        # Sweeps read weights beside updates that read and write: each gets a third of the disk.
+        for stream in base.DISK_STREAMS:
+            others = (
+                (base.DISK_IN, base.DISK_OUT)
+                if stream == base.DISK_WEIGHTS
+                else (base.DISK_WEIGHTS,)
+            )
+            beside = max(_overlap(by_stream[stream], by_stream[other]) for other in others)
+            share = beside / busy[stream] if busy[stream] else 0.0
+            third = self._alone[base.DISK_IN] * 2 / 3
+            self._rate[stream] = (1 - share) * self._alone[stream] + share * third
+
+
+def link_gbps(machine: Machine) -> float:
+    """Between cards of a host; unless measured by way of the host, in and out again."""
+    return machine.link_gbps or min(machine.to_device_gbps, machine.from_device_gbps) / 2
+
+
+def network_gbps(machine: Machine, on_host: int) -> float:
+    """Between cards of two hosts, each with so many; unless measured a part of the usual."""
+    return machine.network_gbps or NETWORK_GBPS / on_host
+
+
+def _disk_gbps(machine: Machine) -> float:
+    """GB/s of a disk that reads as much as it writes: each way, both at once."""
+    if machine.disk_both_gbps:
+        return machine.disk_both_gbps
+    read = machine.disk_read_gbps or DISK_READ_GBPS
+    return 1 / (1 / read + 1 / (machine.disk_write_gbps or DISK_WRITE_GBPS))
+
+
+def _overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
+    """Seconds in which both did something; each is in order and does one thing at a time."""
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        total += max(0.0, min(one[i].end, other[j].end) - max(one[i].start, other[j].start))
+        if one[i].end < other[j].end:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+# Of a graph that leaves or returns, what the bus takes from device memory besides the packing: a
+# step of 7B with 15 graphs on the host takes 7.79 s; the forecast is 0.9 % less, without it 2.3 %.
+_CROSSING = 2
+
+_NO_WORK = Work()
+
+Values = dict[Ref, Any]
+
+
+class _Graph(NamedTuple):
+    """The graph of a layer that waits for its backward: the works of both, and device memory."""
+
+    first: Work
+    second: Work
+    held: Held | None
+
+
+class _Visit(Once):
+    """The cost of a layer, for one micro-batch; remembers sums of works."""
+
+    def __init__(
+        self, work: LayerWork, layer: Layer, input_grads: dict[Ref, int], itemsize: int
+    ) -> None:
+        super().__init__()
+        self.work, self.input_grads = work, input_grads
+        self.produced = {ref: work.outputs[ref.leaf].num_bytes for ref in layer.outputs}
+        self.produced_bytes = sum(self.produced.values())
+        layout = layer.tile.layout
+        self.gradient_bytes = layout.trainable_numel * itemsize
+        # Sums are read and written, in bf16 by a kernel for each parameter.
+        kernels = len(layout.trainable) if itemsize < 4 else min(len(layout.trainable), 1)
+        self.summed = Work(touched_bytes=layout.trainable_numel * (itemsize + 8), kernels=kernels)
+
+
+class Declared:
+    """The work and the memory of everything that an engine computes with a model."""
+
+    def __init__(
+        self, measured: Profile, ledger: Ledger, head: TileLayout, head_tokens: int
+    ) -> None:
+        """Args: `head`: layout of the head's tile, whose logits are of `head_tokens` at once."""
+        self._measured, self._ledger = measured, ledger
+        self._head, self._head_tokens = head, head_tokens
+        self._itemsize = measured.dtype.itemsize
+        self._visits: dict[tuple[Layer, int], _Visit] = {}
+        self._prices: dict[Any, Callable[..., tuple[Work, Any]]] = {
+            Layer.forward: self._forward,
+            Layer.backward: self._backward,
+            Prologue.forward: self._prologue,
+            Prologue.backward: self._prologue_backward,
+            Head.gradients: self._gradients,
+            Head.token_losses: self._token_losses,
+            Head.routed_total: self._routed_total,
+            Declared.unpack: self._unpacked,
+        }
+
+    def of(self, work: Any) -> tuple[Work, Any] | None:
+        """The work of a method of the engine, and its result; None: it has no price here."""
+        method = getattr(work, "func", None)
+        price = self._prices.get(getattr(method, "__func__", None))
+        if price is None:
+            return None
+        return price(work.func.__self__, *work.args, **work.keywords)
+
+    def unpack(self, layout: TileLayout, stored: Tensor, out: Tensor) -> None:
+        """Stands for the unpacking of weights on the device."""
+
+    def _unpacked(self, _: Any, layout: TileLayout, *memory: Tensor) -> tuple[Work, None]:
+        touched = (layout.numel + layout.unpacked.numel) * self._itemsize
+        kernels = sum(entry.packed is not None for entry in layout.entries)
+        return Work(touched_bytes=touched, kernels=kernels), None
+
+    def _took(self, work: Work, count: int) -> Work:
+        """The work of a group; its peak lies on top of what is alive now."""
+        self._ledger.took(work.peak_bytes)
+        return work.times(count)
+
+    def _visit(self, layer: Layer, rows: int) -> _Visit:
+        visit, measured = self._visits.get((layer, rows)), self._measured
+        if visit is None:
+            work = measured.layer(layer.visit, rows)
+            shapes = {ref: measured.shape(ref, rows) for ref in layer.grad_inputs}
+            input_grads = {r: s.num_bytes for r, s in shapes.items() if s.dtype.is_floating_point}
+            visit = _Visit(work, layer, input_grads, self._itemsize)
+            self._visits[layer, rows] = visit
+        return visit
+
+    def _forward(
+        self, layer: Layer, at: Turn, leaving: OffloadPlan | None, *, train: bool
+    ) -> tuple[Work, Values]:
+        ledger, count = self._ledger, grouped(at.micro)
+        visit = self._visit(layer, len(at.micro.inputs["input_ids"]))
+        work, stays = visit.work, leaving is None
+        saves = layer.saves(at) if train else None
+        kept_on = {ref: value for ref, value in at.values.items() if ref in layer.live_out}
+        if saves is not None:
+            first, second, place = work.forward, work.repeating or work.backward, Place.WORKING_SET
+            if saves == "graph":
+                first, second, place = work.keeping, work.kept_backward, Place.KEPT_GRAPHS
+            elif saves == "all":
+                first, second, place = work.again, work.backward, Place.KEPT_GRAPHS
+            kept = first.kept_bytes
+            # The last of a group has its peak on top of the others; what leaves does so one by one.
+            before = (count - 1) * (kept * stays + visit.produced_bytes)
+            ledger.took(first.peak_bytes, before, place)
+            held = ledger.hold(place, count * kept, count * kept if stays else kept)
+            layer.waiting[at.index] = _Graph(first, second, held if stays else None)
+            crossing = 0
+            if leaving is not None:
+                crossing = _CROSSING * held.nbytes
+                leaving.memory.append(held)
+            # What a graph holds is packed piece by piece, and its inputs are let go of.
+            packing = Work(touched_bytes=crossing, kernels=count * len(layer.inputs))
+            key = "forward", saves, stays, count
+            done = visit.once(key, lambda: added(first.times(count), packing))
+        elif train and layer.policy.saves == "attention":
+            waiting = ledger.hold(Place.KEPT_ATTENTION, work.again.attention_bytes * count)
+            first = _beside_attention(work.again)
+            ledger.took(first.peak_bytes, (count - 1) * visit.produced_bytes, Place.WORKING_SET)
+            ledger.took(first.kept_bytes)
+            if leaving is not None:
+                leaving.memory.append(waiting)
+            layer.waiting[at.index] = [waiting] if leaving is None else []
+            done = first.times(count)
+        else:
+            done = self._took(work.forward, count)
+        return done, {**kept_on, **self._results(visit.produced, count)}
+
+    def _results(self, sizes: Mapping[Ref, int], count: int) -> Values:
+        return {ref: self._ledger.hold(Place.ACTIVATIONS, n * count) for ref, n in sizes.items()}
+
+    def _backward(
+        self, layer: Layer, at: Turn, returned: Sequence[Any], dh: Values, accumulator: Any
+    ) -> tuple[Work, Values]:
+        ledger, count = self._ledger, grouped(at.micro)
+        visit = self._visit(layer, len(at.micro.inputs["input_ids"]))
+        waiting = layer.waiting.pop(at.index, None)
+        if isinstance(waiting, _Graph):
+            first, second, held = waiting
+            crossing = _CROSSING * sum(graph.nbytes for graph in returned)
+            done = Work(touched_bytes=crossing) if crossing else _NO_WORK
+        else:
+            first, second = visit.work.again, visit.work.backward
+            if waiting is not None:
+                first = _beside_attention(first)._replace(attention_flops=0)
+            # Each of a group is computed again after the one before it is done.
+            done = self._took(first, count)
+            held = ledger.hold(Place.WORKING_SET, first.kept_bytes)
+            ledger.took(visit.produced_bytes)
+        del waiting
+        rest = {ref: gradient for ref, gradient in dh.items() if ref not in layer.outputs}
+        if dh.keys().isdisjoint(visit.produced) and dh.keys().isdisjoint(layer.outputs):
+            return done, rest
+        # What is held already counts in the backward's peak.
+        ledger.took(max(0, second.peak_bytes - first.kept_bytes))
+        ledger.add_bytes(Place.WORKING_SET, visit.gradient_bytes)
+        ledger.took(sum(visit.input_grads.values()))
+        if count > 1 and held is not None and held.nbytes:  # all but the last are done
+            held = None
+            held = ledger.hold(Place.WORKING_SET, first.kept_bytes)
+        # Of a group, each one's inputs are gone when the next one's gradients are made.
+        inputs = [at.values[ref] for ref in visit.input_grads if ref in layer.new_inputs]
+        gone = sum(value.nbytes for value in inputs if isinstance(value, Held))
+        gone = gone * (count - 1) // count
+        ledger.add_bytes(Place.ACTIVATIONS, -gone)
+        input_grads = {
+            ref: ledger.hold(Place.WORKING_SET, n * count) for ref, n in visit.input_grads.items()
+        }
+        del held
+        ledger.add_bytes(Place.ACTIVATIONS, gone)
+        ledger.add_bytes(Place.WORKING_SET, -visit.gradient_bytes)
+        before = done
+        done = visit.once(
+            (before, second, count),
+            lambda: added(before, added(second, visit.summed).times(count)),
+        )
+        for ref in input_grads.keys() & rest.keys():
+            input_grads[ref] = ledger.hold(Place.WORKING_SET, input_grads[ref].nbytes)
+            done = added(done, Work(touched_bytes=3 * input_grads[ref].nbytes, kernels=1))
+        return done, rest | input_grads
+
+    def _prologue(
+        self, prologue: Prologue, slot: Any, micro: MicroBatch, h: Values
+    ) -> tuple[Work, Values]:
+        count, measured = grouped(micro), self._measured
+        results, _, argument_bytes = measured.prologue(len(micro.inputs["input_ids"]))
+        held = self._ledger.hold(Place.ARGUMENTS, count * argument_bytes)
+        micro.calls = [Call([held], None)] * len(measured.spec.layers)
+        sizes = {ref: shape.num_bytes for ref, shape in results.items()}
+        moved = count * sum(sizes.values())
+        work = Work(touched_bytes=2 * moved, kernels=count, calls=count)
+        return work, self._results(sizes, count)
+
+    def _prologue_backward(
+        self,
+        prologue: Prologue,
+        slot: Any,
+        accumulator: Any,
+        micro: MicroBatch,
+        h: Values,
+        dh: Values,
+    ) -> tuple[Work, None]:
+        work, values = self._prologue(prologue, slot, micro, h)
+        rows = sum(micro.rows.tables[name].nbytes for name in prologue.embedding.trained)
+        numel = prologue.tile.layout.trainable_numel
+        if values.keys().isdisjoint(dh) or not rows + numel:
+            return work, None
+        self._ledger.took(rows + numel * self._itemsize)
+        summed = (rows // self._itemsize + numel) * (self._itemsize + 8)
+        kernels = len(micro.rows.tables) + len(prologue.tile.layout.trainable)
+        more = Work(touched_bytes=work.touched_bytes + summed, kernels=work.kernels + kernels)
+        return added(work, more), None
+
+    def _gradients(
+        self,
+        head: Head,
+        slot: Any,
+        count: float,
+        accumulator: Any,
+        micro: MicroBatch,
+        values: Values,
+    ) -> tuple[Work, tuple[Tensor, Values]]:
+        number, rows, ledger = grouped(micro), len(micro.inputs["input_ids"]), self._ledger
+        loss = torch.empty((), device="meta")
+        work = self._measured.head(self._head, rows, self._head_tokens, micro.loss)
+        done = self._took(work, number)
+        sizes = {
+            ref: value.nbytes
+            for ref, value in values.items()
+            if self._measured.shape(ref, rows).dtype.is_floating_point
+        }
+        # Of a group, each one's activations are gone when the next one's gradients are made.
+        gone = sum(sizes.values()) * (number - 1) // number
+        ledger.add_bytes(Place.ACTIVATIONS, -gone)
+        gradients = self._results(sizes, 1)
+        ledger.add_bytes(Place.ACTIVATIONS, gone)
+        return done, (loss, gradients)
+
+    def _token_losses(
+        self, head: Head, slot: Any, micro: MicroBatch, values: Values
+    ) -> tuple[Work, Tensor]:
+        rows, count = len(micro.inputs["input_ids"]), grouped(micro)
+        done = self._took(self._measured.head_losses(self._head, rows, self._head_tokens), count)
+        every = torch.empty(count, micro.inputs["input_ids"].numel(), device="meta")
+        return done, self._ledger.count(every, Place.WORKING_SET)[0]
+
+    def _routed_total(self, head: Head, h: list[Values]) -> tuple[Work, Tensor]:
+        spec = self._measured.spec
+        taken = sum(values.pop(ref).nbytes for values in h for ref in spec.routed)
+        work = Work(touched_bytes=2 * taken, kernels=len(h) * len(spec.routed))
+        return work, torch.empty(spec.routed_shape, device="meta")
+
+
+def _beside_attention(work: Work) -> Work:
+    """Work whose attention's results are kept: they are beside the graph that reads them."""
+    size = work.attention_bytes
+    return work._replace(peak_bytes=work.peak_bytes - size, kept_bytes=work.kept_bytes - size)
