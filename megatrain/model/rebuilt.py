@@ -48,6 +48,7 @@ _LEFT_OUT = {
     "gradient_checkpointing",
     "name_or_path",
     "peft_config",
+    "_hf_peft_config_loaded",
     "warnings_issued",
     "_gradient_checkpointing_func",
     "_require_grads_hook",

@@ -47,6 +47,8 @@ class MediaDiagnostic:
 
 def examine_media(family: str, *, quick: bool = False) -> MediaDiagnostic:
     """Try a family; `quick`: not with its encoders trained."""
+    if family in UNTRIED:
+        return MediaDiagnostic(family, NOT_TRIED, UNTRIED[family])
     try:
         model = tiny_multimodal(family)
     except ImportError as error:
@@ -60,8 +62,6 @@ def examine_media(family: str, *, quick: bool = False) -> MediaDiagnostic:
         Engine(model, optimizer=AdamW(), precision="fp32", device="cpu").close()
     except InputError as refusal:
         return MediaDiagnostic(family, REFUSED, str(refusal))
-    if family in UNTRIED:
-        return MediaDiagnostic(family, NOT_TRIED, UNTRIED[family])
     try:
         steps = media_steps(model, family)
     except Exception as error:  # a forward may fail in any way on tensors of other shapes

@@ -402,7 +402,9 @@ TOWERS: dict[str, dict[str, Any]] = {
         **_TWO_LEVELS,
         "audio_config": {"n_window": 8, "n_window_infer": 32},
     },
-    "qwen3_asr": {"audio_config": {"n_window": 8, "n_window_infer": 32}},
+    "qwen3_asr": {"audio_config": {"n_window": 50, "n_window_infer": 200}},
+    "granite_speech": {"window_size": 4, "downsample_rate": 2},
+    "granite_speech_plus": {"window_size": 4, "downsample_rate": 2},
     "qwen3_vl": _TWO_LEVELS,
     "qwen3_vl_moe": _TWO_LEVELS,
     "voxtral": {

@@ -28,7 +28,7 @@ def test_family(family):
     found = examine_media(family, quick=family in REPRESENTATIVE)
     assert found.result in (PASSES, TEXT_ALONE, REFUSED, NOT_TRAINED, NOT_TRIED), found.reason
     assert "\n" not in found.reason
-    if documents_this_version() and documented_media()[family][0] != NOT_TRIED:
+    if documents_this_version():
         assert (found.result, found.reason) == documented_media()[family], "`make models`"
 
 
