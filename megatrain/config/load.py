@@ -170,7 +170,10 @@ def _remedy(name: str, sections: Sequence[type[Section]]) -> str:
 
 _ROW = re.compile(r"^\| (`[^|]+) \| ([^|]+) \|(?: ([^|]*?) ?\|)?$", re.MULTILINE)
 _KEY = re.compile(r"`(\w+)[^`]*`")
-_PLACE = re.compile(rf"`({'|'.join(Config.model_fields)})\.")
+_PLACE = re.compile(
+    r"`((?:model|adapter|data|training|optimizer|loss|rollout|schedule|engine|checkpoint|output"
+    r"|tracking)\.\w+(?:: [^`]*)?)`"
+)
 
 
 def foreign(name: str) -> str | None:
@@ -180,21 +183,27 @@ def foreign(name: str) -> str | None:
 
 @cache
 def _answers() -> dict[str, str]:
-    """The words on each key of another trainer in the document."""
     answers: dict[str, str] = {}
     try:
         document = shipped("docs/coming-from.md").read_text(encoding="utf-8")
     except OSError:  # the package was copied without docs
         return answers
     for theirs, ours, note in _ROW.findall(document):
-        words, note = _plain(ours), _plain(note)
-        if _PLACE.match(ours):
-            words = f"its name here is {words}" + (f" ({note})" if note else "")
-        else:
-            words = re.sub("^nothing", "leave it out", re.sub("^always", "it is always so", words))
-            words = "take " * ours.startswith("`") + words + (f": {note}" if note else "")
-        answers = dict.fromkeys(_KEY.findall(theirs), words) | answers
+        groups = [_KEY.findall(part) for part in re.split("(?<=`), (?=`)", theirs)]
+        for keys, answer in zip(groups, _of_row(ours, _plain(note), len(groups)), strict=True):
+            answers = dict.fromkeys(keys, answer) | answers
     return answers
+
+
+def _of_row(ours: str, note: str, count: int) -> list[str]:
+    """For a row of the table, the remedy for each group of keys: its own, or the common one."""
+    places = _PLACE.findall(ours) if _PLACE.match(ours) else []
+    if len(places) in (1, count):
+        places = places if len(places) == count else [_plain(ours)] * count
+        return [f"its name here is {place}" + (f" ({note})" if note else "") for place in places]
+    words = re.sub("^nothing", "leave it out", re.sub("^always", "it is always so", _plain(ours)))
+    words = f"take {words}" if ours.startswith("`") else words
+    return [f"{words}: {note}" if note else words] * count
 
 
 def _plain(text: str) -> str:

@@ -36,7 +36,7 @@ OURS = {
             {"optimizer": {"name": "adamw", "beta2_decay": -0.8}},
             "leave it out: they are Adafactor's, given up; without its keys: --set 'optimizer={",
         ),
-        ({"adam_epsilon": 1e-9}, "its name here is optimizer.betas, optimizer.eps"),
+        ({"adam_epsilon": 1e-9}, "its name here is optimizer.eps"),
         ({"saves_per_epoch": 1}, "its name here is checkpoint.every"),
         ({"gradient_checkpointing": True}, "leave it out: what is kept and what is computed again"),
         ({"resume_from_checkpoint": True}, "take megatrain train run.yaml --resume"),
