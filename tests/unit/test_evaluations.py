@@ -45,6 +45,7 @@ def evaluated(labels, *, rows_per_step=4, stop=None, total=1):
         ranks=ALONE,
         loader=SimpleNamespace(rows_per_micro_batch=2),
         rollouts=None,
+        data={},
     )
     training = SimpleNamespace(eval_every=1, batch_size=rows_per_step)
     metrics: Any = SimpleNamespace(write=lambda **record: written.update(record))
