@@ -62,14 +62,11 @@ def check_text(value: object, ours: str, theirs: str, where: str, *, needed: boo
     """
     if ours not in _TEXTS or isinstance(value, str) or (value is None and not needed):
         return
-    kind, remedy = type(value).__name__, "write it as one"
-    if value is None:
-        kind, remedy = "null", "fill it in, or leave the row out"
-    elif isinstance(value, list) and objects(value):
-        remedy = "write it as one, or the row as 'messages'"
-    elif isinstance(value, (list, dict)):
-        remedy = "write it as one (a table by columns is to be saved row by row)"
-    raise InputError(f"{where}: field {theirs!r} must be a string, not {kind}: {remedy}")
+    kind = "null" if value is None else type(value).__name__
+    raise InputError(
+        f"{where}: field {theirs!r} must be a string, not {kind}: fill it in, or write it as one "
+        "(messages as 'messages', a table by columns row by row)"
+    )
 
 
 def of_text(row: DataRow, where: str) -> str:

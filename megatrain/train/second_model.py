@@ -43,7 +43,6 @@ from megatrain.data import (
 from megatrain.errors import InputError
 from megatrain.forecast.workload import usual_micro_batch
 from megatrain.loss import IGNORED, KTO, PairLoss, Reward
-from megatrain.model.companions import tokenizer_files
 from megatrain.model.weights import resolve_model
 from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
@@ -351,13 +350,11 @@ def find_teacher(
         check_sequence_length(theirs, config.data.sequence_length)
         assert resolved.section.path is not None and resolved.source is not None
         folder = resolve_model(resolved.section.path)
-        has_tokenizer = any(tokenizer_files(folder))
-        if has_tokenizer:
-            vocab = load_tokenizer(str(folder), trust_remote_code=trusted).get_vocab()
+        vocab = load_tokenizer(str(folder), trust_remote_code=trusted).get_vocab()
     except InputError as error:
         raise InputError(f"loss.teacher: {error}") from error
     sizes = theirs.get_text_config(decoder=True).vocab_size, text_config.vocab_size
-    if vocab != tokenizer.get_vocab() if has_tokenizer else sizes[0] != sizes[1]:
+    if vocab != tokenizer.get_vocab():
         raise InputError(
             f"loss.teacher: {name} has another vocabulary than the model that is trained, so their "
             "tokens cannot be compared; take a teacher with the same tokenizer"
@@ -365,12 +362,6 @@ def find_teacher(
     if (top_k := config.loss.top_k or 0) > min(sizes):
         raise InputError(
             f"loss.top_k is {top_k}, and the vocabulary has {min(sizes)} tokens; take fewer"
-        )
-    if not has_tokenizer:
-        log.warning(
-            "loss.teacher: %s has no tokenizer's files: its tokens are taken for those of the "
-            "model that is trained, for there are as many",
-            name,
         )
     return Teacher(config, resolved.source, resolved.key, text_config.vocab_size)
 

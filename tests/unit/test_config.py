@@ -53,6 +53,21 @@ def test_the_resolved_file_loads_as_the_same_configuration(load):
     assert load(loaded.as_yaml()) == loaded
 
 
+def test_files_of_earlier_runs_load_with_the_defaults_of_keys_that_have_been_given_up(load):
+    loaded = load()
+    tree = yaml.safe_load(loaded.as_yaml())
+    tree["model"]["base_model"] = tree["loss"]["z_loss"] = tree["optimizer"]["packed"] = None
+    tree["rollout"] |= {
+        "server": None,
+        "server_seconds": 600.0,
+        "importance_sampling_clip_max": 3.0,
+    }
+    tree["training"]["samples"], tree["data"]["text_field"] = None, "text"
+    assert load(yaml.safe_dump(tree)) == loaded
+    with pytest.raises(InputError, match="rollout.server: unknown key; leave it out: the engine"):
+        load(yaml.safe_dump(tree), "rollout.server=http://localhost:8000")
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_an_optimizer_s_keys_are_its_rule_s(load, name):
     """None given: its own values, which the resolved file says and means again."""
