@@ -107,7 +107,7 @@ class PackedDataset:
     """
 
     _answers: TeacherFile | None = None
-    image_processor: ImageProcessor
+    image_processor = ImageProcessor(None)
 
     def __init__(self, store: TokenStore, documents: Segments, layout: Layout, part: str) -> None:
         self.store = store
@@ -249,7 +249,9 @@ class PackedDataset:
             yield self.store.read(origin + begin, origin + end)
 
     def _piece(self, documents: Segments, part: str) -> Self:
-        return type(self)(self.store, documents, self._layout, f"{self._part}, {part}")
+        piece = type(self)(self.store, documents, self._layout, f"{self._part}, {part}")
+        piece.image_processor = self.image_processor
+        return piece
 
     def _segments(self, row: int) -> Segments:
         return self._rows.segments[slice(self._rows.first[row], self._rows.first[row + 1])]

@@ -278,6 +278,8 @@ class Encoder:
     def _row(self, placed: PlacedExample, examples: Examples) -> Sequence[Document]:
         """The documents of an example; none if it cannot be used, which `examples` notes."""
         example = placed.example
+        if isinstance(example, Conversation) and example.images and self._images is not None:
+            self._images.load()  # a row is not bad if the processor is
         try:
             if isinstance(example, Conversation) and example.images:
                 placed = self._with_images(placed, example, examples)

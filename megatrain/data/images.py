@@ -221,6 +221,11 @@ class ImageProcessor:
         """Of the contents of its files."""
         return _digest("".join(self.identity).encode())
 
+    def load(self) -> None:
+        """Load the processor, if there is one. Raises InputError: it cannot be used."""
+        if self.identity:
+            self._processor()
+
     @property
     def token(self) -> str:
         """What stands for an image in a chat template's text."""

@@ -101,6 +101,7 @@ def open_dataset(
         documents = mixed(documents, of_source, weights, repeat, seed)
         part += f", weights {list(weights)}{' with repetition' * repeat}"
     if store.images is not None:
+        images.load()
         part += f", images {images.digest}"
     dataset = (ReplyDataset if kind in REPLIES else PackedDataset)(store, documents, layout, part)
     dataset.image_processor = images

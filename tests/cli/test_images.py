@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from types import SimpleNamespace
 from unittest import mock
 
 import datasets
@@ -17,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from megatrain.data import ImageProcessor, PackedDataset, open_dataset
-from megatrain.data.images import Picture
+from megatrain.train.sharing import with_own_images
 from tests.cli.cases import sets
 from tests.cli.test_ranks import assert_same_run, run_of
 from tests.parity.cases import SIZES, noisy, same
@@ -182,7 +183,7 @@ def write_run(folder, model, tower, **training):
 
 def steps(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "loss" in record]
+    return [r for r in map(json.loads, lines) if "loss" in r or "eval_loss" in r]
 
 
 def plain_batches(folder, processor):
@@ -251,13 +252,16 @@ def test_a_run_with_images_is_plain_training(megatrain, tmp_path, name):
 
 def test_a_run_with_images_resumes_to_the_bit(megatrain, model, tmp_path):
     file = write_run(tmp_path, model, "vision_tower", batch_size=3, micro_batch_size=2, steps=5)
-    megatrain.done("train", file)
+    evaluated = sets(data__eval_fraction=0.3, training__eval_every=2)
+    megatrain.done("train", file, *evaluated)
     expected, losses = load_file(tmp_path / "run" / FILE), steps(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
-    megatrain.done("train", file, *sets(training__steps=3))
-    megatrain.done("train", file, "--resume")
+    megatrain.done("train", file, *evaluated, *sets(training__steps=3))
+    megatrain.done("train", file, "--resume", *evaluated)
     assert same(load_file(tmp_path / "run" / FILE), expected)
-    assert [r["loss"] for r in steps(tmp_path / "run")] == [r["loss"] for r in losses]
+    once, twice = ([r.get("loss", r.get("eval_loss")) for r in part] for part in
+                   (losses, steps(tmp_path / "run")))  # fmt: skip
+    assert once == [value for number, value in enumerate(twice) if number != 4]
 
 
 def gif(path):
@@ -409,24 +413,27 @@ def test_an_image_that_changes_is_read_anew_or_ends_the_run(megatrain, model, tm
 
 
 def test_ranks_read_the_images_of_their_own_rows(model, tmp_path):
-    file = write_run(tmp_path, model, "vision_tower", batch_size=7, micro_batch_size=2)
+    file = write_run(tmp_path, model, "vision_tower")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    data = open_dataset(
+        tmp_path / "rows.jsonl",
+        tokenizer=tokenizer,
+        sequence_length=224,
+        cache_dir=tmp_path / "cache",
+        images=ImageProcessor(model),
+    )
+    rows = [row for row in range(7) if data.images(row)]
+    parts = []
+    for rank in range(2):
+        ranks = SimpleNamespace(rank=rank, size=2)
+        step = with_own_images(data, ranks, [data.batch([row]) for row in rows])
+        parts.append({number for number, micro in enumerate(step) if "pixel_values" in micro})
+    assert all(parts) and not parts[0] & parts[1] and parts[0] | parts[1] == {*range(len(rows))}
     changed = ("training.micro_batch_size=2", "training.batch_size=7", "checkpoint.at_end=false")
-    decoded = Picture.decoded
-
-    def on_ranks(group):
-        names = []
-
-        def noted(image):
-            names.append(image.digest)
-            return decoded(image)
-
-        with mock.patch.object(Picture, "decoded", noted):
-            run_of(file, tmp_path / "two", *changed, "training.steps=2")(group)
-        return len(names)
-
-    counts = run_ranks(2, tmp_path, on_ranks)
-    assert all(0 < count < 2 * 6 * 2 for count in counts)
-    run_ranks(1, tmp_path, run_of(file, tmp_path / "one", *changed, "training.steps=2"))
+    for size, folder in ((2, tmp_path / "two"), (1, tmp_path / "one")):
+        (tmp_path / str(size)).mkdir()
+        work = run_of(file, folder, *changed, "training.steps=2")
+        run_ranks(size, tmp_path / str(size), work)
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
@@ -434,7 +441,8 @@ def test_rows_that_would_be_cut_through_an_image_are_left_out(megatrain, model, 
     file = write_run(tmp_path, model, "vision_tower")
     picture(tmp_path, "p.png", 1)
     text = {"type": "text", "text": "Tell me a short story about the sea"}
-    late, early = talk([text, part("p.png")], "It is 42."), talk([part("p.png")], "the sea " * 9)
+    late, early = talk("the sea", "It is 42."), talk([part("p.png")], "the sea " * 9)
+    late["messages"] += talk([text, part("p.png")], "It is 42.")["messages"]
     rows_of(tmp_path, [late, early])
     output = megatrain.done("data", file, *sets(data__sequence_length=24), "--rows", "2").output
     assert "rows.jsonl:2: 24 tokens" in output and "rows.jsonl:1" not in output
