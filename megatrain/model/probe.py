@@ -8,7 +8,6 @@ forward computes from what is read off the autograd graph.
 from collections.abc import Hashable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -113,15 +112,16 @@ def forget(model: PreTrainedModel, fresh: PreTrainedModel) -> None:
         for name, value in vars(module).items()
         if isinstance(value, Tensor) and vars(modules.get(path, module)).get(name, 0) is None
     ]
-    runs: list[list[Tensor]] = []
-    with suppress(Exception):  # a forward may fail in any way on other values
-        for change in (torch.zeros_like, lambda value: value + 1000, lambda value: None):
-            for module, name, value in left:
-                setattr(module, name, change(value))
-            runs.append(_first_arguments(model) if left else [])
-    alike = len(runs) == 3 and all(map(torch.equal, chain(runs[0], runs[1]), 2 * runs[2]))
-    for module, name, value in left if not alike else ():
-        setattr(module, name, value)
+    for module, name, value in left:
+        alike, runs = False, list[list[Tensor]]()
+        with suppress(Exception):  # a forward may fail in any way on other values
+            for other in (torch.zeros_like(value), value + 1000, None):
+                setattr(module, name, other)
+                runs.append(_first_arguments(model))
+            pairs = zip(runs[0] + runs[1], 2 * runs[2], strict=True)
+            alike = all(torch.equal(*pair) for pair in pairs)
+        if not alike:
+            setattr(module, name, value)
 
 
 def _first_arguments(model: PreTrainedModel) -> list[Tensor]:
