@@ -47,8 +47,8 @@ test-extras: $(STAMP)  ## bases and folders in the formats of torchao and bitsan
 compat: $(OLDEST)/.installed native  ## the parity core with the oldest torch and transformers
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest \
 		-n auto --maxprocesses 8 --dist worksteal -m "not gpu and not exhaustive" tests/parity tests/race \
-		tests/families tests/checkpoint tests/unit/test_weights_read.py \
-		tests/unit/test_weights_write.py tests/unit/test_probe.py
+		tests/families tests/checkpoint tests/unit/test_weights.py \
+		tests/unit/test_probe.py
 
 fuzz: $(STAMP)  ## 120,000 hostile files to everything that reads; a quarter of an hour
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) tests.reliability.readers 10000

@@ -49,7 +49,7 @@ STEP = (
 MODELS = (
     *("tests/families/", "tests/parity/test_adapters.py", "tests/parity/test_folders.py"),
     *("tests/parity/test_packing.py", "tests/parity/test_tiles.py"),
-    *("tests/unit/test_compiled.py", "tests/unit/test_random_kinds.py"),
+    "tests/unit/test_program.py",
 )
 SAVED = (
     *("tests/checkpoint/", "tests/reliability/test_kill.py", "tests/reliability/test_resume.py"),
@@ -58,7 +58,7 @@ SAVED = (
 FORECASTS = (
     *("tests/unit/test_forecast", "tests/unit/test_fits.py"),
     *("tests/unit/test_plan", "tests/unit/test_search.py"),
-    *("tests/unit/test_update_launches.py", "tests/cli/test_plan_command.py"),
+    "tests/cli/test_plan_command.py",
     *("tests/cli/test_second_plan.py", "tests/parity/test_forecast_of_ranks.py"),
     *("tests/parity/test_generation_memory.py",),
     *("tests/parity/test_memory.py",),
@@ -79,14 +79,14 @@ RANKS = (
 )
 TRAINERS = (
     *("tests/unit/test_integrations.py", "tests/unit/test_trainer"),
-    *("tests/unit/test_trl_scripts.py", "tests/cli/test_examples.py"),
+    "tests/cli/test_examples.py",
 )
 NEAR: dict[str, tuple[str, ...]] = {
     "megatrain": (*RANKS, *SAVED, *STEP),
     "megatrain/autoplace": FORECASTS,
     "megatrain/base": RUNS,
     "megatrain/checkpoint": SAVED,
-    "megatrain/cli": ("tests/cli/", "tests/unit/test_rivals.py"),
+    "megatrain/cli": ("tests/cli/", "tests/unit/test_benchmarks.py"),
     "megatrain/compat": (*MODELS, *TRAINERS, "tests/cli/test_other_tools.py"),
     "megatrain/config": RUNS,
     "megatrain/data": (*RUNS, "tests/unit/test_data", "tests/parity/test_trl.py"),
@@ -100,21 +100,21 @@ NEAR: dict[str, tuple[str, ...]] = {
     "megatrain/integrations": TRAINERS,
     "megatrain/kernels": (
         *("tests/unit/test_kernels", "tests/unit/test_wheel.py", "tests/parity/test_neutrality.py"),
-        *("tests/parity/test_training.py", "tests/unit/test_update_launches.py"),
+        "tests/parity/test_training.py",
     ),
     "megatrain/loss": LOSSES,
     "megatrain/machine": FORECASTS,
     "megatrain/model": MODELS,
     "megatrain/optim": (
         *("tests/parity/test_muon.py", "tests/checkpoint/"),
-        *("tests/parity/test_training.py", "tests/unit/test_update_launches.py"),
+        "tests/parity/test_training.py",
     ),
     "megatrain/parallel": (*RANKS, *STEP),
     "megatrain/plan": FORECASTS,
     "megatrain/report": (),
     "megatrain/source": (*SAVED, *MODELS, "tests/parity/test_bf16.py"),
     "megatrain/store": (*SAVED, *STEP),
-    "megatrain/telemetry": ("tests/cli/test_bench.py", "tests/unit/test_rivals.py"),
+    "megatrain/telemetry": ("tests/cli/test_bench.py", "tests/unit/test_benchmarks.py"),
     "megatrain/tile": (
         *STEP,
         "tests/parity/test_base.py",
@@ -122,7 +122,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     ),
     "megatrain/run_folder": RUNS,
     "megatrain/train": RUNS,
-    "benchmarks": ("tests/cli/test_bench.py", "tests/unit/test_rivals.py"),
+    "benchmarks": ("tests/cli/test_bench.py", "tests/unit/test_benchmarks.py"),
     "docs": ("tests/cli/test_tutorial.py",),
     "examples": (
         *("tests/cli/test_examples.py", "tests/cli/test_notebook.py", "tests/cli/test_tutorial.py"),

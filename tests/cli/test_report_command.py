@@ -1,6 +1,6 @@
 """`megatrain report` on a real run, and on what is none."""
 
-from tests.unit.report_cases import Page
+from tests.unit.test_report import Page
 
 
 def test_a_finished_run_has_a_page(megatrain, trained, tmp_path):

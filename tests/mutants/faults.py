@@ -107,7 +107,7 @@ FAULTS = [
     Fault(
         "masks", "model", "goes_on = position_ids.diff(dim=-1) == 1",
         "goes_on = position_ids.diff(dim=-1) >= 0", "two documents of one token are one",
-        ("parity/test_packing.py", "unit/test_masks.py"),
+        ("parity/test_packing.py", "unit/test_program.py"),
     ),
     Fault(
         "masks", "data", "targets & marked if", "targets if",
@@ -134,7 +134,7 @@ FAULTS = [
     ),
     Fault(
         "states", "kernels", "torch.maximum(codes, (roots > 0).float())", "codes",
-        "small second moments vanish in 8 bits", ("unit/test_states.py",),
+        "small second moments vanish in 8 bits", ("unit/test_optim.py",),
     ),
     Fault(
         "states", "optim", "bias", "bais", "biases decay",
@@ -150,7 +150,7 @@ FAULTS = [
     ),
     Fault(
         "resume", "train", "self._skipped = skipped", "self._skipped = 0",
-        "a resumed run has forgotten its bad steps", ("unit/test_bad_steps.py",),
+        "a resumed run has forgotten its bad steps", ("unit/test_run_folders.py",),
     ),
     Fault(
         "resume", "train", "and number > step:", "and number >= step:",
@@ -242,7 +242,7 @@ FAULTS = [
     ),
     Fault(
         "sampling", "generate", "derived_seed(seed, row)", "derived_seed(seed, 0)",
-        "all replies to a prompt are the same", ("unit/test_draws.py",),
+        "all replies to a prompt are the same", ("unit/test_generate.py",),
     ),
     Fault(
         "trainers", "integrations", "1 / micro.num_micro for", "1 / len(waiting) for",

@@ -108,11 +108,7 @@ def split_state(
 
 def whole_state(size: int, kind: str = "fp32") -> dict[str, Any]:
     """Fp32 weights and zero moments, of the same master."""
-    return {
-        "weights": randn(size, 0) * 0.02,
-        "remainder": None,
-        **zero_moments(size, kind),
-    }
+    return {"weights": randn(size, 0) * 0.02, "remainder": None, **zero_moments(size, kind)}
 
 
 def adamw(

@@ -14,6 +14,7 @@ from megatrain.errors import InputError
 from megatrain.source.write_model import write_saved
 from megatrain.train.export import export
 from tests.families.tiny import tiny_config
+from tests.sweeps import few
 
 IDS = torch.arange(4, 20).view(2, 8)
 STEP = [{"input_ids": IDS, "labels": IDS}]
@@ -99,6 +100,7 @@ def test_everything_is_exported_though_the_folder_has_gone(folder, tmp_path):
     kind.from_pretrained(tmp_path / "out", dtype=torch.float32)(input_ids=IDS)
 
 
+@pytest.mark.parametrize("folder", few(sorted(WHOLE), 2), indirect=True)
 def test_merged_adapters_are_exported_with_everything(folder, tmp_path):
     source, config = stored(folder), json.loads((folder / "config.json").read_text())
     with engine(folder, adapter={"r": 2, "target_modules": ["o_proj"]}) as trained:

@@ -9,13 +9,22 @@ import time
 
 import numpy as np
 import pytest
-from data_cases import QWEN, chat_tokenizer, encode_row, make_tokenizer, refused, talk, write_jsonl
+from tokenizers import AddedToken
 
 from megatrain.data import open_dataset, template
 from megatrain.data.conversation import messages
 from megatrain.errors import InputError
 from tests.inside import sized
 from tests.sweeps import quick
+from tests.unit.data_cases import (
+    QWEN,
+    chat_tokenizer,
+    encode_row,
+    make_tokenizer,
+    refused,
+    talk,
+    write_jsonl,
+)
 
 TWO_TURNS = talk("What is 12 + 30?", "It is 42.", "Thanks!", "You are welcome: naïve café ☕")
 REPLIES = {
@@ -58,19 +67,6 @@ def test_only_replies_with_their_end_of_turn_are_learnt(name):
     assert spoken(tokenizer, ids, targets) == REPLIES[name]
 
 
-@pytest.mark.parametrize("name", REPLIES)
-def test_the_prompt_at_inference_is_what_training_put_before_each_reply(name):
-    tokenizer = chat_tokenizer(name)
-    messages = talk("What is 12 + 30?", "It is 42.", "Thanks!", "You are welcome.")
-    ids, targets = encode(tokenizer, messages)
-    first_targets = np.flatnonzero(targets & ~np.roll(targets, 1))
-    for turn, first in zip((1, 3), first_targets, strict=True):
-        prompt = tokenizer.apply_chat_template(
-            messages[:turn], add_generation_prompt=True, return_dict=False
-        )
-        assert ids[:first].tolist() == prompt
-
-
 def test_marks_in_the_template_decide_over_prefixes():
     # Only the marked template leaves the closing token out here, so prefixes would differ.
     tokenizer = chat_tokenizer("marked")
@@ -81,12 +77,6 @@ def test_marks_in_the_template_decide_over_prefixes():
     assert spoken(tokenizer, *encode(tokenizer, TWO_TURNS))[0] == "It is 42."
     first = [m | {"weight": 0} if m["content"].startswith("You") else m for m in TWO_TURNS]
     assert spoken(tokenizer, *encode(tokenizer, first)) == ["It is 42."]
-
-
-def test_a_reply_that_starts_with_white_space_of_the_header_is_not_refused():
-    tokenizer = chat_tokenizer("qwen")  # its header ends with a newline, which may merge
-    ids, targets = encode(tokenizer, talk("Hello", "\n\nIt is 42.", "a", "b"))
-    assert spoken(tokenizer, ids, targets) == ["It is 42.<|im_end|>", "b<|im_end|>"]
 
 
 def test_tools_reach_the_template_and_tool_calls_are_learnt(tmp_path):
@@ -130,16 +120,13 @@ def test_a_row_that_the_template_refuses_is_named(messages, problem):
     ("row", "problem"),
     [
         ({"dialog": []}, "not of the first row's format .*its fields are 'dialog'"),
-        ({"messages": "hello"}, "must be a non-empty list"),
         ({"messages": []}, "must be a non-empty list"),
         ({"messages": ["hello"]}, "message 1 must be an object, not str"),
-        ({"messages": [{"content": "hello"}]}, "message 1 has no 'role'"),
         ({"messages": [{"role": 1, "content": "hello"}]}, "message 1 has no 'role'"),
         ({"messages": [{"role": "user"}]}, "message 1 has no 'content'"),
         ({"messages": [{"role": "user", "content": 3}]}, "message 1: 'content' must be a string"),
         ({"messages": talk("a", "\ud800")}, "lone surrogate"),
         ({"messages": talk("a", "b"), "tools": "{"}, "'tools' is not JSON"),
-        ({"messages": talk("a", "b"), "tools": {"a": 1}}, "'tools' must be a list"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
             "images .*: the model has no processor",
@@ -226,7 +213,6 @@ HOSTILE = {
         "more than 1024 MiB",
     ),
     "a wide field": ("{{ '%0999999999999d' % 1 }}", ""),
-    "a long list": ("{{ [0] * 10**11 }}", "more than 1024 MiB"),
     "a large number": ("{{ 7 ** (10 ** 9) }}", "more than 0.25 seconds"),
     "a long output": ("{{ 'x' * 70_000_000 }}", "makes 70,000,000 characters"),
     "long marks": (
@@ -238,7 +224,6 @@ HOSTILE = {
         "more than 0.25 seconds",
     ),
     "deep nesting": ("{{ " + "(" * 9999 + ")" * 9999 + " }}", ""),
-    "a long sum": ("{{ " + "1+" * 9999 + "1 }}", ""),
 }
 ENDLESS = ("a large number", "many turns")
 
@@ -260,3 +245,92 @@ def test_a_hostile_template_is_refused_within_bounds(name, monkeypatch):
     assert peak - before < 2 << 20  # KiB
     assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+
+
+# Where replies begin and end does not depend on what they say.
+
+# Phi 3: the text ends once more behind the last turn.
+PHI3 = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}"
+    "{% else %}{{ eos_token }}{% endif %}"
+)
+# The end of a reply is found by its signs alone: earlier ones have another end.
+ENDS_LATER = PHI3.replace("'<|end|>\\n' }}", "('<|end|>\\n' if loop.last else '<|next|>\\n') }}")
+# No sign shows where the content is, as it is there twice.
+TWICE = PHI3.replace("+ message['content'] +", "+ message['content'] * 2 +")
+MARKED = PHI3.replace(
+    "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}",
+    "{{ '<|' + message['role'] + '|>\\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message['content'] + '<|end|>\\n' }}{% endif %}",
+)
+ALWAYS_ASKS = PHI3.replace("{% if add_generation_prompt %}", "{% if true %}")
+TURNS = ("<|user|>", "<|assistant|>", "<|end|>", "<|next|>")
+
+
+def phi3(template=PHI3, **options):
+    """Its tokens of turns take in white space behind them where `rstrip` is given."""
+    special = ("<s>", "<|endoftext|>", "<pad>")
+    tokenizer = make_tokenizer(template, special=special, eos="<|endoftext|>")
+    turns = [AddedToken(token, normalized=False, special=True, **options) for token in TURNS]
+    tokenizer.add_special_tokens({"additional_special_tokens": turns})
+    return tokenizer
+
+
+def learnt(tokenizer, *contents):
+    ids, targets = encode_row(tokenizer, {"messages": talk(*contents)})
+    return tokenizer.decode(ids[targets])
+
+
+PARTS = ["D", "d", "e", "end", "text", "endoftext", "|", ">", "<", "|>", "<|end|>", "a", "assist"]
+
+
+@pytest.mark.parametrize("reply", PARTS)
+def test_a_reply_that_is_a_part_of_the_end_token_ends_as_others_do(reply):
+    tokenizer = phi3()
+    assert learnt(tokenizer, "What?", reply) == f"{reply}<|end|>"
+    assert learnt(tokenizer, reply, reply, "Why?", reply) == f"{reply}<|end|>" * 2
+    if reply not in TURNS:
+        assert learnt(phi3(TWICE), "What?", reply) == f"{reply * 2}<|end|>"
+
+
+@pytest.mark.parametrize("reply", PARTS[:8])
+def test_a_reply_that_is_a_part_of_a_token_opens_no_other_turn(reply):
+    said = learnt(phi3(ENDS_LATER), "What?", "D", "Why?", reply)
+    assert said == f"D<|next|>{reply}<|end|>"
+
+
+@pytest.mark.parametrize("reply", PARTS[:10])
+def test_a_reply_that_is_a_part_of_a_token_does_not_hide_that_another_is_asked_for(reply):
+    tokenizer = phi3(ALWAYS_ASKS)
+    with pytest.raises(InputError, match="replies cannot be told apart"):
+        learnt(tokenizer, "What?", reply)
+
+
+@pytest.mark.parametrize("template", [PHI3, MARKED], ids=["found", "marked"])
+@pytest.mark.parametrize("space", [" ", "\n", "\n\n", "\t "])
+def test_a_header_that_takes_in_the_white_space_of_a_reply_is_not_learnt(template, space):
+    tokenizer = phi3(template, rstrip=True)
+    said = learnt(tokenizer, "What?", f"{space}It is 42.", "Why?", f"{space}No.")
+    assert said == "It is 42.<|end|>No.<|end|>"
+
+
+def test_a_header_that_takes_white_space_in_is_not_learnt_in_a_text(tmp_path):
+    tokenizer = phi3(rstrip=True)
+    rows = [{"prompt": "<|user|>What?<|assistant|>", "completion": " It is 42."}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    data = open_dataset(path, tokenizer=tokenizer, sequence_length=64, cache_dir=tmp_path)
+    batch = data.batch([0])
+    taught = batch["input_ids"][0][batch["labels"][0] != -100]
+    assert tokenizer.decode(taught) == "It is 42.<|endoftext|>"
+
+
+def test_an_ordinary_token_over_the_border_of_a_reply_is_learnt():
+    tokenizer = chat_tokenizer("qwen")
+    header = "<|im_start|>assistant\n"
+    first = tokenizer(f"{header}    return a")["input_ids"][len(tokenizer(header)["input_ids"]) - 1]
+    assert tokenizer.decode(first).startswith("\n ")  # the text that was learnt has such a token
+    ids, targets = encode_row(tokenizer, {"messages": talk("Hello", "    return a")})
+    assert ids[np.flatnonzero(targets)[0]] == first

@@ -8,12 +8,19 @@ import logging
 import lzma
 
 import pytest
-from data_cases import chat_tokenizer, encode_row, make_tokenizer, refused, talk, write_jsonl
 
 from megatrain.data import open_dataset, readers
 from megatrain.data.rows import Reading
 from megatrain.errors import InputError
 from tests.inside import sized
+from tests.unit.data_cases import (
+    chat_tokenizer,
+    encode_row,
+    make_tokenizer,
+    refused,
+    talk,
+    write_jsonl,
+)
 
 QWEN = chat_tokenizer("qwen")
 ASK, TELL = "What is 12 + 30?", "It is 42."
@@ -63,8 +70,6 @@ SAME = {
          "response": TELL},
         talk(ASK, TELL, system="You are a helpful assistant."),
     ),
-    "prompt and response": ({"prompt": ASK, "response": TELL}, talk(ASK, TELL)),
-    "problem and solution": ({"problem": ASK, "solution": TELL}, talk(ASK, TELL)),
     "ShareGPT": (
         {"conversations": [{"from": "human", "value": ASK}, {"from": "gpt", "value": TELL}]},
         talk(ASK, TELL),
@@ -79,7 +84,6 @@ SAME = {
         {"messages": [{"role": "human", "content": ASK}, {"role": "model", "content": TELL}]},
         talk(ASK, TELL),
     ),
-    "conversation": ({"conversation": talk(ASK, TELL)}, talk(ASK, TELL)),
     "messages as JSON": ({"messages": json.dumps(talk(ASK, TELL))}, talk(ASK, TELL)),
     "messages beside what they are made of": (
         {"prompt": ASK, "question": ASK, "answer": TELL, "messages": talk(ASK, TELL), "text": "x"},
@@ -187,16 +191,13 @@ def test_a_token_over_the_end_of_a_prompt_is_learnt(tmp_path):
 
 REFUSED = {
     "prompt only": ({"prompt": ASK}, "a prompt alone has no reply to learn"),
-    "prompt only of messages": ({"prompt": talk(ASK)}, "a prompt alone has no reply"),
     "preference": ({"prompt": ASK, "chosen": TELL, "rejected": "43"}, "'chosen': pairs of"),
-    "preference without prompt": ({"chosen": talk(ASK, TELL), "rejected": talk(ASK)}, "'chosen'"),
     "ranking of LLaMA-Factory": (
         {"conversations": [{"from": "human", "value": ASK}],
          "chosen": {"from": "gpt", "value": TELL}, "rejected": {"from": "gpt", "value": "43"}},
         "'chosen'",
     ),
     "KTO": ({"prompt": ASK, "completion": TELL, "label": False}, "'label': rows of good and bad"),
-    "KTO of messages": ({"messages": talk(ASK, TELL), "label": True}, "'label'"),
     "KTO of text": ({"completion": TELL, "prompt": ASK, "kto_tag": "false"}, "'kto_tag'"),
     "steps": ({"prompt": ASK, "completions": ["a"], "labels": [True]}, "'labels'"),
     "tokens": ({"input_ids": [1, 2]}, "'input_ids': rows of tokens are not read"),
@@ -208,12 +209,9 @@ REFUSED = {
     "a column of them": ({"question": [ASK], "answer": [TELL]}, "must be a string, not list"),
     "half": ({"prompt": ASK, "completion": talk(ASK)}, "must both be strings, or both lists"),
     "no question": ({"instruction": "", "input": "", "output": TELL}, "it asks nothing"),
-    "no answer": ({"instruction": ASK, "output": None}, "'output' must be a string"),
     "a prompt of messages": (
         {"prompt": talk(ASK), "response": TELL}, "field 'prompt' must be .*'messages'"),
     "a question of null": ({"input": None, "output": TELL}, "'input' must be a string, not null"),
-    "a column of systems": ({"system_prompt": [ASK], "question": ASK, "answer": TELL},
-                            "field 'system_prompt' must be a string, not list"),
     "a prompt twice": ({"prompt": talk(ASK), "completion": talk(ASK, TELL)},
                        "'completion' repeats the prompt.*leave what 'prompt' has out of it"),
     "a prompt twice in JSON": (
@@ -344,19 +342,15 @@ def test_nulls_that_tables_fill_in_are_not_arguments(tmp_path):
         ("a.json", '[{"text": "a"}, {"text": ', "a.json:2: not JSON"),
         ("a.json", '[{"text": "a"}] {"text": "b"}', "more after the list"),
         ("a.json", '[{"text": "a"}, 3]', "a.json:2: a row must be a JSON object, this is a int"),
-        ("a.json", '"text"', "a.json:1: a row must be a JSON object"),
         ("a.json", '{"of": 1, "data": [{"text": "a"}]}', "'data' has the rows: jq -c '.data"),
-        ("a.json", '{"data": [{"text": "a"}], "of": 1}', "'data' has the rows: jq -c '.data"),
         ("a.json", '{"text": "a", "text": "b"}', "a.json:1: .*there twice"),
         ("a.json", "[]", "a.json: no rows in it"),
-        ("a.jsonl", "\n\n", "a.jsonl: no rows in it"),
         ("a.json", "[" * 10**5, "nested too deeply|must be a JSON object"),
         ("a.json", b'[{"text": "caf\xe9"}]', "a.json: not UTF-8"),
         ("a.csv", "text,text\na,b\n", "column 'text' is there twice"),
         ("a.csv", "text,id\na,b\na\n", "a.csv:2: 1 values for 2 columns"),
         ("a.csv", 'text,id\n"a,b\n', "a.csv:1: not CSV"),
         ("a.csv", "text\n", "a.csv: no rows"),
-        ("a.csv", b"text\ncaf\xe9\n", "a.csv: not UTF-8"),
         ("a.csv", "text\0;id\na;b\n", "a.csv: NUL in its header"),
         ("a.arrow", "text", "a.arrow: not a readable Arrow file"),
     ],
@@ -409,3 +403,101 @@ def test_text_and_conversations_are_not_mixed(tmp_path):
     write_jsonl(tmp_path / "b.jsonl", [{"text": "The sea"}])
     with pytest.raises(InputError, match=r"b.jsonl: text, but .*a.jsonl is questions and answers"):
         opened(f"{tmp_path}/*.jsonl", tmp_path)
+
+
+# Files as people have them: read where they can mean only one thing, else named for what it is.
+
+ROW = {"question": "What is 12 + 30?", "answer": "It is 42."}
+PAIRS = [ROW, {"question": "And the sea?", "answer": "Calm; it was."}]
+
+
+@pytest.fixture
+def opened_here(tmp_path):
+    tokenizer = chat_tokenizer("qwen")
+
+    def opened_here(source=None, **options):
+        return open_dataset(
+            tmp_path if source is None else source, tokenizer=tokenizer, sequence_length=64,
+            cache_dir=tmp_path.parent / f"{tmp_path.name}-cache", **options,
+        )  # fmt: skip
+
+    return opened_here
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", json.dumps(PAIRS)),
+        ("a.jsonl", b"\xef\xbb\xbf\n" + json.dumps(PAIRS, indent=1).encode()),
+        ("a.json.gz", gzip.compress(json.dumps(PAIRS).encode(), mtime=0)),
+        ("a.csv", "question;answer\nWhat is 12 + 30?;It is 42.\nAnd the sea?;\"Calm; it was.\"\n"),
+        ("a.csv", "question\tanswer\nWhat is 12 + 30?\tIt is 42.\nAnd the sea?\tCalm; it was.\n"),
+        ("a.tsv", "question,answer\r\nWhat is 12 + 30?,It is 42.\r\n"
+         "And the sea?,Calm; it was.\r\n"),
+    ],
+)  # fmt: skip
+def test_what_can_only_be_meant_as_rows_is_read(tmp_path, opened_here, name, content):
+    same = opened_here(write_jsonl(tmp_path / "same.jsonl", PAIRS)).fingerprint
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert opened_here(tmp_path / name).fingerprint == same
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl", b"\xff\xd8\xff\xe0\0\x10JFIF\0", "a.jsonl: a picture"),
+        ("a.txt", b"\x89PNG\r\n\x1a\n\0", "a.txt: a picture"),
+        ("a.csv", b"PK\3\4\0\0", "a.csv: a zip archive"),
+        ("a.json", b"  <!DOCTYPE html>\n<html>", "a.json: a page of HTML"),
+        ("a.jsonl", gzip.compress(b"{}", mtime=0), "packed by gzip: add .gz"),
+        ("a.jsonl", b"PAR1\x15\4", "Parquet: name it .parquet"),
+        ("a.jsonl", "{}".encode("utf-16"), "UTF-16: convert it: iconv"),
+        ("a.csv", "question,answer\na,b\n".encode("utf-16-le"), "NUL in its header"),
+        ("a.jsonl", b"{\n", "column .*of rows over several lines, name the file .json"),
+        ("a.csv", b"Question, answer\na,b\n", "its fields are 'Question', ' answer'"),
+        ("a.jsonl", json.dumps(talk("a", "b")).encode(), "one message is no row"),
+        ("a.jsonl", b'{"text": "a", "role": "prompter"}', "one message is no row"),
+        ("a.jsonl", b'{"question": "a", "choices": ["b", "c"], "answer": "B"}',
+         "'choices' is not read beside questions and answers"),
+        ("a.csv", b"question,options,answer\na,b/c,B\n", "'options' is not read beside"),
+        ("a.json", json.dumps({"train": PAIRS, "test": PAIRS}).encode(),
+         "'train' has the rows: jq -c '.train..' FILE"),
+        ("a.json", json.dumps({"data": PAIRS}).encode(),
+         "'data' has the rows: jq -c '.data..' FILE"),
+        ("a.json", json.dumps({"version": 1, "train": PAIRS}).encode(),
+         "'train' has the rows: jq -c '.train..' FILE"),
+        ("a.json", b'{"question": {"0": "a"}, "answer": {"0": "b"}}', "a table by columns"),
+    ],
+)  # fmt: skip
+def test_what_a_file_is_instead_is_said_in_a_line(tmp_path, opened_here, name, content, problem):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=problem) as caught:
+        opened_here(tmp_path / name)
+    assert "\n" not in str(caught.value) and name in str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", ["", "*.jsonl", "data/*.jsonl"])
+def test_splits_beside_one_another_are_never_trained_on_together(tmp_path, opened_here, pattern):
+    folder = tmp_path / pattern.rpartition("/")[0]
+    folder.mkdir(exist_ok=True)
+    for name in ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"):
+        write_jsonl(folder / name, PAIRS)
+    source = str(tmp_path / pattern)
+    with pytest.raises(InputError, match=r"train-.*, .*test-.*\): name the files to train on"):
+        opened_here(source)
+    (folder / "test-00000-of-00001.jsonl").unlink()
+    write_jsonl(folder / "latest-tests.jsonl", PAIRS)
+    assert len(opened_here(source).store.documents()) == 4
+
+
+def test_empty_replies_are_counted_and_said(tmp_path, opened_here, caplog):
+    caplog.set_level(logging.WARNING)
+    (tmp_path / "a.csv").write_text("question,answer\na,b\nc,\nd, \n")
+    opened_here(tmp_path / "a.csv")
+    opened_here(tmp_path / "a.csv")  # from kept tokens
+    assert caplog.text.count(f"2 rows teach an empty reply (first: {tmp_path}/a.csv:2)") == 2
+    silent = [{"messages": [*talk("a"), {"role": "assistant", "content": ""}, *talk("b", "c")]}]
+    silent[0]["messages"][1]["weight"] = 0
+    caplog.clear()
+    opened_here(write_jsonl(tmp_path / "b.jsonl", silent))
+    assert "empty reply" not in caplog.text

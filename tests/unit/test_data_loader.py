@@ -1,16 +1,13 @@
-"""The order of steps: endless, a function of the seed, and found again exactly."""
+"""The order of steps, of stored rows and of streams, is found again exactly."""
 
 import json
 import threading
 
 import pytest
-from data_cases import make_tokenizer, same_batches, write_jsonl
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-from megatrain.base.shipped import shipped
-from megatrain.data import StepLoader, open_dataset
+from megatrain.data import StepLoader, StreamLoader, open_dataset, open_stream
 from megatrain.errors import InputError
+from tests.unit.data_cases import make_tokenizer, refused, same_batches, write_jsonl
 
 ROWS = 23
 
@@ -121,73 +118,18 @@ def test_a_resume_may_change_rows_per_step(data):
     assert third.state_dict()["steps"] == 5 and third.state_dict()["rows"] == 21
 
 
-def test_descriptions_name_the_rows_of_a_step(data):
-    steps = loader(data, rows_per_step=3, workers=2)
-    for number in range(4):
-        lengths = [len(row) for row in rows_of(next(steps))]
-        described = steps.describe()
-        assert described == steps.describe(number) and described.startswith(f"step {number}: ")
-        lines = [int(place.rsplit(":", 1)[1]) for place in described.split(": ", 1)[1].split("; ")]
-        for line, length in zip(lines, lengths, strict=True):
-            alone = [r for r in range(len(data)) if data.describe(r).endswith(f"jsonl:{line}")]
-            assert data.row_lengths[alone[0]] == length + 1
-    steps.close()
-    assert "and 5 more rows" in loader(data, rows_per_step=9).describe(0)
-
-
 def test_other_data_settings_or_seed_are_refused_on_resume(datasets, tmp_path):
     state = loader(datasets[False]).state_dict()
     with pytest.raises(InputError, match=f"fingerprint '{state['fingerprint']}', now"):
         loader(datasets[True]).load_state_dict(state)
     with pytest.raises(InputError, match="with seed 1, this one with 2"):
         loader(datasets[False], seed=2).load_state_dict(state)
-
-
-@settings(deadline=None)
-@given(
-    name=st.sampled_from(["steps", "rows", "seed", "fingerprint"]),
-    value=st.one_of(
-        st.none(), st.floats(), st.text(), st.integers(max_value=-1), st.integers(2**53),
-        st.lists(st.integers()), st.booleans(),
-    ),
-)  # fmt: skip
-@example(name="fingerprint", value="\n")
-@example(name="steps", value=True)
-def test_hostile_positions_are_refused_and_change_nothing(data, name, value):
-    steps = loader(data)
-    good = steps.state_dict()
-    with pytest.raises(InputError) as caught:
-        steps.load_state_dict({**good, name: value})
-    assert name in str(caught.value) or "fingerprint" in str(caught.value)
-    told = str(caught.value).replace(
-        str(shipped("docs/data.md").parents[1]), ""
-    )  # wherever the checkout is
-    assert "\n" not in told and len(told) < 300
-    assert steps.state_dict() == good
-
-
-def test_a_failing_worker_is_reported_where_steps_are_taken(data, monkeypatch):
-    steps = loader(data, workers=2)
-    expected = take(loader(data), 2)
-    assert rows_of(next(steps)) == expected[0]
-    original = data.batch
-
-    def fail(rows):
-        made = original(rows)
-        if rows_of([made])[0] in expected[1]:
-            raise MemoryError("no room")
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(data, "batch", fail)
-        steps.load_state_dict(steps.state_dict())  # forget what was prepared
-        for _ in range(3):  # the next step is never given in place of the broken one
-            with pytest.raises(MemoryError, match="no room"):
-                next(steps)
-    assert steps.state_dict()["steps"] == 1
-    steps.load_state_dict(steps.state_dict())
-    assert rows_of(next(steps)) == expected[1]
-    steps.close()
+    for name, value in {"fingerprint": "\n", "steps": True, "rows": -1, "seed": 2**53}.items():
+        steps = loader(datasets[False])
+        good = steps.state_dict()
+        with refused(rf"{name}|fingerprint"):
+            steps.load_state_dict({**good, name: value})
+        assert steps.state_dict() == good
 
 
 def test_threads_end_with_close(data):
@@ -199,3 +141,126 @@ def test_threads_end_with_close(data):
     steps.close()
     assert threading.active_count() == before
     assert rows_of(next(steps)) == take(loader(data), 2)[1]
+
+
+# Rows of a stream: all of the data, in an order of the seed, and found again exactly.
+
+NUM = 120
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write_jsonl(tmp_path / "a.jsonl", [{"text": f"Row {i}: calm."} for i in range(NUM)])
+
+
+def opened(path, **options):
+    options = {"sequence_length": 64, "block_tokens": 400, "seed": 1, **options}
+    return open_stream(path, tokenizer=options.pop("tokenizer", make_tokenizer()), **options)
+
+
+def stream_loader(path, rows_per_step=3, workers=0, **options):
+    stream = opened(path, **options)
+    return StreamLoader(
+        stream, rows_per_step=rows_per_step, rows_per_micro_batch=2, seed=1, workers=workers
+    )
+
+
+def documents(step):
+    text = make_tokenizer().decode([i for b in step for i in b["input_ids"].flatten().tolist()])
+    return [int(part.split(":")[0]) for part in text.split("Row ")[1:] if ":" in part]
+
+
+def test_every_epoch_has_all_documents_in_an_order_of_the_seed(path):
+    steps = stream_loader(path, packing=False)
+    taken = []
+    while steps.epoch < 2:
+        taken += documents(next(steps))
+    steps.close()
+    first, second = taken[:NUM], taken[NUM : 2 * NUM]
+    assert sorted(first) == sorted(second) == list(range(NUM))
+    assert first != second and first != sorted(first)
+    assert max(first[:10]) < NUM / 2  # what is far in the data is far in the stream
+    other = stream_loader(path, packing=False, seed=2)
+    assert documents(next(other)) != taken[:3]
+    other.close()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_that_is_killed_goes_on_with_the_same_batches(path, packing, workers):
+    options = {"packing": packing, "workers": workers}
+    steps = stream_loader(path, **options)
+    states, taken = [steps.state_dict()], []
+    for _ in range(50 if packing else 100):
+        taken.append(next(steps))
+        states.append(json.loads(json.dumps(steps.state_dict())))
+    assert steps.epoch >= 2
+    steps.close()
+    for done in range(0, len(taken), 7):
+        again = stream_loader(path, **options)
+        again.load_state_dict(states[done])
+        assert all(same_batches(next(again), step) for step in taken[done : done + 3])
+        assert again.state_dict() == states[min(done + 3, len(taken))] or done + 3 > len(taken)
+        again.close()
+
+
+def test_what_a_row_of_the_data_is_made_of_stays_in_its_block(tmp_path):
+    """A long document comes in pieces, of which a run that goes on could not tell one."""
+    path = tmp_path / "long.txt"
+    path.write_text("The sea was calm. " * 31_000)
+    rows = write_jsonl(tmp_path / "a.jsonl", [{"text": "The sea. " * 60_000}, {"text": "calm"}])
+    for each in (path, rows):
+        stream = opened(each, block_tokens=1024)
+        assert len(stream.block.documents) >= 2
+        stream.close()
+
+
+def test_bad_positions_and_changed_data_are_refused(path):
+    steps = stream_loader(path)
+    for _ in range(9):
+        next(steps)
+    state = steps.state_dict()
+    steps.close()
+    fresh = stream_loader(path)
+    for damaged in (
+        {},
+        {"block": 3},
+        {"block": ["a"]},
+        {"block": [-5, 0, 0, 0, ""]},
+        {"block": [10**6, 0, -1, -1, ""]},
+    ):
+        with pytest.raises(InputError, match="data position is damaged"):
+            fresh.load_state_dict({k: v for k, v in state.items() if k != "block"} | damaged)
+    path.write_text(path.read_text().replace("calm", "clam"))  # of the same size
+    with pytest.raises(InputError, match="not that of the saved run"):
+        fresh.load_state_dict(state)
+    fresh.close()
+
+
+def test_a_bad_row_ends_the_stream_where_it_is_needed_or_is_skipped(path, caplog):
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:60], "{", *lines[60:]]))
+    with pytest.raises(InputError, match="a.jsonl:61: not JSON"):
+        stream_loader(path)  # rows are tokenised many at a time
+    steps = stream_loader(path, bad_rows="skip")
+    for _ in range(50):
+        next(steps)
+    assert "left out 1 bad rows so far" in caplog.text
+    steps.close()
+    path.write_text('{"text": ""}\n')
+    with pytest.raises(InputError):
+        stream_loader(path)
+
+
+def test_a_stream_of_the_hub_is_read_like_its_rows(path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    hub = datasets.IterableDataset.from_generator(lambda: iter(rows))
+    asked = {}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.update(k) or hub)
+    here, there = stream_loader(path), stream_loader("someone/something")
+    assert asked["streaming"] is True
+    for _ in range(30):
+        assert same_batches(next(here), next(there))
+    here.close()
+    there.close()

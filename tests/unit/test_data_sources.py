@@ -1,4 +1,4 @@
-"""Whatever lies on the disk: rows with their place, or one clear line."""
+"""Whatever lies on the disk: rows with their place, or one clear line; keys of data."""
 
 import gzip
 import json
@@ -6,16 +6,25 @@ import os
 from pathlib import Path
 
 import pytest
-from data_cases import make_tokenizer, refused, write_jsonl
+import yaml
 from huggingface_hub import constants
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
-from megatrain.data import load_tokenizer, open_dataset, readers
-from megatrain.data.sources import SourceFile, find_files, open_sources
+from megatrain.config import DataSection, load
+from megatrain.data import (
+    RowStream,
+    load_tokenizer,
+    open_dataset,
+    readers,
+    stdlib_corpus,
+    train_bpe_tokenizer,
+)
+from megatrain.data.demo_corpus import END_OF_TEXT, PADDING
+from megatrain.data.sources import find_files, open_sources
 from megatrain.errors import InputError
+from megatrain.train.data import open_data
 from tests.inside import sized
+from tests.unit.data_cases import chat_tokenizer, make_tokenizer, refused, talk, write_jsonl
 
 GOOD = json.dumps({"text": "The sea was calm."}).encode() + b"\n"
 
@@ -81,9 +90,7 @@ def test_paths_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     ("line", "problem"),
     [
         (b'{"text": "a"', "not JSON"),
-        (b"hello", "not JSON"),
         (b"[1, 2]", "must be a JSON object, this is a list"),
-        (b'"text"', "must be a JSON object, this is a str"),
         (b'{"body": "a", "id": 3}', "first row's format .text.: its fields are 'body', 'id'"),
         (b'{"a\\nb": "a"}', r"its fields are 'a\\nb': keep"),
         (b'{"text": 3}', "field 'text' must be a string, not int"),
@@ -91,7 +98,6 @@ def test_paths_that_cannot_be_read_are_named(tmp_path, monkeypatch):
         (b'{"text": "\\ud800"}', "lone surrogate"),
         (b'{"text": "caf\xe9"}', r"not UTF-8: byte 0xe9 at byte offset 44"),
         (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
-        (b'{"text": ' + b"1" * 5000 + b"}", "not usable JSON"),
         (b'{"text": "a", "text": "b"}', "not usable JSON: key 'text' is there twice"),
         (b'{"text": "a", "meta": {"a": 1, "a": 1}}', "not usable JSON: key 'a' is there twice"),
         (b'{"text": "' + b"a" * 400 + b'"}', "longer than"),
@@ -136,38 +142,6 @@ def test_text_that_is_not_utf8_is_refused_with_the_offset(tmp_path, monkeypatch,
             list(readers.read_text(as_source(path)))
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300, deadline=None
-)
-@given(
-    data=st.one_of(
-        st.binary(max_size=200),
-        st.lists(st.binary(max_size=30), max_size=5).map(b"\n".join),
-        st.recursive(
-            st.none() | st.integers() | st.text(max_size=5),
-            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
-        ).map(lambda value: json.dumps({"text": value}).encode()),
-    ),
-    suffix=st.sampled_from([".txt", ".jsonl", ".jsonl.gz", ".json", ".csv", ".arrow", ".parquet"]),
-)
-def test_any_bytes_are_read_or_refused_with_the_file_name(tmp_path, data, suffix):
-    path = tmp_path / f"fuzz{suffix}"
-    path.write_bytes(data)
-    file = SourceFile(path, as_format(suffix), True, len(data), 0)
-    try:
-        if file.format == "text":
-            assert "".join(p.text for p in readers.read_text(file)).encode() in (data, data[3:])
-        else:
-            rows = readers.read_rows(file, str.isidentifier)
-            assert all(isinstance(row, dict | InputError) for _, row in rows)
-    except InputError as error:
-        assert file.name in str(error) and "\n" not in str(error)
-
-
-def as_format(suffix):
-    return {".txt": "text", ".jsonl.gz": "jsonl"}.get(suffix, suffix[1:])
-
-
 def test_broken_compression_is_named(tmp_path):
     packed = gzip.compress(GOOD * 1000)
     for name, data in {
@@ -187,8 +161,7 @@ def test_parquet_problems_are_named(tmp_path):
     path = tmp_path / "table.parquet"
     parquet.write_table(pyarrow.table({"body": ["a"], "text": [1]}), path)
     with pytest.raises(
-        InputError,
-        match=r"table.parquet:1: .* by these fields .story; .*: its fields are 'body'",
+        InputError, match=r"table.parquet:1: .* by these fields .story; .*: its fields are 'body'"
     ):
         open_text(path, tmp_path, fields={"text": "story"})
     with pytest.raises(InputError, match=r"table.parquet:1: field 'text' must be a string"):
@@ -310,3 +283,109 @@ def test_unusable_settings_are_refused(tmp_path, options, problem):
         options = {"tokenizer": make_tokenizer(eos=None)}
     with pytest.raises(InputError, match=problem):
         open_text(path, tmp_path, **options)
+
+
+# Each key of a run file's `data` changes what is trained or evaluated, or is refused.
+
+CHAT = {"path": "chat.jsonl"}
+STREAM = {"streaming": True, "shuffle_buffer": 1024, "path": ["long.jsonl"]}
+BOTH = {"path": ["text.jsonl", "long.jsonl"], "weights": [1, 1]}
+# For each key: what stands beside it, one value, and another.
+KEYS = {
+    "kind": ({}, "text", "chat"),
+    "path": ({}, "text.jsonl", ["text.jsonl", "long.jsonl"]),
+    "sequence_length": ({}, 64, 32),
+    "weights": (BOTH, None, [3, 1]),
+    "repeat": (BOTH, False, True),
+    "streaming": ({}, False, True),
+    "shuffle_buffer": (STREAM, 1024, 4096),
+    "eval_path": ({}, None, "long.jsonl"),
+    "eval_fraction": ({}, 0.0, 0.3),
+    "packing": (CHAT, True, False),
+    "fields": (CHAT, {}, {"messages": "turns"}),
+    "bad_rows": ({"path": "bad.jsonl"}, "stop", "skip"),
+    "overlong": (CHAT | {"sequence_length": 40}, "truncate", "drop"),
+    "hub_config": ({}, None, "one"),
+    "hub_split": ({}, "train", "test"),
+    "cache_dir": ({}, "one", "two"),
+}
+
+
+def opened(folder, caplog, **data):
+    """All that a person sees of the data of a run file."""
+    tokenizer, caplog_at = chat_tokenizer("qwen"), len(caplog.records)
+    tree = {
+        "model": {"path": "model"},
+        "data": {"path": "text.jsonl", "sequence_length": 64, "cache_dir": "cache"} | data,
+        "training": {"steps": 2},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    try:
+        training, sets = open_data(load(folder / "run.yaml"), tokenizer, len(tokenizer))
+    except InputError as error:
+        return str(error)
+    rows = [training.batch([row])["input_ids"].tolist() for row in range(3)]
+    said = [each.getMessage() for each in caplog.records[caplog_at:] if "choose" in each.msg]
+    kept = sorted(path.parent.name for path in folder.glob("*/tokens-*.lock"))
+    size = training.block.num_tokens if isinstance(training, RowStream) else len(training)
+    held_out = {name: each.fingerprint for name, each in sets.items()}
+    return json.dumps([type(training).__name__, size, rows, held_out, said, kept])
+
+
+@pytest.mark.parametrize("key", DataSection.model_fields)
+def test_each_key_has_an_effect(tmp_path, monkeypatch, caplog, key):
+    monkeypatch.chdir(tmp_path)
+    texts = [{"text": f"the sea {n} " * (n % 5 + 1), "other": f"a story {n}"} for n in range(40)]
+    chats = [
+        {"messages": talk("What?", f"It is {n}. " * (n % 9 + 1)), "turns": talk("Who?", f"He {n}.")}
+        for n in range(20)
+    ]
+    write_jsonl(tmp_path / "text.jsonl", texts)
+    write_jsonl(tmp_path / "long.jsonl", texts[::-1] * 40)
+    write_jsonl(tmp_path / "chat.jsonl", chats)
+    write_jsonl(tmp_path / "bad.jsonl", [*texts, {"text": 3}])
+    beside, one, other = KEYS[key]
+    seen = []
+    for value in (one, other):
+        seen.append(opened(tmp_path, caplog, **beside | {key: value}))
+        for kept in tmp_path.glob("*/tokens-*.lock"):
+            kept.unlink()
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"shuffle_buffer": 2048}, "shuffle_buffer needs streaming"),
+        ({"text_field": "a"}, "data.text_field: unknown key; its name here is data.fields"),
+    ],
+)
+def test_keys_that_would_mean_nothing_are_refused(tmp_path, caplog, data, problem):
+    assert problem in opened(tmp_path, caplog, **data)
+
+
+# The demo's corpus and tokenizer: found beside the interpreter, the same every time.
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return stdlib_corpus(max_bytes=600_000)
+
+
+def test_the_tokenizer_is_lossless_compact_and_reproducible(corpus, tmp_path):
+    tokenizer = train_bpe_tokenizer(corpus, 1000, tmp_path / "a")
+    train_bpe_tokenizer([str(path) for path in corpus], 1000, tmp_path / "b")
+    assert len(tokenizer) == 1000
+    saved = [(tmp_path / name / "tokenizer.json").read_bytes() for name in "ab"]
+    assert saved[0] == saved[1]
+    loaded = load_tokenizer(tmp_path / "a")
+    text = corpus[0].read_text() + "\n\tnaïve ☕ \r\n"
+    ids = loaded(text)["input_ids"]
+    assert loaded.decode(ids) == text == tokenizer.decode(tokenizer(text)["input_ids"])
+    assert len(ids) < len(text) / 2
+    assert (loaded.eos_token, loaded.pad_token) == (END_OF_TEXT, PADDING)
+    assert loaded.eos_token_id != loaded.pad_token_id
+
+    data = open_dataset(corpus, kind="text", tokenizer=loaded, sequence_length=128,
+                        cache_dir=tmp_path, vocab_size=1000)  # fmt: skip
+    assert data.fill > 0.99 and data.num_tokens > 100_000

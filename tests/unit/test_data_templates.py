@@ -6,13 +6,13 @@ Each is a small one of our own with a habit of a well-known model's.
 import itertools
 
 import pytest
-from data_cases import LLAMA3, encode_row, make_tokenizer, talk
 
 from megatrain.data.encoders import ChatEncoder
 from megatrain.data.examples import PlacedExample
 from megatrain.data.prompts import end_of_turn
 from megatrain.data.rows import Reading
 from megatrain.errors import InputError
+from tests.unit.data_cases import LLAMA3, encode_row, make_tokenizer, talk
 
 READING = Reading("auto", {})
 SPECIAL = ("<s>", "</s>", "<pad>", "<|a|>", "<|u|>", "<|end|>", "<|stop|>", "<think>", "</think>",
@@ -175,18 +175,115 @@ OTHER = (
 )
 
 
-def test_replies_of_a_template_that_always_asks_for_another_are_found():
-    """As Command R7B's, which also asks with an empty thought that replies do not have."""
-    reply = "{{- '" + HEADER + "' + (m.content or '') + calls(m) + '<|END_OF_TURN_TOKEN|>' }}"
-    template = MACRO + FOR + OTHER + reply + "{%- endif %}{%- endfor %}" + (
-        "{{- '" + HEADER + "<think></think>' }}"
-    )  # fmt: skip
-    tokenizer = make_tokenizer(template, special=COHERE)
-    for turns in (with_calls(city="a"), with_calls(city="a")[:3]):
-        runs = spoken(template, {"messages": turns}, tokenizer)[1]
-        ends = "<|END_OF_TURN_TOKEN|>"
-        wanted = ['<|call|>weather {"city": "a"}' + ends, "tell 2" + ends, "tell 4" + ends]
-        assert runs == wanted[: len(runs)] and len(runs) == (3 if len(turns) > 3 else 1)
+CALLED = with_calls(city="a")
+MORE = {"role": "assistant", "content": "tell 5"}
+CALLS = '<|call|>weather {"city": "a"}'
+TOLD = ["tell 2<|end|>", "tell 4<|end|>"]
+OF_TURN = "<|END_OF_TURN_TOKEN|>"
+WITH_CALLS = REPLY.replace("m.content", "(m.content or '') + calls(m)")
+ELSE_OTHERS = OTHERS.replace("{%- if", "{%- elif")
+SAID = "{{- '" + HEADER + "' + (m.content or '') + calls(m) + '" + OF_TURN + "' }}{%- endif %}"
+APRIEL = MACRO + FOR + OTHERS + (
+    "{%- else %}{{- '<|assistant|>\\n' + (m.content or '') }}{%- if m.tool_calls %}"
+    "{{- calls(m) + ('' if loop.last else ', id 7') }}{%- endif %}"
+    "{{- '\\n<|end|>\\n' }}{%- endif %}"
+) + END.replace("<|a|>", "<|assistant|>\\n")  # fmt: skip
+OF_APRIEL = ("<s>", "</s>", "<pad>", "<|assistant|>", "<|u|>", "<|end|>")
+SILENT = "{%- if m.role == 'tool' %}{{- '<|tool|>' + m.content }}" + ELSE_OTHERS.replace(
+    "<|end|>", ""
+)
+LATER = TEMPLATES["ends the last reply otherwise"]
+# A habit, the template that has it, its special tokens, turns, and what is learnt of them.
+HABITS = {
+    # As Command R7B's, which also asks with an empty thought that replies do not have.
+    "always asks for another reply": (
+        MACRO + FOR + OTHER + SAID + "{%- endfor %}{{- '" + HEADER + "<think></think>' }}", COHERE,
+        CALLED, [CALLS + OF_TURN, "tell 2" + OF_TURN, "tell 4" + OF_TURN]),
+    "always asks for another reply, calls last": (
+        MACRO + FOR + OTHER + SAID + "{%- endfor %}{{- '" + HEADER + "<think></think>' }}", COHERE,
+        CALLED[:3], [CALLS + OF_TURN]),
+    # As Command R+'s, which adds a last instruction to the text.
+    "ends calls with the next header": (
+        MACRO + FOR + OTHER + "{{- '" + HEADER + "' + (m.content or '') }}{%- if m.tool_calls %}"
+        "{{- calls(m) }}{%- else %}{{- '" + OF_TURN + "' }}{%- endif %}{%- endif %}{%- endfor %}"
+        "{{- '<|START_OF_TURN_TOKEN|><|u|>go on" + OF_TURN + "' }}"
+        "{%- if add_generation_prompt %}{{- '" + HEADER + "' }}{%- endif %}", COHERE,
+        CALLED, [CALLS, "tell 2" + OF_TURN, "tell 4" + OF_TURN]),
+    # As Apriel's, which leaves the number of the last call out.
+    "writes calls otherwise later": (
+        APRIEL, OF_APRIEL, CALLED,
+        [CALLS + ", id 7\n<|end|>", "tell 2\n<|end|>", "tell 4\n<|end|>"]),
+    "writes what a question quotes": (
+        APRIEL, OF_APRIEL, talk("say <|assistant|>\nhm\n<|end|>", "hm"), ["hm\n<|end|>"]),
+    # The text that asks for a reply lacks what ends the tool's turn.
+    "closes the last result otherwise": (
+        MACRO + FOR + "{%- if m.role == 'tool' %}{{- '<|tool|>' + m.content }}"
+        "{%- if not loop.last %}{{- '<|end|>' }}{%- endif %}" + ELSE_OTHERS + WITH_CALLS + END,
+        SPECIAL, CALLED, [CALLS + "<|end|>", *TOLD]),
+    "goes on after the result of a tool": (
+        MACRO + FOR + "{%- if m.role == 'tool' %}{{- '[' + m.content + ']' }}" + ELSE_OTHERS
+        + "{%- else %}{{- ('' if messages[loop.index0 - 1].role == 'tool' else '<|a|>') }}"
+        "{{- (m.content or '') + calls(m) + ('' if m.tool_calls else '<|end|>') }}{%- endif %}"
+        + END, SPECIAL, CALLED, [CALLS, *TOLD]),
+    # As after results in DiffusionGemma's, and after replies in GigaChat's.
+    "does not ask for each reply": (
+        MACRO + FOR + OTHERS + WITH_CALLS + END.replace("if add_generation_prompt",
+        "if add_generation_prompt and messages[-1].role in ('user', 'system')"), SPECIAL,
+        [*CALLED, {**MORE, "content": "tell <|a|> 5"}],
+        [CALLS + "<|end|>", *TOLD, "tell <|a|> 5<|end|>"]),
+    "ends replies with headers": (
+        MACRO + FOR + SILENT + WITH_CALLS.replace(" + '<|end|>'", "") + END, SPECIAL,
+        [*CALLED, MORE], [CALLS + "<|tool|>", "tell 2<|u|>", "tell 4", "tell 5"]),
+    # As Metharme's.
+    "ends the last reply alone": (
+        FOR + OTHERS.replace("<|end|>", "")
+        + REPLY.replace("'<|end|>'", "('<|end|>' if loop.last else '')") + END, SPECIAL,
+        TURNS, ["tell 2", "tell 4<|end|>"]),
+    "ends the text alone": (
+        FOR + (OTHERS + REPLY).replace("<|end|>", "")
+        + END.replace("{%- endif %}", "{%- else %}{{- '</s>' }}{%- endif %}"), SPECIAL,
+        [*TURNS, MORE], ["tell 2", "tell 4", "tell 5</s>"]),
+    # As gpt-oss', which begins with words of its own that end as questions do.
+    "ends one of two replies in a row otherwise": (
+        "{{- '<|u|>be kind<|end|>' }}"
+        + LATER.replace("if loop.last", "if loop.last and not add_generation_prompt"), SPECIAL,
+        [*TURNS[:3], MORE, *TURNS[3:]], ["tell 2<|end|>", "tell 5<|end|>", "tell 4<|stop|>"]),
+    # As vLLM's template for ChatML; nothing tells the end of a question from the header behind it.
+    "ends a question only when asked": (
+        FOR + "{{- ('<|a|>' if m.role == 'assistant' else '<|u|>') + m.content }}"
+        "{%- if add_generation_prompt or not loop.last %}{{- '<|end|>' }}{%- endif %}"
+        + END.replace("prompt %}", "prompt and messages[-1].role != 'assistant' %}"), SPECIAL,
+        [*TURNS, MORE], ["tell 2<|end|>", "tell 4", "tell 5"]),
+    "writes the turn of calls otherwise later": (
+        MACRO + LATER.replace("m.content + ('<|stop|>'",
+                              "(m.content or '') + calls(m) + ('<|stop|>'"), SPECIAL,
+        CALLED, [CALLS + "<|end|>", "tell 2<|end|>", "tell 4<|stop|>"]),
+    "spaces the end of calls otherwise later": (
+        MACRO + FOR + OTHERS + "{%- else %}{{- '<|a|>' + (m.content or '') + calls(m) }}"
+        "{%- if m.tool_calls %}{{- '<|tool|>' + ('' if loop.last else ' ') }}{%- endif %}"
+        "{{- '<|end|>' }}{%- endif %}" + END, SPECIAL,
+        CALLED, [CALLS + "<|tool|> <|end|>", *TOLD]),
+    "asks for the content of earlier calls": (
+        MACRO + FOR + "{%- if m.role == 'tool' %}"
+        "{%- set _ = messages[loop.index0 - 1].content + '' %}{%- endif %}"
+        + OTHERS + WITH_CALLS + END,
+        SPECIAL, CALLED, [CALLS + "<|end|>", *TOLD]),
+    # As Phi 3's, which ends the text once more, with a token that may be the end of turns.
+    "ends another's turn as a text": (
+        FOR + "{{- ('<|assistant|>' if m.role == 'assistant' else '<|u|>') + '\n' }}"
+        "{{- m.content + '<|end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}"
+        "{{- '<|assistant|>\n' }}{%- else %}{{- eos_token }}{%- endif %}",
+        ("<s>", "<|end|>", "<pad>", "<|assistant|>", "<|u|>"),
+        talk("ask 1", "tell 2", "ask 3"), ["tell 2<|end|>"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_replies_and_calls_are_learnt_to_their_ends_and_nothing_of_others(name):
+    template, special, turns, learnt = HABITS[name]
+    eos = "<|end|>" if special[1] == "<|end|>" else "</s>"
+    tokenizer = make_tokenizer(template, special=special, eos=eos)
+    assert spoken(template, {"messages": turns}, tokenizer)[1] == learnt
 
 
 def test_no_part_of_the_next_header_is_learnt_where_a_template_always_asks_for_another_reply():
@@ -199,54 +296,10 @@ def test_no_part_of_the_next_header_is_learnt_where_a_template_always_asks_for_a
     assert end_of_turn(tokenizer) == tokenizer.eos_token_id
 
 
-def test_calls_that_end_with_the_next_header_are_found():
-    """As Command R+'s, which adds a last instruction to the text."""
-    reply = "{{- '" + HEADER + "' + (m.content or '') }}{%- if m.tool_calls %}{{- calls(m) }}" + (
-        "{%- else %}{{- '<|END_OF_TURN_TOKEN|>' }}{%- endif %}"
-    )  # fmt: skip
-    template = MACRO + FOR + OTHER + reply + "{%- endif %}{%- endfor %}" + (
-        "{{- '<|START_OF_TURN_TOKEN|><|u|>go on<|END_OF_TURN_TOKEN|>' }}"
-        "{%- if add_generation_prompt %}{{- '" + HEADER + "' }}{%- endif %}"
-    )  # fmt: skip
-    tokenizer = make_tokenizer(template, special=COHERE)
-    _, runs = spoken(template, {"messages": with_calls(city="a")}, tokenizer)
-    assert runs[0] == '<|call|>weather {"city": "a"}' and len(runs) == 3
-
-
-def test_calls_that_are_written_otherwise_later_are_found():
-    """As Apriel's, which leaves the number of the last call out."""
-    special = ("<s>", "</s>", "<pad>", "<|assistant|>", "<|u|>", "<|end|>")
-    reply = "{%- else %}{{- '<|assistant|>\\n' + (m.content or '') }}{%- if m.tool_calls %}" + (
-        "{{- calls(m) + ('' if loop.last else ', id 7') }}{%- endif %}{{- '\\n<|end|>\\n' }}"
-        "{%- endif %}"
-    )  # fmt: skip
-    template = MACRO + FOR + OTHERS + reply + END.replace("<|a|>", "<|assistant|>\\n")
-    tokenizer = make_tokenizer(template, special=special)
-    _, runs = spoken(template, {"messages": with_calls(city="a")}, tokenizer)
-    assert runs[0] == '<|call|>weather {"city": "a"}, id 7\n<|end|>'
-    assert runs[1:] == ["tell 2\n<|end|>", "tell 4\n<|end|>"]
-    quoting = talk("say <|assistant|>\nhm\n<|end|>", "hm")
-    text, (reply,) = spoken(template, {"messages": quoting}, tokenizer)
-    assert text.rstrip().endswith(reply) and reply == "hm\n<|end|>"
-
-
 def test_an_empty_reply_that_a_template_leaves_out_is_named():
     template = FOR + OTHERS + "{%- elif m.content %}" + REPLY.replace("{%- else %}", "") + END
     with pytest.raises(InputError, match="no place for the empty reply in message 2: drop it, or"):
         spoken(template, {"messages": talk("a", "", "b", "tell")})
-
-
-def test_turns_after_a_tool_are_found_where_its_result_is_closed_otherwise():
-    """The text that asks for a reply lacks what ends the tool's turn."""
-    tool = (
-        "{%- if m.role == 'tool' %}{{- '<|tool|>' + m.content }}"
-        "{%- if not loop.last %}{{- '<|end|>' }}{%- endif %}"
-    )
-    reply = REPLY.replace("m.content", "(m.content or '') + calls(m)")
-    macro = "{%- macro calls(m) %}" + CALL.replace("ARGS", "c.function.arguments | tojson")
-    template = FOR + tool + OTHERS.replace("{%- if", "{%- elif") + reply + END
-    _, runs = spoken(macro + "{%- endmacro %}" + template, {"messages": with_calls(city="a")})
-    assert runs[1:] == ["tell 2<|end|>", "tell 4<|end|>"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -254,31 +307,6 @@ def test_of_empty_replies_the_end_of_turn_is_learnt(name):
     ends = [run[-7:] for run in spoken(TEMPLATES[name], {"messages": talk("a", "", "b", "")})[1]]
     last = "<|stop|>"[-7:] if "otherwise" in name else "<|end|>"
     assert ends == (["<|u|>"] if "no end" in name else ["<|end|>", last])
-
-
-def test_a_reply_that_goes_on_after_the_result_of_a_tool_is_learnt_from_there():
-    tool = "{%- if m.role == 'tool' %}{{- '[' + m.content + ']' }}"
-    reply = (
-        "{%- else %}{{- ('' if messages[loop.index0 - 1].role == 'tool' else '<|a|>') }}"
-        "{{- (m.content or '') + calls(m) + ('' if m.tool_calls else '<|end|>') }}{%- endif %}"
-    )
-    template = MACRO + FOR + tool + OTHERS.replace("{%- if", "{%- elif") + reply + END
-    text, runs = spoken(template, {"messages": with_calls(city="a")})
-    assert "[warm]tell 2<|end|>" in text
-    assert runs[1:] == ["tell 2<|end|>", "tell 4<|end|>"]
-
-
-def test_the_header_of_a_reply_for_which_a_template_does_not_ask_is_not_learnt():
-    """As after results in DiffusionGemma's, and after replies in GigaChat's."""
-    end = END.replace(
-        "if add_generation_prompt",
-        "if add_generation_prompt and messages[-1].role in ('user', 'system')",
-    )
-    reply = REPLY.replace("m.content", "(m.content or '') + calls(m)")
-    turns = [*with_calls(city="a"), {"role": "assistant", "content": "tell <|a|> 5"}]
-    text, runs = spoken(MACRO + FOR + OTHERS + reply + end, {"messages": turns})
-    assert "<|a|>tell 4<|end|><|a|>tell <|a|> 5<|end|>" in text
-    assert runs[1:] == ["tell 2<|end|>", "tell 4<|end|>", "tell <|a|> 5<|end|>"]
 
 
 def test_a_family_that_begins_and_ends_parts_of_a_reply_as_it_does_turns_is_learnt_to_its_end():
@@ -338,43 +366,6 @@ def test_an_end_that_only_a_question_brings_is_learnt_where_it_is():
         assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == (end or "<|u|>")
 
 
-def test_headers_that_end_replies_are_not_learnt_where_replies_follow_each_other_or_end_once():
-    tool = "{%- if m.role == 'tool' %}{{- '<|tool|>' + m.content }}"
-    reply = "{%- else %}{{- '<|a|>' + (m.content or '') + calls(m) }}{%- endif %}"
-    others = tool + OTHERS.replace("{%- if", "{%- elif").replace("<|end|>", "")
-    turns = [*with_calls(city="a"), {"role": "assistant", "content": "tell 5"}]
-    _, runs = spoken(MACRO + FOR + others + reply + END, {"messages": turns})
-    assert runs == ['<|call|>weather {"city": "a"}<|tool|>', "tell 2<|u|>", "tell 4", "tell 5"]
-    once = REPLY.replace("'<|end|>'", "('<|end|>' if loop.last else '')")  # as Metharme's
-    _, runs = spoken(FOR + OTHERS.replace("<|end|>", "") + once + END, {"messages": TURNS})
-    assert runs == ["tell 2", "tell 4<|end|>"]
-    ended = END.replace("{%- endif %}", "{%- else %}{{- '</s>' }}{%- endif %}")
-    turns = [*TURNS[:-1], *turns[-2:]]
-    silent = FOR + (OTHERS + REPLY).replace("<|end|>", "") + ended
-    assert spoken(silent, {"messages": turns})[1] == ["tell 2", "tell 4", "tell 5</s>"]
-
-
-def test_what_another_says_is_never_part_of_a_reply_of_a_known_family():
-    """As in Phi 3's, which ends the text once more, with a token that may be the end of turns."""
-    special = ("<s>", "<|end|>", "<pad>", "<|assistant|>", "<|u|>")
-    template = FOR + "{{- ('<|assistant|>' if m.role == 'assistant' else '<|u|>') + '\n' }}" + (
-        "{{- m.content + '<|end|>\n' }}{%- endfor %}{%- if add_generation_prompt %}"
-        "{{- '<|assistant|>\n' }}{%- else %}{{- eos_token }}{%- endif %}"
-    )  # fmt: skip
-    tokenizer = make_tokenizer(template, special=special, eos="<|end|>")
-    turns = talk("ask 1", "tell 2", "ask 3")
-    assert spoken(template, {"messages": turns}, tokenizer)[1] == ["tell 2<|end|>"]
-
-
-def test_each_of_two_replies_in_a_row_is_ended_where_the_last_of_all_ends_otherwise():
-    """As gpt-oss', which begins with words of its own that end as questions do."""
-    turns = [*TURNS[:3], {"role": "assistant", "content": "tell 5"}, *TURNS[3:]]
-    template = TEMPLATES["ends the last reply otherwise"]
-    template = template.replace("if loop.last", "if loop.last and not add_generation_prompt")
-    _, runs = spoken("{{- '<|u|>be kind<|end|>' }}" + template, {"messages": turns})
-    assert runs == ["tell 2<|end|>", "tell 5<|end|>", "tell 4<|stop|>"]
-
-
 def test_replies_are_found_where_a_template_asks_without_the_lines_before_a_header():
     """As vLLM's Alpaca template, whose turns have no tokens, and are parted if others follow."""
     parted = "{%- if not loop.last %}{{- '\n\n' }}{%- endif %}"
@@ -382,16 +373,6 @@ def test_replies_are_found_where_a_template_asks_without_the_lines_before_a_head
     asks = END.replace("<|a|>", "### Say:\n")
     _, runs = spoken(FOR + header + parted + asks, {"messages": TURNS})
     assert [run.strip() for run in runs] == ["tell 2", "tell 4"]
-
-
-def test_a_header_is_not_learnt_where_another_reply_is_ended_only_when_asked():
-    """As vLLM's template for ChatML, where only a question that is asked has an end, too."""
-    said = "{{- ('<|a|>' if m.role == 'assistant' else '<|u|>') + m.content }}"
-    ended = "{%- if add_generation_prompt or not loop.last %}{{- '<|end|>' }}{%- endif %}"
-    asks = END.replace("prompt %}", "prompt and messages[-1].role != 'assistant' %}")
-    turns = [*TURNS, {"role": "assistant", "content": "tell 5"}]
-    _, runs = spoken(FOR + said + ended + asks, {"messages": turns})
-    assert runs == ["tell 2<|end|>", "tell 4", "tell 5"]  # nothing tells that end from the header
 
 
 def test_tools_that_a_template_leaves_out_without_a_system_message_are_refused():
@@ -481,33 +462,6 @@ def test_settings_of_the_template_come_from_the_row():
             spoken(template, {**row, "chat_template_kwargs": bad})
     with pytest.raises(InputError, match="refuses the row: 'mood' .* row's tools or chat"):
         spoken("{{- mood + 'x' }}" + template, {"messages": TURNS})
-
-
-def test_calls_are_learnt_where_their_turn_is_written_otherwise_later():
-    template = TEMPLATES["ends the last reply otherwise"].replace(
-        "m.content + ('<|stop|>'", "(m.content or '') + calls(m) + ('<|stop|>'"
-    )
-    macro = "{%- macro calls(m) %}" + CALL.replace("ARGS", "c.function.arguments | tojson")
-    _, runs = spoken(macro + "{%- endmacro %}" + template, {"messages": with_calls(city="Paris")})
-    call = '<|call|>weather {"city": "Paris"}'
-    assert runs[0].startswith(call) and runs[1:] == ["tell 2<|end|>", "tell 4<|stop|>"]
-
-
-def test_a_call_whose_end_is_spaced_otherwise_later_is_learnt_to_its_end():
-    reply = (
-        "{%- else %}{{- '<|a|>' + (m.content or '') + calls(m) }}{%- if m.tool_calls %}"
-        "{{- '<|tool|>' + ('' if loop.last else ' ') }}{%- endif %}{{- '<|end|>' }}{%- endif %}"
-    )
-    template = MACRO + FOR + OTHERS + reply + END
-    _, runs = spoken(template, {"messages": with_calls(city="a")})
-    assert runs[0].endswith('{"city": "a"}<|tool|> <|end|>') and len(runs) == 3
-
-
-def test_a_template_that_asks_for_the_content_of_earlier_calls_gets_an_empty_one():
-    result = "{%- if m.role == 'tool' %}{%- set _ = messages[loop.index0 - 1].content + '' %}"
-    reply = REPLY.replace("m.content", "(m.content or '') + calls(m)")
-    template = MACRO + FOR + result + "{%- endif %}" + OTHERS + reply + END
-    assert len(spoken(template, {"messages": with_calls(city="a")})[1]) == 3
 
 
 @pytest.mark.parametrize("header", ["say:", "I say:\n"])

@@ -4,16 +4,18 @@ import json
 import logging
 
 import pytest
-from data_cases import chat_tokenizer, encode_row, make_tokenizer, refused, talk, write_jsonl
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from megatrain.data import open_dataset
-from megatrain.data.encoders import Encoder
-from megatrain.data.examples import Examples
-from megatrain.data.rows import Reading
 from megatrain.data.sources import find_files
 from megatrain.errors import InputError
+from tests.unit.data_cases import (
+    chat_tokenizer,
+    encode_row,
+    make_tokenizer,
+    refused,
+    talk,
+    write_jsonl,
+)
 
 TURNS = talk("What is 12 + 30?", "It is 42.", "Thanks!", "You are welcome.")
 
@@ -51,7 +53,6 @@ OBJECT = {"id": 1, "instruction": "Where?", "output": "There.\n"}
 @pytest.mark.parametrize(
     "text",
     [
-        json.dumps([OBJECT] * 2),
         json.dumps([OBJECT] * 2, indent=2),
         "\ufeff\n" + json.dumps([OBJECT]),
         json.dumps({"data": [OBJECT] * 2}, indent=2),
@@ -59,10 +60,9 @@ OBJECT = {"id": 1, "instruction": "Where?", "output": "There.\n"}
         f"{json.dumps(OBJECT)}{json.dumps(OBJECT)}",
         ",\n".join([json.dumps(OBJECT)] * 2),
         json.dumps([{"messages": talk("sea " * 10**5, "a")}] * 2, indent=2),
-        json.dumps([{"text": "sea " * 10**5}]),
         "\n".join([json.dumps({"text": "sea " * 10**5}, indent=2)] * 2),
     ],
-    ids=["list", "spread list", "one", "wrapped", "spread", "no space", "commas", "long", "cut",
+    ids=["spread list", "one", "wrapped", "spread", "no space", "commas", "long",
          "spread and cut"],
 )  # fmt: skip
 def test_lists_of_rows_and_rows_over_several_lines_are_not_text(tmp_path, name, text):
@@ -96,22 +96,16 @@ def test_prose_and_code_that_begin_as_rows_do_are_text(tmp_path, text):
 # A field of a row that would change what is trained, were it heeded.
 ROWS = {
     "label": [True, False],
-    "kto_tag": [True, False],
     "labels": [[1, 2], [True]],
     "input_ids": [[1, 2]],
     "chosen": ["It is 42.", talk("a", "b")],
     "rejected": ["It is 43."],
     "weight": [0, 0.5, 2, "high"],
     "loss_weight": [0.5],
-    "sample_weight": [0],
     "assistant_masks": [[0, 1]],
-    "completion_mask": [[1]],
-    "loss_mask": [[1]],
     "train": [False, True],
-    "trainable": [False],
     "images": [["a.png"], [{"bytes": "", "path": "a.png"}]],
     "image": ["a.png"],
-    "videos": [["a.mp4"]],
     "audio": ["a.wav"],
     "functions": [[{"name": "weather"}]],
     "function_call": ["auto"],
@@ -140,9 +134,7 @@ MESSAGES = {
     "weight": ("assistant", [0.5, 2, -1, "0", "high", [1]]),
     " weight": ("user", [1, 1.0, True]),
     "train": ("assistant", [True, False]),
-    "training": ("assistant", [False]),
     "loss": ("assistant", [False]),
-    "loss_weight": ("assistant", [0.5]),
     "mask": ("assistant", [True]),
     "label": ("assistant", [False]),
     "train_detail": ("assistant", [[{"begin_offset": 0}]]),
@@ -151,7 +143,6 @@ MESSAGES = {
     "refusal": ("assistant", ["I will not."]),
     "audio": ("assistant", [{"id": "a"}]),
     "reasoning_content": ("assistant", ["12 + 30 = 42"]),
-    "thinking": ("assistant", ["12 + 30 = 42"]),
     "images": ("user", [["a.png"]]),
 }
 
@@ -266,115 +257,6 @@ def test_calls_and_tools_that_the_template_has_no_place_for_are_refused(tmp_path
     row = {"messages": TURNS, "tools": [{"type": "function", "function": {"name": "f"}}]}
     with pytest.raises(InputError, match=r"rows.jsonl:1: .*chat template .*'tools'"):
         learnt(tmp_path, row, tokenizer)
-
-
-WORDS = [f"w{n:02d}q" for n in range(40)]
-ODD_OF_A_ROW = [(name, value) for name, values in ROWS.items() for value in values]
-ODD_OF_A_MESSAGE = [
-    (role, name.strip(), value)
-    for name, (role, values) in MESSAGES.items()
-    for value in values
-]  # fmt: skip
-
-
-@st.composite
-def told_rows(draw):
-    """A row of messages; the words that it teaches, the words it only shows; if it must not pass.
-
-    Null and empty values are put where tables have them, and once in a while a field that asks for
-    what is not heeded.
-    """
-    words = iter(WORDS)
-    turns, taught, shown = [], set(), set()
-    nothing = st.sampled_from([None, [], ""])
-    if draw(st.booleans()):
-        turns.append({"role": "system", "content": next(words)})
-        shown.add(turns[-1]["content"])
-    for _ in range(draw(st.integers(1, 3))):
-        question, reply = next(words), next(words)
-        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
-        shown.add(question)
-        if draw(st.booleans()):
-            turns[-2]["content"] = [{"type": "text", "text": question}]
-        said = {reply}
-        if draw(st.booleans()):
-            key, value = next(words), next(words)
-            arguments = draw(st.sampled_from([{key: value}, json.dumps({key: value})]))
-            name = next(words)
-            call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-            turns[-1]["tool_calls"] = [call]
-            said |= {key, value, name}
-            turns[-1]["content"] = draw(st.sampled_from([None, reply]))
-            said -= set() if turns[-1]["content"] else {reply}
-        weight = draw(st.sampled_from([None, 0, 1, 0.0, 1.0]))
-        if draw(st.booleans()) or weight == 0:
-            turns[-1]["weight"] = weight
-        if weight == 0:
-            shown |= said
-        else:
-            taught |= said
-    for message in turns:
-        if draw(st.booleans()):
-            message[draw(st.sampled_from(["name", "reasoning_content", "refusal"]))] = None
-    row = {"messages": turns, "id": 3, "label": draw(nothing), "tools": draw(nothing)}
-    form = draw(st.sampled_from(["messages", "sharegpt", "trl", "alpaca", "question"]))
-    plain = all(set(m) <= {"role", "content"} and isinstance(m["content"], str) for m in turns)
-    if form == "sharegpt" or (plain and form != "messages"):
-        row |= _in_another_format(form, turns)
-        if form in ("trl", "alpaca", "question"):
-            del row["messages"]
-    if not (odd := draw(st.integers(0, 3))):
-        name, value = draw(st.sampled_from(ODD_OF_A_ROW))
-        row[name] = value
-    elif odd == 1 and "messages" in row:
-        role, name, value = draw(st.sampled_from(ODD_OF_A_MESSAGE))
-        said = [new for new, m in zip(row["messages"], turns, strict=True) if m["role"] == role]
-        draw(st.sampled_from(said))[name] = value
-    if form == "trl" and "prompt" in row:  # earlier replies are part of the prompt
-        earlier = {m["content"] for m in row["prompt"] if m["role"] == "assistant"}
-        taught, shown = taught - earlier, shown | earlier
-    return row, taught, shown, not odd or (odd == 1 and "messages" in row)
-
-
-def _in_another_format(form, turns):
-    """The fields that say the same as these messages."""
-    if form == "sharegpt":
-        names = {"user": "human", "assistant": "gpt", "system": "system"}
-        said = [{**m, "from": names[m["role"]], "value": m["content"]} for m in turns]
-        return {"messages": [{k: v for k, v in m.items() if k not in ("role", "content")}
-                             for m in said]}  # fmt: skip
-    if form == "trl":
-        return {"prompt": turns[:-1], "completion": turns[-1:]}
-    system = {"system": turns[0]["content"]} if turns[0]["role"] == "system" else {}
-    texts = [m["content"] for m in turns[len(system) :]]
-    history = [texts[i : i + 2] for i in range(0, len(texts) - 2, 2)]
-    question, answer = ("instruction", "output") if form == "alpaca" else ("question", "answer")
-    return {question: texts[-2], answer: texts[-1], "history": history, **system}
-
-
-@settings(max_examples=150, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
-@given(case=told_rows(), name=st.sampled_from(["qwen", "marked"]))
-def test_every_schema_is_trained_right_or_refused_in_one_line(tmp_path, case, name):
-    row, taught, shown, must_not_pass = case
-    path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    tokenizer = chat_tokenizer(name)
-    try:
-        examples = Examples(find_files(path, "chat"), Reading("auto", {}), "stop")
-        (found,) = Encoder(tokenizer, None).documents(examples)
-    except InputError as error:
-        assert str(error).startswith(f"{path}:1: ") and "\n" not in str(error)
-        has_calls = any(message.get("tool_calls") for message in row.get("messages", ()))
-        assert must_not_pass or (name == "marked" and has_calls), error
-        return
-    assert not must_not_pass
-    learnt = tokenizer.decode(found.ids[found.targets])
-    only_read = tokenizer.decode(found.ids[~found.targets])
-    if not taught:
-        assert len(found.ids) == 0
-        return
-    assert all(word in learnt and word not in only_read for word in taught)
-    assert all(word in only_read and word not in learnt for word in shown)
 
 
 @pytest.mark.parametrize("role", ["Assistant", "agent", ""])

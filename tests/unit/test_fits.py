@@ -1,5 +1,6 @@
-"""Memory limits: what cannot fit is refused before anything is allocated."""
+"""Memory limits: what cannot fit is refused first, or computed again from less."""
 
+import logging
 import re
 from dataclasses import replace
 from typing import Any
@@ -8,23 +9,30 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement
+from megatrain import AdamW, DoesNotFit, Engine, Placement
 from megatrain.autoplace import auto
 from megatrain.autoplace.auto import check_fits
 from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
+from megatrain.engine.batch import halved
 from megatrain.forecast.cache import UNSUMMED, ForecastCache, needs_of
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
+from megatrain.loss import CROSS_ENTROPY, DPO
 from megatrain.machine import mapping_bytes
 from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
-from megatrain.source.source import Model, open_source
+from megatrain.source.source import EngineSetup, Model, open_source
 from megatrain.telemetry import host
 from megatrain.telemetry.host import process_bytes
+from tests.counted import CountedDevice
 from tests.inside import answering
-from tests.parity.cases import llama, make_engine
+from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.test_memory import MID
-from tests.unit.forecast_cases import H200, experts_config, tiny_config
+from tests.parity.test_preferences import replies
+from tests.race.schedule import Alike
+from tests.sweeps import few, swept
+from tests.unit.forecast_cases import H200, experts_config, small_machine, tiny_config
 
 
 class Card(CpuDevice):
@@ -52,23 +60,18 @@ class Card(CpuDevice):
         return {**super().memory(), "device_free_bytes": free, "device_context_bytes": MIB}
 
 
-class Asked:
-    """A model to be trained in bf16 with clipping, in steps of so many tokens."""
-
-    def __init__(self, tokens=None, config=MID):
-        self.tokens, self.model = tokens, Model.trained(spec(open_source(config).model), AdamW())
-
-    def needs(self, placement):
-        program = ModelProgram(self.model.spec, torch.device("cpu"), torch.bfloat16)
-        return needs_of(self.model, program, placement, clip=True, tokens=self.tokens)
-
-    def check(self, card, placement):
-        check_fits(card, self.model, placement, torch.bfloat16, None, clip=True)
+def trained(config):
+    return Model.trained(spec(open_source(config).model), AdamW())
 
 
-def open_engine(device, model=MID, placement=None, **options):
-    placement = placement or Placement(slots=3)
-    return Engine(model, optimizer=AdamW(), device=device, placement=placement, **options)
+def needs(model, placement):
+    """Of a step in bf16 with clipping."""
+    program = ModelProgram(model.spec, torch.device("cpu"), torch.bfloat16)
+    return needs_of(model, program, placement, clip=True, tokens=None)
+
+
+def open_engine(device, **options):
+    return Engine(MID, optimizer=AdamW(), device=device, placement=Placement(slots=3), **options)
 
 
 def test_a_card_that_is_too_small_is_refused_with_nothing_allocated():
@@ -79,28 +82,25 @@ def test_a_card_that_is_too_small_is_refused_with_nothing_allocated():
     assert "\n" not in str(told.value)
     for part in ("device memory: at least", "are allowed", "too few", "take placement: auto"):
         assert part in str(told.value)
+    with pytest.raises(DoesNotFit, match=r"host memory: at least .* weights .* too few"):
+        open_engine(device := Card(8 * GIB), host_memory=process_bytes() + 100 * MIB)
+    assert device.taken == device.on_host == 0
 
 
 def test_what_is_counted_is_what_is_taken():
     device = Card(8 * GIB)
     device.kind = "cpu"  # there is no GPU to draw weights on
-    placement = Placement(slots=3)
-    engine = open_engine(device)
-    needs = Asked().needs(placement)
-    temporary = needs.device.pop(UNSUMMED)
-    assert temporary == 2 * 16384 * 384  # of the head; a layer has 1.6 M parameters
-    assert device.taken == sum(needs.device.values())
-    assert device.on_host == sum(needs.host.values())
-    engine.close()
+    needed = needs(trained(MID), Placement(slots=3))
+    with open_engine(device):
+        temporary = needed.device.pop(UNSUMMED)
+        assert temporary == 2 * 16384 * 384  # of the head; a layer has 1.6 M parameters
+        assert device.taken == sum(needed.device.values())
+        assert device.on_host == sum(needed.host.values())
 
 
 # The head's gradient is the largest; a layer's; all the experts' of one.
 WIDE = tiny_config().to_dict() | {"hidden_size": 512, "intermediate_size": 2048}
-MODELS = {
-    "head": MID,
-    "layer": LlamaConfig(**WIDE),
-    "experts": experts_config(),
-}
+MODELS = {"head": MID, "layer": LlamaConfig(**WIDE), "experts": experts_config()}
 WAYS: list[dict[str, Any]] = [
     {},
     {"slots": 3, "compile": True},
@@ -110,66 +110,27 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "choices"),
-    [
-        *(
-            pytest.param(model, way, marks=[pytest.mark.exhaustive] if (m + w) % 2 else [])
-            for m, model in enumerate(MODELS)
-            for w, way in enumerate(WAYS)
-        ),
-    ],
-    ids=str,
-)
-def test_the_least_is_what_a_step_of_two_tokens_is_foretold_to_take(model, choices):
-    asked, placement = Asked(None, MODELS[model]), Placement(**choices)
+@swept(together=1, config=MODELS, choices=WAYS)
+def test_the_least_is_what_a_step_of_two_tokens_is_foretold_to_take(config, choices):
+    model, placement = trained(config), Placement(**choices)
     machine = replace(H200, device_context_bytes=0)  # then that is to map the host's memory
     workload = Workload(2, 2, 1, True, "bf16", placement.compile)
-    told = ForecastCache(asked.model.spec).of(machine, placement, workload, 1)
+    told = ForecastCache(model.spec).of(machine, placement, workload, 1)
     # A share that the allocator may take, and may not.
     besides = told.device_bytes["allocator"] + told.device_bytes["context"]
     foretold = told.device_peak_bytes - besides
-    least = sum(asked.needs(placement).device.values())
+    least = sum(needs(model, placement).device.values())
     assert 0.98 * foretold < least <= foretold
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_least_is_enough_and_less_is_refused(model):
-    asked, placement = Asked(None, MODELS[model]), Placement(slots=2)
-    needs = asked.needs(placement)
-    least = sum(needs.device.values()) + mapping_bytes(sum(needs.host.values()))
-    asked.check(Card(least + MIB), placement)
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_the_least_is_enough_and_less_is_refused(config):
+    model, placement = trained(config), Placement(slots=2)
+    needed = needs(model, placement)
+    least = sum(needed.device.values()) + mapping_bytes(sum(needed.host.values()))
+    check_fits(Card(least + MIB), model, placement, torch.bfloat16, None, clip=True)
     with pytest.raises(DoesNotFit, match="device memory: at least"):
-        asked.check(Card(least + MIB - 1), placement)
-
-
-def test_host_memory_is_refused_before_it_is_taken():
-    device = Card(8 * GIB)
-    with pytest.raises(DoesNotFit, match=r"host memory: at least .* weights .* too few"):
-        open_engine(device, host_memory=process_bytes() + 100 * MIB)
-    assert device.on_host == 0
-
-
-SMALL = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 999}
-HUGE = {"hidden_size": 65536, "intermediate_size": 65536}
-REMEDIES = {
-    "raise host_memory, or train an adapter (LoRA), or train a smaller model": (
-        {"vocab_size": 1 << 20},
-        2,
-    ),
-    "train an adapter (LoRA), or train a smaller model": (HUGE, 2),
-}
-
-
-@pytest.mark.parametrize("remedies", REMEDIES)
-def test_remedies_are_those_that_would_help(remedies):
-    """Of a model that is too large itself no micro-batch is small enough, nor any limit."""
-    sizes, rows = REMEDIES[remedies]
-    model = LlamaConfig(**SMALL | sizes)
-    limit = process_bytes() + 512 * MIB
-    step = {"tokens_per_step": rows * 512, "sequence_length": 512, "micro_batch": rows}
-    with pytest.raises(DoesNotFit, match=re.escape(f" too few; {remedies}") + "$"):
-        Engine(model, optimizer=AdamW(), host_memory=limit, device="cpu", **step)
+        check_fits(Card(least + MIB - 1), model, placement, torch.bfloat16, None, clip=True)
 
 
 def taken(num_bytes, monkeypatch):
@@ -191,7 +152,148 @@ def test_a_limit_below_what_the_process_itself_takes_is_named_as_it_was_given(li
     assert told and told[1] == f"{limit // MIB} MiB", caught.value
 
 
-@pytest.mark.parametrize("value", ["ten", "-3GiB", 0, -5, 1.5, True, ""])
-def test_a_limit_that_is_no_size_is_refused(value):
-    with pytest.raises(InputError, match="host_memory is"):
-        make_engine(llama(), host_memory=value)
+# What `placement="auto"` takes on a GPU: by forecast, or where nothing can be foreseen.
+
+FREE = 20 << 20
+
+
+class Gpu(CpuDevice):
+    """A GPU as far as its memory goes."""
+
+    kind = "cuda"
+
+    def memory(self):
+        return {"device_free_bytes": FREE, "device_bytes": 0, "device_total_bytes": 1 << 40}
+
+
+def opened(layers=2, *, train=True):
+    source = open_source(tiny_config(layers))
+    found = spec(source.model)
+    model = Model.trained(found, AdamW()) if train else Model(found, None)
+    return EngineSetup(source, model, 1.0, "bf16", Gpu(), None, None, None, 0)
+
+
+def settled(
+    monkeypatch, asked, tokens=512, length=64, *, machine=None, compiler=True, loss=CROSS_ENTROPY
+):
+    answering(monkeypatch, auto, present_machine=machine)
+    answering(monkeypatch, auto, can_compile=compiler)
+    answering(monkeypatch, auto, check_fits=None)
+    return auto.settle(asked, "auto", tokens, length, None, loss)
+
+
+def test_auto_takes_the_memory_that_is_free_and_says_why(monkeypatch, caplog):
+    with caplog.at_level(logging.INFO):
+        found = settled(monkeypatch, opened(), machine=small_machine(1e6))
+    assert found.planned is not None and found.planned.tokens_per_step == 512
+    assert found.planned.micro_batch_tokens == 64 * found.micro_batch
+    text = caplog.text
+    assert "micro-batches of" in text and "s a step expected" in text and "bound by " in text
+
+
+@pytest.mark.parametrize(("tokens", "length", "wanted"), [
+    (None, None, (98_304, 1024)), (512, None, (512, 512)), (None, 64, (98_304, 64)),
+])  # fmt: skip
+def test_sizes_that_nobody_gives_are_stated_ones(monkeypatch, tokens, length, wanted):
+    seen: list[Workload] = []
+    monkeypatch.setattr(auto, "_fastest", lambda opened, workload: seen.append(workload))
+    settled(monkeypatch, opened(), tokens, length, loss=DPO())
+    assert [(each.tokens_per_step, each.sequence_length) for each in seen] == [wanted]
+    assert seen[0].loss == DPO()
+
+
+def test_of_several_ranks_each_is_planned_with_its_part(monkeypatch):
+    """Of a step's rows, of host memory and of updates, by the link that was measured."""
+    alone, ranks = opened(), Alike(0, 3, on_host=3, link_gbps=0.25)
+    model = Model(alone.model.spec, alone.model.optimizer, ranks.size)
+    seen: list[Forecast] = []
+    search = auto.fastest
+    monkeypatch.setattr(auto, "fastest", lambda *given: seen.append(search(*given)) or seen[-1])
+    machine = small_machine(1e6, host_gib=12)
+    found = settled(monkeypatch, replace(alone, model=model, ranks=ranks), machine=machine)
+    assert found.planned is not None and found.planned.tokens_per_step == 64 * 3  # of 8 rows
+    [told] = seen
+    assert told.machine.host_memory_bytes == 4 * GIB and told.machine.link_gbps == 0.25
+    assert told.machine.update_gbps == pytest.approx(machine.update_gbps / 3)
+    assert told.placement == found.placement
+
+
+def test_a_model_that_is_run_rests_on_a_device_with_twice_the_room(monkeypatch):
+    small, large = opened(2, train=False), opened(8, train=False)
+    rests = settled(monkeypatch, small).placement.resident
+    assert {"embedding", "layer 0", "layer 1", "head"} <= set(rests) and "unused" not in rests
+    assert settled(monkeypatch, large).placement == Placement(slots=3, head_tokens=8192)
+
+
+# A device, or a host, that runs out of memory in the middle of a step.
+
+STEP = make_batches(1, ((4, 40), (3, 30), (1, 7)))[0]
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "nothing is kept": {},
+    "graphs on the device": {"save_activations": 3},
+    "graphs on both": {"offload_activations": 2, "save_activations": 1, "layer_inputs": "host"},
+    "passes": {"passes": 2, "save_activations": 2, "save_attention": "device"},
+}
+
+
+def peak_of(step, loss=None, **choices):
+    """What a step takes at most where nothing is limited."""
+    device = CountedDevice()
+    with make_engine(llama(), placement=Placement(**choices), device=device) as engine:
+        engine.step(step, *([loss] if loss else []))
+    return device.peak_bytes
+
+
+@pytest.mark.parametrize("loss", few([None, DPO(0.3)]))
+@pytest.mark.parametrize("choices", few(PLACEMENTS.values(), 2, 3))
+def test_a_step_without_memory_is_computed_again_from_less(choices, loss, caplog):
+    """As plain training on the halves of its micro-batches, to the bit; and so are later steps."""
+    step, losses = STEP if loss is None else replies(loss), [] if loss is None else [loss]
+    lean = {
+        "passes": choices.get("passes", 1),
+        "layer_inputs": choices.get("layer_inputs", "device"),
+    }
+    whole, least = peak_of(step, loss, **choices), peak_of(halved(step), loss, **lean)
+    assert least < 0.95 * whole
+    device = CountedDevice((whole + least) // 2)
+    plain, uncut = (make_engine(llama(), placement=Placement(slots=1)) for _ in range(2))
+    with (
+        caplog.at_level(logging.WARNING),
+        make_engine(llama(), placement=Placement(**choices), device=device) as engine,
+    ):
+        for _ in range(2):
+            result, wanted = engine.step(step, *losses), plain.step(halved(step), *losses)
+            assert (result.loss, result.grad_norm) == (wanted.loss, wanted.grad_norm)
+            assert result.loss == pytest.approx(uncut.step(step, *losses).loss, rel=1e-4)
+        assert same(masters(engine), masters(plain)) and engine.steps == 2
+    [said] = [line for line in caplog.messages if "computed again" in line]
+    assert said.startswith("step 1: the device has no memory left") and "\n" not in said
+
+
+def test_micro_batches_whose_routers_are_weighed_one_by_one_are_not_cut():
+    device = CountedDevice((peak_of(STEP) + peak_of(halved(STEP))) // 2)
+    with make_engine(llama(), placement=Placement(slots=1), device=device) as engine:
+        with pytest.raises(DoesNotFit):
+            engine.step(STEP, router_shares=[0.5, 0.4, 0.1])
+        assert engine.step(STEP).loss > 0  # without them they are
+        with pytest.raises(DoesNotFit):
+            engine.step(STEP, router_shares=[0.5, 0.4, 0.1])
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_out_of_memory_is_one_line_and_changes_no_weight(clip):
+    """Also where a step is tried again; without clipping updates may have begun, and it is not."""
+    device = CountedDevice()
+    rule = AdamW(lr=0.1)
+    with Engine(llama(), optimizer=rule, device=device, precision="fp32", max_grad_norm=clip) as e:
+        before = {name: master.clone() for name, master in e.named_masters()}
+        device.most_bytes = 1 + peak_of(STEP[2:])
+        with pytest.raises(DoesNotFit, match="out of memory.*micro-batches") as told:
+            e.step(STEP)
+        assert "\n" not in str(told.value)
+        if clip is not None:
+            assert "no weight has been changed" in str(told.value)
+            assert all(torch.equal(master, before[name]) for name, master in e.named_masters())
+            device.most_bytes = None
+            assert e.step(STEP).loss > 0  # and the engine goes on
+            assert any(not torch.equal(m, before[name]) for name, m in e.named_masters())

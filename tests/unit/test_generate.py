@@ -1,16 +1,23 @@
-"""Prompts as tokens, what `generate` is told, and where it stops."""
+"""Prompts as tokens, what is told to generate, what is drawn, and where it stops."""
 
 from types import SimpleNamespace
 
 import pytest
-from data_cases import chat_tokenizer, encode_row, make_tokenizer, talk
-from transformers import GenerationConfig
+import torch
+from transformers import (
+    GenerationConfig,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from megatrain import InputError
 from megatrain.config import ModelSection
 from megatrain.data.prompts import end_of_turn, prompt_ids
 from megatrain.generate import Sampling
+from megatrain.generate.sampling import OwnDraws
 from megatrain.train.data import run_ends
+from tests.unit.data_cases import chat_tokenizer, encode_row, make_tokenizer, talk
 
 
 def told(sampling, **own):
@@ -50,13 +57,6 @@ def test_the_token_that_ends_a_reply_is_found_in_the_template(name):
     assert end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids(ENDS[name])
 
 
-def test_a_text_that_begins_as_the_tokenizer_would_begin_it_gets_no_second_beginning():
-    tokenizer = make_tokenizer(bos_first=True)
-    once = prompt_ids(tokenizer, "The sea", None, "p")
-    assert once[0] == tokenizer.bos_token_id
-    assert prompt_ids(tokenizer, "<s>The sea", None, "p") == once
-
-
 def test_without_a_token_at_its_end_a_reply_ends_with_none():
     tokenizer = chat_tokenizer("qwen")
     tokenizer.chat_template = (
@@ -83,6 +83,9 @@ def test_a_text_is_asked_as_documents_begin():
     tokenizer = make_tokenizer()
     found = prompt_ids(tokenizer, "the sea", None, "prompt 1")
     assert found == tokenizer("the sea", add_special_tokens=True)["input_ids"]
+    first = make_tokenizer(bos_first=True)  # what begins a text already is not put there again
+    once = prompt_ids(first, "The sea", None, "p")
+    assert once[0] == first.bos_token_id and prompt_ids(first, "<s>The sea", None, "p") == once
     with pytest.raises(InputError, match="prompt 1: holds no token"):
         prompt_ids(tokenizer, "", None, "prompt 1")
     with pytest.raises(InputError, match="prompt 1: message 1 has no 'role'"):
@@ -98,3 +101,48 @@ def test_a_template_may_end_replies_only_where_a_turn_follows():
     )
     model = ModelSection(path="model")
     assert run_ends(model, tokenizer, SimpleNamespace(kind="chat")) == [tokenizer.eos_token_id]
+
+
+# Tokens are drawn as transformers draws them, each row by random numbers of its own.
+
+CPU = torch.device("cpu")
+IDS = torch.zeros(1, 1, dtype=torch.int64)
+
+
+def settings(**given):
+    return GenerationConfig(max_new_tokens=4, **{"temperature": 1.0, "top_k": 0} | given)
+
+
+def drawn(logits_RV, rows, seed=0, **given):
+    """Tokens `[4, R]` of rows that always have the same logits."""
+    draws = OwnDraws(settings(**given), seed, rows, CPU)
+    made = [draws(IDS, logits_RV) for _ in range(4)]
+    assert all((each.isfinite().sum(1) == 1).all() for each in made)
+    return torch.stack([each.argmax(1) for each in made])
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8}]
+)
+def test_tokens_come_as_often_as_they_are_likely(given):
+    logits = torch.tensor([[2.0, -torch.inf, 0.0, 1.0, -1.0, 1.5, 0.5, -3.0]])
+    wanted = TemperatureLogitsWarper(given.get("temperature", 1.0))(IDS, logits)
+    if "top_k" in given:
+        wanted = TopKLogitsWarper(given["top_k"])(IDS, wanted)
+    if "top_p" in given:
+        wanted = TopPLogitsWarper(given["top_p"])(IDS, wanted)
+    likely, count = wanted.softmax(-1)[0], 5000
+    found = drawn(logits.expand(count, -1), range(count), **given)
+    share = torch.bincount(found.flatten(), minlength=8) / (4 * count)
+    assert ((likely == 0) == (share == 0)).all()
+    spread = (likely * (1 - likely) / (4 * count)).sqrt()
+    assert ((share - likely).abs() <= 5 * spread).all()
+
+
+def test_a_rows_draws_are_its_own():
+    """Whatever rows are beside it, and other ones at each token, row and seed."""
+    logits = torch.zeros(6, 1 << 16)
+    found = drawn(logits, range(6))
+    assert found.unique().numel() == 24
+    assert drawn(logits[:3], (4, 0, 5)).equal(found[:, [4, 0, 5]])
+    assert not drawn(logits, range(6), seed=1).eq(found).any()

@@ -1,33 +1,31 @@
-"""A streamed Trainer is the plain one: losses, norms, rates, evaluations, weights, and a resume."""
+"""A streamed Trainer is the plain one: its log, weights, adapters, metrics, and resumes."""
 
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from data_cases import chat_tokenizer
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch.utils.data import IterableDataset
-from transformers import (
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import llama
-from tests.sweeps import few
+from tests.sweeps import few, quick, swept
+from tests.unit.data_cases import chat_tokenizer, talk, write_jsonl
 from tests.unit.trainer_cases import (
     Stop,
     Streamed,
+    alike,
     arguments,
     lines,
     mixed,
     padded,
     rows,
-    same,
     same_weights,
+    text_trainer,
     trainer,
     weights,
 )
@@ -40,11 +38,11 @@ class OwnTrainer(Trainer):
 
 def test_a_streamed_trainer_learns_what_a_plain_one_does(tmp_path):
     """16 rows in micro-batches of 2, 3 of them a step: the last step of an epoch has 2."""
-    made = []
-    for kind in (Trainer, mixed(OwnTrainer)):
-        made.append(trainer(kind, tmp_path / kind.__name__, remove_unused_columns=True))
-        made[-1].train()
-    same(*made, near=1e-5)
+    made = alike(
+        lambda kind: trainer(kind, tmp_path / kind.__name__, remove_unused_columns=True),
+        (Trainer, mixed(OwnTrainer)),
+        near=1e-5,
+    )
     same_weights(*made)
     assert sum("eval_loss" in entry for entry in lines(made[0])) == 3
 
@@ -146,18 +144,6 @@ def test_a_step_that_is_broken_off_is_not_part_of_the_next_run(tmp_path):
     assert stopped.train().training_loss == fresh.train().training_loss
 
 
-def test_the_best_state_is_loaded(tmp_path):
-    best = trainer(
-        Streamed, tmp_path / "best", load_best_model_at_end=True, greater_is_better=True,
-        metric_for_best_model="eval_loss",
-    )  # fmt: skip
-    best.train()
-    step = Path(best.state.best_model_checkpoint)
-    assert step.name == "checkpoint-2"  # the loss falls
-    kept, loaded = load_file(step / "model.safetensors"), weights(best)
-    assert all(torch.equal(kept[name], loaded[name]) for name in kept)
-
-
 class Precise(StreamedTrainer, Trainer):
     engine_options: ClassVar = {"precision": "bf16"}
 
@@ -167,22 +153,14 @@ class Precise(StreamedTrainer, Trainer):
     [
         (Precise, {}, {}, r"engine_options\['precision'\]: it follows from the Trainer's"),
         (Streamed, {"optim": "adafactor"}, {}, "args.optim: it must be adamw_torch"),
-        (
-            Streamed,
-            {"save_only_model": True, "load_best_model_at_end": True, "save_steps": 2},
-            {},
-            "args.save_only_model",
-        ),
-        (
-            Streamed,
-            {"metric_for_best_model": "eval_mean_token_accuracy"},
-            {},
-            "args.metric_for_best_model: the engine does not measure it",
-        ),
+        (Streamed, {"save_only_model": True, "load_best_model_at_end": True, "save_steps": 2}, {},
+         "args.save_only_model"),
+        (Streamed, {"metric_for_best_model": "eval_mean_token_accuracy"}, {},
+         "args.metric_for_best_model: the engine does not measure it"),
         (Streamed, {}, {"compute_loss_func": lambda *given, **more: 0}, "compute_loss_func"),
         (Streamed, {}, {"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_right_is_refused_by_name(tmp_path, kind, changes, options, message):
     with pytest.raises(InputError, match=message):
         trainer(kind, tmp_path, options=options, **changes)
@@ -219,3 +197,196 @@ def test_a_model_is_not_loaded_otherwise(tmp_path, changes, options, message):
     args.model_init_kwargs = changes
     with pytest.raises(InputError, match=message):
         Streamed(llama(), args, train_dataset=rows(4), **options)
+
+
+# PEFT's adapters under a streamed Trainer are trained as under the plain one.
+
+
+def adapter_trainer(kind, folder, keys, **changes):
+    torch.manual_seed(0)  # adapters are drawn
+    config = LoraConfig(**({"r": 4, "target_modules": "all-linear"} | keys))
+    return kind(
+        get_peft_model(llama(), config),
+        arguments(folder, weight_decay=0.5, **changes),
+        train_dataset=rows(16),
+        eval_dataset=rows(5, seed=1),
+        data_collator=padded,
+    )
+
+
+BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes"),
+    few(
+        [
+            ({"modules_to_save": ["norm"], "use_rslora": True}, {}),  # norms are not decayed
+            ({}, {"remove_unused_columns": True}),  # by the base's forward; PeftModel's takes any
+            ({"use_dora": True}, BEST),
+        ]
+    ),
+)
+def test_an_adapter_learns_what_it_does_under_the_plain_one(tmp_path, keys, changes):
+    made = alike(
+        lambda kind: adapter_trainer(kind, tmp_path / kind.__name__, keys, **changes), near=1e-5
+    )
+    same_weights(*made)
+    whole = PeftModel.from_pretrained(llama(), tmp_path / "Streamed")
+    described = json.loads((tmp_path / "Streamed/adapter_config.json").read_text())
+    assert described["r"] == 4 and whole.peft_config["default"].use_dora == ("use_dora" in keys)
+
+
+def test_other_methods_of_peft_are_refused_by_name(tmp_path):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(InputError, match=r"PromptTuning|PROMPT_TUNING"):
+        Streamed(
+            get_peft_model(llama(), config),
+            arguments(tmp_path, eval_strategy="no"),
+            train_dataset=rows(4),
+        )
+
+
+def lora(**keys):
+    torch.manual_seed(0)
+    return LoraConfig(r=4, target_modules="all-linear", **keys)
+
+
+# The class, what it is made with, and what its adapter is for.
+OF_TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "rows": ("SFTTrainer", {}, {}, "CAUSAL_LM"),
+    "packed": ("SFTTrainer", {}, {"packing": True, "max_length": 24}, "CAUSAL_LM"),
+    "pairs": ("DPOTrainer", {}, {}, "CAUSAL_LM"),
+    "scores": (
+        "RewardTrainer",
+        {"modules_to_save": ["score"], "task_type": "SEQ_CLS"},
+        {},
+        "SEQ_CLS",
+    ),
+    "scores of no task": ("RewardTrainer", {"modules_to_save": ["score"]}, {}, "SEQ_CLS"),
+}
+
+
+@pytest.mark.parametrize("name", quick(OF_TRL, ("scores of no task",)))
+def test_trls_peft_config_is_followed(tmp_path, name):
+    """Where TRL is installed, which no test needs."""
+    trl = pytest.importorskip("trl")
+    of, keys, changes, task = OF_TRL[name]
+    plain = getattr(trl, of)
+
+    def make(kind):
+        return text_trainer(kind, tmp_path, options={"peft_config": lora(**keys)}, **changes)
+
+    made = alike(make, (plain, mixed(plain)), near=1e-5)
+    same_weights(*made)
+    described = Path(made[1].args.output_dir) / "adapter_config.json"
+    assert json.loads(described.read_text())["task_type"] == task
+
+
+# `compute_metrics` and `predict` of a streamed Trainer are the plain one's, as memory allows.
+
+
+def share_right(given):
+    """Of the labelled tokens; predictions are logits, or the likeliest tokens."""
+    likely = given.predictions
+    likely = likely.argmax(-1) if likely.ndim == 3 else likely
+    labels = given.label_ids[:, 1:]
+    likely = likely[:, :-1][labels >= 0]
+    right = float((likely == labels[labels >= 0]).mean())
+    return {"right": right, "mean": float(likely.mean()), "of": labels.size}
+
+
+def likeliest(logits, labels):
+    return logits.argmax(-1)
+
+
+@swept(together=0, preprocess=[None, likeliest], changes={"fp32": {}, "bf16": {"bf16": True}})
+def test_metrics_are_computed_as_under_the_plain_one(tmp_path, preprocess, changes):
+    """In two batches of other widths; the best is of the metric, too."""
+    options = {"compute_metrics": share_right, "preprocess_logits_for_metrics": preprocess}
+    changes = changes | {"metric_for_best_model": "mean", "load_best_model_at_end": True}
+    exact, found = "bf16" not in changes, []
+    for kind in (Trainer, Streamed):
+        made = trainer(kind, tmp_path / kind.__name__, options=options, **changes)
+        made.train()
+        evaluated = [entry for entry in made.state.log_history if "eval_right" in entry]
+        assert len({entry["eval_mean"] for entry in evaluated}) == 3
+        found.append((evaluated, made.predict(rows(4, seed=2)), made.state.best_global_step))
+    (plain, wanted, best), (streamed, got, also) = found
+    near = 1e-4 if exact else 2e-2
+    for one, other in zip(plain, streamed, strict=True):
+        assert other["eval_of"] == one["eval_of"] > 0
+        assert other["eval_loss"] == pytest.approx(one["eval_loss"], rel=near)
+        for name in ("eval_right", "eval_mean"):
+            assert other[name] == one[name] or not exact
+    assert got.predictions.shape == wanted.predictions.shape and best is not None
+    assert (got.label_ids == wanted.label_ids).all()
+    assert got.metrics["test_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=near)
+    assert also == best or not exact
+    if exact and preprocess is None:
+        assert got.predictions == pytest.approx(wanted.predictions, rel=1e-4, abs=1e-5)
+
+
+def held(given):
+    """What there is to measure by."""
+    every = {"of": given.predictions, "inputs": given.inputs, "losses": given.losses}
+    return {
+        name: float(sum(part.sum() for part in value)) + len(value)
+        for name, value in every.items()
+        if value is not None
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    few([{"include_for_metrics": ["inputs", "loss"]}, {"eval_do_concat_batches": False},
+         {"prediction_loss_only": True}]),
+)  # fmt: skip
+def test_what_metrics_are_given_is_as_under_the_plain_one(tmp_path, changes):
+    plain, streamed, usual = (
+        trainer(kind, tmp_path, options={"compute_metrics": held}, **more).evaluate()
+        for kind, more in ((Trainer, changes), (Streamed, changes), (Trainer, {}))
+    )
+    of, got, otherwise = (
+        {n: v for n, v in metrics.items() if n.endswith(("_of", "_inputs", "_losses"))}
+        for metrics in (plain, streamed, usual)
+    )
+    assert got == pytest.approx(of, rel=1e-4) and of != otherwise
+
+
+LORA = ("--lora_r", "4", "--lora_target_modules", "all-linear", "--lora_dropout", "0")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("adapter", [(), ("--use_peft", *LORA)])
+def test_a_script_that_trl_installs_trains_with_the_engine(adapter, tmp_path, monkeypatch):
+    """Its command line, loading of model and data, adapters, evaluations and saves are its own."""
+    trl, script = pytest.importorskip("trl"), pytest.importorskip("trl.scripts.sft")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    tokenizer = chat_tokenizer("qwen")
+    llama(vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(
+        tmp_path / "model"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        talks = [{"messages": talk(f"What is {n} + 30?", f"It is {n + 30}.")} for n in range(9)]
+        write_jsonl(tmp_path / "data" / f"{split}.jsonl", talks)
+    logged = []
+    for kind in (trl.SFTTrainer, mixed(trl.SFTTrainer)):
+        folder = tmp_path / kind.__name__
+        options = (
+            "--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / "data",
+            "--output_dir", folder, "--per_device_train_batch_size", 2, "--max_steps", 4,
+            "--learning_rate", 1e-2, "--logging_steps", 1, "--adam_epsilon", 1e-3,
+            "--save_steps", 2, "--eval_strategy", "steps", "--eval_steps", 2,
+            "--report_to", "none", "--use_cpu", "true", "--bf16", "false", "--max_length", 64,
+            "--disable_tqdm", "true", *adapter,
+        )  # fmt: skip
+        monkeypatch.setattr(trl, "SFTTrainer", kind)
+        script.main(*script.make_parser().parse_args_and_config([str(each) for each in options]))
+        state = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())
+        entries = [e | {"lr": e.get("learning_rate")} for e in state["log_history"]]
+        keys = ("loss", "grad_norm", "lr", "eval_loss")
+        logged.append([e[key] for e in entries for key in keys if e.get(key) is not None])
+    assert logged[1] == pytest.approx(logged[0], rel=1e-5, abs=1e-6) and len(logged[0]) == 14

@@ -1,25 +1,30 @@
-"""What the probe refuses: models that would train, but to something else; and what it finds."""
+"""What the probe refuses and finds; a model is trained on its own loss, or refused by name."""
+
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
+    BertForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedModel,
 )
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from megatrain import AdamW, Engine
-from megatrain.errors import RunFailed, Unsupported
+from megatrain import AdamW, Engine, InputError
+from megatrain.errors import Unsupported
 from megatrain.model.build import loaded_types
-from megatrain.model.capture import with_hidden
 from megatrain.model.probe import spec
 from megatrain.model.rebuilt import emptied
 from tests.families.tiny import tiny_model
+from tests.parity.cases import SIZES, llama, make_batches, make_engine
 
 
 def tiny(**changes):
@@ -118,14 +123,6 @@ def test_states_that_the_configuration_asks_for_are_left_out():
         assert engine.config.output_hidden_states
 
 
-def test_a_layer_left_out_later_is_noticed():
-    ids = torch.arange(6)[None]
-    with Engine(tiny(), optimizer=AdamW(), precision="fp32", device="cpu") as engine:
-        engine.config.num_hidden_layers = 2
-        with pytest.raises(RunFailed, match=r"left out model\.layers\.2"):
-            engine.step([{"input_ids": ids, "labels": ids}])
-
-
 def test_layers_that_differ_by_an_attribute_are_two_kinds():
     model = tiny()
     model.model.layers[1].self_attn.scaling *= 2
@@ -153,18 +150,6 @@ def test_buffers_have_the_type_that_transformers_gives_them():
     assert {*loaded_types(model, torch.float32).values()} == {torch.float32}
 
 
-def test_a_tied_head_is_given_its_table_and_no_call_looks_for_ties(monkeypatch):
-    """torch would go through all parameters, at each chunk of tokens of the head."""
-    found = spec(emptied(tiny(tie_word_embeddings=True)))
-    monkeypatch.setattr("torch.nn.utils.stateless._untie_named_tensors_map", None)
-    [name] = found.head
-    assert name == "model.embed_tokens.weight"
-    rows, hidden = torch.randn(6, 8), torch.randn(1, 3, 8)
-    inputs = found.capture.inputs({"input_ids": torch.zeros(1, 1, dtype=torch.long)})
-    logits = found.capture.head({name: rows}, with_hidden(found.trunk, hidden), inputs)
-    assert torch.equal(logits, F.linear(hidden, rows))
-
-
 def pooled():
     """An encoder that scores what its trunk has pooled of a row."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -175,3 +160,129 @@ def pooled():
 def test_a_head_that_reads_other_states_of_the_trunk_is_refused(make):
     with pytest.raises(Unsupported, match="more than the last hidden states"):
         spec(emptied(make()))
+
+
+# A model is trained on its own loss, or refused by name.
+
+BERT = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+
+
+class WithZLoss(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        result = super().forward(*args, **kwargs)
+        if result.loss is not None:
+            result.loss = result.loss + 1e-4 * result.logits.logsumexp(-1).square().mean()
+        return result
+
+
+class WithoutLoss(LlamaForCausalLM):
+    def forward(self, input_ids, position_ids=None):
+        return super().forward(input_ids, position_ids=position_ids, use_cache=False)
+
+
+class WithPenalty(LlamaForCausalLM):
+    """Adds what only its layers know."""
+
+    def forward(self, *args, **kwargs):
+        result = super().forward(*args, **kwargs)
+        if result.loss is not None:
+            result.loss = result.loss + self.model.layers[0].mlp.up_proj.weight.square().mean()
+        return result
+
+
+def of(kind):
+    return kind(llama().config)
+
+
+def with_part_of_the_usual():
+    model = llama()
+    model.loss_function = partial(ForCausalLMLoss, ignore_index=5)
+    return model
+
+
+class Weighted(LlamaForCausalLM):
+    """Weighs tokens that no short trial has, by its forward alone."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        shown = None if labels is None else labels.masked_fill(labels > 100, -100)
+        return super().forward(*args, labels=shown, **kwargs)
+
+
+class Tempered(LlamaForCausalLM):
+    """A forward of its own, on the usual loss."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        result = super().forward(*args, **kwargs)
+        result.logits = result.logits * 0.5
+        if labels is not None:
+            result.loss = self.loss_function(result.logits, labels, self.config.vocab_size)
+        return result
+
+
+OTHER_LOSSES = {
+    "z-loss": (lambda: of(WithZLoss), "loss not what its loss_function makes"),
+    "weights": (lambda: of(Weighted), "loss not what its loss_function makes"),
+    "the usual, partly": (with_part_of_the_usual, "has a loss_function of its own"),
+    "a z-loss of the configuration": (
+        lambda: tiny_model("bamba", changes={"z_loss_coefficient": 0.1}),
+        "loss in .*'s forward is not the mean cross entropy",
+    ),
+    "not tried": (lambda: of(WithPenalty), "loss in WithPenalty's forward cannot be computed"),
+    "masked": (lambda: BertForMaskedLM(BertConfig(**BERT)), "at its own place.*CausalLM"),
+    "tokens": (
+        lambda: BertForTokenClassification(BertConfig(**BERT, num_labels=5)),
+        "5 numbers.*CausalLM",
+    ),
+    "rows": (
+        lambda: LlamaForSequenceClassification(llama(pad_token_id=0).config),
+        "2 scores of a row.*CausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "said"), OTHER_LOSSES.values(), ids=OTHER_LOSSES)
+def test_another_loss_or_head_is_refused(make, said):
+    for saveable in (True, False):
+        with pytest.raises(InputError, match=said):
+            make_engine(make(), saveable=saveable)
+
+
+def padded_head():
+    """160 logits for a vocabulary of 128, as of tables that are padded for speed."""
+    model = llama()
+    model.lm_head = nn.Linear(model.config.hidden_size, 160, bias=False)
+    return model
+
+
+ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.0}
+AS_THEY_ARE = {
+    "no loss of its own": lambda: of(WithoutLoss),
+    "a forward of its own": lambda: of(Tempered),
+    "more logits than tokens": padded_head,
+    "a router's loss of no weight": lambda: tiny_model("mixtral", changes=ROUTERS),
+}
+
+
+@pytest.mark.parametrize("make", AS_THEY_ARE.values(), ids=AS_THEY_ARE)
+def test_cross_entropy_of_the_next_token(make):
+    model = make().eval()
+    [[micro, *_]] = make_batches(1)
+    logits = model(input_ids=micro["input_ids"]).logits
+    wanted = nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), micro["labels"][:, 1:].flatten()
+    )
+    engine = make_engine(model, saveable=False)
+    assert engine.label_shift == 1
+    assert engine.evaluate([micro]) == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["bart", "xlnet", "cpmant", "whisper", "llama", "bert"])
+def test_the_loss_is_that_of_the_models_own_forward(family):
+    """Decoders made for pairs of texts do not shift labels: whoever trains them has done so."""
+    model = tiny_model(family).eval()
+    [[micro, *_]] = make_batches(1)
+    with torch.no_grad():
+        wanted = model(**micro, use_cache=False).loss.item()
+    with make_engine(model) as engine:
+        assert engine.evaluate([micro]) == pytest.approx(wanted, rel=1e-6)
+        assert engine.step([micro]).loss == pytest.approx(wanted, rel=1e-6)

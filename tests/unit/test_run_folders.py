@@ -1,23 +1,34 @@
-"""Folders that are whole or not there, their locks, what a log keeps on resume, signals."""
+"""Folders that are whole or not there, their locks, logs on resume, signals, evaluations."""
 
+import json
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
 
 from megatrain.base.whole_files import whole_folder
-from megatrain.errors import InputError
+from megatrain.config import TrainingSection
+from megatrain.config.learning import LossSection
+from megatrain.errors import InputError, RunFailed, StepRefused
+from megatrain.loss import IGNORED
+from megatrain.parallel.distributed import ALONE
 from megatrain.run_folder.layout import (
     locked,
     make_run_folder,
-    model_folder,
     new_run_folder,
     run_to_resume,
 )
 from megatrain.telemetry.metrics import read_metrics
+from megatrain.train.evaluations import Evaluations
 from megatrain.train.resume import cut_metrics
 from megatrain.train.signals import Signals, Stopped
+from megatrain.train.steps import BadSteps
 
 
 def test_a_folder_appears_only_when_its_content_is_complete(tmp_path):
@@ -26,26 +37,17 @@ def test_a_folder_appears_only_when_its_content_is_complete(tmp_path):
         (folder / "a").write_text("1")
         assert not target.exists()
     assert (target / "a").read_text() == "1"
-    assert [path.name for path in target.parent.iterdir()] == ["model"]
-
-
-def test_a_failure_leaves_nothing_and_what_was_there(tmp_path):
-    target = tmp_path / "model"
-    with pytest.raises(RuntimeError, match="full"), whole_folder(target) as folder:
-        (folder / "a").write_text("1")
-        raise RuntimeError("full")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_empty_folder_is_taken_and_a_full_one_never(tmp_path):
-    target = tmp_path / "model"
-    target.mkdir()
-    with whole_folder(target) as folder:
-        (folder / "a").write_text("1")
     with pytest.raises(OSError, match="not empty"), whole_folder(target) as folder:
         (folder / "a").write_text("2")
     assert (target / "a").read_text() == "1"
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    empty = target.parent / "empty"
+    empty.mkdir()
+    with pytest.raises(RuntimeError, match="full"), whole_folder(empty) as folder:
+        (folder / "a").write_text("1")
+        raise RuntimeError("full")
+    with whole_folder(empty) as folder:
+        (folder / "a").write_text("1")
+    assert {path.name for path in target.parent.iterdir()} == {"model", "empty"}
 
 
 def test_a_folder_that_is_replaced_stays_until_the_new_one_is_whole(tmp_path):
@@ -78,22 +80,6 @@ def test_what_a_run_left_that_was_killed_at_its_start_is_no_run(tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(InputError, match="is not empty"):
         new_run_folder(str(tmp_path), "a")
-
-
-def test_a_runs_folder_stands_for_its_model(tmp_path):
-    assert model_folder(str(tmp_path)) == str(tmp_path)
-    assert model_folder("org/name") == "org/name"
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    assert model_folder(str(tmp_path)) == str(tmp_path / "model")
-
-
-def test_a_folder_is_locked_once(tmp_path):
-    for _ in range(2):
-        with locked(tmp_path):
-            holder = f"process {os.getpid()} on .* is writing there"
-            with pytest.raises(InputError, match=holder), locked(tmp_path):
-                pass
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
@@ -166,11 +152,83 @@ def test_a_signal_ends_a_block_that_may_be_interrupted(swallowed, capfd):
     assert signal.getsignal(signal.SIGTERM) is before and not done
 
 
-def test_a_signal_elsewhere_is_a_request(capfd):
-    with Signals() as signals:
-        signal.raise_signal(signal.SIGUSR1)
-        assert signals.take_save() and not signals.take_save()
-        assert signals.stop is None
-        signal.raise_signal(signal.SIGINT)
-        assert signals.stop == "SIGINT"
-    assert "stopping after this step" in capfd.readouterr().err
+# Evaluations of a run: no more rows at once than a step has.
+
+Rows = Sequence[dict[str, Tensor]]
+
+
+class Scale:
+    """An engine whose loss of a labelled position is its label."""
+
+    batch_ranks = ALONE
+
+    def __init__(self):
+        self.sizes: list[int] = []
+
+    def score(self, rows):
+        self.sizes.append(sum(len(micro["labels"]) for micro in rows))
+        targets = torch.cat([micro["labels"][:, 1:].flatten() for micro in rows])
+        labelled = targets[targets != IGNORED]
+        if not len(labelled):
+            raise InputError("no token has a label")
+        return float(labelled.double().mean()), 0.5
+
+
+def evaluated(labels, *, rows_per_step=4, stop=None, total=1):
+    """The loss that is written after step 1 of `total`, and the rows of each pass."""
+    engine, written = Scale(), {}
+    micro = [{"input_ids": part, "labels": part} for part in labels.split(2)]
+    job: Any = SimpleNamespace(
+        engine=engine,
+        evaluation={"": micro},
+        total_steps=total,
+        ranks=ALONE,
+        loader=SimpleNamespace(rows_per_micro_batch=2),
+        rollouts=None,
+        data={},
+    )
+    training = SimpleNamespace(eval_every=1, batch_size=rows_per_step)
+    metrics: Any = SimpleNamespace(write=lambda **record: written.update(record))
+    job.config = cast(Any, SimpleNamespace(training=training, loss=LossSection(), rollout=None))
+    signals: Any = SimpleNamespace(stop=stop)
+    evaluations = Evaluations(job, metrics, [], signals)
+    evaluations.after(1, lambda line: None, final=total == 1)
+    return written.get("eval_loss"), engine.sizes
+
+
+def test_rows_pass_as_many_at_once_as_a_step_has():
+    labels = torch.arange(11 * 5).reshape(11, 5)
+    labels[3:7, 2:] = IGNORED  # so that passes count for unlike numbers of tokens
+    targets = labels[:, 1:]
+    loss, sizes = evaluated(labels)
+    assert sizes == [4, 4, 3]
+    assert loss == pytest.approx(float(targets[targets != IGNORED].double().mean()))
+    assert evaluated(labels, rows_per_step=1)[1] == [2, 2, 2, 2, 2, 1]
+
+
+def test_rows_without_labels_are_left_out_and_a_signal_ends_all_evaluations_but_the_last():
+    labels = torch.ones(10, 3, dtype=torch.long)
+    assert evaluated(labels, total=2) == (1.0, [4, 4, 2])
+    assert evaluated(labels, stop="SIGTERM", total=2) == (None, [])
+    assert evaluated(labels, stop="SIGTERM", total=1) == (1.0, [4, 4, 2])
+    labels[4:8] = IGNORED
+    assert evaluated(labels) == (1.0, [4, 2])
+    with pytest.raises(InputError, match="no token has a label"):
+        evaluated(torch.full((8, 3), IGNORED))
+
+
+# What a run remembers of steps that the engine refused.
+
+
+def test_a_resumed_run_counts_on():
+    settings = TrainingSection(steps=9, on_nonfinite="skip", max_skips=2, spike=2.0)
+    before, after = BadSteps(settings), BadSteps(settings)
+    for _ in range(20):
+        before.passed(1.5)
+    bad = StepRefused("the loss is nan", intact=True)
+    before.skip(bad)
+    before.skip(bad)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.norm_limit == before.norm_limit == 3.0
+    with pytest.raises(RunFailed, match="3 bad steps in a row"):
+        after.skip(bad)

@@ -1,23 +1,32 @@
-"""Metrics that survive a full disk, progress lines, and what is known about machines."""
+"""Metrics that survive a full disk, progress, timelines, the clock, and facts of machines."""
 
 import io
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import psutil
 import pytest
+import torch
 from rich.console import Console
+from transformers import LlamaConfig
 
-from megatrain.base.units import GIB, MIB
-from megatrain.errors import InputError
+from megatrain import AdamW, Engine
+from megatrain.base.units import GIB, MIB, gib, parse_bytes, size
+from megatrain.device.base import COMPUTE, COPY_IN, UPDATE
+from megatrain.device.trace import ClockDevice, Cost
+from megatrain.errors import InputError, RunFailed
 from megatrain.telemetry import host
 from megatrain.telemetry.console import PASSING, Share, StderrHandler, TrainingProgress
 from megatrain.telemetry.gpu import bf16_peak_tflops
 from megatrain.telemetry.host import environment
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
+from megatrain.telemetry.timeline import Span, breakdown, chrome_trace, critical_path, read_trace
+from megatrain.train.steps import RunTimeline
 from tests.inside import sized
 
 RECORD = {
@@ -33,14 +42,6 @@ RECORD = {
 }
 
 
-def test_metrics_are_on_disk_line_by_line(tmp_path):
-    writer = MetricsWriter(tmp_path / "m.jsonl")
-    writer.write(step=1, loss=2.0)
-    assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "loss": 2.0}
-    writer.write(step=2, loss=float("nan"))
-    assert list(read_metrics(tmp_path / "m.jsonl"))[1] == {"step": 2, "loss": None}
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk_is_reported_once_and_never_stops_the_run(tmp_path):
     path = tmp_path / "m.jsonl"
@@ -52,9 +53,11 @@ def test_a_full_disk_is_reported_once_and_never_stops_the_run(tmp_path):
     assert len(said) == 1
     assert "No space left on device" in said[0]
     path.unlink()  # room again
-    for step in (3, 4):
-        writer.write(step=step)
+    writer.write(step=3)
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 3}  # at once
+    writer.write(step=4, loss=float("nan"))
     assert [record["step"] for record in read_metrics(path)] == [0, 1, 2, 3, 4]
+    assert [*read_metrics(path)][-1] == {"step": 4, "loss": None}
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal():
@@ -100,18 +103,13 @@ def test_what_is_being_done_is_shown_on_a_terminal_until_more_is_said(where, mon
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA H200", 989.5),
         ("NVIDIA H100 80GB HBM3", 989.5),
         ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA L4", 121),
         ("NVIDIA L40", 181),
-        ("NVIDIA A10", 125),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("Tesla T4", None),
     ],
 )
 def test_only_a_gpu_that_is_listed_has_a_peak(name, peak):
@@ -139,18 +137,10 @@ def cgroup_root(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_host_limit_is_the_cgroups_where_that_is_smaller(cgroup_root):
-    limit = cgroup_root / "memory.max"
-    unlimited = host.host_limit_bytes()
-    limit.write_text("max\n")
-    assert host.host_limit_bytes() == unlimited
-    limit.write_text("1073741824\n")
-    assert host.host_limit_bytes() == GIB
-
-
 @pytest.mark.parametrize(
     ("own", "place"),
     [
+        ("0::/", "memory.max"),
         ("0::/slurm/job 7/step_0", "slurm/job 7/step_0/memory.max"),
         ("0::/slurm/job 7/step_0", "slurm/memory.max"),
         ("4:cpu:/a\n3:rdma,memory:/slurm/job\n0::/b", "memory/slurm/job/memory.limit_in_bytes"),
@@ -161,10 +151,13 @@ def test_the_limit_of_a_job_or_a_service_counts(own, place, cgroup_root):
     (cgroup_root / "own").write_text(own + "\n")
     limit = cgroup_root / place
     limit.parent.mkdir(parents=True, exist_ok=True)
+    limit.write_text("max\n")
+    assert host.host_limit_bytes() > GIB
     limit.write_text("1073741824\n")
     assert host.host_limit_bytes() == GIB
     (cgroup_root / "own").write_text("4:cpu:/slurm/job\n0::/../outside\n")
-    assert (host.host_limit_bytes() == GIB) == (place == "memory/memory.limit_in_bytes")
+    at_the_root = place in ("memory.max", "memory/memory.limit_in_bytes")
+    assert (host.host_limit_bytes() == GIB) == at_the_root
     (cgroup_root / "own").unlink()
     assert host.host_limit_bytes() >= GIB
 
@@ -201,3 +194,201 @@ def test_the_commit_is_that_of_this_checkout_or_the_one_declared(monkeypatch):
     assert found is None or len(found) == 40  # None: an unpacked archive
     monkeypatch.setenv("MEGATRAIN_COMMIT", "abc")
     assert environment("cpu")["commit"] == "abc"
+
+
+# A process that is allowed some of the machine's cores does not plan with the others.
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
+
+ASK = "from megatrain.telemetry.host import usable_cores; print(usable_cores())"
+
+
+def test_a_core_that_is_not_allowed_is_not_counted():
+    one = min(os.sched_getaffinity(0))
+    command = f"import os; os.sched_setaffinity(0, {{{one}}}); {ASK}"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.stdout.split() == ["1"], done.stderr
+
+
+# Sizes as people write and read them.
+
+
+def test_what_is_said_to_be_enough_is_enough():
+    numbers = random.Random(0)
+    for _ in range(1000):
+        needed = numbers.randrange(1, 600 * GIB)
+        given = parse_bytes(size(needed))
+        assert needed <= given < needed + GIB // 10 + MIB
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 bytes"), (1000, "1,000 bytes"), (3 * MIB, "3.0 MiB"), (GIB / 25, "41.0 MiB"),
+     (GIB / 20, "0.1 GiB"), (81.26 * GIB, "81.3 GiB")],
+)  # fmt: skip
+def test_what_is_small_is_not_said_to_be_nothing(num_bytes, text):
+    assert gib(num_bytes) == text
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "99999999TiB", 10**400, "1e3", "-5", "", "10 gigs"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="^not a size"):
+        parse_bytes(text)
+
+
+# Timelines of steps, and the device that keeps time.
+
+
+SPANS = [
+    Span("compute", "layer 0", 0.0, 1.0),
+    Span("copy in", "layer 1 weights -> slot 1", 0.5, 2.5, ("version due",)),
+    Span("compute", "layer 1", 2.5, 3.5, ("weights arrived",)),
+    Span("compute", "layer 1 backward", 3.6, 5.0),
+    Span("update", "update layer 0", 4.0, 6.0),
+]
+
+
+def test_idle_time_is_put_down_to_what_was_waited_for():
+    found = breakdown(SPANS, "compute")
+    assert found.seconds == 6.0
+    assert found.busy == pytest.approx({"compute": 3.4, "copy in": 2.0, "update": 2.0})
+    assert found.idle == pytest.approx({"weights arrived": 1.5, "launch": 0.1, "end of step": 1.0})
+    assert found.work["compute", "layer"] == pytest.approx(2.0)  # numbers are left out of names
+    assert found.rows()[0] == ("compute: layer", pytest.approx(2.0))
+
+
+def test_the_critical_path_leads_from_the_end_to_the_beginning():
+    """Computing takes most of the time, and waits for updates most of it."""
+    spans = [
+        Span("update", "update layer 0", 0.0, 2.0),
+        Span("compute", "layer 1", 0.1, 1.9),
+        Span("compute", "layer 0", 2.0, 3.0),
+        Span("update", "update layer 1", 2.5, 2.9),
+        Span("reduce", "sums", 3.1, 4.0),
+        Span("copy out", "gradient", 3.5, 3.6),
+    ]
+    path = critical_path(spans)
+    assert path == pytest.approx({"update": 2.0, "compute": 1.0, "reduce": 0.9, "launches": 0.1})
+    assert breakdown(spans, "compute").busy["compute"] > path["update"] * 1.2
+
+
+def test_a_trace_is_read_as_it_was_written():
+    spans = [*SPANS, Span("copy out", "gradient", 6.0, 7.0, ("a", "b"), num_bytes=5)]
+    read = read_trace(json.loads(json.dumps(chrome_trace(spans))))
+    assert [(s.stream, s.name, s.after, s.num_bytes) for s in read] == [
+        (s.stream, s.name, s.after, s.num_bytes) for s in spans
+    ]
+    times = [(s.start, s.end) for s in spans]
+    assert [(s.start, s.end) for s in read] == [pytest.approx(pair) for pair in times]
+
+
+def _refuse():
+    raise RunFailed("not finite")
+
+
+# Steps of a run, those that are refused, and the one whose timeline is kept.
+RUNS = [
+    (1, (), 1),
+    (2, (), 2),
+    (8, (), 6),
+    (9, (5,), 7),
+    (9, (6,), 8),
+]
+
+
+@pytest.mark.parametrize(("steps", "refused", "kept"), RUNS)
+def test_a_run_keeps_the_timeline_of_an_early_step(tmp_path, steps, refused, kept):
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=3,
+        num_attention_heads=2,
+    )  # fmt: skip
+    ids, file, told = torch.ones(2, 4).long(), tmp_path / "timeline.json", []
+    batch = [{"input_ids": ids, "labels": ids}]
+    with Engine(config, optimizer=AdamW(), device="cpu", precision="fp32") as engine:
+        timeline = RunTimeline(engine.recording, tmp_path, steps)
+        for number in range(1, steps + 1):
+            with pytest.raises(RunFailed) if number in refused else nullcontext():
+                timeline.step(number, _refuse if number in refused else lambda: engine.step(batch))
+            if timeline.breakdown is not None:
+                told.append(number)
+                assert timeline.breakdown.busy["compute"] > 0
+            last = json.loads(file.read_text())["otherData"]["step"] if file.exists() else None
+            assert last == (told[-1] if told else None)
+    assert told == [kept]
+    spans = read_trace(json.loads(file.read_text()))
+    names = [span.name for span in spans]
+    assert names.count("layer 0") == names.count("layer 2 backward") == 1
+    assert next(s for s in spans if s.name == "update layer 0").num_bytes > 0
+    if steps == 8:
+        timeline.draw()
+        assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+# The device that keeps time: what runs at once, what waits, and what couples resources.
+
+
+class Fixed:
+    """Work named `... 3` takes three seconds; a byte takes one second to copy.
+
+    The caller takes none to put anything there, unless told so: `slow` work two, besides.
+    """
+
+    def __init__(self, put_seconds=0.0):
+        self.put_seconds = put_seconds
+
+    def run(self, stream, name, work, reads, writes):
+        last = name.split()[-1]
+        seconds = float(last) if last.isdigit() else 0.0
+        return Cost(seconds, 2.0 * ("slow" in name), "blocking" in name, result=work())
+
+    def copy(self, stream, num_bytes):
+        return float(num_bytes)
+
+    def empty(self, name, numel, dtype):
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    host = empty
+
+
+def device():
+    return ClockDevice(Fixed())
+
+
+def put(clock, stream, name):
+    return clock.run(stream, name, lambda: name)
+
+
+def test_a_stream_waits_for_an_event_and_says_why():
+    clock = device()
+    put(clock, UPDATE, "update 5")
+    landed = clock.record(UPDATE)
+    put(clock, UPDATE, "later 7")
+    put(clock, COMPUTE, "a 1")
+    clock.wait(COMPUTE, landed, "version due")
+    put(clock, COMPUTE, "nothing")
+    put(clock, COMPUTE, "b 1")
+    last = clock.spans[-1]
+    assert (last.start, last.end, last.after) == (5, 6, ("version due",))
+    assert breakdown(clock.spans, COMPUTE).idle["version due"] == 4
+
+
+@pytest.mark.parametrize(
+    ("names", "put_seconds", "spans"),
+    [
+        (("slow 1", "slow 1"), 0.0, [(0, 2), (2, 4)]),  # a device waits for launches
+        (("a 1", "b 1"), 1.5, [(0, 1.5), (1.5, 3)]),
+        (("nothing", "a 1"), 1.5, [(1.5, 3)]),  # no work, but a launch
+        (("a 9", "slow 1", "slow 1"), 0.0, [(0, 9), (9, 10), (10, 11)]),  # launches hide
+        (("blocking 9", "slow 1"), 0.0, [(0, 9), (9, 11)]),  # what comes next is launched later
+    ],
+)
+def test_launches_take_time_beside_work(names, put_seconds, spans):
+    clock = ClockDevice(Fixed(put_seconds))
+    for name in names:
+        put(clock, COMPUTE, name)
+    assert [(span.start, span.end) for span in clock.spans] == spans
+    put(clock, UPDATE, "update 1")  # which a host thread launches
+    assert clock.spans[-1].seconds == 1
+    here = clock.empty("slot", 8, torch.bfloat16)
+    clock.copy(COPY_IN, here, clock.host("weights", 8, torch.bfloat16, pinned=True), 3)
+    assert (clock.spans[-1].seconds, clock.spans[-1].num_bytes) == (6, 6)

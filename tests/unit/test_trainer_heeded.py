@@ -29,6 +29,7 @@ from tests.sweeps import few, quick
 from tests.unit.data_cases import chat_tokenizer
 from tests.unit.trainer_cases import (
     Streamed,
+    alike,
     arguments,
     lines,
     mixed,
@@ -83,29 +84,23 @@ SHORT = {"max_steps": 4, "gradient_accumulation_steps": 2, "save_strategy": "no"
 SHORT["warmup_steps"] = 0
 SAVES = {"save_strategy": "steps", "save_steps": 1, "eval_steps": 1}
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "adam_beta1": {"adam_beta1": 0.5},
     "adam_beta2": {"adam_beta2": 0.5},
     "adam_epsilon": {"adam_epsilon": 1e-2},
     "data_seed": {"data_seed": 7},
     "dataloader_drop_last": {"dataloader_drop_last": True, "per_device_train_batch_size": 3},
     "eval_delay": {"eval_delay": 2, "eval_steps": 1},
     "eval_on_start": {"eval_on_start": True},
-    "eval_steps": {"eval_steps": 1},
     "eval_strategy": {"eval_strategy": "no"},
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 3},
     "greater_is_better": SAVES
     | {"load_best_model_at_end": True, "greater_is_better": True, "metric_for_best_model": "loss"},
     "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "non_padding"},
     "learning_rate": {"learning_rate": 3e-3},
-    "logging_first_step": {"logging_first_step": True, "logging_steps": 2},
     "logging_steps": {"logging_steps": 2},
     "logging_strategy": {"logging_strategy": "epoch"},
     "lr_scheduler_kwargs": {"lr_scheduler_kwargs": {"num_cycles": 1.5}},
     "lr_scheduler_type": {"lr_scheduler_type": "linear"},
-    "min_lr": {
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr": 1e-3},
-    },
+    "min_lr": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}},
     "lr_end": {
         "lr_scheduler_type": "polynomial",
         "lr_scheduler_kwargs": {"lr_end": 2e-3, "power": 2.0},
@@ -116,37 +111,28 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "num_train_epochs": {"max_steps": -1, "num_train_epochs": 0.5},
     "per_device_eval_batch_size": {"per_device_eval_batch_size": 2},
     "per_device_train_batch_size": {"per_device_train_batch_size": 3},
-    "seed": {"seed": 7},
     "train_sampling_strategy": {"train_sampling_strategy": "sequential"},
     "warmup_steps": {"warmup_steps": 0.4},  # 2 steps: a share is rounded up
     "weight_decay": {"weight_decay": 3.0},
 }
 
 
-USUAL = (
-    "adam_beta2",
-    "max_grad_norm",
-    "min_lr",
-    "plateau",
-    "warmup_steps",
-)  # the others exhaustively
+USUAL = ("max_grad_norm", "plateau", "warmup_steps")  # the others exhaustively
 
 
-@cache
-def base(folder):
-    made = trainer(Trainer, folder, **SHORT)
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """What is logged without a change."""
+    made = trainer(Trainer, tmp_path_factory.mktemp("base"), **SHORT)
     made.train()
     return lines(made)
 
 
 @pytest.mark.parametrize("name", quick(ARGUMENTS, USUAL))
-def test_an_argument_is_heeded(name, tmp_path, tmp_path_factory):
-    made = []
-    for kind in (Trainer, Streamed):
-        made.append(trainer(kind, tmp_path / kind.__name__, **SHORT | ARGUMENTS[name]))
-        made[-1].train()
-    same(*made)
-    assert lines(made[0]) != base(tmp_path_factory.getbasetemp())
+def test_an_argument_is_heeded(name, tmp_path, base):
+    changed = SHORT | ARGUMENTS[name]
+    plain, _ = alike(lambda kind: trainer(kind, tmp_path / kind.__name__, **changed))
+    assert lines(plain) != base
 
 
 # 9 pairs in micro-batches of 2, 3 of them a step: the last step of an epoch has 2 and 1.
@@ -195,17 +181,13 @@ TEXT_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("plain", "changes"), few(TEXT_ARGUMENTS, 3, 9, 11, 16, 21, 22))
+@pytest.mark.parametrize(("plain", "changes"), few(TEXT_ARGUMENTS, 3, 16, 22))
 def test_an_argument_of_trl_is_heeded(plain, changes, tmp_path):
     if "chat_template_path" in changes:
         template = tmp_path / changes["chat_template_path"]
         template.write_text("{% for turn in messages %}{{ turn.content|upper }}{% endfor %}")
         changes = changes | {"chat_template_path": str(template)}
-    made = []
-    for kind in (plain, mixed(plain)):
-        made.append(text_trainer(kind, tmp_path, **changes))
-        made[-1].train()
-    same(*made)
+    made = alike(lambda kind: text_trainer(kind, tmp_path, **changes), (plain, mixed(plain)))
     assert lines(made[0]) != text_base(plain, tmp_path.parent)
 
 
@@ -241,7 +223,7 @@ def text_base(kind, folder):
 
 
 @pytest.mark.parametrize("adapter", few([True, False]))
-@pytest.mark.parametrize("plain", [trl.SFTTrainer, trl.DPOTrainer])
+@pytest.mark.parametrize("plain", few([trl.DPOTrainer, trl.SFTTrainer]))
 @pytest.mark.parametrize("coefficient", few([0.9, None, 0.0]))
 def test_the_loss_of_routers_is_that_of_trl(plain, coefficient, adapter, tmp_path):
     """By default as the configuration weighs it, whether or not that asks for it.
@@ -251,15 +233,14 @@ def test_the_loss_of_routers_is_that_of_trl(plain, coefficient, adapter, tmp_pat
     size = {"vocab_size": len(chat_tokenizer("qwen")), "max_position_embeddings": 256}
     asked = {"router_aux_loss_coef": 0.5, "output_router_logits": coefficient == 0}
     model = tiny_model("mixtral", changes=size | asked)
-    made = []
-    for kind in (plain, mixed(plain)):
+    options = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])} if adapter else None
+
+    def make(kind):
         torch.manual_seed(0)
-        options = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])} if adapter else None
-        made.append(
-            text_trainer(kind, tmp_path, model, options=options, router_aux_loss_coef=coefficient)
-        )
-        made[-1].train()
-    same(*made)
+        changes = {"router_aux_loss_coef": coefficient}
+        return text_trainer(kind, tmp_path, model, options=copy.deepcopy(options), **changes)
+
+    made = alike(make, (plain, mixed(plain)))
     made[1].model.save_pretrained(tmp_path, merged=adapter)
     saved = AutoConfig.from_pretrained(tmp_path)
     assert {name: getattr(saved, name) for name in asked} == asked
@@ -270,6 +251,7 @@ def test_the_loss_of_routers_is_that_of_trl(plain, coefficient, adapter, tmp_pat
     assert got == pytest.approx(wanted, rel=1e-4) and len(got) == (0 if coefficient == 0 else 4)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_adapter_is_merged_into_a_model_that_says_what_its_source_does(tmp_path):
     size = {"vocab_size": len(chat_tokenizer("qwen")), "max_position_embeddings": 256}
     model = tiny_model("qwen3_moe", changes=size)
@@ -286,28 +268,26 @@ def test_a_resumed_adapter_is_merged_into_a_model_that_says_what_its_source_does
 def test_the_loss_of_routers_is_that_of_a_plain_trainer(tmp_path):
     """Which adds those of all micro-batches."""
     asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    made = []
-    for kind in (Trainer, Streamed):
-        options = {"train_dataset": rows(16), "eval_dataset": rows(5), "data_collator": padded}
-        made.append(
-            kind(tiny_model("mixtral", changes=asked), arguments(tmp_path, **SHORT), **options)
+    data = {"train_dataset": rows(16), "eval_dataset": rows(5), "data_collator": padded}
+    made = alike(
+        lambda kind: kind(
+            tiny_model("mixtral", changes=asked), arguments(tmp_path, **SHORT), **data
         )
-        made[-1].train()
-    same(*made)
+    )
     assert made[1].state.log_history[0]["aux_loss"] > 0
 
 
+@pytest.mark.exhaustive
 def test_dropout_that_trl_switches_off_is_off_in_what_is_saved(tmp_path):
     size = {"vocab_size": len(chat_tokenizer("qwen")), "resid_pdrop": 0.3}
-    made = []
-    for kind in (trl.DPOTrainer, mixed(trl.DPOTrainer)):
-        model = tiny_model("gpt2", changes=size)
-        made.append(
-            text_trainer(kind, tmp_path, model, options={"ref_model": copy.deepcopy(model)})
-        )
-        made[-1].train()
-    same(*made)
-    made[1].save_model(str(tmp_path))
+    model = tiny_model("gpt2", changes=size)
+    _, streamed = alike(
+        lambda kind: text_trainer(
+            kind, tmp_path, model, options={"ref_model": copy.deepcopy(model)}
+        ),
+        (trl.DPOTrainer, mixed(trl.DPOTrainer)),
+    )
+    streamed.save_model(str(tmp_path))
     assert AutoConfig.from_pretrained(tmp_path).resid_pdrop == 0
 
 
@@ -367,7 +347,6 @@ def set_own(name, value):
 
 CHANGES = {
     "args.learning_rate": set_args("learning_rate", 3e-3),
-    "args.adam_beta2": set_args("adam_beta2", 0.5),
     "args.weight_decay": set_args("weight_decay", 3.0),
     "args.max_grad_norm": set_args("max_grad_norm", 0.05),
     "args.max_steps": set_args("max_steps", 2),
@@ -375,7 +354,6 @@ CHANGES = {
     "args.label_smoothing_factor, changed": set_args("label_smoothing_factor", 0.1),
     "max_grad_norm is 0.7, and cannot become None": set_args("max_grad_norm", 0.0),
     "model_accepts_loss_kwargs": set_own("model_accepts_loss_kwargs", False),
-    "compute_loss_func, changed": set_own("compute_loss_func", lambda *_, **__: 0),
     "compute_loss, changed": set_own("compute_loss", lambda *_, **__: 0),
     "neftune_noise_alpha, changed": set_own("neftune_noise_alpha", 5.0),
     "label_smoother, changed": set_own("label_smoother", str),
@@ -395,18 +373,17 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", few([*CHANGES], *range(0, len(CHANGES), 3)))
 def test_what_changes_after_a_trainer_is_made_is_heeded_or_refused(name, tmp_path):
-    made = [
-        trainer(kind, tmp_path, **SHORT | {"weight_decay": 0.1}) for kind in (Trainer, Streamed)
-    ]
-    CHANGES[name](made[1])
+    def make(kind):
+        made = trainer(kind, tmp_path, **SHORT | {"weight_decay": 0.1})
+        CHANGES[name](made)
+        return made
+
     if any(word in name for word in (",", "trainer.")):
+        changed = make(Streamed)
         with pytest.raises(InputError, match=name):
-            made[1].train()
-        return
-    CHANGES[name](made[0])
-    for each in made:
-        each.train()
-    same(*made)
+            changed.train()
+    else:
+        alike(make)
 
 
 def at(event, change, step=2):
@@ -432,7 +409,6 @@ def stop(control, **_):
 HEEDED_CALLBACKS = {
     "rates before the update": ("on_pre_optimizer_step", set_groups(lr=2e-3)),
     "betas before the update": ("on_pre_optimizer_step", set_groups(betas=(0.3, 0.4))),
-    "betas": ("on_step_begin", set_groups(betas=(0.3, 0.4))),
     "eps": ("on_step_end", set_groups(eps=0.1)),
     "weight decay": ("on_step_begin", set_groups(weight_decay=3.0)),
     "clipping": ("on_step_begin", lambda args, **_: setattr(args, "max_grad_norm", 0.02)),
@@ -442,31 +418,11 @@ HEEDED_CALLBACKS = {
 }
 
 
-@pytest.mark.parametrize("name", few([*HEEDED_CALLBACKS], *range(0, len(HEEDED_CALLBACKS), 3)))
-def test_what_a_callback_changes_is_heeded(name, tmp_path):
-    event, change = HEEDED_CALLBACKS[name]
-    made = []
-    for kind in (Trainer, Streamed):
-        options = {"callbacks": [at(event, change)]}
-        made.append(trainer(kind, tmp_path, options=options, **SHORT))
-        made[-1].train()
-    same(*made)
-    assert lines(made[0]) != base(tmp_path.parent) or name == "evaluation mode"
-
-
-def test_a_resumed_run_has_what_callbacks_set_before(tmp_path):
-    def leave(control, **given):
-        set_groups(betas=(0.3, 0.4), weight_decay=3.0)(**given)
-        control.should_save = control.should_training_stop = True
-
-    made = []
-    for kind in (Trainer, Streamed):
-        folder, saves = tmp_path / kind.__name__, {"save_strategy": "steps", "save_steps": 9}
-        options = {"callbacks": [at("on_step_end", leave)]}
-        trainer(kind, folder, options=options, **SHORT | saves).train()
-        made.append(trainer(kind, folder, **SHORT | saves))
-        made[-1].train(resume_from_checkpoint=True)
-    same(*made)
+@pytest.mark.parametrize("name", few([*HEEDED_CALLBACKS], 0, 6))
+def test_what_a_callback_changes_is_heeded(name, tmp_path, base):
+    options = {"callbacks": [at(*HEEDED_CALLBACKS[name])]}
+    plain, _ = alike(lambda kind: trainer(kind, tmp_path, options=copy.deepcopy(options), **SHORT))
+    assert lines(plain) != base or name == "evaluation mode"
 
 
 RESUMED: dict[str, dict[str, Any]] = {
@@ -478,28 +434,38 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+def leave(control, **given):
+    set_groups(betas=(0.3, 0.4), weight_decay=3.0)(**given)
+    control.should_save = control.should_training_stop = True
+
+
+def resumed(kind, folder, changes):
+    """A trainer that has gone on, changed, from what a callback left; and its folders."""
+    best = {"metric_for_best_model": "loss", "load_best_model_at_end": True}
+    for resume, more in ((False, {}), (True, changes)):
+        patience = EarlyStoppingCallback(2, early_stopping_threshold=9.0)
+        callbacks = [patience, *([] if resume else [at("on_step_end", leave)])]
+        settings = SHORT | SAVES | best | more
+        made = trainer(kind, folder, options={"callbacks": callbacks}, **settings)
+        made.train(resume_from_checkpoint=resume)
+    return made, sorted(path.name for path in folder.iterdir())
+
+
 @pytest.mark.parametrize("name", quick(RESUMED, ("ignore_data_skip",)))
 def test_an_argument_is_heeded_on_resume(name, tmp_path):
-    """Rows that were seen are not passed over, patience goes on, or a folder goes."""
-    ends = []
-    for number, changes in enumerate((RESUMED[name], {})):
-        made, folders = [], []
-        for kind in (Trainer, Streamed):
-            folder = tmp_path / f"{number}{kind.__name__}"
-            for resume, more in ((False, {}), (True, changes)):
-                patience = EarlyStoppingCallback(2, early_stopping_threshold=9.0)
-                callbacks = [patience, *([] if resume else [at("on_step_end", stop)])]
-                best = {"metric_for_best_model": "loss", "load_best_model_at_end": True}
-                settings = SHORT | SAVES | best | more
-                made.append(trainer(kind, folder, options={"callbacks": callbacks}, **settings))
-                made[-1].train(resume_from_checkpoint=resume)
-            folders.append(sorted(path.name for path in folder.iterdir()))
-        same(made[1], made[3])
-        assert folders[0] == folders[1]
-        ends.append((lines(made[1]), folders[0]))
-    assert ends[0] != ends[1]
+    """Rows that were seen are not passed over, patience goes on, or a folder goes.
+
+    What a callback has set before is still set.
+    """
+    plain, wanted = resumed(Trainer, tmp_path / "plain", RESUMED[name])
+    streamed, got = resumed(Streamed, tmp_path / "streamed", RESUMED[name])
+    same(plain, streamed)
+    assert got == wanted
+    otherwise, folders = resumed(Trainer, tmp_path / "otherwise", {})
+    assert (lines(plain), wanted) != (lines(otherwise), folders)
 
 
+@pytest.mark.exhaustive  # memory is measured at length
 def test_what_decides_how_torch_computes_and_what_is_measured_is_heeded(tmp_path, monkeypatch):
     """While steps are taken, as under the plain trainer; `run_name` is what trackers read."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # transformers sets it
@@ -538,29 +504,20 @@ def params(optimizer):
 REFUSED_CALLBACKS: dict[str, Callable[..., Any]] = {
     "parameters": lambda model, **_: [p.mul_(0.9) for p in model.parameters()],
     "gradients": lambda model, **_: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    "requires_grad": lambda model, **_: next(model.parameters()).requires_grad_(False),
     "frozen": lambda model, **_: setattr(next(model.parameters()), "requires_grad", False),
     "modules": lambda model, **_: [m for m in model.modules() if hasattr(m, "p")],
     "a layer": lambda model, **_: model.model.layers[0],
-    "whether it has a layer": lambda model, **_: hasattr(model, "lm_head"),
-    "apply": lambda model, **_: model.apply(print),
-    "names": lambda model, **_: dict(model.named_parameters()),
     "state": lambda model, **_: model.state_dict(),
     "loading": lambda model, **_: model.load_state_dict({}),
-    "a type": lambda model, **_: model.half(),
     "a hook": lambda model, **_: model.register_forward_hook(print),
     "forward": lambda model, **_: setattr(model, "forward", print),
-    "a copy": lambda model, **_: type(model)(model.config),
     "running": lambda model, **_: model(input_ids=torch.zeros(1, 2, dtype=torch.int64)),
     "replies": lambda model, **_: model.generate(torch.zeros(1, 2, dtype=torch.int64)),
-    "zero_grad": lambda model, **_: model.zero_grad(),
     "zero_grad of the optimizer": lambda optimizer, **_: optimizer.zero_grad(),
     "clearing moments": lambda optimizer, **_: optimizer.state.clear(),
-    "changing moments": lambda optimizer, **_: list(optimizer.state.values()),
     "new moments": lambda optimizer, **_: setattr(optimizer, "state", {}),
     "a gradient of a group": lambda optimizer, **_: params(optimizer).grad,
     "weights of a group": lambda optimizer, **_: params(optimizer).data.mul_(0.5),
-    "weights in place": lambda optimizer, **_: params(optimizer).detach().mul_(0.5),
     "freezing a group": lambda optimizer, **_: params(optimizer).requires_grad_(False),
     "amsgrad": set_groups(amsgrad=True),
     "a parameter less": lambda optimizer, **_: optimizer.param_groups[0]["params"].pop(),
@@ -568,7 +525,7 @@ REFUSED_CALLBACKS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", few([*REFUSED_CALLBACKS], *range(0, len(REFUSED_CALLBACKS), 3)))
+@pytest.mark.parametrize("name", few([*REFUSED_CALLBACKS], *range(0, len(REFUSED_CALLBACKS), 5)))
 def test_what_a_callback_cannot_change_is_refused(name, tmp_path):
     """At the latest at the update that would pass it over."""
     options = {"callbacks": [at("on_pre_optimizer_step", REFUSED_CALLBACKS[name], step=0)]}

@@ -43,5 +43,4 @@ def test_the_wheel_works_where_it_is_installed(tmp_path):
     assert Path(file).is_relative_to(site) and implementation == "native"
     assert (site / "megatrain" / "examples" / "demo.yaml").is_file()
     assert (site / "megatrain" / "docs" / "coming-from.md").is_file()
-    assert (site / "megatrain" / "docs" / "coming-from.md").is_file()
     assert not list(site.rglob("csrc"))

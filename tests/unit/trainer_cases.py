@@ -1,18 +1,14 @@
 """A Trainer, plain or streamed, on a tiny Llama and rows of several lengths."""
 
 import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    LlamaForSequenceClassification,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import LlamaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import VOCAB, llama, noisy
@@ -45,6 +41,18 @@ def same(plain: Any, streamed: Any, near: float = 2e-5) -> None:
     assert [list(entry) for entry in got] == [list(entry) for entry in wanted]
     for one, other in zip(wanted, got, strict=True):
         assert other == pytest.approx(one, rel=near, abs=1e-6)
+
+
+def alike(
+    make: Callable[[Any], Any], kinds: Sequence[Any] = (), *, near: float = 2e-5
+) -> list[Any]:
+    """The trainers that `make` makes of two classes, plain and streamed, which log the same."""
+    made = []
+    for kind in kinds or (Trainer, Streamed):
+        made.append(make(kind))
+        made[-1].train()
+    same(*made, near=near)
+    return made
 
 
 def weights(made: Any) -> dict[str, torch.Tensor]:

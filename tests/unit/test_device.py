@@ -1,0 +1,378 @@
+"""Devices: which GPU a name means, host threads as streams, planes in memory and on disks."""
+
+import errno
+import fcntl
+import mmap
+import os
+import random
+import threading
+from itertools import pairwise
+from math import prod
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain import InputError, kernels
+from megatrain.base.units import MIB
+from megatrain.device import cuda, disk, open_device
+from megatrain.device.cpu import host_range
+from megatrain.device.disk import BLOCK, PlaneFile
+from megatrain.device.host_stream import AHEAD, HostStream, LaunchThrottle
+from megatrain.errors import DoesNotFit, RunFailed
+from megatrain.kernels import reference
+from megatrain.tile import TileLayout
+from megatrain.tile.layout import ALIGNMENT
+from tests.forks import forked
+from tests.inside import sized
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Three GPUs, of which torch takes the second; what was opened of them."""
+    numbers: list[tuple[int, bool]] = []
+
+    def note(index, *, shared):
+        numbers.append((index, shared))
+
+    for name, value in {"available": True, "count": 3, "current": 1}.items():
+        monkeypatch.setattr(cuda, name, lambda value=value: value)
+    monkeypatch.setattr(cuda, "CudaDevice", note)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "number"),
+    [(None, None, 1), ("auto", None, 1), ("cuda", None, 1), ("cuda:0", None, 0),
+     (None, 0, 0), ("cuda", 2, 2), ("cuda:1", 2, 1)],
+)  # fmt: skip
+def test_a_gpu_without_a_number_is_the_ranks_or_torchs_current_one(name, rank, number, opened):
+    open_device(name, rank)
+    assert opened == [(number, rank is not None)]
+
+
+def test_a_gpu_that_is_not_there_is_refused(opened):
+    with pytest.raises(InputError, match="cuda:3 was asked for, but torch sees 3 GPUs"):
+        open_device("cuda:3")
+    assert not opened
+
+
+# Host threads that stand in for streams: order, errors that do not hang, and the end.
+
+
+@pytest.fixture
+def worker():
+    worker = HostStream("update", torch.zeros(1, dtype=torch.int32))
+    yield worker
+    worker.close()
+
+
+def test_work_is_done_in_order_and_counted(worker):
+    done: list[int] = []
+    gate = threading.Event()
+    worker.put("wait", gate.wait)
+    marks = []
+    for i in range(20):
+        worker.put("append", lambda i=i: done.append(i))
+        marks.append(worker.mark())
+    assert not worker.passed(marks[0])
+    gate.set()
+    worker.wait(marks[9])
+    assert done[:10] == list(range(10))
+    worker.wait(marks[-1])
+    assert done == list(range(20))
+    assert worker.counter.item() == marks[-1]
+
+
+def test_an_error_is_kept_stops_the_work_and_lets_nothing_hang(worker):
+    done: list[int] = []
+    worker.put("fail", lambda: 1 / 0)
+    worker.put("append", lambda: done.append(1))
+    worker.wait(worker.mark())
+    assert done == []
+    for _ in range(2):  # it does not go away by being looked at
+        with pytest.raises(RunFailed, match="update thread failed: division by zero") as caught:
+            worker.check()
+        cause = caught.value.__cause__
+        assert isinstance(cause, ZeroDivisionError)
+        assert cause.__traceback__ is not None
+
+
+def test_an_error_of_ours_is_raised_as_it_is(worker):
+    def fail():
+        raise InputError("this line")
+
+    worker.put("fail", fail)
+    worker.wait(worker.mark())
+    with pytest.raises(InputError, match="^this line$"):
+        worker.check()
+
+
+# The launching thread is ahead of the GPU, but not so far that a full queue could stand still.
+
+
+class Gpu:
+    """Points of its work; it is slow, and reaches one when somebody waits for it."""
+
+    def __init__(self):
+        self.recorded = self.reached = 0
+
+    def record(self):
+        self.recorded += 1
+        return self
+
+    def synchronize(self):
+        self.reached += 1
+
+
+@pytest.fixture
+def busy():
+    """A host thread, at work until it is told otherwise."""
+    worker, over = HostStream("update", torch.zeros(1, dtype=torch.int32)), threading.Event()
+    worker.put("work", over.wait)
+    yield worker, over
+    over.set()
+    worker.close()
+
+
+def paced(seconds=0.001):
+    """Every piece takes so long to launch."""
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += seconds
+        return now
+
+    return LaunchThrottle(Gpu().record, clock)
+
+
+def launch(pace, name):
+    """One piece, by a thread that is given a moment to be through."""
+
+    def piece():
+        with pace.piece(name):
+            pass
+
+    thread = threading.Thread(target=piece)
+    thread.start()
+    thread.join(0.1)
+    return thread
+
+
+def waits(pace, name, over):
+    """Whether a piece is launched only when the host thread's work is over."""
+    thread = launch(pace, name)
+    waited = thread.is_alive()
+    over.set()
+    thread.join()
+    return waited
+
+
+def test_it_is_a_few_pieces_ahead():
+    gpu = Gpu()
+    pace = LaunchThrottle(gpu.record)
+    for number in range(5 * AHEAD):
+        with pace.piece("layer"):
+            assert gpu.recorded == number + 1
+            assert gpu.recorded - gpu.reached <= AHEAD
+
+
+@pytest.mark.parametrize(("seconds", "seen"), [(0.001, 0), (1.0, 1), (1.0, 10)])
+def test_a_piece_that_may_be_large_waits_for_host_threads(busy, seconds, seen):
+    """One that has not been seen, or was large."""
+    (worker, over), pace = busy, paced(seconds)
+    for _ in range(seen):
+        launch(pace, "layer").join()
+    pace.note_wait(worker, worker.mark())
+    assert waits(pace, "layer", over)
+
+
+# Planes: their layout, their memory on the host, their files on a disk.
+
+
+shapes = st.lists(st.integers(1, 40), min_size=0, max_size=3).map(torch.Size)
+groups = st.one_of(st.none(), st.integers(0, 3))
+parameters = st.lists(st.tuples(shapes, groups), max_size=12).map(
+    lambda found: [(f"p{i}", shape, group) for i, (shape, group) in enumerate(found)]
+)
+
+
+@given(parameters)
+def test_entries_are_disjoint_aligned_and_complete(given_parameters):
+    layout = TileLayout("tile", given_parameters)
+    assert {(e.name, e.shape, e.group) for e in layout.entries} == {
+        (name, tuple(shape), group) for name, shape, group in given_parameters
+    }
+    end = 0
+    for entry in layout.entries:
+        assert entry.offset >= end
+        assert entry.offset % ALIGNMENT == 0
+        end = entry.offset + entry.numel
+    assert end <= layout.numel < end + ALIGNMENT
+    plane = torch.arange(layout.numel)
+    for name, view in layout.views(plane).items():
+        entry = layout.by_name[name]
+        assert torch.equal(view.flatten(), plane[entry.offset : entry.offset + entry.numel])
+        assert torch.equal(entry.view(plane), view)
+    assert layout.num_parameters == sum(prod(shape) for _, shape, _ in given_parameters)
+
+
+@given(parameters, st.data())
+def test_runs_cover_each_group_once_and_nothing_frozen(given_parameters, data):
+    layout = TileLayout("tile", given_parameters)
+    trainable = [group for _, _, group in given_parameters if group is not None]
+    first = {entry.name: entry.group for entry in layout.trainable}
+    assert [group for group, _, _ in layout.runs(first)] == sorted(set(trainable))
+    moved = {name: data.draw(st.integers(0, 3)) for name in first}
+    for groups in (first, moved):
+        runs = layout.runs(groups)
+        assert all(one[0] != other[0] for one, other in pairwise(runs))
+        covered = {place: group for group, start, stop in runs for place in range(start, stop)}
+        assert set(covered) == set(range(layout.trainable_numel))
+        for entry in layout.entries:
+            places = range(entry.offset, entry.offset + entry.numel)
+            assert {covered.get(place) for place in places} <= {groups.get(entry.name)}
+    assert layout.trainable == tuple(e for e in layout.entries if e.group is not None)
+
+
+@given(parameters, st.integers(1, 4), st.data())
+def test_copies_in_fp32_are_whole_wherever_ranks_cut(given_parameters, ranks, data):
+    """Each rank's copies lie in its block; together they are the parameters."""
+    fp32 = [name for name, _, _ in given_parameters if data.draw(st.booleans())]
+    layout = TileLayout("tile", given_parameters, fp32=fp32, ranks=ranks)
+    plane, values = torch.zeros(layout.numel, dtype=torch.bfloat16), torch.rand(layout.numel)
+    for pieces in layout.copies.values():
+        for start, stop, at in pieces:
+            plane[at : at + 2 * (stop - start)].view(torch.float32).copy_(values[start:stop])
+            block = layout.trainable_numel // ranks
+            rank = start // block
+            assert (stop - 1) // block == rank
+            assert [*layout.blocks(rank)][1][0] <= at < sum([*layout.blocks(rank)][1])
+    views = layout.views(plane)
+    assert layout.copies.keys() == {e.name for e in layout.trainable if e.name in fp32 and e.numel}
+    for name in layout.copies:
+        assert torch.equal(views[name], layout.by_name[name].view(values))
+    assert {name for name, view in views.items() if view.dtype == torch.float32} >= {
+        e.name for e in layout.entries if e.name in fp32 and e.numel
+    }
+
+
+# Memory of planes: in huge pages, and no forked child's.
+
+
+def flags_of(address):
+    """What the kernel notes of the mapping that an address lies in."""
+    inside = False
+    with open("/proc/self/smaps", encoding="ascii") as lines:
+        for line in lines:
+            name, *values = line.split()
+            if "-" in name:
+                start, stop = (int(end, 16) for end in name.split("-"))
+                inside = start <= address < stop
+            elif inside and name == "VmFlags:":
+                return set(values)
+    raise AssertionError(f"{address:x} is not mapped")
+
+
+def test_planes_ask_for_huge_pages_and_stay_with_their_process():
+    planes = host_range("planes", MIB, torch.uint8)
+    flags = flags_of(planes.data_ptr())
+    assert "hg" in flags
+    assert "sh" not in flags  # shared memory has small pages, whatever is asked for
+    planes.fill_(1)
+
+    def child():
+        # Its address is taken, so that a child that drops the planes unmaps nothing else.
+        assert flags_of(planes.data_ptr()) and not planes.any()
+
+    assert forked(child) == 0
+    assert planes.all()
+
+
+# Planes on a disk: the bytes that were written come back, and what the disk refuses is told.
+
+BLOCKS = 64
+
+
+def room(num_bytes):
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+def drawn(num_bytes, seed):
+    data = room(num_bytes)
+    return data.copy_(
+        torch.frombuffer(bytearray(random.Random(seed).randbytes(num_bytes)), dtype=torch.uint8)
+    )
+
+
+@pytest.fixture(params=["as it is", "page cache", "without native kernels"])
+def file(request, tmp_path, monkeypatch):
+    """A file in small pieces, also on a file system without direct access."""
+    sized(monkeypatch, disk, PIECE_BYTES=3 * BLOCK)
+    if request.param == "without native kernels":
+        monkeypatch.setattr(kernels, "move_file", reference.move_file)
+    if request.param == "page cache":
+        monkeypatch.setattr(fcntl, "fcntl", failing(errno.EINVAL))
+    made = PlaneFile.create(tmp_path, BLOCKS * BLOCK)
+    yield made
+    made.close()
+
+
+def failing(code):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_random_requests_are_those_of_a_bytearray(file):
+    plain, draw = bytearray(BLOCKS * BLOCK), random.Random(0)
+    for number in range(200):
+        count = draw.randint(1, BLOCKS)
+        at, num_bytes = draw.randint(0, BLOCKS - count) * BLOCK, count * BLOCK
+        if draw.random() < 0.5:
+            data = drawn(num_bytes, number)
+            file.write(at, data)
+            plain[at : at + num_bytes] = data.numpy().tobytes()
+        else:
+            found = drawn(num_bytes, number)
+            file.read(at, found)
+            assert found.numpy().tobytes() == plain[at : at + num_bytes]
+
+
+def test_the_file_has_no_name_and_leaves_with_its_last_user(tmp_path):
+    one, other = (PlaneFile.create(tmp_path, BLOCK) for _ in range(2))
+    assert os.listdir(tmp_path) == []
+    one.write(0, drawn(BLOCK, 3))
+    found = drawn(BLOCK, 4)
+    other.read(0, found)
+    assert not found.any()  # another run's file in the same folder
+    one.close()
+    other.close()
+    with pytest.raises(RunFailed, match="closed"):
+        one.read(0, found)
+
+
+def test_a_full_disk_is_told_at_the_start(tmp_path, monkeypatch):
+    with pytest.raises(DoesNotFit, match=rf"{tmp_path}: no room .* 1048576.0 GiB wanted.*missing"):
+        PlaneFile.create(tmp_path, 1 << 50)
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.EDQUOT))
+    with pytest.raises(DoesNotFit, match="quota exceeded"):
+        PlaneFile.create(tmp_path, BLOCK)
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_failing_disk_is_told(file, monkeypatch, verb):
+    """Here by a descriptor that allows no access."""
+    closed = os.open(file.folder, os.O_PATH)
+    monkeypatch.setattr(
+        file, "_handle", SimpleNamespace(closed=False, fileno=lambda: closed, close=lambda: None)
+    )
+    with pytest.raises(
+        RunFailed, match=f"{file.folder}: cannot {verb} planes .*descriptor; resume"
+    ):
+        getattr(file, verb)(0, room(8 * BLOCK))
+    os.close(closed)

@@ -1,0 +1,248 @@
+"""What is foretold of layers and heads, against real ones."""
+
+import contextlib
+import json
+import shutil
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen2Config
+
+from megatrain import AdamW, Engine, Placement
+from megatrain.forecast import op_counter
+from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.profile import Profile, acts_alone
+from megatrain.forecast.workload import Workload
+from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss
+from megatrain.model import token_chunks
+from megatrain.model.probe import spec
+from megatrain.source.source import open_source
+from tests.parity.cases import Noting
+from tests.parity.test_tiles import TAKEN, model_of
+from tests.sweeps import few
+from tests.unit.forecast_cases import layer_call, small_machine, tiny_config, wide_config, wide_spec
+from tests.unit.test_forecast import forecasts
+
+TOKENS, ROWS, WIDTH = 512, 2, 256
+
+
+def tensors(values):
+    """As the counter finds them, but those with data."""
+    if isinstance(values, Tensor):
+        return [values]
+    values = list(values.values()) if isinstance(values, dict) else values
+    return [t for v in values for t in tensors(v)] if isinstance(values, list | tuple) else []
+
+
+@contextlib.contextmanager
+def tallied():
+    """Tallies count real tensors, also in the forward of tiles."""
+    with pytest.MonkeyPatch.context() as patch, torch.enable_grad():
+        patch.setattr(op_counter, "tensors", tensors)
+        patch.setattr(token_chunks, "without_modes", contextlib.nullcontext)
+        yield
+
+
+@pytest.mark.parametrize("family", TAKEN)
+def test_parts_that_run_in_tiles_are_known_without_weights(family):
+    source = open_source(model_of(family)).model
+    found = set()
+    for layer in spec(source).layers:
+        for name, part in token_chunks.parts(layer.kind.module):
+            bound = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+            if "." not in name and acts_alone(part, bound, source.config.hidden_size):
+                found.add(name)
+    assert found == TAKEN[family]
+
+
+def long(save_attention):
+    """6 rows of 32 tokens, in tiles of 16."""
+    placement = Placement(chunk_tokens=16, layer_inputs="host", save_attention=save_attention)
+    workload = Workload(6 * 32, 32, None, True, "bf16", False)
+    return forecasts().of(small_machine(), placement, workload, 6)
+
+
+def test_attention_that_waits_is_not_computed_again():
+    none, device, host = long("none"), long("device"), long("host")
+    # 6 layers, 6 rows, 4 heads: half of two products of [32, 64] with [64, 32], at 1 TFLOPS.
+    attention = 6 * 6 * 4 * 2 * 32 * 32 * 64 / 1e12
+    saved = none.bounds["compute"] - device.bounds["compute"]
+    assert saved == pytest.approx(attention, rel=0.01)
+    results = 6 * 6 * 32 * (256 * 2 + 4 * 4)  # and the logarithms of sums
+    # When most memory is in use, those of the last layer are gone.
+    assert device.device_bytes["kept attention"] == results * 5 // 6
+    assert host.host_bytes["host_kept_bytes"] == results
+    assert host.bounds["copy out"] > device.bounds["copy out"]
+    assert host.device_bytes["lanes of the host"] > device.device_bytes["lanes of the host"]
+
+
+# What is foretold of a large head, against the engine's own.
+
+HEAD_ROWS, HEAD_TOKENS = 6, 32
+
+
+@dataclass(frozen=True)
+class Together(JointLoss):
+    """Cross entropy, found in two visits of the head."""
+
+    def joint(self, log_prob_N, targets_N, *given):
+        return -log_prob_N.sum()
+
+
+class Keeping(Noting):
+    """Knows the memory of all buffers, so that a counter may leave it out."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def empty(self, name, numel, dtype):
+        self.kept.append((buffer := super().empty(name, numel, dtype)).data)
+        return buffer
+
+    def host(self, name, numel, dtype, *, pinned):
+        self.kept.append((buffer := super().host(name, numel, dtype, pinned=pinned)).data)
+        return buffer
+
+
+def two_layers():
+    return tiny_config(2)
+
+
+def head_seconds(found):
+    spans = (span for span in found.spans if span.stream == "compute")
+    return sum(span.seconds for span in spans if span.name.startswith("head"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_of_all_tokens_computes_logits_once_more(compiled):
+    machine, forecasts = replace(small_machine(), device_gbps=1e9), ForecastCache(wide_spec())
+    workload = Workload(HEAD_ROWS * HEAD_TOKENS, HEAD_TOKENS, None, True, "bf16", compiled)
+    placement = Placement(slots=3, compile=compiled)
+    one, two = (
+        head_seconds(forecasts.of(machine, placement, replace(workload, loss=loss), 4))
+        for loss in (CROSS_ENTROPY, DPO())
+    )
+    product = 2 * HEAD_ROWS * HEAD_TOKENS * 256 * 8192 / (machine.matmul_tflops * 1e12)
+    assert two - one == pytest.approx(product, rel=0.01)
+
+
+def test_a_loss_of_all_tokens_is_foretold_in_one_pass_without_graphs():
+    """As the engine takes it, whatever the placement says."""
+    workload = Workload(HEAD_ROWS * HEAD_TOKENS, HEAD_TOKENS, None, True, "bf16", True, loss=DPO())
+    kept = Placement(slots=3, passes=3, save_activations=2, compile=True)
+    found, plain = (
+        ForecastCache(wide_spec()).of(small_machine(), each, workload, 2)
+        for each in (kept, replace(kept, passes=1, save_activations=0))
+    )
+    assert found.bounds == pytest.approx(plain.bounds)
+    assert found.device_bytes["gradient sums"] > 0 and "kept graphs" not in found.device_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "choices", "loss"),
+    few(
+        [
+            (wide_config, 128, {"head_tokens": 100}, Together()),
+            (wide_config, 128, {"head_tokens": 100, "layer_inputs": "host"}, CROSS_ENTROPY),
+            (wide_config, 32, {"head_tokens": 100}, CROSS_ENTROPY),
+            (two_layers, 512, {"head_tokens": 64}, CROSS_ENTROPY),
+            (two_layers, 512, {"head_tokens": 64, "chunk_tokens": 64}, CROSS_ENTROPY),
+        ],
+        *(1, 4),
+    ),
+)
+def test_what_a_step_works_with_is_foretold(config, tokens, choices, loss):
+    """All device memory at the peak of a real step, but for its long-lived buffers.
+
+    That is in a large head, or in the layers of long rows, whole or in tiles.
+    """
+    placement = Placement(**choices)
+    workload = Workload(4 * tokens, tokens, 2, True, "fp32", False, loss=loss)
+    forecasts = ForecastCache(spec(open_source(config()).model))
+    found = forecasts.of(small_machine(), placement, workload, 2)
+    told = sum(found.device_bytes.get(p, 0) for p in ("activations", "working set"))
+    told += found.device_bytes["layer arguments"]
+    options = {"optimizer": AdamW(), "precision": "fp32", "placement": placement}
+    ids = torch.randint(512, (4, tokens), generator=torch.Generator().manual_seed(0))
+    step, device = [{"input_ids": part, "labels": part} for part in ids.split(2)], Keeping()
+    with Engine(config(), device=device, **options) as engine:
+        engine.step(step, loss)
+        with tallied(), op_counter.OpCounter() as counts:
+            counts.ignore(device.kept)
+            engine.step(step, loss)
+    assert counts.peak_bytes == pytest.approx(told, rel=0.03)
+
+
+# What a compiled layer is foretold to work with, and what torch's compiled code allocates.
+
+MLP_ROWS, MLP_TOKENS, MLP_WIDTH, MLP = 4, 512, 320, 1728  # 32B's proportions
+UNIT = MLP_ROWS * MLP_TOKENS * MLP * 2  # bytes of an activation inside the MLP
+
+
+@pytest.fixture(scope="module")
+def measured():
+    config = Qwen2Config(
+        hidden_size=MLP_WIDTH,
+        intermediate_size=MLP,
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+        vocab_size=512,
+        max_position_embeddings=MLP_TOKENS,
+        tie_word_embeddings=False,
+    )
+    return Profile(spec(open_source(config).model), torch.bfloat16, MLP_TOKENS, compiled=True)
+
+
+def peak_of(work, saves):
+    """From the start of the forward to the end of the backward."""
+    if saves is None:
+        return max(work.again.peak_bytes, work.backward.peak_bytes)
+    if saves == "graph":
+        return max(work.keeping.peak_bytes, work.kept_backward.peak_bytes)
+    assert work.repeating is not None
+    return max(work.forward.peak_bytes, work.repeating.peak_bytes)
+
+
+def test_an_mlp_s_three_results_are_alive_with_what_they_are_computed_from(measured):
+    """As the test below saw the compiled code do it (torch 2.13)."""
+    work = measured.layer(0, MLP_ROWS)
+    peaks = [peak_of(work, saves) / UNIT for saves in ("nothing", "graph", None)]
+    assert peaks == pytest.approx([7.008, 6.002, 5.164], abs=1e-3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("saves", ["nothing", "graph", None])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
+def test_compiled_code_works_with_what_is_foretold(measured, saves, tmp_path):
+    torch.compiler.reset()
+    measured.program.compile()
+    _, weights, micro, values = layer_call(measured.program, 0, (MLP_ROWS, MLP_TOKENS))
+
+    def step():
+        made = list(measured.program.layer(0, weights, micro, values, saves).values())
+        leaves = [*values.values(), *weights.values()]
+        torch.autograd.grad(made, leaves, [torch.randn_like(value) for value in made])
+
+    step()  # compiles
+    taken = _peak_bytes(step, tmp_path / "trace.json")
+    ends = 2 * MLP_ROWS * MLP_TOKENS * MLP_WIDTH * 2  # the result, and its gradient
+    assert taken - ends == pytest.approx(peak_of(measured.layer(0, MLP_ROWS), saves), rel=0.005)
+
+
+def _peak_bytes(run, trace):
+    """The most that was allocated at a time while `run` ran, over what was before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    profiler.export_chrome_trace(str(trace))
+    events = json.loads(trace.read_text())["traceEvents"]
+    events = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    live = peak = 0
+    for event in events:
+        live += event["args"]["Bytes"]
+        peak = max(peak, live)
+    return peak

@@ -1,0 +1,348 @@
+"""A program of a model: masks, what runs before layers, compiled and random layers, weights."""
+
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from transformers import LlamaConfig, masking_utils
+
+from benchmarks.options import peak_process_bytes
+from megatrain import AdamW, DoesNotFit, Engine, Placement
+from megatrain.base.seeds import derived_seed
+from megatrain.base.units import GIB
+from megatrain.cli.models import qwen2_config
+from megatrain.compat.torch import num_compilations
+from megatrain.engine.head import chunked_loss_gradients
+from megatrain.loss import cross_entropy_sum
+from megatrain.model import init
+from megatrain.model.capture import Capture
+from megatrain.model.document_check import check_masks
+from megatrain.model.layer_template import compile_and_tell
+from megatrain.model.probe import spec
+from megatrain.model.program import ModelProgram
+from megatrain.model.zeros import ZeroProducts, zero_pages
+from megatrain.source.source import open_source
+from tests.families.tiny import tiny_config, tiny_model
+from tests.inside import compiled_by, program_of, sized
+from tests.parity.cases import llama, make_batches, make_engine
+from tests.parity.test_dropout import gpt2, slope_error
+from tests.unit.forecast_cases import tiny_config as llama_config
+from tests.unit.forecast_cases import tiny_spec
+
+PLAIN = SimpleNamespace(_attn_implementation="sdpa", sliding_window=None)
+LONG = 65_536
+
+
+def rows(**more):
+    return [{"input_ids": torch.zeros(1, LONG, dtype=torch.int64), **more}]
+
+
+def test_a_plain_row_is_taken_at_any_length():
+    positions = torch.arange(LONG)[None]
+    ones = torch.ones(1, LONG, dtype=torch.int64)
+    check_masks(rows(position_ids=positions, attention_mask=ones), PLAIN, 2, GIB)
+    config = SimpleNamespace(_attn_implementation="flash_attention_2", sliding_window=16)
+    check_masks(rows(), config, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("micro", "config", "reason"),
+    [
+        (rows(attention_mask=(torch.arange(LONG) < 9)[None].long()), PLAIN, "padding"),
+        (rows(position_ids=(torch.arange(LONG) % 4096)[None]), PLAIN, "several documents"),
+        (
+            rows(),
+            SimpleNamespace(_attn_implementation="sdpa", sliding_window=4096),
+            "a sliding window of 4096",
+        ),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(micro, config, reason):
+    with pytest.raises(DoesNotFit, match=f"65536 tokens with {reason}: .* 12.0 GiB, and 11.0 GiB"):
+        check_masks(micro, config, 2, 11 * GIB)
+    check_masks(micro, config, 2, 12 * GIB)
+
+
+def test_layers_of_a_plain_long_row_get_no_mask(monkeypatch):
+    tokens = 3000
+    engine = make_engine(llama(max_position_embeddings=tokens), placement=Placement())
+    sizes = []
+    layer = program_of(engine).layer
+
+    def listen(visit, weights, batch, values, *options):
+        leaves = batch.calls[visit].leaves
+        sizes.extend(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
+        return layer(visit, weights, batch, values, *options)
+
+    monkeypatch.setattr(program_of(engine), "layer", listen)
+    ids = torch.ones(1, tokens, dtype=torch.int64)
+    engine.evaluate([{"input_ids": ids, "labels": ids}])
+    assert sizes and max(sizes) <= tokens * 64
+
+
+# What runs before the layers: Python that a GPU waits for, so as little of it as there need be.
+
+LAYERS = 6
+[STEP] = make_batches(1)
+
+
+@pytest.fixture
+def engine():
+    """Streamed; what it does when it is made is not counted."""
+    made = make_engine(llama(num_hidden_layers=LAYERS), placement=Placement(slots=2))
+    yield made
+    made.close()
+
+
+def test_the_backward_ends_where_the_layers_begin(engine, monkeypatch):
+    """And positions are looked at once: transformers' look for packed rows waits for the device."""
+    called: Counter[str] = Counter()
+    running = ["epilogue"]
+    prologue, forward = ModelProgram.prologue, Capture.forward
+
+    def told(self, weights, batch, *features):
+        running[0] = "backward" if batch.calls else "forward"
+        values = prologue(self, weights, batch, *features)
+        running[0] = "epilogue"
+        return values
+
+    def counted(self, handler, *rest):
+        def one(*given):
+            called[running[0]] += 1
+            return handler(*given)
+
+        return forward(self, one, *rest)
+
+    looks: list[Any] = []
+    find = masking_utils.find_packed_sequence_indices
+
+    def look(position_ids):
+        looks.append(position_ids)
+        return find(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
+    monkeypatch.setattr(ModelProgram, "prologue", told)
+    monkeypatch.setattr(Capture, "forward", counted)
+    engine.step(STEP)
+    every = LAYERS * len(STEP)
+    assert called == {"forward": every, "epilogue": every, "backward": len(STEP)}
+    assert len(looks) == len(STEP)
+
+
+# Layers that draw random numbers are kept without recomputation: it would draw others.
+
+
+@pytest.mark.exhaustive
+def test_a_partitioned_graph_keeps_its_masks(monkeypatch):
+    """With a budget, this gradient is wrong by 30 %."""
+    compiled_by(monkeypatch, "aot_eager_decomp_partition")
+    [step] = make_batches(1, ((2, 12),))
+    assert slope_error(gpt2(), step, Placement(slots=1, compile=True, save_activations=2)) < 5e-3
+
+
+# News of compilations, and how many there are.
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """torch.compile takes graphs as always, but leaves them as they are."""
+    compiled_by(monkeypatch, "eager")
+
+
+def _engine(vocab_size=32, hidden_size=8, **changes):
+    sizes = dict(intermediate_size=8, num_hidden_layers=3, num_attention_heads=2)
+    config = LlamaConfig(vocab_size=vocab_size, hidden_size=hidden_size, **sizes)
+    return Engine(config, optimizer=AdamW(), device="cpu", placement=Placement(**changes))
+
+
+def _step(engine, width=4):
+    ids = torch.ones(2, width).long()
+    return engine.step([{"input_ids": ids, "labels": ids}] * 2)
+
+
+def test_kernels_are_launched_without_python_s_lock():
+    """By torch's own launcher, which keeps it, a GPU that waits for the host waits for ever."""
+    with torch._inductor.config.patch(use_static_cuda_launcher=True):
+        compile_and_tell(torch.sin, "a sine")
+        assert not torch._inductor.config.use_static_cuda_launcher
+
+
+def test_a_large_tensor_is_not_copied_to_the_host_to_time_a_kernel():
+    """Inductor restores what a kernel overwrites from pinned copies, rounded to powers of two."""
+    compile_and_tell(torch.sin, "a sine")
+    tuner = SimpleNamespace(fn=SimpleNamespace(arg_names=["read", "written"]))
+    tuner.launchers, tuner.mutated_arg_names = ["first", "second"], {"written"}
+    large, small = torch.empty((1 << 29) + 1, dtype=BF16, device="meta"), torch.empty(4)
+    assert CachingAutotuner.benchmark_all_configs(tuner, small, large) == {"first": 0.0}
+    with pytest.raises(AttributeError, match="inductor_meta"):  # torch goes on and times them
+        CachingAutotuner.benchmark_all_configs(tuner, large, small)
+
+
+@pytest.mark.exhaustive
+def test_layers_of_a_kind_are_compiled_once_for_a_purpose(quickly):
+    before = num_compilations()
+    with _engine(compile=True, save_activations=1) as engine:
+        _step(engine)
+        assert num_compilations() - before == 3  # computed again, kept graph; the loss
+        _step(engine)
+        assert num_compilations() - before == 3
+        _step(engine, width=6)  # another length
+        assert num_compilations() - before > 3
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "repeats"),
+    [
+        ("llama", {}, True),
+        ("gpt_oss", {}, True),
+        ("gpt_oss", {"attention_dropout": 0.5}, False),
+        ("gpt2", {"resid_pdrop": 0.5}, False),
+        ("gemma3n_text", {}, True),  # layers write to a dictionary that they are given
+    ],
+)
+def test_whether_layers_draw_is_tried_on_a_few_tokens(family, changes, repeats):
+    """Whatever the batch has: eager attention over its rows may take more than all of a step."""
+    program = ModelProgram(spec(tiny_model(family, 0, changes)), torch.device("cpu"), BF16)
+    program.train(True)
+    program.compile()
+    for visit, layer in enumerate(program.spec.layers):
+        weights = {n: torch.ones(p.shape).to(BF16) for n, p in layer.module.named_parameters()}
+        assert program.repeats(visit, partial(dict, weights), None) == repeats
+
+
+# Weights that are drawn, their seeds, and structures learnt without weights.
+
+
+PIECE = 4096
+
+
+def drawn(model, *, threads=2, seed=3, alike=False):
+    values: dict[str, Tensor] = {}
+    with torch.random.fork_rng(devices=[]):
+        init.initialise(
+            model,
+            seed,
+            lambda name, v: values.update({name: v.clone()}),
+            threads=threads,
+            alike=alike,
+        )
+    return values
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    sized(monkeypatch, init, _PIECE=PIECE)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_the_number_of_threads_changes_no_value():
+    one, many = drawn(tiny_spec(), threads=1), drawn(tiny_spec(), threads=5)
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_no_piece_is_drawn_twice_and_all_have_the_class_s_spread():
+    values = drawn(tiny_spec())
+    large = [v.flatten() for v in values.values() if v.numel() > PIECE]
+    cut = [piece[:PIECE] for flat in large for piece in flat.split(PIECE)]
+    assert len(cut) > 1000
+    assert len({tuple(piece[:4].tolist()) for piece in cut}) == len(cut)
+    spread = llama_config().initializer_range
+    assert all(0.9 * spread < float(piece.std()) < 1.1 * spread for piece in cut)
+    followed = torch.stack([a @ b for a, b in pairwise(p for p in cut if len(p) == PIECE)])
+    assert float(followed.abs().max()) < 6 * spread**2 * PIECE**0.5  # unlike their neighbours
+
+
+@pytest.mark.parametrize(("family", "some"), [("llama", True), ("jamba", False)])
+def test_layers_that_are_alike_are_drawn_once_where_that_is_asked_for(family, some):
+    """Layers of jamba differ from the one before them, in attention or in experts."""
+    model = spec(open_source(tiny_config(family)).model)
+    usual, values = drawn(model), drawn(model, alike=True)
+    assert values.keys() == usual.keys()
+    layers = [
+        {n.split(".", 3)[3]: v for n, v in values.items() if n.startswith(f"model.layers.{i}.")}
+        for i in range(len(model.layers))
+    ]
+    follow = [(a, b) for a, b in pairwise(layers) if a.keys() == b.keys()]
+    assert len(follow) == some * (len(layers) - 1)
+    assert all(torch.equal(a[name], b[name]) for a, b in follow for name in a)
+
+
+# Seeds of drawn weights and dropout: other values would change every run there is.
+
+VALUES = {
+    (0,): 4066689987807800415,
+    (0, 0): 6113538345208582997,
+    (0, 1): 8845802290766231721,
+    (1, 0): 3435587645334476312,
+    (-1, 3): 7420005760911551600,
+    (2**70, 12, 5): 66050740447722534,
+}
+
+
+@pytest.mark.parametrize(("path", "seed"), VALUES.items())
+def test_seeds_are_the_same_for_ever(path, seed):
+    assert derived_seed(*path) == seed
+
+
+def test_neighbours_have_seeds_of_their_own_that_torch_takes():
+    seeds = [derived_seed(a, b) for a in range(-20, 20) for b in range(40)]
+    assert len({seed & (2**32 - 1) for seed in seeds}) == len(seeds)  # torch's CPU generator
+    for seed in seeds[:10]:
+        torch.Generator().manual_seed(seed)
+
+
+# Learning a large model's structure takes neither its memory nor its time.
+
+
+@pytest.mark.parametrize("bias", [None, torch.arange(3.0)])
+def test_products_with_zeros_are_what_torch_computes(bias):
+    """Where the input is not finite, too; other weights are multiplied as ever."""
+    nothing, ones = zero_pages((3, 4)), torch.ones(3, 4)
+    x = torch.tensor([[1.0, 2, 3, 4], [1, torch.nan, 3, 4], [torch.inf, 2, 3, 4]])[None]
+    for weight in (nothing, ones):
+        real = F.linear(x, weight, bias)
+        with ZeroProducts([nothing]):
+            found = F.linear(x, weight, bias)
+        torch.testing.assert_close(found, real, rtol=0, atol=0, equal_nan=True)
+        assert found.is_contiguous()
+
+
+def test_the_structure_of_72_billion_parameters_is_learned_in_little_memory():
+    source = open_source(qwen2_config("72b"))
+    before = peak_process_bytes()  # of less than 4 GiB
+    assert len(spec(source.model).layers) == 80
+    assert peak_process_bytes() - before < 1 << 30  # 12 GiB with zeros that are written
+
+
+# Cross entropy of many tokens, at once and in chunks.
+
+
+def test_bf16_logits_are_summed_in_fp32():
+    """And the sum of many chunks, whatever torch's default dtype is."""
+    logits = torch.randn(1000, 31).bfloat16()
+    targets = torch.zeros(1000, dtype=torch.long)
+    wanted = F.cross_entropy(logits.double(), targets, reduction="sum")
+    loss = cross_entropy_sum(logits, targets)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        in_chunks, _ = chunked_loss_gradients(
+            lambda h: h, logits, targets, 1, 1, cross_entropy_sum, [], lambda gradients: None
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert in_chunks.dtype == torch.float32
+    torch.testing.assert_close(in_chunks.double(), wanted, rtol=1e-5, atol=0)
