@@ -6,7 +6,7 @@ them are frozen, and buffers are saved; other changes to the object would be los
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -64,7 +64,8 @@ _UNDO = (
     "set it in the model's configuration, or undo it (of a model that was cast, `.to(dtype)` has "
     "rounded buffers: make or load it with `dtype=`; with PEFT's modules, give the PeftModel)"
 )
-_ABSENT = None, "not there"
+_Words = Callable[[], str]
+_ABSENT: tuple[Any, _Words] = None, lambda: "not there"
 
 
 def difference(
@@ -129,39 +130,44 @@ def _unlike(model: nn.Module, again: nn.Module) -> Iterator[str]:
         for name in mine | others:
             (one, shown), (other, made) = (d.get(name, _ABSENT) for d in (mine, others))
             if one != other:
-                yield f"{name or 'the model'} is {shown} in the model given, and {made}"
+                yield f"{name or 'the model'} is {shown()} in the model given, and {made()}"
 
 
-def _parts(model: nn.Module) -> dict[str, tuple[Any, str]]:
+def _parts(model: nn.Module) -> dict[str, tuple[Any, _Words]]:
     """Modules and tensors by name, with words: classes; kinds and shapes, or what it is tied to."""
-    parts: dict[str, tuple[Any, str]] = {}
+    parts: dict[str, tuple[Any, _Words]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
-        parts[path] = kind, f"a {kind.__module__}.{kind.__qualname__}"
+        parts[path] = kind, partial(str, f"a {kind.__module__}.{kind.__qualname__}")
     kept, first = model.state_dict(keep_vars=True).keys(), dict[int, str]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied = first.setdefault(id(parameter), name)
         words = f"a parameter of shape {list(parameter.shape)}"
         words += "" if tied == name else f" tied to {tied}"
-        parts[name] = words, words
+        parts[name] = words, partial(str, words)
     for name, buffer in model.named_buffers():
         words = "a buffer" if name in kept else "a buffer that is not saved"
         words += f" of shape {list(buffer.shape)}"
-        parts[name] = words, words
+        parts[name] = words, partial(str, words)
     return parts
 
 
-def _attributes(model: nn.Module) -> dict[str, tuple[Any, str]]:
+def _attributes(model: nn.Module) -> dict[str, tuple[Any, _Words]]:
     """The plain attributes of all modules by name, with words."""
-    reader, attributes = _Compared(model, left_out=_LEFT_OUT), dict[str, tuple[Any, str]]()
+    reader, attributes = _Compared(model, left_out=_LEFT_OUT), dict[str, tuple[Any, _Words]]()
     for path, module in model.named_modules(remove_duplicate=False):
         for name, value in reader.attributes(module):
             if name == "vocab_size" and isinstance(module, PreTrainedModel):
                 continue  # `resize_token_embeddings` changes it
-            text = " ".join(repr(vars(module).get(name, "kept by its class")).split())
-            text = text if len(text) <= 60 else f"another {type(vars(module).get(name)).__name__}"
-            attributes[f"{path}.{name}".lstrip(".")] = value, text
+            shown = partial(_attribute, vars(module), name)
+            attributes[f"{path}.{name}".lstrip(".")] = value, shown
     return attributes
+
+
+def _attribute(attributes: dict[str, Any], name: str) -> str:
+    """An attribute in a few words."""
+    text = " ".join(repr(attributes.get(name, "kept by its class")).split())
+    return text if len(text) <= 60 else f"another {type(attributes.get(name)).__name__}"
 
 
 def _buffers(model: nn.Module, again: nn.Module, dtypes: dict[str, torch.dtype]) -> Iterator[str]:
@@ -185,10 +191,16 @@ class _Values:
 class _Compared(Reader):
     """Makes values for comparison, equal for attributes of two models that are built alike."""
 
+    def __init__(self, root: nn.Module, *, left_out: Collection[str]) -> None:
+        super().__init__(root, left_out=left_out)
+        self._configs: dict[int, Any] = {}  # most modules have the model's
+
     def of(self, value: Any) -> Any:
         """The value to compare for an attribute."""
         if isinstance(value, PreTrainedConfig):
-            return _as_json(value)
+            if id(value) not in self._configs:
+                self._configs[id(value)] = _as_json(value)
+            return self._configs[id(value)]
         if isinstance(value, list | tuple):  # JSON knows lists only
             return "list", tuple(map(self.of, value))
         if type(value) is dict:
