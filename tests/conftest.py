@@ -53,6 +53,22 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+OPENING = ("parity", "race", "unit")  # folders whose tests open many engines
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_are_remade_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """But where tests change a model's class, or what its configuration makes."""
+    of_folder = request.path.parent.name in OPENING and request.path.name != "test_probe.py"
+    if "torch" not in sys.modules or not of_folder:
+        yield
+        return
+    from tests.remade import made_once
+
+    with made_once():
+        yield
+
+
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
     from megatrain.data import train_bpe_tokenizer

@@ -27,6 +27,9 @@ def _once(make: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel
     return again
 
 
+AGAIN = _once(rebuilt._again)
+
+
 @contextmanager
 def made_once() -> Iterator[None]:
     """Within this context each is made once: that is a third of opening an engine of tiny layers.
@@ -34,5 +37,5 @@ def made_once() -> Iterator[None]:
     Only for tests that change no class of a model.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rebuilt, "_again", _once(rebuilt._again))
+        patch.setattr(rebuilt, "_again", AGAIN)
         yield

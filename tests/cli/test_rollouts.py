@@ -18,7 +18,7 @@ from tests.cli.cases import SENTENCES, sets
 from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
 from tests.parity.ranks import run_ranks
 from tests.structure.source_tree import ROOT
-from tests.sweeps import few
+from tests.sweeps import few, quick
 
 REWARDS = """
 import torch
@@ -308,7 +308,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("setting", DRAWS)
+@pytest.mark.parametrize("setting", quick(DRAWS, ("top_p", "repetition_penalty")))
 def test_replies_are_drawn_as_the_run_file_says(megatrain, rollout_file, tmp_path, setting):
     def replies(**rollout):
         file = rollout_file({"name": "grpo"}, **rollout)

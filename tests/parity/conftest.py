@@ -5,19 +5,12 @@ import pytest
 from megatrain.checkpoint import files
 from megatrain.engine import sink
 from tests.inside import sized
-from tests.remade import made_once
 
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice's gradient leaves in several pieces."""
     sized(monkeypatch, sink, PIECE=1000)
-
-
-@pytest.fixture(scope="package", autouse=True)
-def models_are_remade_once() -> Iterator[None]:
-    with made_once():
-        yield
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -27,7 +27,7 @@ from tests.parity.cases import (
     relative_error,
     same,
 )
-from tests.sweeps import few
+from tests.sweeps import few, quick
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a tied table": ("gemma2", {"target_modules": "all-linear"}),
 }  # fmt: skip
+USUAL = ("all linear", "DoRA, rsLoRA", "a whole head", "tables", "Conv1D", "experts with biases")
 
 
 def base(family):
@@ -67,7 +68,7 @@ def adapted(family="llama", **keys):
     return get_peft_model(base(family), config)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, USUAL))
 def test_gradients_are_those_of_the_plain_model(case):
     family, keys = CASES[case]
     model, [step] = adapted(family, **keys), make_batches(1)

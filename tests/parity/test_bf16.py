@@ -68,6 +68,7 @@ def test_masters_are_copies(precision):
 
 
 @swept(
+    together=1,
     source=["instance", "folder", "config"],
     dtype=[torch.float32, torch.bfloat16, torch.float16],
     precision=["bf16", "fp32"],

@@ -20,12 +20,13 @@ from tests.parity.cases import (
     parameters,
     same,
 )
+from tests.sweeps import few
 
 # Soft-capped, scaled and divided logits, biases of the head, states, experts.
 FAMILIES = ["llama", "gpt2", "gemma2", "cohere", "granite", "phi", "mamba", "mixtral"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, 0, 2, 6, 7))
 def test_logits_and_loss_of_plain_transformers(family):
     model, [step] = tiny_model(family).eval(), make_batches(1)
     engine = Engine(model, precision="fp32", device="cpu")
@@ -151,7 +152,7 @@ def over_all_layers(*models):
     }
 
 
-@pytest.mark.parametrize("family", DRAWN)
+@pytest.mark.parametrize("family", few(DRAWN, 0, 1, 2, 5))
 def test_drawn_weights_have_the_class_s_own_distribution(family):
     config = tiny_config(family, DRAWN[family])
     torch.manual_seed(0)

@@ -94,7 +94,7 @@ def with_precision(settings, monkeypatch):
         monkeypatch.setattr(Tensor, "bfloat16", Tensor.float)
 
 
-@swept(placement=PLACEMENTS, clip=[CLIP, None], settings=SETTINGS)
+@swept(together=1, placement=PLACEMENTS, clip=[CLIP, None], settings=SETTINGS)
 @pytest.mark.usefixtures("exact_roots")
 def test_steps_are_torch_s_on_the_same_gradients(placement, clip, settings, monkeypatch):
     """Bit for bit. The iteration is in bf16, so gradients that are a little off would not do."""
