@@ -25,7 +25,7 @@ from megatrain.model.media import calls_of, replaced
 from megatrain.model.spec import ModelSpec
 from megatrain.parallel.distributed import Ranks
 from megatrain.store.store import Store, Tile
-from megatrain.tile import Entry
+from megatrain.tile import Entry, TileKind
 
 # cuDNN's attention is planned anew for each length, and each new token makes another one.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -144,10 +144,9 @@ def _encoded(
     def call(encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if names and ranks.together:
             raise InputError("ranks that share a model make no texts of images; use one rank")
-        for tile, entry in store.entries() if names else ():
-            if entry.name in names:
-                weights = tile.layout.views(tile.weights.data)
-                places.put(entry.name, weights[entry.name].to(device))
+        for tile in store.of(TileKind.MEDIA) if names else ():
+            for name, values in tile.layout.views(tile.weights.data).items():
+                places.put(name, values.to(device))
         names.clear()
         return encoder(*args, **kwargs)
 

@@ -11,8 +11,9 @@ from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.device import disk
 from megatrain.device.disk import BLOCK
 from megatrain.engine import sink
+from tests.families.media import media_steps
 from tests.families.plain import accumulate, make_steps
-from tests.families.tiny import tiny_model
+from tests.families.tiny import tiny_model, tiny_multimodal
 from tests.inside import program_of, sized, store_of
 from tests.parity.cases import make_engine, masters, same
 from tests.race.late import LateDevice
@@ -146,3 +147,14 @@ def test_a_table_of_rows_is_refused_by_name():
         model = tiny_model("llama")
         with pytest.raises(InputError, match="embed_tokens.weight in float32 .* precision to fp32"):
             make_engine(model, precision="bf16")
+
+
+@pytest.mark.exhaustive
+def test_a_tower_s_are_computed_in_fp32(tmp_path):
+    model = tiny_multimodal("voxtral")
+    [step, *_] = media_steps(model, "voxtral")
+    model.save_pretrained(tmp_path)
+    plain = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).train()
+    assert torch.float32 in {p.dtype for p in plain.model.audio_tower.parameters()}
+    with make_engine(model, precision="bf16") as engine:
+        assert engine.step(step).loss == pytest.approx(accumulate(plain, step), rel=1e-6)
