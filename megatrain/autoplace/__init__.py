@@ -1,1 +1,1 @@
-"""The placement that `placement="auto"` takes, and whether one fits (`fit.py`)."""
+"""The placement that `placement="auto"` takes, and whether one fits (`auto.py`)."""

@@ -73,7 +73,14 @@ def whole_model(
         entries = {e.name: (t, e) for t, e in store.entries() if e.name in spec.gathered}
         tables = {name: on_device(*place) for name, place in entries.items()}
         if held:
-            _hold(places, parts, tables)
+            for name, table in tables.items():
+                places.put(name, table)
+            every = [*parts.trunk, parts.head]
+            parts.stream.begin(every)
+            for unit, slot in parts.stream.visit(every):
+                data = slot.data if parts.stream.keeps(unit.tile) else slot.data.clone()
+                for name, values in unit.tile.layout.unpacked.views(data).items():
+                    places.put(name, values)
         else:
             feed = _Feed(parts, places, tables)
             for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
@@ -90,17 +97,6 @@ def _from_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None
         logits = torch.zeros_like(logits)  # 0 * -inf is no number
     ranks.all_reduce(logits)
     output.logits = logits.to(output.logits.dtype)
-
-
-def _hold(places: "_Places", parts: Parts, tables: Mapping[str, Tensor]) -> None:
-    for name, table in tables.items():
-        places.put(name, table)
-    units = [*parts.trunk, parts.head]
-    parts.stream.begin(units)
-    for unit, slot in parts.stream.visit(units):
-        data = slot.data if parts.stream.keeps(unit.tile) else slot.data.clone()
-        for name, values in unit.tile.layout.unpacked.views(data).items():
-            places.put(name, values)
 
 
 @contextmanager

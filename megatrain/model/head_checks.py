@@ -171,11 +171,13 @@ def _loss_of_model(
     generator = torch.Generator().manual_seed(0)
     capture = spec.capture
     used = {*spec.gathered, *spec.prologue, *spec.epilogue}
-    weights = {
-        name: _random(parameter, generator)
-        for name, parameter in capture.model.named_parameters()
-        if name in used
-    }
+    weights = dict[str, Tensor]()
+    for name, parameter in capture.model.named_parameters():
+        if name in used:  # random at the beginning, zeros that take no memory elsewhere
+            weights[name] = zero_pages(parameter.shape)
+            beginning = weights[name].view(-1)[:_RANDOM]
+            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
+            beginning.copy_(torch.randn(len(beginning), generator=generator) * scale)
     width = last_hidden(spec.trunk).shape[2:]
     hidden = torch.randn((*_SHAPE, *width), generator=generator)
     inputs = capture.inputs({"input_ids": torch.zeros(_SHAPE, dtype=torch.long), **more})
@@ -218,15 +220,6 @@ def _cross_entropy(logits_BTV: Tensor, labels_BT: Tensor, shift: int) -> float:
 
 def _same(one: float, other: float) -> bool:
     return abs(one - other) <= _TOLERANCE * abs(other)
-
-
-def _random(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    """A parameter's values: random at the beginning, zeros that take no memory elsewhere."""
-    values = zero_pages(parameter.shape)
-    beginning = values.view(-1)[:_RANDOM]
-    scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
-    beginning.copy_(torch.randn(len(beginning), generator=generator) * scale)
-    return values
 
 
 def mixes_tokens(head: Head, shapes: dict[str, torch.Size], num_logits: int, width: int) -> bool:

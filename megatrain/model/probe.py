@@ -421,7 +421,8 @@ class _Probe:
     def _refuse_mixing(self, structure: ModelSpec) -> None:
         width = last_hidden(structure.trunk).shape[-1]
         self.model.eval()  # dropout is no mixing
-        mixes = mixes_tokens(structure.logits, structure.head_shapes, structure.num_logits, width)
+        shapes = {n: p.shape for n, p in self.outer.items() if n in structure.head}
+        mixes = mixes_tokens(structure.logits, shapes, structure.num_logits, width)
         self.model.train()
         if mixes:
             raise Unsupported(

@@ -89,11 +89,6 @@ class ModelSpec:
         """The shape of the logits that the routers' loss reads, in each layer that has some."""
         return self.layers[self.routed[0].visit].kind.example[-1].shape
 
-    @property
-    def head_shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the parameters that the head computes with."""
-        return {n: p.shape for n, p in self.capture.model.named_parameters() if n in self.head}
-
     def logits(self, weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:
         """The head's logits of hidden states, with some of its table's rows or all of them."""
         ids = torch.zeros(hidden_BTD.shape[:2], dtype=torch.long)

@@ -346,12 +346,12 @@ def _opened(members: Sequence[int], device: torch.device) -> ProcessGroups:
 
 
 def _connect(ranks: ProcessGroups, device: torch.device) -> ProcessGroups:
-    """Let NCCL allocate its memory now; within a step the allocation could deadlock."""
-    return ranks if device.type == "cpu" else replace(ranks, link_gbps=_link_gbps(ranks, device))
+    """Let NCCL allocate its memory now, which within a step could deadlock; measure the link.
 
-
-def _link_gbps(ranks: Ranks, device: torch.device) -> float:
-    """The rate at which a rank receives in a gather, in GB/s; the same on all ranks."""
+    That is the rate at which a rank receives in a gather, in GB/s; the same on all ranks.
+    """
+    if device.type == "cpu":
+        return ranks
     values = torch.ones(ranks.size * _GATHERED, device=device)
     ranks.all_gather(values)
     ranks.reduce_scatter(values)
@@ -363,7 +363,8 @@ def _link_gbps(ranks: Ranks, device: torch.device) -> float:
         ranks.all_gather(values)
     assert float(values[0]) > 0
     received = _GATHERS * values.nbytes * (ranks.size - 1) / ranks.size
-    return min(ranks.all_gather_object(received / (time.perf_counter() - started) / 1e9))
+    gbps = received / (time.perf_counter() - started) / 1e9
+    return replace(ranks, link_gbps=min(ranks.all_gather_object(gbps)))
 
 
 # Rank 0 may tokenise for long, while the others wait; who has ended is noticed at once.
