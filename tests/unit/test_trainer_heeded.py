@@ -19,6 +19,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.utils.import_utils import enable_tf32
 
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer, heeded, taken
@@ -469,15 +470,20 @@ def test_an_argument_is_heeded_on_resume(name, tmp_path):
 def test_what_decides_how_torch_computes_and_what_is_measured_is_heeded(tmp_path, monkeypatch):
     """While steps are taken, as under the plain trainer; `run_name` is what trackers read."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # transformers sets it
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr(torch.backends, "fp32_precision", torch.backends.fp32_precision)
 
     def note(args, **_):
-        noted.append((torch.are_deterministic_algorithms_enabled(), args.run_name))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        noted.append((deterministic, torch.backends.fp32_precision, args.run_name))
 
     measured, noted = [], []
-    settings = {"full_determinism": True, "run_name": "a name"}
+    settings = {"full_determinism": True, "run_name": "a name", "tf32": True}
     try:
         for kind in (Trainer, Streamed):
             torch.use_deterministic_algorithms(False)
+            torch.backends.fp32_precision = "ieee"
+            enable_tf32.cache_clear()
             options = {"callbacks": [at("on_pre_optimizer_step", note, step=1)]}
             made = trainer(
                 kind, tmp_path, options=options, skip_memory_metrics=False, **SHORT | settings
@@ -486,7 +492,7 @@ def test_what_decides_how_torch_computes_and_what_is_measured_is_heeded(tmp_path
             measured.append({n for n in made.state.log_history[-1] if "_mem_" in n})
     finally:
         torch.use_deterministic_algorithms(False)
-    assert noted == [(True, "a name")] * 2
+    assert noted == [(True, "tf32", "a name")] * 2
     assert measured[0] and measured[0] == measured[1]
 
 
