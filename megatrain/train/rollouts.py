@@ -111,21 +111,18 @@ def _waited_for(values: Any) -> Any:
 
 
 def _column(name: str, returned: Any, count: int) -> Tensor:
-    if isinstance(returned, Tensor):
-        returned = returned.tolist()
     try:
         if isinstance(returned, str | bytes):
             raise TypeError
-        values = [math.nan if value is None else float(value) for value in returned]
+        each = returned.tolist() if isinstance(returned, Tensor) else returned
+        values = [math.nan if value is None else float(value) for value in each]
     except (TypeError, ValueError):
+        values = []
+    if len(values) != count or any(map(math.isinf, values)):
         raise RunFailed(
-            f"reward {name} returned {returned!r:.60}; it must return a list of numbers or None, "
-            "one for each completion"
-        ) from None
-    if len(values) != count:
-        raise RunFailed(f"reward {name} returned {len(values)} numbers for {count} completions")
-    if infinite := [value for value in values if math.isinf(value)]:
-        raise RunFailed(f"reward {name} returned {infinite[0]}; rewards must be finite")
+            f"reward {name} returned {returned!r:.60}; it must return a list of finite numbers or "
+            f"None, one for each of {count} completions"
+        )
     return torch.tensor(values, dtype=torch.float64)
 
 

@@ -175,6 +175,7 @@ def test_an_export_onto_a_full_disk_leaves_nothing(trained, tmp_path, monkeypatc
     said = capsys.readouterr().err
     assert ended.value.code == 4 and said.count("megatrain: error:") == 1, said
     assert "cannot export the model: File too large; nothing was written" in said
+    assert "Traceback" not in said
     assert not list(tmp_path.iterdir())
 
 
