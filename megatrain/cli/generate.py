@@ -11,7 +11,7 @@ from transformers import TextStreamer
 from megatrain.api import Engine
 from megatrain.base.json_yaml import parse_json
 from megatrain.checkpoint import Checkpoint
-from megatrain.data import load_tokenizer
+from megatrain.data import ImageProcessor, load_tokenizer
 from megatrain.data.prompts import Prompt
 from megatrain.data.refused_fields import empty
 from megatrain.errors import InputError
@@ -70,15 +70,16 @@ def print_texts(
 
     Raises InputError: a prompt cannot be used.
     """
+    images = ImageProcessor(Path(tokenizer.name_or_path))
     if output is None and len(prompts) == 1:
         streamer = TextStreamer(
             tokenizer, skip_prompt=not isinstance(prompts[0], str), skip_special_tokens=True
         )
-        generate(engine, tokenizer, prompts, sampling, streamer=streamer)
+        generate(engine, tokenizer, prompts, sampling, streamer=streamer, images=images)
         return
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
-        texts = generate(engine, tokenizer, batch, sampling, batch_size=batch_size)
+        texts = generate(engine, tokenizer, batch, sampling, batch_size=batch_size, images=images)
         for prompt, text in zip(batch, texts, strict=True):
             if output is None:
                 asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]

@@ -218,9 +218,7 @@ class PackedDataset:
         """
         batch = dict(batch)
         images = [self.images(row) for row in batch.pop(ROWS).tolist()]
-        kinds = self.image_processor.kinds(batch["input_ids"].tolist())
-        tensors = {name: torch.tensor(kind) for name, kind in kinds.items()}
-        return batch | tensors | self.image_processor.tensors(images)
+        return batch | self.image_processor.inputs(batch["input_ids"].tolist(), images)
 
     def learn_from(self, answers: TeacherFile) -> None:
         """Add a teacher's answers for each label to micro-batches."""

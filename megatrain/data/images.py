@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -271,6 +272,11 @@ class ImageProcessor:
             for name, value in processed.items()
             if name not in of_text and not name.endswith("token_type_ids")
         }
+
+    def inputs(self, ids: Any, rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
+        """The tensors of rows of tokens `[B, T]` with images, beside those of their text."""
+        kinds = {name: torch.tensor(kind) for name, kind in self.kinds(ids).items()}
+        return kinds | self.tensors(rows)
 
     def _processor(self) -> Any:
         """This thread's copy: tokenizers are not for several threads."""

@@ -13,6 +13,7 @@ import numpy as np
 from megatrain.data.conversation import Conversation, messages, text_or_messages
 from megatrain.data.encoders import absent, refuse_unplaced, surroundings
 from megatrain.data.examples import BadRows, say_left_out
+from megatrain.data.images import ImageProcessor, Picture, looked_at, place_images, with_images
 from megatrain.data.readers import read_rows
 from megatrain.data.refused_fields import BESIDE_PROMPTS, refuse_unheeded
 from megatrain.data.reply_spans import ReplySpans
@@ -38,22 +39,38 @@ def prompt_ids(tokenizer: Any, prompt: Prompt, vocab_size: int | None, where: st
 
     Raises InputError: the prompt is empty, or the tokenizer or its template refuses it.
     """
+    return prompt_and_images(tokenizer, prompt, vocab_size, where, None)[0]
+
+
+def prompt_and_images(
+    tokenizer: Any,
+    prompt: Prompt,
+    vocab_size: int | None,
+    where: str,
+    images: ImageProcessor | None,
+) -> tuple[list[int], list[Picture]]:
+    """As `prompt_ids`, and the images of messages; without a processor there may be none."""
+    pictures: list[Picture] = []
     if isinstance(prompt, str):
         text, (lead, _) = prompt, surroundings(tokenizer)
     else:
-        talk = Conversation(*messages(prompt, "messages", where))
+        talk = Conversation(*messages(prompt, "messages", where, images=images is not None))
+        sources = place_images(talk.messages, [], where)
+        pictures = [looked_at(source, Path(), where) for source in sources]
         if talk.messages[-1]["role"] == "assistant":
             raise InputError(f"{where}: ends with a reply; end it with what is to be replied to")
         template = Template(tokenizer)
         refuse_unplaced(talk, template, where)
         text, _ = template.render(talk, where, add_generation_prompt=True)
+        text, *_ = with_images(text, pictures, images, where)
         lead = []
     check_encodable(text, where)
     with tokenising(where):
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise InputError(f"{where}: holds no token; give some text")
-    return token_ids([*absent(lead, ids[: len(lead)]), *ids], vocab_size, where).tolist()
+    ids = [*absent(lead, ids[: len(lead)]), *ids]
+    return token_ids(ids, vocab_size, where).tolist(), pictures
 
 
 def end_of_turn(tokenizer: Any) -> int | None:

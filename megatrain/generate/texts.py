@@ -3,9 +3,10 @@
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,11 +17,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from megatrain.api import Engine
 from megatrain.base.units import gib
 from megatrain.compat.torch import pytree
-from megatrain.data.prompts import Prompt, end_of_turn, prompt_ids
+from megatrain.data.images import ImageProcessor
+from megatrain.data.prompts import Prompt, end_of_turn, prompt_and_images
 from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.device import Device, free_bytes
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, first_line
 from megatrain.generate.sampling import OnlyNumbers, Sampling, drawn_apart
+from megatrain.model.media import as_computed
 from megatrain.parallel.distributed import ALONE
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,7 @@ def generate(
     *,
     batch_size: int = 16,
     streamer: Any = None,
+    images: ImageProcessor | None = None,
 ) -> list[str]:
     """The model's continuation of each prompt, without the prompt and special tokens.
 
@@ -54,6 +58,7 @@ def generate(
         sampling: None: the model's own settings.
         batch_size: prompts that are continued together.
         streamer: transformers' streamer, which gets each new token; for a single prompt.
+        images: of the model, for messages with images, each of which is replied to alone.
 
     Raises:
         InputError: a prompt that cannot be used, or leaves no room in the model's context.
@@ -62,7 +67,12 @@ def generate(
     sampling = sampling or Sampling()
     config = source.config.get_text_config(decoder=True)
     numbered, most = enumerate(prompts, 1), config.vocab_size
-    ids = [prompt_ids(tokenizer, prompt, most, f"prompt {number}") for number, prompt in numbered]
+    seen = [
+        prompt_and_images(tokenizer, prompt, most, f"prompt {number}", images)
+        for number, prompt in numbered
+    ]
+    ids = [of_prompt for of_prompt, _ in seen]
+    media = {row: images.inputs([ids[row]], [p]) for row, (_, p) in enumerate(seen) if p and images}
     chat = any(not isinstance(prompt, str) for prompt in prompts)
     stops, of_model = stop_ids(source, tokenizer, chat=chat), source.generation_config
     pad = pad_id(tokenizer, config.vocab_size)
@@ -73,9 +83,10 @@ def generate(
         of_model,
         stops=stops,
         pad=pad,
-        batch_size=batch_size,
+        batch_size=1 if media else batch_size,
         tokenizer=tokenizer,
         streamer=streamer,
+        media=media,
     )
     with tokenising("the new tokens"):
         return tokenizer.batch_decode(
@@ -96,6 +107,7 @@ def continued(
     apart: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
     streamer: Any = None,
+    media: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> list[list[int]]:
     """The new tokens of each prompt (`ids`), up to the first of `stops`, which is one of them.
 
@@ -104,6 +116,7 @@ def continued(
         apart: tokens drawn for a prompt follow from the seed and its place in `ids` alone, so
             that several ranks share a batch. `of_model` has no sampling settings then.
         tokenizer: for `of_model.stop_strings`.
+        media: the tensors of prompts with images, by their places; then `batch_size` is 1.
     """
     limit, share = _room(source, ids, sampling.max_new_tokens), source.ranks if apart else ALONE
     out: dict[int, list[int]] = {}
@@ -126,6 +139,8 @@ def continued(
             extras: dict[str, Any] = {}
             if apart:
                 extras = drawn_apart(settings, sampling.seed, padded, len(mine), share, device)
+            for name, value in media.get(rows[0], {}).items():
+                extras[name] = as_computed(value, model.dtype).to(device)
             extras["logits_processor"] = [OnlyNumbers(), *extras.get("logits_processor", ())]
             filled = [[pad] * (width - len(ids[row])) + list(ids[row]) for row in padded]
             mask = [[0] * (width - len(ids[row])) + [1] * len(ids[row]) for row in padded]

@@ -446,3 +446,27 @@ def test_rows_that_would_be_cut_through_an_image_are_left_out(megatrain, model, 
     rows_of(tmp_path, [late, early])
     output = megatrain.done("data", file, *sets(data__sequence_length=24), "--rows", "2").output
     assert "rows.jsonl:2: 24 tokens" in output and "rows.jsonl:1" not in output
+
+
+def test_generate_replies_to_pictures_as_transformers_does(megatrain, model, tmp_path):
+    path = str(tmp_path / picture(tmp_path, "p.png", 1))
+    text = {"type": "text", "text": "Tell me"}
+    asked = [{"role": "user", "content": [{"type": "image", "path": path}, text]}]
+    others = [{"role": "user", "content": "the sea"}]
+    lines = [json.dumps({"messages": messages}) for messages in (asked, others)]
+    (tmp_path / "asked.jsonl").write_text("\n".join(lines))
+    options = ["--temperature", "0", "--max-new-tokens", "6", "--precision", "fp32"]
+    options += ["--device", "cpu", "--output", tmp_path / "replies.jsonl"]
+    megatrain.done("generate", model, "--prompts", tmp_path / "asked.jsonl", *options)
+    processor = transformers.AutoProcessor.from_pretrained(model)
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    shown = [{"role": "user", "content": [{"type": "image"}, text]}]
+    prompts = [(shown, Image.open(path)), (others, None)]
+    for line, (messages, image) in zip(
+        (tmp_path / "replies.jsonl").read_text().splitlines(), prompts, strict=True
+    ):
+        prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
+        batch = processor(images=image, text=[prompt], return_tensors="pt")
+        ids = plain.generate(**batch, max_new_tokens=6, do_sample=False)
+        reply = processor.decode(ids[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert json.loads(line)["completion"] == reply
