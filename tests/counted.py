@@ -36,7 +36,7 @@ class CountedDevice(CpuDevice):
     def run(self, stream: str, *arguments: Any, **settings: Any) -> Any:
         if stream != COMPUTE:
             return super().run(stream, *arguments, **settings)
-        with _Watch(self):
+        with Watch(self):
             return super().run(stream, *arguments, **settings)
 
     def count(self, tensor: Tensor) -> None:
@@ -56,7 +56,7 @@ class CountedDevice(CpuDevice):
         self._live -= num_bytes
 
 
-class _Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):
     """Counts what operations make."""
 
     def __init__(self, device: CountedDevice) -> None:
@@ -67,6 +67,6 @@ class _Watch(TorchDispatchMode):
         given = {memory_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, Tensor) and memory_of(leaf) not in given:
+            if isinstance(leaf, Tensor) and not leaf.is_meta and memory_of(leaf) not in given:
                 self._device.count(leaf)
         return out

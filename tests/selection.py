@@ -53,7 +53,7 @@ MODELS = (
 )
 SAVED = (
     *("tests/checkpoint/", "tests/reliability/test_kill.py", "tests/reliability/test_resume.py"),
-    *("tests/reliability/test_disk.py", "tests/reliability/test_faults.py"),
+    *("tests/reliability/test_faults.py",),
 )
 FORECASTS = (
     *("tests/unit/test_forecast", "tests/unit/test_fits.py"),
@@ -87,16 +87,13 @@ NEAR: dict[str, tuple[str, ...]] = {
     "megatrain/base": RUNS,
     "megatrain/checkpoint": SAVED,
     "megatrain/cli": ("tests/cli/", "tests/unit/test_benchmarks.py"),
-    "megatrain/compat": (*MODELS, *TRAINERS, "tests/cli/test_other_tools.py"),
+    "megatrain/compat": (*MODELS, *TRAINERS),
     "megatrain/config": RUNS,
     "megatrain/data": (*RUNS, "tests/unit/test_data", "tests/parity/test_trl.py"),
     "megatrain/device": (*STEP, *RANKS),
     "megatrain/engine": STEP,
     "megatrain/forecast": FORECASTS,
-    "megatrain/generate": (
-        *("tests/parity/test_ranks_generate.py", "tests/parity/test_generation_memory.py"),
-        *("tests/cli/test_rollout", "tests/cli/test_other_tools.py"),
-    ),
+    "megatrain/generate": (*("tests/parity/test_generation", "tests/cli/test_rollout"),),
     "megatrain/integrations": TRAINERS,
     "megatrain/kernels": (
         *("tests/unit/test_kernels", "tests/unit/test_wheel.py", "tests/parity/test_neutrality.py"),
@@ -123,10 +120,8 @@ NEAR: dict[str, tuple[str, ...]] = {
     "megatrain/run_folder": RUNS,
     "megatrain/train": RUNS,
     "benchmarks": ("tests/cli/test_bench.py", "tests/unit/test_benchmarks.py"),
-    "docs": ("tests/cli/test_tutorial.py",),
-    "examples": (
-        *("tests/cli/test_examples.py", "tests/cli/test_notebook.py", "tests/cli/test_tutorial.py"),
-    ),
+    "docs": ("tests/cli/test_shown.py",),
+    "examples": (*("tests/cli/test_examples.py", "tests/cli/test_shown.py"),),
     "tests": ALL,
 }
 """By folder of what changed, the beginnings of the names of the test files that it needs.

@@ -10,14 +10,7 @@ import pytest
 from megatrain import Engine, InputError, Placement, RunFailed
 from megatrain.checkpoint import files, newest_whole, verify
 from megatrain.device import CpuDevice
-from tests.checkpoint.cases import (
-    SlowWrites,
-    ThreadedDevice,
-    batches,
-    engine_of,
-    state,
-    tiny_pool,
-)
+from tests.checkpoint.cases import SlowWrites, ThreadedDevice, batches, engine_of, state, tiny_pool
 from tests.inside import store_of
 from tests.parity.cases import same
 from tests.race.late import LateDevice
@@ -233,10 +226,7 @@ def test_an_attachment_that_could_not_be_read_back_fails_the_save(name, tmp_path
 
 @pytest.mark.parametrize(
     ("thread", "work", "choices"),
-    [
-        ("update", "kernels.update", {}),
-        ("save", "checkpoint.snapshot.Snapshot.release", RESIDENT),
-    ],
+    [("update", "kernels.update", {}), ("save", "checkpoint.snapshot.Snapshot.release", RESIDENT)],
 )
 def test_a_dead_thread_fails_the_save(thread, work, choices, tmp_path, monkeypatch):
     """Its events pass, but the planes are not what the versions say."""

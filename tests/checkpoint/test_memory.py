@@ -1,4 +1,4 @@
-"""Neither a save nor a load holds the model a second time."""
+"""Neither a save nor a load, of a checkpoint or a model, holds the model a second time."""
 
 import gc
 import json
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from megatrain import AdamW, Engine
@@ -26,6 +27,8 @@ def test_peaks(tmp_path):
     assert sizes["planes"] > 4 * SLACK
     assert sizes["saving"] < SLACK
     assert sizes["loading"] < sizes["planes"] + SLACK
+    assert sizes["planes"] == pytest.approx(14 * sizes["parameters"], rel=0.005)
+    assert sizes["opening"] < sizes["planes"] + SLACK
 
 
 def measure(folder):
@@ -46,7 +49,15 @@ def measure(folder):
     begin = _peak_from_here()
     engine = Engine.load(folder / "saved", device="cpu")
     loading = _status("VmHWM") - begin
-    return {"saving": saving, "loading": loading, "planes": engine.memory()["host_bytes"]}
+    planes, parameters = engine.memory()["host_bytes"], engine.num_parameters
+    engine.save_pretrained(folder / "model", dtype=torch.float32)
+    engine.close()
+    del engine
+    gc.collect()
+    begin = _peak_from_here()
+    Engine(folder / "model", optimizer=AdamW(), device="cpu")
+    sizes = {"saving": saving, "loading": loading, "opening": _status("VmHWM") - begin}
+    return sizes | {"planes": planes, "parameters": parameters}
 
 
 def _peak_from_here():

@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    dynamic_module_utils,
-)
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, dynamic_module_utils
 
 from megatrain import AdamW, Engine, InputError
 from megatrain.compat.transformers import attention_of, experts_of, set_attention

@@ -57,11 +57,7 @@ def check(engine, tmp_path, load=None, steps=4):
 
 
 @swept(
-    together=1,
-    precision=["fp32", "bf16"],
-    clip=[0.5, None],
-    tied=[False, True],
-    dropout=[0.0, 0.3],
+    together=1, precision=["fp32", "bf16"], clip=[0.5, None], tied=[False, True], dropout=[0.0, 0.3]
 )
 def test_a_loaded_engine_goes_on_bit_for_bit(precision, clip, tied, dropout, tmp_path):
     number = CASES.index((precision, clip, tied, dropout))

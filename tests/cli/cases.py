@@ -13,10 +13,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|turn|>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-TALK = [
-    {"role": "user", "content": "the cat sat"},
-    {"role": "assistant", "content": "on the mat"},
-]
+TALK = [{"role": "user", "content": "the cat sat"}, {"role": "assistant", "content": "on the mat"}]
 
 
 def write_rows(path: Path, rows: int) -> Path:

@@ -17,7 +17,7 @@ from megatrain.model.companions import tokenizer_files
 from megatrain.train import second_model
 from tests.cli.cases import sets, tiny_llama
 from tests.cli.test_preferences import pair, preference_file, rated, read  # noqa: F401
-from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, stopped_at
+from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, two_then_three
 from tests.forks import end
 from tests.parity.cases import noisy
 from tests.parity.ranks import run_ranks
@@ -147,12 +147,7 @@ def test_a_teacher_with_other_tokens_is_refused(megatrain, distilling, teacher, 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("loss", "row"),
-    [
-        ({"name": "dpo"}, pair),
-        ({"name": "kto"}, rated),
-    ],
-    ids=["dpo", "kto"],
+    ("loss", "row"), [({"name": "dpo"}, pair), ({"name": "kto"}, rated)], ids=["dpo", "kto"]
 )
 def test_a_streamed_reference_is_the_one_that_is_kept(
     megatrain,
@@ -188,21 +183,6 @@ def test_a_streamed_reference_is_the_one_that_is_kept(
         torch.testing.assert_close(value, kept[name], rtol=1e-4, atol=1e-5)
 
 
-def assert_ranks_do_it(megatrain, file, tmp_path, *changed):
-    """Two ranks begin, three go on, one of which has no row of a step; their run is that of one."""
-    given = [part for each in (*CHANGED, *changed) for part in ("--set", each)]
-    own = (*sets(data__cache_dir=str(tmp_path / "kept by one")), *given)
-    trained(megatrain, file, tmp_path / "one", *own)
-    several = (*changed, f"data.cache_dir={tmp_path / 'kept by several'}")
-    for size, resume in ((2, False), (3, True)):
-        (tmp_path / str(size)).mkdir()
-        at = None if resume else stopped_at(2)
-        work = run_of(file, str(tmp_path / "several"), *several, resume=resume, at=at)
-        ended = run_ranks(size, tmp_path / str(size), work)
-        assert ended == ["None" if resume else "SIGTERM"] * size
-    assert_same_run(tmp_path / "one", tmp_path / "several")
-
-
 def loses_a_rank(run, group):
     """The last rank ends in the third sweep; a sweep is of two rows."""
     sweep, taken = second_model.by_parts, []
@@ -232,6 +212,10 @@ def test_ranks_distil_as_one(megatrain, distilling, tmp_path, how):
         lost = partial(loses_a_rank, run_of(file, "never", f"data.cache_dir={kept}"))
         run_ranks(2, tmp_path / "lost", lost, whole=False)
         assert next(kept.glob("teacher-*/rows.bin")).stat().st_size == 12 * (1 + 4)
-    assert_ranks_do_it(megatrain, file, tmp_path)
+    given = [part for each in CHANGED for part in ("--set", each)]
+    own = (*sets(data__cache_dir=str(tmp_path / "kept by one")), *given)
+    trained(megatrain, file, tmp_path / "one", *own)
+    two_then_three(file, tmp_path, 2, f"data.cache_dir={kept}")  # one has no row of a step
+    assert_same_run(tmp_path / "one", tmp_path / "several")
     made = list(kept.glob("teacher-*/whole.json"))
     assert len(made) == (2 if how == "kept" else 0)

@@ -13,6 +13,7 @@ from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.telemetry.gpu import Gpu
 from tests.cli.cases import tiny_llama
+from tests.cli.test_mistakes import assert_refused as refused
 from tests.inside import answering, sized
 
 HERE = ["--gpu", "4090", "--host-memory", "64GiB", "--cores", 16]
@@ -24,13 +25,6 @@ def model_file(tmp_path):
     path.parent.mkdir()
     path.write_text(json.dumps(tiny_llama(vocab_size=300)))
     return path
-
-
-def refused(result, text, code=2):
-    lines = [line for line in result.stderr.splitlines() if "error:" in line]
-    assert len(lines) == 1 and text in lines[0], result.stderr
-    assert result.exit_code == code
-    assert "Traceback" not in result.stderr
 
 
 def test_a_run_file_is_planned(megatrain, run_file, tmp_path):

@@ -70,9 +70,7 @@ def read(run):
 
 
 @pytest.mark.parametrize(
-    ("loss", "row"),
-    few([({"name": "dpo"}, pair), ({"name": "kto"}, rated)]),
-    ids=["dpo", "kto"],
+    ("loss", "row"), few([({"name": "dpo"}, pair), ({"name": "kto"}, rated)]), ids=["dpo", "kto"]
 )
 def test_a_run_moves_preferences_and_goes_on_exactly(
     megatrain, preference_file, tmp_path, loss, row

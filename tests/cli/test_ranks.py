@@ -124,6 +124,16 @@ def test_a_run_of_ranks_that_share_rows_is_that_of_one(megatrain, run_file, tmp_
     assert_same_run(tmp_path / "one", tmp_path / "several")
 
 
+def two_then_three(run_file, tmp_path, at, *changed):
+    """Two ranks begin a run in the folder `several` and are stopped after a step, three go on."""
+    for size, resume in ((2, False), (3, True)):
+        (tmp_path / str(size)).mkdir()
+        stop = None if resume else stopped_at(at)
+        work = run_of(run_file, str(tmp_path / "several"), *changed, resume=resume, at=stop)
+        ended = run_ranks(size, tmp_path / str(size), work)
+        assert ended == ["None" if resume else "SIGTERM"] * size
+
+
 def stopped_at(done):
     """The last rank is told to stop after so many steps."""
 
@@ -142,13 +152,7 @@ def test_a_streamed_run_is_that_of_one(megatrain, run_file, tmp_path):
     streamed = (*STREAMED, f"data.eval_path={held}")
     changed = [part for each in CHANGED + streamed for part in ("--set", each)]
     megatrain.done("train", run_file, *changed, "--set", "output.folder=one")
-    several = str(tmp_path / "several")
-    for size, resume in ((2, False), (3, True)):
-        (tmp_path / str(size)).mkdir()
-        at = None if resume else stopped_at(3)
-        work = run_of(run_file, several, *streamed, resume=resume, at=at)
-        ended = run_ranks(size, tmp_path / str(size), work)
-        assert ended == ["None" if resume else "SIGTERM"] * size
+    two_then_three(run_file, tmp_path, 3, *streamed)
     assert_same_run(tmp_path / "one", tmp_path / "several")
 
 

@@ -7,7 +7,7 @@ int64 tensors [B, T].
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,12 +103,19 @@ def train_in_place(
     eps: float = EPS,
     weight_decay: float = 0.1,
     max_grad_norm: float | None = 1.0,
+    schedule: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: None,
+    change: Callable[[int, torch.optim.Optimizer], None] = lambda index, optimizer: None,
 ) -> Trained:
-    """As `plain_training`, of `model` itself: what a copy would lose is there."""
+    """As `plain_training`, of `model` itself: what a copy would lose is there.
+
+    Args: `schedule`: makes what sets rates after each step; `change`: is called before each step.
+    """
     model.train()
     optimizer = _adamw(model, lr, betas, eps, weight_decay)
+    scheduler = schedule(optimizer)
     losses, norms, gradients = [], [], {}
-    for step in steps:
+    for index, step in enumerate(steps):
+        change(index, optimizer)
         losses.append(accumulate(model, step))
         _zero_idle(model)
         if not gradients:
@@ -121,6 +128,8 @@ def train_in_place(
         norms.append(norm.item())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if scheduler is not None:
+            scheduler.step()
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     return Trained(losses, norms, parameters, gradients)
 
@@ -262,8 +271,8 @@ def _adamw(
     decayed = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
-        {"params": [p for n, p in named if n in decayed], "weight_decay": weight_decay},
-        {"params": [p for n, p in named if n not in decayed], "weight_decay": 0.0},
+        {"params": [(n, p) for n, p in named if n in decayed], "weight_decay": weight_decay},
+        {"params": [(n, p) for n, p in named if n not in decayed], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, foreach=False, fused=False)

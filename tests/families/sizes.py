@@ -96,18 +96,13 @@ SIZES: dict[str, int] = {
 _NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 
 # Families whose causal-LM class takes another configuration than the one the mapping names.
-CONFIG_CLASS = {
-    "musicgen": MusicgenDecoderConfig,
-    "musicgen_melody": MusicgenMelodyDecoderConfig,
-}
+CONFIG_CLASS = {"musicgen": MusicgenDecoderConfig, "musicgen_melody": MusicgenMelodyDecoderConfig}
 
 # Switches that make an encoder's decoder variant a causal language model.
 CHOICES: dict[str, Any] = {"is_decoder": True, "causal": True}
 
 # Arguments without which a configuration class has no default instance.
-CONSTRUCTOR: dict[str, dict[str, Any]] = {
-    "gemma4_assistant": {"text_config": _NO_LAYER_INPUTS},
-}
+CONSTRUCTOR: dict[str, dict[str, Any]] = {"gemma4_assistant": {"text_config": _NO_LAYER_INPUTS}}
 
 _DOTS3_SLIDING = {
     "swa_num_attention_heads": HEADS,

@@ -4,20 +4,15 @@ import pytest
 
 from megatrain import AdamW, Engine
 from megatrain.errors import InputError
-from tests.families.examine import (
-    NOT_TRAINED,
-    OTHER_PLACEMENT,
-    PASSES,
-    REFUSED,
-    examine,
-)
+from tests.families.examine import NOT_TRAINED, OTHER_PLACEMENT, PASSES, REFUSED, examine
+from tests.families.folders import from_folders
 from tests.families.parity import compare
 from tests.families.plain import make_steps, plain_training
 from tests.families.report import documented, documents_this_version
 from tests.families.roundtrip import EXACT, WRONG, round_trips
 from tests.families.sizes import VARIANTS
 from tests.families.tiny import NOT_TRAINABLE, families, tiny_model
-from tests.sweeps import few, quick
+from tests.sweeps import quick
 
 # One or two of each kind of trouble: what is new to the engine in each stands beside it.
 REPRESENTATIVE = {
@@ -57,53 +52,21 @@ USUAL = REPRESENTATIVE.keys() - {
     *("recurrent_gemma", "glm_moe_dsa", "cohere2", "afmoe", "cpmant"),
     *("llama", "qwen2", "gpt2", "mixtral", "jamba", "zaya", "mistral"),
 }
-QUICK_VARIANTS = [
-    "opt with layers left out",
-    "zamba2 with several hybrid layers",
-]
-OTHER_MODE = ["gemma2", "mixtral", "bert", "zaya"]
+QUICK_VARIANTS = ["opt with layers left out", "zamba2 with several hybrid layers"]
 
 
-def _check(family, changes, name):
-    found = examine(family, changes, name)
+@pytest.mark.parametrize("name", quick([*families(), *VARIANTS], {*USUAL, *QUICK_VARIANTS}))
+def test_a_family_trains_as_in_plain_torch_or_is_refused(name):
+    found = examine(*VARIANTS.get(name, (name, None)), name)
     assert found.result in (PASSES, REFUSED, NOT_TRAINED), found.reason
     assert "\n" not in found.reason
     if documents_this_version():
         assert (found.result, found.reason) == documented()[name], "docs/models.md: `make models`"
 
 
-@pytest.mark.parametrize("family", quick(REPRESENTATIVE, USUAL))
-def test_representative_families(family):
-    _check(family, None, family)
-
-
-@pytest.mark.parametrize("name", QUICK_VARIANTS)
-def test_quick_variants(name):
-    _check(*VARIANTS[name], name)
-
-
-@pytest.mark.parametrize("family", few(OTHER_MODE))
+@pytest.mark.parametrize("family", quick(families(), ["gemma2"]))
 def test_another_placement(family):
     """Chunked head, boundaries on the host, kept graphs, updates during the backward."""
-    errors = compare(tiny_model(family), OTHER_PLACEMENT, max_grad_norm=None)
-    assert not errors.failures
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", [f for f in families() if f not in REPRESENTATIVE])
-def test_every_family(family):
-    _check(family, None, family)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in QUICK_VARIANTS])
-def test_every_variant(name):
-    _check(*VARIANTS[name], name)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", [f for f in families() if f not in OTHER_MODE])
-def test_every_family_with_another_placement(family):
     if documented()[family][0] != PASSES:
         pytest.skip("does not pass")
     errors = compare(tiny_model(family), OTHER_PLACEMENT, max_grad_norm=None)
@@ -138,24 +101,19 @@ def test_tokens_that_only_the_model_knows_are_refused():
         engine.step([whole])
 
 
-ROUND_TRIPS = ["llama", "deepseek_v3", "gemma3"]
-
-
-def _check_round_trips(family):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [family for family in families() if family not in NOT_TRAINABLE])
+def test_every_checkpoint_goes_on_in_another_process(family):
     found = round_trips(tiny_model(family))
     assert not [text for text in found.values() if text.startswith(WRONG)], found
     assert found["module"] == EXACT or documented()[family][0] != PASSES, found
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", few(ROUND_TRIPS))
-def test_a_checkpoint_goes_on_in_another_process(family):
-    _check_round_trips(family)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "family", [f for f in families() if f not in ROUND_TRIPS and f not in NOT_TRAINABLE]
+    "name", quick([*families(), *VARIANTS], ["deepseek_v3", "gptj", "minimax_m2"])
 )
-def test_every_checkpoint_goes_on_in_another_process(family):
-    _check_round_trips(family)
+def test_every_family_from_folders(name):
+    if documented()[name][0] != PASSES:
+        pytest.skip("does not pass")
+    family, changes = VARIANTS.get(name, (name, None))
+    assert not from_folders(family, changes).failures

@@ -26,7 +26,7 @@ _SHARE = 1.06  # what forecasts may be wrong by; searches leave 5 % of a budget
 
 # Families of which tiny steps take more than is foretold, by how much at most.
 _KNOWN = {
-    "recurrent_gemma": "20 % of the device: its module keeps its last state, and thus a graph",
+    "recurrent_gemma": "20 % of the device: its module keeps its last state, and thus a graph"
 }
 
 _USUAL = {("llama", 1), ("gpt_oss", 0), ("gpt_oss", 2), ("mixtral", 3), ("falcon", 2)}

@@ -48,13 +48,7 @@ NOT_TRAINABLE: dict[str, str] = {
 # was tied to a table of another size, jamba changed its configuration in the first forward, emu3's
 # and qwen3_5_moe's text model were given the configuration around their own, and apertus loaded
 # buffers of bf16 as fp32.
-SINCE = {
-    "cpmant": "5.17",
-    "jamba": "5.15",
-    "emu3": "5.8",
-    "qwen3_5_moe": "5.8",
-    "apertus": "5.13",
-}
+SINCE = {"cpmant": "5.17", "jamba": "5.15", "emu3": "5.8", "qwen3_5_moe": "5.8", "apertus": "5.13"}
 
 
 def families() -> list[str]:

@@ -83,11 +83,7 @@ def test_a_limit_holds_whatever_the_step_asks_for():
 def grow(limit):
     """Steps of more and more rows, to the limit."""
     engine = Engine(
-        model(),
-        optimizer=AdamW(),
-        device="cuda",
-        placement=Placement(slots=2),
-        device_memory=limit,
+        model(), optimizer=AdamW(), device="cuda", placement=Placement(slots=2), device_memory=limit
     )
     shown = []
     with pytest.raises(DoesNotFit, match="no memory left|no device memory"):

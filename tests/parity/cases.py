@@ -12,6 +12,7 @@ from transformers.models.qwen2 import Qwen2ForCausalLM
 
 from megatrain import Engine
 from megatrain.device import Buffer, CpuDevice
+from megatrain.loss import CROSS_ENTROPY
 from tests.families.plain import Step, accumulate
 from tests.families.tiny import tiny_model
 from tests.inside import host_gradients, store_of
@@ -110,6 +111,20 @@ def gradients(engine: Engine) -> dict[str, Tensor]:
         for tile in store_of(engine).tiles
         for entry in tile.layout.trainable
     }
+
+
+def resumes(engine: Engine, folder: Any, steps: list[Step], loss: Any = CROSS_ENTROPY) -> None:
+    """That an engine which is saved in `folder` now goes on there with `steps`, to the bit."""
+
+    def said(one: Engine) -> list[Any]:
+        results = [one.step(step, loss) for step in steps]
+        return [(result.loss, result.grad_norm, result.measures) for result in results]
+
+    engine.save(folder)
+    wanted, trained = said(engine), masters(engine)
+    with Engine.load(folder, device="cpu") as again:
+        assert said(again) == wanted
+        assert same(masters(again), trained)
 
 
 def plain_gradients(model: PreTrainedModel, step: Step) -> tuple[float, dict[str, Tensor]]:

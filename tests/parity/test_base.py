@@ -10,7 +10,16 @@ from torch import nn
 
 from megatrain import Engine, InputError, Placement
 from megatrain.tile.layout import BASES, FP8, NF4
-from tests.parity.cases import gradients, in_dtype, llama, make_batches, make_engine, masters, same
+from tests.parity.cases import (
+    gradients,
+    in_dtype,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    resumes,
+    same,
+)
 from tests.sweeps import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -115,16 +124,12 @@ def test_a_run_is_resumed_and_exported(tmp_path, caplog):
     with make_engine(adapted(plain), base="nf4", precision="bf16") as engine:
         caplog.clear()  # on some CPUs bf16 is told to be slow
         engine.step(steps[0])
-        engine.save(tmp_path / "saved")
-        wanted = engine.step(steps[1]).loss
+        resumes(engine, tmp_path / "saved", steps[1:])
         engine.save_pretrained(tmp_path / "adapter")
         assert not caplog.messages
         engine.save_pretrained(tmp_path / "merged", merged=True)
         assert "written as their nf4 values" in caplog.text
         trained, loss = masters(engine), engine.evaluate(steps[0])
-    with Engine.load(tmp_path / "saved", device="cpu") as engine:
-        assert engine.step(steps[1]).loss == wanted
-        assert same(masters(engine), trained)
     opened = masters(Engine(tmp_path / "saved", device="cpu", precision="fp32"))
     frozen = {name for name, value in opened.items() if "lora" not in name}
     assert same({n: opened[n] for n in frozen}, {n: trained[n] for n in frozen})

@@ -44,11 +44,21 @@ def opened(folder, precision):
     return Engine(folder, optimizer=AdamW(), precision=precision, device="cpu")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_is_not_trained_is_exported_as_it_came(precision, tmp_path):
-    """After a step, by the engine and out of a checkpoint whose source is gone."""
-    folder = saved("deepseek_v3", tmp_path / "folder")
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    few([(f, p) for f in ("deepseek_v3", "afmoe") for p in ("fp32", "bf16")], 0, 1, 3),
+)
+def test_what_is_not_trained_is_exported_as_it_came(family, precision, tmp_path):
+    """Buffers, and weights that a class freezes, here stored in another dtype than all others.
+
+    After a step, by the engine and out of a checkpoint whose source is gone.
+    """
+    folder = saved(family, tmp_path / "folder")
+    kept = [n for n, p in tiny_model(family).named_parameters() if not p.requires_grad]
+    rewrite(folder, {n: stored(folder)[n].float() + 0.123456789 for n in kept})
     source = stored(folder)
+    kept += [name for name in source if name.endswith("e_score_correction_bias")]
+    assert kept and all(source[name].dtype == torch.float32 for name in kept)
     with opened(folder, precision) as engine:
         engine.step(make_steps(engine.config)[0])
         engine.save_pretrained(tmp_path / "exported")
@@ -62,31 +72,7 @@ def test_what_is_not_trained_is_exported_as_it_came(precision, tmp_path):
         assert {n: (t.dtype, t.shape) for n, t in got.items()} == {
             n: (t.dtype, t.shape) for n, t in source.items()
         }
-        kept = [n for n, t in source.items() if n.endswith("e_score_correction_bias")]
-        assert kept
-        assert all(source[n].dtype == torch.float32 for n in kept)
         assert all(torch.equal(got[n], source[n]) for n in kept)
-
-
-@pytest.mark.parametrize("precision", few(["fp32", "bf16"], 1))
-def test_frozen_weights_keep_dtype_and_bits(precision, tmp_path):
-    """Parameters of a class that freezes them, stored in another dtype than all others."""
-    folder = saved("afmoe", tmp_path / "folder")
-    frozen = [n for n, p in tiny_model("afmoe").named_parameters() if not p.requires_grad]
-    assert frozen
-    rewrite(folder, {n: stored(folder)[n].float() + 0.123456789 for n in frozen})
-    source = stored(folder)
-    with opened(folder, precision) as engine:
-        engine.step(make_steps(engine.config)[0])
-        engine.save_pretrained(tmp_path / "exported")
-        engine.save(tmp_path / "saved")
-    with Engine.load(tmp_path / "saved", device="cpu") as again:
-        again.save_pretrained(tmp_path / "resumed")
-    export(str(tmp_path / "saved"), tmp_path / "out")
-    for name in ("exported", "resumed", "out"):
-        got = stored(tmp_path / name)
-        assert all(got[n].dtype == source[n].dtype for n in source)
-        assert all(torch.equal(got[n], source[n]) for n in frozen)
 
 
 def test_rounded_weights_are_not_exported_as_the_source(tmp_path):

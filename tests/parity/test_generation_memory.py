@@ -1,17 +1,13 @@
 """What generation between steps takes, as it was foretold, and what saves of adapters take."""
 
 from typing import Any
-from weakref import finalize
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, LlamaConfig
 
 from megatrain import Engine, Placement
 from megatrain.checkpoint import open_checkpoint
-from megatrain.compat.torch import pytree
 from megatrain.config import Config
 from megatrain.engine import whole_model
 from megatrain.forecast.cache import generation_bytes
@@ -21,6 +17,7 @@ from megatrain.model.build import empty_model
 from megatrain.model.probe import spec
 from megatrain.optim import RULES
 from megatrain.plan.planner import tile_bytes
+from tests.counted import CountedDevice, Watch
 from tests.inside import sized, spec_of
 from tests.sweeps import few, swept
 
@@ -38,41 +35,6 @@ CONFIG = LlamaConfig(
 PLACEMENT = Placement(slots=1)
 
 
-class Alive(TorchDispatchMode):
-    """Bytes of the tensors that operations have made, at the peak."""
-
-    def __init__(self):
-        super().__init__()
-        self.known: set[int] = set()
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        inputs = {self._key(t) for t in pytree.tree_leaves((args, kwargs)) if _real(t)}
-        for tensor in filter(_real, pytree.tree_leaves(out)):
-            key = self._key(tensor)
-            if key in self.known or key in inputs:
-                continue
-            self.known.add(key)
-            size = tensor.untyped_storage().nbytes()
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            finalize(tensor.untyped_storage(), self._gone, key, size)
-        return out
-
-    def _gone(self, key, size):
-        self.known.discard(key)
-        self.now -= size
-
-    @staticmethod
-    def _key(tensor):
-        return tensor.untyped_storage()._cdata
-
-
-def _real(value):
-    return isinstance(value, Tensor) and not value.is_meta
-
-
 @swept(together=0, apart={"alike": False, "apart": True}, precision=["bf16", "fp32"])
 def test_generation_takes_what_is_foretold(precision, apart, monkeypatch):
     sized(monkeypatch, whole_model, _HELD=0)  # weights are streamed
@@ -82,13 +44,14 @@ def test_generation_takes_what_is_foretold(precision, apart, monkeypatch):
     with Engine(CONFIG, precision=precision, placement=PLACEMENT, device="cpu") as engine:
         given: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": ROWS, "apart": apart}
         continued(engine, prompts[:1], sampling, GenerationConfig(), **given)  # as it measures
-        with Alive() as alive:
+        counted = CountedDevice()
+        with Watch(counted):
             made = continued(engine, prompts, sampling, GenerationConfig(), **given)
     assert {len(row) for row in made} == {NEW}
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     told = generation_bytes(spec(empty_model(CONFIG)), dtype, ROWS, TOKENS, NEW)
     random = 8 * NEW * ROWS if apart else 0  # numbers
-    assert 0.95 * told <= alive.peak <= told + random + 16 * ROWS  # whether a row goes on
+    assert 0.95 * told <= counted.peak_bytes <= told + random + 16 * ROWS  # whether a row goes on
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

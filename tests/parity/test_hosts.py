@@ -23,11 +23,7 @@ USUAL = (
     "preferences, in passes",
     "muon clipped, 0.5",
 )
-REST = (
-    "untied, clipped",
-    "resident, in passes",
-    "muon, None",
-)
+REST = ("untied, clipped", "resident, in passes", "muon, None")
 
 
 def by_hosts(hosts, each):

@@ -11,15 +11,7 @@ from megatrain import Engine, InputError
 from megatrain.compat.transformers import attention_of
 from tests.families.plain import token_loss
 from tests.families.tiny import tiny_config, tiny_model
-from tests.parity.cases import (
-    SIZES,
-    llama,
-    make_batches,
-    make_engine,
-    masters,
-    parameters,
-    same,
-)
+from tests.parity.cases import SIZES, llama, make_batches, make_engine, masters, parameters, same
 from tests.sweeps import few
 
 # Soft-capped, scaled and divided logits, biases of the head, states, experts.

@@ -1,5 +1,6 @@
 """Losses that are given, by heads in chunks of tokens, against plain torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -12,12 +13,15 @@ from megatrain import InputError, Placement
 from megatrain import loss as loss_package
 from megatrain.loss import (
     DPO,
+    GRPO,
+    KTO,
     CrossEntropy,
     Distillation,
     JointLoss,
     LabelSmoothing,
     Loss,
     PairLoss,
+    Reward,
     Score,
     ScoreWeights,
     TokenScore,
@@ -41,10 +45,7 @@ from tests.race.schedule import Together
 from tests.sweeps import swept
 
 WIDE = 1000  # tokens of the vocabulary
-PLACEMENTS = {
-    "chunks": Placement(head_tokens=5),
-    "a chunk": Placement(),
-}
+PLACEMENTS = {"chunks": Placement(head_tokens=5), "a chunk": Placement()}
 
 
 @dataclass(frozen=True)
@@ -319,23 +320,36 @@ def test_what_a_loss_cannot_use_is_refused(spoil, loss, message):
 
 
 NAN, INF = float("nan"), float("inf")
-BAD_SETTINGS: dict[str, tuple[Any, tuple[float, ...]]] = {
-    "DPO's beta": (lambda beta: DPO(beta=beta), (0.0, NAN)),
-    "DPO's label smoothing": (lambda share: DPO(label_smoothing=share), (-0.1, 0.5)),
-    "share of cross entropy is": (Distillation, (-0.1, 1.1, NAN)),
-    "beta of distillation is": (lambda beta: Distillation(beta=beta), (-0.1, 1.1, NAN)),
-    "cross_entropy or a temperature": (lambda t: Distillation(0.3, temperature=t), (2.0,)),
-    "label smoothing is": (LabelSmoothing, (-0.1, 1.0, NAN)),
-    "CrossEntropy's temperature is": (CrossEntropy, (0.0, INF, NAN)),
-}
+BAD_SETTINGS: list[tuple[Callable[[], Loss], str]] = [
+    *((lambda v=v: DPO(beta=v), "DPO's beta") for v in (0.0, NAN)),
+    *((lambda v=v: DPO(label_smoothing=v), "DPO's label smoothing") for v in (-0.1, 0.5)),
+    *((lambda v=v: Distillation(v), "share of cross entropy is") for v in (-0.1, 1.1, NAN)),
+    *((lambda v=v: Distillation(beta=v), "beta of distillation is") for v in (-0.1, 1.1, NAN)),
+    *((lambda v=v: LabelSmoothing(v), "label smoothing is") for v in (-0.1, 1.0, NAN)),
+    *((lambda v=v: CrossEntropy(v), "CrossEntropy's temperature is") for v in (0.0, INF, NAN)),
+    *((lambda v=v: Reward(v), "must be above 0") for v in (0.0, -1.0, NAN)),
+    (lambda: Distillation(0.3, temperature=2.0), "cross_entropy or a temperature"),
+    (lambda: GRPO(loss_type="luspo"), "loss_type is 'luspo'; it must be one of grpo"),
+    (lambda: GRPO(scale_rewards="all"), "scale_rewards is 'all'; it must be one of group"),
+    (lambda: GRPO(num_generations=1), "num_generations is 1; it must be 2 or more"),
+    (lambda: GRPO(delta=1.1), "delta is 1.1; it must be above 1"),
+    (lambda: GRPO(delta=2.0, loss_type="cispo"), "cispo has no delta"),
+    (lambda: GRPO(beta=-1), "beta is -1"),
+    (lambda: GRPO(epsilon_high=-1), "epsilon_high is -1; it must be 0 or more"),
+    (lambda: GRPO(max_completion_length=0), "max_completion_length is 0; it must be 1 or more"),
+    (lambda: GRPO(temperature=0), "GRPO's temperature is 0; it must be above 0"),
+    (lambda: DPO(loss_type="exo"), "loss_type is 'exo'; it must be one of sigmoid"),
+    (lambda: DPO(0.1, 0.1, "ipo"), "ipo has no label smoothing"),
+    (lambda: DPO(0.0), "DPO's beta is 0.0"),
+    (lambda: KTO(undesirable_weight=-1), "a weight of KTO is -1"),
+    (lambda: KTO(loss_type="bco"), "KTO's loss_type is 'bco'"),
+]
 
 
-@pytest.mark.parametrize("message", BAD_SETTINGS)
-def test_settings_are_checked(message):
-    make, values = BAD_SETTINGS[message]
-    for value in values:
-        with pytest.raises(InputError, match=message):
-            make(value)
+@pytest.mark.parametrize(("make", "message"), BAD_SETTINGS)
+def test_settings_are_checked(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
 
 
 def test_what_the_models_forward_takes_may_be_given():
@@ -366,3 +380,31 @@ def test_places_where_fewer_tokens_were_kept_count_for_nothing(loss):
     ]
     engine = make_engine(llama(vocab_size=WIDE))
     assert engine.evaluate(more, loss) == pytest.approx(engine.evaluate(step, loss), rel=1e-6)
+
+
+@pytest.mark.parametrize("top_k", [1, 40, WIDE])
+def test_top_log_probs_are_those_of_plain_torch(top_k):
+    model, [step] = llama(vocab_size=WIDE), make_batches(1)
+    with make_engine(model, placement=Placement(head_tokens=5)) as engine:
+        found = engine.top_logprobs(step, top_k)
+    for micro, (ids, log_probs) in zip(step, found, strict=True):
+        with torch.no_grad():
+            logits = model.eval()(micro["input_ids"]).logits[:, :-1]
+        there = micro["labels"][:, 1:] != -100
+        assert ids.dtype == torch.int64 and ids.shape == (*micro["labels"].shape, top_k)
+        assert not ids[:, 1:][~there].any() and not log_probs[:, 1:][~there].any()
+        assert not ids[:, 0].any() and not log_probs[:, 0].any()
+        wanted = logits.log_softmax(-1)
+        torch.testing.assert_close(
+            log_probs[:, 1:][there], wanted.topk(top_k).values[there], rtol=0, atol=2e-6
+        )
+        named = wanted.gather(2, ids[:, 1:])[there]
+        torch.testing.assert_close(log_probs[:, 1:][there], named, rtol=0, atol=2e-6)
+        assert all(len(set(each)) == top_k for each in ids[:, 1:][there].tolist())
+
+
+@pytest.mark.parametrize(("top_k", "message"), [(WIDE + 1, "has 1000 tokens"), (0, "at least 1")])
+def test_other_counts_than_the_vocabulary_has_are_refused(top_k, message):
+    [step] = make_batches(1)
+    with make_engine(llama(vocab_size=WIDE)) as engine, pytest.raises(InputError, match=message):
+        engine.top_logprobs(step, top_k)

@@ -1,19 +1,10 @@
-"""Host memory: what each plane takes, and that loading never holds the model twice."""
+"""Host memory: what each plane takes. What loading takes is in `checkpoint/test_memory.py`."""
 
-import json
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
-
-import psutil
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain import AdamW, Engine, Placement
-from megatrain.base.units import MIB
+from megatrain import Placement
 from megatrain.device import CpuDevice
 from megatrain.optim import parameter_bytes
 from megatrain.source import source
@@ -118,50 +109,3 @@ def test_rooms_that_are_outgrown_are_given_back():
         memory = engine.memory()
         declared = memory["host_rows_bytes"] + memory["host_boundaries_bytes"]
         assert sum(device.rooms.values()) - fixed == declared
-
-
-def growth(folder):
-    """By how much this process grows while it opens a model, at its peak; and the planes."""
-    process, loaded, peaks = psutil.Process(), threading.Event(), [0]
-    start = process.memory_info().rss
-
-    def watch():
-        while not loaded.is_set():
-            peaks.append(process.memory_info().rss)
-            time.sleep(0.002)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    engine = Engine(folder, optimizer=AdamW(), device="cpu")
-    loaded.set()
-    thread.join()
-    return {"peak": max(peaks) - start, "planes": engine.memory()["host_bytes"]}
-
-
-@pytest.mark.exhaustive  # what is resident also depends on the machine
-def test_loading_holds_no_second_copy(tmp_path):
-    config = LlamaConfig(
-        vocab_size=32768,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=6,
-        num_attention_heads=12,
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path)
-    size = (tmp_path / "model.safetensors").stat().st_size
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.parity.test_memory", str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = json.loads(run.stdout)
-    assert size > 300 * MIB
-    assert found["planes"] == pytest.approx(14 * model.num_parameters(), rel=SPARE)
-    assert found["planes"] < found["peak"] < found["planes"] + size / 2
-
-
-if __name__ == "__main__":
-    print(json.dumps(growth(sys.argv[1])))

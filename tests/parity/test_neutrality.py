@@ -6,12 +6,15 @@ import itertools
 from dataclasses import fields
 
 import pytest
+import torch
 
-from megatrain import Placement, kernels
+from megatrain import InputError, Placement, kernels
 from megatrain.engine import sink
+from megatrain.engine.batch import Batch
 from megatrain.kernels import reference
 from tests.inside import sized
 from tests.parity.cases import (
+    Noting,
     llama,
     make_batches,
     make_engine,
@@ -95,20 +98,14 @@ def test_every_choice_of_a_placement_is_tried():
 
 
 @pytest.mark.parametrize(
-    ("precision", "tied", "clip", "rule"), with_rules(CASES, len(CASES), plain=8)
+    ("precision", "tied", "clip", "rule", "every"),
+    [
+        *(pytest.param(*c.values, 8, marks=c.marks) for c in with_rules(CASES, 8, plain=8)),
+        *(pytest.param(*case, "adamw", 3, marks=pytest.mark.exhaustive) for case in CASES),
+    ],
 )
-def test_no_placement_changes_a_bit(precision, tied, clip, rule):
-    """Each placement with one case; `test_placements_change_no_bit_of_more_cases` has others."""
-    check_placements(precision, tied, clip, rule, every=len(CASES))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("precision", "tied", "clip"), CASES)
-def test_placements_change_no_bit_of_more_cases(precision, tied, clip):
-    check_placements(precision, tied, clip, "adamw", every=3)
-
-
-def check_placements(precision, tied, clip, rule, *, every):
+def test_no_placement_changes_a_bit(precision, tied, clip, rule, every):
+    """Of the placements one in `every`, so that the cases together have all of them."""
     steps = make_batches(2, SHAPES)
     wanted = train(steps, precision, tied, clip, placement=Placement(slots=1), rule=rule)
     number = CASES.index((precision, tied, clip))
@@ -204,3 +201,29 @@ def test_native_and_reference_kernels_give_the_same_bits(cases, monkeypatch):
     monkeypatch.delattr(native, "update")
     assert not hasattr(native, "split")
     assert digest(cases) == wanted
+
+
+def batch(count):
+    return Batch(list(range(count)), 1.0, count, torch.zeros(1), 0)
+
+
+@pytest.mark.parametrize(("count", "passes"), [(1, 1), (7, 1), (7, 3), (8, 4), (2, 5)])
+def test_passes_are_even_and_hold_every_micro_batch_in_order(count, passes):
+    parts = batch(count).passes(passes)
+    assert [micro for part in parts for micro in part.micro] == list(range(count))
+    assert [part.first for part in parts] == [part.micro[0] for part in parts]
+    sizes = [len(part.micro) for part in parts]
+    assert len(parts) == min(count, passes) and max(sizes) - min(sizes) <= 1
+
+
+def test_several_passes_keep_rows():
+    with pytest.raises(InputError, match=r"placement\.keep_rows"):
+        Placement(passes=2, keep_rows=False)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_layer_that_rests_on_the_device_keeps_its_gradient_in_the_sums_of_passes(passes):
+    device, placement = Noting(), Placement(passes=passes, resident=("layer 1",))
+    make_engine(llama(), placement=placement, device=device).close()
+    assert ("layer 1 gradient" in device.taken) == (passes == 1)
+    assert ("layer 1 sums" in device.taken) == (passes == 2)

@@ -7,10 +7,8 @@ import torch
 from transformers import AutoTokenizer
 
 from megatrain import InputError, Placement
-from megatrain.config import RolloutSection
 from megatrain.data.demo_corpus import train_bpe_tokenizer
-from megatrain.loss import GRPO, ImportanceSampling
-from megatrain.train.rollouts import compare
+from megatrain.loss import GRPO
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 from tests.sweeps import few, quick
 
@@ -159,76 +157,6 @@ def test_policies_are_those_of_trl(tokenizer, tmp_path, name, head_tokens):
     assert any(0 < value < 1 for name, value in said.items() if "clip" in name)
 
 
-CASES: dict[str, Any] = {
-    "usual": (ImportanceSampling(), GRPO(0.04)),
-    "both bounds of replies": (
-        ImportanceSampling("sequence_mask", 1.5, 0.8), GRPO(loss_type="grpo", epsilon=0.1),
-    ),
-    "replies": (ImportanceSampling("sequence_truncate", 1.3, 0.9), GRPO(0.1, temperature=0.7)),
-    "tokens": (ImportanceSampling("token_truncate", 1.1, 0.9), GRPO(0.04, loss_type="grpo")),
-    "a least one": (ImportanceSampling("token_mask", None, 0.9), GRPO(loss_type="bnpo")),
-    "cispo": (ImportanceSampling("token_mask", 1.1), GRPO(loss_type="cispo", epsilon_high=1.05)),
-    "gspo": (
-        ImportanceSampling("token_truncate", 1.05),
-        GRPO(0.04, loss_type="grpo", importance_sampling_level="sequence"),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("by", "loss"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize("head_tokens", [5, 4096])
-def test_replies_of_a_server_count_as_in_trl(tokenizer, tmp_path, by, loss, head_tokens):
-    """Importance sampling; TRL gets the same replies."""
-    trainer = trainer_of(loss, tmp_path, tokenizer)
-    trainer.model.train()
-    trainer.use_vllm = True
-    trainer.vllm_importance_sampling_mode = by.mode
-    trainer.vllm_importance_sampling_clip_max = by.clip_max
-    trainer.vllm_importance_sampling_clip_min = by.clip_min
-    engine = engine_of(tokenizer, head_tokens)
-    generator = torch.Generator().manual_seed(7)
-    drawn_at: list[list[float]] = []
-
-    def served(prompt_ids, *_):
-        """Replies of several lengths, and what a server would say of them: bf16 and less."""
-        replies = []
-        for row, prompt in enumerate(prompt_ids):
-            reply = torch.randint(9, 200, (LENGTH - row % 4,), generator=generator).tolist()
-            ids = torch.tensor([[*prompt, *reply]])
-            labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(prompt), -100)
-            plain = {"input_ids": ids, "labels": labels}
-            [own] = engine.logprobs([plain], temperature=loss.temperature)
-            said = own[labels != -100] + 0.15 * torch.randn(len(reply), generator=generator)
-            replies.append(reply)
-            drawn_at.append(said.tolist())
-        return replies, drawn_at
-
-    trainer._generate_single_turn = served
-    inputs = drawn(trainer)
-    said = {n: v[-1] for n, v in trainer._metrics["train"].items() if n.startswith("sampling/")}
-
-    mask, step = inputs["completion_mask"], rows_of(inputs)
-    for row, micro in enumerate(step):
-        micro["old_logp"] = placed(inputs["old_per_token_logps"][row], mask[row], micro)
-    told = compare(RolloutSection(), step, drawn_at, by)
-    assert told == pytest.approx(said, rel=1e-5, abs=1e-6)
-    wanted = inputs["importance_sampling_ratio"].expand(mask.shape)
-    for row, micro in enumerate(step):
-        ratio = placed(wanted[row], mask[row], micro)
-        torch.testing.assert_close(micro["importance_sampling_ratio"], ratio, rtol=1e-5, atol=1e-6)
-    assert len(wanted.unique()) > 1
-
-    old = inputs["old_per_token_logps"] + 0.1 * torch.randn(mask.shape, generator=generator)
-    inputs["old_per_token_logps"] = old
-    inputs["advantages"] = torch.randn(len(mask), generator=generator)
-    numbered(step, inputs, old, inputs["ref_per_token_logps"] if loss.beta else None)
-    total, grads = computed(trainer, inputs)
-    result = engine.step(step, GRPO(**{**vars(loss), "importance_sampling": by}))
-    assert result.loss == pytest.approx(total, rel=1e-6, abs=1e-7)
-    assert relative_error(gradients(engine), grads) < 5e-6
-
-
 def test_advantages_compare_replies_to_one_prompt():
     rewards = torch.tensor([1.0, 2.0, 6.0, 4.0, 4.0, 4.0, float("nan"), 1.0, 0.0])
     group = GRPO(num_generations=3).advantages(rewards)
@@ -263,25 +191,6 @@ def replies(labels=None):
 def test_a_step_whose_replies_are_all_masked_changes_nothing_by_a_gradient(loss_type):
     result = make_engine(llama()).step(replies(-100), GRPO(loss_type=loss_type))
     assert (result.loss, result.grad_norm) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: GRPO(loss_type="luspo"), "loss_type is 'luspo'; it must be one of grpo"),
-        (lambda: GRPO(scale_rewards="all"), "scale_rewards is 'all'; it must be one of group"),
-        (lambda: GRPO(num_generations=1), "num_generations is 1; it must be 2 or more"),
-        (lambda: GRPO(delta=1.1), "delta is 1.1; it must be above 1"),
-        (lambda: GRPO(delta=2.0, loss_type="cispo"), "cispo has no delta"),
-        (lambda: GRPO(beta=-1), "beta is -1"),
-        (lambda: GRPO(epsilon_high=-1), "epsilon_high is -1; it must be 0 or more"),
-        (lambda: GRPO(max_completion_length=0), "max_completion_length is 0; it must be 1 or more"),
-        (lambda: GRPO(temperature=0), "GRPO's temperature is 0; it must be above 0"),
-    ],
-)
-def test_settings_of_policies_are_checked(make, message):
-    with pytest.raises(InputError, match=message):
-        make()
 
 
 def test_replies_with_one_number_are_refused():

@@ -129,10 +129,7 @@ def test_such_a_folder_is_run_as_it_is(tmp_path):
     with Engine(folder, device="cpu") as engine, Engine(plain, device="cpu") as other:
         assert engine.evaluate(STEP) == other.evaluate(STEP)
     wanted = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
-    with (
-        Engine(folder, device="cpu") as engine,
-        engine.whole_model(spare=0) as model,
-    ):
+    with Engine(folder, device="cpu") as engine, engine.whole_model(spare=0) as model:
         assert same(dict(model.named_parameters()), dict(wanted.named_parameters()))
 
 

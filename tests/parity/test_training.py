@@ -8,11 +8,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import get_scheduler
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.trainer_pt_utils import get_parameter_names
 
 from megatrain import AdamW, Engine, InputError
-from megatrain.optim import NO_DECAY
-from tests.families.plain import RoundedAdamW, accumulate
+from tests.families.plain import RoundedAdamW, train_in_place
 from tests.inside import store_of
 from tests.parity.cases import (
     gradients,
@@ -35,49 +33,17 @@ Schedule = Callable[[torch.optim.Optimizer], LRScheduler | None]
 LR, EPS, DECAY, BETAS = 1e-2, 1e-3, 0.1, (0.9, 0.95)
 
 
-def nothing(step, optimizer):
-    """A user who leaves the groups as they are."""
-
-
-def no_schedule(optimizer):
-    return None
-
-
-def plain_training(model, steps, clip, schedule, change):
-    """Train `model` in place; losses, and norms before clipping."""
-    decaying = set(get_parameter_names(model, [torch.nn.LayerNorm], list(NO_DECAY)))
-    named = list(model.named_parameters())
-    groups = [
-        {"params": [(n, p) for n, p in named if n in decaying], "weight_decay": DECAY},
-        {"params": [(n, p) for n, p in named if n not in decaying], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, foreach=False)
-    scheduler = schedule(optimizer)
-    losses, norms = [], []
-    for index, step in enumerate(steps):
-        change(index, optimizer)
-        losses.append(accumulate(model, step))
-        bound = torch.inf if clip is None else clip
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), bound)))
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-    return losses, norms
-
-
-def engine_training(model, steps, clip, schedule, change, saveable=True):
-    optimizer = AdamW(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+def engine_training(model, steps, clip, schedule, change, saveable):
+    """The engine after its steps, their losses, and norms before clipping."""
     engine = Engine(
         model,
-        optimizer=optimizer,
+        optimizer=AdamW(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY),
         max_grad_norm=clip,
         precision="fp32",
         device="cpu",
         saveable=saveable,
     )
-    scheduler = schedule(engine.optimizer)
-    results = []
+    scheduler, results = schedule(engine.optimizer), []
     for index, step in enumerate(steps):
         change(index, engine.optimizer)
         results.append(engine.step(step))
@@ -86,12 +52,17 @@ def engine_training(model, steps, clip, schedule, change, saveable=True):
     return engine, [r.loss for r in results], [r.grad_norm for r in results]
 
 
-def check(model, *, steps=4, clip=0.5, schedule=no_schedule, change=nothing, saveable=True):
+def nothing(*arguments):
+    """A user who has no schedule, or leaves the groups as they are."""
+
+
+def check(model, *, steps=4, clip=0.5, schedule=nothing, change=nothing, saveable=True):
     batches, start = make_batches(steps), parameters(model)
     engine, losses, norms = engine_training(model, batches, clip, schedule, change, saveable)
-    wanted_losses, wanted_norms = plain_training(model, batches, clip, schedule, change)
-    assert losses == pytest.approx(wanted_losses, rel=1e-6)
-    assert norms == pytest.approx(wanted_norms, rel=1e-5)
+    how = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "max_grad_norm": clip}
+    plain = train_in_place(model, batches, **how, schedule=schedule, change=change)
+    assert losses == pytest.approx(plain.losses, rel=1e-6)
+    assert norms == pytest.approx(plain.norms, rel=1e-5)
     assert relative_error(masters(engine), parameters(model), start) < 1e-5
 
 

@@ -148,11 +148,7 @@ def test_smoothed_dpo_takes_a_share_of_the_pairs_for_the_other_way_round():
 
 
 # With the model and its reference in this order, or in the other one.
-KTOS = [
-    (KTO(0.3, 1.5, 0.5), 1),
-    (KTO(), -1),
-    (KTO(0.3, loss_type="apo_zero_unpaired"), 1),
-]
+KTOS = [(KTO(0.3, 1.5, 0.5), 1), (KTO(), -1), (KTO(0.3, loss_type="apo_zero_unpaired"), 1)]
 
 
 @pytest.mark.parametrize(("loss", "order"), few(KTOS, 0, 1), ids=str)

@@ -63,17 +63,68 @@ def test_removing_a_wait_is_noticed(parts):
     assert not idle, f"nothing depends on the waits {idle}: they are not needed, or not checked"
 
 
-def test_weights_that_stay_cross_the_bus_once_a_version_and_need_each_wait():
+PLAIN: dict = {"placement": Placement(slots=2), "max_grad_norm": 1.0, "tied": False}
+
+
+def test_weights_that_stay_cross_the_bus_once_a_version():
     """An evaluation after each step brings the new version, which the next step finds there."""
-    placement = Placement(keep_weights=9, passes=3)
-    schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}
-    device = trace(**schedule)
+    device = trace(**PLAIN | {"placement": Placement(keep_weights=9, passes=3)})
     arrivals = Counter(name for stream, name in device.operations if stream == COPY_IN)
     kept = {name: count for name, count in arrivals.items() if name.endswith("kept weights")}
     assert len(kept) == 6 and set(kept.values()) == {STEPS + 1}
-    for why in ("version due", "weights arrived", "slot free"):
-        races = trace(**schedule, without=frozenset({why})).races
-        assert any("kept weights" in race or "weights ->" in race for race in races), why
+
+
+# What is beside the plain schedule, its waits, and what races without one of them.
+DISK = Placement(slots=2, disk_moments=9, disk_remainder=9, disk_weights=9)
+COMPARED = Placement(slots=2, disk_moments=9, disk_weights=2, resident=("layer 2",))
+GATHERS = ("shard arrived", "weights arrived", "slot free for the disk", "disk weights due")
+UPDATES = ("disk planes arrived", "disk planes updated", "disk lane free")
+SUMS = ("sums of this host", "sums of all ranks")
+NEEDED: dict[str, tuple[dict, tuple[str, ...], tuple[str, ...]]] = {
+    "weights that stay": (
+        {"placement": Placement(keep_weights=9, passes=3)},
+        ("version due", "weights arrived", "slot free"),
+        ("kept weights", "weights ->"),
+    ),
+    "sums of several hosts": (
+        {"tied": True, "ranks": Alike(1, 4, hosts=2)},
+        ("sums ready", *SUMS),
+        ("of all hosts on hosts", "sum layer"),
+    ),
+    "hosts of one rank": (
+        {"tied": True, "ranks": Alike(1, 2, hosts=2)},
+        SUMS,
+        ("of all hosts on hosts", "sum layer"),
+    ),
+    "directions of ranks": (
+        {"max_grad_norm": None, "rule": "muon", "ranks": Alike(1, 3)},
+        ("shard arrived", "blocks of all ranks", "directions' state arrived"),
+        ("direct layer", "average"),
+    ),
+    "directions that are clipped": (
+        {"rule": "muon clipped", "ranks": Alike(1, 3)},
+        ("shard arrived", "blocks of all ranks"),
+        ("direct layer", "average"),
+    ),
+    "blocks of ranks on a disk": (
+        {"placement": DISK, "ranks": Alike(1, 3), "saves": (0, 1)},
+        (*GATHERS, *UPDATES, "version to save from the disk"),
+        ("slot", "disk lane", "layer"),
+    ),
+    "planes compared before a save": (
+        {"placement": COMPARED, "saves": (0, 1), "compared": True},
+        ("disk version to check",),
+        ("check ",),
+    ),
+}
+
+
+@pytest.mark.parametrize(("beside", "waits", "racing"), NEEDED.values(), ids=NEEDED)
+def test_each_wait_of_their_way_is_needed(beside, waits, racing):
+    assert not trace(**PLAIN | beside).races
+    for why in waits:
+        races = trace(**PLAIN | beside, without=frozenset({why})).races
+        assert any(text in race for race in races for text in racing), why
 
 
 def collectives(size=3, hosts=1):
@@ -103,49 +154,18 @@ def test_all_ranks_put_on_the_same_collectives_in_the_same_order():
         assert any(others != [first] * 2 for first, *others in collectives())
 
 
-def test_sums_of_several_hosts_need_each_wait_of_their_way():
-    """Also where a host has one rank alone; the order is that of all ranks."""
-    schedule: dict = {"placement": Placement(slots=2), "max_grad_norm": 1.0, "tied": True}
-    for size, names in ((4, ("sums ready", "sums of this host")), (2, ("sums of this host",))):
-        schedule |= {"ranks": Alike(1, size, hosts=2)}
-        assert not trace(**schedule).races
-        for why in (*names, "sums of all ranks"):
-            races = trace(**schedule, without=frozenset({why})).races
-            assert any("of all hosts on hosts" in race or "sum layer" in race for race in races), (
-                why
-            )
+def test_all_hosts_put_on_the_same_collectives_in_the_same_order():
     for first, *others in collectives(4, hosts=2):
         assert {stream for stream, _ in first} == {GATHER, REDUCE, HOSTS}
         assert others == [first] * 3
 
 
-def test_directions_of_ranks_need_each_wait_of_their_way():
-    waits = "shard arrived", "blocks of all ranks", "directions' state arrived"
-    for rule, limit, needed in (("muon", None, waits), ("muon clipped", 1.0, waits[:2])):
-        schedule: dict = {"placement": Placement(slots=2), "max_grad_norm": limit, "tied": False}
-        schedule |= {"rule": rule, "ranks": Alike(1, 3)}
-        assert not trace(**schedule).races
-        for why in needed:
-            races = trace(**schedule, without=frozenset({why})).races
-            assert any("direct layer" in r or "average" in r for r in races), (rule, why)
-
-
-def test_blocks_of_ranks_on_a_disk_need_each_wait_of_their_way():
-    placement = Placement(slots=2, disk_moments=9, disk_remainder=9, disk_weights=9)
-    schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}
-    schedule |= {"ranks": Alike(1, 3), "saves": (0, 1)}
-    assert not trace(**schedule).races
-    gathers = ("shard arrived", "weights arrived", "slot free for the disk", "disk weights due")
-    updates = ("disk planes arrived", "disk planes updated", "disk lane free")
-    for why in (*gathers, *updates, "version to save from the disk"):
-        races = trace(**schedule, without=frozenset({why})).races
-        assert any("slot" in race or "disk lane" in race or "layer" in race for race in races), why
-
-
-def test_planes_compared_before_a_save_need_their_way_from_the_disk():
-    placement = Placement(slots=2, disk_moments=9, disk_weights=2, resident=("layer 2",))
-    schedule: dict = {"placement": placement, "max_grad_norm": 1.0, "tied": False}
-    schedule |= {"saves": (0, 1), "compared": True}
-    assert not trace(**schedule).races
-    races = trace(**schedule, without=frozenset({"disk version to check"})).races
-    assert any("check " in race for race in races)
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_the_next_forward_begins_with_is_updated_first(tied):
+    """A table tied to the head is the last tile of a step and the first one of the next."""
+    device = trace(Placement(slots=3), 1.0, tied)
+    updates = [name for _, name in device.operations if name.startswith("update ")]
+    first = updates[: len(updates) // STEPS]
+    layers = [f"update layer {i}" for i in range(5)]
+    table, head = ("update head", []) if tied else ("update embedding", ["update head"])
+    assert first == [table, *layers, *head]

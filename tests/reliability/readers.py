@@ -13,8 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,58 +209,54 @@ def _index(folder: Path) -> Reader:
     return Reader(valid, variants(valid, index), read)
 
 
-def _rows(folder: Path, tokenizer_folder: Path, kind: Any) -> Reader:
-    tokenizer = load_tokenizer(tokenizer_folder)
-    tokenizer.chat_template = (
+def _rows(folder: Path, tokenizer: Path, kind: Any) -> Reader:
+    template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
         "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
     )
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the cat"}]
     row = {"text": "the cat sat"} if kind == "text" else {"messages": talk, "tools": None}
-    path, cache = folder / f"{kind}.jsonl", folder / f"{kind}-cache"
     valid = (json.dumps(row) + "\n").encode()
-
-    def read(data: bytes) -> None:
-        path.write_bytes(data)
-        try:
-            rows = open_dataset(path, kind=kind, tokenizer=tokenizer, sequence_length=32,
-                                cache_dir=cache, vocab_size=300)  # fmt: skip
-            rows.batch(range(len(rows)))
-        finally:
-            shutil.rmtree(cache, ignore_errors=True)
-
     inputs = spoilt(valid * 2) | changed(row).map(lambda line: line + b"\n" + valid)
+    read = _reading(folder / f"{kind}.jsonl", tokenizer, template, sequence_length=32, kind=kind)
     return Reader(valid, inputs, read)
 
 
-def _files(folder: Path, tokenizer_folder: Path, name: str) -> Reader:
+def _files(folder: Path, tokenizer: Path, name: str) -> Reader:
     """Files of other kinds and formats, through a template that rewrites earlier turns."""
-    tokenizer = load_tokenizer(tokenizer_folder)
-    tokenizer.chat_template = (
+    template = (
         "{{ tools }}{% for m in messages %}<{{ m.role }}>{{ '=' if loop.last }}{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}|\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    said = [("human", "hi"), ("gpt", "the cat"), ("human", "a dog"), ("gpt", "the mat")]
+    call = '{"name": "a", "arguments": {"b": "c"}}'
+    said = [("human", "hi"), ("function_call", call), ("observation", "a dog"), ("gpt", "the cat")]
+    said += [("human", "a dog"), ("gpt", "the mat")]
     row: dict[str, Any] = {"conversations": [{"from": who, "value": text} for who, text in said]}
     row |= {"system": "the", "tools": '[{"name": "a"}]', "id": 1}
-    call = {"from": "function_call", "value": '{"name": "a", "arguments": {"b": "c"}}'}
-    row["conversations"][1:1] = [call, {"from": "observation", "value": "a dog"}]
-    valid = json.dumps([row, row]).encode()
+    valid, read = (
+        json.dumps([row, row]).encode(),
+        _reading(folder / name, tokenizer, template, sequence_length=256),
+    )
     if name.endswith(".csv"):
         valid = b'question,answer,id\nthe cat,"a ""dog"", ran",1\nthe mat,sat,2\n'
-    path, cache = folder / name, folder / f"{name}-cache"
+    return Reader(valid, variants(valid, None if name.endswith(".csv") else [row]), read)
+
+
+def _reading(path: Path, folder: Path, template: str, **how: Any) -> Callable[[bytes], None]:
+    """Reads data sets of a file, with a tokenizer that has this template."""
+    tokenizer, cache = load_tokenizer(folder), path.with_name(f"{path.name}-cache")
+    tokenizer.chat_template = template
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
         try:
-            rows = open_dataset(path, tokenizer=tokenizer, sequence_length=256, cache_dir=cache,
-                                vocab_size=300)  # fmt: skip
+            rows = open_dataset(path, tokenizer=tokenizer, cache_dir=cache, vocab_size=300, **how)
             rows.batch(range(len(rows)))
         finally:
             shutil.rmtree(cache, ignore_errors=True)
 
-    return Reader(valid, variants(valid, None if name.endswith(".csv") else [row]), read)
+    return read
 
 
 def _model_config(folder: Path) -> Reader:
@@ -304,39 +299,30 @@ def _metrics(folder: Path) -> Reader:
     return Reader(lines, variants(lines, [{"step": 1, "loss": 2.5}]), read)
 
 
-@contextlib.contextmanager
-def bounded() -> Iterator[None]:
-    """Little more memory than there is now; an input that takes too long ends the process."""
+def limit_memory() -> None:
+    """Allow little more memory than there is now; an input that takes too long ends the process."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MORE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    yield
 
 
 def main() -> None:
     count, names = int(sys.argv[1]), sys.argv[2:]
     os.environ["HF_HUB_OFFLINE"] = "1"
-    total, out = 0, os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # a reader in Rust prints what it makes of them
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
         os.chdir(name)
         logging.disable()
-        logging.disable()
         made = readers(Path(name))
-        with bounded():
-            for reader in names or made:
-                assert feed(made[reader], made[reader].valid), reader
-                start = time.monotonic()
-                taken = fuzz(made[reader], count)
-                total += count
-                took = time.monotonic() - start
-                print(
-                    f"{reader:<16}{count:>8} inputs, {taken} taken, {took:.0f} s",
-                    file=out,
-                    flush=True,
-                )
+        limit_memory()
+        for reader in names or made:
+            assert feed(made[reader], made[reader].valid), reader
+            taken = fuzz(made[reader], count)
+            print(f"{reader:<16}{count:>8} inputs, {taken} taken", file=out, flush=True)
         assert not any(Path(name).rglob("pwned")), "something was executed"
+    total = count * len(names or made)
     print(f"{total} inputs: no error but ours", file=out, flush=True)
 
 

@@ -20,14 +20,7 @@ from typing import Any
 
 from megatrain.data import train_bpe_tokenizer
 from tests.cli.cases import SENTENCES, sets
-from tests.reliability.cases import (
-    Run,
-    Zygote,
-    checkpoint_steps,
-    logged,
-    model_bytes,
-    toy_run,
-)
+from tests.reliability.cases import Run, Zygote, checkpoint_steps, logged, model_bytes, toy_run
 
 PER_PROCESS = (25, 250)  # steps, about: short ones resume often, long ones show what grows
 MIB = 1 << 20

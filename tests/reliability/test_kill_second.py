@@ -1,6 +1,5 @@
-"""`kill -9` while a second model is asked, or what it says is written: the run goes on equal."""
+"""`kill -9` while a teacher is asked, or what it says is written: the run goes on equal."""
 
-import json
 import shutil
 import signal
 
@@ -42,33 +41,6 @@ def torn(path, text, *more, **given):
     write(path, text[: len(text) // 2])
     os.kill(os.getpid(), signal.SIGKILL)
 Path.write_text = torn
-"""
-
-# Kills in the n-th sweep of the reference.
-SWEEP = """
-import os, signal
-import megatrain.train.second_model as kept
-asked, seen = kept.logprobs, []
-def counted(*given, **more):
-    seen.append(1)
-    if len(seen) == {at}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return asked(*given, **more)
-kept.logprobs = counted
-"""
-
-# Kills in the middle of the file of what it has said, or once that is there.
-WRITTEN = """
-import os, signal
-import megatrain.train.second_model as kept
-write = kept.write_file
-def killed(path, text):
-    if {whole}:
-        write(path, text)
-    else:
-        path.with_name(f".{{path.name}}.partial").write_text(text[: len(text) // 2])
-    os.kill(os.getpid(), signal.SIGKILL)
-kept.write_file = killed
 """
 
 
@@ -124,24 +96,3 @@ def test_who_is_killed_while_a_teacher_is_asked_goes_on_equal(zygote, distilling
     killed(zygote, marked, tmp_path / "log-mark", MARK)
     assert finished(zygote, marked, tmp_path / "log-marked") == wanted
     assert said(marked) == said(whole)
-
-
-@pytest.mark.exhaustive
-def test_who_is_killed_while_a_reference_is_asked_goes_on_equal(zygote, tokenizer_folder, tmp_path):
-    rows = tmp_path / "pairs.jsonl"
-    with rows.open("w") as file:
-        for number in range(40):
-            row = {"prompt": f"the cat {number}", "chosen": " sat on the mat", "rejected": " ran"}
-            file.write(json.dumps(row) + "\n")
-    given = {"data__kind": "auto", "data__path": str(rows), "loss__name": "dpo"}
-    whole, run = (
-        toy_run(tmp_path / name, tokenizer_folder, **given) for name in ("whole", "killed")
-    )
-    wanted = finished(zygote, whole, tmp_path / "log")
-    hooks = [SWEEP.format(at=3), WRITTEN.format(whole=False), WRITTEN.format(whole=True)]
-    for number, each in enumerate(hooks):
-        killed(zygote, run, tmp_path / f"log-{number}", each)
-    assert finished(zygote, run, tmp_path / "log-last") == wanted
-    kept = [json.loads((each.parent / "run" / "references.json").read_text())
-            for each in (whole, run)]  # fmt: skip
-    assert kept[0]["sums"] == kept[1]["sums"]

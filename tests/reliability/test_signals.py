@@ -6,11 +6,7 @@ import pytest
 
 from megatrain.checkpoint import open_checkpoint, verify
 from tests.cli.cases import sets
-from tests.reliability.cases import (
-    checkpoint_steps,
-    logged,
-    model_bytes,
-)
+from tests.reliability.cases import checkpoint_steps, logged, model_bytes
 from tests.sweeps import few
 
 CHOICES = {"training__steps": 6, "training__eval_every": 2, "checkpoint__every": 3}

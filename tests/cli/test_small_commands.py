@@ -1,0 +1,91 @@
+"""The commands `doctor`, on a machine without a GPU, `init` and `report`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatrain import config
+from megatrain.plan import doctor
+from megatrain.plan.doctor import Measurement
+from tests.inside import answering
+from tests.unit.test_report import Page
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """The host's measurements take their time; what is done with them does not depend on it."""
+    found = [
+        Measurement("update_gparams", "AdamW on the host", 1.25, "Gparam/s"),
+        Measurement("disk_write_gbps", "disk, write", None, "GB/s", "it is full"),
+    ]
+    answering(monkeypatch, doctor, host_measurements=found)
+
+
+def test_a_table_for_people(megatrain):
+    result = megatrain("doctor", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "AdamW on the host  1.25  Gparam/s" in result.stdout
+    assert "disk, write: not measured because it is full" in result.stdout
+    assert "without a GPU there is nothing to keep" in result.stdout
+
+
+def test_json_for_programs(megatrain):
+    result = megatrain("doctor", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["measurements"][0]["value"] == 1.25
+    assert told["facts"]["gpu"] is None and told["machines"] == {} and told["kept"] is None
+    assert all(finding["remedy"] for finding in told["findings"])
+
+
+def test_a_wrong_device_is_refused(megatrain):
+    result = megatrain("doctor", "--device", "tpu")
+    assert result.exit_code == 2
+    assert "no device 'tpu'; write cpu, cuda or cuda:N" in result.stderr
+
+
+@pytest.mark.parametrize("example", ["chat", "lora", "dpo", "grpo", "demo"])
+def test_a_run_file_is_written_and_can_be_read(megatrain, example):
+    result = megatrain("init", "mine/run.yaml", "--example", example)
+    assert result.exit_code == 0, result.output
+    loaded, text = config.load("mine/run.yaml"), Path("mine/run.yaml").read_text()
+    assert "megatrain train mine/run.yaml" in text and "examples/" not in text
+    for document in (word for word in text.split() if word.endswith(".md")):
+        assert Path(document).is_file() and Path(document).is_absolute()
+    for reward in loaded.rollout.rewards:
+        assert reward.startswith("mine/grpo_rewards.py:") and Path("mine/grpo_rewards.py").is_file()
+
+
+def test_nothing_is_replaced(megatrain):
+    for there in ("grpo_rewards.py", "run.yaml"):
+        Path(there).write_text("mine")
+        result = megatrain("init", "--example", "grpo")
+        assert result.exit_code == 2 and f"{there}: is there already" in result.stderr
+        assert {path.read_text() for path in Path().glob("*.*")} == {"mine"}
+        Path(there).unlink()
+
+
+def test_a_finished_run_has_a_page(megatrain, trained, tmp_path):
+    folder, _ = trained
+    result = megatrain("report", folder, "--output", tmp_path / "pages" / "run.html")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() == str(tmp_path / "pages" / "run.html")
+    page = Page((tmp_path / "pages" / "run.html").read_text())
+    for part in ("Finished: 6 of 6 steps.", "Timeline of step 6", "model_type: llama", "update"):
+        assert part in page.text, part
+    assert "Host memory, GiB: " in page.text and "Device memory" not in page.text  # on the CPU
+    assert "is not there" not in page.text
+    result = megatrain("report", folder, "--output", folder / "metrics.jsonl")
+    assert result.exit_code == 2 and "name one that ends in .html" in result.stderr
+
+
+def test_what_is_no_run_is_refused_in_one_line(megatrain, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.json").write_text("hello")
+    for name in ("empty", "text.json", "gone"):
+        result = megatrain("report", tmp_path / name)
+        assert result.exit_code == 2
+        assert len(result.stderr.strip().splitlines()) == 1
+        assert name in result.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "text.json"}
