@@ -186,11 +186,7 @@ def forecast(
         machine, model.rule, model.ranks, model.hosts, ledger, declared.of, measured.once
     )
     device, passes = ClockDevice(costs), 1 if joint else placement.passes
-    on_host = placement.layer_inputs, placement.save_attention
-    groups = 1
-    if "host" in on_host or placement.offload_activations:  # something of each leaves
-        groups = _FOLLOWED if steps >= STEADY else _FOLLOWED_FOR_MEMORY
-    batch = measured.batch(rows, micro_batch, groups, passes)
+    batch = measured.batch(rows, micro_batch, _followed(placement, steps), passes)
     if (sharing := model.ranks * model.hosts) > 1:
         batch = measured.with_all_rows(batch, rows * sharing, model.ranks)
     if joint:
@@ -235,6 +231,14 @@ def forecast(
         device_bytes=on_device,
         host_bytes=host,
     )
+
+
+def _followed(placement: Placement, steps: int) -> int | None:
+    """Micro-batches, or groups of them, that are followed; None: all."""
+    on_host = "host" in (placement.layer_inputs, placement.save_attention)
+    if not on_host and not placement.offload_activations:  # nothing of each leaves
+        return 1
+    return _FOLLOWED if steps >= STEADY else _FOLLOWED_FOR_MEMORY
 
 
 def process_bytes(
