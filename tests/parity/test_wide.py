@@ -35,9 +35,10 @@ PLACEMENTS = {
 
 
 def from_folder(family, folder):
-    """A family's folder in fp32, the model that transformers loads of it in bf16, its fp32 part."""
+    """A bf16 folder, the model that transformers loads of it, and its parameters in fp32."""
     tiny_model(family).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train()
+    model.save_pretrained(folder)  # what is between two bf16 numbers is rounded otherwise here
     return model, {n: p for n, p in model.named_parameters() if p.dtype == torch.float32}
 
 
