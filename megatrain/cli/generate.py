@@ -102,15 +102,22 @@ def talk(engine: Any, tokenizer: Any, system: str | None, sampling: Sampling) ->
         )
     beginning = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
-    print("an empty line ends the talk, /reset begins a new one")
+    images, shown = ImageProcessor(Path(tokenizer.name_or_path)), list[Any]()
+    print("an empty line ends the talk, /reset begins a new one, /image FILE shows a picture")
     with suppress(EOFError):
         while line := input("> ").strip():
             if line == "/reset":
-                messages = list(beginning)
+                messages, shown = list(beginning), []
                 continue
-            messages.append({"role": "user", "content": line})
+            if line.startswith("/image "):
+                shown.append({"type": "image", "path": line.removeprefix("/image ").strip()})
+                continue
+            content: Any = [*shown, {"type": "text", "text": line}] if shown else line
+            messages, shown = [*messages, {"role": "user", "content": content}], []
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            [reply] = generate(engine, tokenizer, [messages], sampling, streamer=streamer)
+            [reply] = generate(
+                engine, tokenizer, [messages], sampling, streamer=streamer, images=images
+            )
             messages.append({"role": "assistant", "content": reply})
 
 

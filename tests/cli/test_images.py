@@ -16,7 +16,9 @@ import transformers
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from megatrain.cli.app import app
 from megatrain.data import ImageProcessor, PackedDataset, open_dataset
 from megatrain.train.sharing import with_own_images
 from tests.cli.cases import sets
@@ -456,12 +458,12 @@ def test_generate_replies_to_pictures_as_transformers_does(megatrain, model, tmp
     lines = [json.dumps({"messages": messages}) for messages in (asked, others)]
     (tmp_path / "asked.jsonl").write_text("\n".join(lines))
     options = ["--temperature", "0", "--max-new-tokens", "6", "--precision", "fp32"]
-    options += ["--device", "cpu", "--output", tmp_path / "replies.jsonl"]
+    options += ["--device", "cpu", "--output", str(tmp_path / "replies.jsonl")]
     megatrain.done("generate", model, "--prompts", tmp_path / "asked.jsonl", *options)
     processor = transformers.AutoProcessor.from_pretrained(model)
     plain = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
-    shown = [{"role": "user", "content": [{"type": "image"}, text]}]
-    prompts = [(shown, Image.open(path)), (others, None)]
+    placed = [{"role": "user", "content": [{"type": "image"}, text]}]
+    prompts = [(placed, Image.open(path)), (others, None)]
     for line, (messages, image) in zip(
         (tmp_path / "replies.jsonl").read_text().splitlines(), prompts, strict=True
     ):
@@ -470,3 +472,7 @@ def test_generate_replies_to_pictures_as_transformers_does(megatrain, model, tmp
         ids = plain.generate(**batch, max_new_tokens=6, do_sample=False)
         reply = processor.decode(ids[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         assert json.loads(line)["completion"] == reply
+    said = ["chat", str(model), *options[:-2]]
+    shown = CliRunner().invoke(app, said, input=f"/image {path}\nTell me\n\n").output
+    first = (tmp_path / "replies.jsonl").read_text().splitlines()[0]
+    assert json.loads(first)["completion"].strip() in shown
