@@ -59,7 +59,8 @@ OPENING = ("parity", "race", "unit")  # folders whose tests open many engines
 @pytest.fixture(scope="module", autouse=True)
 def models_are_remade_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """But where tests change a model's class, or what its configuration makes."""
-    of_folder = request.path.parent.name in OPENING and request.path.name != "test_probe.py"
+    changing = request.path.name in ("test_probe.py", "test_wide.py")
+    of_folder = request.path.parent.name in OPENING and not changing
     if "torch" not in sys.modules or not of_folder:
         yield
         return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.base.json_yaml import parse_json
 from megatrain.base.units import MIB
 from megatrain.errors import InputError, first_line, in_one_line
 
@@ -38,8 +39,10 @@ def load_tokenizer(
     name = str(folder if local else path_or_id)
     try:
         if not local:
-            only = [*_VOCABULARIES]
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=only))
+            files = [*_VOCABULARIES, *_SETTINGS]
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
+        _refuse_endless(folder)
+        _refuse_ambiguous(folder)
         for file in _VOCABULARIES:
             _refuse_aborting(folder / file)
         tokenizer = AutoTokenizer.from_pretrained(
@@ -124,9 +127,36 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
+
+
+_TEXTS = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _LARGEST_TEMPLATE = 4 * MIB
 _LARGEST_ID = 1 << 24  # 60 times the largest vocabulary
+_LARGEST_BYTES = 512 * MIB  # the largest of these files that is known has 34 MB
+
+
+def _refuse_endless(folder: Path) -> None:
+    """Refuse pipes and huge files, which transformers would read to their end."""
+    for path in folder.iterdir():
+        if path.suffix in _TEXTS and path.exists():
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_BYTES:
+                limit = _LARGEST_BYTES // MIB
+                raise InputError(f"{path}: not a plain file of at most {limit} MiB: replace it")
+
+
+def _refuse_ambiguous(folder: Path) -> None:
+    """Refuse a key that is there twice: transformers would take its last value."""
+    for name in _SETTINGS:
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            parse_json(path.read_bytes())
+        except ValueError as error:
+            raise InputError(f"{path}: not usable JSON: {error}: replace it") from error
 
 
 def _refuse_aborting(path: Path) -> None:

@@ -177,7 +177,7 @@ class Layer(StreamedModule):
             return waiting.graph.backward(self.outputs, dh, accumulator)
         kept = nullcontext() if waiting is None else ReplayAttention(waiting.results(returned))
         with kept:
-            graph, _ = self._graph(at)
+            graph = self._graph(at)[0]  # not the outputs, which would live through the backward
         return graph.backward(self.outputs, dh, accumulator)
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:

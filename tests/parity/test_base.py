@@ -122,9 +122,9 @@ def test_training_is_that_on_the_unpacked_weights(base):
 def test_a_run_is_resumed_and_exported(tmp_path, caplog):
     plain, steps = in_dtype(llama(), torch.bfloat16), make_batches(2)
     with make_engine(adapted(plain), base="nf4", precision="bf16") as engine:
-        caplog.clear()  # on some CPUs bf16 is told to be slow
         engine.step(steps[0])
         resumes(engine, tmp_path / "saved", steps[1:])
+        caplog.clear()
         engine.save_pretrained(tmp_path / "adapter")
         assert not caplog.messages
         engine.save_pretrained(tmp_path / "merged", merged=True)

@@ -7,7 +7,6 @@ import torch
 from transformers import GenerationConfig, LlamaConfig
 
 from megatrain import Engine, Placement
-from megatrain.checkpoint import open_checkpoint
 from megatrain.config import Config
 from megatrain.engine import whole_model
 from megatrain.forecast.cache import generation_bytes
@@ -15,11 +14,9 @@ from megatrain.forecast.workload import Generation, Workload
 from megatrain.generate import Sampling, continued
 from megatrain.model.build import empty_model
 from megatrain.model.probe import spec
-from megatrain.optim import RULES
-from megatrain.plan.planner import tile_bytes
 from tests.counted import CountedDevice, Watch
-from tests.inside import sized, spec_of
-from tests.sweeps import few, swept
+from tests.inside import sized
+from tests.sweeps import swept
 
 ROWS, TOKENS, NEW = 24, 64, 16
 CONFIG = LlamaConfig(
@@ -65,19 +62,3 @@ def test_plans_of_runs_count_their_replies(beta):
     }
     of_run = Workload.of_run(Config.model_validate(tree))
     assert of_run.generation == Generation(512, None, beta > 0)
-
-
-@pytest.mark.parametrize("rule", few(RULES))
-def test_a_plan_knows_that_saves_leave_the_base_of_an_adapter_out(rule, tmp_path):
-    empty_model(CONFIG).to_empty(device="cpu").save_pretrained(tmp_path / "base")
-    keys = {"r": 4, "target_modules": "all-linear"}
-    with Engine(
-        tmp_path / "base", adapter=keys, optimizer=RULES[rule](), placement=PLACEMENT, device="cpu"
-    ) as engine:
-        engine.save(tmp_path / "saved")
-        tiles = tile_bytes(spec_of(engine), PLACEMENT, Workload(rule=RULES[rule]()))
-    manifest = open_checkpoint(tmp_path / "saved").manifest
-    planes = [plane for tile in manifest.tiles for plane in tile.planes.values()]
-    sizes = {"BF16": 2, "I16": 2, "F32": 4}
-    saved = sum(plane.numel * sizes[plane.dtype] for plane in planes)
-    assert saved == sum(tile.count * sum(tile.saved) for tile in tiles) > 0

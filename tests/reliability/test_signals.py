@@ -48,7 +48,7 @@ PHASES = {
     "loading": ("megatrain.train", "setup", "_engine"),
     "step": ("megatrain.api", "Engine", "step"),
     "evaluation": ("megatrain.api", "Engine", "score"),
-    "save": ("megatrain.checkpoint", "files", "publish"),
+    "save": ("megatrain.checkpoint", "saver", "publish"),
     "model": ("megatrain.train", "loop", "write_model"),
 }
 
