@@ -34,7 +34,7 @@ test-part: $(STAMP)  ## of the exhaustive tests those near the change, and a ten
 	$(PYTEST) -m "exhaustive and not gpu" @build/selected.txt
 
 test-all: test-extras  ## every model family and every exhaustive sweep
-	$(PYTEST) -m "exhaustive and not gpu" --junitxml build/exhaustive.xml
+	$(PYTEST) -m "exhaustive and not gpu"
 
 test-extras: $(STAMP)  ## bases and folders in the formats of torchao and bitsandbytes
 	$(RUN) pip install --quiet --no-deps --upgrade --target build/extras --constraint constraints.txt \

@@ -2,7 +2,6 @@
 
     python -m tests.selection > build/selected.txt
     python -m pytest -m "exhaustive and not gpu" @build/selected.txt
-    python -m tests.selection --durations build/exhaustive.xml    after `make test-all`: the table
 
 The change is what differs from the commit that last passed: `CI_BASE`, if the environment names it,
 else `refs/ci/passed`, which `.ci/run` sets, else the commit some first parents ago. Without such a
@@ -12,15 +11,12 @@ turn run all; the tests near the change follow, until the time is spent.
 
 import contextlib
 import io
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from itertools import accumulate, islice, zip_longest
+from collections.abc import Iterable
+from itertools import zip_longest
 from pathlib import Path, PurePosixPath
-from statistics import fmean
-from xml.etree import ElementTree
 from zlib import crc32
 
 import pytest
@@ -29,39 +25,32 @@ ROOT = Path(__file__).parents[1]
 MARKED = "exhaustive and not gpu"
 PARTS = 10
 COMMITS_BACK = 30
-BUDGET_SECONDS = 2 * 12 * 60  # of two workers
-MEAN_SECONDS = 2.3  # of a test in a file that is not in the table
-TABLE = ROOT / "tests/durations.json"
-SECONDS: dict[str, float] = json.loads(TABLE.read_text(encoding="utf-8"))
-"""Seconds that an exhaustive test takes, by file; a mean, so that the table stays small."""
+MOST = 12 * 60 * 2 * 10 // 23  # tests: two workers for twelve minutes, 2.3 seconds for each
 
 ALL = ("tests/",)
 STEP = (
-    *("tests/families/test_families.py", "tests/race/"),
-    *("tests/parity/test_bf16.py", "tests/parity/test_compiled.py", "tests/parity/test_disk.py"),
-    *("tests/parity/test_dropout.py", "tests/parity/test_failures.py", "tests/parity/test_muon.py"),
-    *("tests/parity/test_gradients.py", "tests/parity/test_host_memory_guard.py"),
-    *("tests/parity/test_losses.py", "tests/parity/test_neutrality.py"),
-    *("tests/parity/test_ranks.py", "tests/parity/test_sequence_parallel.py"),
-    *("tests/parity/test_tiles.py", "tests/parity/test_training.py"),
-    *("tests/parity/test_waiting.py", "tests/unit/test_forecast"),
-)
+    "tests/families/test_families.py",
+    "tests/race/",
+    *(f"tests/parity/test_{name}.py" for name in (
+        "bf16", "compiled", "disk", "dropout", "failures", "muon", "gradients", "losses",
+        "host_memory_guard", "neutrality", "ranks", "sequence_parallel", "tiles", "training",
+        "waiting",
+    )),
+    "tests/unit/test_forecast",
+)  # fmt: skip
 MODELS = (
     *("tests/families/", "tests/parity/test_adapters.py", "tests/parity/test_folders.py"),
-    *("tests/parity/test_packing.py", "tests/parity/test_tiles.py"),
-    "tests/unit/test_program.py",
+    *("tests/parity/test_packing.py", "tests/parity/test_tiles.py", "tests/unit/test_program.py"),
 )
 SAVED = (
     *("tests/checkpoint/", "tests/reliability/test_kill.py", "tests/reliability/test_resume.py"),
-    *("tests/reliability/test_faults.py",),
+    "tests/reliability/test_faults.py",
 )
 FORECASTS = (
-    *("tests/unit/test_forecast", "tests/unit/test_fits.py"),
-    *("tests/unit/test_plan", "tests/unit/test_search.py"),
-    "tests/cli/test_plan_command.py",
-    *("tests/cli/test_second_plan.py", "tests/parity/test_forecast_of_ranks.py"),
-    *("tests/parity/test_generation_memory.py",),
-    *("tests/parity/test_memory.py",),
+    *("tests/unit/test_forecast", "tests/unit/test_fits.py", "tests/unit/test_plan"),
+    *("tests/unit/test_search.py", "tests/cli/test_plan", "tests/cli/test_second_plan.py"),
+    *("tests/parity/test_forecast_of_ranks.py", "tests/parity/test_generation_memory.py"),
+    "tests/parity/test_memory.py",
 )
 LOSSES = (
     *("tests/parity/test_losses.py", "tests/parity/test_policy.py"),
@@ -70,12 +59,8 @@ LOSSES = (
 )
 RUNS = ("tests/cli/", "tests/reliability/")
 RANKS = (
-    *(
-        "tests/parity/test_ranks",
-        "tests/parity/test_hosts.py",
-        "tests/parity/test_sequence_parallel.py",
-    ),
-    *("tests/cli/test_ranks.py", "tests/cli/test_hosts.py"),
+    *("tests/parity/test_ranks", "tests/parity/test_hosts.py", "tests/cli/test_ranks.py"),
+    *("tests/parity/test_sequence_parallel.py", "tests/cli/test_hosts.py"),
 )
 TRAINERS = (
     *("tests/unit/test_integrations.py", "tests/unit/test_trainer"),
@@ -174,13 +159,9 @@ def turn_of_the_commit() -> int:
 
 
 def choose(
-    tests: Iterable[str],
-    near: Iterable[str],
-    turn: int,
-    seconds: Callable[[str], float],
-    budget: float = BUDGET_SECONDS,
+    tests: Iterable[str], near: Iterable[str], turn: int, most: int = MOST
 ) -> tuple[list[str], list[str]]:
-    """The tests to run, the tenth first and whole, and those near for which there is no time.
+    """The tests to run, the tenth first and whole, and those near that would be too many.
 
     Of those near, a file's first tests come before any file's second ones.
     """
@@ -193,13 +174,8 @@ def choose(
         elif test.startswith(prefixes):
             by_file.setdefault(test.split("::")[0], []).append(test)
     in_turn = [test for row in zip_longest(*by_file.values()) for test in row if test]
-    times = accumulate(map(seconds, in_turn), initial=sum(map(seconds, chosen)))
-    fitting = sum(time <= budget for time in islice(times, 1, None))
+    fitting = max(0, most - len(chosen))
     return chosen + in_turn[:fitting], in_turn[fitting:]
-
-
-def seconds_of(test: str) -> float:
-    return SECONDS.get(test.split("::")[0], MEAN_SECONDS)
 
 
 class Collected:
@@ -219,34 +195,19 @@ def exhaustive_tests() -> list[str]:
     return collected.tests
 
 
-def learn_durations(report: Path) -> None:
-    """Write the table of seconds anew from a report that pytest has made."""
-    by_file: dict[str, list[float]] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        if case.find("skipped") is None:
-            file = case.attrib["classname"].replace(".", "/") + ".py"
-            by_file.setdefault(file, []).append(float(case.attrib["time"]))
-    means = {file: round(fmean(times), 2) for file, times in sorted(by_file.items())}
-    TABLE.write_text(json.dumps(means, indent=1) + "\n", encoding="utf-8")
-
-
 def main() -> None:
-    if sys.argv[1:2] == ["--durations"]:
-        return learn_durations(Path(sys.argv[2]))
     base = base_commit()
     near = {prefix for path in changed_files(base) for prefix in names_near(path)} if base else ALL
     every, turn = exhaustive_tests(), turn_of_the_commit()
-    chosen, left_out = choose(every, near, turn, seconds_of)
+    chosen, left_out = choose(every, near, turn)
     if not chosen:
         raise SystemExit(f"no test is chosen of {len(every)}")
     print(*chosen, sep="\n")
     print(
-        f"{len(chosen)} of {len(every)} exhaustive tests, {sum(map(seconds_of, chosen)):.0f} s of "
-        f"one worker: tenth {turn}, and those near what differs from {base or 'nothing'}; "
-        f"{len(left_out)} of these are left out for time",
+        f"{len(chosen)} of {len(every)} exhaustive tests: tenth {turn}, and those near what "
+        f"differs from {base or 'nothing'}; {len(left_out)} of these are left out for time",
         file=sys.stderr,
     )
-    return None
 
 
 if __name__ == "__main__":

@@ -2,22 +2,18 @@
 
 import pytest
 
-from tests.selection import ALL, NEAR, PARTS, ROOT, SECONDS, choose, names_near
+from tests.selection import ALL, NEAR, PARTS, ROOT, choose, names_near
 from tests.structure.source_tree import PACKAGE, sources
 
 TESTS = [f"tests/{file}.py::test_{number}" for file in "ab" for number in range(50)]
 TESTS += ["tests/c.py::test_0"]
 
 
-def one_second(test):
-    return 1.0
-
-
 def test_every_folder_is_in_the_table_and_every_name_there_exists():
     folders = {path.parent for path in sources() if path.parent != PACKAGE}
     missing = {str(folder.relative_to(ROOT)) for folder in folders} - set(NEAR)
     assert not missing, f"tests/selection.py does not say which exhaustive tests are near {missing}"
-    absent = [name for name in (*NEAR, *SECONDS) if not (ROOT / name).exists()]
+    absent = [name for name in NEAR if not (ROOT / name).exists()]
     absent += [name for names in NEAR.values() for name in names if not [*ROOT.glob(f"{name}*")]]
     assert not absent, f"tests/selection.py names what does not exist: {absent}"
 
@@ -40,17 +36,17 @@ def test_a_changed_file_needs_the_names_near_it(path, near):
 
 
 def test_ten_commits_in_turn_run_each_test_once():
-    runs = [choose(TESTS, [], turn, one_second)[0] for turn in range(7, 7 + PARTS)]
+    runs = [choose(TESTS, [], turn)[0] for turn in range(7, 7 + PARTS)]
     assert sorted(test for run in runs for test in run) == sorted(TESTS)
     assert all(runs)
 
 
 def test_the_names_near_a_change_follow_its_tenth_while_there_is_time():
-    tenth, _ = choose(TESTS, [], 3, one_second)
-    chosen, left_out = choose(TESTS, ["tests/b.py", "tests/c.py"], 3, one_second, len(tenth) + 3)
+    tenth, _ = choose(TESTS, [], 3)
+    chosen, left_out = choose(TESTS, ["tests/b.py", "tests/c.py"], 3, len(tenth) + 3)
     assert chosen[: len(tenth)] == tenth and len(chosen) == len(tenth) + 3
     assert "tests/c.py::test_0" in chosen  # each file has its turn
     near = {test for test in TESTS if not test.startswith("tests/a.py")}
     assert {*chosen, *left_out} == near | {*tenth} and len({*chosen} & {*left_out}) == 0
-    assert choose(TESTS, ALL, 3, one_second, 1)[0] == tenth
-    assert sorted(choose(TESTS, ALL, 3, one_second)[0]) == sorted(TESTS)
+    assert choose(TESTS, ALL, 3, 1)[0] == tenth
+    assert sorted(choose(TESTS, ALL, 3)[0]) == sorted(TESTS)
