@@ -64,12 +64,13 @@ def next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -
     """Mean loss of the next token: transformers' own, without its fp32 copies of all logits.
 
     Those take three quarters of a micro-batch's memory at this vocabulary. logits [B, T, V],
-    labels [B, T].
+    labels [B, T], of which those below 0 do not count.
     """
-    weight_BT = torch.ones(labels.shape, device=labels.device)
+    targets_BT = labels.roll(-1, dims=1)
+    weight_BT = (targets_BT >= 0).float()
     weight_BT[:, -1] = 0.0  # nothing follows the last token
     weight_BT /= weight_BT.sum()
-    targets_BT = labels.roll(-1, dims=1)
+    targets_BT = targets_BT.clamp(min=0)
     return _CrossEntropy.apply(
         logits.view(-1, vocab_size), targets_BT.reshape(-1), weight_BT.view(-1)
     )

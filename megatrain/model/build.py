@@ -113,6 +113,8 @@ def model_class(
     Raises InputError: it names a class of another kind, or there is no such language model.
     """
     names = config.architectures or []
+    if not names and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        names = [name for kind, name in MULTIMODAL_CLASSES.items() if kind == config.model_type]
     for name in names:  # the text model of a larger one has no mapping
         if name in TEXT_CLASSES:
             named = getattr(transformers, name)

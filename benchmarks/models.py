@@ -1,0 +1,322 @@
+"""Times whole steps of models by their published shapes, with pictures where they take them.
+
+    python -m benchmarks.models --name qwen2.5-vl-7b --sequences 48 --sequence-length 2048 \
+        --images 1 --out model.json
+    python -m benchmarks.models --name qwen2.5-vl-7b ... --resident 2
+
+`--resident ROWS` runs transformers' model on the GPU instead, with so many rows at once: layers
+compiled, nothing recomputed, forward and backward alone, no optimizer. Weights and tokens are
+random; in each row the first images stand before the text.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from benchmarks.options import case_of, parse, peak_process_bytes, write
+from benchmarks.rivals.common import next_token_loss
+from megatrain import AdamW, Engine, Placement
+from megatrain.base.json_yaml import parse_yaml
+from megatrain.cli.models import lora_adapter
+from megatrain.compat.torch import num_compilations
+from megatrain.source.source import Alike
+from megatrain.telemetry.host import commit, environment
+from megatrain.telemetry.metrics import model_tflops
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image as a model's processor hands it on.
+
+    Attributes:
+        tokens: placeholders that stand for the image.
+        pixels: shape of `pixel_values` of one image; patches lie along its first dimension.
+        grid: `image_grid_thw`; None: the model has none, and images are stacked.
+        types: the name of the input that says which tokens are placeholders.
+    """
+
+    tokens: int
+    pixels: tuple[int, ...]
+    grid: tuple[int, int, int] | None
+    types: str
+
+
+_QWEN_MOE: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "vocab_size": 151936,
+    "norm_topk_prob": True, "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 8192,
+    },
+    "qwen3-30b-a3b": {"model_type": "qwen3_moe", **_QWEN_MOE, "rope_theta": 1e6},
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088,
+        "sliding_window": 128, "max_position_embeddings": 131072,
+    },
+    "qwen2.5-vl-7b": {
+        "model_type": "qwen2_5_vl", "image_token_id": 151655, "tie_word_embeddings": False,
+        "text_config": {
+            "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+            "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]
+            },
+        },
+        "vision_config": {
+            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+            "out_hidden_size": 3584,
+        },
+    },
+    "gemma-3-12b": {
+        "model_type": "gemma3", "mm_tokens_per_image": 256, "image_token_index": 262144,
+        "text_config": {
+            "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
+            "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+            "sliding_window": 1024, "vocab_size": 262208,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304,
+            "num_hidden_layers": 27, "num_attention_heads": 16, "patch_size": 14,
+            "image_size": 896, "vision_use_head": False,
+        },
+    },
+    "qwen3-vl-30b-a3b": {
+        "model_type": "qwen3_vl_moe", "image_token_id": 151655, "tie_word_embeddings": False,
+        "text_config": {
+            **_QWEN_MOE,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+            "patch_size": 16, "out_hidden_size": 2048, "deepstack_visual_indexes": [8, 16, 24],
+        },
+    },
+}  # fmt: skip
+PICTURES = {  # of 1,024 x 1,024, as their processors resize it
+    "qwen2.5-vl-7b": Picture(37 * 37, (74 * 74, 3 * 2 * 14 * 14), (1, 74, 74), "mm_token_type_ids"),
+    "gemma-3-12b": Picture(256, (3, 896, 896), None, "token_type_ids"),
+    "qwen3-vl-30b-a3b": Picture(1024, (64 * 64, 3 * 2 * 16 * 16), (1, 64, 64), "mm_token_type_ids"),
+}
+
+
+def configuration(name: str, layers: int | None = None) -> Any:
+    """The configuration of a model, of all its decoder layers or the first `layers`."""
+    values = dict(CONFIGS[name])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    text = config.get_text_config()
+    if layers is not None:
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    text.use_cache = False
+    return config
+
+
+def random_step(
+    name: str, config: Any, sequences: int, length: int, images: int, rows: int, seed: int
+) -> Iterator[Batch]:
+    """Micro-batches of `rows` rows: ids and labels [rows, length], and the pictures before them."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = min(150_000, config.get_text_config().vocab_size - 1)
+    for start in range(0, sequences, rows):
+        count = min(rows, sequences - start)
+        ids_BT = torch.randint(vocabulary, (count, length), generator=generator)
+        batch = {"input_ids": ids_BT, "labels": ids_BT.clone()}
+        if images:
+            batch |= _with_pictures(PICTURES[name], config, batch, images, generator)
+        yield batch
+
+
+def _with_pictures(
+    picture: Picture, config: Any, batch: Batch, images: int, generator: torch.Generator
+) -> Batch:
+    ids_BT, labels_BT = batch["input_ids"], batch["labels"]
+    token = getattr(config, "image_token_id", None) or config.image_token_index
+    for image in range(images):
+        first = 1 + image * (picture.tokens + 2)
+        ids_BT[:, first : first + picture.tokens] = token
+    stands_BT = ids_BT == token
+    labels_BT[stands_BT] = -100
+    count = ids_BT.shape[0] * images
+    pixels = torch.randn(count, *picture.pixels, generator=generator)
+    result = {picture.types: stands_BT.long()}
+    if picture.grid is not None:
+        return result | {
+            "pixel_values": pixels.flatten(0, 1),
+            "image_grid_thw": torch.tensor(picture.grid).expand(count, 3).contiguous(),
+        }
+    return result | {"pixel_values": pixels}
+
+
+def streamed(chosen: Any) -> dict[str, Any]:
+    """The engine's steps."""
+    config = configuration(chosen.name, chosen.layers)
+    begun = time.perf_counter()
+    engine = Engine(
+        Alike(config),
+        optimizer=AdamW(lr=1e-5, states=None if chosen.states == "fp32" else chosen.states),
+        tokens_per_step=chosen.sequences * chosen.sequence_length,
+        sequence_length=chosen.sequence_length,
+        micro_batch=chosen.micro_batch or None,
+        precision=chosen.precision,
+        adapter=lora_adapter(chosen.lora_r),
+        placement="auto" if chosen.placement is None else Placement(**parse_yaml(chosen.placement)),
+        device=chosen.device,
+        device_memory=chosen.device_memory,
+        host_memory=chosen.host_memory,
+    )
+    with engine:
+        built = time.perf_counter() - begun
+        rows = chosen.micro_batch or engine.micro_batch or 1
+
+        def step(micro_batches: list[Batch]) -> float:
+            return engine.step(micro_batches).loss
+
+        return {
+            "build_seconds": built,
+            "placement": engine.placement.as_dict(),
+            "parameters": engine.num_parameters,
+            "trained_parameters": engine.num_trained,
+            **timed(chosen, config, rows, step, engine.computing),
+            "memory": engine.memory(),
+            "host_peak_bytes": peak_process_bytes(),
+        }
+
+
+def resident(chosen: Any) -> dict[str, Any]:
+    """Forward and backward of transformers' model that rests on the device, in bf16."""
+    config = configuration(chosen.name, chosen.layers)
+    device = torch.device("cuda" if chosen.device is None else chosen.device)
+    pictures = chosen.name in PICTURES
+    kind = AutoModelForImageTextToText if pictures else AutoModelForCausalLM
+    with device:
+        model = kind.from_config(config, dtype=torch.bfloat16).train()
+    tower = model.model.visual if hasattr(model.model, "visual") else None
+    tower = getattr(model.model, "vision_tower", tower)
+    if tower is not None:
+        tower.requires_grad_(False)
+    text = model.model.language_model if pictures else model.model
+    for layer in text.layers:
+        layer.compile(dynamic=False)
+    model.loss_function = next_token_loss
+
+    def step(micro_batches: list[Batch]) -> float:
+        model.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=device)
+        for batch in micro_batches:
+            on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+            if "pixel_values" in on_device:
+                on_device["pixel_values"] = on_device["pixel_values"].bfloat16()
+            loss = model(**on_device).loss / len(micro_batches)
+            loss.backward()
+            total += loss.detach()
+        return float(total)
+
+    sizes = (sum(p.numel() for p in model.parameters()),) * 2
+    result = timed(chosen, config, chosen.resident, step, sizes)
+    return result | {"device_peak_bytes": torch.cuda.max_memory_allocated(device)}
+
+
+def timed(
+    chosen: Any,
+    config: Any,
+    rows: int,
+    step: Callable[[list[Batch]], float],
+    sizes: tuple[int, int],
+) -> dict[str, Any]:
+    """Seconds and losses of the warm-up and the measured steps of `rows` rows at once.
+
+    Args:
+        sizes: parameters that a token is multiplied with, and those of them that are trained.
+    """
+    seconds, losses = [], []
+    for index in range(chosen.warmup + chosen.steps):
+        micro_batches = [
+            *random_step(
+                chosen.name,
+                config,
+                chosen.sequences,
+                chosen.sequence_length,
+                chosen.images,
+                rows,
+                index,
+            )
+        ]
+        begun = time.perf_counter()
+        losses.append(float(step(micro_batches)))
+        seconds.append(time.perf_counter() - begun)
+    measured = seconds[chosen.warmup :]
+    median, tokens = statistics.median(measured), chosen.sequences * chosen.sequence_length
+    return {
+        "rows_at_once": rows,
+        "step_seconds": seconds,
+        "losses": losses,
+        "median_seconds": median,
+        "spread_seconds": max(measured) - min(measured),
+        "tokens_per_second": tokens / median,
+        "model_tflops": model_tflops(*sizes, tokens, median),
+        "compilations": num_compilations(),
+    }
+
+
+def main() -> None:
+    """Measure one side of one case, print a line, write the result."""
+    chosen = parse(
+        __doc__,
+        name=[*CONFIGS],
+        sequences=48,
+        sequence_length=2048,
+        images=0,
+        layers=int,
+        states=["int8", "fp32", "bf16"],
+        precision=["bf16", "fp32", "fp8"],
+        micro_batch=0,
+        lora_r=0,
+        resident=0,
+        placement=str,
+        device=str,
+        device_memory=str,
+        host_memory=str,
+        warmup=2,
+        steps=3,
+        out=Path,
+    )
+    result = resident(chosen) if chosen.resident else streamed(chosen)
+    result |= {
+        "benchmark": "models",
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "case": case_of(chosen),
+        "environment": environment(chosen.device or "cuda"),
+    }
+    who = "transformers, resident" if chosen.resident else "megatrain"
+    print(
+        f"{chosen.name}, {who}: {result['median_seconds']:.3f} s, "
+        f"{result['tokens_per_second']:,.0f} tokens/s, {result['model_tflops']:.0f} model TFLOPS",
+        flush=True,
+    )
+    write(chosen.out, result)
+
+
+if __name__ == "__main__":
+    main()
