@@ -44,15 +44,25 @@ class NamedModel:
         """How its weights are quantised; None: they are not, or in an unsupported way."""
         from megatrain.model.quantised import quantised_base
 
-        how = {"quantization_config": getattr(self.config, "quantization_config", None)}
         with suppress(InputError):
-            return quantised_base(how, self.name)
+            return quantised_base(self._how, self.name)
         return None
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"quantization_config": getattr(self.config, "quantization_config", None)}
+
+    @property
+    def unpacked(self) -> str | None:
+        """The format from which its weights are unpacked as they are read; None: as stored."""
+        from megatrain.model.quantised import unpacked_format
+
+        return unpacked_format(self._how)
 
     @property
     def quantised(self) -> str | None:
         """The reason why the model's weights cannot be trained; None: they can."""
-        if getattr(self.config, "quantization_config", None) is None:
+        if self._how["quantization_config"] is None or self.unpacked is not None:
             return None
         if self.base is not None and self.adapter is not None:
             return None

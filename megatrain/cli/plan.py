@@ -73,6 +73,8 @@ def run_plan(options: Options) -> None:
     warnings: list[str] = []
     if named.quantised is not None and run is None:
         warnings.append(f"{named.quantised}: {_UNQUANTISED}; the plan is for that")
+    if named.unpacked is not None:
+        warnings.append(f"the weights of {named.name} are unpacked from {named.unpacked}")
     device = None if run is None else run.engine.device
     machine = _machine(options, device, workload, warnings)
     passing("reading the model's structure...")

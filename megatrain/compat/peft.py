@@ -331,6 +331,6 @@ def merged(
     Args: `values`: functions that give all parameters of the wrapper, by their names in it.
     """
     real = copy.deepcopy(module).float().to_empty(device="cpu")
-    real.load_state_dict({name: value() for name, value in values.items()})
+    real.load_state_dict({name: value() for name, value in values.items()}, strict=False)
     real.merge(adapter_names=[active])
     return real.get_base_layer().get_parameter(name).detach()

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatrain.base.json_yaml import DAMAGED, parse_object, read_json
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import Stored
+from megatrain.model.unpacked import unpacked, unpacked_from
 from megatrain.tile.layout import FP8, NF4, NF4_WIDE, WeightFormat, is_nf4
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -43,18 +44,31 @@ class Quantised(Stored):
         return self.packing.unpacked(self.pack(), self.shape).to(self.dtype)
 
 
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `quantization_config` of a config.json, empty if there is none."""
+    settings = config.get("quantization_config") or {}
+    return settings if isinstance(settings, dict) else {"quant_method": settings}
+
+
+def unpacked_format(config: Mapping[str, Any]) -> str | None:
+    """The format from which a folder's weights are unpacked while they are read; None: as stored.
+
+    Args: `config`: the content of its config.json.
+    """
+    return unpacked_from(_settings(config))
+
+
 def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8", "nf4"] | None:
-    """How a model's folder quantises its weights; None: it does not.
+    """How a model's folder quantises its weights; None: it does not, or they are unpacked.
 
     Args: `config`: the content of its config.json.
 
     Raises InputError: the way of quantising is not supported.
     """
-    settings = config.get("quantization_config")
-    if settings is None:
-        return None
-    settings = settings if isinstance(settings, dict) else {"quant_method": settings}
+    settings = _settings(config)
     method = settings.get("quant_method")
+    if not settings or unpacked_from(settings):
+        return None
     if method == "bitsandbytes" and settings.get("load_in_4bit"):
         if settings.get("bnb_4bit_quant_type") == "nf4":
             return "nf4"
@@ -70,7 +84,8 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
         method = "bitsandbytes in 8 bits"
     raise InputError(
         f"{where}: its weights are quantised by {str(method)[:120]}; only NF4 of bitsandbytes and "
-        f"float8 of torchao (Float8WeightOnlyConfig) are taken as they are; {_REMEDY}"
+        "float8 of torchao (Float8WeightOnlyConfig) are taken as they are, and mxfp4, fp8 and "
+        f"compressed-tensors (float8, int8, int4) unpacked; {_REMEDY}"
     )
 
 
@@ -80,11 +95,14 @@ def gathered(folder: Path, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     Raises:
         InputError: they are quantised otherwise than `quantised_base` says, or parts are damaged.
     """
-    base = quantised_base(read_json(folder / "config.json"), folder)
-    if base is None:
+    config = read_json(folder / "config.json")
+    base = quantised_base(config, folder)
+    if base is not None:
+        quantised, parts = (_nf4_weights if base == "nf4" else _fp8_weights)(stored)
+    elif unpacked_format(config):
+        quantised, parts = unpacked(stored, _settings(config))
+    else:
         return dict(stored)
-    find = _nf4_weights if base == "nf4" else _fp8_weights
-    quantised, parts = find(stored)
     return {name: tensor for name, tensor in stored.items() if name not in parts} | quantised
 
 

@@ -8,9 +8,9 @@ Format: eight bytes of header length, a JSON header, the data without holes
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -39,7 +39,7 @@ DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
     "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
     "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
-    "C64": torch.complex64,
+    "F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -87,6 +87,10 @@ class Stored:
         except OSError as error:
             raise InputError(f"{self.file}: cannot read {self.name!r}: {error.strerror}") from error
         return data
+
+    def kept_open(self, opened: Callable[[Path], BinaryIO]) -> "Stored":
+        """The same tensor, read from a file that stays open."""
+        return replace(self, opened=opened(self.file))
 
     def blank(self) -> Tensor:
         """A meta tensor of the same shape and dtype."""

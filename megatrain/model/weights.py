@@ -12,8 +12,8 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import chain
 from operator import methodcaller
 from pathlib import Path
@@ -47,13 +47,14 @@ from megatrain.compat.transformers import (
     set_conversions,
 )
 from megatrain.errors import InputError, first_line
-from megatrain.model.quantised import Quantised, gathered
+from megatrain.model.quantised import Quantised, gathered, unpacked_format
 from megatrain.model.safetensors_io import (
     Stored,
     has_pickle_weights,
     has_weights,
     stored_tensors,
 )
+from megatrain.model.unpacked import Unpacked
 from megatrain.tile.layout import WeightFormat
 
 log = logging.getLogger(__name__)
@@ -194,6 +195,9 @@ def read_weights(
         InputError: tensors missing, unknown, misshapen or not of a float dtype, or damaged files.
     """
     recipes, first_name, left_out = _checked(folder, model)
+    if packing := unpacked_format(read_json(folder / "config.json")):
+        text = "%s: unpacked from %s to %s; exports are unpacked, without quantization_config"
+        log.info(text, folder, packing, str(source_dtype(folder)).removeprefix("torch."))
     as_bytes = {name for name, first in first_name.items() if first in packed}
     _read_all(recipes, model, lambda n, tensor: write(first_name[n], tensor), threads, as_bytes)
     return left_out
@@ -250,8 +254,8 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     scores, unsaved = scores_rows(model), not_saved(model)
     carried = [s for to, s in plan.unexpected if not (scores and to.startswith("lm_head."))]
     carried += [s for recipe in plan.recipes if recipe.target in unsaved for _, s in recipe.sources]
-    files = {stored.file: stored.file.open("rb", buffering=0) for stored in carried}
-    return {stored.name: replace(stored, opened=files[stored.file]) for stored in carried}
+    opened = cache(lambda path: path.open("rb", buffering=0))
+    return {stored.name: stored.kept_open(opened) for stored in carried}
 
 
 def stored_packings(folder: Path, model: PreTrainedModel) -> dict[str, WeightFormat]:
@@ -403,7 +407,7 @@ def _without_tied_copies(recipes: list[Recipe], first_name: Mapping[str, str]) -
 
 def _same_values(one: Recipe, other: Recipe) -> bool:
     a, b = one.sources[0][1], other.sources[0][1]
-    if isinstance(a, Quantised) or isinstance(b, Quantised):
+    if isinstance(a, Quantised | Unpacked) or isinstance(b, Quantised | Unpacked):
         return torch.equal(a.values(), b.values())
     if one.converter or other.converter or (a.dtype, a.num_bytes) != (b.dtype, b.num_bytes):
         return False

@@ -207,9 +207,11 @@ def test_attention_is_planned_as_the_run_has_it(megatrain, run_file):
 
 
 def test_quantised_weights_are_told(megatrain, run_file, model_file):
-    config = json.loads(model_file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
-    model_file.write_text(json.dumps(config))
-    sizes = ["--tokens", 256, "--sequence-length", 32]
+    config, sizes = json.loads(model_file.read_text()), ["--tokens", 256, "--sequence-length", 32]
+    model_file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes)
+    assert result.exit_code == 0 and "are unpacked from mxfp4" in result.stdout
+    model_file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes)
     assert result.exit_code == 0 and "are quantised, and such are not trained" in result.stdout
     tree = yaml.safe_load(run_file.read_text())

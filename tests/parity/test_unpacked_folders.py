@@ -1,0 +1,247 @@
+"""Folders packed for inference: unpacked to the values of transformers, to the bit, or refused."""
+
+import importlib.util
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+
+from megatrain import Engine, InputError
+from megatrain.model.quantised import quantised_base
+from megatrain.train.export import export
+from tests.families.tiny import tiny_model
+from tests.parity.cases import in_dtype, make_batches, make_engine, masters, same
+from tests.sweeps import few
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 32},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32},
+    "minimax_m2": {"hidden_size": 64, "intermediate_size": 32},
+    "deepseek_v3": {
+        "hidden_size": 64, "moe_intermediate_size": 32, "kv_lora_rank": 32, "q_lora_rank": 32,
+        "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+        "num_nextn_predict_layers": 1,
+    },
+}  # fmt: skip
+[STEP, LATER] = make_batches(2)
+
+
+def mxfp4_parts(name, values):
+    experts, inputs, outputs = values.shape
+    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(118, 126, blocks.shape[:-1], dtype=torch.uint8)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+def fp8_parts(name, values):
+    rows, columns = values.shape
+    scales = torch.rand(-(-rows // 16), -(-columns // 32)) / 100
+    return {name: values.mul(100).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+
+
+def packed(folder, family):
+    """A folder in the published format, and the values that transformers unpacks of it."""
+    torch.manual_seed(3)
+    model = in_dtype(tiny_model(family, changes=SIZES[family]), torch.bfloat16)
+    model.save_pretrained(folder / "packed")
+    tensors, parts = load_file(folder / "packed" / "model.safetensors"), {}
+    for name, values in tensors.items():
+        if family == "gpt_oss" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            parts |= mxfp4_parts(name, values)
+        elif (
+            family != "gpt_oss" and "layers" in name and values.dim() == 2 and "gate.w" not in name
+        ):
+            parts |= fp8_parts(name, values)
+        else:
+            parts[name] = values
+    if family == "deepseek_v3":
+        further = f"model.layers.{model.config.num_hidden_layers}.eh_proj.weight"
+        parts |= fp8_parts(further, torch.randn(40, 72))  # blocks of the edges are smaller
+    write(folder / "packed", parts, MXFP4 if family == "gpt_oss" else FP8)
+    how: Any = FineGrainedFP8Config(weight_block_size=(16, 32), dequantize=True)
+    how = Mxfp4Config(dequantize=True) if family == "gpt_oss" else how
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder / "packed", quantization_config=how, dtype=torch.bfloat16
+    )
+    model.load_state_dict(theirs.state_dict())
+    return folder / "packed", model
+
+
+def write(folder, tensors, how):
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": how}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("family", few(SIZES))
+def test_it_is_trained_and_exported_as_the_model_that_transformers_unpacks(
+    family, tmp_path, caplog
+):
+    folder, theirs = packed(tmp_path, family)
+    with caplog.at_level(logging.INFO, "megatrain"), make_engine(folder) as engine:
+        how = "mxfp4" if family == "gpt_oss" else "fp8"
+        assert f"unpacked from {how} to bfloat16; exports are unpacked" in caplog.text
+        got = masters(engine)
+        assert same(got, {name: p.float() for name, p in theirs.named_parameters()})
+        with make_engine(theirs) as other:
+            assert engine.step(STEP).loss == other.step(STEP).loss
+            assert same(masters(engine), masters(other))
+    with make_engine(folder) as engine:
+        engine.save_pretrained(tmp_path / "out")
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    assert not json.loads((tmp_path / "out" / "config.json").read_text()).get("quantization_config")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert same(dict(again.named_parameters()), dict(theirs.named_parameters()))
+    if family == "deepseek_v3":
+        [further] = [name for name in files if "eh_proj" in name]
+        parts = load_file(folder / "model.safetensors")
+        scales = parts[f"{further}_scale_inv"].repeat_interleave(16, 0).repeat_interleave(32, 1)
+        wanted = parts[further].float() * scales[:40, :72]
+        assert torch.equal(files[further], wanted.bfloat16())
+
+
+@pytest.mark.parametrize("family", few(["gpt_oss", "qwen3_moe", "deepseek_v3"]))
+def test_an_adapter_on_it_is_resumed_and_merged(family, tmp_path):
+    folder, theirs = packed(tmp_path, family)
+    theirs.save_pretrained(tmp_path / "plain")
+    how: dict[str, Any] = {"adapter": LORA, "precision": "bf16", "base": "bf16"}
+    with make_engine(tmp_path / "plain", **how) as engine:
+        wanted = [engine.step(STEP).loss, engine.step(LATER).loss]
+        last = masters(engine)
+    with make_engine(folder, **how) as engine:
+        assert engine.step(STEP).loss == wanted[0]
+        engine.save(tmp_path / "saved")
+    with Engine.load(tmp_path / "saved", device="cpu") as engine:
+        assert engine.step(LATER).loss == wanted[1]
+        assert same(masters(engine), last)
+        engine.save_pretrained(tmp_path / "merged", merged=True)
+        engine.save_pretrained(tmp_path / "adapter")
+    export(str(tmp_path / "adapter"), tmp_path / "whole", merged=True)
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("merged", "whole")]
+    assert same(*files)
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def without(ending):
+    def change(folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors.pop(next(name for name in tensors if name.endswith(ending)))
+        write(folder, tensors, FP8)
+
+    return change
+
+
+def named(**settings):
+    return lambda folder: write(folder, load_file(folder / "model.safetensors"), settings)
+
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+CT: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+REFUSED = {
+    "no scales": (without("q_proj.weight_scale_inv"), "has dtype float8_e4m3fn"),
+    "no values": (without("q_proj.weight"), "do not make up a weight"),
+    "other blocks": (named(**FP8 | {"weight_block_size": [8, 8]}), "do not make up a weight"),
+    "gptq": (named(quant_method="gptq"), "quantised by gptq; only NF4 of bitsandbytes"),
+    "nvfp4": (named(**CT | {"format": "nvfp4-pack-quantized"}), "quantised by compressed-tensors"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return packed(tmp_path_factory.mktemp("packed"), "qwen3_moe")[0]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_unpacked_is_refused(case, folder, tmp_path):
+    change, message = REFUSED[case]
+    change(copied := Path(shutil.copytree(folder, tmp_path / "packed")))
+    with pytest.raises(InputError, match=message) as refused:
+        make_engine(copied)
+    assert "\n" not in str(refused.value)
+
+
+INT3, INT8 = INT4 | {"num_bits": 3}, INT4 | {"num_bits": 8, "group_size": None}
+TWO = {"a": {"weights": INT4}, "b": {"weights": INT4 | {"group_size": 64}}}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        CT | {"config_groups": {"a": {"weights": INT3}}},
+        CT | {"config_groups": TWO},
+        CT | {"config_groups": {"a": {"weights": INT4, "format": "nvfp4-pack-quantized"}}},
+        CT | {"config_groups": {"a": {"weights": INT4}}, "transform_config": {"a": 1}},
+    ],
+)
+def test_other_kinds_of_compressed_tensors_are_refused(settings):
+    with pytest.raises(InputError, match="compressed-tensors; only"):
+        quantised_base({"quantization_config": settings}, "config.json")
+
+
+def scheme(kind="pack-quantized", **weights):
+    weights = INT4 | weights
+    return CT | {
+        "format": kind, "quantization_status": "compressed",
+        "config_groups": {"a": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"],
+    }  # fmt: skip
+
+
+SCHEMES = {
+    "int4": scheme(),
+    "zeros": scheme(symmetric=False),
+    "rows": scheme(strategy="channel", group_size=None),
+    "int8": scheme("int-quantized", num_bits=8, strategy="channel", group_size=None),
+    "float8": scheme(
+        "float-quantized", num_bits=8, type="float", strategy="channel", group_size=None
+    ),
+    "float8 in blocks": scheme(
+        "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32],
+        group_size=None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None, reason="needs compressed-tensors"
+)
+@pytest.mark.parametrize("case", SCHEMES)
+def test_values_are_those_of_compressed_tensors(case, tmp_path):
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    torch.manual_seed(3)
+    how = SCHEMES[case]
+    weights = how["config_groups"]["a"]
+    compressor = BaseCompressor.get_value_from_registry(how["format"])
+    model = in_dtype(tiny_model("qwen3_moe", changes=SIZES["qwen3_moe"]), torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    tensors, parts, wanted = load_file(tmp_path / "model.safetensors"), {}, {}
+    for name, values in tensors.items():
+        if "layers" not in name or values.dim() != 2 or "gate.w" in name:
+            parts[name] = values
+            continue
+        stem, taken = name.removesuffix("weight"), QuantizationScheme(**weights)
+        rows, columns = values.shape
+        grids = {"channel": (rows, 1), "block": (rows // 16, columns // 32)}
+        grid = grids.get(weights["weights"]["strategy"], (rows, columns // 32))
+        state = {"weight": values, "weight_scale": torch.rand(grid).bfloat16() / 50}
+        if not weights["weights"]["symmetric"]:
+            state["weight_zero_point"] = torch.randint(-8, 8, grid, dtype=torch.int8)
+        state = compressor.compress(state, taken)
+        parts |= {stem + part: each.contiguous() for part, each in state.items()}
+        wanted[name] = compressor.decompress(state, taken)["weight"]
+    write(tmp_path, parts, how)
+    with Engine(tmp_path, device="cpu") as engine:
+        engine.save_pretrained(tmp_path / "out")
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert wanted and same({name: got[name] for name in wanted}, wanted)
