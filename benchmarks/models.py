@@ -174,7 +174,7 @@ def streamed(chosen: Any) -> dict[str, Any]:
     begun = time.perf_counter()
     engine = Engine(
         Alike(config),
-        optimizer=AdamW(lr=1e-5, states=None if chosen.states == "fp32" else chosen.states),
+        optimizer=AdamW(lr=1e-5, states=chosen.states),
         tokens_per_step=chosen.sequences * chosen.sequence_length,
         sequence_length=chosen.sequence_length,
         micro_batch=chosen.micro_batch or None,
