@@ -56,6 +56,14 @@ def update(rule: str, tile: TileRange, by: Scalars, options: UpdateOptions) -> N
 
 def checksum(bytes_uint8: Tensor, blocks: Tensor, at: int, *, threads: int = 1) -> None:
     """See `reference.checksum`; computed on the device of the bytes."""
+    if bytes_uint8.is_cuda and (whole := 0 if at % 8 else len(bytes_uint8) // 8 * 8):
+        try:
+            from megatrain.kernels import gpu
+        except ImportError:  # no Triton: slower, the same
+            whole = 0
+        else:
+            gpu.checksum(bytes_uint8[:whole], blocks, at)
+        bytes_uint8, at = bytes_uint8[whole:], at + whole
     on_host = is_native and not bytes_uint8.is_cuda and at % 8 == 0
     (_chosen if on_host else reference).checksum(bytes_uint8, blocks, at, threads=threads)
 

@@ -1,4 +1,4 @@
-"""AdamW for tiles whose state rests on the GPU: the host kernel's arithmetic, bit for bit.
+"""AdamW and checksums of tiles that rest on the GPU: the host kernels' arithmetic, bit for bit.
 
 Written in Triton, which torch brings along on CUDA machines; imported only there.
 """
@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from megatrain.kernels import states
+from megatrain.kernels.reference import SUMMED_BYTES
 from megatrain.kernels.states import Scalars, TileRange, UpdateOptions
 
 _GROUPS = 32  # of elements that share a scale, in a block
@@ -154,3 +155,28 @@ def adamw(tile: TileRange, by: Scalars, options: UpdateOptions) -> None:
         REMAINDER_BYTES=0 if remainder is None else remainder.element_size(),
         SMALL=by.weight1 < 0.5, STATES=_KINDS[exp_avg.dtype], GROUPS=_GROUPS, GROUP=states.GROUP,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def _checksum(words, blocks, first, count, WORDS: tl.constexpr, PART: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    total, weighted = tl.zeros((PART,), tl.int64), tl.zeros((PART,), tl.int64)
+    for begin in range(0, WORDS, PART):
+        place = begin + tl.arange(0, PART).to(tl.int64)
+        at = block * WORDS + place - first
+        word = tl.load(words + at, (at >= 0) & (at < count), other=0)
+        total += word
+        weighted += word * place
+    to = blocks + 2 * block
+    tl.store(to, tl.load(to) + tl.sum(total))
+    tl.store(to + 1, tl.load(to + 1) + tl.sum(weighted))
+
+
+def checksum(bytes_uint8: torch.Tensor, blocks: torch.Tensor, at: int) -> None:
+    """`reference.checksum` of CUDA tensors of whole 64-bit words, `at` a multiple of 8."""
+    words = bytes_uint8.view(torch.int64)
+    begin, first = divmod(at, SUMMED_BYTES)
+    count = triton.cdiv(first + len(bytes_uint8), SUMMED_BYTES)
+    _checksum[(count,)](
+        words, blocks[begin:], first // 8, len(words), WORDS=SUMMED_BYTES // 8, PART=2048
+    )
