@@ -39,7 +39,7 @@ from megatrain.errors import InputError
 from megatrain.forecast.workload import Workload
 from megatrain.machine import present_machine
 from megatrain.optim import RULES
-from megatrain.placement import Placement, Precision, old_name
+from megatrain.placement import Placement, Precision, Verify, old_name
 from megatrain.source.source import Alike, Base
 from megatrain.telemetry.gpu import bf16_peak_tflops, find_gpu
 from megatrain.telemetry.host import commit, environment
@@ -81,6 +81,7 @@ class StepCase:
     lora_r: int = 0
     base: Base = "bf16"
     optimizer: str = "adamw"
+    verify: Verify = "save"
 
     @property
     def workload(self) -> Workload:
@@ -138,6 +139,7 @@ def build_engine(case: StepCase, group: Any = None) -> Engine:
         adapter=lora_adapter(case.lora_r),
         base=case.base,
         group=group,
+        verify=case.verify,
     )
 
 
@@ -267,6 +269,9 @@ def step(
         int, typer.Option(min=0, help="Take so many steps before the measured ones.")
     ] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Measure so many steps.")] = 5,
+    verify: Annotated[
+        Literal["off", "save", "step"], typer.Option(help="Compare checksums at this time.")
+    ] = "save",
     seed: Annotated[
         int, typer.Option(min=0, max=2**32, help="Draw tokens and weights with this seed.")
     ] = 0,

@@ -135,15 +135,16 @@ def flash_attention(
     *,
     window: int | None,
     scale: float | None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention of `[N, H, D]` within documents, which end at `edges` (int32), on a GPU.
+    """Attention of `[N, H, D]` within documents, which end at `edges` (int32), on a GPU.
 
-    Each token sees `window` ones, itself included; None: all before it.
+    With `causal` each token sees `window` ones, itself included; None: all before it.
     """
     left = None if window is None else window - 1
     right = None if window is None else 0
     return torch.ops.aten._flash_attention_forward(
-        query, key, value, edges, edges, longest, longest, 0.0, True, False,
+        query, key, value, edges, edges, longest, longest, 0.0, causal, False,
         scale=scale, window_size_left=left, window_size_right=right,
     )[0]  # fmt: skip
 

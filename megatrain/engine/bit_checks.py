@@ -154,8 +154,9 @@ class BitChecks:
     def _sum(self, buffer: Buffer, start: int, stop: int, at: int = 0) -> Tensor:
         """The checksum of a range of a buffer that begins at value `at` of its plane."""
         size, blocks = buffer.data.itemsize, _zero_sums(at + stop, buffer)
-        for first in range(start, stop, disk.PIECE):
-            values = buffer.values(slice(first, min(first + disk.PIECE, stop))).view(torch.uint8)
+        piece = disk.PIECE if isinstance(buffer, disk.DiskBuffer) else max(1, stop - start)
+        for first in range(start, stop, piece):
+            values = buffer.values(slice(first, min(first + piece, stop))).view(torch.uint8)
             kernels.checksum(values, blocks, (at + first) * size, threads=self._threads)
         return blocks
 

@@ -1,12 +1,14 @@
-"""Attention within the documents of packed rows, without a mask `[B, 1, T, T]`.
+"""Attention within the documents of packed rows, or images of a batch, without a mask.
 
 Made for transformers' models as one of its implementations of attention, in the place of "sdpa".
 Where documents end is told as transformers tells it to flash attention, by arguments that a model
 hands on to its layers (`cu_seq_lens_q`): on a GPU the variable-length kernel takes them, elsewhere
-each call makes the mask that "sdpa" would be given.
+each call makes the mask that "sdpa" would be given. Encoders that get the patches of all images as
+one row tell in the same way where images, or windows of them, end.
 Legend: B rows, T tokens of a row, H heads, D width of a head.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,8 +36,8 @@ from megatrain.compat.transformers import (
 OURS = "megatrain_"
 """Prefix of the names of implementations that stand for the one by masks."""
 
-BY_LENGTHS, BY_MASKS = f"{OURS}documents", "sdpa"
-"""Names of implementations."""
+BY_LENGTHS, BY_MASKS, BY_IMAGES = f"{OURS}documents", "sdpa", f"{OURS}flash"
+"""Names of implementations; encoders tell lengths to those with "flash" in their names."""
 
 _MOST_WIDTH = 256  # of a head, in torch's flash kernels
 _LEAST_LONGEST = 4096  # tokens; blocks of shorter documents that have no token cost next to nothing
@@ -103,6 +105,15 @@ def attend(modules: list[nn.Module], name: str) -> None:
             set_attention(config, name)
 
 
+def attend_by_images(model: nn.Module) -> None:
+    """Have encoders that else attend to each image alone attend to all in one call, in place."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        takes_edges = "cu_seqlens" in inspect.signature(type(module).forward).parameters
+        if takes_edges and config is not None and attention_of(config) == BY_MASKS:
+            set_attention(config, BY_IMAGES)
+
+
 @contextmanager
 def without_masks() -> Iterator[None]:
     """Within this context models that attend by lengths make no masks of positions."""
@@ -132,16 +143,47 @@ def _attention(
     """Attention over `[B, H, T, D]`; fewer heads of keys and values are shared."""
     if cu_seq_lens_q is not None and attention_mask is None:
         window = options.get("sliding_window")
-        plain = not options.get("dropout") and options.get("position_bias") is None
-        width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
-        fits = width % 8 == 0 and value.shape[-1] <= width <= _MOST_WIDTH
-        if plain and fits and half and query.is_cuda:
+        if _has_kernel(query, value, options):
             scale = options.get("scaling")
             out = _varlen(query, key, value, cu_seq_lens_q, max_length_q, window, scale)
             return out, None
         attention_mask = _mask_of(cu_seq_lens_q, query.shape[0], query.shape[2], window)
     out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return out, None
+
+
+def _has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
+    plain = not options.get("dropout") and options.get("position_bias") is None
+    width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    fits = width % 8 == 0 and value.shape[-1] <= width <= _MOST_WIDTH
+    return plain and fits and half and query.is_cuda
+
+
+def _attention_within_images(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int = 0,
+    max_length_k: int = 0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention over patches `[1, H, N, D]`, of which those of an image see each other."""
+    if cu_seq_lens_q is None:
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return out, None
+    if _has_kernel(query, value, options):
+        scale = options.get("scaling")
+        out = _varlen(query, key, value, cu_seq_lens_q, max_length_q, None, scale, causal=False)
+        return out, None
+    lengths = cu_seq_lens_q.diff().tolist()
+    images = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    each = [sdpa_attention_forward(module, q, k, v, None, **options)[0] for q, k, v in images]
+    return torch.cat(each, dim=1), None
 
 
 def _varlen(
@@ -152,6 +194,7 @@ def _varlen(
     longest: int,
     window: int | None,
     scale: float | None,
+    causal: bool = True,
 ) -> Tensor:
     """`[B, T, H, D of values]`."""
     rows, heads, tokens, width = query.shape
@@ -163,8 +206,9 @@ def _varlen(
         return x.transpose(1, 2).reshape(rows * tokens, x.shape[1], width)
 
     out = flash_attention(
-        flat(query), flat(key), flat(value), edges, longest, window=window, scale=scale
-    )
+        flat(query), flat(key), flat(value), edges, longest,
+        window=window, scale=scale, causal=causal,
+    )  # fmt: skip
     return out.view(rows, tokens, heads, width)[..., : width - short]
 
 
@@ -180,3 +224,5 @@ def _mask_of(edges: Tensor, rows: int, tokens: int, window: int | None) -> Tenso
 
 AttentionInterface.register(BY_LENGTHS, _attention)
 AttentionMaskInterface.register(BY_LENGTHS, _mask)
+AttentionInterface.register(BY_IMAGES, _attention_within_images)
+AttentionMaskInterface.register(BY_IMAGES, sdpa_mask)

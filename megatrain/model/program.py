@@ -31,7 +31,13 @@ from megatrain.model.capture import (
     last_hidden,
     stand_in,
 )
-from megatrain.model.documents import BY_LENGTHS, attend, takes_lengths, without_masks
+from megatrain.model.documents import (
+    BY_LENGTHS,
+    attend,
+    attend_by_images,
+    takes_lengths,
+    without_masks,
+)
 from megatrain.model.float8 import convert as float8_linears
 from megatrain.model.layer_template import LayerTemplate, move_buffers
 from megatrain.model.media import (
@@ -119,6 +125,8 @@ class ModelProgram:
             set()
         )  # kinds of media that the layers are followed with
         self._encoder_calls = calls_of(model, spec.media)
+        if self._encoder_calls:
+            attend_by_images(model)
         self._modules = [layer.module for layer in spec.layers]
         numbered = (part.isdigit() for name in spec.epilogue for part in name.split("."))
         self._layers_follow = any(numbered)

@@ -1,11 +1,16 @@
 """Packed rows on a GPU: attention that is told documents' lengths does what masks do, in less."""
 
+import itertools
+
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from torch.nn import functional as F
+from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 
 from megatrain import AdamW, Engine, Placement
+from megatrain.model.documents import BY_IMAGES
 from tests.inside import program_of
+from tests.parity.cases import relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -77,3 +82,20 @@ def test_long_packed_rows_take_no_mask():
         engine.step([micro])
         assert program_of(engine).attends_by_lengths
         assert engine.memory()["device_used_peak_bytes"] < 2 << 30
+
+
+@pytest.mark.parametrize("width", [72, 80])
+def test_images_attend_in_one_call_as_they_do_alone(width):
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.tensor([0, 64, 68, 200, 1224], dtype=torch.int32, device="cuda")
+    query, key, value = torch.randn(3, 1, 4, 1224, width, generator=generator).bfloat16().cuda()
+    query.requires_grad_()
+    module = torch.nn.Module()
+    attend = AttentionInterface()[BY_IMAGES]
+    together, _ = attend(module, query, key, value, None, cu_seq_lens_q=edges, max_length_q=1024)
+    pairs = itertools.pairwise(edges.tolist())
+    images = [[x[:, :, a:b] for x in (query, key, value)] for a, b in pairs]
+    alone = torch.cat([F.scaled_dot_product_attention(*x).transpose(1, 2) for x in images], 1)
+    assert relative_error({"": together.float()}, {"": alone.float()}) < 0.01
+    gradients = [torch.autograd.grad(x.square().sum(), query)[0].float() for x in (together, alone)]
+    assert relative_error(*({"": gradient} for gradient in gradients)) < 0.02
