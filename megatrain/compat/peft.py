@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from megatrain.compat.transformers import experts_forward, takes_grouped_products
 from megatrain.errors import InputError, in_one_line
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -203,20 +204,37 @@ def _adapted_parameter() -> type:
     from peft.tuners.lora.layer import ParamWrapper
 
     class AdaptedParameter(ParamWrapper):
-        """PEFT's wrapper of a parameter; it computes the same and registers nothing."""
+        """PEFT's wrapper of a parameter; it computes the same and registers nothing.
+
+        Adapters of experts that transformers computes by grouped products act on activations, as
+        products beside the base's; all others are added to their weight.
+        """
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
             values: dict[str, Tensor] = {}  # a call of `dict[...]` would break compiled graphs
-            module = self
-            while isinstance(module, ParamWrapper):
+            beside: dict[str, tuple[Tensor, Tensor, float]] = {}
+            names, module = [self.parameter_name], self
+            while isinstance(module.base_layer, ParamWrapper):
+                module = module.base_layer
+                names.append(module.parameter_name)
+            experts, module = module.base_layer, self
+            grouped = takes_grouped_products(experts, names)
+            for name in names:
                 weight, [adapter] = module.get_param(), module.active_adapters
                 if adapter in module.lora_A and module.num_experts > 1:
                     left, right, scale = module.get_delta_factors(adapter)
-                    values[module.parameter_name] = torch.baddbmm(weight, left, right, alpha=scale)
+                    if not grouped:
+                        values[name] = torch.baddbmm(weight, left, right, alpha=scale)
+                    elif experts.is_transposed:
+                        beside[name] = left, right, scale
+                    else:
+                        beside[name] = right.transpose(1, 2), left.transpose(1, 2), scale
                 elif adapter in module.lora_A:
-                    values[module.parameter_name] = weight + module.get_delta_weight(adapter)
+                    values[name] = weight + module.get_delta_weight(adapter)
                 module = module.base_layer
-            return torch.func.functional_call(module, values, (x, *args), kwargs)
+            if beside:
+                return experts_forward(experts, beside, x, *args, **kwargs)
+            return torch.func.functional_call(experts, values, (x, *args), kwargs)
 
     if not hasattr(ParamWrapper, "get_delta_factors"):
         raise InputError("target_parameters need a newer PEFT; pip install --upgrade peft")

@@ -6,7 +6,9 @@ from itertools import count
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import (
     DynamicCache,
     PreTrainedConfig,
@@ -21,6 +23,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.integrations import moe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import (
@@ -141,6 +144,64 @@ def takes_flash_attention(model: nn.Module) -> bool:
 def set_experts(config: PreTrainedConfig, name: Any) -> None:
     """Set the implementation of experts, also in nested configurations."""
     config._experts_implementation = name
+
+
+def takes_grouped_products(experts: nn.Module, names: list[str]) -> bool:
+    """True if `experts_forward` computes with a module, and these are weights that it multiplies.
+
+    That is so for all families whose class transformers gives other implementations of experts.
+    """
+    marks = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+    weights = {"gate_up_proj", "up_proj", "down_proj"}
+    return weights.issuperset(names) and all(hasattr(experts, mark) for mark in marks)
+
+
+def experts_forward(
+    experts: Any,
+    beside: Mapping[str, tuple[Tensor, Tensor, float]],
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """The forward of a layer's experts by grouped products, as transformers' `grouped_mm`, to which
+    adapters add products of their own. Shapes: N tokens, K experts of a token, E experts, R rank.
+
+    Args:
+        beside: for a weight's name the factors `[E, I, R]` and `[E, R, O]`, and what they are
+            scaled by.
+        hidden_states: [N, H].
+        top_k_index, top_k_weights: [N, K].
+    """
+    chosen = top_k_index.shape[-1]
+    of_rows, order = top_k_index.reshape(-1).sort()
+    counted = of_rows.float() if of_rows.device.type == "cpu" else of_rows.int()
+    counts = counted.histc(experts.num_experts, 0, experts.num_experts - 1)
+    ends = counts.cumsum(0, dtype=torch.int32)
+
+    def product(name: str, rows: Tensor) -> Tensor:
+        bias = getattr(experts, f"{name}_bias")[of_rows] if experts.has_bias else None
+        weight, turned = getattr(experts, name), experts.is_transposed
+        out = moe._grouped_linear(rows, weight, ends, bias=bias, is_transposed=turned)
+        if name not in beside:
+            return out
+        left, right, scale = beside[name]
+        spare = -left.shape[-1] % 8  # a GPU's kernels take rows of whole 16 bytes
+        left, right = pad(left, (0, spare)), pad(right, (0, 0, 0, spare)).contiguous()
+        inner = moe._grouped_mm(rows, left, offs=ends)
+        return torch.add(out, moe._grouped_mm(inner, right, offs=ends), alpha=scale)
+
+    rows = product(
+        "gate_up_proj" if experts.has_gate else "up_proj", hidden_states[order // chosen]
+    )
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = product("down_proj", rows)
+    if getattr(experts, "has_post_expert_norm", False):
+        rows = experts.post_expert_norm(rows)
+    rows = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    out = rows[places].view(len(hidden_states), chosen, -1).sum(dim=1)
+    return out.to(hidden_states.dtype)
 
 
 def model_of(kind: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> Any:

@@ -301,14 +301,21 @@ def _experts_product(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 @shapes_only
-def _experts_product_backward(
-    gradient: Tensor, rows: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weights)
+def _experts_product_backward(gradient: Tensor, other: Tensor, like: Tensor) -> Tensor:
+    return torch.empty_like(like)
+
+
+def _experts_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """Of a frozen base's weights there is none."""
+    pairs = zip(ctx.saved_tensors, reversed(ctx.saved_tensors), strict=True)
+    return tuple(
+        _experts_product_backward(gradient, other, like) if needed else None
+        for needed, (like, other) in zip(ctx.needs_input_grad, pairs, strict=True)
+    )
 
 
 _experts_product.register_autograd(
-    lambda ctx, gradient: _experts_product_backward(gradient, *ctx.saved_tensors),
+    _experts_gradients,
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 
@@ -380,9 +387,8 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
         flops = _attention_flops(query, key, value, mask, causal) * 5 // 2
         return Work(attention_backward_flops=flops, kernels=1), query.numel() * 4
     if func in (_EXPERTS, _EXPERTS_BACKWARD):
-        rows, weights = args[-2:]
-        products = 1 if func is _EXPERTS else 2
-        return Work(product_flops=2 * products * rows.numel() * weights.shape[-1], kernels=1), 0
+        rows, weights = sorted(args[-2:], key=Tensor.dim)
+        return Work(product_flops=2 * rows.numel() * weights.shape[-1], kernels=1), 0
     count = flop_registry.get(packet_of(func))
     if count is not None:
         return Work(product_flops=int(count(*args, **kwargs, out_val=out)), kernels=1), 0
