@@ -60,7 +60,7 @@ def run_plan(options: Options) -> None:
             )
         if run.loss.reference == "streamed":
             workload = replace(workload, second=Second("reference model", named.spec()))
-        if run.loss.teacher_log_probs == "streamed":
+        if run.loss.teacher is not None:
             from megatrain.config import ModelSection
 
             trusted = run.model.trust_remote_code

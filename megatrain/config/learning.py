@@ -138,9 +138,7 @@ class OptimizerSection(NamedSection):
 # that the class does not have.
 _LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "sft": ("CrossEntropy", None, {"label_smoothing": 0.0}),
-    "distill": (
-        "Distillation", None, {"teacher": None, "teacher_log_probs": "kept", "top_k": 64},
-    ),
+    "distill": ("Distillation", None, {"teacher": None, "top_k": 64}),
     "dpo": ("DPO", "pairs", {"reference": "kept"}),
     "kto": ("KTO", "rated", {"reference": "kept"}),
     "reward": ("Reward", "pairs", {}),
@@ -151,8 +149,8 @@ _LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 class LossSection(NamedSection):
     """The loss and its settings in `megatrain.loss` (docs/losses.md).
 
-    `reference`, `teacher_log_probs`: keep a second model's answers, or stream it in each
-    step. `teacher`: a model to distil, by its `top_k` likeliest tokens for each label.
+    `reference`: keep its answers, or stream it in each step. `teacher`: a model to distil, by its
+    `top_k` likeliest tokens for each label.
     """
 
     name: Literal["sft", "distill", "dpo", "kto", "reward", "grpo"] = "sft"
@@ -175,7 +173,6 @@ class LossSection(NamedSection):
     mask_truncated_completions: bool | None = None
     reference: Literal["kept", "streamed"] | None = None
     teacher: Name | None = None
-    teacher_log_probs: Literal["kept", "streamed"] | None = None
     top_k: Positive | None = None
     temperature: float | None = None
     cross_entropy: float | None = None

@@ -297,8 +297,6 @@ class Config(Section):
         }
         for key in (key for key, is_set in refused.items() if is_set and kind is not None):
             yield f"loss.name {name} cannot have {key}; leave it out"
-        if data.streaming and self.loss.teacher_log_probs == "kept":
-            yield "data.streaming keeps nothing: set loss.teacher_log_probs: streamed"
 
     def _of_rollouts(self) -> Iterator[str]:
         loss, rollout, length = self.loss, self.rollout, self.data.sequence_length

@@ -13,13 +13,5 @@ from megatrain.data.loader import Step, StepLoader, StreamLoader
 from megatrain.data.preferences import PLAIN, ReplyDataset, at_first_label, numbered, plain_rows
 from megatrain.data.prompts import PromptRow, Prompts, open_prompts
 from megatrain.data.row_stream import RowStream
-from megatrain.data.teacher_file import (
-    IDS,
-    LOG_PROBS,
-    TeacherAnswers,
-    TeacherFile,
-    TeacherWriter,
-    answering,
-)
 from megatrain.data.tokenise import open_dataset, open_stream
 from megatrain.data.tokenizer import load_tokenizer

@@ -24,7 +24,6 @@ from megatrain.data.row_packing import (
     split_rows,
 )
 from megatrain.data.sources import DataKind
-from megatrain.data.teacher_file import TeacherFile
 from megatrain.data.token_store import TokenStore
 from megatrain.errors import InputError
 
@@ -106,7 +105,6 @@ class PackedDataset:
         image_processor: of the model, for rows with images.
     """
 
-    _answers: TeacherFile | None = None
     image_processor = ImageProcessor(None)
 
     def __init__(self, store: TokenStore, documents: Segments, layout: Layout, part: str) -> None:
@@ -195,11 +193,11 @@ class PackedDataset:
             yield self.batch(range(start, min(start + rows_per_micro_batch, len(self))))
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
-        """A micro-batch of rows as `Layout.batch` makes it, with the rows' kept answers."""
+        """A micro-batch of rows as `Layout.batch` makes it."""
         batch = self._layout.batch([list(self.pieces(row)) for row in rows])
         if self.store.images is not None:
             batch[ROWS] = torch.tensor(rows)
-        return batch if self._answers is None else batch | self._answers.of(rows, batch["labels"])
+        return batch
 
     @property
     def has_images(self) -> bool:
@@ -219,10 +217,6 @@ class PackedDataset:
         batch = dict(batch)
         images = [self.images(row) for row in batch.pop(ROWS).tolist()]
         return batch | self.image_processor.inputs(batch["input_ids"].tolist(), images)
-
-    def learn_from(self, answers: TeacherFile) -> None:
-        """Add a teacher's answers for each label to micro-batches."""
-        self._answers = answers
 
     def describe(self, row: int) -> str:
         """The origin of a row in words: `file:line`, and the token where a piece begins."""

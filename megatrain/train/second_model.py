@@ -1,18 +1,14 @@
 """A frozen second model beside the one that is trained: a reference of replies, or a teacher.
 
-Its answers are computed once and kept, or computed in each step. The reference is the model
-as the run begins; with a new adapter that is the base.
+A teacher answers in each step; a reference does, or its answers are computed once and kept. The
+reference is the model as the run begins; with a new adapter that is the base.
 """
 
-import hashlib
 import json
 import logging
-import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,36 +22,25 @@ from megatrain.base.whole_files import write_file
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config, ModelSection
 from megatrain.data import (
-    IDS,
-    LOG_PROBS,
     MicroBatch,
-    PackedDataset,
     ReplyDataset,
     Step,
-    TeacherAnswers,
-    TeacherFile,
-    TeacherWriter,
-    answering,
     at_first_label,
     load_tokenizer,
     plain_rows,
 )
 from megatrain.errors import InputError
-from megatrain.forecast.workload import usual_micro_batch
-from megatrain.loss import IGNORED, KTO, PairLoss, Reward
+from megatrain.loss import IGNORED, KTO, Distillation, PairLoss, Reward
 from megatrain.model.weights import resolve_model
 from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.run_folder.layout import REFERENCES
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.data import cache_folder
 from megatrain.train.resolve_model import ResolvedModel, check_sequence_length, model_config
 from megatrain.train.resume import Start
-from megatrain.train.sharing import by_parts, from_first, logprobs
+from megatrain.train.sharing import logprobs
 
-_FORMAT = 2  # of kept answers: raise it when the same teacher would get other questions
 _NOT_KEPT = -1e9  # in place of a log-probability
-_SECONDS_BETWEEN_NEWS = 30.0
 log = logging.getLogger(__name__)
 
 
@@ -82,15 +67,14 @@ def second_model(
     begun: Callable[[], ResolvedModel],
     tokenizer: PreTrainedTokenizerBase,
     teacher: "Teacher | None",
-    sets: dict[str, Any],
     start: Start | None,
     ranks: Ranks,
 ) -> "tuple[SecondModel | None, References | None]":
     """The model that is streamed beside each step of a run, and its record; None: there is none.
 
-    For rollouts only the record is returned; the rollouts open their reference themselves.
-    Data sets get a teacher's kept answers. This model is opened before the one that
-    is trained, so that `auto` places the latter in the memory that is left.
+    For rollouts only the record is returned; the rollouts open their reference themselves. This
+    model is opened before the one that is trained, so that `auto` places the latter in the memory
+    that is left.
 
     Raises:
         InputError: it cannot be used, or is another one than the run began with.
@@ -98,12 +82,8 @@ def second_model(
     """
     if teacher is not None:
         known = _same_model(teacher.key, start)
-        if config.loss.teacher_log_probs == "kept":
-            keep_answers(teacher, sets, ranks)
-            return None, known
         log.info("the teacher rests in host memory beside the model that is trained")
-        engine = teacher.engine(placement=Placement(), group=ranks.host)
-        return SecondModel(engine, "teacher", teacher.tensors), known
+        return SecondModel(teacher.engine(ranks.host), "teacher", teacher.answers), known
     if config.loss.kind == "prompts" and config.loss.beta:
         return None, _same_model(begun().key, start)
     if config.loss.reference != "streamed":
@@ -298,16 +278,16 @@ class Teacher:
     key: str
     vocab_size: int
 
-    def engine(self, **placed: Any) -> Engine:
+    def engine(self, group: Any) -> Engine:
         """The teacher in an engine that trains nothing. Raises InputError, DoesNotFit."""
-        engine = _frozen_engine(self.config, self.source, **placed)
+        engine = _frozen_engine(self.config, self.source, placement=Placement(), group=group)
         if engine.label_shift != 1:
             engine.close()
             raise InputError("loss.teacher: it predicts tokens in their own place; take another")
         return engine
 
-    def answers(self, engine: Engine, step: Step) -> Iterator[TeacherAnswers]:
-        """For each micro-batch: labels, and ids and log-probabilities of likeliest tokens."""
+    def answers(self, engine: Engine, step: Step) -> list[MicroBatch]:
+        """Ids and log-probabilities of the likeliest tokens in each label's place."""
         loss, rows = self.config.loss, plain_rows(step)
         top_k = loss.top_k or 1
         labelled = any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows)
@@ -316,22 +296,12 @@ class Teacher:
         else:
             shapes = [(*micro["labels"].shape, top_k) for micro in rows]
             answers = [(torch.zeros(s, dtype=torch.int64), torch.zeros(s)) for s in shapes]
-        for micro, (ids, log_probs) in zip(rows, answers, strict=True):
+        tensors = []
+        for ids, log_probs in answers:
             strange = ids >= self.vocab_size  # padding rows of its table
-            kept = log_probs.masked_fill(strange, _NOT_KEPT)
-            yield micro["labels"], ids.masked_fill(strange, 0), kept
-
-    def tensors(self, engine: Engine, step: Step) -> list[MicroBatch]:
-        """The answers as tensors of micro-batches."""
-        answers = self.answers(engine, step)
-        return [{IDS: ids, LOG_PROBS: log_probs} for _, ids, log_probs in answers]
-
-    def key_of(self, data: PackedDataset) -> str:
-        """A hash of all that the answers depend on: data, weights and settings."""
-        loss, precision = self.config.loss, self.config.engine.precision
-        asked = [loss.top_k, loss.temperature, precision, self.vocab_size]
-        parts = [_FORMAT, self.key, data.fingerprint, len(data), asked]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
+            kept = ids.masked_fill(strange, 0), log_probs.masked_fill(strange, _NOT_KEPT)
+            tensors.append(dict(zip(Distillation.choices, kept, strict=True)))
+        return tensors
 
 
 def find_teacher(
@@ -364,58 +334,3 @@ def find_teacher(
             f"loss.top_k is {top_k}, and the vocabulary has {min(sizes)} tokens; take fewer"
         )
     return Teacher(config, resolved.source, resolved.key, text_config.vocab_size)
-
-
-def keep_answers(teacher: Teacher, sets: dict[str, PackedDataset], ranks: Ranks) -> None:
-    """Give data sets the teacher's answers for each of their labels, computed once.
-
-    Several `ranks` compute them together, and the first one writes them to the folder of all.
-
-    Raises:
-        InputError: the teacher cannot be used, or the answers cannot be kept.
-        DoesNotFit: more memory is needed than there is.
-    """
-    for name, data in sets.items():
-        _keep(teacher, name, data, ranks)
-
-
-def _keep(teacher: Teacher, name: str, data: PackedDataset, ranks: Ranks) -> None:
-    top_k = teacher.config.loss.top_k or 1
-    folder = cache_folder(teacher.config) / f"teacher-{teacher.key_of(data)}"
-    writers: list[TeacherWriter] = []
-    with ExitStack() as held:
-
-        def begin() -> int:
-            writer = held.enter_context(answering(folder, top_k))
-            writers.extend([] if writer is None else [writer])
-            return len(data) if writer is None else writer.done
-
-        if (done := from_first(ranks, begin)) < len(data):
-            log.info("asking the teacher of %s rows (%s)", f"{len(data) - done:,}", name)
-            _ask(teacher, data, done, ranks, lambda answer: writers[0].add(*answer))
-        from_first(ranks, held.close)
-    data.learn_from(TeacherFile(folder, top_k))
-
-
-def _ask(
-    teacher: Teacher,
-    data: PackedDataset,
-    done: int,
-    ranks: Ranks,
-    add: Callable[[TeacherAnswers], None],
-) -> None:
-    """Compute the teacher's answers from row `done` on; the first rank calls `add` with each."""
-    training, length = teacher.config.training, teacher.config.data.sequence_length
-    usual = training.micro_batch_size or usual_micro_batch(length)
-    rows = min(usual, -(-training.batch_size // ranks.size))
-    at_once, last_log = max(rows, training.batch_size // rows * rows), time.monotonic()
-    placed = {"tokens_per_step": training.batch_size * length, "sequence_length": length}
-    with teacher.engine(**placed, micro_batch=rows, group=ranks.host) as engine:
-        for first in range(done, len(data), at_once):
-            last = min(first + at_once, len(data))
-            step = [data.batch(range(at, min(at + rows, last))) for at in range(first, last, rows)]
-            answers = by_parts(ranks, step, lambda part: list(teacher.answers(engine, part)))
-            from_first(ranks, partial(list, map(add, answers)))
-            if time.monotonic() - last_log > _SECONDS_BETWEEN_NEWS:
-                last_log = time.monotonic()
-                log.info("the teacher has answered for %s of %s", f"{last:,}", f"{len(data):,}")

@@ -1,26 +1,19 @@
-"""Runs that distil a teacher, or stream their reference: kept or streamed is the same."""
+"""Runs that distil a teacher, or stream their reference: a kept one is the same."""
 
 import json
 import shutil
-from functools import partial
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from megatrain.errors import RunFailed
 from megatrain.model.companions import tokenizer_files
-from megatrain.train import second_model
 from tests.cli.cases import sets, tiny_llama
 from tests.cli.test_preferences import pair, preference_file, rated, read  # noqa: F401
-from tests.cli.test_ranks import CHANGED, assert_same_run, run_of, two_then_three
-from tests.forks import end
+from tests.cli.test_ranks import CHANGED, assert_same_run, two_then_three
 from tests.parity.cases import noisy
-from tests.parity.ranks import run_ranks
 from tests.sweeps import few
 
 FILE = "model/model.safetensors"
@@ -62,28 +55,18 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("packing", few([True, False]), ids=["packed", "padded"])
-def test_a_teacher_is_learnt_kept_or_streamed(megatrain, distilling, tmp_path, packing, caplog):
+def test_a_teacher_is_learnt(megatrain, distilling, tmp_path, packing):
     file = distilling(beta=0.4, add_tail=True, temperature=1.5)
     alone = sets(data__packing=packing, training__micro_batch_size=1, training__steps=8)
-    _, kept, log = trained(megatrain, file, tmp_path / "kept", *alone)
-    assert caplog.text.count("asking the teacher of") == 2
-    caplog.clear()
-    _, again, _ = trained(megatrain, file, tmp_path / "again", *alone)
-    assert "asking the teacher of" not in caplog.text and same(again, kept)
-    how = sets(loss__teacher_log_probs="streamed")
-    _, streamed, other = trained(megatrain, file, tmp_path / "streamed", *alone, *how)
-    assert same(streamed, kept)
-    assert [r["loss"] for r in log if "loss" in r] == [r["loss"] for r in other if "loss" in r]
-    assert all(record["teacher_seconds"] > 0 for record in other if "grad_norm" in record)
+    _, _, log = trained(megatrain, file, tmp_path / "run", *alone)
+    assert all(record["teacher_seconds"] > 0 for record in log if "grad_norm" in record)
     losses = [record["eval_loss"] for record in log if "eval_loss" in record]
     assert 0 < losses[-1] < 0.9 * losses[0]
-    assert [record["eval_loss"] for record in other if "eval_loss" in record] == losses
 
 
-@pytest.mark.parametrize("how", few(["kept", "streamed"], 1))
-def test_who_is_its_own_teacher_has_nothing_to_learn(megatrain, distilling, base, tmp_path, how):
+def test_who_is_its_own_teacher_has_nothing_to_learn(megatrain, distilling, base, tmp_path):
     """Each label gets what is said of it, and not of its neighbour."""
-    file = distilling(teacher=str(base), beta=0.4, temperature=0.7, teacher_log_probs=how)
+    file = distilling(teacher=str(base), beta=0.4, temperature=0.7)
     changes = sets(training__steps=1, training__eval_every=1, optimizer__lr=1e-12)
     _, _, log = trained(megatrain, file, tmp_path / "run", *changes)
     assert [record.get("loss", record.get("eval_loss")) for record in log] == pytest.approx(
@@ -116,10 +99,7 @@ def test_a_run_that_distils_goes_on_exactly(megatrain, distilling, teacher, tmp_
         ({"loss__beta": 1.5}, "beta of distillation is 1.5"),
         ({"loss__temperature": 0}, "temperature is 0.0; it must be above 0"),
         ({"loss__lmbda": 0.5}, "lmbda"),
-        (
-            {"data__streaming": True, "data__eval_fraction": 0.0, "training__eval_every": None},
-            "set loss.teacher_log_probs: streamed",
-        ),
+        ({"loss__teacher_log_probs": "streamed"}, "leave it out: a teacher is asked in each step"),
         ({"loss__name": "sft"}, "sft has no teacher"),
         ({"data__sequence_length": 65}, "65 is longer than the model allows"),
     ],
@@ -183,39 +163,10 @@ def test_a_streamed_reference_is_the_one_that_is_kept(
         torch.testing.assert_close(value, kept[name], rtol=1e-4, atol=1e-5)
 
 
-def loses_a_rank(run, group):
-    """The last rank ends in the third sweep; a sweep is of two rows."""
-    sweep, taken = second_model.by_parts, []
-
-    def swept(*arguments):
-        taken.append(arguments)
-        if len(taken) == 3 and dist.get_rank():
-            end()
-        return sweep(*arguments)
-
-    with (
-        mock.patch.object(second_model, "by_parts", swept),
-        pytest.raises(RunFailed, match="rank 0 of 2 has lost the others"),
-    ):
-        run(group)
-    end()
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["kept", "streamed"])
-def test_ranks_distil_as_one(megatrain, distilling, tmp_path, how):
-    """Also where a rank has died while the teacher was asked."""
-    file = distilling(beta=0.4, add_tail=True, temperature=1.5, teacher_log_probs=how)
-    kept = tmp_path / "kept by several"
-    if how == "kept":
-        (tmp_path / "lost").mkdir()
-        lost = partial(loses_a_rank, run_of(file, "never", f"data.cache_dir={kept}"))
-        run_ranks(2, tmp_path / "lost", lost, whole=False)
-        assert next(kept.glob("teacher-*/rows.bin")).stat().st_size == 12 * (1 + 4)
+def test_ranks_distil_as_one(megatrain, distilling, tmp_path):
+    file = distilling(beta=0.4, add_tail=True, temperature=1.5)
     given = [part for each in CHANGED for part in ("--set", each)]
-    own = (*sets(data__cache_dir=str(tmp_path / "kept by one")), *given)
-    trained(megatrain, file, tmp_path / "one", *own)
-    two_then_three(file, tmp_path, 2, f"data.cache_dir={kept}")  # one has no row of a step
+    trained(megatrain, file, tmp_path / "one", *given)
+    two_then_three(file, tmp_path, 2)  # one has no row of a step
     assert_same_run(tmp_path / "one", tmp_path / "several")
-    made = list(kept.glob("teacher-*/whole.json"))
-    assert len(made) == (2 if how == "kept" else 0)

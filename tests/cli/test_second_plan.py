@@ -54,8 +54,8 @@ def agree(told, host, hidden):
 
 @pytest.mark.exhaustive
 def test_a_streamed_teacher_is_counted(megatrain, distilling, tmp_path):  # noqa: F811
-    plain = forecast(megatrain, distilling(teacher_log_probs="kept"))
-    file = distilling(teacher_log_probs="streamed")
+    file = distilling()
+    plain = forecast(megatrain, file, "--set", "loss={name: sft}")
     told = forecast(megatrain, file)
     own = agree(told, of_run(megatrain, file, tmp_path / "run"), 48)
     assert told["host_peak_bytes"] - plain["host_peak_bytes"] == own
