@@ -82,9 +82,9 @@ class MegatrainEngine:
         return rates
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """For an inference server: a layer's weights while later layers are still updated."""
-        for tile in self.engine.updated_tiles():
-            yield from tile.weights.items()
+        """For an inference server, in bf16."""
+        for name, master in self.engine.named_masters():
+            yield name, master.bfloat16()
 
     def get_data_parallel_size(self) -> int:
         return 1

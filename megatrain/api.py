@@ -16,7 +16,7 @@ from megatrain.engine.batch import Batch, MicroBatches
 from megatrain.engine.engine import PlacedEngine, cpu_by_default
 from megatrain.engine.head import Head
 from megatrain.engine.modules import State
-from megatrain.engine.update import StepResult, UpdatedTile
+from megatrain.engine.update import StepResult
 from megatrain.errors import InputError
 from megatrain.forecast.workload import Generation
 from megatrain.loss import (
@@ -45,7 +45,7 @@ from megatrain.source.source import (
 )
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
 
-__all__ = ["Engine", "StepResult", "UpdatedTile"]
+__all__ = ["Engine", "StepResult"]
 
 
 ALL = Trained()

@@ -346,7 +346,6 @@ class TrainingSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     eval_every: Positive | None = None
     early_stopping: EarlyStopping | None = None
-    neftune_alpha: Annotated[float, Field(gt=0)] | None = None
     seed: Natural = 0
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: Positive = 10

@@ -293,7 +293,6 @@ class Config(Section):
             "data.kind": data.kind != "auto" and kind != "prompts",
             "data.weights": data.weights,
             "data.streaming": data.streaming,
-            "training.neftune_alpha": kind == "prompts" and self.training.neftune_alpha,
         }
         for key in (key for key, is_set in refused.items() if is_set and kind is not None):
             yield f"loss.name {name} cannot have {key}; leave it out"
@@ -315,7 +314,6 @@ class Config(Section):
     def _of_shared_rows(self) -> Iterator[str]:
         refused = {
             "data.packing (set it to false)": self.data.packing,
-            "training.neftune_alpha": self.training.neftune_alpha,
             f"loss.name {self.loss.name}": self.loss.kind or self.loss.name == "distill",
         }
         for key in (key for key, is_set in refused.items() if is_set):

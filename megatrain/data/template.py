@@ -1,4 +1,4 @@
-"""A tokenizer's chat template as a function from conversation to text, bounded in time and memory.
+"""A tokenizer's chat template as a function from conversation to text.
 
 Templates differ in their input for the same conversation: arguments of calls as objects or as
 JSON, content as a string or as parts, reasoning under several names. The right form is found
@@ -7,82 +7,15 @@ by trying the template on a conversation of two turns.
 
 import json
 import re
-import resource
-import signal
-import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from megatrain.base.units import GIB, MIB
 from megatrain.data.conversation import Conversation, Message
 from megatrain.data.images import IMAGE
 from megatrain.errors import InputError, first_line
 
-
-class _Late(BaseException):
-    """The time limit is over. No subclass of Exception, which jinja would catch."""
-
-
-@contextmanager
-def bounded(seconds: float, num_bytes: int) -> Iterator[None]:
-    """Limit a block's processor time, and the memory that it takes beside the memory in use.
-
-    Only on the main thread: Python runs signal handlers on no other, and the limit of memory is the
-    process's, so that a block beside others would take from what they need.
-
-    Raises:
-        TimeoutError, MemoryError: the block took more.
-    """
-    with ExitStack() as held:
-        if threading.current_thread() is threading.main_thread():
-            held.enter_context(_memory(num_bytes))
-            held.enter_context(_time(seconds))
-        yield
-
-
-@contextmanager
-def _memory(num_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    limits = [limit for limit in (soft, used + num_bytes) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
-    try:
-        yield
-    except MemoryError as error:
-        raise MemoryError(f"it takes more than {num_bytes // MIB} MiB of memory") from error
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-@contextmanager
-def _time(seconds: float) -> Iterator[None]:
-    """Limit the block's processor time; raises TimeoutError."""
-    over = False
-
-    def late(number: int, frame: FrameType | None) -> None:
-        if not over:
-            raise _Late
-
-    before = signal.signal(signal.SIGVTALRM, late)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    except _Late as error:
-        raise TimeoutError(f"it takes more than {seconds:g} seconds") from error
-    finally:
-        over = True
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        with suppress(TypeError):  # a handler from outside of Python cannot be restored
-            signal.signal(signal.SIGVTALRM, before)
-
-
-# A template's limits for a row. One of 200,000 short messages took 0.6 seconds.
-_SECONDS, _NUM_BYTES = 20.0, GIB
 _LONGEST = 64 << 20  # characters, twice a row's limit; tokenising takes 50 times as many bytes
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -208,10 +141,9 @@ class Template:
         from megatrain.compat.transformers import render_jinja_template
 
         variables = {**self._tokenizer.special_tokens_map, **talk.options, **options}
-        with bounded(_SECONDS, _NUM_BYTES):
-            (text,), marked = render_jinja_template(
-                [talk.messages], tools=talk.tools, chat_template=self.source(talk), **variables
-            )
+        (text,), marked = render_jinja_template(
+            [talk.messages], tools=talk.tools, chat_template=self.source(talk), **variables
+        )
         return text, [span for spans in marked for span in spans]
 
     def reasoning(self, talk: Conversation, message: Message) -> str | None:
@@ -258,8 +190,6 @@ class Template:
         """The text of invented messages; empty if the template refuses them."""
         try:
             return self._rendered(talk._replace(messages=[*messages]))[0]
-        except (TimeoutError, MemoryError):
-            raise  # it would do so with any conversation
         except Exception:  # templates raise errors of any type, too
             return ""
 

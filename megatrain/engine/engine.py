@@ -23,13 +23,12 @@ from megatrain.engine.batch import Batch, Intake, MicroBatches, halved
 from megatrain.engine.head import Head
 from megatrain.engine.modules import State
 from megatrain.engine.step import Parts, Result, TrainingParts, forward_only, train_step
-from megatrain.engine.update import Report, StepResult, UpdatedTile
+from megatrain.engine.update import Report, StepResult
 from megatrain.engine.whole_model import whole_model
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, as_numbers
 from megatrain.model.adapters import Values, require_held
 from megatrain.model.program import ModelProgram
-from megatrain.model.trained import add_noise
 from megatrain.optim import StreamedOptimizer, is_number
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import RECOMPUTE, Placement, Planned
@@ -303,17 +302,6 @@ class PlacedEngine:
         batch = self._prepare(micro_batches, loss)
         return self._forward_only(batch, finish)
 
-    def add_neftune(self, alpha: float) -> None:
-        """Let steps, not evaluations, add noise to token embeddings (see `model/trained.py`).
-
-        It depends on the engine's seed, the step and the micro-batch, not on the placement. It is
-        not part of a checkpoint.
-
-        Raises InputError: the model has no token embedding that it could be added to.
-        """
-        require_whole_rows(self._opened.sequence_ranks, "noise on embeddings (neftune_alpha)")
-        add_noise(self._program.capture.model, alpha)
-
     @contextmanager
     def whole_model(
         self, *, spare: int | None = None, apart: bool = False
@@ -338,21 +326,6 @@ class PlacedEngine:
         whole = whole_model(self.device, parts, spec, store, self.ranks, limit, spare, apart=apart)
         with self._undisturbed(), whole as model:
             yield model
-
-    def updated_tiles(self) -> Iterator[UpdatedTile]:
-        """Every tile as soon as its update is done, in the order of updates; before the next step.
-
-        Distinct parameters, each once: a tied one has its first name.
-
-        Raises InputError: there are several ranks, or the base is packed.
-        """
-        require_alone(self.ranks, "weights without a copy")
-        if self._opened.source.base != "bf16":
-            raise InputError(f"base is {self._opened.source.base!r}: it has no weights to hand out")
-        for tile in (tile for tile in self._store.tiles if tile.layout.entries):
-            self._complete(tile)
-            views = tile.layout.views(tile.weights.values())
-            yield UpdatedTile(tile.name, tile.version, views)
 
     def require_held(self) -> None:
         """Raises InputError: parameters are trained that the adapter's folder does not hold."""

@@ -240,22 +240,6 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class UpdatedTile:
-    """The weights of a layer, the head or the embedding after their newest update.
-
-    Attributes:
-        version: how many updates they have had; 0 of what is frozen.
-        weights: of each parameter in its shape, in the type of the compute, where they rest: no
-            copy (but of what rests on a disk), so they hold until the next step, and are not to be
-            written.
-    """
-
-    name: str
-    version: int
-    weights: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
 class Report:
     """Loss and gradient norm of a step, once they have reached the host."""
 

@@ -16,7 +16,7 @@ from megatrain.base.units import GIB, MIB
 from megatrain.base.whole_files import write_file
 from megatrain.errors import InputError
 from megatrain.placement import Precision
-from megatrain.telemetry.gpu import find_gpu, gpu_identity, named_gpu
+from megatrain.telemetry.gpu import find_gpu, named_gpu
 from megatrain.telemetry.host import cpu_name, host_limit_bytes, usable_cores
 
 # The disk of the host of an H200, which reads and writes in turn: 1.07 and 1.07 at once. It counts
@@ -188,8 +188,9 @@ class Key:
 
 def key_of(device: str) -> Key:
     """The key of this machine with GPU `device`, or without a GPU."""
-    gpu, driver = gpu_identity(device) or ("none", "none")
-    return Key(gpu, driver, cpu_name(), usable_cores())
+    gpu = find_gpu(device)
+    number, driver = ("none", "none") if gpu is None else (gpu.uuid, gpu.driver)
+    return Key(number, driver, cpu_name(), usable_cores())
 
 
 def write(key: Key, machines: Mapping[str, Machine]) -> Path:

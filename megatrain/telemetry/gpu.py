@@ -7,17 +7,15 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 
 from megatrain.base.units import GIB
 from megatrain.errors import InputError
-
-T = TypeVar("T")
 
 # Words in drivers' names that people leave out.
 _MAKERS = {"nvidia", "geforce", "rtx", "amd", "instinct", "radeon"}
@@ -29,11 +27,12 @@ _OTHER = {"ti", "super"}
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: product name, memory in bytes, driver version."""
+    """One GPU: product name, memory in bytes, driver version, unique number."""
 
     name: str
     memory_bytes: int
     driver: str
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,22 +53,18 @@ class GpuState:
 
 def find_gpu(device: str) -> Gpu | None:
     """The GPU that torch calls `device` (`cuda` or `cuda:N`); None without one or without NVML."""
-    return _asked(
-        device,
-        lambda nvml, handle: Gpu(
-            name=nvml.nvmlDeviceGetName(handle),
-            memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
-            driver=nvml.nvmlSystemGetDriverVersion(),
-        ),
-    )
-
-
-def gpu_identity(device: str) -> tuple[str, str] | None:
-    """The GPU's unique number and the driver's version; None without either."""
-    return _asked(
-        device,
-        lambda nvml, handle: (nvml.nvmlDeviceGetUUID(handle), nvml.nvmlSystemGetDriverVersion()),
-    )
+    with driver(device) as nvml_and_handle:
+        if nvml_and_handle is None:
+            return None
+        nvml, handle = nvml_and_handle
+        with suppress(nvml.NVMLError):
+            return Gpu(
+                name=nvml.nvmlDeviceGetName(handle),
+                memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+                driver=nvml.nvmlSystemGetDriverVersion(),
+                uuid=nvml.nvmlDeviceGetUUID(handle),
+            )
+        return None
 
 
 def gpu_state(device: str) -> GpuState | None:
@@ -97,17 +92,6 @@ def gpu_state(device: str) -> GpuState | None:
             ),
             used_bytes=None if memory is None else int(memory.used),
         )
-
-
-def _asked(device: str, question: Callable[[Any, Any], T]) -> T | None:
-    """The answer of NVML about the GPU; None without a GPU or without an answer."""
-    with driver(device) as nvml_and_handle:
-        if nvml_and_handle is None:
-            return None
-        nvml, handle = nvml_and_handle
-        with suppress(nvml.NVMLError):
-            return question(nvml, handle)
-        return None
 
 
 @contextmanager

@@ -143,7 +143,7 @@ def environment(device: str) -> dict[str, Any]:
         "host_memory_bytes": psutil.virtual_memory().total,
         "host_limit_bytes": host_limit_bytes(),
         "device": device,
-        "gpu": None if gpu is None else vars(gpu),
+        "gpu": gpu and {name: vars(gpu)[name] for name in ("name", "memory_bytes", "driver")},
     }
 
 

@@ -362,8 +362,6 @@ def _engine(
         plan = "`megatrain plan` with this run file names what would make it fit"
         raise DoesNotFit(f"{error}; {plan}") from error
     engine.require_held()  # else the run's model could not be written at its end
-    if config.training.neftune_alpha is not None:
-        engine.add_neftune(config.training.neftune_alpha)
     return engine
 
 
