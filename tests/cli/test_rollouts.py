@@ -334,7 +334,6 @@ REFUSED = {
         "checkpoint__best": "eval_loss",
     },
     "cannot have data.streaming": {"data__streaming": True},
-    "cannot have training.neftune_alpha": {"training__neftune_alpha": 5.0},
     "as many weights as rewards": {"rollout__weights": [1.0]},
     "num_generations is 1": {"loss__num_generations": 1},
     "dpo has no max_completion_length": {"loss__name": "dpo"},

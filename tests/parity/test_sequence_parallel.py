@@ -277,6 +277,5 @@ def bad_calls(engine, step, rank):
         (lambda: engine.step([micro | {"attention_mask": ended}]), "more than the end of rows"),
         (lambda: engine.logits({"input_ids": full}), "2 ranks fill up to 64, and the model has 63"),
         (lambda: engine.step(pairs, DPO()), "DPO compares rows"),
-        (lambda: engine.add_neftune(1.0), "not for ranks that share rows"),
         (as_a_whole, "not for ranks that share rows"),
     ]
