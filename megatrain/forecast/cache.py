@@ -99,7 +99,7 @@ def needs_of(
     """
     device, dtype = _Counting(), program.dtype
     store = Store(device, model.layouts, dtype, rule=model.rule, placement=placement)
-    eager = replace(placement, compile=False, chunk_tokens=None)
+    eager = replace(placement, compile=False)
     assembly = Assembly(device, program, store, dtype, eager)
     parts: Parts
     if model.optimizer is None:
@@ -162,22 +162,21 @@ class ForecastCache(Once):
         return needs if placement.layer_inputs == "device" else needs.waiting_on_host
 
     def least_host_bytes(self, machine: Machine, workload: Workload, placement: Placement) -> int:
-        """All resident memory of the process, but for graphs and attention results that wait."""
+        """All resident memory of the process, but for graphs that wait."""
         host = self.needs(workload, placement).host
         planes = sum(host[kind.value] for kind in PlaneKind if kind is not PlaneKind.GRADIENT)
         later, measured = sum(host.values()) - planes, self.measured(workload)
         process = process_bytes(self.model(workload), machine, placement, measured, later)
         return planes + later + process
 
-    def measured(self, workload: Workload, chunk_tokens: int | None = None) -> Profile:
+    def measured(self, workload: Workload) -> Profile:
         return self.once(
-            (workload.precision, workload.sequence_length, workload.compile, chunk_tokens),
+            (workload.precision, workload.sequence_length, workload.compile),
             lambda: Profile(
                 self.spec,
                 workload.dtype,
                 workload.sequence_length,
                 compiled=workload.compile,
-                chunk_tokens=chunk_tokens,
                 float8=workload.precision == "fp8",
             ),
         )
@@ -199,7 +198,7 @@ class ForecastCache(Once):
                 self.model(workload),
                 machine,
                 placement,
-                self.measured(workload, placement.chunk_tokens),
+                self.measured(workload),
                 rows=workload.rows,
                 micro_batch=micro_batch,
                 clip=workload.clip,
@@ -251,7 +250,7 @@ class ForecastCache(Once):
         spec, dtype, length = workload.second.spec, workload.dtype, workload.sequence_length
         measured = self.once(
             (workload.second, dtype, length),
-            lambda: Profile(spec, dtype, length, compiled=False, chunk_tokens=None),
+            lambda: Profile(spec, dtype, length, compiled=False),
         )
         layouts, machine = Model.trained(spec, None, dtype=dtype).layouts, step.machine
         rows, costs = step.micro_batch, CostModel(machine)

@@ -42,7 +42,7 @@ class Place:
     """The parts of memory that come and go in a step."""
 
     ACTIVATIONS, WORKING_SET, KEPT_GRAPHS = "activations", "working set", "kept graphs"
-    KEPT_ATTENTION, ARGUMENTS = "kept attention", "layer arguments"
+    ARGUMENTS = "layer arguments"
 
 
 class NotForeseeable(MegatrainError):
@@ -71,7 +71,6 @@ class Work(NamedTuple):
     Attributes:
         attention_flops, attention_backward_flops: causal attention counted at half.
         touched_bytes: of device memory, by all operations but products and attention.
-        attention_bytes: results of attention, which may wait for its backward.
         peak_bytes: that exist at once, besides the work's arguments; results count.
         kept_bytes: that wait for a backward, besides results and arguments.
         calls: of the layer or head, if it is more than one.
@@ -82,7 +81,6 @@ class Work(NamedTuple):
     attention_backward_flops: int = 0
     touched_bytes: int = 0
     kernels: int = 0
-    attention_bytes: int = 0
     peak_bytes: int = 0
     kept_bytes: int = 0
     calls: int = 0
@@ -102,7 +100,7 @@ class Work(NamedTuple):
 
 def added(one: Work, other: Work) -> Work:
     """The work of both, one after the other, but for their memory."""
-    return Work._make((*map(add, one[:6], other[:6]), 0, 0, max(one.calls, other.calls)))
+    return Work._make((*map(add, one[:5], other[:5]), 0, 0, max(one.calls, other.calls)))
 
 
 @dataclass(frozen=True)
@@ -378,9 +376,7 @@ def _one_attention(
 def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     """An operation's work, and the bytes it needs while it runs."""
     if func is _ATTENTION:
-        results = sum(tensor.nbytes for tensor in tensors(out))
-        flops = _attention_flops(*args)
-        return Work(attention_flops=flops, kernels=1, attention_bytes=results), 0
+        return Work(attention_flops=_attention_flops(*args), kernels=1), 0
     if func is _ATTENTION_BACKWARD:
         _, query, key, value, *_, mask, causal = args
         # Five products where the forward has two; the gradient of the queries is summed in fp32.

@@ -1,13 +1,12 @@
 """The cost of a model's parts at one shape of micro-batch, read off the model's own code.
 
 Each kind of layer, and the head, runs once on fake tensors (shapes without data) under a counter of
-its operations: FLOPs, bytes touched, and bytes alive. Of parts that run in tiles
+its operations: FLOPs, bytes touched, and bytes alive. Of modules that run in tiles after the layers
 (model/token_chunks.py, with its legend of shapes) one tile is measured, and none is run.
 """
 
-import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -40,7 +39,7 @@ from megatrain.model.capture import Call, Ref, Rows, last_hidden, stand_in
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
-from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone, parts
+from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone
 from megatrain.optim import tile_planes
 from megatrain.store.store import Tile
 from megatrain.tile import TileLayout
@@ -63,25 +62,12 @@ Measure = Callable[[nn.Module, dict[str, Tensor], tuple[int, ...], torch.dtype],
 
 
 @contextmanager
-def tiled(kind: LayerTemplate, tokens: int, measure: Measure) -> Iterator[None]:
-    """Within this context a kind's parts stand for tiles of `tokens`."""
-    before, kind.module = kind.module, copy.deepcopy(kind.module)
-    try:
-        with measured_tiles(parts(kind.module), tokens, measure):
-            yield
-    finally:
-        kind.module = before
-
-
-@contextmanager
-def measured_tiles(
-    named: Sequence[tuple[str, nn.Module]], tokens: int, measure: Measure
-) -> Iterator[None]:
+def measured_tiles(modules: Sequence[nn.Module], tokens: int, measure: Measure) -> Iterator[None]:
     """Within this context some parts stand for tiles of `tokens`."""
-    before = [(part, part.__dict__.pop("forward", None)) for _, part in named]
+    before = [(part, part.__dict__.pop("forward", None)) for part in modules]
     try:
-        for name, part in named:
-            part.forward = _MeasuredTiles(part, name, tokens, measure)
+        for part in modules:
+            part.forward = _MeasuredTiles(part, tokens, measure)
         yield
     finally:
         for part, forward in before:
@@ -91,8 +77,8 @@ def measured_tiles(
 
 
 class _MeasuredTiles(ChunkedOverTokens):
-    def __init__(self, part: nn.Module, name: str, tokens: int, measure: Measure) -> None:
-        super().__init__(part, name, tokens, lambda function, what: function)
+    def __init__(self, part: nn.Module, tokens: int, measure: Measure) -> None:
+        super().__init__(part, tokens)
         self._measure = measure
         self._works: dict[tuple[int, torch.dtype], TileWork] = {}
 
@@ -167,7 +153,7 @@ class _AllTiles(torch.autograd.Function):
 def _count(work: Work, times: int, peak_bytes: int) -> None:
     counter = current_mode()
     assert isinstance(counter, OpCounter), "parts in tiles are measured under a counter"
-    counter.add(work.times(times)._replace(attention_bytes=0, calls=0, peak_bytes=peak_bytes))
+    counter.add(work.times(times)._replace(calls=0, peak_bytes=peak_bytes))
 
 
 _CPU = torch.device("cpu")
@@ -254,14 +240,12 @@ class Profile(Once):
         sequence_length: int,
         *,
         compiled: bool,
-        chunk_tokens: int | None = None,
         float8: bool = False,
     ) -> None:
-        """Args: with `chunk_tokens`, layers are eager but for the parts that run in tiles."""
         super().__init__()
         self._float8 = float8
         self.spec, self.dtype, self.tokens = spec, dtype, sequence_length
-        self.compiled, self.chunk_tokens = compiled, chunk_tokens
+        self.compiled = compiled
         self.program = ModelProgram(spec, _CPU, dtype)
         self.program.train(True)
         self._outputs: dict[int, tuple[int, dict[int, Shape]]] = {}  # of a kind, for so many rows
@@ -333,17 +317,12 @@ class Profile(Once):
         kind = self.spec.layers[visit].kind
 
         def measure() -> LayerWork:
-            tiles: AbstractContextManager[None] = nullcontext()
-            if self.chunk_tokens is not None:
-                tiles = tiled(kind, self.chunk_tokens, partial(self._tile, self.compiled))
             with foreseeing(self.spec.layers[visit].name):
-                if self.compiled and self.chunk_tokens is None:
+                if self.compiled:
                     work = compiled_work(self._trace(visit, rows, kind))
                 else:
                     with fakes(), torch.enable_grad(), self.program.eager():
-                        run, inputs = self._call(visit, rows)
-                        with tiles:
-                            work = eager_work(run, inputs)
+                        work = eager_work(*self._call(visit, rows))
             work = work.in_float8 if self._float8 else work
             self._outputs[id(kind)] = rows, work.outputs
             return work
@@ -452,7 +431,6 @@ class Profile(Once):
 
     def _tile(
         self,
-        compiled: bool,
         part: nn.Module,
         bound: dict[str, Tensor],
         sizes: tuple[int, ...],
@@ -466,14 +444,13 @@ class Profile(Once):
             def run() -> Activations:
                 return {Ref(0, 0): functional_call(part, weights, (x,))}
 
-            inputs = [x, *weights.values()]
-            work = compiled_work(traced(run, inputs)) if compiled else eager_work(run, inputs)
+            work = eager_work(run, [x, *weights.values()])
             return TileWork(work.forward, work.again, work.backward, work.outputs[0])
 
     @contextmanager
     def _measuring_head(self, tokens: int) -> Iterator[None]:
         """Within this context what follows the layers runs over so many tokens at a time."""
-        tiles = measured_tiles(self.program.rest, tokens, partial(self._tile, False))
+        tiles = measured_tiles(self.program.rest, tokens, self._tile)
         with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
             yield
 

@@ -159,11 +159,6 @@ class ModelProgram:
         for number, kind in enumerate(self.kinds, 1):
             kind.compile(f"layer kind {number} of {len(self.kinds)}")
 
-    def tile(self, tokens: int, *, compiled: bool) -> None:
-        """Run parts that act on every token alone in tiles of `tokens`; the rest stays eager."""
-        for number, kind in enumerate(self.kinds, 1):
-            kind.tile(tokens, f"layer kind {number} of {len(self.kinds)}", compiled=compiled)
-
     def attend(self, name: str) -> None:
         """Choose the implementation of attention: with masks, or one that replaces them."""
         attend([self.capture.model, *(kind.module for kind in self.kinds)], name)
@@ -174,12 +169,12 @@ class ModelProgram:
 
         A final norm computes in fp32: for a long row that is more than all layers work with.
         """
-        for name, part in self.rest:
+        for part in self.rest:
             part.__dict__.pop("forward", None)  # it may have been wrapped for other tiles
-            part.forward = ChunkedOverTokens(part, name, tokens, lambda function, what: function)
+            part.forward = ChunkedOverTokens(part, tokens)
 
     @cached_property
-    def rest(self) -> list[tuple[str, nn.Module]]:
+    def rest(self) -> list[nn.Module]:
         """Modules after the layers that may run in tiles."""
         return parts(self.capture.model, self.spec.epilogue)
 

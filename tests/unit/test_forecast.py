@@ -46,13 +46,7 @@ PLACEMENTS = {
     "resident": Placement(slots=3, resident=("embedding", "layer 1", "head")),
     "boundaries on the host": Placement(layer_inputs="host", save_activations=2),
     "rows brought again": Placement(keep_rows=False, gradient_lanes=1, head_tokens=7),
-    "attention on the host": Placement(
-        chunk_tokens=16,
-        layer_inputs="host",
-        save_attention="host",
-        offload_activations=2,
-        save_activations=1,
-    ),
+    "graphs on the host": Placement(layer_inputs="host", offload_activations=2, save_activations=1),
 }
 
 
