@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain import config
-from megatrain.data import RowStream
 from megatrain.data.preview import ShownDocument, Summary, shown
 from megatrain.telemetry.console import say
 
@@ -22,14 +21,9 @@ def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
     from megatrain.train.data import data_alone
 
     tokenizer, training, evaluation = data_alone(loaded)
-    name = "training"
-    if isinstance(training, RowStream):
-        name = "the first tokens of a stream"
-        training.close()
-        training = training.block
     console = Console(highlight=False)
     summary = Summary(training)
-    _print_summary(console, name, summary)
+    _print_summary(console, summary)
     if evaluation:
         print()
     for set_name, held in evaluation.items():
@@ -39,10 +33,10 @@ def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
         _print_row(console, row, shown(training, row, tokenizer))
 
 
-def _print_summary(console: Console, name: str, summary: Summary) -> None:
+def _print_summary(console: Console, summary: Summary) -> None:
     documents = summary.what
     counts, tokens = summary.facts()
-    say(console, f"{name}: {counts}")
+    say(console, f"training: {counts}")
     say(console, tokens)
     for note in summary.notes():
         say(console, note)

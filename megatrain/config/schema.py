@@ -67,8 +67,6 @@ class DataSection(Section):
     sequence_length: Annotated[int, Field(ge=2)]
     weights: list[Annotated[float, Field(gt=0, le=1e6)]] | None = None
     repeat: bool = False
-    streaming: bool = False
-    shuffle_buffer: Annotated[int, Field(ge=1024, le=2**32)] = 4 << 20
     eval_path: Name | list[Name] | dict[str, Name | list[Name]] | None = None
     eval_fraction: Fraction = 0.0
     packing: bool = True
@@ -102,17 +100,10 @@ class DataSection(Section):
     def problems(self) -> Iterator[str]:
         if self.eval_path is not None and self.eval_fraction:
             yield "give eval_path or eval_fraction, not both"
-        if self.streaming and self.weights is not None:
-            yield "streaming takes sources as they come: leave weights out"
-        if self.streaming and self.eval_fraction:
-            yield "give eval_path instead of eval_fraction: a stream has no known end"
         if self.repeat and self.eval_fraction:
             yield "give eval_path instead of eval_fraction: repeated rows would be held out, too"
         if self.repeat and self.weights is None:
             yield "repeat needs weights: only sources with weights are repeated"
-        usual = type(self).model_fields["shuffle_buffer"].default
-        if not self.streaming and self.shuffle_buffer != usual:
-            yield "shuffle_buffer needs streaming: other data are shuffled as a whole"
         number = len(self.path) if isinstance(self.path, list) else 1
         if self.weights is not None and len(self.weights) != number:
             yield f"give as many weights as paths: {number}, not {len(self.weights)}"
@@ -272,8 +263,6 @@ class Config(Section):
             yield "adapter needs model.path: a base that can be loaded again"
         if self.adapter.method is not None and precision == "fp8":
             yield "adapter: engine.precision fp8 is not supported with it; take bf16"
-        if self.data.streaming and training.steps is None:
-            yield "data.streaming needs training.steps: an epoch's length is not known"
         if self.model.base != "bf16" and precision != "bf16":
             base = self.model.base
             yield f"model.base {base} needs engine.precision bf16, not {precision}; set one to bf16"
@@ -292,7 +281,6 @@ class Config(Section):
         refused = {
             "data.kind": data.kind != "auto" and kind != "prompts",
             "data.weights": data.weights,
-            "data.streaming": data.streaming,
         }
         for key in (key for key, is_set in refused.items() if is_set and kind is not None):
             yield f"loss.name {name} cannot have {key}; leave it out"

@@ -48,7 +48,7 @@ Pattern = Annotated[str, AfterValidator(a_pattern)]
 # Keys of earlier versions with their defaults, which config.yaml of the runs of then has.
 _GIVEN_UP = {
     "base_model": None, "z_loss": None, "gamma": None, "normalize_advantages": None,
-    "packed": None, "neftune_alpha": None,
+    "packed": None, "neftune_alpha": None, "streaming": False, "shuffle_buffer": 4 << 20,
     "teacher_log_probs": "kept", "text_field": "text", "timeline_every": None, "samples": None,
     "server": None, "server_weights": None,
     "server_seconds": 600.0, "importance_sampling_mode": "sequence_mask",

@@ -2,16 +2,14 @@
 
 Read in this order: `sources` (which files), `readers` (their rows, checked), `encoders`
 (tokens), `token_store` (kept on disk), `row_packing` (which share a row), `dataset` (batches),
-`loader` (their endless order); `row_stream` replaces the last three if tokens are not kept.
-`tokenise` calls them in turn.
+`loader` (their endless order). `tokenise` calls them in turn.
 """
 
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.demo_corpus import stdlib_corpus, train_bpe_tokenizer
 from megatrain.data.images import ImageProcessor
-from megatrain.data.loader import Step, StepLoader, StreamLoader
+from megatrain.data.loader import Step, StepLoader
 from megatrain.data.preferences import PLAIN, ReplyDataset, at_first_label, numbered, plain_rows
 from megatrain.data.prompts import PromptRow, Prompts, open_prompts
-from megatrain.data.row_stream import RowStream
-from megatrain.data.tokenise import open_dataset, open_stream
+from megatrain.data.tokenise import open_dataset
 from megatrain.data.tokenizer import load_tokenizer

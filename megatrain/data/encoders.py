@@ -301,12 +301,7 @@ class Encoder:
     def _with_images(
         self, placed: PlacedExample, talk: Conversation, examples: Examples
     ) -> PlacedExample:
-        if self._images is None:
-            raise InputError(
-                f"{placed.where}: images are not trained from streams (data.streaming): turn it "
-                "off, or leave them out"
-            )
-        if not self._images.identity:
+        if self._images is None or not self._images.identity:
             raise InputError(
                 f"{placed.where}: images ('image', 'images', parts of a content): the model has no "
                 "processor for them: use the folder of one that has, or leave them out"

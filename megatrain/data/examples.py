@@ -13,7 +13,6 @@ from megatrain.data.tokenizer import check_encodable
 from megatrain.errors import InputError
 
 BadRows = Literal["stop", "skip"]
-BEFORE_ALL = (-1, -1)
 SHOWN = 20  # rows left out and unread fields that are listed
 
 
@@ -50,8 +49,6 @@ class PlacedExample(NamedTuple):
 class Examples:
     """All examples of some sources in order; notes findings on the way.
 
-    Those up to `after` (source, number) are read, but passed over.
-
     Attributes:
         notes: all findings, for JSON. kind: text or chat. formats: title -> [number of
             sources, name of the first]. unread: fields that were passed over. num_bad, bad: rows
@@ -59,15 +56,8 @@ class Examples:
             empty reply, and the first of them.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[DataSource],
-        reading: Reading,
-        bad_rows: BadRows,
-        after: tuple[int, int] = BEFORE_ALL,
-    ) -> None:
+    def __init__(self, sources: Sequence[DataSource], reading: Reading, bad_rows: BadRows) -> None:
         self.sources = sources
-        self._after = after
         self._reading = reading
         self._bad_rows = bad_rows
         self.notes: dict[str, Any] = {
@@ -76,12 +66,7 @@ class Examples:
         }  # fmt: skip
 
     def __iter__(self) -> Iterator[PlacedExample]:
-        return (placed for placed in self._all() if (placed.source, placed.number) > self._after)
-
-    def _all(self) -> Iterator[PlacedExample]:
         for index, source in enumerate(self.sources):
-            if index < self._after[0]:
-                continue
             if isinstance(source, SourceFile) and source.format == "text":
                 self._note("text files", TEXT, source)
                 for piece in read_text(source):

@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from megatrain.base.shipped import shipped
 from megatrain.data.dataset import MicroBatch, PackedDataset
 from megatrain.data.preferences import numbered
 from megatrain.data.prompts import Prompts
 from megatrain.data.row_packing import shuffled
-from megatrain.data.row_stream import DATED, BlockStart, RowStream
 from megatrain.errors import InputError
 
 Step = list[MicroBatch]
+
+# Ending of an error: the only cause of changed rows that no user intends.
+_DATED = f" (a chat template that writes the date: {shipped('docs/reliability.md')})"
 
 
 class StepLoader:
@@ -38,7 +41,7 @@ class StepLoader:
 
     def __init__(
         self,
-        dataset: PackedDataset | Prompts | RowStream,
+        dataset: PackedDataset | Prompts,
         *,
         rows_per_step: int,
         rows_per_micro_batch: int,
@@ -52,7 +55,7 @@ class StepLoader:
                 f"must be positive, workers {workers} and seed {seed} not negative"
             )
         self._dataset = dataset
-        self._num_rows = 0 if isinstance(dataset, RowStream) else len(dataset)
+        self._num_rows = len(dataset)
         self._rows_per_step = rows_per_step
         self._rows_per_micro_batch = rows_per_micro_batch
         self._seed = seed
@@ -127,7 +130,7 @@ class StepLoader:
                 "the data or its settings are not those of the saved run "
                 f"(fingerprint {state['fingerprint']!r:.40}, now {expected['fingerprint']}): "
                 "restore them, or begin a new run from its weights, with model.path: RUN"
-                f"{DATED}"
+                f"{_DATED}"
             )
         if state["seed"] != self._seed:
             raise InputError(
@@ -179,47 +182,3 @@ class StepLoader:
     def _row(self, place: int) -> int:
         epoch, offset = divmod(place, self._num_rows)
         return int(self._order(epoch)[offset])
-
-
-class StreamLoader(StepLoader):
-    """Steps from a stream's rows in their order; `close` also closes the stream."""
-
-    def __init__(self, dataset: RowStream, **options: Any) -> None:
-        super().__init__(dataset, **options)
-        self._stream = dataset
-
-    def __next__(self) -> Step:
-        step = super().__next__()
-        self._stream.forget(self._first_row(self._steps - 1))
-        return step
-
-    @property
-    def epoch(self) -> float:
-        """Times that all sources have been read to their end."""
-        return self._stream.epoch(self._first_row(self._steps))
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Goes on where `state_dict` was taken.
-
-        Raises InputError: the state is malformed, or of other data or another seed.
-        """
-        super().load_state_dict(state)
-        block = state.get("block")
-        match block:
-            case [int(row), int(epoch), int(source), int(line), str(digest)] if (
-                0 <= row <= self._first_row(self._steps) and epoch >= 0 and -1 <= source < 2**53
-            ):
-                self._stream.go_to(BlockStart(row, epoch, source, line, digest))
-            case _:
-                raise InputError(f"the saved data position is damaged: block is {block!r:.60}")
-
-    def close(self) -> None:
-        super().close()
-        self._stream.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        row = self._first_row(self._steps)
-        return {**super().state_dict(), "block": list(self._stream.start(row))}
-
-    def _row(self, place: int) -> int:
-        return place

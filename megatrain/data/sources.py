@@ -66,7 +66,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class HubSplit:
-    """A data set of the hub, which `datasets` keeps in memory-mapped files, or streams."""
+    """A data set of the hub, which `datasets` keeps in memory-mapped files."""
 
     name: str
     rows: Any
@@ -81,15 +81,13 @@ class HubSplit:
     @property
     def identity(self) -> tuple[str | int, ...]:
         """A key that stays equal as long as the data set does not change."""
-        if not hasattr(self.rows, "__len__"):
-            return (self.name,)
         return (self.name, self.rows._fingerprint, len(self.rows))
 
 
 DataSource = SourceFile | HubSplit
 
 
-def load_hub(name: str, config: str | None, split: str, *, streaming: bool = False) -> HubSplit:
+def load_hub(name: str, config: str | None, split: str) -> HubSplit:
     """A hub data set through `datasets`: downloaded if there is a network, else from its cache.
 
     Raises InputError: no such data set, configuration or split, or it cannot be reached.
@@ -101,9 +99,7 @@ def load_hub(name: str, config: str | None, split: str, *, streaming: bool = Fal
             f"{name!r}: no such file, and hub data sets need the package datasets: install it"
         ) from error
     try:
-        rows = datasets.load_dataset(
-            name, config, split=split, **({"streaming": True} if streaming else {})
-        )
+        rows = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # datasets raises its back ends' errors
         raise InputError(
             f"{name!r}: no such file or folder, nor a hub data set that can be loaded "
@@ -119,7 +115,6 @@ def open_sources(
     hub_split: str = "train",
     *,
     weighted: bool = False,
-    streaming: bool = False,
 ) -> tuple[list[DataSource], list[int]]:
     """The sources, each once, and for each the number of the argument that named it.
 
@@ -135,7 +130,7 @@ def open_sources(
         files: Sequence[DataSource] | None = find_files(entry, kind)
         if files and (hub_config is not None or hub_split != "train"):
             _log.warning("%s: hub_config and hub_split choose nothing here: these are files", entry)
-        hub = () if files else (load_hub(str(entry), hub_config, hub_split, streaming=streaming),)
+        hub = () if files else (load_hub(str(entry), hub_config, hub_split),)
         for one in files or hub:
             if weighted and one.place in chosen:
                 raise InputError(f"{one.name}: named twice: a weight is for one of them, keep one")

@@ -15,10 +15,9 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,14 @@ _RECORD = np.dtype([("begin", "<i8"), ("end", "<i8"), ("first_target", "<i8"),
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Documents and their tokens, on disk or in memory.
+    """Documents and their tokens on disk.
 
     Attributes:
         names: of the sources.
         notes: findings about them, as JSON.
         digest: of all tokens and records.
-        tokens, records: read some bytes from an offset on; on disk they raise RunFailed where
-            the file is not as it was written.
+        tokens, records: read some bytes from an offset on, or raise RunFailed: the file is not
+            as it was written.
         images: of documents; None: none has any.
     """
 
@@ -94,22 +93,6 @@ class TokenStore:
     def _record(self, document: int) -> Any:
         raw = self.records(int(document) * _RECORD.itemsize, _RECORD.itemsize)
         return np.frombuffer(raw, _RECORD)[0]
-
-
-def memory_store(
-    documents: Sequence[Document], names: list[str], notes: dict[str, Any]
-) -> TokenStore:
-    """A store of a few documents in memory."""
-    tokens = np.concatenate([_stored(document) for document in documents]).tobytes()
-    begins = np.cumsum([0, *(len(document.ids) for document in documents)]).tolist()
-    records = np.concatenate([*map(_record, documents, begins)])
-    digest = hashlib.blake2b(tokens + _told_apart(records), digest_size=16).hexdigest()
-    read, read_records = (partial(_part, memoryview(r)) for r in (tokens, records.tobytes()))
-    return TokenStore(names, notes, digest, len(documents), read, read_records)
-
-
-def _part(content: memoryview, offset: int, num_bytes: int) -> memoryview:
-    return content[offset : offset + num_bytes]
 
 
 def open_store(

@@ -16,7 +16,6 @@ from megatrain.data.images import ImageProcessor
 from megatrain.data.preferences import REPLIES, ReplyDataset
 from megatrain.data.refused_fields import listed
 from megatrain.data.row_packing import mixed
-from megatrain.data.row_stream import RowStream
 from megatrain.data.rows import Fields, Reading
 from megatrain.data.sources import DataKind, open_sources
 from megatrain.data.token_store import Progress, open_store
@@ -106,45 +105,6 @@ def open_dataset(
     dataset = (ReplyDataset if kind in REPLIES else PackedDataset)(store, documents, layout, part)
     dataset.image_processor = images
     return dataset
-
-
-def open_stream(
-    source: str | Path | Sequence[str | Path],
-    *,
-    tokenizer: "PreTrainedTokenizerBase",
-    sequence_length: int,
-    block_tokens: int,
-    kind: DataKind = "auto",
-    packing: bool = True,
-    fields: Fields | None = None,
-    bad_rows: BadRows = "stop",
-    seed: int = 0,
-    vocab_size: int | None = None,
-    overlong: Overlong = "truncate",
-    hub_config: str | None = None,
-    hub_split: str = "train",
-) -> RowStream:
-    """Like `open_dataset`, but tokens are made on demand and not kept.
-
-    Args: as of `open_dataset`; block_tokens: number of tokens shuffled together.
-
-    Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
-    """
-    reading = _reading(kind, fields, sequence_length, seed)
-    sources, _ = open_sources(source, kind, hub_config, hub_split, streaming=True)
-    pad = pad_id(tokenizer, vocab_size)
-    # Files may be moved, so they are known by their sizes; blocks are compared when a run goes on.
-    sizes = [getattr(file, "size", file.name) for file in sources]
-    stream = RowStream(
-        lambda after: Examples(sources, reading, bad_rows, after),
-        Encoder(tokenizer, vocab_size),
-        Layout("text", sequence_length, packing, overlong, pad),
-        seed,
-        block_tokens,
-        [_FORMAT, kind, reading.fields, bad_rows, vocab_size, identity(tokenizer), sizes],
-    )
-    _say(stream.block.store.notes)
-    return stream
 
 
 def _reading(kind: DataKind, fields: Fields | None, sequence_length: int, seed: int) -> Reading:

@@ -15,11 +15,9 @@ from megatrain.data import (
     ImageProcessor,
     PackedDataset,
     Prompts,
-    RowStream,
     load_tokenizer,
     open_dataset,
     open_prompts,
-    open_stream,
 )
 from megatrain.data.prompts import end_of_turn
 from megatrain.data.tokenizer import read_template
@@ -38,7 +36,7 @@ def open_data(
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int,
     images: ImageProcessor | None = None,
-) -> tuple[PackedDataset | RowStream | Prompts, dict[str, PackedDataset | Prompts]]:
+) -> tuple[PackedDataset | Prompts, dict[str, PackedDataset | Prompts]]:
     """Training rows, and evaluation rows by name: from separate files, or held out.
 
     A single evaluation set's name is empty.
@@ -61,22 +59,16 @@ def open_data(
             cache_dir=cache_folder(config),
             progress=_tokenising_progress(),
             images=images,
-            **_packing(config),
+            sequence_length=data.sequence_length,
+            packing=data.packing,
+            overlong=data.overlong,
             **reading,
             **mixing,
         )
 
     sets: dict[str, Any] = {name: opened(path) for name, path in data.eval_sets.items()}
     training: Any
-    if data.streaming:
-        training = open_stream(
-            data.path,
-            kind=data.kind,
-            block_tokens=data.shuffle_buffer,
-            **_packing(config),
-            **reading,
-        )
-    elif config.loss.kind == "prompts":
+    if config.loss.kind == "prompts":
         training = opened(data.path)
     else:
         training = opened(data.path, weights=data.weights, repeat=data.repeat)
@@ -112,7 +104,7 @@ def run_images(model: ModelSection) -> ImageProcessor:
 def run_ends(
     model: ModelSection,
     tokenizer: PreTrainedTokenizerBase,
-    training: PackedDataset | RowStream | Prompts,
+    training: PackedDataset | Prompts,
 ) -> list[int]:
     """The tokens that end the taught texts and that the model does not know as ends yet."""
     ends = [] if model.eos_token is None else [tokenizer.eos_token_id]
@@ -126,7 +118,7 @@ def run_ends(
 
 def data_alone(
     config: Config,
-) -> tuple[PreTrainedTokenizerBase, PackedDataset | RowStream, dict[str, PackedDataset]]:
+) -> tuple[PreTrainedTokenizerBase, PackedDataset, dict[str, PackedDataset]]:
     """Tokenizer, training and evaluation rows of a run, without the model's weights.
 
     Raises InputError: the tokenizer, the model's configuration or the data cannot be used.
@@ -159,12 +151,6 @@ def _reading(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int
         hub_config=data.hub_config,
         hub_split=data.hub_split,
     )
-
-
-def _packing(config: Config) -> dict[str, Any]:
-    """Keyword arguments for making rows of tokens."""
-    data = config.data
-    return dict(sequence_length=data.sequence_length, packing=data.packing, overlong=data.overlong)
 
 
 def _tokenising_progress() -> Callable[[int, int], None]:

@@ -23,10 +23,8 @@ from megatrain.config import Config
 from megatrain.data import (
     PackedDataset,
     Prompts,
-    RowStream,
     Step,
     StepLoader,
-    StreamLoader,
     numbered,
 )
 from megatrain.device import find_device
@@ -247,19 +245,13 @@ def _check_images(config: Config, sets: Sequence[Any]) -> None:
         )
 
 
-def _loader(
-    config: Config, training: PackedDataset | RowStream | Prompts, ranks: Ranks
-) -> StepLoader:
+def _loader(config: Config, training: PackedDataset | Prompts, ranks: Ranks) -> StepLoader:
     rows = config.training.batch_size
     settings: dict[str, Any] = {
         "rows_per_step": rows,
         "rows_per_micro_batch": rows,
         "seed": config.training.seed,
     }
-    if isinstance(training, RowStream):
-        tokens = f"{config.data.shuffle_buffer:,}"
-        log.info("data: a stream, of which %s tokens at a time are shuffled", tokens)
-        return StreamLoader(training, **settings, workers=2)
     if isinstance(training, Prompts):
         log.info("data: %s prompts", f"{len(training):,}")
     else:

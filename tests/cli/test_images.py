@@ -331,7 +331,6 @@ REFUSED = {
     "pairs": (PAIR, {"loss__name": "dpo"}, "with images are not compared or rated"),
     "pairs of texts": (TEXTS, {"loss__name": "dpo"}, "field 'images': only text, and images of"),
     "texts": ({"text": "a", "images": ["p.png"]}, {}, "field 'images': only text, and images of"),
-    "streams": (talk([part("p.png")], "a"), {"data__streaming": True}, "not trained from streams"),
     "videos": (talk("a", "b", videos=["a.mp4"]), {}, "field 'videos': only text"),
     "a video in parts": (talk([{"type": "video", "video": "a.mp4"}], "a"), {}, "'video'"),
     "replies": (talk("a", REPLY), {}, "not in replies.*'image_url'"),
@@ -343,13 +342,11 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", few(REFUSED, 0, 3, 6, 9))
+@pytest.mark.parametrize("case", few(REFUSED, 0, 2, 5, 8))
 def test_what_is_not_trained_with_images_is_refused_by_name(megatrain, model, tmp_path, case):
     row, keys, problem = REFUSED[case]
     file = write_run(tmp_path, model, "vision_tower")
     picture(tmp_path, "p.png", 1)
-    if "data__streaming" in keys:
-        keys = keys | {"data__packing": False}
     result = megatrain("train", file, *asked_of(tmp_path, row, **keys))
     assert result.exit_code == 2
     assert re.search(problem, result.output.replace("\n", " ")), result.output

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from megatrain.checkpoint import verify
 from megatrain.config import load
-from megatrain.data import open_stream
+from megatrain.data import open_dataset
 from megatrain.errors import InputError, RunFailed
 from megatrain.parallel.distributed import ProcessGroups, joined, launch
 from megatrain.telemetry.metrics import read_metrics
@@ -108,9 +108,6 @@ def assert_same_run(one, several, least=1e-12):
         assert torch.allclose(value, weights[1][name], rtol=2e-6, atol=1e-6), name
 
 
-STREAMED = ("data.streaming=true", "data.eval_fraction=0", "data.shuffle_buffer=1024")
-
-
 @pytest.mark.exhaustive
 def test_a_run_of_ranks_that_share_rows_is_that_of_one(megatrain, run_file, tmp_path):
     """Two stop on the way, and go on as one; rows are filled up to different lengths."""
@@ -124,16 +121,6 @@ def test_a_run_of_ranks_that_share_rows_is_that_of_one(megatrain, run_file, tmp_
     assert_same_run(tmp_path / "one", tmp_path / "several")
 
 
-def two_then_three(run_file, tmp_path, at, *changed):
-    """Two ranks begin a run in the folder `several` and are stopped after a step, three go on."""
-    for size, resume in ((2, False), (3, True)):
-        (tmp_path / str(size)).mkdir()
-        stop = None if resume else stopped_at(at)
-        work = run_of(run_file, str(tmp_path / "several"), *changed, resume=resume, at=stop)
-        ended = run_ranks(size, tmp_path / str(size), work)
-        assert ended == ["None" if resume else "SIGTERM"] * size
-
-
 def stopped_at(done):
     """The last rank is told to stop after so many steps."""
 
@@ -144,18 +131,6 @@ def stopped_at(done):
     return told
 
 
-@pytest.mark.exhaustive
-def test_a_streamed_run_is_that_of_one(megatrain, run_file, tmp_path):
-    """Two ranks begin it, of other blocks of the stream than those in which three go on."""
-    held = tmp_path / "held.jsonl"
-    held.write_text("".join((tmp_path / "rows.jsonl").read_text().splitlines(True)[:9]))
-    streamed = (*STREAMED, f"data.eval_path={held}")
-    changed = [part for each in CHANGED + streamed for part in ("--set", each)]
-    megatrain.done("train", run_file, *changed, "--set", "output.folder=one")
-    two_then_three(run_file, tmp_path, 3, *streamed)
-    assert_same_run(tmp_path / "one", tmp_path / "several")
-
-
 def test_a_rank_with_other_rows_is_heard_by_all(run_file, tmp_path):
     """Rows that differ end the run before the step."""
 
@@ -164,10 +139,11 @@ def test_a_rank_with_other_rows_is_heard_by_all(run_file, tmp_path):
         other = tmp_path / f"rows of {rank}.jsonl"
         rows = (tmp_path / "rows.jsonl").read_text().splitlines(True)
         other.write_text("".join(rows[::-1] if rank else rows))
-        differing = run_of(run_file, "differing", *STREAMED, "training.eval_every=null")
+        unheld = ("data.eval_fraction=0", "training.eval_every=null")
+        differing = run_of(run_file, "differing", *unheld)
         with (
             pytest.raises(RunFailed, match="step 1: .*rank 1 has another checksum of the step's"),
-            mock.patch("megatrain.train.data.open_stream", partial(opened, other)),
+            mock.patch("megatrain.train.data.open_dataset", partial(opened, other)),
         ):
             differing(group)
 
@@ -176,8 +152,8 @@ def test_a_rank_with_other_rows_is_heard_by_all(run_file, tmp_path):
 
 
 def opened(path, given, **options):
-    """A stream of another file than the given one."""
-    return open_stream(str(path), **options)
+    """The data of another file than the given one."""
+    return open_dataset(str(path), **options)
 
 
 def test_every_micro_batch_is_one_ranks_own():

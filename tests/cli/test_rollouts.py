@@ -333,7 +333,7 @@ REFUSED = {
         "training__eval_every": 1,
         "checkpoint__best": "eval_loss",
     },
-    "cannot have data.streaming": {"data__streaming": True},
+    "cannot have data.weights": {"data__weights": [1.0]},
     "as many weights as rewards": {"rollout__weights": [1.0]},
     "num_generations is 1": {"loss__num_generations": 1},
     "dpo has no max_completion_length": {"loss__name": "dpo"},

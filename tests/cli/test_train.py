@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.cli import main
 from megatrain.telemetry.metrics import read_metrics
-from tests.cli.cases import sets, tiny_llama, write_rows
+from tests.cli.cases import sets, tiny_llama
 
 
 def test_a_run_leaves_all_it_promises(trained):
@@ -177,27 +177,3 @@ def test_an_export_onto_a_full_disk_leaves_nothing(trained, tmp_path, monkeypatc
     assert "cannot export the model: File too large; nothing was written" in said
     assert "Traceback" not in said
     assert not list(tmp_path.iterdir())
-
-
-def test_a_streamed_run_keeps_no_tokens_and_is_resumed_exactly(
-    megatrain, run_file, tmp_path, caplog
-):
-    tree = yaml.safe_load(run_file.read_text())
-    tree["data"] |= {"streaming": True, "shuffle_buffer": 1024, "eval_fraction": 0.0}
-    write_rows(tmp_path / "rows.jsonl", 80)  # of which one epoch is
-    tree["training"]["eval_every"] = None
-    tree["schedule"] = {"name": "constant"}
-    run_file.write_text(yaml.safe_dump(tree))
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    result = megatrain("train", run_file, *sets(output__folder=str(whole), training__steps=12))
-    assert result.exit_code == 0 and "a stream" in caplog.text, result.output
-    for steps in (5, 12):
-        resumed = ["--resume"] if steps == 12 else []
-        options = sets(output__folder=str(parts), training__steps=steps)
-        megatrain.done("train", run_file, *options, *resumed)
-    first, second = (load_file(f / "model" / "model.safetensors") for f in (whole, parts))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert max(record["epoch"] for record in read_metrics(whole / "metrics.jsonl")) >= 1
-    assert not (tmp_path / "cache").exists()
-    shown = megatrain("data", run_file)
-    assert shown.exit_code == 0 and "the first tokens of a stream: " in shown.stdout

@@ -173,12 +173,6 @@ MISTAKES = [
     (["data.weights=[1, 2]"], "give as many weights as paths: 1, not 2"),
     (["data.repeat=true"], "repeat needs weights"),
     (["data.weights=[1]", "data.repeat=true", "data.eval_fraction=0.1"], "give eval_path instead"),
-    (["data.streaming=true", "data.weights=[1]"], "data: streaming takes sources as they come"),
-    (["data.streaming=true", "data.eval_fraction=0.1"], "data: give eval_path instead of"),
-    (
-        ["data.streaming=true", "training.steps=null", "training.epochs=1"],
-        "data.streaming needs training.steps",
-    ),
     (["data.eval_path=b", "data.eval_fraction=0.1"], "data: give eval_path or eval_fraction"),
     (["training.eval_every=3"], "training.eval_every is 3, but there is nothing to evaluate: set"),
     (["training.epochs=1"], "training: give either steps or epochs"),
@@ -405,7 +399,5 @@ def test_earlier_names_of_saved_choices_are_read():
     assert saved.keys() - today.keys() == RENAMED.keys()
     saved |= {"chunk_tokens": 8192, "save_attention": "host"}  # given up
     assert Placement(**renamed(saved)) == Placement(**renamed(today)) == placement
-    with pytest.raises(
-        ValueError, match="'chunk_tokens' has been given up"
-    ):
+    with pytest.raises(ValueError, match="'chunk_tokens' has been given up"):
         EngineSection(placement={"chunk_tokens": 8192})

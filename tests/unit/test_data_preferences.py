@@ -8,7 +8,7 @@ import torch
 
 from megatrain.data import StepLoader, open_dataset, open_prompts
 from megatrain.data.encoders import Document
-from megatrain.data.token_store import memory_store
+from megatrain.data.token_store import open_store
 from megatrain.errors import InputError
 from megatrain.loss import DPO, KTO
 from tests.unit.data_cases import chat_tokenizer, encode_row, refused, talk, write_jsonl
@@ -231,12 +231,15 @@ def test_a_bad_row_takes_both_replies_along(tmp_path):
     assert lines(data) == [encoded({"messages": talk(ASK, text)}) for text in (GOOD, BAD)]
 
 
-def test_margins_tell_data_apart_only_where_there_are_any():
+def test_margins_tell_data_apart_only_where_there_are_any(tmp_path):
     """Runs from before there were margins go on: the digest is that of then."""
     document = Document(0, 1, np.arange(5, dtype=np.int32), np.ones(5, bool))
-    old, new = (
-        memory_store([document._replace(margin=each)], ["a"], {}).digest for each in (0.0, 0.5)
-    )
+    digests = []
+    for margin in (0.0, 0.5):
+        documents = [document._replace(margin=margin)]
+        store = open_store(tmp_path / str(margin), ["a"], documents.copy, {})
+        digests.append(store.digest)
+    old, new = digests
     assert old == "5496f4979eca69a9deddaa9ebf9f72f6" != new
 
 

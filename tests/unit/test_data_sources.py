@@ -12,7 +12,6 @@ from transformers import ByT5Tokenizer
 
 from megatrain.config import DataSection, load
 from megatrain.data import (
-    RowStream,
     load_tokenizer,
     open_dataset,
     readers,
@@ -285,7 +284,6 @@ def test_unusable_settings_are_refused(tmp_path, options, problem):
 # Each key of a run file's `data` changes what is trained or evaluated, or is refused.
 
 CHAT = {"path": "chat.jsonl"}
-STREAM = {"streaming": True, "shuffle_buffer": 1024, "path": ["long.jsonl"]}
 BOTH = {"path": ["text.jsonl", "long.jsonl"], "weights": [1, 1]}
 # For each key: what stands beside it, one value, and another.
 KEYS = {
@@ -294,8 +292,6 @@ KEYS = {
     "sequence_length": ({}, 64, 32),
     "weights": (BOTH, None, [3, 1]),
     "repeat": (BOTH, False, True),
-    "streaming": ({}, False, True),
-    "shuffle_buffer": (STREAM, 1024, 4096),
     "eval_path": ({}, None, "long.jsonl"),
     "eval_fraction": ({}, 0.0, 0.3),
     "packing": (CHAT, True, False),
@@ -324,9 +320,8 @@ def opened(folder, caplog, **data):
     rows = [training.batch([row])["input_ids"].tolist() for row in range(3)]
     said = [each.getMessage() for each in caplog.records[caplog_at:] if "choose" in each.msg]
     kept = sorted(path.parent.name for path in folder.glob("*/tokens-*.lock"))
-    size = training.block.num_tokens if isinstance(training, RowStream) else len(training)
     held_out = {name: each.fingerprint for name, each in sets.items()}
-    return json.dumps([type(training).__name__, size, rows, held_out, said, kept])
+    return json.dumps([type(training).__name__, len(training), rows, held_out, said, kept])
 
 
 @pytest.mark.parametrize("key", DataSection.model_fields)
@@ -353,7 +348,7 @@ def test_each_key_has_an_effect(tmp_path, monkeypatch, caplog, key):
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        ({"shuffle_buffer": 2048}, "shuffle_buffer needs streaming"),
+        ({"streaming": True}, "data.streaming: unknown key; leave it out: tokens are made once"),
         ({"text_field": "a"}, "data.text_field: unknown key; its name here is data.fields"),
     ],
 )
