@@ -82,9 +82,8 @@ class MegatrainEngine:
         return rates
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """For an inference server, in bf16."""
-        for name, master in self.engine.named_masters():
-            yield name, master.bfloat16()
+        """For an inference server: fp32 masters."""
+        yield from self.engine.named_masters()
 
     def get_data_parallel_size(self) -> int:
         return 1

@@ -121,7 +121,7 @@ def test_links_do_not_lead_out_of_a_checkpoint(tmp_path):
 
 
 ENDLESS = {
-    "config.json": "config.json: not a plain file",
+    "config.json": "no config.json there",
     "model.safetensors": "no model.safetensors",
 }
 
