@@ -7,12 +7,10 @@ from rich.console import Console
 from rich.text import Text
 
 from megatrain import config
-from megatrain.data.preview import ShownDocument, Summary, shown
+from megatrain.data.preview import ShownDocument, shown, summary
 from megatrain.telemetry.console import say
 
-_BAR = 40  # characters of the longest bar
 _LONGEST = 3000  # most characters shown of a document
-_SOURCES = 20
 
 
 def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
@@ -22,8 +20,8 @@ def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
 
     tokenizer, training, evaluation = data_alone(loaded)
     console = Console(highlight=False)
-    summary = Summary(training)
-    _print_summary(console, summary)
+    for line in summary(training):
+        say(console, line)
     if evaluation:
         print()
     for set_name, held in evaluation.items():
@@ -31,27 +29,6 @@ def show_data(run: Path, overrides: Sequence[str], rows: int) -> None:
         print(f"{title}: {held.num_tokens:,} tokens in {len(held):,} rows")
     for row in range(min(rows, len(training))):
         _print_row(console, row, shown(training, row, tokenizer))
-
-
-def _print_summary(console: Console, summary: Summary) -> None:
-    documents = summary.what
-    counts, tokens = summary.facts()
-    say(console, f"training: {counts}")
-    say(console, tokens)
-    for note in summary.notes():
-        say(console, note)
-    say(console, f"\ntokens by source{f' in {summary.folder}' if summary.folder else ''}")
-    widest = sorted(summary.sources, key=lambda source: -source.tokens)
-    for source in widest[:_SOURCES]:
-        say(console, f"  {source.tokens:>14,}  {source.documents:>10,} {documents}  {source.name}")
-    if (num_hidden := len(widest) - _SOURCES) > 0:
-        say(console, f"  {sum(s.tokens for s in widest[_SOURCES:]):>14,}  in {num_hidden:,} more")
-    say(console, f"\nlengths of {documents} in tokens")
-    histogram = summary.histogram()
-    largest_count = max(count for *_, count in histogram)
-    for shortest, longest, count in histogram:
-        bar = "█" * max(round(_BAR * count / largest_count), bool(count))
-        say(console, f"  {shortest:>8,} - {longest:<8,} {count:>10,} {bar}")
 
 
 def _print_row(console: Console, row: int, pieces: Sequence[ShownDocument]) -> None:

