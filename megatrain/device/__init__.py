@@ -7,7 +7,6 @@ import torch
 from megatrain.device.base import Buffer, Device, available_bytes, free_bytes
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.recording import Recording
-from megatrain.device.trace import TraceDevice
 from megatrain.errors import InputError
 
 

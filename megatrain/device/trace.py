@@ -1,7 +1,6 @@
-"""Devices that compute nothing: one checks the order of all work, one keeps its time."""
+"""Devices that compute nothing; one keeps the time of its work."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,83 +9,36 @@ from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer, Buffers, Device
 from megatrain.telemetry.timeline import Span
 
 CALLER = "caller"  # the thread that puts work on streams is a stream, too
-Clock = dict[str, int]
 
 
-@dataclass(frozen=True)
-class TraceEvent:
-    """A point whose `clock` says what is certain to have happened once it has passed."""
-
-    clock: Clock
-
-
-@dataclass
-class TraceDevice(Device):
-    """Collects races instead of computing.
-
-    Attributes:
-        without: names of waits to leave out, to see that their absence is noticed.
-        races: each pair of unordered operations, with the buffer.
-        waits: names of all waits met.
-        operations: `(stream, name)` in the order in which they were put on.
-    """
-
-    without: frozenset[str] = frozenset()
-    races: list[str] = field(default_factory=list)
-    waits: set[str] = field(default_factory=set)
-    operations: list[tuple[str, str]] = field(default_factory=list)
+class MetaDevice(Device):
+    """Computes nothing: its buffers have no memory, and its streams no order."""
 
     kind = "trace"
     torch_device = torch.device("meta")
 
-    def __post_init__(self) -> None:
-        self._clocks: defaultdict[str, Clock] = defaultdict(dict)
-        # The newest access of each stream: its number there, and its name.
-        self._log: defaultdict[str, dict[tuple[str, bool], tuple[int, str]]] = defaultdict(dict)
-
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        return self._allocated(Buffer(name, torch.empty(numel, dtype=dtype, device="meta")))
-
-    def _allocated(self, buffer: Buffer) -> Buffer:
-        # A caching allocator hands out memory that compute work put on before may still be using.
-        self.run(COMPUTE, f"allocate {buffer.name}", lambda: None, writes=[buffer])
-        return buffer
+        return Buffer(name, torch.empty(numel, dtype=dtype, device="meta"))
 
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         return Buffer(name, torch.empty(numel, dtype=dtype, device="meta"))
 
     def run(
         self, stream: str, name: str, work: Work, reads: Buffers = (), writes: Buffers = ()
-    ) -> None:
-        clock = self._clocks[stream]
-        _merge(clock, self._clocks[CALLER])
-        clock[stream] = clock.get(stream, 0) + 1
-        self.operations.append((stream, name))
-        for buffer, write in [(b, False) for b in reads] + [(b, True) for b in writes]:
-            for part in buffer.names:
-                for (other, other_write), (sequence, earlier) in self._log[part].items():
-                    if (write or other_write) and clock.get(other, 0) < sequence:
-                        unordered = f"is not ordered against {earlier} on {other}: {part}"
-                        self.races.append(f"{name} on {stream} {unordered}")
-                self._log[part][stream, write] = clock[stream], name
+    ) -> Any:
+        return None
 
     def copy(self, stream: str, to: Buffer, source: Buffer, numel: int | None = None) -> None:
-        self.run(stream, f"{source.name} -> {to.name}", lambda: None, [source], [to])
+        return None
 
-    def record(self, stream: str) -> TraceEvent:
-        clock = dict(self._clocks[stream])
-        _merge(clock, self._clocks[CALLER])
-        return TraceEvent(clock)
+    def wait(self, stream: str, event: Any | None, why: str) -> None:
+        return None
+
+    def record(self, stream: str) -> Any:
+        return None
 
     def mark(self, stream: str) -> float:
         return 0.0
-
-    def wait(self, stream: str, event: Any | None, why: str) -> None:
-        if event is None:
-            return
-        self.waits.add(why)
-        if why not in self.without:
-            _merge(self._clocks[stream], event.clock)
 
     def synchronize(self, event: Any, why: str) -> None:
         self.wait(CALLER, event, why)
@@ -94,11 +46,6 @@ class TraceDevice(Device):
     def read(self, buffer: Buffer) -> list[float]:
         self.run(CALLER, f"read {buffer.name}", lambda: None, [buffer])
         return [0.0] * buffer.data.numel()
-
-
-def _merge(clock: Clock, other: Clock) -> None:
-    for stream, sequence in other.items():
-        clock[stream] = max(clock.get(stream, 0), sequence)
 
 
 class Cost(NamedTuple):
@@ -141,7 +88,7 @@ class Costs(Protocol):
         """Host memory, on the meta device."""
 
 
-class ClockDevice(TraceDevice):
+class ClockDevice(MetaDevice):
     """Keeps time by `costs`.
 
     Attributes:
@@ -150,7 +97,6 @@ class ClockDevice(TraceDevice):
     """
 
     def __init__(self, costs: Costs) -> None:
-        super().__init__()
         self.spans: list[Span] = []
         self._costs = costs
         self._at: defaultdict[str, float] = defaultdict(float)
@@ -161,7 +107,10 @@ class ClockDevice(TraceDevice):
         return self._at[CALLER]
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
-        return self._allocated(Buffer(name, self._costs.empty(name, numel, dtype)))
+        buffer = Buffer(name, self._costs.empty(name, numel, dtype))
+        # A caching allocator hands out memory that compute work put on before may still be using.
+        self.run(COMPUTE, f"allocate {name}", lambda: None, writes=[buffer])
+        return buffer
 
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         return Buffer(name, self._costs.host(name, numel, dtype))

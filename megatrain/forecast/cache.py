@@ -17,8 +17,9 @@ from torch.func import functional_call
 
 from megatrain.compat.torch import FakeTensorMode
 from megatrain.compat.transformers import counts_tokens
-from megatrain.device import Buffer, TraceDevice
+from megatrain.device import Buffer
 from megatrain.device.base import Memory, kind_of
+from megatrain.device.trace import MetaDevice
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.step import Parts, TrainingParts
 from megatrain.forecast.op_counter import (
@@ -67,9 +68,8 @@ class Needs:
         return Needs(device, host)
 
 
-class _Counting(TraceDevice):
+class _Counting(MetaDevice):
     def __init__(self) -> None:
-        super().__init__()
         self.needs = Needs()
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
@@ -79,9 +79,6 @@ class _Counting(TraceDevice):
     def host(self, name: str, numel: int, dtype: torch.dtype, *, pinned: bool) -> Buffer:
         self.needs.host[kind_of(name, Memory.OTHER).value] += numel * dtype.itemsize
         return super().host(name, numel, dtype, pinned=pinned)
-
-    def run(self, *work: Any, **buffers: Any) -> None:
-        """Nothing is put on a stream."""
 
 
 def needs_of(

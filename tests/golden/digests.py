@@ -19,13 +19,12 @@ import megatrain
 import megatrain.integrations
 from megatrain.cli.app import app
 from megatrain.config import Config
-from megatrain.device import TraceDevice
 from megatrain.device.base import Buffers, Work
-from megatrain.device.trace import TraceEvent
 from megatrain.parallel.distributed import ALONE
 from tests.parity.cases import llama, make_batches, make_engine, masters
 from tests.race import schedule
 from tests.race.schedule import Alike
+from tests.race.trace import TraceDevice, TraceEvent
 from tests.rules import SWEPT
 
 FILE = Path(__file__).with_name("golden.json")

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from megatrain import AdamW, Placement
 from megatrain.checkpoint.snapshot import Snapshot, StagingBlocks, tile_file
-from megatrain.device import TraceDevice, disk
+from megatrain.device import disk
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.batch import prepare
@@ -26,6 +26,7 @@ from megatrain.optim import StreamedOptimizer
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.source.source import open_source, packed_weights, tile_layouts
 from megatrain.store.store import Store
+from tests.race.trace import TraceDevice
 from tests.rules import SWEPT
 
 T = TypeVar("T")
