@@ -58,8 +58,6 @@ def run_plan(options: Options) -> None:
                 f"engine.sequence_parallel is {shared}: so many GPUs share every row; plan with "
                 f"--gpus {shared}"
             )
-        if run.loss.reference == "streamed":
-            workload = replace(workload, second=Second("reference model", named.spec()))
         if run.loss.teacher is not None:
             from megatrain.config import ModelSection
 

@@ -139,8 +139,7 @@ class OptimizerSection(NamedSection):
 _LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "sft": ("CrossEntropy", None, {"label_smoothing": 0.0}),
     "distill": ("Distillation", None, {"teacher": None, "top_k": 64}),
-    "dpo": ("DPO", "pairs", {"reference": "kept"}),
-    "kto": ("KTO", "rated", {"reference": "kept"}),
+    "dpo": ("DPO", "pairs", {}),
     "reward": ("Reward", "pairs", {}),
     "grpo": ("GRPO", "prompts", {}),
 }  # fmt: skip
@@ -149,16 +148,13 @@ _LOSSES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 class LossSection(NamedSection):
     """The loss and its settings in `megatrain.loss` (docs/losses.md).
 
-    `reference`: keep its answers, or stream it in each step. `teacher`: a model to distil, by its
-    `top_k` likeliest tokens for each label.
+    `teacher`: a model to distil, by its `top_k` likeliest tokens for each label.
     """
 
-    name: Literal["sft", "distill", "dpo", "kto", "reward", "grpo"] = "sft"
+    name: Literal["sft", "distill", "dpo", "reward", "grpo"] = "sft"
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
     beta: Annotated[float, Field(ge=0)] | None = None
     loss_type: str | None = None
-    desirable_weight: Annotated[float, Field(ge=0)] | None = None
-    undesirable_weight: Annotated[float, Field(ge=0)] | None = None
     center_rewards_coefficient: Annotated[float, Field(gt=0)] | None = None
     margin: bool | None = None
     epsilon: float | None = None
@@ -171,7 +167,6 @@ class LossSection(NamedSection):
     num_iterations: int | None = None
     max_completion_length: int | None = None
     mask_truncated_completions: bool | None = None
-    reference: Literal["kept", "streamed"] | None = None
     teacher: Name | None = None
     top_k: Positive | None = None
     temperature: float | None = None
@@ -185,7 +180,8 @@ class LossSection(NamedSection):
     @field_validator("name", mode="before")
     @classmethod
     def _not_given_up(cls, name: Any) -> Any:
-        instead = {"simpo": "dpo with loss_type: sigmoid_norm", "orpo": "dpo", "rloo": "grpo"}
+        instead = {"simpo": "dpo with loss_type: sigmoid_norm", "orpo": "dpo"}
+        instead |= {"kto": "dpo, of pairs", "rloo": "grpo"}
         if name in instead:
             raise ValueError(f"{name} has been given up: take {instead[name]}")
         return name
@@ -207,7 +203,7 @@ class LossSection(NamedSection):
         return LabelSmoothing(self.label_smoothing) if self.label_smoothing else CROSS_ENTROPY
 
     @property
-    def kind(self) -> Literal["pairs", "margins", "rated", "prompts"] | None:
+    def kind(self) -> Literal["pairs", "margins", "prompts"] | None:
         """The kind of data that the loss needs; None: texts or chats."""
         return "margins" if self.margin else _LOSSES[self.name][1]
 
@@ -225,7 +221,7 @@ class LossSection(NamedSection):
             return ("reward",)
         if self.name == "distill":
             return ("loss",)
-        kinds = ("chosen", "rejected", "margins", *(["accuracies"] if self.name != "kto" else []))
+        kinds = ("chosen", "rejected", "margins", "accuracies")
         return "loss", *(f"rewards/{kind}" for kind in kinds)
 
 

@@ -49,7 +49,8 @@ Pattern = Annotated[str, AfterValidator(a_pattern)]
 _GIVEN_UP = {
     "base_model": None, "z_loss": None, "gamma": None, "normalize_advantages": None,
     "packed": None, "neftune_alpha": None, "streaming": False, "shuffle_buffer": 4 << 20,
-    "teacher_log_probs": "kept", "text_field": "text", "timeline_every": None, "samples": None,
+    "reference": "kept", "teacher_log_probs": "kept", "text_field": "text",
+    "timeline_every": None, "samples": None,
     "server": None, "server_weights": None,
     "server_seconds": 600.0, "importance_sampling_mode": "sequence_mask",
     "importance_sampling_clip_max": 3.0, "importance_sampling_clip_min": None,

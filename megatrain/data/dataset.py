@@ -40,7 +40,7 @@ _MAX_PLACES = 8  # named in one description
 class Layout:
     """How documents become rows of `sequence_length` tokens."""
 
-    kind: Literal["text", "chat", "pairs", "rated"]
+    kind: Literal["text", "chat", "pairs"]
     sequence_length: int
     packing: bool
     overlong: Overlong
@@ -123,8 +123,8 @@ class PackedDataset:
         return len(self._rows)
 
     @property
-    def kind(self) -> Literal["text", "chat", "pairs", "rated"]:
-        """The kind of the data: text, chat (completions included), pairs or rated."""
+    def kind(self) -> Literal["text", "chat", "pairs"]:
+        """The kind of the data: text, chat (completions included) or pairs."""
         return self._layout.kind
 
     @property

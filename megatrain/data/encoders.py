@@ -21,7 +21,7 @@ from megatrain.data.images import ImageProcessor, Picture, looked_at, with_image
 from megatrain.data.readers import TextPiece
 from megatrain.data.refused_fields import OF_CALLS, empty
 from megatrain.data.reply_spans import ReplySpans
-from megatrain.data.rows import Completion, Rated
+from megatrain.data.rows import Completion, Pair
 from megatrain.data.template import REASONING, SAID, Template
 from megatrain.data.tokenizer import (
     added_ids,
@@ -41,7 +41,7 @@ class Document(NamedTuple):
     """A tokenised document (or piece of one), where it came from, and which tokens to predict.
 
     ids: [n] int32. targets: [n] bool; a document without any true one has nothing to learn from.
-    good: True if a compared reply is the better one, or a rated one is good.
+    good: True but for the worse reply of a pair.
     margin: by how much the pair's better reply is preferred.
     images: in the order of their tokens. images_end: tokens up to, with, the last one's.
     """
@@ -283,16 +283,16 @@ class Encoder:
         try:
             if isinstance(example, Conversation) and example.images:
                 placed = self._with_images(placed, example, examples)
-            for talk in example.replies if isinstance(example, Rated) else [example]:
+            for talk in example.replies if isinstance(example, Pair) else [example]:
                 if isinstance(talk, Conversation):
                     examples.pass_over(f"{name} (of messages)" for name in self._chat.unread(talk))
-            if not isinstance(example, Rated):
+            if not isinstance(example, Pair):
                 return [self._encoded(placed)]
             return [
                 self._encoded(placed._replace(example=reply))._replace(
                     good=good, margin=example.margin
                 )
-                for reply, good in zip(example.replies, example.good, strict=True)
+                for reply, good in zip(example.replies, (True, False), strict=True)
             ]
         except InputError as error:
             examples.bad(error)

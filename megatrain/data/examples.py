@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatrain.data.conversation import Conversation
 from megatrain.data.readers import TextPiece, read_rows, read_text, split_text
-from megatrain.data.rows import TEXT, Completion, Example, Format, Rated, Reading
+from megatrain.data.rows import TEXT, Completion, Example, Format, Pair, Reading
 from megatrain.data.sources import DataSource, SourceFile
 from megatrain.data.template import SAID
 from megatrain.data.tokenizer import check_encodable
@@ -18,7 +18,7 @@ SHOWN = 20  # rows left out and unread fields that are listed
 
 def _has_empty_reply(example: Example) -> bool:
     """True if a reply to learn is empty, for example where a table has no answer."""
-    if isinstance(example, Rated):
+    if isinstance(example, Pair):
         return any(map(_has_empty_reply, example.replies))
     if isinstance(example, Completion):
         return not example.completion.strip()
@@ -43,7 +43,7 @@ class PlacedExample(NamedTuple):
     source: int
     number: int
     where: str
-    example: TextPiece | Conversation | Completion | Rated
+    example: TextPiece | Conversation | Completion | Pair
 
 
 class Examples:

@@ -1,20 +1,17 @@
-"""Replies that are compared, or rated good or bad: rows with the inputs of their losses."""
+"""Pairs of replies: rows with the inputs of their losses."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatrain.data.dataset import MicroBatch, PackedDataset
-from megatrain.data.row_packing import Ints
-from megatrain.loss import IGNORED, KTO, PairLoss, Reward
+from megatrain.loss import IGNORED, PairLoss, Reward
 
-REPLIES = {"pairs": "pairs", "margins": "pairs", "rated": "rated"}
-"""Kinds of data with replies, and which of them rows are laid out as."""
+REPLIES = ("pairs", "margins")
+"""Kinds of data with replies."""
 
 PLAIN = ("input_ids", "labels", "attention_mask")
-_NUMBERS = ("pair", "example")
 
 
 def plain_rows(step: list[MicroBatch]) -> list[MicroBatch]:
@@ -24,27 +21,26 @@ def plain_rows(step: list[MicroBatch]) -> list[MicroBatch]:
 
 
 def numbered(step: list[MicroBatch]) -> list[MicroBatch]:
-    """Micro-batches with their pairs or replies numbered anew, unique in the step."""
-    for name in _NUMBERS:
-        first = 0.0
-        for micro in step:
-            if name in micro:
-                micro[name] += first
-                first = float(micro[name].max()) + 1
+    """Micro-batches with their pairs numbered anew, unique in the step."""
+    first = 0.0
+    for micro in step:
+        if "pair" in micro:
+            micro["pair"] += first
+            first = float(micro["pair"].max()) + 1
     return step
 
 
 class ReplyDataset(PackedDataset):
-    """Pairs, each a row of two lines of tokens, or rated replies; each reply has a line.
+    """Pairs, each a row of two lines of tokens: the better reply, and the other.
 
     Call `train_with` first: it says which loss the rows are for.
     """
 
-    _loss: PairLoss | KTO
+    _loss: PairLoss
     _reference: Tensor | None = None
     _pad: int = -1
 
-    def train_with(self, loss: PairLoss | KTO, *, pad: int = -1) -> None:
+    def train_with(self, loss: PairLoss, *, pad: int = -1) -> None:
         """Give micro-batches the inputs of a loss.
 
         Args: `pad`: the model's padding token, for losses that score rows.
@@ -57,61 +53,30 @@ class ReplyDataset(PackedDataset):
 
     @property
     def fill(self) -> float:
-        return super().fill / (2 if self.kind == "pairs" else 1)
+        return super().fill / self.lines
 
-    @property
-    def lines(self) -> int:
-        """Number of lines of tokens in a row."""
-        return self._loss.lines
+    lines = PairLoss.lines
 
     def plain(self, rows: Sequence[int]) -> MicroBatch:
         """Rows as `Layout.batch` lays them out, a line for each reply, without a loss's inputs."""
-        return self._layout.batch([[line] for row in rows for line in self.replies(row)])
+        return self._layout.batch([[line] for row in rows for line in self.pieces(row)])
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch as `plain` makes it, with the inputs of the loss."""
-        batch, lines = self.plain(rows), self.lines
+        batch = self.plain(rows)
         labels, ids = batch["labels"], batch["input_ids"]
-        kinds = torch.tensor([kind for row in rows for kind in self._kinds(row)])
-        places = torch.arange(len(kinds)) // (lines if self.kind == "pairs" else 1)
-        of_lines = {"pair": places, "example": places, "chosen": kinds, "desired": kinds}
-        for name in self._loss.inputs:
-            if name in of_lines:
-                batch[name] = of_lines[name][:, None].expand(labels.shape).float().contiguous()
+        pairs = torch.arange(len(rows)).repeat_interleave(self.lines)
+        of_lines = {"pair": pairs, "chosen": torch.tensor([1, 0] * len(rows))}
         if "margin" in self._loss.inputs:
-            firsts = [int(self._segments(row).document[0]) for row in rows for _ in range(lines)]
-            margins = torch.tensor([self.store.margin(document) for document in firsts])
-            batch["margin"] = margins[:, None].expand(labels.shape).float().contiguous()
+            firsts = [int(self._segments(row).document[0]) for row in rows]
+            of_lines["margin"] = torch.tensor([self.store.margin(at) for at in firsts])[pairs]
+        for name, values in of_lines.items():
+            batch[name] = values[:, None].expand(labels.shape).float().contiguous()
         if self._reference is not None:
             batch["reference_logp"] = at_first_label(self._reference[list(rows)].view(-1), labels)
         if isinstance(self._loss, Reward):
             batch["labels"] = scored(ids, batch.get("attention_mask"), self._pad)
         return batch
-
-    def _kinds(self, row: int) -> list[int]:
-        """For each line: 1 for a chosen or good reply, 0 for another, -1 for a mismatched one."""
-        if self.kind == "pairs":
-            return [1, 0]
-        good = int(self.store.is_good(int(self._segments(row).document[0])))
-        return [good, -1][: self.lines]
-
-    def replies(self, row: int) -> Iterable[tuple[Ints, Ints]]:
-        """Ids and labels of each line of a row; KTO adds a mismatched reply as the second."""
-        yield from self.pieces(row)
-        if self.kind == "rated" and self.lines == 2:
-            yield self._mismatched(row)
-
-    def _mismatched(self, row: int) -> tuple[Ints, Ints]:
-        """The row's prompt with the reply of the row before, as TRL's KTO takes it."""
-        (prompt_ids, labels), (other, learnt) = (
-            next(iter(self.pieces(at))) for at in (row, (row - 1) % len(self))
-        )
-        begin, start = _first_label(labels), _first_label(learnt)
-        parts = zip(
-            (prompt_ids[:begin], labels[:begin]), (other[start:], learnt[start:]), strict=True
-        )
-        ids, targets = (np.concatenate(part)[: self.sequence_length] for part in parts)
-        return ids, targets
 
 
 def scored(ids: Tensor, mask: Tensor | None, pad: int) -> Tensor:
@@ -122,10 +87,6 @@ def scored(ids: Tensor, mask: Tensor | None, pad: int) -> Tensor:
     present = (ids != pad) if mask is None else (ids != pad) & (mask == 1)
     last = (torch.arange(ids.shape[1]) * present).argmax(1, keepdim=True)
     return torch.full_like(ids, IGNORED).scatter(1, last, 0)
-
-
-def _first_label(labels: Ints) -> int:
-    return 1 + int((labels[1:] != IGNORED).argmax())
 
 
 def at_first_label(sums: Tensor, labels: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain.errors import InputError
 
-_KTO = "rows of good and bad replies need loss.name: kto; or keep the good ones, without it"
+_RATED = "rows of good and bad replies are not read: make pairs of them, or keep the good ones"
 _PREFERENCE = (
     "pairs of a better and a worse reply need loss.name: dpo, or another; or keep the better"
 )
@@ -22,8 +22,8 @@ _LARGE = 1e30  # no number of a row is as large; infinity is
 
 _OF_MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _MEDIA)
 _ROW = {
-    "label": _KTO,
-    "kto_tag": _KTO,
+    "label": _RATED,
+    "kto_tag": _RATED,
     **dict.fromkeys(("chosen", "rejected", "chosen_messages", "rejected_messages"), _PREFERENCE),
     **dict.fromkeys(("input_ids", "token_ids", "labels"), _TOKENS),
     **dict.fromkeys(("train", "training", "trainable"), _WEIGHTS),
@@ -39,7 +39,7 @@ BESIDE_PROMPTS = (*_OF_MEDIA, *_ROW_OF_TURNS)  # a reply to the prompt would dep
 _WEIGHT = re.compile(r"(.+_)?(weights?|masks?)")
 
 _MESSAGE = {
-    "label": _KTO,
+    "label": _RATED,
     "refusal": "it is not read: write it as 'content'",
     "function_call": "it is not read: write it as 'tool_calls'",
     **_OF_MEDIA,

@@ -44,15 +44,14 @@ class Completion(NamedTuple):
     completion: str
 
 
-class Rated(NamedTuple):
-    """Replies to one prompt, each with the prompt; which of them are good, and the margin."""
+class Pair(NamedTuple):
+    """The better reply to a prompt and the other, each with the prompt; the margin."""
 
     replies: Sequence[Conversation | Completion]
-    good: Sequence[bool]
     margin: float = 0.0
 
 
-Example = str | Conversation | Completion | Rated
+Example = str | Conversation | Completion | Pair
 
 
 def check_text(value: object, ours: str, theirs: str, where: str, *, needed: bool) -> None:
@@ -93,28 +92,21 @@ def of_completion(row: DataRow, where: str) -> Conversation | Completion:
     return _completed(row, prompt, completion, where)
 
 
-def of_rated(row: DataRow, where: str) -> Rated:
-    """A reply, and its rating as good or bad."""
-    if not isinstance(row["label"], bool):
-        raise InputError(f"{where}: 'label' must be true of a good reply, false of a bad one")
-    return Rated([_without_images(of_completion(row, where), where)], [row["label"]])
-
-
 def _without_images(reply: Conversation | Completion, where: str) -> Conversation | Completion:
     if isinstance(reply, Conversation) and reply.images:
         raise InputError(
-            f"{where}: replies with images are not compared or rated in run files: leave the "
+            f"{where}: replies with images are not compared in run files: leave the "
             "images out, or train on the better replies"
         )
     return reply
 
 
-def of_pair_with_margin(row: DataRow, where: str) -> Rated:
+def of_pair_with_margin(row: DataRow, where: str) -> Pair:
     """A pair of replies, and the margin of the better one."""
     return of_pair(row, where)._replace(margin=number(row["margin"], "margin", where))
 
 
-def of_pair(row: DataRow, where: str) -> Rated:
+def of_pair(row: DataRow, where: str) -> Pair:
     """A pair: a better reply to a prompt, and a worse one."""
     names = ("chosen", "rejected")
     replies: list[Any] = [text_or_messages(row[name], name, where) for name in names]
@@ -139,7 +131,7 @@ def of_pair(row: DataRow, where: str) -> Rated:
     else:
         prompt, replies = _taken_apart(replies, prompt, where)
     completed = [_without_images(_completed(row, prompt, r, where), where) for r in replies]
-    return Rated(completed, [True, False])
+    return Pair(completed)
 
 
 def _is_said(question: str, messages: Any) -> bool:
@@ -277,7 +269,7 @@ class Format:
     """
 
     title: str
-    kind: Literal["text", "chat", "pairs", "rated"]
+    kind: Literal["text", "chat", "pairs"]
     needs: Mapping[str, tuple[str, ...]]
     may: Mapping[str, tuple[str, ...]]
     read: Callable[[DataRow, str], Example]
@@ -338,13 +330,8 @@ PAIRS = Format(
     {"prompt": ("prompt",), **_PROMPTED}, of_pair,
 )  # fmt: skip
 MARGINS = replace(PAIRS, needs={**PAIRS.needs, "margin": ("margin",)}, read=of_pair_with_margin)
-RATED = Format(
-    "rated replies", "rated",
-    {"prompt": ("prompt",), "completion": ("completion",), "label": ("label", "kto_tag")},
-    _PROMPTED, of_rated,
-)  # fmt: skip
-_OF_REPLIES = {"pairs": (PAIRS,), "margins": (MARGINS,), "rated": (RATED, PAIRS)}
-_EVERY = (*FORMATS, MARGINS, RATED)
+_OF_REPLIES = {"pairs": (PAIRS,), "margins": (MARGINS,)}
+_EVERY = (*FORMATS, MARGINS)
 KNOWN = sorted({name for form in _EVERY for name in (*form.needs, *form.may)})
 # Fields that a reply depends on: without them another conversation would be learnt.
 _PROMPTS = ("instruction", *_QUESTIONS, *_TALKS["messages"])  # names of prompts beside replies

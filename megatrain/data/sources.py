@@ -14,7 +14,7 @@ from megatrain.errors import InputError, first_line
 _log = logging.getLogger("megatrain.data")
 
 FileFormat = Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "hub"]
-DataKind = Literal["auto", "text", "chat", "pairs", "margins", "rated", "prompts"]
+DataKind = Literal["auto", "text", "chat", "pairs", "margins", "prompts"]
 
 _SUFFIXES: dict[str, FileFormat] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonlines": "jsonl", ".json": "json", ".csv": "csv",

@@ -77,10 +77,6 @@ class TokenStore:
         """The number of the first token of a document."""
         return int(self._record(document)["begin"])
 
-    def is_good(self, document: int) -> bool:
-        """True if a document's reply is the better of two, or a good one."""
-        return bool(self._record(document)["good"])
-
     def margin(self, document: int) -> float:
         """By how much the better reply of a document's pair is preferred."""
         return float(self._record(document)["margin"])

@@ -57,8 +57,8 @@ def open_dataset(
         sequence_length: tokens in a row, at most (packed: exactly).
         cache_dir: the folder for tokens; safe to delete between runs.
         packing: several documents share a row without seeing one another; text is cut where a row
-            is full, conversations stay whole; replies that are compared or rated share none.
-        kind: "text"; "chat"; "auto": by the fields; "pairs", "margins" or "rated" replies.
+            is full, conversations stay whole; replies that are compared share none.
+        kind: "text"; "chat"; "auto": by the fields; "pairs", or pairs with "margins".
         fields: our name of a field -> the data's, or None: to be ignored.
         bad_rows: raise at the first unusable row, or leave such rows out and list them.
         weights, repeat: shares of the tokens, one for each source; see `row_packing.mixed`.
@@ -88,7 +88,7 @@ def open_dataset(
         progress,
     )
     _say(store.notes)
-    of_rows: Any = REPLIES.get(kind) or store.notes["kind"]
+    of_rows: Any = "pairs" if kind in REPLIES else store.notes["kind"]
     packs = packing and kind not in REPLIES
     if packs and store.images is not None:
         packs = False

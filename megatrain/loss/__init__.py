@@ -23,7 +23,6 @@ from megatrain.loss.base import (
 from megatrain.loss.policy import GRPO
 from megatrain.loss.preferences import (
     DPO,
-    KTO,
     TOKEN_SCORE,
     DpoVariant,
     PairLoss,
@@ -38,7 +37,6 @@ __all__ = [
     "DPO",
     "GRPO",
     "IGNORED",
-    "KTO",
     "SCORE",
     "TOKEN_SCORE",
     "TOKEN_WEIGHTS",

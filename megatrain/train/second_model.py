@@ -1,7 +1,7 @@
 """A frozen second model beside the one that is trained: a reference of replies, or a teacher.
 
-A teacher answers in each step; a reference does, or its answers are computed once and kept. The
-reference is the model as the run begins; with a new adapter that is the base.
+A teacher answers in each step; a reference of pairs once, and its answers are kept. The reference
+is the model as the run begins; with a new adapter that is the base.
 """
 
 import json
@@ -25,12 +25,11 @@ from megatrain.data import (
     MicroBatch,
     ReplyDataset,
     Step,
-    at_first_label,
     load_tokenizer,
     plain_rows,
 )
 from megatrain.errors import InputError
-from megatrain.loss import IGNORED, KTO, Distillation, PairLoss, Reward
+from megatrain.loss import DPO, IGNORED, Distillation, PairLoss, Reward
 from megatrain.model.weights import resolve_model
 from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
@@ -65,7 +64,6 @@ class SecondModel:
 def second_model(
     config: Config,
     begun: Callable[[], ResolvedModel],
-    tokenizer: PreTrainedTokenizerBase,
     teacher: "Teacher | None",
     start: Start | None,
     ranks: Ranks,
@@ -86,19 +84,7 @@ def second_model(
         return SecondModel(teacher.engine(ranks.host), "teacher", teacher.answers), known
     if config.loss.kind == "prompts" and config.loss.beta:
         return None, _same_model(begun().key, start)
-    if config.loss.reference != "streamed":
-        return None, None
-    known = _same_model(begun().key, start)
-    engine = begun_model(config, begun(), tokenizer, ranks.host)
-    return SecondModel(engine, "reference", _reference_tensors), known
-
-
-def _reference_tensors(engine: Engine, step: Step) -> list[MicroBatch]:
-    sums = [values.double().sum(1).float() for values in engine.logprobs(plain_rows(step))]
-    return [
-        {"reference_logp": at_first_label(values, micro["labels"])}
-        for values, micro in zip(sums, step, strict=True)
-    ]
+    return None, None
 
 
 def begun_model(
@@ -211,10 +197,10 @@ def prepare_replies(
     loss = config.loss.loss()
     sets = {name: rows for name, rows in data.items() if isinstance(rows, ReplyDataset)}
     for replies in sets.values():
-        assert isinstance(loss, PairLoss | KTO)  # such data are opened for these alone
+        assert isinstance(loss, PairLoss)  # such data are opened for these alone
         pad = engine.config.get_text_config(decoder=True).pad_token_id
         replies.train_with(loss, pad=pad if isinstance(loss, Reward) else -1)
-    if not sets or config.loss.reference != "kept":
+    if not isinstance(loss, DPO):
         return None
     of_model = config.model.model_dump(mode="json", include={"path", "config"})
     of_model["adapter"] = config.adapter.model_dump(mode="json")

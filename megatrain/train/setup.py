@@ -163,7 +163,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         ranks.agree(lambda: check_disk(config, source or start, total_steps))
     done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
     sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
-    second, known = second_model(config, begun, tokenizer, teacher, start, ranks)
+    second, known = second_model(config, begun, teacher, start, ranks)
     if second is not None:
         stack.enter_context(second.engine)
     engine = _engine(config, source, start, ranks, stack)

@@ -42,8 +42,6 @@ DPO, GRPO = {"name": "dpo"}, {"name": "grpo", "beta": 0.1, "num_generations": 2}
     ("loss", "row", "broken", "number"),
     [
         (DPO, PAIRS, (second_model, "logprobs"), 1),
-        (DPO | {"reference": "streamed"}, PAIRS, (setup, "_batches"), 2),
-        (DPO | {"reference": "streamed"}, PAIRS, (setup, "Engine"), 1),
         (GRPO, {"prompt": "the cat"}, (setup, "Rollouts"), 2),
     ],
     ids=["pass of the reference", "batches", "engine", "rollouts"],

@@ -1,6 +1,5 @@
 """Runs that distil a teacher, or stream their reference: a kept one is the same."""
 
-import json
 import shutil
 
 import pytest
@@ -11,7 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatrain.model.companions import tokenizer_files
 from tests.cli.cases import sets, tiny_llama
-from tests.cli.test_preferences import pair, preference_file, rated, read  # noqa: F401
+from tests.cli.test_preferences import read
 from tests.cli.test_ranks import CHANGED, assert_same_run, two_then_three
 from tests.parity.cases import noisy
 from tests.sweeps import few
@@ -123,44 +122,6 @@ def test_a_teacher_with_other_tokens_is_refused(megatrain, distilling, teacher, 
         path.unlink()
     result = megatrain("train", distilling(teacher=str(own)))
     assert result.exit_code == 2 and "no tokenizer in this folder: copy its" in result.stderr
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("loss", "row"), [({"name": "dpo"}, pair), ({"name": "kto"}, rated)], ids=["dpo", "kto"]
-)
-def test_a_streamed_reference_is_the_one_that_is_kept(
-    megatrain,
-    preference_file,  # noqa: F811
-    tmp_path,
-    loss,
-    row,
-):
-    rows = [row(number) for number in range(20)]
-    file = preference_file(rows, **loss)
-    alone = sets(training__micro_batch_size=1)  # else rows are padded beside others
-    _, kept, log = trained(megatrain, file, tmp_path / "kept", *alone)
-    how = (*alone, *sets(loss__reference="streamed"))
-    _, streamed, other = trained(megatrain, file, tmp_path / "streamed", *how)
-    assert same(streamed, kept)
-    assert len(log) == len(other)
-    names = ("loss", "grad_norm", "rewards/margins", "eval_loss", "eval_rewards/margins", "kl")
-    for mine, theirs in zip(log, other, strict=True):
-        assert [mine.get(name) for name in names] == [theirs.get(name) for name in names]
-        assert ("reference_seconds" in theirs) == ("grad_norm" in theirs)
-    known = json.loads((tmp_path / "streamed" / "references.json").read_text())
-    assert known["sums"] == {} and len(known["keys"]) == 1
-    first = (*how, *sets(training__steps=2))
-    trained(megatrain, file, tmp_path / "parts", *first)
-    _, parts, _ = trained(
-        megatrain, file, tmp_path / "parts", *how, *sets(training__steps=6), "--resume"
-    )
-    assert same(parts, kept)
-    _, even, _ = trained(
-        megatrain, file, tmp_path / "even", *how[2:], *sets(loss__reference="streamed")
-    )
-    for name, value in even.items():  # rows beside others
-        torch.testing.assert_close(value, kept[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.exhaustive

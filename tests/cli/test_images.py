@@ -328,7 +328,7 @@ PAIR = {"prompt": [{"role": "user", "content": [part("p.png")]}],
 TEXTS = {"prompt": "a", "chosen": "good", "rejected": "bad", "images": ["p.png"]}
 REPLY = [part("p.png"), {"type": "text", "text": "a"}]
 REFUSED = {
-    "pairs": (PAIR, {"loss__name": "dpo"}, "with images are not compared or rated"),
+    "pairs": (PAIR, {"loss__name": "dpo"}, "with images are not compared in"),
     "pairs of texts": (TEXTS, {"loss__name": "dpo"}, "field 'images': only text, and images of"),
     "texts": ({"text": "a", "images": ["p.png"]}, {}, "field 'images': only text, and images of"),
     "videos": (talk("a", "b", videos=["a.mp4"]), {}, "field 'videos': only text"),

@@ -15,11 +15,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from megatrain.config.learning import LossSection
 from megatrain.config.load import validate
 from megatrain.forecast.workload import Workload
-from megatrain.loss import DPO, KTO, Reward
+from megatrain.loss import DPO, Reward
 from megatrain.train.second_model import References
 from tests.cli.cases import SENTENCES, sets
 from tests.parity.cases import llama, make_batches, make_engine
-from tests.sweeps import few
 
 LANGUAGES = ("yaml", "python")
 FILE = "model.safetensors"
@@ -38,11 +37,6 @@ def pair(number):
         return {"chosen": talk(question, GOOD), "rejected": talk(question, BAD)}
     asked, chosen = talk(question, GOOD)[:1], talk(question, GOOD)[1:]
     return {"prompt": asked, "chosen": chosen, "rejected": talk(question, BAD)[1:]}
-
-
-def rated(number):
-    prompt, completion = talk(f"{SENTENCES[number % 3]} {number}", (BAD, GOOD)[number % 2])
-    return {"prompt": [prompt], "completion": [completion], "label": bool(number % 2)}
 
 
 @pytest.fixture
@@ -68,13 +62,8 @@ def read(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("loss", "row"), few([({"name": "dpo"}, pair), ({"name": "kto"}, rated)]), ids=["dpo", "kto"]
-)
-def test_a_run_moves_preferences_and_goes_on_exactly(
-    megatrain, preference_file, tmp_path, loss, row
-):
-    file = preference_file([row(number) for number in range(20)], **loss)
+def test_a_run_moves_preferences_and_goes_on_exactly(megatrain, preference_file, tmp_path):
+    file = preference_file([pair(number) for number in range(20)], name="dpo")
 
     def trained(folder, *options):
         result = megatrain.done("train", file, *sets(output__folder=str(folder)), *options)
@@ -91,27 +80,14 @@ def test_a_run_moves_preferences_and_goes_on_exactly(
     steps = [record for record in read(tmp_path / "whole") if "loss" in record]
     evaluated = [record for record in read(tmp_path / "whole") if "eval_loss" in record]
     # Before its first update the model is the reference.
-    assert steps[0]["loss"] == pytest.approx(math.log(2) if loss["name"] == "dpo" else 0.5)
+    assert steps[0]["loss"] == pytest.approx(math.log(2))
     assert steps[0]["rewards/margins"] == pytest.approx(0, abs=1e-4)
     assert evaluated[-1]["eval_rewards/margins"] > 0.1
     assert evaluated[-1]["eval_loss"] < steps[0]["loss"] - 0.02
     assert "margin" in said
-    if loss["name"] == "dpo":
-        assert evaluated[-1]["eval_rewards/accuracies"] == 1.0
-        megatrain.done("report", tmp_path / "whole")
-        assert (tmp_path / "whole" / "report.html").is_file()
-
-
-@pytest.mark.parametrize(
-    "loss", few([{"name": "kto", "loss_type": "apo_zero_unpaired"}]), ids=["kto of pairs"]
-)
-def test_other_losses_of_replies_train(megatrain, preference_file, tmp_path, loss):
-    file = preference_file([pair(number) for number in range(20)], **loss)
-    megatrain.done("train", file)
-    records = [record for record in read(tmp_path / "run") if "eval_loss" in record]
-    assert records[-1]["eval_loss"] < records[0]["eval_loss"]
-    assert records[-1]["eval_rewards/margins"] > records[0]["eval_rewards/margins"]
-    assert (tmp_path / "run" / "references.json").exists() == (loss["name"] == "kto")
+    assert evaluated[-1]["eval_rewards/accuracies"] == 1.0
+    megatrain.done("report", tmp_path / "whole")
+    assert (tmp_path / "whole" / "report.html").is_file()
 
 
 def test_a_reward_model_is_made_of_a_language_model(megatrain, preference_file, tmp_path):
@@ -233,7 +209,7 @@ def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp
     ("changes", "message"),
     [
         ({"loss__name": "sft"}, "a better and a worse reply need loss.name: dpo"),
-        ({"loss__name": "kto", "loss__epsilon": 1.0}, "kto has no epsilon; it has beta"),
+        ({"loss__epsilon": 1.0}, "dpo has no epsilon; it has beta"),
         ({"loss__loss_type": "exo"}, "loss_type is 'exo'; it must be one of sigmoid"),
         ({"data__kind": "chat"}, "loss.name dpo cannot have data.kind"),
         ({"data__weights": [1.0]}, "loss.name dpo cannot have data.weights"),
@@ -265,7 +241,7 @@ def test_what_the_page_shows_runs(tmp_path):
     blocks = [block.split("```")[0] for block in page.split("```yaml\n")[1:]]
     for tree in map(yaml.safe_load, blocks):
         assert "loss" not in tree or validate(tree, "docs/losses.md")
-    for name, loss in {"kto": KTO(), "reward": Reward()}.items():
+    for name, loss in {"reward": Reward()}.items():
         assert LossSection(name=name).loss() == loss
         for key in re.search(rf"\n\| `{name}` \|(.*?)\|", page)[1].split("`")[1::2]:
             key, _, value = key.partition(": ")

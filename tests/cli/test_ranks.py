@@ -121,6 +121,16 @@ def test_a_run_of_ranks_that_share_rows_is_that_of_one(megatrain, run_file, tmp_
     assert_same_run(tmp_path / "one", tmp_path / "several")
 
 
+def two_then_three(run_file, tmp_path, at, *changed):
+    """Two ranks begin a run in the folder `several` and are stopped after a step, three go on."""
+    for size, resume in ((2, False), (3, True)):
+        (tmp_path / str(size)).mkdir()
+        stop = None if resume else stopped_at(at)
+        work = run_of(run_file, str(tmp_path / "several"), *changed, resume=resume, at=stop)
+        ended = run_ranks(size, tmp_path / str(size), work)
+        assert ended == ["None" if resume else "SIGTERM"] * size
+
+
 def stopped_at(done):
     """The last rank is told to stop after so many steps."""
 

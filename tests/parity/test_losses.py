@@ -14,7 +14,6 @@ from megatrain import loss as loss_package
 from megatrain.loss import (
     DPO,
     GRPO,
-    KTO,
     CrossEntropy,
     Distillation,
     JointLoss,
@@ -40,7 +39,7 @@ from tests.parity.cases import (
 )
 from tests.parity.test_policy import LOSSES as POLICIES
 from tests.parity.test_rewards import LOSSES as REWARDS
-from tests.parity.test_trl import DPOS, KTOS
+from tests.parity.test_trl import DPOS
 from tests.race.schedule import Together
 from tests.sweeps import swept
 
@@ -149,7 +148,7 @@ def test_every_loss_of_the_package_is_tried():
     kinds = {v for v in vars(loss_package).values() if isinstance(v, type) and issubclass(v, Loss)}
     others = {Loss, JointLoss, PairLoss, CrossEntropy, Score}  # or tried below
     others |= {TokenScore, ScoreWeights, TopTokens}  # parts of Reward; what a teacher says
-    elsewhere = [*DPOS, *(loss for loss, _ in KTOS), *REWARDS.values(), *POLICIES.values()]
+    elsewhere = [*DPOS, *REWARDS.values(), *POLICIES.values()]
     tried = {type(loss) for loss, _ in LOSSES.values()} | {*map(type, elsewhere)}
     assert kinds - others == tried - {Curved}
 
@@ -341,8 +340,6 @@ BAD_SETTINGS: list[tuple[Callable[[], Loss], str]] = [
     (lambda: DPO(loss_type="exo"), "loss_type is 'exo'; it must be one of sigmoid"),
     (lambda: DPO(0.1, 0.1, "ipo"), "ipo has no label smoothing"),
     (lambda: DPO(0.0), "DPO's beta is 0.0"),
-    (lambda: KTO(undesirable_weight=-1), "a weight of KTO is -1"),
-    (lambda: KTO(loss_type="bco"), "KTO's loss_type is 'bco'"),
 ]
 
 

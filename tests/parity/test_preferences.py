@@ -1,10 +1,10 @@
-"""Replies in pairs and alone, and their log-probabilities; their losses are in `test_trl.py`."""
+"""Replies in pairs, and their log-probabilities; their losses are in `test_trl.py`."""
 
 import pytest
 import torch
 
 from megatrain import Engine, InputError, Placement
-from megatrain.loss import DPO, KTO
+from megatrain.loss import DPO
 from tests.parity.cases import llama, make_batches, make_engine
 
 PLACEMENTS = {"chunks": Placement(head_tokens=5), "a chunk": Placement()}
@@ -12,7 +12,7 @@ WIDE = 1000
 
 
 def replies(loss):
-    """Six replies in uneven micro-batches: chosen and rejected in turn, or of KTO three kinds."""
+    """Six replies in uneven micro-batches: chosen and rejected in turn."""
     [step] = make_batches(1)
     generator, number = torch.Generator().manual_seed(5), 0
     for micro in step:
@@ -25,8 +25,6 @@ def replies(loss):
         labels = micro["labels"].masked_fill(prompt, -100)
         micro["labels"] = labels
         micro["chosen"], micro["pair"] = chosen.float(), (numbers % 3)[:, None].expand(ids.shape)
-        micro["example"] = numbers[:, None].expand(ids.shape).float()
-        micro["desired"] = (1 - numbers % 3)[:, None].expand(ids.shape).float()  # 1, 0, -1
         micro["pair"] = micro["pair"].float()
         micro["reference_logp"] = -7 + torch.randn(ids.shape, generator=generator)
     return [{n: m[n] for n in ("input_ids", "labels", *loss.inputs)} for m in step]
@@ -49,17 +47,6 @@ def test_log_probabilities_are_those_of_the_labels(placement):
 
 def test_replies_that_are_none_are_refused():
     engine: Engine = make_engine(llama())
-    step = replies(KTO())
-    bad_alone = [{n: v[:1] if n != "desired" else v[:1] * 0 for n, v in step[0].items()}]
-    assert "rewards/chosen" not in engine.step(bad_alone, KTO()).measures
-    wrong = replies(KTO())
-    wrong[0]["desired"] = wrong[0]["desired"] + 0.5
-    with pytest.raises(InputError, match="desired must be 1 in good replies"):
-        engine.step(wrong, KTO())
-    wrong = replies(KTO())
-    wrong[1]["example"] = torch.zeros_like(wrong[1]["example"])
-    with pytest.raises(InputError, match="example 0 has a reply in several rows of this step"):
-        engine.step(wrong, KTO())
     loss = DPO()  # numbers that begin anew
     with pytest.raises(InputError, match="pair 0 has a reply in several rows of this step"):
         engine.step([*replies(loss), *replies(loss)], loss)

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from megatrain import Placement
 from megatrain.data.demo_corpus import train_bpe_tokenizer
-from megatrain.loss import DPO, KTO, Distillation
+from megatrain.loss import DPO, Distillation
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 from tests.sweeps import few
 
@@ -145,34 +145,6 @@ def test_smoothed_dpo_takes_a_share_of_the_pairs_for_the_other_way_round():
     assert smoothed == pytest.approx(0.9 * right + 0.1 * wrong, rel=1e-6)
     wanted = {name: 0.9 * each + 0.1 * of_wrong[name] for name, each in of_right.items()}
     assert relative_error(slopes, wanted) < 3e-6
-
-
-# With the model and its reference in this order, or in the other one.
-KTOS = [(KTO(0.3, 1.5, 0.5), 1), (KTO(), -1), (KTO(0.3, loss_type="apo_zero_unpaired"), 1)]
-
-
-@pytest.mark.parametrize(("loss", "order"), few(KTOS, 0, 1), ids=str)
-def test_kto(tokenizer, tmp_path, loss, order):
-    models = both(tokenizer)[::order]
-    data = [
-        {"prompt": row["prompt"], "completion": row["chosen"], "label": bool(number % 2)}
-        for number, row in enumerate(rows())
-    ]
-    trainer = trainer_of("KTO", models, data, tokenizer, tmp_path, **vars(loss))
-    batch, *wanted = computed(trainer)
-    step, first = [], 0
-    for prefix in ("", "KL_") if loss.loss_type == "kto" else ("",):
-        ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
-        labels = ids.masked_fill(batch[f"{prefix}completion_mask"] == 0, -100)
-        micro = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        micro["reference_logp"] = plain_logprobs(models[1], micro, labels)
-        desired = torch.full((len(ids),), -1.0) if prefix else batch["label"].float()
-        numbers = {"example": first + torch.arange(len(ids)).float(), "desired": desired}
-        micro |= {n: v[:, None].expand(ids.shape).contiguous() for n, v in numbers.items()}
-        step.append(micro)
-        first += len(ids)
-    measures = agree(models[0], step, loss, wanted, trainer._metrics["train"])
-    assert (measures.get("kl", 0) > 0) == (order < 0)
 
 
 @pytest.mark.exhaustive

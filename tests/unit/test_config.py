@@ -193,10 +193,7 @@ MISTAKES = [
     (["model.freeze=embed"], "--set model.freeze: should be a list, such as [embed], got 'embed'"),
     (["rollout.rewards=[rewards.py]"], "'rewards.py' names no function: write module:function or"),
     (["rollout={rewards: [a:b], weights: [0]}"], "all weights are 0, so that nothing would be"),
-    (
-        ["loss={name: kto, desirable_weight: 0, undesirable_weight: 0}"],
-        "both weights of KTO are 0, so that nothing would be learnt; raise one",
-    ),
+    (["loss={name: kto}"], "kto has been given up: take dpo, of pairs"),
     (["adapter={method: lora, target_modules: '('}"], "target_modules: '(' is not a regular"),
     (["engine.placement.slot=2"], "engine.placement: unknown key 'slot'; did you mean 'slots'?"),
     (["engine.placement.slots=0"], "engine.placement: slots is 0; it must be >= 1"),

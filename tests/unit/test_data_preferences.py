@@ -10,7 +10,7 @@ from megatrain.data import StepLoader, open_dataset, open_prompts
 from megatrain.data.encoders import Document
 from megatrain.data.token_store import open_store
 from megatrain.errors import InputError
-from megatrain.loss import DPO, KTO
+from megatrain.loss import DPO
 from tests.unit.data_cases import chat_tokenizer, encode_row, refused, talk, write_jsonl
 
 QWEN = chat_tokenizer("qwen")
@@ -30,7 +30,7 @@ def opened(tmp_path, rows, kind="pairs", loss=None, length=64, **options):
 
 
 def lines(data, row=0):
-    return [(ids.tolist(), labels.tolist()) for ids, labels in data.replies(row)]
+    return [(ids.tolist(), labels.tolist()) for ids, labels in data.pieces(row)]
 
 
 def encoded(row):
@@ -105,33 +105,6 @@ def test_rows_have_what_losses_ask(tmp_path):
     assert ((micro["reference_logp"] != 0) <= (labels != -100)).all()
 
 
-def test_mismatched_replies_are_those_of_the_row_before(tmp_path):
-    rows = [
-        {"prompt": talk(f"What is {i}?"), "completion": reply(f"It is {i}"), "label": i != 1}
-        for i in range(4)
-    ]
-    data = opened(tmp_path, rows, "rated", KTO())
-    number = [QWEN.decode(lines(data, row)[0][0]).split("What is ")[1][0] for row in range(4)]
-    for row in range(4):
-        said = talk(f"What is {number[row]}?", f"It is {number[row - 1]}")
-        assert lines(data, row)[1] == encoded({"messages": said})
-    micro = data.batch(range(4))
-    assert micro["example"][:, 0].tolist() == list(range(8))
-    good = [float(n != "1") for n in number]
-    assert micro["desired"][:, 0].tolist() == [k for each in good for k in (each, -1.0)]
-    data.train_with(KTO(loss_type="apo_zero_unpaired"))
-    assert len(data.plain(range(4))["labels"]) == 4
-
-
-def test_pairs_are_rated_replies_as_well(tmp_path):
-    rows = [{"prompt": talk(ASK), "chosen": reply(GOOD), "rejected": reply(BAD)}]
-    data = opened(tmp_path, rows, "rated", KTO(loss_type="apo_zero_unpaired"))
-    assert len(data) == 2
-    kinds = {tuple(lines(data, row)[0][0]): data.batch([row])["desired"][0, 0] for row in range(2)}
-    assert kinds[tuple(encoded({"messages": talk(ASK, GOOD)})[0])] == 1
-    assert kinds[tuple(encoded({"messages": talk(ASK, BAD)})[0])] == 0
-
-
 def test_pairs_stay_whole_in_steps_and_parts(tmp_path):
     rows = [
         {"prompt": talk(f"What is {i}?"), "chosen": reply(GOOD), "rejected": reply(f"No {i}")}
@@ -162,7 +135,7 @@ UNREAD = "field '{0}' is not read beside replies: write data.fields: {{prompt: {
 
 
 @pytest.mark.parametrize("name", ASKED)
-@pytest.mark.parametrize("kind", ["pairs", "margins", "rated"])
+@pytest.mark.parametrize("kind", ["pairs", "margins"])
 @pytest.mark.parametrize("made", [lambda text: f"It is {text}", lambda text: [*MORE, *reply(text)]])
 def test_a_prompt_of_another_name_is_not_passed_over(tmp_path, name, kind, made):
     row = {"chosen": made("a"), "rejected": made("b"), "margin": 1, "system": "s", name: "Where?"}
@@ -188,7 +161,6 @@ def pair(prompt, chosen, rejected):
 
 
 TWICE = "'chosen' and 'rejected' repeat the prompt, .*: leave what 'prompt' has out of them"
-KNOWN = "by these fields .prompt, completion, label; chosen, rejected; .*: its fields are "
 ANSWER = {"prompt": ASK, "completion": GOOD}
 # Of each kind: rows of which the last is refused, and why.
 REFUSED = [
@@ -197,8 +169,7 @@ REFUSED = [
     ("pairs", [{"chosen": reply(GOOD), "rejected": reply(BAD)}], "begin with the same messages"),
     ("pairs", [{"chosen": talk(ASK), "rejected": talk(ASK, BAD)}], "each have a reply of its own"),
     ("pairs", [ANSWER], "by these fields .chosen, rejected; .* fields are 'prompt'"),
-    ("pairs", [ANSWER | {"label": True}], "need loss.name: kto"),
-    ("rated", [ANSWER | {"label": 1}], "must be true of a good reply"),
+    ("pairs", [ANSWER | {"label": True}], "make pairs of them"),
     ("auto", [{"chosen": GOOD, "rejected": BAD}], "need loss.name: dpo"),
     ("pairs", [pair(talk(ASK), talk(ASK, GOOD), talk(ASK, BAD))], TWICE),
     ("pairs", [pair(talk(ASK), talk(ASK, GOOD), reply(BAD))], TWICE),
@@ -208,12 +179,7 @@ REFUSED = [
     ("pairs", [pair(talk(ASK), GOOD, BAD)], "'prompt' is neither a string nor what"),
     ("pairs", [pair({"role": "user"}, talk(ASK, GOOD), talk(ASK, BAD))],
      "'prompt' is neither a string nor"),
-    ("rated", [{"question": ASK, "completion": GOOD, "label": True}],
-     KNOWN + "'question', 'completion', 'label'$"),
-    ("rated", [{"messages": talk(ASK, GOOD), "label": True}], KNOWN + "'messages', 'label'"),
     ("pairs", [pair(ASK, GOOD, BAD), {"prompt": ASK, "chosen": GOOD}],
-     "not of the first row's format .preferences."),
-    ("rated", [pair(ASK, GOOD, BAD), ANSWER | {"label": True}],
      "not of the first row's format .preferences."),
 ]  # fmt: skip
 
