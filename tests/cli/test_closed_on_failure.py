@@ -44,7 +44,7 @@ DPO, GRPO = {"name": "dpo"}, {"name": "grpo", "beta": 0.1, "num_generations": 2}
         (DPO, PAIRS, (second_model, "logprobs"), 1),
         (GRPO, {"prompt": "the cat"}, (setup, "Rollouts"), 2),
     ],
-    ids=["pass of the reference", "batches", "engine", "rollouts"],
+    ids=["pass of the reference", "rollouts"],
 )
 def test_what_fails_leaves_no_engine_open(
     loss, row, broken, number, run_file, base, tmp_path, monkeypatch, engines
