@@ -66,7 +66,7 @@ CASES = {
     "resident": (True, "bf16", True),
     "boundaries on the host": (False, "fp32", True),
     "rows brought again": (False, "bf16", False),
-    "attention on the host": (True, "bf16", False),
+    "graphs on the host": (True, "bf16", False),
 }
 
 
