@@ -28,7 +28,6 @@ from megatrain.forecast.op_counter import (
     Place,
     foreseeing,
 )
-from megatrain.forecast.prices import CostModel, link_gbps, network_gbps
 from megatrain.forecast.profile import Once, Profile
 from megatrain.forecast.simulate import STEADY, Forecast, forecast, process_bytes
 from megatrain.forecast.workload import Workload
@@ -207,8 +206,7 @@ class ForecastCache(Once):
             if workload.second is None:
                 return step
             name, spec = workload.second.name, workload.second.spec
-            step = self._with_second(step, name, spec, workload)
-            return replace(step, seconds=step.seconds + self._second_seconds(step, workload))
+            return self._with_second(step, name, spec, workload)
 
         return replace(self.once(key, make), machine=machine)
 
@@ -235,37 +233,6 @@ class ForecastCache(Once):
             step,
             device_bytes=step.device_bytes | {name: device},
             host_bytes=step.host_bytes | {f"host_{name.replace(' ', '_')}_bytes": host},
-        )
-
-    def _second_seconds(self, step: Forecast, workload: Workload) -> float:
-        """Seconds of one forward of the second model over all tokens of a step.
-
-        Those of its layers and head, or of its weights on their way, whichever are more. Of each
-        rank its part crosses the bus, the others' of its host the link, other hosts' the network.
-        """
-        assert workload.second is not None
-        spec, dtype, length = workload.second.spec, workload.dtype, workload.sequence_length
-        measured = self.once(
-            (workload.second, dtype, length),
-            lambda: Profile(spec, dtype, length, compiled=False),
-        )
-        layouts, machine = Model.trained(spec, None, dtype=dtype).layouts, step.machine
-        rows, costs = step.micro_batch, CostModel(machine)
-        count = -(-step.tokens_per_step // (rows * step.sequence_length))
-        works = [measured.layer(visit, rows).forward for visit in range(len(spec.layers))]
-        works += [
-            measured.head_losses(layout, rows, Placement().head_tokens)
-            for layout in layouts
-            if layout.kind is TileKind.HEAD
-        ]
-        kinds, sharing = (TileKind.LAYER, TileKind.HEAD), workload.all_ranks
-        streamed = sum(layout.numel for layout in layouts if layout.kind in kinds)
-        share = streamed * dtype.itemsize / sharing
-        return max(
-            count * sum(map(costs.seconds, works)),
-            share / (machine.to_device_gbps * 1e9),
-            share * (sharing - 1) * (workload.ranks > 1) / (link_gbps(machine) * 1e9),
-            share * (workload.hosts - 1) / (network_gbps(machine, workload.ranks) * 1e9),
         )
 
 

@@ -141,16 +141,11 @@ class References:
 
     @classmethod
     def read(cls, run: Path) -> "References":
-        """Read the record of a run; a file without a checksum (earlier versions) has no sums.
-
-        Raises InputError: it is missing or damaged.
-        """
+        """Read the record of a run. Raises InputError: it is missing or damaged."""
         path = run / REFERENCES
         try:
             kept = json.loads(path.read_text())
-            if "crc32" not in kept:
-                kept["sums"] = {}
-            elif kept.pop("crc32") != _crc32(kept):
+            if kept.pop("crc32") != _crc32(kept):
                 raise ValueError("it is not as it was written")
             sums = {name: torch.tensor(values) for name, values in kept["sums"].items()}
             return cls(sums, dict(kept["keys"]))
@@ -186,11 +181,8 @@ def prepare_replies(
     rows: int,
     start: Start | None,
     ranks: Ranks,
-    begun: Callable[[], Engine],
 ) -> References | None:
     """Give data sets of replies their loss and, if they are kept, the reference's answers.
-
-    Args: `begun`: opens the model as the run began, for a run whose sums have no checksum.
 
     Raises InputError: a run goes on, and its kept answers are for other data or another model.
     """
@@ -209,13 +201,10 @@ def prepare_replies(
         for name, data in sets.items()
     }
 
-    def computed(model: Engine) -> References:
-        at_once = max(1, config.training.batch_size // rows)
-        sums = {n: _sums(model, replies, rows, at_once, ranks) for n, replies in sets.items()}
-        return References(sums, keys)
-
     if start is None:
-        known = computed(engine)
+        at_once = max(1, config.training.batch_size // rows)
+        sums = {n: _sums(engine, replies, rows, at_once, ranks) for n, replies in sets.items()}
+        known = References(sums, keys)
     else:
         known, path = References.read(start.run), start.run / REFERENCES
         for name, key in keys.items():
@@ -225,10 +214,6 @@ def prepare_replies(
                     f"{path}: the reference's log-probabilities are not of this data ({name}) and "
                     "model; set them back, or begin a new run with model.path: this one"
                 )
-        if not known.sums:
-            log.info("%s has no checksum, so it counts as absent", path)
-            with begun() as model:
-                known = computed(model)
     for name, replies in sets.items():
         replies.compare_with(known.sums[name])
     return known

@@ -169,16 +169,15 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     engine = _engine(config, source, start, ranks, stack)
     most = -(-config.training.batch_size // engine.batch_ranks.size)
     rows = loader.rows_per_micro_batch = min(most, _rows_per_micro_batch(config, engine, start))
-
-    def begun_engine() -> Engine:
-        return begun_model(config, begun(), tokenizer, ranks.host)
-
-    references = prepare_replies(config, engine, sets, rows, start, ranks, begun_engine) or known
+    references = prepare_replies(config, engine, sets, rows, start, ranks) or known
     size, device = f"{engine.num_parameters:,}", engine.device.torch_device
     log.info("model: %s parameters on %s, placement: %s", size, device, engine.placement)
     rollouts = None
     if config.loss.kind == "prompts":
-        reference = stack.enter_context(begun_engine()) if config.loss.beta else None
+        reference = None
+        if config.loss.beta:
+            reference = begun_model(config, begun(), tokenizer, ranks.host)
+            stack.enter_context(reference)
         rollouts = Rollouts(
             config, rewards, engine, tokenizer, loader, reference, total_steps, ranks
         )

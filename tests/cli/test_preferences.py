@@ -179,7 +179,7 @@ def test_margins_of_the_data_are_taken_off(megatrain, preference_file, tmp_path)
         assert without[f"eval_{name}_loss"] < 2
 
 
-def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp_path, caplog):
+def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp_path):
     file = preference_file([pair(number) for number in range(20)], name="dpo")
     megatrain.done("train", file, *sets(training__steps=1))
     references = tmp_path / "run" / "references.json"
@@ -196,12 +196,7 @@ def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp
         assert f"references.json: {said}" in result.stderr
     references.write_text(kept)
     assert megatrain("train", file, *more, *changed).exit_code == 2
-    parts = json.loads(kept)
-    del parts["crc32"]
-    parts["sums"]["train"][0][0] += 1.0
-    references.write_text(json.dumps(parts))  # as an earlier version, and damaged
     megatrain.done("train", file, *more)
-    assert "references.json has no checksum" in caplog.text
     assert references.read_text() == kept
 
 
