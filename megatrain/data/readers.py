@@ -314,10 +314,6 @@ def _row(row: object, where: str) -> DataRow:
 
 def read_hub(source: HubSplit, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
     """The rows of a hub data set."""
-    if not hasattr(source.rows, "__len__"):  # a stream, whose columns only its rows may show
-        for number, row in enumerate(source.rows, start=1):
-            yield number, {n: _without_nulls(v) if wanted(n) else UNREAD for n, v in row.items()}
-        return
     names = source.rows.column_names
     others = [n for n in names if not wanted(n)]
     present = [n for n in names if wanted(n)]
