@@ -1,9 +1,8 @@
 """Seconds of steps of DPO beside steps of cross entropy on the same tokens, in one engine.
 
 Random weights of a shape (all layers alike) and random tokens; replies are the second half of each
-row. The reference's log-probabilities are given, as a run keeps them, or with `--reference
-streamed` asked of a second model before each step of DPO. Prints a line for each loss and the ratio
-of their rates; writes JSON to `--out`.
+row. The reference's log-probabilities are given, as a run keeps them. Prints a line for each loss
+and the ratio of their rates; writes JSON to `--out`.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.options import case_of, parse, write
-from megatrain import AdamW, Engine, Placement
+from megatrain import AdamW, Engine
 from megatrain.cli.models import qwen2_config
 from megatrain.loss import CROSS_ENTROPY, DPO, IGNORED
 from megatrain.source.source import Alike
@@ -28,10 +27,6 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
     length, rows = chosen.sequence_length, chosen.sequences
     shape = Alike(qwen2_config(chosen.shape, length))
     device = None if chosen.device == "auto" else chosen.device
-    streamed = chosen.reference == "streamed"  # which comes first, as in a run
-    reference = (
-        Engine(shape, placement=Placement(compile=True), device=device) if streamed else None
-    )
     engine = Engine(
         shape,
         optimizer=AdamW(lr=1e-6, states=chosen.states),
@@ -59,9 +54,6 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         times = []
         for _ in range(chosen.warmup + chosen.steps):
             began = time.perf_counter()
-            if reference is not None and name == "dpo":
-                said = reference.logprobs(plain)
-                step = [m | {"reference_logp": p} for m, p in zip(step, said, strict=True)]
             engine.step(step, loss)
             engine.flush()
             times.append(time.perf_counter() - began)
@@ -69,8 +61,6 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
         found[name] = {"step_seconds": times, "median_seconds": seconds}
         print(f"{name} {seconds:.3f} s, {rows * length / seconds:,.0f} tokens/s", flush=True)
     engine.close()
-    if reference is not None:
-        reference.close()
     return found
 
 
@@ -79,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parse(
         __doc__, arguments,
         shape="7b", sequences=32, sequence_length=1024, states="fp32",
-        reference=["kept", "streamed"], steps=3, warmup=2, device="auto", host_memory=str, out=Path,
+        steps=3, warmup=2, device="auto", host_memory=str, out=Path,
     )  # fmt: skip
     found = measure(chosen)
     found["rate"] = found["sft"]["median_seconds"] / found["dpo"]["median_seconds"]
