@@ -300,10 +300,10 @@ inline void encode_parts(const UpdateArguments& a, int64_t i, const Floats* m, c
           _mm512_maskz_mov_epi8(some2, encode_second(root, 255.0f / scale2)));
 }
 
-// Goes on with the checksums of a group's planes beside the quotients of its update, which take the
-// divider longer than these additions take.
+// Goes on with the checksums of some groups' planes: at once, so that sums are loaded and stored
+// for many rows together.
 template <int kRows>
-inline void see_rows(const void* rows, Lanes& lanes) {
+inline __attribute__((always_inline)) void see_rows(const void* rows, Lanes& lanes) {
     Ints sum = load(lanes.sums), total = load(lanes.sums_of_sums);
     for (int k = 0; k < kRows; ++k) {
         sum = _mm512_add_epi64(sum, load(static_cast<const char*>(rows) + k * kRow));
@@ -312,38 +312,37 @@ inline void see_rows(const void* rows, Lanes& lanes) {
     store(lanes.sums, sum);
     store(lanes.sums_of_sums, total);
 }
-template <typename Remainder>
-inline void see_group(const UpdateArguments& a, int64_t i, Lanes* lanes) {
-    see_rows<2>(static_cast<const bf16*>(a.weights) + i, lanes[0]);
-    see_rows<sizeof(Remainder)>(static_cast<const Remainder*>(a.remainder) + i, lanes[1]);
-    see_rows<1>(static_cast<const int8_t*>(a.exp_avg) + i, lanes[2]);
-    see_rows<1>(static_cast<const int8_t*>(a.exp_avg_sq) + i, lanes[3]);
+template <typename Remainder, int kGroups>
+inline void see_groups(const UpdateArguments& a, int64_t i, Lanes* lanes) {
+    see_rows<2 * kGroups>(static_cast<const bf16*>(a.weights) + i, lanes[0]);
+    see_rows<sizeof(Remainder) * kGroups>(static_cast<const Remainder*>(a.remainder) + i, lanes[1]);
+    see_rows<kGroups>(static_cast<const int8_t*>(a.exp_avg) + i, lanes[2]);
+    see_rows<kGroups>(static_cast<const int8_t*>(a.exp_avg_sq) + i, lanes[3]);
 }
 
-// The whole groups from `begin` on, some at a time, so that none waits for another's quotients;
-// returns where they end.
+// Updates some groups, so that none waits for another's quotients.
+template <bool kSmall, typename Remainder, int kGroups>
+inline void update_some(const UpdateArguments& a, int64_t i, PlaneSums* sums) {
+    Floats m[kGroups][4], root[kGroups][4];
+    if (sums != nullptr && sums->before) {
+        see_groups<Remainder, kGroups>(a, i, sums->lanes[0]);
+        see_rows<2 * kGroups>(static_cast<const bf16*>(a.grad) + i, sums->lanes[0][6]);
+    }
+    for (int j = 0; j < kGroups; ++j)
+        update_parts<kSmall, Remainder>(a, i + j * kGroup, m[j], root[j]);
+    for (int j = 0; j < kGroups; ++j) encode_parts(a, i + j * kGroup, m[j], root[j]);
+    if (sums != nullptr) see_groups<Remainder, kGroups>(a, i, sums->lanes[1]);
+}
+
+// The whole groups from `begin` on; returns where they end.
 template <bool kSmall, typename Remainder>
 inline int64_t update_groups(const UpdateArguments& a, int64_t begin, int64_t end,
                              PlaneSums* sums) {
     constexpr int kSome = 4;
-    Floats m[kSome][4], root[kSome][4];
     int64_t i = begin;
-    while (i + kGroup <= end) {
-        const int64_t left = (end - i) / kGroup;
-        const int some = left < kSome ? int(left) : kSome;
-        for (int j = 0; j < some; ++j) {
-            if (sums != nullptr && sums->before) {
-                see_group<Remainder>(a, i + j * kGroup, sums->lanes[0]);
-                see_rows<2>(static_cast<const bf16*>(a.grad) + i + j * kGroup, sums->lanes[0][6]);
-            }
-            update_parts<kSmall, Remainder>(a, i + j * kGroup, m[j], root[j]);
-        }
-        for (int j = 0; j < some; ++j) {
-            encode_parts(a, i + j * kGroup, m[j], root[j]);
-            if (sums != nullptr) see_group<Remainder>(a, i + j * kGroup, sums->lanes[1]);
-        }
-        i += some * kGroup;
-    }
+    for (; i + kSome * kGroup <= end; i += kSome * kGroup)
+        update_some<kSmall, Remainder, kSome>(a, i, sums);
+    for (; i + kGroup <= end; i += kGroup) update_some<kSmall, Remainder, 1>(a, i, sums);
     return i;
 }
 

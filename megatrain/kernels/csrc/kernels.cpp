@@ -226,7 +226,7 @@ inline Words words_at(const void* from, int64_t i) {
     return words;
 }
 
-void checksum(const void* bytes, int64_t num_bytes, Lanes& lanes) {
+inline __attribute__((always_inline)) void add_rows(const void* bytes, int64_t num_bytes, Lanes& lanes) {
     const char* from = static_cast<const char*>(bytes);
     Words sum[kVectors], total[kVectors];
     std::memcpy(sum, lanes.sums, kRow);
@@ -243,12 +243,17 @@ void checksum(const void* bytes, int64_t num_bytes, Lanes& lanes) {
     std::memcpy(lanes.sums_of_sums, total, kRow);
 }
 
+void checksum(const void* bytes, int64_t num_bytes, Lanes& lanes) {
+    add_rows(bytes, num_bytes, lanes);
+}
+
 // Sums the planes of an update that are not scales, of n elements, while they are in the cache.
 template <typename Rule, typename Weight, typename Remainder>
-inline void see(const UpdateArguments& a, int64_t i, int n, Lanes* lanes) {
-    const auto plane = [&](int number, const void* values, int64_t item) {
+inline __attribute__((always_inline)) void see(const UpdateArguments& a, int64_t i, int n, Lanes* lanes) {
+    const auto plane = [&](int number, const void* values,
+                           int64_t item) __attribute__((always_inline)) {
         if (values != nullptr)
-            checksum(static_cast<const char*>(values) + i * item, n * item, lanes[number]);
+            add_rows(static_cast<const char*>(values) + i * item, n * item, lanes[number]);
     };
     plane(0, a.weights, sizeof(Weight));
     plane(1, a.remainder, sizeof(Remainder));
@@ -256,10 +261,11 @@ inline void see(const UpdateArguments& a, int64_t i, int n, Lanes* lanes) {
     plane(3, a.exp_avg_sq, Rule::kStateBytes);
 }
 template <typename Rule, typename Weight, typename Remainder, typename Grad>
-inline void see_before(const UpdateArguments& a, int64_t i, int n, PlaneSums* sums) {
+inline __attribute__((always_inline)) void see_before(const UpdateArguments& a, int64_t i, int n,
+                                                      PlaneSums* sums) {
     if (sums == nullptr || !sums->before) return;
     see<Rule, Weight, Remainder>(a, i, n, sums->lanes[0]);
-    checksum(static_cast<const Grad*>(a.grad) + i, n * int(sizeof(Grad)), sums->lanes[0][6]);
+    add_rows(static_cast<const Grad*>(a.grad) + i, n * int(sizeof(Grad)), sums->lanes[0][6]);
 }
 
 }  // namespace
@@ -349,30 +355,46 @@ inline void fetch(const void* plane, int64_t i, int n, int64_t item) {
     for (int64_t at = 0; at < n * item; at += 64) __builtin_prefetch(from + at, 0, 3);
 }
 
+// Updates blocks of n elements from `begin` on with sums; returns where they end. What is written is
+// summed one block later, when it has left the store buffer: a load that spans two stores would wait
+// for it. Where sums of what is read do not go through memory first, the cache is asked ahead.
+template <int n, typename Rule, typename Weight, typename Remainder, typename Grad>
+int64_t update_summed(const UpdateArguments& a, int64_t begin, int64_t end, PlaneSums* sums) {
+    constexpr int kAhead = 256;
+    int64_t i = begin;
+    for (; i + n <= end; i += n) {
+        if (!sums->before) {
+            fetch(a.weights, i + kAhead, n, sizeof(Weight));
+            fetch(a.remainder, i + kAhead, n, sizeof(Remainder));
+            fetch(a.exp_avg, i + kAhead, n, Rule::kStateBytes);
+            fetch(a.exp_avg_sq, i + kAhead, n, Rule::kStateBytes);
+            fetch(a.grad, i + kAhead, n, sizeof(Grad));
+        }
+        see_before<Rule, Weight, Remainder, Grad>(a, i, n, sums);
+        update_block<Rule, Weight, Remainder, Grad>(a, i, n);
+        if (i > begin) see<Rule, Weight, Remainder>(a, i - n, n, sums->lanes[1]);
+    }
+    if (i > begin) see<Rule, Weight, Remainder>(a, i - n, n, sums->lanes[1]);
+    return i;
+}
+
 template <typename Rule, typename Weight, typename Remainder, typename Grad>
 void update(const UpdateArguments& arguments, int64_t begin, int64_t end, PlaneSums* sums) {
     const UpdateArguments a = arguments;
     int64_t i = Groups<Rule, Weight, Remainder, Grad>::update(a, begin, end, sums);
-    // With sums fewer at a time: what is summed twice, and the next ones, stay in the cache.
-    const int most = sums == nullptr ? kBlock : kBlock / 2;
+    // With sums fewer at a time, which go beside the quotients; codes have longer stages.
+    constexpr int kSummed = Rule::kStateBytes == 4 ? kGroup : kBlock / 2;
+    if (sums != nullptr)
+        i = update_summed<kSummed, Rule, Weight, Remainder, Grad>(a, i, end, sums);
     for (int n; i < end; i += n) {
-        n = end - i < most ? int(end - i) : most;
+        n = end - i < kBlock ? int(end - i) : kBlock;
         if (n == kBlock) {
             update_block<Rule, Weight, Remainder, Grad>(a, i, kBlock);
             continue;
         }
-        if (sums != nullptr) {
-            fetch(a.weights, i + n, n, sizeof(Weight));
-            fetch(a.remainder, i + n, n, sizeof(Remainder));
-            see_before<Rule, Weight, Remainder, Grad>(a, i, n, sums);
-            fetch(a.exp_avg, i + n, n, Rule::kStateBytes);
-            fetch(a.grad, i + n, n, sizeof(Grad));
-        }
+        see_before<Rule, Weight, Remainder, Grad>(a, i, n, sums);
         update_block<Rule, Weight, Remainder, Grad>(a, i, n);
-        if (sums != nullptr) {
-            fetch(a.exp_avg_sq, i + n, n, Rule::kStateBytes);
-            see<Rule, Weight, Remainder>(a, i, n, sums->lanes[1]);
-        }
+        if (sums != nullptr) see<Rule, Weight, Remainder>(a, i, n, sums->lanes[1]);
     }
 }
 
