@@ -64,6 +64,9 @@ class LayerTemplate:
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
     routes: bool = False  # a call's last output is its routers' sums (model/routers.py)
     random: bool | None = None  # whether it draws random numbers in training; None: not tried yet
+    states: list[tuple[nn.Module, str]] | None = (
+        None  # that a call leaves in modules; None: unknown
+    )
 
     def call(
         self,
@@ -87,7 +90,22 @@ class LayerTemplate:
         function = self.compiled.get(purpose, _apply)
         output = function(self.module, weights, args, kwargs, counted_N)
         leaves, self.output_spec = pytree.tree_flatten(output)
+        if torch.is_grad_enabled():
+            self._detach_states()
         return leaves
+
+    def _detach_states(self) -> None:
+        """Let go of the graph of tensors that the call has left in attributes of modules."""
+        if self.states is None:
+            attributes = ((m, n, v) for m in self.module.modules() for n, v in vars(m).items())
+            self.states = [
+                (module, name)
+                for module, name, value in attributes
+                if isinstance(value, Tensor) and value.grad_fn is not None
+            ]
+        for module, name in self.states:
+            if isinstance(value := getattr(module, name), Tensor):
+                setattr(module, name, value.detach())
 
     def repeats(self, weights: Callable[[], Mapping[str, Tensor]]) -> bool:
         """True if a graph that saves only the layer's arguments may wait (`saves="nothing"`).

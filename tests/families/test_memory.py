@@ -24,11 +24,6 @@ _BESIDE = ("context", "libraries", "allocator")
 
 _SHARE = 1.06  # what forecasts may be wrong by; searches leave 5 % of a budget
 
-# Families of which tiny steps take more than is foretold, by how much at most.
-_KNOWN = {
-    "recurrent_gemma": "20 % of the device: its module keeps its last state, and thus a graph"
-}
-
 _USUAL = {("llama", 1), ("gpt_oss", 0), ("gpt_oss", 2), ("mixtral", 3), ("falcon", 2)}
 _USUAL |= {("nemotron", 1), ("openai-gpt", 1)}
 
@@ -111,8 +106,6 @@ def foretold_and_taken(family, seed):
     ],
 )
 def test_no_step_takes_more_than_is_foretold(family, seed):
-    if family in _KNOWN:
-        pytest.xfail(_KNOWN[family])
     if hasattr(tiny_model(family).config.get_text_config(decoder=True), "v_head_dim"):
         pytest.skip("torch's attention for the CPU wants keys and values of one width")
     try:
