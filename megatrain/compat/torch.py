@@ -71,6 +71,11 @@ def has_global_hooks() -> bool:
     return any(getattr(nn.modules.module, f"_global_{kind}_hooks") for kind in kinds)
 
 
+def has_saved_tensor_hooks() -> bool:
+    """True within `torch.autograd.graph.saved_tensors_hooks` of any kind."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def recomputing(share: float) -> AbstractContextManager[None]:
     """A reusable context; functions compiled within keep `share` of their activations."""
     return torch._functorch.config.patch(activation_memory_budget=share)

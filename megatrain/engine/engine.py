@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
+from megatrain.compat.torch import has_saved_tensor_hooks
 from megatrain.device import Buffer
 from megatrain.engine.assemble import Assembly, host_bytes, kept_offload
 from megatrain.engine.batch import Batch, Intake, MicroBatches, halved
@@ -55,6 +57,7 @@ _LEANER = (
 
 
 # What holds memory, and goes when the engine is closed.
+_TYPES_DIFFER = "expected scalar type|to have the same dtype|must have the same dtype|same dtype"
 _BUILT = (*("_parts", "_store", "_saver", "_program", "_policies", "_intake", "_checks"),)
 
 
@@ -221,6 +224,11 @@ class PlacedEngine:
         """
         if not isinstance(self._parts, TrainingParts) or self.optimizer is None:
             raise InputError("this engine has no optimizer; make it with optimizer=AdamW(...)")
+        if has_saved_tensor_hooks():
+            raise InputError(
+                "a step within torch.autograd.graph.saved_tensors_hooks or save_on_cpu: the engine "
+                "has its own, and computes layers again; leave them, placement says what is saved"
+            )
         start = time.perf_counter()
         if self._lean and router_shares is None:  # halves would have other losses of routers
             micro_batches = halved(micro_batches, self._spec.capture.is_media)
@@ -376,6 +384,13 @@ class PlacedEngine:
                 f"the device has no memory left ({reason}); use smaller micro-batches, "
                 "placement.layer_inputs: host, fewer resident tiles or slots, less other torch work"
                 f"{unchanged}"
+            ) from error
+        except RuntimeError as error:
+            if self._dtype != torch.bfloat16 or not re.search(_TYPES_DIFFER, str(error)):
+                raise
+            raise InputError(
+                f"the model's own code does not compute in bf16 ({str(error).splitlines()[0]}); "
+                "set precision to fp32"
             ) from error
 
     def _prepare(self, micro_batches: MicroBatches, loss: Any, limit: float | None = None) -> Batch:

@@ -223,6 +223,8 @@ class Scores(_Pairs):
         self.loss, self.pad = TrlReward(args.center_rewards_coefficient), pad
 
     def rows(self, step: MicroBatches) -> MicroBatches:
+        for micro in step:
+            _check_shapes(micro)
         labels = [scored(micro["input_ids"], micro["attention_mask"], self.pad) for micro in step]
         rows = _numbered(step, labels)
         for micro, inputs in zip(rows, step, strict=True):
@@ -237,6 +239,18 @@ class Scores(_Pairs):
 
     def log_probs(self, rows: MicroBatches, engine: Engine) -> list[Tensor]:
         return engine.rewards(rows)
+
+
+def _check_shapes(micro: dict[str, Tensor]) -> None:
+    """Raises InputError: a batch of RewardTrainer has other shapes than its collator makes."""
+    rows, tokens = micro["input_ids"].shape
+    for name, wanted, why in (
+        ("attention_mask", (rows, tokens), "of tokens, 1 or 0, for each row"),
+        ("margin", (rows // 2,), "one number for each pair; squeeze it"),
+    ):
+        if name in micro and micro[name].shape != wanted:
+            shape = tuple(micro[name].shape)
+            raise InputError(f"{name} of a batch is {shape}; it must be {wanted}: {why}")
 
 
 def bare(rows: MicroBatches, loss: losses.Loss) -> MicroBatches:

@@ -201,3 +201,16 @@ def test_a_model_without_positions_has_rows_of_any_length():
     engine = Engine(tiny_config("mamba"), device="cpu")
     rows = torch.full((1, 3 * POSITIONS), 20)
     assert engine.evaluate([{"input_ids": rows, "labels": rows}]) > 0
+
+
+def test_hooks_of_saved_tensors_are_refused_and_not_followed(engine):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: 2 * x, lambda x: x):
+        refuse(lambda: engine.step([GOOD]), "a step within torch.autograd.graph.saved_tensors_h")
+    assert engine.optimizer.num_steps == 0
+
+
+def test_code_of_a_model_that_does_not_compute_in_bf16():
+    model = tiny_model("xlnet")
+    with Engine(model, optimizer=AdamW(lr=1e-3), device="cpu", precision="bf16") as engine:
+        for call in (engine.step, engine.evaluate):
+            refuse(lambda call=call: call([GOOD]), "does not compute in bf16 .* precision to fp32")

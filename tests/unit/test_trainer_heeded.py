@@ -550,6 +550,26 @@ def test_a_micro_batch_counts_by_its_own_step_of_the_trainer():
     assert loss.shares == (1 / 4, 1 / 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("margin", (1, 1), r"margin of a batch is \(1, 1\); it must be \(1,\): one number"),
+        (
+            "attention_mask",
+            (2, 1, 3, 3),
+            r"attention_mask of a batch is \(2, 1, 3, 3\); it must be",
+        ),
+    ],
+)
+def test_pairs_of_other_shapes_than_trls_are_refused(name, shape, message):
+    """TRL takes a margin [pairs, 1] from each pair's, and the mean of all differences."""
+    ids = torch.full((2, 3), 7)
+    pair = {"input_ids": ids, "attention_mask": torch.ones_like(ids), name: torch.ones(shape)}
+    scores = Scores(trl.RewardConfig(use_cpu=True, bf16=False), pad=0)
+    with pytest.raises(InputError, match=message):
+        scores.step([Waiting(pair, None, 1)], engine=None)
+
+
 def test_autocast_around_a_trainer_is_refused(tmp_path):
     made = trainer(Streamed, tmp_path, **SHORT)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="autocast"):
