@@ -162,6 +162,7 @@ class Assembly:
             self.dtype,
             self.collectives,
             self.unpack(),
+            self.checks,
         )
         return Parts(trunk, head, embedding, stream, encoded)
 

@@ -3,14 +3,16 @@
 The update makes them in its own pass over what it reads and writes (`kernels.checksum`). With
 `step`, what it reads is compared with what was written last; what rests on the device is compared
 there before the updates start; frozen planes are compared in each step, and gradients when they are
-read, with what had landed. With `save`, planes are compared when they are saved.
+read, with what had landed; and copies of weights on the device, when a visit has used them. With
+`save`, planes are compared when they are saved.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from megatrain.errors import RunFailed
 from megatrain.kernels.reference import SUMMED_BYTES
 from megatrain.kernels.states import Checksums, TileRange, UpdateOptions
 from megatrain.optim import Plane, Rule
+from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import Verify
 from megatrain.store.store import Tier, Tile, own_numel
 
@@ -29,6 +32,15 @@ _REMEDY = (
     "Nothing has written there: go on from the last checkpoint (--resume), and if it happens again "
     "test this machine's memory, disk and GPU"
 )
+
+
+class _Copied(NamedTuple):
+    """A rank's block of a tile's trained or frozen weights; `version` -1: they never change."""
+
+    index: int
+    trained: bool
+    version: int
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,11 @@ class _Part:
     @property
     def key(self) -> tuple[int, str, bool]:
         return self.tile.index, self.plane.name, self.trained
+
+    def copied(self, version: int, rank: int | None = None) -> _Copied:
+        changes = self.trained or bool(self.tile.layout.copies)
+        rank = self.tile.rank if rank is None else rank
+        return _Copied(self.tile.index, self.trained, version if changes else -1, rank)
 
     @property
     def buffer(self) -> Buffer:
@@ -79,8 +96,13 @@ def _zero_sums(numel: int, buffer: Buffer) -> Tensor:
 
 @dataclass
 class UpdateSums:
-    """Checksums of the planes that a tile's update reads and writes, and of the gradient."""
+    """Checksums of the planes that a tile's update reads and writes, and of the gradient.
 
+    Attributes:
+        version: of the tile, after the update.
+    """
+
+    version: int
     read: Mapping[Plane, Tensor]
     written: Mapping[Plane, Tensor]
     gradient: Tensor | None
@@ -133,6 +155,8 @@ class BitChecks:
         self._makes, self._compares = verify != "off", verify == "step"
         self._checksums: dict[tuple[int, str, bool], Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
+        self._weights: dict[_Copied, Tensor] = {}  # of a tile's newest two versions
+        self._copies: dict[_Copied, Tensor] | None = None  # on the device, since the step began
         self._differences: list[
             tuple[str, Tensor, Tensor]
         ] = []  # on the device, since the last report
@@ -148,8 +172,15 @@ class BitChecks:
             elif self._compares or part.tier is Tier.HOST:
                 self._keep(part)
 
-    def _keep(self, part: _Part) -> None:
-        self._checksums[part.key] = self._sum(part.buffer, part.start, part.stop)
+    def _keep(self, part: _Part, version: int | None = None) -> None:
+        checksum = self._sum(part.buffer, part.start, part.stop)
+        self._note(part, checksum, part.tile.version if version is None else version)
+
+    def _note(self, part: _Part, checksum: Tensor, version: int) -> None:
+        self._checksums[part.key] = checksum
+        if self._compares and part.buffer is part.tile.weights:
+            self._weights.pop(part.copied(version - 2), None)
+            self._weights[part.copied(version)] = checksum
 
     def _sum(self, buffer: Buffer, start: int, stop: int, at: int = 0) -> Tensor:
         """The checksum of a range of a buffer that begins at value `at` of its plane."""
@@ -162,6 +193,7 @@ class BitChecks:
 
     def begin(self) -> None:
         """A step begins: compare what is frozen and does not rest on the device."""
+        self._copies = {}
         for tile in self._tiles if self._compares else ():
             if frozen := [p for p in _parts(tile) if not p.trained and p.tier is not Tier.DEVICE]:
                 self._compare_on(UPDATE, tile, frozen)
@@ -178,6 +210,35 @@ class BitChecks:
             self._gradients[tile.index] = self._sum(gradient, 0, own_numel(tile))
 
         self._device.run(stream, Name(Kind.PLAIN, f"sum gradient of {tile.name}"), work, [gradient])
+
+    def sum_copy(self, tile: Tile, weights: Buffer, version: int) -> None:
+        """After a visit in a step: take checksums of the copy that it used; `report` compares."""
+        copies = self._copies
+        if not self._compares or copies is None:
+            return
+        parts = [part for part in _parts(tile) if part.buffer is tile.weights]
+
+        def work() -> None:
+            for part, rank in product(parts, range(tile.layout.ranks)):
+                now = self._sum_block(part, rank, weights)
+                key = part.copied(version, rank)
+                if (before := copies.get(key)) is not None:  # of one step's visits, keep both
+                    now = torch.cat((before, now))
+                copies[key] = now
+
+        name = Name(Kind.PLAIN, f"sum copy of {tile.name}")
+        self._device.run(COMPUTE, name, work, [weights])
+
+    def _sum_block(self, part: _Part, rank: int, weights: Buffer) -> Tensor:
+        """The checksum of a rank's part of a tile, of a copy of the tile's weights."""
+        blocks, start = _zero_sums(part.stop, weights), 0
+        for at, numel in part.tile.layout.blocks(rank):
+            first, last = max(part.start, start), min(part.stop, start + numel)
+            if first < last:
+                values = weights.data[at + first - start : at + last - start].view(torch.uint8)
+                kernels.checksum(values, blocks, first * weights.data.itemsize)
+            start += numel
+        return blocks
 
     def compare_on_device(self, gradients: Sequence[tuple[Tile, Buffer]]) -> None:
         """Before a step's updates: compare the planes and gradients that rest on the device."""
@@ -216,14 +277,41 @@ class BitChecks:
         self.flag.data.add_((kept != now).any())
         self._differences.append((text, kept, now))
 
-    def report(self, differing: float) -> None:
-        """Read a step's count. Raises RunFailed: a plane on some rank's device differs."""
+    def report(self, differing: float, ranks: Ranks) -> None:
+        """Read a step's count, and compare the copies of weights that its visits have used.
+
+        Raises RunFailed: a plane on some rank's device differs, or a copy of weights here.
+        """
         compared, self._differences = self._differences, []
-        if not differing:
-            return
-        for comparison in compared:
-            _require_equal(*comparison)
-        raise RunFailed("a plane on the device of another rank has changed; see what that one says")
+        copies, self._copies = self._copies, None
+        if differing:
+            for comparison in compared:
+                _require_equal(*comparison)
+            raise RunFailed(
+                "a plane on the device of another rank has changed; see what that one says"
+            )
+        if copies:
+            self._compare_copies(copies, ranks)
+
+    def _compare_copies(self, copies: dict[_Copied, Tensor], ranks: Ranks) -> None:
+        known = {key: kept for key in copies if (kept := self._weights.get(key)) is not None}
+        for others in ranks.all_gather_object({k: v.cpu() for k, v in known.items()}):
+            known = others | known
+        tiles = {tile.index: tile for tile in self._tiles}
+        for key, sums in copies.items():
+            if (kept := known.get(key)) is None:
+                continue
+            tile = tiles[key.index]
+            for now in sums.cpu().split(len(kept)):
+                if not torch.equal(now, kept.cpu()) and tile.version == key.version:
+                    self._compare_now(tile)  # if its source has changed, that is named
+                _require_equal(f"{tile.name}: the copy of weights on the device", kept, now)
+
+    def _compare_now(self, tile: Tile) -> None:
+        for part in _parts(tile):
+            if (kept := self._checksums.get(part.key)) is not None:
+                now = self._sum(part.buffer, part.start, part.stop)
+                _require_equal(part.text, kept, now, part.buffer)
 
     def update_sums(self, tile: Tile, host_gradient: Buffer) -> UpdateSums | None:
         """Empty checksums for a tile's update to fill; None: this run takes none."""
@@ -235,6 +323,7 @@ class BitChecks:
         if self._compares and tile.rests.gradient is not Tier.DEVICE:
             gradient = _zero_sums(own_numel(tile), host_gradient)
         return UpdateSums(
+            tile.version,
             {p.plane: _zero_sums(p.stop, p.buffer) for p in compared},
             {p.plane: _zero_sums(p.stop, p.buffer) for p in parts},
             gradient,
@@ -244,16 +333,16 @@ class BitChecks:
         """After an update, on its stream: compare checksums of its reads, keep those of writes."""
         for part in _updated_parts(tile):
             if part.tier is Tier.DEVICE:
-                self._keep(part)
+                self._keep(part, sums.version)
                 continue
             kept, read = self._checksums.get(part.key), sums.read.get(part.plane)
             if kept is not None and read is not None:
                 _require_equal(part.text, kept, read, part.buffer)
-            self._checksums[part.key] = sums.written[part.plane]
+            self._note(part, sums.written[part.plane], sums.version)
         if tile.layout.copies:  # which have been made anew
             for part in _parts(tile):
                 if not part.trained and part.buffer is tile.weights and part.key in self._checksums:
-                    self._keep(part)
+                    self._keep(part, sums.version)
         landed = self._gradients.pop(tile.index, None)
         if landed is not None and sums.gradient is not None:
             _require_equal(f"{tile.name}: the gradient (host)", landed, sums.gradient)
@@ -286,7 +375,7 @@ class BitChecks:
         resident = [p for t in self._tiles for p in _parts(t) if p.tier is Tier.DEVICE]
         if resident or self._differences:
             self._device.synchronize(self._device.record(COMPUTE), "resident version to check")
-            self.report(float(self.flag.data))
+            self.report(float(self.flag.data), ALONE)
         for part in resident:
             if (kept := self._checksums.get(part.key)) is not None:
                 now = self._sum(part.buffer, part.start, part.stop)
@@ -315,10 +404,24 @@ def _require_equal(text: str, kept: Tensor, now: Tensor, buffer: Buffer | None =
     elif buffer is not None:
         address = f", address {buffer.data.data_ptr() + first:#x}"
     why = "no single flipped bit explains it"
-    change = int((now - kept)[blocks[0], 0])
-    if len(blocks) == 1 and 1 in ((change % 2**64).bit_count(), (-change % 2**64).bit_count()):
-        why = "one flipped bit may explain it, a fault of the hardware"
+    if len(blocks) == 1 and (place := _flipped(*(now - kept)[blocks[0]].tolist())) is not None:
+        why = f"one flipped bit may explain it{place}, a fault of the hardware"
     raise RunFailed(
         f"{text} differs from its checksum in {len(blocks)} blocks of {SUMMED_BYTES:,} bytes, the "
         f"first from byte {first:,} on{address}; {why}. {_REMEDY}"
     )
+
+
+def _flipped(change: int, numbered: int) -> str | None:
+    """The byte of the one flipped bit that may explain how both sums of a block have changed.
+
+    Empty: it may be one of several. None: no single flipped bit explains it.
+    """
+    for sign in (1, -1):
+        bit = (sign * change % 2**64).bit_length() - 1
+        if sign * change % 2**64 == 1 << bit:
+            word = sign * numbered % 2**64 >> bit
+            if word < SUMMED_BYTES // 8 and word << bit == sign * numbered % 2**64:
+                certain = SUMMED_BYTES // 8 << bit <= 2**64
+                return f", in byte {8 * word + bit // 8:,} of the block" if certain else ""
+    return None

@@ -14,6 +14,7 @@ import torch
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Kind, Memory, Name
 from megatrain.device.collectives import Collectives
+from megatrain.engine.bit_checks import BitChecks
 from megatrain.engine.modules import StreamedModule
 from megatrain.placement import Placement
 from megatrain.store.store import DiskReader, Tier, Tile
@@ -49,6 +50,7 @@ class Stream:
         dtype: torch.dtype,
         collectives: Collectives,
         unpack: Unpack,
+        checks: BitChecks,
     ) -> None:
         """Allocate the slots: at least as many as the largest of `visited` takes."""
         layers = [tile for tile in tiles if tile.layout.kind is TileKind.LAYER]
@@ -57,7 +59,7 @@ class Stream:
         largest = max((layout.numel for layout in streamed), default=0)
         of_layers = [layout.numel for layout in streamed if layout.kind is TileKind.LAYER]
         self._device, self._distance = device, placement.prefetch_distance
-        self._collectives, self._unpack = collectives, unpack
+        self._collectives, self._unpack, self._checks = collectives, unpack, checks
         self._numel = numel = max(of_layers, default=largest)  # of a slot
         count = max(placement.slots, self._slots_of(largest))
         self._memory = device.empty(Name(Memory.SLOTS, "slots"), count * numel, dtype)
@@ -133,7 +135,9 @@ class Stream:
                 place = self._places[position]
             assert place is not None, "visits must follow the itinerary"
             self._device.wait(COMPUTE, place.ready, "weights arrived")
+            version = unit.tile.version  # an update may begin before the visit ends
             yield unit, self._as_computed(unit.tile, place.buffer)
+            self._checks.sum_copy(unit.tile, place.buffer, version)
             done = self._device.record(COMPUTE)
             for slot in place.slots:
                 slot.free = done

@@ -361,7 +361,7 @@ class Update:
         device.copy(COPY_OUT, self._landed, numbers)
         device.synchronize(device.record(COPY_OUT), "report landed")
         loss, *measured, differing = device.read(self._landed)
-        self._checks.report(differing)
+        self._checks.report(differing, self._collectives.ranks)
         total = sum(measured) / self._collectives.ranks.hosts  # each host has measured all
         report = Report(loss, math.sqrt(total) if total >= 0 else math.nan)
         self._check(report)

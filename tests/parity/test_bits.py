@@ -21,7 +21,9 @@ PLACES = {
     "disk": Placement(slots=1, disk_moments=99, disk_remainder=99, disk_weights=99),
     "device": Placement(slots=1, resident=("layer 1", "head")),
 }
-ONE_BIT = r"differs from its checksum in 1 blocks .*; one flipped bit may explain it"
+ONE_BIT = (
+    r"differs from its checksum in 1 blocks .*; one flipped bit may explain it, in byte [0-9,]+ of"
+)
 
 
 def flip(plane, byte, bit=3):
@@ -77,7 +79,10 @@ def test_a_flipped_bit_of_any_plane_stops_the_next_step(rule, place, tmp_path):
 
 def test_one_flipped_bit_is_told_from_several():
     steps = make_batches(2)
-    for bytes_flipped, said in (((4321,), ONE_BIT), ((8, 4321), "no single flipped")):
+    for bytes_flipped, said in (
+        ((4321,), ONE_BIT.replace("[0-9,]+", "4,321")),
+        ((8, 4321), "no single flipped"),
+    ):
         with make_engine(llama(), verify="step") as engine:
             engine.step(steps[0])
             for byte in bytes_flipped:
@@ -112,6 +117,55 @@ def test_a_gradient_that_changes_before_its_update_is_found(place):
         device.armed = lambda: flip(gradient, 100)
         with pytest.raises(RunFailed, match="layer 1: the gradient .* differs from its checksum"):
             engine.step(steps[1])
+
+
+class FlippingCopies(CpuDevice):
+    """Flips a bit of the copy of `layer 1` that the visit with this number uses in a step."""
+
+    visit: int | None = None
+    byte = 4321
+
+    def run(self, stream, name, work, reads=(), writes=()):
+        if name == "sum copy of layer 1" and self.visit is not None:
+            self.visit -= 1
+            if self.visit < 0:
+                reads[0].data.view(torch.uint8)[self.byte] ^= 8
+                self.visit = None
+        return super().run(stream, name, work, reads, writes)
+
+
+COPIES: dict[str, dict] = {
+    "host": {},
+    "disk": {"placement": PLACES["disk"], "rule": "adamw int8", "precision": "bf16"},
+    "without clipping": {"clip": None},
+    "stays": {"placement": Placement(slots=1, keep_weights=3)},
+    "frozen": {"adapter": {"r": 2, "target_modules": ["q_proj"]}},
+    "packed": {"adapter": {"r": 2}, "base": "nf4", "precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("visit", [0, 1])
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_flipped_bit_of_a_copy_on_the_device_ends_its_step(kind, visit):
+    device, steps = FlippingCopies(), make_batches(2)
+    with make_engine(llama(), verify="step", device=device, **COPIES[kind]) as engine:
+        engine.step(steps[0])
+        before, device.visit = masters(engine), visit
+        with pytest.raises(RunFailed, match="layer 1: the copy of weights on .*" + ONE_BIT[12:]):
+            engine.step(steps[1])
+        assert kind == "without clipping" or same(before, masters(engine))
+
+
+def test_a_flipped_bit_of_weights_on_the_host_ends_the_step_that_reads_it():
+    steps = make_batches(2)
+    with make_engine(llama(), verify="step") as engine:
+        engine.step(steps[0])
+        before = masters(engine)
+        flip(layer(engine).weights, 4)
+        with pytest.raises(RunFailed, match=r"layer 1: the plane of weights \(host\) " + ONE_BIT):
+            engine.step(steps[1])
+        flip(layer(engine).weights, 4)
+        assert same(before, masters(engine))
 
 
 def test_frozen_planes_are_compared_in_each_step():
@@ -165,6 +219,23 @@ def test_ranks_stop_together(place, tmp_path):
     others, own = run_ranks(2, tmp_path, work)
     assert re.match("layer 1: the plane of second moment .*one flipped bit", own), own
     assert "of another rank has changed" in others or "has lost the others" in others
+
+
+@pytest.mark.parametrize("byte", [4321, -4321], ids=["first rank's", "second rank's"])
+def test_a_copy_of_any_ranks_block_is_compared(byte, tmp_path):
+    def work(group):
+        device = FlippingCopies()
+        engine = make_engine(llama(), verify="step", group=group, device=device)
+        engine.step(make_batches(1)[0])
+        device.visit, device.byte = 0 if group.rank() == 1 else None, byte
+        try:
+            engine.step(make_batches(1)[0])
+        except RunFailed as error:
+            return str(error)
+        return "nothing was found"
+
+    _, own = run_ranks(2, tmp_path, work)
+    assert re.match("layer 1: the copy of weights on the device .*one flipped bit", own), own
 
 
 def test_other_words_are_refused():
