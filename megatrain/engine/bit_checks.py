@@ -37,7 +37,7 @@ _REMEDY = (
 class _Copied(NamedTuple):
     """A rank's block of a tile's trained or frozen weights; `version` -1: they never change."""
 
-    index: int
+    tile: int
     trained: bool
     version: int
     rank: int
@@ -301,7 +301,7 @@ class BitChecks:
         for key, sums in copies.items():
             if (kept := known.get(key)) is None:
                 continue
-            tile = tiles[key.index]
+            tile = tiles[key.tile]
             for now in sums.cpu().split(len(kept)):
                 if not torch.equal(now, kept.cpu()) and tile.version == key.version:
                     self._compare_now(tile)  # if its source has changed, that is named
