@@ -179,10 +179,10 @@ def named_config(
             f"unknown model {name!r}{hint} (give a shape of {shapes}; a folder, a config.json, or "
             "owner/name)"
         )
-    from transformers import AutoConfig
+    from megatrain.model.build import read_config
 
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return read_config(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # those of the hub's and the HTTP library differ between versions
         raise InputError(
             f"{name}: no such folder, and its config.json cannot be had from the hub "

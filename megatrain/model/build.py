@@ -19,6 +19,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -50,6 +51,8 @@ _OF_A_TOKEN = (
     *("moe_topk", "moe_top_k", "moe_k"),
 )
 
+_BY_ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}
+
 _loaded: WeakKeyDictionary[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]]
 _loaded = WeakKeyDictionary()  # opening an engine loads the same one three times
 
@@ -62,10 +65,21 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     if (path := folder / "config.json").exists():
         _refuse_nan(read_json(path), path)  # bounded in size and nesting, each key once
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return read_config(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each configuration class has its own checks and error types
         reason = in_one_line(error, LONGEST_REASON)
         raise InputError(f"cannot read the model configuration in {folder}: {reason}") from error
+
+
+def read_config(place: Path | str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """transformers' configuration of a folder, file or hub id; also if it has another's by a name
+    that only code on the hub knows, which is then not needed. Raises: as `AutoConfig`.
+    """
+    values, _ = PreTrainedConfig.get_config_dict(place)
+    if (kind := _BY_ANOTHER_NAME.get(str(values.get("model_type")))) is None:
+        return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+    values.pop("auto_map", None)
+    return CONFIG_MAPPING[kind].from_dict({**values, "model_type": kind})
 
 
 def _refuse_nan(value: Any, path: Path, name: str = "") -> None:

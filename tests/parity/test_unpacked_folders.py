@@ -132,6 +132,18 @@ def test_an_adapter_on_it_is_resumed_and_merged(family, tmp_path):
     assert "quantization_config" not in config
 
 
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
+    tiny_model("deepseek_v3").save_pretrained(tmp_path / "kimi")
+    path = tmp_path / "kimi" / "config.json"
+    theirs = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.Any"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | theirs))
+    with make_engine(tmp_path / "kimi") as engine:
+        assert engine.step(STEP).loss == make_engine(tiny_model("deepseek_v3")).step(STEP).loss
+        engine.save_pretrained(tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert exported.config.model_type == "deepseek_v3" and not hasattr(exported.config, "auto_map")
+
+
 def without(ending):
     def change(folder):
         tensors = load_file(folder / "model.safetensors")
