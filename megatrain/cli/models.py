@@ -68,16 +68,6 @@ class NamedModel:
             return None
         return f"the weights of {self.name} are quantised, and such are not trained"
 
-    def check_length(self, length: int) -> None:
-        """Raises InputError: the model does not allow rows of `length` tokens."""
-        text = self.config.get_text_config(decoder=True)
-        allowed = getattr(text, "max_position_embeddings", None)
-        if isinstance(allowed, int) and 0 < allowed < length:
-            raise InputError(
-                f"sequences of {length} tokens are longer than {self.name} allows "
-                f"({allowed}, its max_position_embeddings)"
-            )
-
     def spec(self) -> "ModelSpec":
         """The structure of the model. Raises InputError: the engine cannot follow it."""
         from megatrain.model.trained import Trained

@@ -45,6 +45,8 @@ def run_plan(options: Options) -> None:
             printed, when the run file's data are missing.
         DoesNotFit: after the plan and its remedies have been printed.
     """
+    from megatrain.train.resolve_model import check_sequence_length
+
     named, run = _opened(options)
     workload = Workload() if run is None else Workload.of_run(run)
     total_tokens, gpus = options["total_tokens"], options["gpus"] or 1
@@ -67,7 +69,7 @@ def run_plan(options: Options) -> None:
             workload = replace(workload, second=Second("teacher", teacher))
     workload = changed(workload, {name: options[name] for name in _OF_WORKLOAD})
     workload.check()
-    named.check_length(workload.sequence_length)
+    check_sequence_length(named.config, workload.sequence_length)
     warnings: list[str] = []
     if named.quantised is not None and run is None:
         warnings.append(f"{named.quantised}: {_UNQUANTISED}; the plan is for that")

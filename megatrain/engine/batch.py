@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from megatrain.base.seeds import derived_seed
 from megatrain.device import available_bytes
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, IGNORED, TOKEN_SCORE, JointLoss, Loss, targets_of
+from megatrain.model.build import most_tokens
 from megatrain.model.capture import Call, Rows
 from megatrain.model.document_check import DocumentCheck, check_masks
 from megatrain.model.documents import is_packed, starts_anew, told_by_lengths
@@ -444,10 +444,3 @@ def _check_ids(where: str, ids: Tensor, vocab_size: int) -> None:
             f"{where} holds token {int(outside[0])}, outside the model's vocabulary of "
             f"{vocab_size}; use the model's own tokenizer"
         )
-
-
-def most_tokens(config: PreTrainedConfig) -> int | None:
-    """The most tokens that a row may have in this model; None: any number."""
-    text = config.get_text_config(decoder=True)
-    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
-    return next((n for n in limits if isinstance(n, int) and n > 0), None)

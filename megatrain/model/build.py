@@ -302,3 +302,10 @@ class _NothingLarge(TorchFunctionMode):
         if func is torch.arange and any(isinstance(n, int) and n > _LARGE for n in args):
             raise ValueError(f"a size of {max(args):,} is more than any known model has")
         return func(*args, **options)
+
+
+def most_tokens(config: PreTrainedConfig) -> int | None:
+    """The most tokens that a row may have in this model; None: any number."""
+    text = config.get_text_config(decoder=True)
+    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    return next((n for n in limits if isinstance(n, int) and n > 0), None)

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBa
 from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
 from megatrain.config import ModelSection, nearest
 from megatrain.errors import InputError, in_one_line
-from megatrain.model.build import load_config
+from megatrain.model.build import load_config, most_tokens
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.weights import resolve_model
 from megatrain.run_folder.layout import (
@@ -134,9 +134,8 @@ def model_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> P
 
 def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> None:
     """Raises InputError when rows are longer than the positions the model has."""
-    text = config.get_text_config(decoder=True)
-    allowed = getattr(text, "max_position_embeddings", None)
-    if isinstance(allowed, int) and sequence_length > allowed:
+    allowed = most_tokens(config)
+    if allowed is not None and sequence_length > allowed:
         raise InputError(
             f"data.sequence_length: {sequence_length} is longer than the model allows "
             f"({allowed}, its max_position_embeddings)"
