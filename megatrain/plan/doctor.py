@@ -53,8 +53,6 @@ from megatrain.telemetry.host import (
 
 log = logging.getLogger(__name__)
 
-# Seconds to read the GPU's state while it works; a usual matrix product takes milliseconds.
-_LOAD_CALLS = 200
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # With fewer cores, updates are bound by the cores rather than by their shared memory.
 _FEW_CORES = 8
@@ -107,7 +105,6 @@ class Sizes(NamedTuple):
     heads: int = 28
     head_size: int = 128
     launches: int = 2000
-    load_width: int = 8192
 
 
 def bus_measurements(device: Device, num_bytes: int) -> list[Measurement]:
@@ -500,11 +497,11 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         log.info("measuring the bus, matrix products and attention")
         measured += bus_measurements(device, sizes.copy_bytes)
         measured += device_measurements(device, sizes)
-        under_load = _state_under_load(device, name, sizes.load_width)
-        facts = replace(facts, gpu=under_load or facts.gpu)
+        after = gpu_state(name)  # clocks and links of a GPU that was idle would read too low
+        facts = replace(facts, gpu=after or facts.gpu)
 
         def context() -> float:
-            used = [state and state.used_bytes for state in (before, under_load)]
+            used = [state and state.used_bytes for state in (before, after)]
             taken = (used[1] or 0) - (used[0] or 0) - device.memory()["device_bytes"]
             if None in used or not CONTEXT_BYTES / 10 <= taken <= CONTEXT_BYTES * 10:
                 raise RunFailed("the driver does not tell")
@@ -530,19 +527,6 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     return Diagnosis(
         facts, measured, machines, diagnostics, seconds, saved or None, None if saved else not_kept
     )
-
-
-def _state_under_load(device: Device, name: str, width: int) -> GpuState | None:
-    """The GPU's state while it computes: idle links and clocks would read too low."""
-    try:
-        x = torch.ones((width, width), dtype=torch.bfloat16, device=device.torch_device)
-        for _ in range(_LOAD_CALLS):
-            device.run(COMPUTE, "load", lambda: torch.mm(x, x))
-        state = gpu_state(name)
-        device.synchronize(device.record(COMPUTE), "measured")
-        return state
-    except RuntimeError:  # no memory for it: another process holds the GPU
-        return gpu_state(name)
 
 
 def machine_of(

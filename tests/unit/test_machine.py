@@ -157,7 +157,6 @@ SMALL = Sizes(
     heads=2,
     head_size=16,
     launches=3,
-    load_width=8,
 )
 GPU = GpuState("NVIDIA H200", "580.1", 5, 16, other_processes=(), used_bytes=1 << 30)
 HEALTHY = Facts(
