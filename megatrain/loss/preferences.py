@@ -34,29 +34,10 @@ class Replies(NamedTuple):
         return self.log_prob - self.reference
 
 
-def summed(places_N: Tensor, count: int, *values: Tensor) -> Replies:
-    """The replies of labels: `places_N` has the number of each label's, below `count`.
-
-    Args: `values` `[N]`: log-probabilities, those of the reference or 0, and 1 for a label.
-    """
-    zeros = torch.zeros(count, dtype=torch.float64, device=places_N.device)
-    return Replies(*(zeros.index_add(0, places_N, value.double()) for value in values))
-
-
 def check_numbers(name: str, numbers: Tensor) -> None:
     """Raises InputError: numbers of pairs or rows must be whole and small enough."""
     if not ((numbers == numbers.round()) & (numbers >= 0) & (numbers < MOST_NUMBERS)).all():
         raise InputError(f"{name} must hold whole numbers from 0 to below {MOST_NUMBERS:,}")
-
-
-def check_settings(loss: str, beta: float, label_smoothing: float = 0.0) -> None:
-    """Raises InputError: `beta` is not above 0, or the smoothing not from 0 to below 0.5."""
-    if not 0 < beta < math.inf:
-        raise InputError(f"{loss}'s beta is {beta!r}; it must be a number above 0")
-    if not 0 <= label_smoothing < 0.5:
-        raise InputError(
-            f"{loss}'s label smoothing is {label_smoothing!r}; it must be from 0 to below 0.5"
-        )
 
 
 def check_type(loss: str, value: str, known: Any, name: str = "loss_type") -> None:
@@ -117,8 +98,10 @@ class PairLoss(JointLoss):
         reference = values.get("reference_logp", torch.zeros_like(chosen))
         numbers, index = values["pair"].unique(return_inverse=True)
         places = index + len(numbers) * (chosen != 1)
-        sums = summed(places, 2 * len(numbers), log_prob, reference, torch.ones_like(chosen))
-        halves = (values.chunk(2) for values in sums)  # chosen, rejected
+        zeros = torch.zeros(2 * len(numbers), dtype=torch.float64, device=places.device)
+        of_labels = log_prob, reference, torch.ones_like(chosen)
+        sums = (zeros.index_add(0, places, each.double()) for each in of_labels)
+        halves = (each.chunk(2) for each in sums)  # chosen, rejected
         return [Replies(*half) for half in zip(*halves, strict=True)]
 
     def joint(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> Tensor:
@@ -192,7 +175,12 @@ class DPO(PairLoss):
     inputs: ClassVar[tuple[str, ...]] = ("pair", "chosen", "reference_logp")
 
     def __post_init__(self) -> None:
-        check_settings("DPO", self.beta, self.label_smoothing)
+        if not 0 < self.beta < math.inf:
+            raise InputError(f"DPO's beta is {self.beta!r}; it must be a number above 0")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise InputError(
+                f"DPO's label smoothing is {self.label_smoothing!r}; it must be from 0 to below 0.5"
+            )
         check_type("DPO", self.loss_type, DpoVariant)
         if self.label_smoothing and self.loss_type in ("ipo", "hinge"):
             raise InputError(f"DPO's {self.loss_type} has no label smoothing; leave it out")
