@@ -11,9 +11,6 @@ anywhere, and so that nothing but numpy is needed to train.
 import hashlib
 import json
 import logging
-import os
-import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.base.units import MIB
+from megatrain.base.whole_files import whole_folder
 from megatrain.data.encoders import Document
 from megatrain.data.kept_file import BlockSums, KeptFile
 from megatrain.data.kept_images import ImageWriter, KeptImages
@@ -187,11 +185,8 @@ def _build(
     notes: dict[str, Any],
     progress: Progress | None,
 ) -> None:
-    """Write a new store beside `folder`, then move it there."""
-    for left_over in folder.parent.glob(f"{folder.name}.part-*"):  # of a killed process
-        shutil.rmtree(left_over)
-    part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))
-    try:
+    """Write a store, which gets its name when it is whole."""
+    with whole_folder(folder, replace=True) as part:
         meta: dict[str, Any] = {"names": names, **_write(part, documents, progress), "notes": notes}
         if not meta["num_tokens"]:
             if notes.get("bad"):
@@ -202,14 +197,6 @@ def _build(
             )
         meta["files"] = [KeptFile(part / name).identity for name in _FILES]
         (part / "meta.json").write_text(json.dumps(meta | {"crc32": _crc32(meta)}))
-        for path in part.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())  # the name must not reach the disk before the content
-        if folder.exists():
-            shutil.rmtree(folder)
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _write(part: Path, documents: Iterable[Document], progress: Progress | None) -> dict[str, Any]:
