@@ -149,7 +149,7 @@ MISTAKES = {
     "many tokens": (["--model", "7B", "--tokens", 10**12], "more than can be planned"),
     "many rows": (["--model", "7B", "--micro-batch", 97], "97 rows is not between 1 and"),
     "no length": (["--model", "7B", "--total-tokens", "nan"], "--total-tokens: should be "),
-    "long": (["--model", "model", "--sequence-length", 128, "--tokens", 128], "longer than model"),
+    "long": (["--model", "model", "--sequence-length", 128, "--tokens", 128], "128 is longer"),
 }  # fmt: skip
 
 
