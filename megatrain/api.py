@@ -29,6 +29,7 @@ from megatrain.loss import (
     TopTokens,
     given_loss,
 )
+from megatrain.model.sinks import attend_with_sinks
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
 from megatrain.parallel.distributed import local_rank, open_ranks, open_sequence_ranks
@@ -168,9 +169,12 @@ class Engine(PlacedEngine):
             recording.limit(device_limit, host_limit)
             ranks = open_ranks(group, recording.torch_device)
             sequence_ranks = open_sequence_ranks(ranks, recording.torch_device, sequence_parallel)
+            model = open_structure(source, optimizer, ranks, precision, saveable=saveable)
+            if recording.torch_device.type == "cuda":
+                attend_with_sinks(model.spec, precision)
             setup = EngineSetup(
                 source,
-                open_structure(source, optimizer, ranks, precision, saveable=saveable),
+                model,
                 max_grad_norm,
                 precision,
                 recording,

@@ -212,11 +212,13 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
     import torch
 
     from megatrain.forecast.op_counter import NotForeseeable
+    from megatrain.model.sinks import attend_with_sinks
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads wait for each other, long if the machine is busy
     try:
         spec = named.spec()
+        attend_with_sinks(spec, workload.precision)
         if spec.media:
             further["warnings"].append(
                 "the plan is for text: images count by their tokens alone, not by the time and "

@@ -146,12 +146,60 @@ def flash_attention(
 
     With `causal` each token sees `window` ones, itself included; None: all before it.
     """
-    left = None if window is None else window - 1
-    right = None if window is None else 0
     return torch.ops.aten._flash_attention_forward(
         query, key, value, edges, edges, longest, longest, 0.0, causal, False,
-        scale=scale, window_size_left=left, window_size_right=right,
+        scale=scale, **_window(window or 0),
     )[0]  # fmt: skip
+
+
+def flash_attention_with_sums(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Tensor | None,
+    longest: int,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """As `flash_attention`, and the logarithms of the softmax's sums, `[H, N]` in fp32.
+
+    Without edges rows `[B, T, H, D]` are documents, and the logarithms `[B, H, T]`.
+    """
+    longest = query.shape[1] if edges is None else longest
+    out, sums, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, edges, edges, longest, longest, 0.0, True, False,
+        scale=scale, **_window(window),
+    )  # fmt: skip
+    return out, sums
+
+
+def flash_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    edges: Tensor | None,
+    longest: int,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the queries, keys and values of `flash_attention_with_sums`."""
+    longest = query.shape[1] if edges is None else longest
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout: there is none
+    return torch.ops.aten._flash_attention_backward(
+        gradient, query, key, value, out, sums, edges, edges, longest, longest, 0.0, True,
+        seed, seed.new_zeros(()), scale=scale, **_window(window),
+    )  # fmt: skip
+
+
+def _window(window: int) -> dict[str, int | None]:
+    """The kernel's names for a window of so many tokens; 0: none."""
+    return {
+        "window_size_left": window - 1 if window else None,
+        "window_size_right": 0 if window else None,
+    }
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:

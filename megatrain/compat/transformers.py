@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations import moe
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -41,6 +41,7 @@ __all__ = [
     "WeightConverter",
     "WeightRenaming",
     "dot_natural_key",
+    "eager_mask",
     "get_model_conversion_mapping",
     "rename_source_key",
     "render_jinja_template",
@@ -134,6 +135,17 @@ experts_of: Callable[[PreTrainedConfig], str | None] = attrgetter("_experts_impl
 def set_attention(config: PreTrainedConfig, name: Any) -> None:
     """Set the implementation of attention, also in nested configurations."""
     config._attn_implementation = name
+
+
+def is_causal_alone(arguments: Mapping[str, Any]) -> bool:
+    """True if the arguments of a mask ask for order and window of unpadded rows, and no more."""
+    padding = arguments.get("attention_mask")
+    whole = arguments["q_length"] == arguments["kv_length"]
+    return (
+        whole
+        and arguments.get("allow_is_causal_skip", True)
+        and (padding is None or bool(padding.all()))
+    )
 
 
 def takes_flash_attention(model: nn.Module) -> bool:

@@ -39,7 +39,11 @@ OURS = "megatrain_"
 BY_LENGTHS, BY_MASKS, BY_IMAGES = f"{OURS}documents", "sdpa", f"{OURS}flash"
 """Names of implementations; encoders tell lengths to those with "flash" in their names."""
 
-_MOST_WIDTH = 256  # of a head, in torch's flash kernels
+BY_SINKS = f"{OURS}sinks"
+"""The one for layers with sinks (model/sinks.py), in the place of "eager"."""
+
+MOST_WIDTH = 256
+"""Of a head, in torch's flash kernels."""
 _LEAST_LONGEST = 4096  # tokens; blocks of shorter documents that have no token cost next to nothing
 
 _told: ContextVar[bool] = ContextVar("_told", default=False)
@@ -86,7 +90,7 @@ def told_by_lengths(position_ids: Tensor, device: torch.device) -> dict[str, Any
 
 def takes_lengths(model: PreTrainedModel) -> bool:
     """True if a model declares that flash attention can replace its masks."""
-    return takes_flash_attention(model) and attention_of(model.config) == BY_MASKS
+    return takes_flash_attention(model) and attention_of(model.config) in (BY_MASKS, BY_SINKS)
 
 
 def chosen_attention(name: str | None) -> str | None:
@@ -94,7 +98,9 @@ def chosen_attention(name: str | None) -> str | None:
 
     Checkpoints name the former: no other program knows the latter.
     """
-    return BY_MASKS if name is not None and name.startswith(OURS) else name
+    if name is None or not name.startswith(OURS):
+        return name
+    return "eager" if name == BY_SINKS else BY_MASKS
 
 
 def attend(modules: list[nn.Module], name: str) -> None:
@@ -124,9 +130,14 @@ def without_masks() -> Iterator[None]:
         _told.reset(token)
 
 
+def are_told(arguments: Mapping[str, Any]) -> bool:
+    """True if layers are told documents by lengths, in place of a mask of these arguments."""
+    # An extra mask, beside order, window and documents, comes with use_vmap.
+    return _told.get() and not arguments.get("use_vmap")
+
+
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    custom = kwargs.get("use_vmap")  # an extra mask, beside order, window and documents
-    return None if _told.get() and not custom else sdpa_mask(*args, **kwargs)
+    return None if are_told(kwargs) else sdpa_mask(*args, **kwargs)
 
 
 def _attention(
@@ -147,7 +158,7 @@ def _attention(
             scale = options.get("scaling")
             out = _varlen(query, key, value, cu_seq_lens_q, max_length_q, window, scale)
             return out, None
-        attention_mask = _mask_of(cu_seq_lens_q, query.shape[0], query.shape[2], window)
+        attention_mask = document_mask(cu_seq_lens_q, query.shape[0], query.shape[2], window)
     out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return out, None
 
@@ -155,7 +166,7 @@ def _attention(
 def _has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
     plain = not options.get("dropout") and options.get("position_bias") is None
     width, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
-    fits = width % 8 == 0 and value.shape[-1] <= width <= _MOST_WIDTH
+    fits = width % 8 == 0 and value.shape[-1] <= width <= MOST_WIDTH
     return plain and fits and half and query.is_cuda
 
 
@@ -212,7 +223,7 @@ def _varlen(
     return out.view(rows, tokens, heads, width)[..., : width - short]
 
 
-def _mask_of(edges: Tensor, rows: int, tokens: int, window: int | None) -> Tensor:
+def document_mask(edges: Tensor, rows: int, tokens: int, window: int | None) -> Tensor:
     """`[B, 1, T, T]` bools: the tokens that each token sees."""
     at = torch.arange(rows * tokens, device=edges.device, dtype=edges.dtype)
     document_BT = torch.searchsorted(edges, at, right=True).view(rows, 1, tokens)

@@ -9,6 +9,7 @@ from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.model.documents import BY_IMAGES
+from megatrain.model.sinks import attention_with_sinks
 from tests.inside import program_of
 from tests.parity.cases import relative_error
 
@@ -99,3 +100,21 @@ def test_images_attend_in_one_call_as_they_do_alone(width):
     assert relative_error({"": together.float()}, {"": alone.float()}) < 0.01
     gradients = [torch.autograd.grad(x.square().sum(), query)[0].float() for x in (together, alone)]
     assert relative_error(*({"": gradient} for gradient in gradients)) < 0.02
+
+
+@pytest.mark.parametrize("edges", [None, (0, 100, 600, 1024, 1200, 2048)])
+@pytest.mark.parametrize("window", [0, 128])
+def test_the_kernel_with_sinks_is_attention_by_logits(window, edges):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 1024, heads, 64) for heads in (8, 2, 2)]
+    leaves = [torch.randn(s, generator=generator).bfloat16() for s in (*shapes, (8,))]
+    results = []
+    for device in ("cpu", "cuda"):
+        on = [leaf.to(device).requires_grad_() for leaf in leaves]
+        told = None if edges is None else torch.tensor(edges, dtype=torch.int32, device=device)
+        out, whole = attention_with_sinks(*on, told, 1024, window, 0.125)
+        direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        gradients = torch.autograd.grad(out, on, direction.to(device))
+        named = {str(n): x.float().cpu() for n, x in enumerate((out, whole, *gradients))}
+        results.append(named)
+    assert relative_error(results[1], results[0]) < 0.01

@@ -1,0 +1,251 @@
+"""Attention with sinks (gpt-oss) in memory that grows with the row, for transformers' models.
+
+A sink is a logit of a head that takes a share of each token's softmax and has no value. The eager
+form makes logits `[B, H, T, T]` several times over. Here a kernel for plain attention gives the
+result `out` and the logarithm `l` of each token's sum; with `m = logaddexp(l, sink)` the result
+with the sink is `out * exp(l - m)`, and the same kernel's backward, given that and `m`, gives the
+gradients: it needs the two only for probabilities `exp(logit - m)` and for `sum(gradient * out)`.
+
+Where the layers' own mask says more than order, window and documents (padding), they stay eager.
+Legend: B rows, T tokens of a row, H heads, D width of a head.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from megatrain.compat.torch import flash_attention_backward, flash_attention_with_sums
+from megatrain.compat.transformers import (
+    attention_of,
+    eager_mask,
+    is_causal_alone,
+    set_attention,
+    takes_flash_attention,
+)
+from megatrain.model.documents import BY_SINKS, MOST_WIDTH, are_told, document_mask
+from megatrain.model.spec import ModelSpec
+from megatrain.placement import Precision
+
+
+def attend_with_sinks(spec: ModelSpec, precision: Precision) -> None:
+    """Have a model's layers attend so on a GPU, in place, if they have sinks and no dropout.
+
+    Kernels compute in bf16; layers in fp32 stay eager.
+    """
+    model = spec.capture.model
+    kinds = {id(layer.kind): layer.kind for layer in spec.layers}.values()
+    modules = [module for kind in kinds for module in kind.module.modules()]
+    with_sinks = [module for module in modules if isinstance(_sinks(module), Tensor)]
+    if precision == "fp32" or not with_sinks or not takes_flash_attention(model):
+        return
+    if all(map(_is_plain, with_sinks)):
+        configs = [getattr(module, "config", None) for module in modules]
+        for config in [model.config, model.config.get_text_config(), *configs]:
+            if config is not None and attention_of(config) == "eager":
+                set_attention(config, BY_SINKS)
+
+
+def _sinks(module: nn.Module) -> Any:
+    return getattr(module, "sinks", None)
+
+
+def _eager(module: nn.Module) -> Callable[..., tuple[Tensor, Any]] | None:
+    """The eager attention beside the code of a module's forward."""
+    return inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """True if a module's attention has a width of kernels, no dropout, and an eager form."""
+    width = getattr(module, "head_dim", None)
+    fits = isinstance(width, int) and width % 8 == 0 and width <= MOST_WIDTH
+    plain = not getattr(module, "attention_dropout", 0.0)
+    return fits and plain and _eager(module) is not None
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """Attention over `[B, H, T, D]`; fewer heads of keys and values are shared."""
+    sinks = _sinks(module)
+    if attention_mask is not None:
+        eager = _eager(module)
+        assert eager is not None  # see `_is_plain`
+        return eager(module, query, key, value, attention_mask, scaling=scaling, **options)
+    if sinks is None:  # a layer of another kind
+        sinks = query.new_full((query.shape[1],), -torch.inf)
+    window = options.get("sliding_window") or 0
+    rows = (x.transpose(1, 2) for x in (query, key, value))
+    out, _ = attention_with_sinks(
+        *rows, sinks.to(query.dtype), cu_seq_lens_q, max_length_q, window, scaling
+    )
+    return out, None
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    return None if are_told(kwargs) or is_causal_alone(kwargs) else eager_mask(*args, **kwargs)
+
+
+AttentionInterface.register(BY_SINKS, _attention)
+AttentionMaskInterface.register(BY_SINKS, _mask)
+
+
+@torch.library.custom_op("megatrain::attention_with_sinks", mutates_args=())
+def attention_with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    edges: Tensor | None,
+    longest: int,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of `[B, T, H, D]` with a sink `[H]`: the result, and `m` in fp32.
+
+    Args:
+        edges: ends of documents in the rows laid end to end, int32; None: each row is one.
+        longest: tokens of the longest document.
+        window: tokens that a token sees, itself included; 0: all before it.
+    """
+    if not query.is_cuda:
+        return _by_logits(query, key, value, sinks, edges, window, scale)
+    plain, sums = flash_attention_with_sums(
+        *(_laid_out(x, edges) for x in (query, key, value)), edges, longest, window, scale
+    )
+    whole = torch.logaddexp(sums, sinks.float()[:, None])
+    share = (sums - whole).exp().transpose(-2, -1).unsqueeze(-1)
+    return (plain * share).to(query.dtype).view(query.shape), whole
+
+
+@attention_with_sinks.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, edges: Any, *_: Any) -> Any:
+    rows, tokens, heads, _ = query.shape
+    shape = (rows, heads, tokens) if edges is None else (heads, rows * tokens)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    return out, query.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("megatrain::attention_with_sinks_backward", mutates_args=())
+def _backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    edges: Tensor | None,
+    out: Tensor,
+    whole: Tensor,
+    longest: int,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    product = (gradient.float() * out.float()).sum(-1)  # [B, T, H]
+    of_sinks = -((sinks.float() - _by_token(whole, query)).exp() * product).sum((0, 1))
+    if not query.is_cuda:
+        qkv = _by_logits_backward(gradient, query, key, value, whole, edges, window, scale, product)
+        return *qkv, of_sinks.to(sinks.dtype)
+    given = (_laid_out(x, edges) for x in (gradient, query, key, value, out))
+    gradients = flash_attention_backward(*given, whole, edges, longest, window, scale)
+    views = (g.view(x.shape) for g, x in zip(gradients, (query, key, value), strict=True))
+    return *views, of_sinks.to(sinks.dtype)
+
+
+@_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *_: Any) -> Any:
+    return tuple(
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value, sinks)
+    )
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *saved, ctx.longest, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(*saved, *output)
+
+
+attention_with_sinks.register_autograd(
+    lambda ctx, gradient, _: (
+        *_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.longest, ctx.window, ctx.scale),
+        *(None, None, None, None),
+    ),
+    setup_context=_save,
+)
+
+
+def _laid_out(rows: Tensor, edges: Tensor | None) -> Tensor:
+    return rows if edges is None else rows.flatten(0, 1)
+
+
+def _by_token(sums: Tensor, query: Tensor) -> Tensor:
+    """Sums `[B, H, T]`, or `[H, B T]` of documents, as `[B, T, H]`."""
+    rows, tokens, heads, _ = query.shape
+    return sums.transpose(-2, -1).reshape(rows, tokens, heads)
+
+
+def _logits(query: Tensor, key: Tensor, edges: Tensor | None, window: int, scale: float) -> Tensor:
+    """`[B, K, G, T, T]` in fp32: K heads of keys, G of queries for each."""
+    rows, tokens = query.shape[:2]
+    if edges is None:
+        edges = torch.arange(rows + 1, device=query.device, dtype=torch.int32) * tokens
+    seen = document_mask(edges, rows, tokens, window or None)[:, :, None]
+    logits = torch.einsum("bikgd,bjkd->bkgij", _grouped(query, key), key.float()) * scale
+    return logits.masked_fill(~seen, -torch.inf)
+
+
+def _grouped(of_queries: Tensor, key: Tensor) -> Tensor:
+    return of_queries.float().unflatten(2, (key.shape[2], -1))
+
+
+def _by_logits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    edges: Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The same by all logits, computed in fp32."""
+    logits = _logits(query, key, edges, window, scale)
+    whole = torch.logaddexp(logits.logsumexp(-1).flatten(1, 2), sinks.float()[:, None])
+    share = (logits - whole.view(logits.shape[:-1])[..., None]).exp()
+    out = torch.einsum("bkgij,bjkd->bikgd", share, value.float()).flatten(2, 3).to(query.dtype)
+    return out, whole if edges is None else whole.transpose(0, 1).flatten(1)
+
+
+def _by_logits_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    whole: Tensor,
+    edges: Tensor | None,
+    window: int,
+    scale: float,
+    product: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Args: `product`: the sum over D of `gradient * out`, `[B, T, H]`."""
+    logits, g = _logits(query, key, edges, window, scale), _grouped(gradient, key)
+
+    def by_head(of_tokens: Tensor) -> Tensor:
+        return of_tokens.transpose(1, 2).reshape(*logits.shape[:-1], 1)
+
+    share = (logits - by_head(_by_token(whole, query))).exp()
+    of_share = torch.einsum("bikgd,bjkd->bkgij", g, value.float()) - by_head(product)
+    of_logits = share * of_share * scale
+    of_query = torch.einsum("bkgij,bjkd->bikgd", of_logits, key.float()).flatten(2, 3)
+    of_key = torch.einsum("bkgij,bikgd->bjkd", of_logits, _grouped(query, key))
+    of_value = torch.einsum("bkgij,bikgd->bjkd", share, g)
+    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)

@@ -1,0 +1,105 @@
+"""Attention with sinks by a kernel of plain attention: transformers' eager form, in less memory."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+from megatrain import AdamW, Engine, Placement
+from megatrain.compat.transformers import attention_of
+from megatrain.model.documents import BY_SINKS
+from megatrain.model.sinks import attend_with_sinks, attention_with_sinks
+from tests.inside import program_of
+
+ROWS, HEADS, SHARED, TOKENS, WIDTH, SCALE = 2, 4, 2, 20, 8, 0.3
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    heads = (HEADS, HEADS // SHARED, HEADS // SHARED)
+    shapes = [(ROWS, TOKENS, count, WIDTH) for count in heads]
+    return [torch.randn(s, generator=generator, requires_grad=True) for s in (*shapes, (HEADS,))]
+
+
+def eager(query, key, value, sinks, window, first=0, last=TOKENS):
+    """Of the tokens of one document."""
+    at = torch.arange(last - first)
+    back = at[:, None] - at[None]
+    hidden = (back < 0) | (back >= (window or TOKENS))
+    mask = torch.zeros(len(at), len(at)).masked_fill(hidden, -1e30)
+    part = (x[:, first:last].transpose(1, 2) for x in (query, key, value))
+    module = SimpleNamespace(sinks=sinks, num_key_value_groups=SHARED, training=True)
+    return eager_attention_forward(module, *part, mask, scaling=SCALE)[0]
+
+
+@pytest.mark.parametrize("edges", [None, (0, 7, 20, 33, 40)])
+@pytest.mark.parametrize("window", [0, 6])
+def test_the_operation_and_its_gradients_are_those_of_the_eager_form(window, edges):
+    leaves, told = inputs(), None
+    if edges is None:
+        wanted = eager(*leaves, window)
+    else:
+        told = torch.tensor(edges, dtype=torch.int32)
+        each = [
+            eager(*(x[row : row + 1] for x in leaves[:3]), leaves[3], window, first, last)
+            for row, ends in enumerate(((0, 7, 20), (0, 13, 20)))
+            for first, last in pairwise(ends)
+        ]
+        wanted = torch.stack((torch.cat(each[:2], 1)[0], torch.cat(each[2:], 1)[0]))
+    out, _ = attention_with_sinks(*leaves, told, TOKENS, window, SCALE)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-6)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad(x, leaves, direction) for x in (out, wanted)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def model():
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    return GptOssForCausalLM(config)
+
+
+def losses(precision, micro):
+    """Of two steps that attend as on a GPU, and the name of the attention."""
+    rule, at = AdamW(lr=1e-2), Placement(slots=2)
+    with Engine(model(), optimizer=rule, precision=precision, placement=at) as engine:
+        program = program_of(engine)
+        attend_with_sinks(program.spec, precision)
+        result = [engine.step([micro]).loss for _ in range(2)]
+        return result, attention_of(program.capture.model.config)
+
+
+def rows(**more):
+    ids = torch.randint(128, (3, 24), generator=torch.Generator().manual_seed(2))
+    return {"input_ids": ids, "labels": ids.clone(), **more}
+
+
+def test_layers_with_sinks_attend_so_in_bf16_and_are_eager_in_fp32():
+    exact, name = losses("fp32", rows())
+    assert name == "eager"
+    ours, name = losses("bf16", rows())
+    assert name == BY_SINKS and ours == pytest.approx(exact, rel=5e-3)
+
+
+def test_padded_rows_keep_their_meaning():
+    mask = torch.ones(3, 24, dtype=torch.long)
+    mask[1, 15:] = 0
+    padded = rows(attention_mask=mask)
+    padded["labels"][mask == 0] = -100
+    assert losses("bf16", padded)[0] == pytest.approx(losses("fp32", padded)[0], rel=5e-3)
