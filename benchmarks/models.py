@@ -6,9 +6,12 @@
 
 `--resident ROWS` runs transformers' model on the GPU instead, with so many rows at once: layers
 compiled, nothing recomputed, forward and backward alone, no optimizer. Weights and tokens are
-random; in each row the first images stand before the text.
+random; in each row the images stand before the text. `--every 2` gives every other micro-batch
+no pictures; `--frozen` is a pattern of the names of parameters that are not trained.
 """
 
+import argparse
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,13 +26,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from benchmarks.options import case_of, parse, peak_process_bytes, write
 from benchmarks.rivals.common import next_token_loss
+from benchmarks.step import SHOWN_LINES
 from megatrain import AdamW, Engine, Placement
 from megatrain.base.json_yaml import parse_yaml
 from megatrain.cli.models import lora_adapter
 from megatrain.compat.torch import num_compilations
+from megatrain.model.trained import Trained
 from megatrain.source.source import Alike
 from megatrain.telemetry.host import commit, environment
 from megatrain.telemetry.metrics import model_tflops
+from megatrain.telemetry.timeline import StepRecorder, breakdown
 
 Batch = dict[str, Tensor]
 
@@ -132,18 +138,17 @@ def configuration(name: str, layers: int | None = None) -> Any:
     return config
 
 
-def random_step(
-    name: str, config: Any, sequences: int, length: int, images: int, rows: int, seed: int
-) -> Iterator[Batch]:
-    """Micro-batches of `rows` rows: ids and labels [rows, length], and the pictures before them."""
+def random_step(chosen: argparse.Namespace, config: Any, rows: int, seed: int) -> Iterator[Batch]:
+    """Micro-batches of `rows` rows: ids and labels [rows, tokens], and the pictures before them."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = min(150_000, config.get_text_config().vocab_size - 1)
-    for start in range(0, sequences, rows):
-        count = min(rows, sequences - start)
-        ids_BT = torch.randint(vocabulary, (count, length), generator=generator)
+    for index, start in enumerate(range(0, chosen.sequences, rows)):
+        shape = (min(rows, chosen.sequences - start), chosen.sequence_length)
+        ids_BT = torch.randint(vocabulary, shape, generator=generator)
         batch = {"input_ids": ids_BT, "labels": ids_BT.clone()}
-        if images:
-            batch |= _with_pictures(PICTURES[name], config, batch, images, generator)
+        if chosen.images and index % chosen.every == 0:
+            picture = PICTURES[chosen.name]
+            batch |= _with_pictures(picture, config, batch, chosen.images, generator)
         yield batch
 
 
@@ -180,6 +185,7 @@ def streamed(chosen: Any) -> dict[str, Any]:
         micro_batch=chosen.micro_batch or None,
         precision=chosen.precision,
         adapter=lora_adapter(chosen.lora_r),
+        trained=Trained(freeze=[chosen.frozen] if chosen.frozen else []),
         placement="auto" if chosen.placement is None else Placement(**parse_yaml(chosen.placement)),
         device=chosen.device,
         device_memory=chosen.device_memory,
@@ -192,12 +198,22 @@ def streamed(chosen: Any) -> dict[str, Any]:
         def step(micro_batches: list[Batch]) -> float:
             return engine.step(micro_batches).loss
 
+        result = timed(chosen, config, rows, step, engine.computing)
+        micro_batches = [*random_step(chosen, config, rows, 0)]
+        recorder = StepRecorder(engine.recording)
+        recorder.begin()  # a step's updates run during the next step's forward
+        engine.step(micro_batches)
+        recorder.next()
+        engine.step(micro_batches)
+        work = breakdown(recorder.end(), "compute").as_dict()
+        print(*work["lines"][:SHOWN_LINES], sep="\n")
         return {
+            **result,
+            "breakdown": work,
             "build_seconds": built,
             "placement": engine.placement.as_dict(),
             "parameters": engine.num_parameters,
             "trained_parameters": engine.num_trained,
-            **timed(chosen, config, rows, step, engine.computing),
             "memory": engine.memory(),
             "host_peak_bytes": peak_process_bytes(),
         }
@@ -211,10 +227,8 @@ def resident(chosen: Any) -> dict[str, Any]:
     kind = AutoModelForImageTextToText if pictures else AutoModelForCausalLM
     with device:
         model = kind.from_config(config, dtype=torch.bfloat16).train()
-    tower = model.model.visual if hasattr(model.model, "visual") else None
-    tower = getattr(model.model, "vision_tower", tower)
-    if tower is not None:
-        tower.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not chosen.frozen or not re.search(chosen.frozen, name))
     text = model.model.language_model if pictures else model.model
     for layer in text.layers:
         layer.compile(dynamic=False)
@@ -251,17 +265,7 @@ def timed(
     """
     seconds, losses = [], []
     for index in range(chosen.warmup + chosen.steps):
-        micro_batches = [
-            *random_step(
-                chosen.name,
-                config,
-                chosen.sequences,
-                chosen.sequence_length,
-                chosen.images,
-                rows,
-                index,
-            )
-        ]
+        micro_batches = [*random_step(chosen, config, rows, index)]
         begun = time.perf_counter()
         losses.append(float(step(micro_batches)))
         seconds.append(time.perf_counter() - begun)
@@ -287,6 +291,8 @@ def main() -> None:
         sequences=48,
         sequence_length=2048,
         images=0,
+        every=1,
+        frozen=str,
         layers=int,
         states=["int8", "fp32", "bf16"],
         precision=["bf16", "fp32", "fp8"],

@@ -28,6 +28,7 @@ from megatrain.compat.torch import (
     packet_of,
 )
 from megatrain.errors import MegatrainError, first_line
+from megatrain.model.sinks import WITH_SINKS, WITH_SINKS_BACKWARD
 
 # A layer has some hundred; a recurrence that goes token by token would take minutes to count.
 MOST_OPERATIONS = 10_000
@@ -319,8 +320,6 @@ _experts_product.register_autograd(
 
 _ATTENTION = torch.ops.megatrain.attention.default
 _ATTENTION_BACKWARD = torch.ops.megatrain.attention_backward.default
-_SINKS = torch.ops.megatrain.attention_with_sinks.default
-_SINKS_BACKWARD = torch.ops.megatrain.attention_with_sinks_backward.default
 _EXPERTS = torch.ops.megatrain.experts_product.default
 _EXPERTS_BACKWARD = torch.ops.megatrain.experts_product_backward.default
 _OVERWRITES = (
@@ -384,8 +383,8 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
         # Five products where the forward has two; the gradient of the queries is summed in fp32.
         flops = _attention_flops(query, key, value, mask, causal) * 5 // 2
         return Work(attention_backward_flops=flops, kernels=1), query.numel() * 4
-    if func in (_SINKS, _SINKS_BACKWARD):
-        return _attention_with_sinks(func, args, out)
+    if func in (WITH_SINKS, WITH_SINKS_BACKWARD):
+        return _attention_with_sinks(func, args)
     if func in (_EXPERTS, _EXPERTS_BACKWARD):
         rows, weights = sorted(args[-2:], key=Tensor.dim)
         return Work(product_flops=2 * rows.numel() * weights.shape[-1], kernels=1), 0
@@ -400,16 +399,14 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     return Work(touched_bytes=touched, kernels=1), scratch
 
 
-def _attention_with_sinks(func: Any, args: tuple, out: Any) -> tuple[Work, int]:
-    query, window = args[0 if func is _SINKS else 1], args[-2]
+def _attention_with_sinks(func: Any, args: tuple) -> tuple[Work, int]:
+    query, window = args[0 if func is WITH_SINKS else 1], args[-2]
     rows, tokens, heads, width = query.shape
     seen = min(window, tokens) if window else tokens // 2  # tokens that one sees on average
     flops = 4 * rows * tokens * heads * seen * width
-    if func is _SINKS:
-        results = sum(tensor.nbytes for tensor in tensors(out))
-        return Work(attention_flops=flops, kernels=4, attention_bytes=results), 2 * query.nbytes
-    work = Work(attention_backward_flops=flops * 5 // 2, kernels=4)
-    return work, query.numel() * 4
+    if func is WITH_SINKS:
+        return Work(attention_flops=flops, kernels=4), 2 * query.nbytes
+    return Work(attention_backward_flops=flops * 5 // 2, kernels=4), query.numel() * 4
 
 
 def _attention_flops(

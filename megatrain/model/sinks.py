@@ -122,9 +122,8 @@ def attention_with_sinks(
     """
     if not query.is_cuda:
         return _by_logits(query, key, value, sinks, edges, window, scale)
-    plain, sums = flash_attention_with_sums(
-        *(_laid_out(x, edges) for x in (query, key, value)), edges, longest, window, scale
-    )
+    q, k, v = (_laid_out(x, edges) for x in (query, key, value))
+    plain, sums = flash_attention_with_sums(q, k, v, edges, longest, window, scale)
     whole = torch.logaddexp(sums, sinks.float()[:, None])
     share = (sums - whole).exp().transpose(-2, -1).unsqueeze(-1)
     return (plain * share).to(query.dtype).view(query.shape), whole
@@ -132,8 +131,8 @@ def attention_with_sinks(
 
 @attention_with_sinks.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, edges: Any, *_: Any) -> Any:
-    rows, tokens, heads, _ = query.shape
-    shape = (rows, heads, tokens) if edges is None else (heads, rows * tokens)
+    rows, tokens, heads = query.shape[:3]
+    shape = [rows, heads, tokens] if edges is None else [heads, rows * tokens]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     return out, query.new_empty(shape, dtype=torch.float32)
 
@@ -157,10 +156,12 @@ def _backward(
     if not query.is_cuda:
         qkv = _by_logits_backward(gradient, query, key, value, whole, edges, window, scale, product)
         return *qkv, of_sinks.to(sinks.dtype)
-    given = (_laid_out(x, edges) for x in (gradient, query, key, value, out))
-    gradients = flash_attention_backward(*given, whole, edges, longest, window, scale)
-    views = (g.view(x.shape) for g, x in zip(gradients, (query, key, value), strict=True))
-    return *views, of_sinks.to(sinks.dtype)
+    gradient, q, k, v, of = (_laid_out(x, edges) for x in (gradient, query, key, value, out))
+    of_query, of_key, of_value = flash_attention_backward(
+        gradient, q, k, v, of, whole, edges, longest, window, scale
+    )
+    of_keys = (of_key.view(key.shape), of_value.view(value.shape))
+    return of_query.view(query.shape), *of_keys, of_sinks.to(sinks.dtype)
 
 
 @_backward.register_fake
@@ -182,6 +183,10 @@ attention_with_sinks.register_autograd(
     ),
     setup_context=_save,
 )
+
+
+WITH_SINKS = torch.ops.megatrain.attention_with_sinks.default
+WITH_SINKS_BACKWARD = torch.ops.megatrain.attention_with_sinks_backward.default
 
 
 def _laid_out(rows: Tensor, edges: Tensor | None) -> Tensor:
