@@ -386,6 +386,12 @@ class PlacedEngine:
                 f"{unchanged}"
             ) from error
         except RuntimeError as error:
+            if "device meta" in str(error):
+                raise InputError(
+                    "a layer's code keeps its weights beyond the layer's forward, as "
+                    "torch.utils.checkpoint does; call it without: placement says what is computed "
+                    "again"
+                ) from error
             if self._dtype != torch.bfloat16 or not re.search(_TYPES_DIFFER, str(error)):
                 raise
             raise InputError(

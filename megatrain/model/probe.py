@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 
-from megatrain.compat.torch import pytree
+from megatrain.compat.torch import has_gradient_hooks, pytree
 from megatrain.errors import Unsupported, first_line
 from megatrain.model.capture import (
     PROLOGUE,
@@ -35,7 +35,13 @@ from megatrain.model.layer_template import LayerTemplate, NumberRead, without_in
 from megatrain.model.routers import RouterLoss, router_loss, tap
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.state import OtherRandomness, example, refuse_state, settle
-from megatrain.model.unsupported import Watch, layer_drops, refuse_behaviour, refuse_settings
+from megatrain.model.unsupported import (
+    Watch,
+    layer_drops,
+    refuse_behaviour,
+    refuse_grad_modes,
+    refuse_settings,
+)
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
 _MORE_STATES = "its head computes logits from more than the last hidden states"
@@ -166,6 +172,7 @@ class _Probe:
         self.layers: list[Layer] = []
         self.origin: dict[Hashable, Ref] = {}  # identity of an activation -> where it came from
         self.alive: list[Tensor] = []  # keeps those identities valid
+        self.without_gradients: list[str] = []  # layers that are called so
         self.uses = Uses()
 
     def _refuse_shared(self) -> None:
@@ -205,9 +212,19 @@ class _Probe:
             rows = _probe_rows(ids, weights, gathered, constants)
             with self.capture.stop_at_trunk():
                 output = self.capture.forward(self._record, weights, inputs, rows, self.uses)
+            if any(map(has_gradient_hooks, self.alive)):
+                raise Unsupported(
+                    "its forward registers a hook of an activation's gradient between layers, "
+                    "which would not be run; let a layer do what it does"
+                )
             structure = self._finish(weights, rows, constants, output, inputs)
         self._refuse_mixing(structure)
         refuse_state(watch, lambda: self._again(weights, output, inputs, rows))
+        if self.without_gradients:
+            raise Unsupported(
+                f"{self.without_gradients[0]} is called under torch.no_grad(), and would be "
+                "trained here; freeze its parameters by requires_grad_(False) and call it without"
+            )
         if not layer_drops(self.model.config):
             randomness.refuse()
         return structure
@@ -286,6 +303,8 @@ class _Probe:
         path = self.paths[id(module)]
         if any(layer.name == path for layer in self.layers):
             raise Unsupported(f"{path} is called more than once in a forward")
+        if not torch.is_grad_enabled():
+            self.without_gradients.append(path)
         leaves, tree_spec = pytree.tree_flatten((args, kwargs))
         if any(isinstance(leaf, Cache) for leaf in leaves):
             raise Unsupported(f"{path} is given a key-value cache in training")
@@ -307,6 +326,7 @@ class _Probe:
     def _trace(self, leaf: Tensor, path: str) -> Ref | None:
         """The activation that an argument is; None if no gradient flows to it."""
         if identity(leaf) in self.origin:
+            self._refuse_other_gradients(leaf, path)
             return self.origin[identity(leaf)]
         if id(leaf) in self.uses.derived or reach([leaf]).refs:
             raise Unsupported(
@@ -318,6 +338,17 @@ class _Probe:
             self.origin[identity(leaf)] = Ref(PROLOGUE, firsts)
             self.alive.append(leaf)
         return self.origin.get(identity(leaf))
+
+    def _refuse_other_gradients(self, leaf: Tensor, path: str) -> None:
+        """Refuse code between layers that changes gradients alone."""
+        ends, node = {value.grad_fn for value in self.alive}, leaf.grad_fn
+        while node is not None and node not in ends:
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                raise Unsupported(
+                    f"before {path}, its forward calls {node.name().removesuffix('Backward')}, a "
+                    "torch.autograd.Function; operations between layers are not supported"
+                )
+            node = node.next_functions[0][0] if node.next_functions else None
 
     def _kind(self, module: nn.Module, path: str, args: tuple, kwargs: dict) -> LayerTemplate:
         key = self.signatures[id(module)]
@@ -336,6 +367,7 @@ class _Probe:
 
     def _template(self, module: nn.Module, path: str, *, numbered: bool = True) -> LayerTemplate:
         template, loss = self.capture.template(module), self.router_loss
+        refuse_grad_modes(template, path)
         template = template if numbered else without_index(template)
         routes = loss is not None and tap(template, path, self.model, loss)
         return LayerTemplate(template, routes=routes)

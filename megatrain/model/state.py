@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain.compat.torch import buffers_of, is_saved, pytree, version_of
+from megatrain.compat.torch import buffers_of, is_saved, memory_of, pytree, version_of
 from megatrain.errors import Unsupported
 from megatrain.model.capture import Capture, Reached
 from megatrain.model.fingerprint import value_of
@@ -89,7 +89,7 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
     buffers = dict(module.named_buffers())
     zeros = {name: zero_pages(p.shape) for name, p in module.named_parameters()}
     weights = zeros | buffers
-    watch, versions = Watch(kind.module, path), [version_of(b) for b in buffers.values()]
+    watch, before = Watch(kind.module, path), {n: _written(w) for n, w in weights.items()}
     randomness = OtherRandomness()
     containers(args, kwargs)  # copies lack what the run puts into the containers
     kind.arguments = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
@@ -101,10 +101,16 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
             ones = {n: torch.ones(z.shape) if z.dim() <= 2 else z for n, z in zeros.items()}
             if _reads(changes, partial(kind.call, ones | buffers, args, kwargs)):
                 raise changes[0].refusal()
-    for (name, buffer), version in zip(buffers.items(), versions, strict=True):
-        if weights[name] is not buffer or version_of(buffer) != version:
-            raise Unsupported(f"the forward of {path} changes its buffer {name}")
+    for name, tensor in (zeros | buffers).items():
+        if weights[name] is not tensor or _written(tensor) != before[name]:
+            what = "buffer" if name in buffers else "parameter"
+            raise Unsupported(f"the forward of {path} changes its {what} {name}")
     randomness.refuse()
+
+
+def _written(tensor: Tensor) -> tuple[int, int]:
+    """What differs once a tensor has been written to, or has got other memory."""
+    return memory_of(tensor), version_of(tensor)
 
 
 def _reads(changes: Iterable[Change], run: Callable[[], Iterable[Any]]) -> bool:

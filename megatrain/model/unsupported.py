@@ -72,6 +72,27 @@ def refuse_rounding(
             )
 
 
+def refuse_grad_modes(layer: nn.Module, path: str) -> None:
+    """Refuse a layer's own code that asks if there are gradients: its forward runs without them.
+
+    Raises Unsupported: the code of such a module, which is no library's, names it.
+    """
+    kinds = {kind for module in layer.modules() for kind in type(module).__mro__}
+    for kind in kinds:
+        if kind.__module__.partition(".")[0] in ("torch", "transformers", "peft", "torchao"):
+            continue
+        for function in vars(kind).values():
+            code = (
+                getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            )
+            names = getattr(code, "co_names", ())
+            if asks := {"is_grad_enabled", "requires_grad"}.intersection(names):
+                raise Unsupported(
+                    f"in {path} the code of {kind.__name__} reads {min(asks)}: layers run without "
+                    "gradients first and again with them; let it depend on self.training"
+                )
+
+
 def refuse_weights(model: nn.Module) -> None:
     """Refuse weights with properties that a copy without their memory would lose.
 

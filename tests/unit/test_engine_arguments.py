@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.loss import DPO
@@ -207,6 +209,19 @@ def test_hooks_of_saved_tensors_are_refused_and_not_followed(engine):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: 2 * x, lambda x: x):
         refuse(lambda: engine.step([GOOD]), "a step within torch.autograd.graph.saved_tensors_h")
     assert engine.optimizer.num_steps == 0
+
+
+class Checkpointed(LlamaDecoderLayer):
+    def forward(self, *args, **kwargs):
+        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+
+
+def test_a_layer_that_computes_itself_again_in_its_backward():
+    model = tiny_model("llama")
+    model.model.layers[1].__class__ = Checkpointed
+    options = {"device": "cpu", "precision": "fp32", "saveable": False}
+    with Engine(model, optimizer=AdamW(lr=1e-3), **options) as engine:
+        refuse(lambda: engine.step([GOOD]), "keeps its weights beyond .* torch.utils.checkpoint")
 
 
 def test_code_of_a_model_that_does_not_compute_in_bf16():

@@ -81,7 +81,61 @@ class Centred(nn.Embedding):
         return super().forward(ids) - self.weight.detach().mean(0)
 
 
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden):
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def hooked(hidden):
+    hidden.register_hook(lambda gradient: 2 * gradient)
+    return hidden
+
+
+class WithoutGradients(LlamaDecoderLayer):
+    def __call__(self, *args, **kwargs):
+        with torch.no_grad():
+            return super().__call__(*args, **kwargs)
+
+
+class Normed(LlamaDecoderLayer):
+    """Changes its own weights, in place or by giving them other memory."""
+
+    def forward(self, *args, **kwargs):
+        with torch.no_grad():
+            self.mlp.up_proj.weight.div_(2)
+        return super().forward(*args, **kwargs)
+
+
+class NormedAnew(LlamaDecoderLayer):
+    def forward(self, *args, **kwargs):
+        self.mlp.up_proj.weight.data = self.mlp.up_proj.weight.data / 2
+        return super().forward(*args, **kwargs)
+
+
+class Asking(LlamaDecoderLayer):
+    def forward(self, hidden, *args, **kwargs):
+        return super().forward(2 * hidden if torch.is_grad_enabled() else hidden, *args, **kwargs)
+
+
+def with_layer(kind):
+    """A model whose second layer is of this class."""
+    model = tiny()
+    model.model.layers[1].__class__ = kind
+    return model
+
+
 REFUSALS = {
+    "layers.1, its forward calls Reversed, a torch.autograd": lambda: before_layer(Reversed.apply),
+    "hook of an activation's gradient between layers": lambda: before_layer(hooked),
+    "layers.1 is called under torch.no_grad": lambda: with_layer(WithoutGradients),
+    "forward of model.layers.1 changes its parameter mlp.up_proj": lambda: with_layer(Normed),
+    "of model.layers.1 changes its parameter mlp.up_proj.weight": lambda: with_layer(NormedAnew),
+    "in model.layers.1 the code of Asking reads is_grad_enabled": lambda: with_layer(Asking),
     "operations between layers": lambda: before_layer(lambda h: h * 2),
     "before model.layers.1": lambda: before_layer(lambda h: h.detach()),
     "embed_tokens.weight is used both before and after": summed_table,
