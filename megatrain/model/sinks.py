@@ -121,12 +121,13 @@ def attention_with_sinks(
         window: tokens that a token sees, itself included; 0: all before it.
     """
     if not query.is_cuda:
-        return _by_logits(query, key, value, sinks, edges, window, scale)
+        out, sums = _by_logits(query, key, value, sinks, edges, window, scale)
+        return out.contiguous(), sums.contiguous()
     q, k, v = (_laid_out(x, edges) for x in (query, key, value))
     plain, sums = flash_attention_with_sums(q, k, v, edges, longest, window, scale)
     whole = torch.logaddexp(sums, sinks.float()[:, None])
     share = (sums - whole).exp().transpose(-2, -1).unsqueeze(-1)
-    return (plain * share).to(query.dtype).view(query.shape), whole
+    return (plain * share).to(query.dtype).contiguous().view(query.shape), whole.contiguous()
 
 
 @attention_with_sinks.register_fake
@@ -150,25 +151,26 @@ def _backward(
     longest: int,
     window: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     product = (gradient.float() * out.float()).sum(-1)  # [B, T, H]
     of_sinks = -((sinks.float() - _by_token(whole, query)).exp() * product).sum((0, 1))
-    if not query.is_cuda:
-        qkv = _by_logits_backward(gradient, query, key, value, whole, edges, window, scale, product)
-        return *qkv, of_sinks.to(sinks.dtype)
-    gradient, q, k, v, of = (_laid_out(x, edges) for x in (gradient, query, key, value, out))
-    of_query, of_key, of_value = flash_attention_backward(
-        gradient, q, k, v, of, whole, edges, longest, window, scale
-    )
-    of_keys = (of_key.view(key.shape), of_value.view(value.shape))
-    return of_query.view(query.shape), *of_keys, of_sinks.to(sinks.dtype)
+    if query.is_cuda:
+        g, q, k, v, result = (_laid_out(x, edges) for x in (gradient, query, key, value, out))
+        gradients = flash_attention_backward(
+            g, q, k, v, result, whole, edges, longest, window, scale
+        )
+    else:
+        gradients = _by_logits_backward(
+            gradient, query, key, value, whole, edges, window, scale, product
+        )
+    every = zip((*gradients, of_sinks), (query, key, value, sinks), strict=True)
+    return [each.to(x.dtype).contiguous().view(x.shape) for each, x in every]
 
 
 @_backward.register_fake
 def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, *_: Any) -> Any:
-    return tuple(
-        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value, sinks)
-    )
+    inputs = (query, key, value, sinks)
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -253,4 +255,4 @@ def _by_logits_backward(
     of_query = torch.einsum("bkgij,bjkd->bikgd", of_logits, key.float()).flatten(2, 3)
     of_key = torch.einsum("bkgij,bikgd->bjkd", of_logits, _grouped(query, key))
     of_value = torch.einsum("bkgij,bikgd->bjkd", share, g)
-    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+    return of_query, of_key, of_value

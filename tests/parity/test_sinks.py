@@ -75,9 +75,9 @@ def model():
     return GptOssForCausalLM(config)
 
 
-def losses(precision, micro):
+def losses(precision, micro, **choices):
     """Of two steps that attend as on a GPU, and the name of the attention."""
-    rule, at = AdamW(lr=1e-2), Placement(slots=2)
+    rule, at = AdamW(lr=1e-2), Placement(slots=2, **choices)
     with Engine(model(), optimizer=rule, precision=precision, placement=at) as engine:
         program = program_of(engine)
         attend_with_sinks(program.spec, precision)
@@ -103,3 +103,12 @@ def test_padded_rows_keep_their_meaning():
     padded = rows(attention_mask=mask)
     padded["labels"][mask == 0] = -100
     assert losses("bf16", padded)[0] == pytest.approx(losses("fp32", padded)[0], rel=5e-3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "kept", [{}, {"save_activations": 4}, {"save_activations": 4, "save_all": 4}]
+)
+def test_compiled_layers_attend_so(kept):
+    ours, _ = losses("bf16", rows(), compile=True, **kept)
+    assert ours == pytest.approx(losses("bf16", rows())[0], rel=1e-3)
