@@ -23,6 +23,7 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Generation, Workload
 from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.machine import mapping_bytes, present_machine
+from megatrain.model.build import most_tokens
 from megatrain.model.program import ModelProgram
 from megatrain.placement import CPU_PLACEMENT, Placement, Planned
 from megatrain.source.source import EngineSetup, Model
@@ -66,8 +67,7 @@ def settle(
             raise InputError(f"{name} is {value!r}; it must be an integer of at least 1, or None")
     ranks, model, trained = opened.ranks, opened.model, opened.model.optimizer is not None
     ranks.agree(lambda: opened.disk_bytes)
-    text = opened.source.model.config.get_text_config(decoder=True)
-    longest = getattr(text, "max_position_embeddings", None) or SEQUENCE_LENGTH
+    longest = most_tokens(opened.source.model.config) or SEQUENCE_LENGTH
     workload = Workload(
         tokens_per_step or TOKENS,
         sequence_length or min(SEQUENCE_LENGTH, tokens_per_step or TOKENS, longest),

@@ -23,6 +23,7 @@ from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.device import Device, free_bytes
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, first_line
 from megatrain.generate.sampling import OnlyNumbers, Sampling, drawn_apart
+from megatrain.model.build import most_tokens
 from megatrain.model.media import as_computed
 from megatrain.parallel.distributed import ALONE
 
@@ -219,9 +220,8 @@ def stop_ids(source: Engine, tokenizer: PreTrainedTokenizerBase, *, chat: bool) 
 
 def _room(source: Engine, ids: Sequence[Sequence[int]], wanted: int) -> int:
     """The longest possible row. Raises InputError: a prompt leaves no room for any token."""
-    config = source.config.get_text_config(decoder=True)
-    limit: int | None = getattr(config, "max_position_embeddings", None)
-    if limit is None or limit < 1 or not ids:
+    limit = most_tokens(source.config)
+    if limit is None or not ids:
         return sys.maxsize
     number, longest = max(enumerate(map(len, ids), 1), key=lambda pair: pair[1])
     problem = f"prompt {number}: {longest} tokens leave"

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.compat.torch import buffers_of, is_saved, memory_of, pytree, version_of
 from megatrain.errors import Unsupported
+from megatrain.model.build import most_tokens
 from megatrain.model.capture import Capture, Reached
 from megatrain.model.fingerprint import value_of
 from megatrain.model.layer_template import LayerTemplate, containers
@@ -69,11 +70,10 @@ def _run_to_the_layers(capture: Capture, shapes: Mapping[str, torch.Size], weigh
     }
     ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
     short = {"input_ids": ids if weight == 0 else ids.remainder(3)}
-    text = capture.model.config.get_text_config(decoder=True)
-    most, tokens = getattr(text, "max_position_embeddings", None), PROBE_SHAPE[1]
+    most, tokens = most_tokens(capture.model.config) or 0, PROBE_SHAPE[1]
     with torch.no_grad():
         capture.forward(stop, weights, capture.inputs(short))
-        if isinstance(most, int) and most > tokens and capture.takes("position_ids"):
+        if most > tokens and capture.takes("position_ids"):
             last = {"position_ids": torch.arange(most - tokens, most).expand(PROBE_SHAPE)}
             with suppress(Exception):  # not every model takes positions that begin anywhere
                 capture.forward(stop, weights, capture.inputs(short | last))
