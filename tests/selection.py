@@ -32,14 +32,13 @@ STEP = (
     "tests/families/test_families.py",
     "tests/race/",
     *(f"tests/parity/test_{name}.py" for name in (
-        "bf16", "compiled", "disk", "dropout", "failures", "muon", "gradients", "losses",
-        "host_memory_guard", "neutrality", "ranks", "sequence_parallel", "tiles", "training",
-        "waiting",
+        "bf16", "disk", "dropout", "failures", "muon", "gradients", "losses", "neutrality",
+        "ranks", "sequence_parallel", "tiles", "training", "waiting",
     )),
-    "tests/unit/test_forecast",
+    *("tests/unit/test_forecast", "tests/unit/test_fits.py"),
 )  # fmt: skip
 MODELS = (
-    *("tests/families/", "tests/parity/test_adapters.py", "tests/parity/test_folders.py"),
+    *("tests/families/", "tests/parity/test_adapters.py", "tests/parity/test_bf16.py"),
     *("tests/parity/test_packing.py", "tests/parity/test_tiles.py", "tests/unit/test_program.py"),
 )
 SAVED = (
@@ -48,8 +47,8 @@ SAVED = (
 )
 FORECASTS = (
     *("tests/unit/test_forecast", "tests/unit/test_fits.py", "tests/unit/test_plan"),
-    *("tests/unit/test_search.py", "tests/cli/test_plan", "tests/cli/test_second_plan.py"),
-    *("tests/parity/test_forecast_of_ranks.py", "tests/parity/test_generation_memory.py"),
+    *("tests/unit/test_search.py", "tests/cli/test_plan_command.py"),
+    *("tests/parity/test_forecast_of_ranks.py", "tests/parity/test_generation.py"),
     "tests/parity/test_memory.py",
 )
 LOSSES = (
@@ -59,8 +58,8 @@ LOSSES = (
 )
 RUNS = ("tests/cli/", "tests/reliability/")
 RANKS = (
-    *("tests/parity/test_ranks", "tests/parity/test_hosts.py", "tests/cli/test_ranks.py"),
-    *("tests/parity/test_sequence_parallel.py", "tests/cli/test_hosts.py"),
+    *("tests/parity/test_ranks.py", "tests/parity/test_sequence_parallel.py"),
+    "tests/cli/test_ranks.py",
 )
 TRAINERS = (
     *("tests/unit/test_integrations.py", "tests/unit/test_trainer"),
@@ -97,11 +96,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "megatrain/source": (*SAVED, *MODELS, "tests/parity/test_bf16.py"),
     "megatrain/store": (*SAVED, *STEP),
     "megatrain/telemetry": ("tests/cli/test_bench.py", "tests/unit/test_benchmarks.py"),
-    "megatrain/tile": (
-        *STEP,
-        "tests/parity/test_base.py",
-        "tests/parity/test_quantised_folders.py",
-    ),
+    "megatrain/tile": (*STEP, "tests/parity/test_quantised_folders.py"),
     "megatrain/run_folder": RUNS,
     "megatrain/train": RUNS,
     "benchmarks": ("tests/cli/test_bench.py", "tests/unit/test_benchmarks.py"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import LinearLR, OneCycleLR
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, get_scheduler
+from transformers import get_scheduler
 
 from megatrain import AdamW, Engine, InputError, Placement
 from megatrain.checkpoint import open_checkpoint, verify
@@ -18,8 +18,9 @@ from megatrain.device import CpuDevice
 from megatrain.store.store import Store
 from megatrain.tile import TileLayout
 from tests.checkpoint.cases import batches, engine_of, state
+from tests.families.tiny import tiny_model
 from tests.inside import spec_of, store_of
-from tests.parity.cases import frozen, llama, masters, noisy, same
+from tests.parity.cases import frozen, llama, masters, same
 from tests.rules import SWEPT, with_rules
 from tests.sweeps import swept
 
@@ -109,20 +110,8 @@ def test_groups_that_were_split_come_back_and_go_on(tmp_path):
     assert {name for name in after if torch.equal(after[name], before[name])} == set(groups[2])
 
 
-def moe():
-    torch.manual_seed(0)
-    config = DeepseekV3Config(
-        vocab_size=128, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4,
-        num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=None,
-        kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_shared_experts=1,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    return noisy(DeepseekV3ForCausalLM(config))
-
-
 def test_persistent_buffers_come_back(tmp_path):
-    model = moe()
+    model = tiny_model("deepseek_v3")
     biases = {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
     assert biases
     for bias in biases.values():

@@ -65,6 +65,13 @@ def sets(**overrides: Any) -> list[str]:
     return [part for pair in pairs for part in ("--set", pair)]
 
 
+def assert_refused(result: Any, expected: str, code: int = 2) -> None:
+    """A command has ended with one line of error that has `expected` in it."""
+    [line] = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert line.startswith("megatrain: error: ") and expected in line
+    assert result.exit_code == code and "Traceback" not in result.stderr
+
+
 def leave_out(replace: Callable[[Any, str, Any], None]) -> None:
     """Let runs draw no pictures and save in small pieces.
 

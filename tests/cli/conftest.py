@@ -9,7 +9,15 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from megatrain.cli.app import app
-from tests.cli.cases import TALK, TEMPLATE, leave_out, sets, tiny_llama, write_run_file
+from tests.cli.cases import (
+    TALK,
+    TEMPLATE,
+    assert_refused,
+    leave_out,
+    sets,
+    tiny_llama,
+    write_run_file,
+)
 
 
 @pytest.fixture
@@ -25,7 +33,11 @@ def no_more_than_needed(request, monkeypatch):
 
 @pytest.fixture
 def megatrain(monkeypatch, tmp_path):
-    """Runs the command in an empty folder; `megatrain.done` is for what must end well."""
+    """Runs the command in an empty folder.
+
+    `megatrain.done` is for what must end well, `megatrain.refused(words, ...)` for what must end
+    with one line of error.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -38,7 +50,12 @@ def megatrain(monkeypatch, tmp_path):
         assert result.exit_code == 0, result.output
         return result
 
-    run.done = done
+    def refused(told, *arguments, code=2):
+        result = run(*arguments)
+        assert_refused(result, told, code)
+        return result
+
+    run.done, run.refused = done, refused
     return run
 
 

@@ -1,17 +1,14 @@
 """A run that trains an adapter: what it writes, how it goes on, and what is made of it."""
 
-import shutil
-
 import pytest
 import torch
 import yaml
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatrain.telemetry.metrics import model_tflops, read_metrics
 from tests.cli.cases import sets
-from tests.sweeps import few
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 LORA = {"method": "lora", "r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}
@@ -28,8 +25,7 @@ def adapter_file(run_file, base):
 
 def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base, tmp_path):
     def trained(folder, *options):
-        result = megatrain("train", adapter_file, *sets(output__folder=str(folder)), *options)
-        assert result.exit_code == 0, result.output
+        megatrain.done("train", adapter_file, *sets(output__folder=str(folder)), *options)
         return load_file(folder / "model" / "adapter_model.safetensors")
 
     run, length = tmp_path / "run", sets(training__steps=4)
@@ -50,8 +46,7 @@ def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base,
     with torch.no_grad():
         wanted = loaded(ids).logits
     for name, source in {"finished": run, "saved": run / "checkpoints" / "step-00000004"}.items():
-        result = megatrain("export", source, tmp_path / name, "--merged")
-        assert result.exit_code == 0, result.output
+        megatrain.done("export", source, tmp_path / name, "--merged")
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         with torch.no_grad():
             assert torch.allclose(merged(ids).logits, wanted, atol=1e-5)
@@ -66,57 +61,13 @@ def test_an_adapter_is_trained_resumed_and_merged(megatrain, adapter_file, base,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("own", few([True, False]))
-def test_a_run_goes_on_where_its_base_has_moved(own, megatrain, adapter_file, base, tmp_path):
-    def trained(name, steps, *options, **chosen):
-        run = sets(output__folder=str(tmp_path / name), training__steps=steps, **chosen)
-        return megatrain("train", adapter_file, *run, *options)
-
-    def adapter(name):
-        return load_file(tmp_path / name / "model" / "adapter_model.safetensors")
-
-    here, there, other = (tmp_path / name for name in ("here", "there", "other"))
-    shutil.copytree(base, here)
-    begins = {"model__path": str(here)}
-    if not own:  # the run goes on with a folder that has one
-        assert trained("first", 1, **begins).exit_code == 0
-        begins = {"model__path": str(tmp_path / "first"), "adapter": {}}
-    for name, steps in (("whole", 4), ("run", 2)):
-        assert trained(name, steps, **begins).exit_code == 0
-    here.rename(there)
-    shutil.copytree(there, other)
-    values = load_file(other / "model.safetensors")
-    values["model.layers.1.mlp.up_proj.weight"][3, 5] += 1
-    save_file(values, other / "model.safetensors", metadata={"format": "pt"})
-    for chosen, said in (
-        ({}, "a link in its old place will do"),
-        ({"model__path": str(there)}, "this cannot change on resume"),
-        ({"model__base_model": str(there)}, "model.base_model: unknown key"),
-    ):
-        refused = trained("run", 4, "--resume", **begins | chosen)
-        assert refused.exit_code == 2 and said in refused.stderr, refused.output
-    here.symlink_to(other)
-    refused = trained("run", 4, "--resume", **begins)
-    assert refused.exit_code == 2 and f"{here}: its weights are not those" in refused.stderr
-    here.unlink()
-    here.symlink_to(there)
-    result = trained("run", 3, "--resume", **begins)
-    assert result.exit_code == 0, result.output
-    result = megatrain("train", tmp_path / "run", *sets(training__steps=4), "--resume")
-    assert result.exit_code == 0, result.output
-    parts, whole = adapter("run"), adapter("whole")
-    assert all(torch.equal(parts[name], whole[name]) for name in whole)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("tokenizer", [True, False])
 def test_a_run_begins_with_the_adapter_of_another(
     tokenizer, megatrain, adapter_file, base, tmp_path
 ):
     def trained(name, **changes):
         run = sets(output__folder=str(tmp_path / name), training__steps=2, **changes)
-        result = megatrain("train", adapter_file, *run)
-        assert result.exit_code == 0, result.output
+        megatrain.done("train", adapter_file, *run)
         return load_file(tmp_path / name / "model" / "adapter_model.safetensors")
 
     first = trained("first")
@@ -138,15 +89,14 @@ def test_a_run_begins_with_the_adapter_of_another(
     plan = yaml.safe_load(megatrain("plan", adapter_file, *sets(**chosen), *options).stdout)
     layers = next(tile for tile in plan["tiles"] if tile["name"].startswith("layer"))
     assert 0 < layers["planes"]["moments"] < layers["planes"]["weights"]
-    result = megatrain("train", adapter_file, *sets(**goes_on, adapter=LORA))
-    assert result.exit_code == 2 and "leave adapter out to go on with that one" in result.stderr
+    told = "leave adapter out to go on with that one"
+    megatrain.refused(told, "train", adapter_file, *sets(**goes_on, adapter=LORA))
 
 
 def test_a_plan_knows_the_adapter(megatrain, adapter_file):
     options = ("--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--json")
     chosen = sets(engine__precision="bf16", engine__device="auto")
-    result = megatrain("plan", adapter_file, *chosen, *options)
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("plan", adapter_file, *chosen, *options)
     told = yaml.safe_load(result.stdout)
     step = told["forecast"]
     usual = 6 * step["parameters"] * step["tokens_per_second"] / 1e12
@@ -166,6 +116,4 @@ def test_a_plan_knows_the_adapter(megatrain, adapter_file):
     ],
 )
 def test_a_bad_adapter_is_refused_in_a_line(megatrain, adapter_file, changes, said):
-    result = megatrain("train", adapter_file, *sets(**changes))
-    assert result.exit_code == 2
-    assert said in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    megatrain.refused(said, "train", adapter_file, *sets(**changes))

@@ -45,9 +45,8 @@ def test_a_model_may_be_a_run_a_checkpoint_or_an_export(
     assert seen[0][0][1] < losses(trained[0])[0][1]  # it begins where the other one ended
     assert exported.keys() == weights(trained[0] / "model").keys()
     megatrain.done("data", run_file)
-    result = megatrain("data", run_file, *sets(model__path=str(tmp_path)))
-    assert result.exit_code == 2
-    assert f"{tmp_path}: a folder of runs; name one of them, such as {tmp_path}/" in result.stderr
+    told = f"{tmp_path}: a folder of runs; name one of them, such as {tmp_path}/"
+    megatrain.refused(told, "data", run_file, *sets(model__path=str(tmp_path)))
 
 
 def test_a_copied_run_goes_on_with_other_settings(megatrain, trained, tmp_path):
@@ -69,13 +68,12 @@ def test_a_damaged_checkpoint_is_no_model_to_begin_from(megatrain, run_file, tra
     tree = yaml.safe_load(run_file.read_text())
     tree["model"] = {"path": str(damaged)}
     run_file.write_text(yaml.safe_dump(tree))
-    result = megatrain("train", run_file)
-    assert result.exit_code == 2 and "damaged" in result.stderr
+    megatrain.refused("damaged", "train", run_file)
 
 
 def test_branch_says_what_does_the_same(megatrain, trained, tmp_path):
-    result = megatrain("branch", trained[0], tmp_path / "new")
-    assert result.exit_code == 2 and "cp -r RUN NEW, then megatrain train NEW" in result.stderr
+    told = "cp -r RUN NEW, then megatrain train NEW"
+    megatrain.refused(told, "branch", trained[0], tmp_path / "new")
 
 
 def test_a_run_calls_a_function_with_each_record_and_no_callbacks(run_file):

@@ -35,8 +35,7 @@ def chats(tmp_path, tokenizer_folder, run_file):
 
 
 def test_counts_lengths_and_rows_are_shown(megatrain, chats, tmp_path):
-    result = megatrain("data", chats, "--rows", 5)
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("data", chats, "--rows", 5)
     said = result.stdout
     assert "training: 5 conversations (questions and answers) in 5 rows of 32 tokens" in said
     assert "1 of the conversations repeats another: " in said
@@ -52,8 +51,7 @@ def test_what_is_cut_off_or_left_out_is_counted(megatrain, chats, tmp_path):
     rows = [{"question": "the cat", "answer": "a dog " * n} for n in (1, 60)]
     rows += [{"question": "the cat " * 60, "answer": "a dog"}, {"question": "a"}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    result = megatrain("data", chats, *sets(data__bad_rows="skip"))
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("data", chats, *sets(data__bad_rows="skip"))
     for part in (
         "1 conversations are longer than a row: ",
         "1 conversations have nothing to learn in a row",
@@ -63,8 +61,7 @@ def test_what_is_cut_off_or_left_out_is_counted(megatrain, chats, tmp_path):
 
 
 def test_text_is_shown_with_its_evaluation(megatrain, run_file):
-    result = megatrain("data", run_file, "--rows", 1)
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("data", run_file, "--rows", 1)
     assert "documents (text) in" in result.stdout and "evaluation: " in result.stdout
     assert "the cat sat on the mat" in result.stdout.replace("⟦", "").replace("⟧", "")
 
@@ -78,8 +75,7 @@ def test_a_template_of_the_run_file_takes_the_place_of_the_tokenizers(megatrain,
     tree = yaml.safe_load(chats.read_text())
     tree["model"] = {"config": config, "tokenizer": tree["model"]["path"]}
     chats.write_text(yaml.safe_dump(tree))
-    result = megatrain("train", chats, *given, *sets(training__steps=1))
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("train", chats, *given, *sets(training__steps=1))
     assert load_tokenizer(tmp_path / "run" / "model").chat_template == template.read_text()
     for content, problem in ((b"", "is empty"), (b"\xff", "not UTF-8"), (None, "No such file")):
         template.unlink(missing_ok=True)

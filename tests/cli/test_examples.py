@@ -49,8 +49,7 @@ def talks():
 
 def trained(megatrain, name, model, data):
     given = {"model__path": str(model), "data__path": str(data)} | SMALL
-    result = megatrain("train", EXAMPLES / name, *sets(**given))
-    assert result.exit_code == 0, result.output
+    megatrain.done("train", EXAMPLES / name, *sets(**given))
     return list(read_metrics(Path("run") / "metrics.jsonl"))
 
 

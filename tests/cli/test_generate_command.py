@@ -5,6 +5,11 @@ import shutil
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from typer.testing import CliRunner
+
+from megatrain.cli.app import app
+from tests.cli.cases import TALK, sets
 
 OPTIONS = ["--max-new-tokens", "4", "--temperature", "0", "--device", "cpu", "--precision", "fp32"]
 PROMPTS = ["the cat", "a dog ran"]
@@ -58,9 +63,7 @@ def test_prompts_of_options_and_files_are_continued_together(megatrain, trained,
 def test_prompts_that_cannot_be_used(megatrain, trained, tmp_path, content, problem):
     if content is not None:
         (tmp_path / "p.jsonl").write_bytes(content)
-    result = megatrain("generate", trained[0], "--prompts", tmp_path / "p.jsonl", *OPTIONS)
-    assert result.exit_code == 2 and problem in result.stderr
-    assert result.stderr.count("megatrain: error:") == 1
+    megatrain.refused(problem, "generate", trained[0], "--prompts", tmp_path / "p.jsonl", *OPTIONS)
 
 
 def test_a_context_with_less_room_than_was_asked_for_is_named(megatrain, trained, caplog):
@@ -68,8 +71,8 @@ def test_a_context_with_less_room_than_was_asked_for_is_named(megatrain, trained
     assert megatrain("generate", trained[0], *given).exit_code == 0
     told = "prompt 2: 2 tokens leave room for 62 new ones in a context of 64, not 100"
     assert told in caplog.text
-    result = megatrain("generate", trained[0], "--prompt", "the cat " * 40, *OPTIONS)
-    assert result.exit_code == 2 and "leave no room in a context of 64" in result.stderr
+    told = "leave no room in a context of 64"
+    megatrain.refused(told, "generate", trained[0], "--prompt", "the cat " * 40, *OPTIONS)
 
 
 @pytest.mark.parametrize("drawn", [(), ("--temperature", "0")], ids=["drawn", "likeliest"])
@@ -80,13 +83,57 @@ def test_what_is_no_number_is_said(megatrain, trained, tmp_path, drawn):
     config = json.loads((model / "config.json").read_text())
     damaged = config | {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}
     (model / "config.json").write_text(json.dumps(damaged))
-    result = megatrain("generate", model, *options)
-    assert result.exit_code == 2
-    assert "config.json: rope_parameters.rope_theta is NaN; correct it" in result.stderr
+    told = "config.json: rope_parameters.rope_theta is NaN; correct it"
+    megatrain.refused(told, "generate", model, *options)
     (model / "config.json").write_text(json.dumps(config))
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    result = megatrain("generate", model, *options)
-    assert result.exit_code == 4 and "Traceback" not in result.stderr
-    assert "error: the model's logits are NaN or infinite, so no token can be" in result.stderr
+    told = "error: the model's logits are NaN or infinite, so no token can be"
+    megatrain.refused(told, "generate", model, *options, code=4)
+
+
+# From chats to a model that replies and stops, by the template's own end of turn.
+
+
+CHATTING = ["--max-new-tokens", "20", *OPTIONS[2:]]
+
+
+def test_a_base_model_trained_on_chats_stops_at_the_end_of_a_turn(base, talker):
+    tokenizer = AutoTokenizer.from_pretrained(talker / "model")
+    before, after = (GenerationConfig.from_pretrained(f) for f in (base, talker / "model"))
+    turn = tokenizer.convert_tokens_to_ids("<|turn|>")
+    assert before.eos_token_id == tokenizer.eos_token_id
+    assert after.eos_token_id == [turn, before.eos_token_id]
+    model = AutoModelForCausalLM.from_pretrained(talker / "model")
+    asked = tokenizer.apply_chat_template(
+        TALK[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    made = model.generate(**asked, do_sample=False, max_new_tokens=20)
+    reply = made[0, asked["input_ids"].shape[1] :]
+    assert tokenizer.decode(reply) == "on the mat<|turn|>"
+
+
+def test_it_can_be_talked_to(talker, tmp_path):
+    for place in (talker, next((talker / "checkpoints").iterdir())):
+        result = CliRunner().invoke(
+            app, ["chat", str(place), *CHATTING], input="the cat sat\n/reset\nthe cat sat\n\n"
+        )
+        assert result.exit_code == 0, result.output
+        assert result.stdout.count("on the mat\n") == 2 and "<|turn|>" not in result.stdout
+    asked = ["--chat", "--prompt", "the cat sat", *CHATTING]
+    result = CliRunner().invoke(app, ["generate", str(talker), *asked])
+    assert result.stdout == "on the mat\n"
+
+
+def test_another_end_token_ends_texts_and_is_written(megatrain, run_file, tmp_path, base):
+    chosen = {"model__config": None, "model__tokenizer": None, "model__path": str(base)}
+    chosen |= {"training__steps": 1, "training__eval_every": None}
+    megatrain.done("train", run_file, *sets(**chosen, model__eos_token="<|turn|>"))
+    model = tmp_path / "run" / "model"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.eos_token == "<|turn|>"
+    assert GenerationConfig.from_pretrained(model).eos_token_id[0] == tokenizer.eos_token_id
+    chosen |= {"model__eos_token": "<|turm|>", "output__folder": str(tmp_path / "other")}
+    told = "model.eos_token: no token '<|turm|>'; did you mean '<|turn|>'?"
+    megatrain.refused(told, "train", run_file, *sets(**chosen))

@@ -23,6 +23,8 @@ from megatrain.data import ImageProcessor, PackedDataset, open_dataset
 from megatrain.train.sharing import with_own_images
 from tests.cli.cases import sets
 from tests.cli.test_ranks import assert_same_run, run_of
+from tests.families.plain import train_in_place
+from tests.inside import answering
 from tests.parity.cases import SIZES, noisy, same
 from tests.parity.ranks import run_ranks
 from tests.sweeps import few
@@ -214,28 +216,6 @@ def plain_batches(folder, processor):
         yield {**batch, "labels": labels}
 
 
-def plain(model, batches, tower, steps):
-    for name, parameter in model.train().named_parameters():
-        parameter.requires_grad_(tower not in name)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
-    count = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        losses.append(0.0)
-        for batch in batches:
-            inputs = {name: value for name, value in batch.items() if name != "labels"}
-            logits = model(**inputs, use_cache=False).logits[:, :-1]
-            labels = batch["labels"][:, 1:].flatten()
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
-            (loss / count).backward()
-            losses[-1] += float(loss.detach()) / count
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-    return losses
-
-
 @pytest.mark.parametrize("name", few(MODELS, 0, 1))
 def test_a_run_with_images_is_plain_training(megatrain, tmp_path, name):
     make, tower = MODELS[name]
@@ -244,7 +224,9 @@ def test_a_run_with_images_is_plain_training(megatrain, tmp_path, name):
     processor = transformers.AutoProcessor.from_pretrained(folder)
     loaded = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     batches = list(plain_batches(tmp_path, processor))
-    losses = plain(loaded, batches, tower, 4)
+    for part, parameter in loaded.named_parameters():
+        parameter.requires_grad_(tower not in part)
+    losses = train_in_place(loaded, [batches] * 4, lr=LR, eps=1e-8, weight_decay=0.0).losses
     assert [record["loss"] for record in steps(tmp_path / "run")] == pytest.approx(losses, rel=1e-6)
     exported = load_file(tmp_path / "run" / FILE)
     assert exported.keys() == load_file(folder / "model.safetensors").keys()
@@ -375,7 +357,7 @@ def test_tables_with_bytes_are_the_rows_with_files(model, tmp_path, monkeypatch)
     features = datasets.List(datasets.Image())
     table = datasets.Dataset.from_dict(columns).cast_column("images", features)
     table.to_parquet(tmp_path / "rows.parquet")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: table)
+    answering(monkeypatch, datasets, load_dataset=table)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     batches = []
     for path in (tmp_path / "rows.jsonl", tmp_path / "rows.parquet", "some/where"):

@@ -1,138 +1,47 @@
 """What a user can get wrong: one line, the documented exit code, nothing half-written."""
 
+import json
 import shutil
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from megatrain import __version__, config
+from megatrain import Engine, __version__, config
 from megatrain.cli import main
+from megatrain.config import load
 from megatrain.device import cpu
+from megatrain.errors import InputError
 from megatrain.telemetry.gpu import Gpu
-from megatrain.train import setup
-from tests.cli.cases import sets
+from megatrain.train import second_model, setup
+from tests.cli.cases import SENTENCES, assert_refused, sets
 from tests.inside import answering
 
-
-def assert_refused(result, expected, code=2):
-    lines = [line for line in result.stderr.splitlines() if "error:" in line]
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("megatrain: error: ")
-    assert expected in lines[0]
-    assert result.exit_code == code
-    assert "Traceback" not in result.stderr
+TABLE = Path(__file__).with_name("mistakes.yaml")
+MISTAKES: dict[str, dict[str, Any]] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
 
 
-MISTAKES = {
-    "misspelt key": (["optimizer.lrr=1"], "optimizer.lrr: unknown key; did you mean 'lr'?"),
-    "no layers": (["model.config.num_hidden_layers=0"], "num_hidden_layers: should be a positive"),
-    "misspelt field": (["model.config.hiden_size=8"], "hiden_size: unknown field; did you mean"),
-    "unknown type": (["model.config.model_type=lama"], "unknown type 'lama'; did you mean 'llama'"),
-    "no such tokenizer": (["model.tokenizer=/none/there"], "/none/there: no such folder"),
-    "too long": (["data.sequence_length=65"], "65 is longer than the model allows (64"),
-    "no such data": (["data.path=none.txt"], "none.txt"),
-    "a least rate above the rate": (
-        ["schedule.name=cosine_with_min_lr", "schedule.options={min_lr: 0.1}"],
-        "learning rate of step 4 0.0231802, above optimizer.lr 0.01; correct schedule.options",
-    ),
-    "schedule option of another type": (
-        ["schedule.name=cosine", "schedule.options={num_cycles: many}"],
-        "schedule: cosine cannot be set up: could not convert",
-    ),
-    "unknown schedule option": (
-        ["schedule.name=cosine", "schedule.options={a: 1}"],
-        "unexpected keyword argument 'a'; correct schedule.options",
-    ),
-    "no least rate": (
-        ["schedule.name=cosine_with_min_lr"],
-        "cannot be set up: One of min_lr or min_lr_rate should be set",
-    ),
-    "heads that cannot share keys": (
-        ["model.config.num_key_value_heads=3"],
-        "LlamaForCausalLM cannot be run on text: The size of tensor",
-    ),
-    "a folder in a file": (["output.folder=/dev/null/run"], "output.folder: /dev/null cannot be"),
-    "a folder where none can be": (["output.folder=/proc/none/run"], "/proc/none"),
-    "small vocabulary": (["model.config.vocab_size=20"], "20"),
-    "not a decoder": (["model.config={model_type: t5}"], "t5"),
-    "unknown attention": (["model.attn_implementation=fast"], "fast"),
-    "a disk that is not there": (["engine.disk=/none/there"], "disk is '/none/there': no such"),
-    "a disk that is a file": (["engine.disk=/etc/passwd"], "disk is '/etc/passwd': not a folder"),
-}
+def given(overrides):
+    return [part for override in overrides for part in ("--set", override)]
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_in_the_run_file(megatrain, run_file, tmp_path, case):
-    overrides, expected = MISTAKES[case]
-    options = [part for override in overrides for part in ("--set", override)]
-    assert_refused(megatrain("train", run_file, *options), expected)
+@pytest.mark.parametrize("expected", MISTAKES["run file"])
+def test_a_mistake_in_the_run_file(megatrain, run_file, tmp_path, expected):
+    megatrain.refused(expected, "train", run_file, *given(MISTAKES["run file"][expected]))
     assert not (tmp_path / "run").exists()
 
 
-EARLY = {
-    "a device that is not there": (["engine.device=cuda:64"], "device 'cuda:64' was asked for", 2),
-    "a schedule": (
-        ["schedule={name: warmup_stable_decay, options: {num_decay_steps: 1, decay_type: x}}"],
-        "schedule: warmup_stable_decay cannot be set up: Unknown decay type: x",
-        2,
-    ),
-    "a packed base of which all is trained": (
-        ["model.base=nf4", "engine.precision=bf16"],
-        "base is 'nf4', but no linear module of the layers is frozen; give an adapter",
-        2,
-    ),
-    "labels that are not shifted": (
-        [
-            "model.config={model_type: bart, d_model: 16, decoder_layers: 2,"
-            " decoder_attention_heads: 2}"
-        ],
-        "the loss of bart compares logits with the labels of the same places",
-        2,
-    ),
-    "a model that mixes packed documents": (
-        ["model.config={model_type: bloom, hidden_size: 16, n_layer: 2, n_head: 2}"],
-        "bloom does not keep the documents of a packed row (position_ids that start anew) apart",
-        2,
-    ),
-    "a tile that the model has not": (
-        ["engine.placement={resident: [nope]}"],
-        "placement.resident: the model has no tile 'nope'; it has embedding",
-        2,
-    ),
-    "a limit of a device that has none": (
-        ["engine.device_memory=1GiB"],
-        "device_memory limits a GPU, but the device is cpu; set host_memory",
-        2,
-    ),
-    "rows shared by more processes than there are": (
-        [
-            "engine.sequence_parallel=2",
-            "data={packing: false, path: a, sequence_length: 8}",
-            "training.eval_every=null",
-        ],
-        "engine.sequence_parallel is 2, and the run has 1 process: set engine.devices to 2",
-        2,
-    ),
-    "a disk without room for what the run writes": (
-        ["model.config.hidden_size=262144", "checkpoint={every: 2, keep: 1}"],
-        "the model and 2 checkpoints of 4609.7 GiB take 1075",
-        3,
-    ),
-    "a disk without room for the model": (
-        ["model.config.hidden_size=262144", "checkpoint={every: null, at_end: false}"],
-        "left, and the model and 0 checkpoints of 4609.7 GiB take 1536.6 GiB; free",
-        3,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", EARLY)
-def test_what_can_be_known_before_data_is_read(megatrain, run_file, case):
-    overrides, expected, code = EARLY[case]
-    options = [part for o in [*overrides, "data.path=none.txt"] for part in ("--set", o)]
-    assert_refused(megatrain("train", run_file, *options), expected, code)
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(kind, each) for kind in ("early", "too large") for each in MISTAKES[kind]],
+)
+def test_what_can_be_known_before_data_is_read(megatrain, run_file, kind, expected):
+    overrides = [*MISTAKES[kind][expected], "data.path=none.txt"]
+    code = 3 if kind == "too large" else 2
+    megatrain.refused(expected, "train", run_file, *given(overrides), code=code)
 
 
 def test_a_disk_without_room_for_the_next_checkpoint(megatrain, run_file, trained, tmp_path):
@@ -211,28 +120,9 @@ def test_a_model_larger_than_the_host_does_not_fit(megatrain, run_file, tmp_path
         assert (plan in result.stderr) == (gpu is not None)
 
 
-USAGE = {  # typer's runner calls the program "root"
-    "trian": "no such command 'trian'. Did you mean 'train'?; see `root --help`",
-    "train": "missing argument 'run'; see `root train --help`",
-    "train a b": "got unexpected extra argument",
-    "export a": "missing argument 'out'",
-    "train a --sett x=1": "no such option: --sett",
-    "--debugg train a": "no such option: --debugg",
-    "plan --tokens": "option '--tokens' requires an argument",
-    "plan --tokens 0": "--tokens: ",
-    "plan --tokens many": "got 'many'; see `root plan --help`",
-    "export a b --dtype fp16": "--dtype: 'fp16' is not one of 'float32', 'bfloat16', 'float16'",
-    "bench step --shape 7b": "in a checkout of MegaTrain's sources, by python -m benchmarks.step",
-    "generate m": "give --prompt",
-    "generate m --prompt a --precision fp8": "--precision: 'fp8' is not one of 'bf16', 'fp32'",
-    f"generate m --prompt a --seed {2**63}": f"--seed: should be less than or equal to {2**63 - 1}",
-}
-
-
-@pytest.mark.parametrize("command", USAGE)
-def test_wrong_usage_is_one_line_too(megatrain, command):
-    result = megatrain(*command.split())
-    assert_refused(result, USAGE[command])
+@pytest.mark.parametrize("expected", MISTAKES["usage"])
+def test_wrong_usage_is_one_line_too(megatrain, expected):
+    result = megatrain.refused(expected, *MISTAKES["usage"][expected].split())
     assert len(result.stderr.splitlines()) == 1 and not result.stdout
 
 
@@ -276,3 +166,61 @@ def test_a_bug_shows_its_traceback_and_ends_with_4(monkeypatch, capsys):
         main()
     assert ended.value.code == 4
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+# A run that cannot be prepared closes all engines that it has opened.
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The engines that are made, each with whether it has been closed."""
+    made, init, close = {}, Engine.__init__, Engine.close
+
+    def noted(engine, *arguments, **options):
+        init(engine, *arguments, **options)
+        made[engine] = False
+
+    def closed(engine):
+        close(engine)
+        made[engine] = True
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    monkeypatch.setattr(Engine, "close", closed)
+    return made
+
+
+def fails(*_, **__):
+    raise InputError("broken")
+
+
+PAIRS = {"chosen": "the cat sat", "rejected": "a dog ran"}
+DPO, GRPO = {"name": "dpo"}, {"name": "grpo", "beta": 0.1, "num_generations": 2}
+
+
+@pytest.mark.parametrize(
+    ("loss", "row", "broken", "number"),
+    [
+        (DPO, PAIRS, (second_model, "logprobs"), 1),
+        (GRPO, {"prompt": "the cat"}, (setup, "Rollouts"), 2),
+    ],
+    ids=["pass of the reference", "rollouts"],
+)
+def test_what_fails_leaves_no_engine_open(
+    loss, row, broken, number, run_file, base, tmp_path, monkeypatch, engines
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text("def none(completions, **_): return [0.0]\n")
+    rows = [row | {"prompt": f"{SENTENCES[each % 3]} {each}"} for each in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    tree = yaml.safe_load(run_file.read_text())
+    tree["model"], tree["loss"] = {"path": str(base)}, loss
+    tree["data"] = {"path": str(tmp_path / "rows.jsonl"), "sequence_length": 48}
+    tree["training"].pop("eval_every")
+    if loss["name"] == "grpo":
+        tree["loss"] |= {"max_completion_length": 8}
+        tree["rollout"] = {"rewards": ["rewards.py:none"]}
+    run_file.write_text(yaml.safe_dump(tree))
+    monkeypatch.setattr(*broken, fails)
+    with pytest.raises(InputError, match="broken"):
+        setup.prepare(load(run_file))
+    assert list(engines.values()) == [True] * number

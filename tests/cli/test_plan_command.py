@@ -1,7 +1,9 @@
 """`megatrain plan`: for people, for programs, and what it refuses."""
 
 import json
+import mmap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -12,8 +14,11 @@ from megatrain.forecast import op_counter
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.telemetry.gpu import Gpu
-from tests.cli.cases import tiny_llama
-from tests.cli.test_mistakes import assert_refused as refused
+from megatrain.train.second_model import SecondModel
+from tests.cli.cases import assert_refused as refused
+from tests.cli.cases import sets, tiny_llama
+from tests.cli.test_distill import distilling, teacher  # noqa: F401
+from tests.cli.test_preferences import pair, preference_file  # noqa: F401
 from tests.inside import answering, sized
 
 HERE = ["--gpu", "4090", "--host-memory", "64GiB", "--cores", 16]
@@ -251,3 +256,47 @@ def test_an_adapter_of_a_run_file_is_written_there(megatrain, run_file):
 def test_a_run_on_the_cpu_is_planned_for_a_gpu_alone(megatrain, run_file):
     refused(megatrain("plan", run_file), "plans are for GPUs, and the device is cpu; name one")
     assert megatrain("plan", run_file, *HERE).exit_code == 0  # as if it ran on that GPU
+
+
+# Plans count the second model of a run: compared with engines that have one.
+
+
+def forecast(megatrain, file, *options):
+    result = megatrain.done("plan", file, "--gpu", "4090", "--json", *options)
+    return json.loads(result.stdout)["forecast"]
+
+
+def of_run(megatrain, file, folder):
+    """Host memory that the second model of a real run has while a step asks it; its rows' room."""
+    found, asked = [], SecondModel.with_answers
+
+    def noted(self, step):
+        made = asked(self, step)
+        found.append(self.engine.memory()["host_bytes"])
+        return made
+
+    with mock.patch.object(SecondModel, "with_answers", noted):
+        result = megatrain("train", file, *sets(output__folder=str(folder), training__steps=2))
+    assert result.exit_code == 0, result.output
+    return found[-1]
+
+
+def agree(told, host, hidden):
+    """Pages are whole, and a plan's rows of the embedding are as many as tokens of a step."""
+    room = 4 * hidden * told["tokens_per_step"]
+    parts = told["host_bytes"]
+    [own] = [
+        v for n, v in parts.items() if n in ("host_teacher_bytes", "host_reference_model_bytes")
+    ]
+    assert host <= own <= host + room + 2 * mmap.PAGESIZE
+    return own
+
+
+@pytest.mark.exhaustive
+def test_a_streamed_teacher_is_counted(megatrain, distilling, tmp_path):  # noqa: F811
+    file = distilling()
+    plain = forecast(megatrain, file, "--set", "loss={name: sft}")
+    told = forecast(megatrain, file)
+    own = agree(told, of_run(megatrain, file, tmp_path / "run"), 48)
+    assert told["host_peak_bytes"] - plain["host_peak_bytes"] == own
+    assert told["device_bytes"]["teacher"] > 0

@@ -23,16 +23,14 @@ def quick(monkeypatch):
 
 
 def test_a_table_for_people(megatrain):
-    result = megatrain("doctor", "--device", "cpu")
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("doctor", "--device", "cpu")
     assert "AdamW on the host  1.25  Gparam/s" in result.stdout
     assert "disk, write: not measured because it is full" in result.stdout
     assert "without a GPU there is nothing to keep" in result.stdout
 
 
 def test_json_for_programs(megatrain):
-    result = megatrain("doctor", "--device", "cpu", "--json")
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("doctor", "--device", "cpu", "--json")
     told = json.loads(result.stdout)
     assert told["measurements"][0]["value"] == 1.25
     assert told["facts"]["gpu"] is None and told["machines"] == {} and told["kept"] is None
@@ -40,15 +38,12 @@ def test_json_for_programs(megatrain):
 
 
 def test_a_wrong_device_is_refused(megatrain):
-    result = megatrain("doctor", "--device", "tpu")
-    assert result.exit_code == 2
-    assert "no device 'tpu'; write cpu, cuda or cuda:N" in result.stderr
+    megatrain.refused("no device 'tpu'; write cpu, cuda or cuda:N", "doctor", "--device", "tpu")
 
 
 @pytest.mark.parametrize("example", ["chat", "lora", "dpo", "grpo", "demo"])
 def test_a_run_file_is_written_and_can_be_read(megatrain, example):
-    result = megatrain("init", "mine/run.yaml", "--example", example)
-    assert result.exit_code == 0, result.output
+    megatrain.done("init", "mine/run.yaml", "--example", example)
     loaded, text = config.load("mine/run.yaml"), Path("mine/run.yaml").read_text()
     assert "megatrain train mine/run.yaml" in text and "examples/" not in text
     for document in (word for word in text.split() if word.endswith(".md")):
@@ -60,24 +55,22 @@ def test_a_run_file_is_written_and_can_be_read(megatrain, example):
 def test_nothing_is_replaced(megatrain):
     for there in ("grpo_rewards.py", "run.yaml"):
         Path(there).write_text("mine")
-        result = megatrain("init", "--example", "grpo")
-        assert result.exit_code == 2 and f"{there}: is there already" in result.stderr
+        megatrain.refused(f"{there}: is there already", "init", "--example", "grpo")
         assert {path.read_text() for path in Path().glob("*.*")} == {"mine"}
         Path(there).unlink()
 
 
 def test_a_finished_run_has_a_page(megatrain, trained, tmp_path):
     folder, _ = trained
-    result = megatrain("report", folder, "--output", tmp_path / "pages" / "run.html")
-    assert result.exit_code == 0, result.output
+    result = megatrain.done("report", folder, "--output", tmp_path / "pages" / "run.html")
     assert result.stdout.strip() == str(tmp_path / "pages" / "run.html")
     page = Page((tmp_path / "pages" / "run.html").read_text())
     for part in ("Finished: 6 of 6 steps.", "Timeline of step 6", "model_type: llama", "update"):
         assert part in page.text, part
     assert "Host memory, at peak" in page.text and "Device memory" not in page.text  # on the CPU
     assert "is not there" not in page.text
-    result = megatrain("report", folder, "--output", folder / "metrics.jsonl")
-    assert result.exit_code == 2 and "name one that ends in .html" in result.stderr
+    told = "name one that ends in .html"
+    megatrain.refused(told, "report", folder, "--output", folder / "metrics.jsonl")
 
 
 def test_what_is_no_run_is_refused_in_one_line(megatrain, tmp_path):

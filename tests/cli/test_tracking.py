@@ -9,7 +9,7 @@ from megatrain import config
 from megatrain.errors import InputError
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.trackers import Trackers
-from tests.cli.test_mistakes import assert_refused
+from tests.cli.cases import assert_refused
 
 TENSORBOARD = ("--set", "tracking.to=tensorboard", "--set", "training.steps=3")
 

@@ -3,7 +3,6 @@
 import json
 import math
 import resource
-import sys
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from megatrain.cli import main
 from megatrain.telemetry.metrics import read_metrics
-from tests.cli.cases import sets, tiny_llama
+from tests.cli.cases import assert_refused, sets, tiny_llama
 
 
 def test_a_run_leaves_all_it_promises(trained):
@@ -162,18 +160,29 @@ def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):
     assert texts[0].stdout == texts[1].stdout
 
 
-def test_an_export_onto_a_full_disk_leaves_nothing(trained, tmp_path, monkeypatch, capsys):
-    arguments = ["export", str(trained[0]), str(tmp_path / "out"), "--dtype", "bfloat16"]
-    monkeypatch.setattr(sys, "argv", ["megatrain", *arguments])
+def test_an_export_onto_a_full_disk_leaves_nothing(megatrain, trained, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30000, hard))
     try:
-        with pytest.raises(SystemExit) as ended:
-            main()
+        told = "cannot export the model: File too large; nothing was written"
+        given = ("export", trained[0], tmp_path / "out", "--dtype", "bfloat16")
+        megatrain.refused(told, *given, code=4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    said = capsys.readouterr().err
-    assert ended.value.code == 4 and said.count("megatrain: error:") == 1, said
-    assert "cannot export the model: File too large; nothing was written" in said
-    assert "Traceback" not in said
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*out*"))
+
+
+# Which parameters a run trains.
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        ({"model__freeze": ["lm_hed"]}, "freeze: 'lm_hed' matches the name of no parameter; there"),
+        ({"model__freeze": ["("]}, "model.freeze: '(' is not a regular expression"),
+        ({"model__train_only": []}, "model.train_only"),
+        ({"model__freeze": ["."]}, "every parameter is frozen: there is nothing to train"),
+    ],
+)
+def test_choices_that_cannot_be_made_are_refused(megatrain, run_file, choice, told):
+    assert_refused(megatrain("train", run_file, *sets(**choice)), told)

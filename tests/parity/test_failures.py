@@ -4,14 +4,16 @@ The damage is done where it would come from: in the logits (a bad loss) or on th
 the layers (a good loss, a bad gradient).
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from megatrain import Placement, RunFailed
 from megatrain.device import CpuDevice
-from megatrain.engine.update import Update
 from tests.inside import parts_of, program_of, store_of
-from tests.parity.cases import llama, make_batches, make_engine, masters, moments, same
+from tests.parity.cases import llama, make_batches, make_engine, masters, moments, qwen2, same
 from tests.race.late import LateDevice
 from tests.sweeps import swept
 
@@ -150,28 +152,88 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(where, placement):
     goes_on(engine, other, [steps[1][:1], *steps[1:]])
 
 
+class Breaking(CpuDevice):
+    """Breaks off behind the work called `last`."""
+
+    last: str | None = None
+
+    def run(self, stream, name, *work, **buffers):
+        result = super().run(stream, name, *work, **buffers)
+        if name == self.last:
+            raise RuntimeError("out of ideas")
+        return result
+
+
 @swept(together=1, tied=TIED, clip=CLIPPED)
-def test_a_step_that_fails_in_its_updates_leaves_nothing_to_save(tied, clip, monkeypatch, tmp_path):
+def test_a_step_that_fails_in_its_updates_leaves_nothing_to_save(tied, clip, tmp_path):
     """Also when all tiles count it already, and after later steps."""
-    engine = engine_of(tied, clip, CpuDevice)
+    device = Breaking()
+    engine = engine_of(tied, clip, lambda: device)
     first, second, third = make_batches(3)
     engine.step(first)
-    apply = Update._apply
-
-    def broken(self, *args):
-        apply(self, *args)
-        if args[0] is last:
-            raise RuntimeError("out of ideas")
-
-    last = [tile for tile in store_of(engine).tiles if tile.layout.trainable_numel][
-        -1 if clip else 0
-    ]
-    monkeypatch.setattr(Update, "_apply", broken)
+    trained = [tile.name for tile in store_of(engine).tiles if tile.layout.trainable_numel]
+    device.last = f"update {trained[-1 if clip else 0]}"
     with pytest.raises(RuntimeError, match="out of ideas"):
         engine.step(second)
-    monkeypatch.undo()
+    device.last = None
     for _ in range(2):
         with pytest.raises(RunFailed, match="a step was broken off"):
             engine.save(tmp_path / "saved")
         engine.step(third)
     assert not list(tmp_path.iterdir())
+
+
+# A closed engine holds no memory, which the next one has, and says that it is closed.
+
+
+CLOSED_AFTER = {
+    "streamed": Placement(slots=3),
+    "graphs": Placement(slots=3, save_activations=1, layer_inputs="host"),
+    "passes, resident": Placement(slots=3, resident=("layer 0", "head"), passes=2),
+}
+
+
+def held_by(engine):
+    """What holds the planes of an engine that is closed, before anything is collected."""
+    held = [weakref.ref(buffer) for t in store_of(engine).tiles for buffer in t.planes.values()]
+    engine.close()
+    return held
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+@pytest.mark.parametrize("placement", CLOSED_AFTER.values(), ids=CLOSED_AFTER)
+def test_a_closed_engine_has_given_its_memory_back(placement, rule, tmp_path):
+    gc.disable()
+    try:
+        engine = make_engine(qwen2(), rule=rule, placement=placement)
+        [step] = make_batches(1)
+        engine.step(step)
+        engine.evaluate(step)
+        engine.save(tmp_path / "saved", wait=False)
+        held = held_by(engine)
+        assert held
+        assert [each for each in held if each() is not None] == []
+    finally:
+        gc.enable()
+
+
+def test_a_closed_engine_says_that_it_is_closed(tmp_path):
+    engine = make_engine(qwen2())
+    [step] = make_batches(1)
+    engine.step(step)
+    engine.close()
+    engine.close()  # again, as a `with` block around it does
+    for use in (
+        lambda: engine.step(step),
+        lambda: engine.evaluate(step),
+        lambda: engine.logits({"input_ids": step[0]["input_ids"]}),
+        lambda: list(engine.named_masters()),
+        lambda: engine.save(tmp_path / "saved"),
+        lambda: engine.save_pretrained(tmp_path / "exported"),
+        engine.memory,
+    ):
+        with pytest.raises(RunFailed, match="the engine is closed; make a new one"):
+            use()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        engine.nonsense  # noqa: B018

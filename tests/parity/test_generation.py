@@ -9,17 +9,24 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from megatrain import AdamW, DoesNotFit, Engine, Placement, RunFailed
+from megatrain.config import Config
+from megatrain.engine import whole_model
 from megatrain.engine.stream import Stream
+from megatrain.forecast.cache import generation_bytes
+from megatrain.forecast.workload import Generation, Workload
 from megatrain.generate import Sampling, continued, generate
+from megatrain.model.build import empty_model
+from megatrain.model.probe import spec
+from tests.counted import CountedDevice, Watch
 from tests.families.tiny import tiny_model
 from tests.forks import end
-from tests.inside import spec_of
+from tests.inside import sized, spec_of
 from tests.parity.cases import make_batches, make_engine
 from tests.parity.ranks import run_ranks
-from tests.sweeps import few
+from tests.sweeps import few, swept
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
 # Rotary and learnt positions, windows, experts, states and both, latent keys, ALiBi, states in a
@@ -329,3 +336,52 @@ def test_a_rank_that_ends_or_has_no_room_between_two_tokens_ends_all(tmp_path):
         end()
 
     run_ranks(2, tmp_path, work, whole=False)
+
+
+# What generation between steps takes, as it was foretold, and what saves of adapters take.
+
+
+MANY, LONG, NEW = 24, 64, 16
+CONFIG = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=LONG,
+    eos_token_id=None,
+)
+PLACEMENT = Placement(slots=1)
+
+
+@swept(together=0, apart={"alike": False, "apart": True}, precision=["bf16", "fp32"])
+def test_generation_takes_what_is_foretold(precision, apart, monkeypatch):
+    sized(monkeypatch, whole_model, _HELD=0)  # weights are streamed
+    prompts = torch.randint(1, 500, (MANY, LONG - NEW)).tolist()
+    prompts[0] = prompts[0][3:]
+    sampling = Sampling(max_new_tokens=NEW, temperature=0.7, top_p=0.9)
+    with Engine(CONFIG, precision=precision, placement=PLACEMENT, device="cpu") as engine:
+        given: dict[str, Any] = {"stops": set(), "pad": 0, "batch_size": MANY, "apart": apart}
+        continued(engine, prompts[:1], sampling, GenerationConfig(), **given)  # as it measures
+        counted = CountedDevice()
+        with Watch(counted):
+            made = continued(engine, prompts, sampling, GenerationConfig(), **given)
+    assert {len(row) for row in made} == {NEW}
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    told = generation_bytes(spec(empty_model(CONFIG)), dtype, MANY, LONG, NEW)
+    random = 8 * NEW * MANY if apart else 0  # numbers
+    assert 0.95 * told <= counted.peak_bytes <= told + random + 16 * MANY  # whether a row goes on
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_plans_of_runs_count_their_replies(beta):
+    tree: dict[str, Any] = {
+        "model": {"path": "model"},
+        "data": {"path": "prompts.jsonl", "sequence_length": 1024},
+        "loss": {"name": "grpo", "beta": beta},
+        "training": {"steps": 1, "batch_size": 1},
+        "rollout": {"rewards": ["a:b"]},
+    }
+    of_run = Workload.of_run(Config.model_validate(tree))
+    assert of_run.generation == Generation(512, None, beta > 0)

@@ -7,7 +7,6 @@ import torch
 from transformers import AutoTokenizer
 
 from megatrain import InputError, Placement
-from megatrain.data.demo_corpus import train_bpe_tokenizer
 from megatrain.loss import GRPO
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 from tests.sweeps import few, quick
@@ -105,11 +104,8 @@ def placed(values, mask, micro):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    (folder / "text.txt").write_text("a very long prompt of the sea " * 9)
-    train_bpe_tokenizer([folder / "text.txt"], 300, folder)
-    made = AutoTokenizer.from_pretrained(folder)
+def tokenizer(tokenizer_folder):
+    made = AutoTokenizer.from_pretrained(tokenizer_folder)
     made.pad_token = made.eos_token
     return made
 

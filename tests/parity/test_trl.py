@@ -6,7 +6,6 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from megatrain import Placement
-from megatrain.data.demo_corpus import train_bpe_tokenizer
 from megatrain.loss import DPO, Distillation
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 from tests.sweeps import few
@@ -20,13 +19,8 @@ VOCAB = 320
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    (folder / "text.txt").write_text(TEXT * 9)
-    train_bpe_tokenizer([folder / "text.txt"], 300, folder)
-    made = AutoTokenizer.from_pretrained(folder)
-    made.pad_token = made.pad_token or made.eos_token
-    return made
+def tokenizer(tokenizer_folder):
+    return AutoTokenizer.from_pretrained(tokenizer_folder)
 
 
 def rows(count=4):

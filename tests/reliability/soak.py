@@ -8,7 +8,6 @@ end model and log equal those of the uninterrupted run, bit for bit: placements 
 CPU. Memory, threads and open files of the processes must not grow with their steps.
 """
 
-import json
 import random
 import shutil
 import signal
@@ -18,7 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megatrain.data import train_bpe_tokenizer
+from megatrain.telemetry.metrics import read_metrics
 from tests.cli.cases import SENTENCES, sets
 from tests.reliability.cases import Run, Zygote, checkpoint_steps, logged, model_bytes, toy_run
 
@@ -74,14 +76,10 @@ def placement(choice: random.Random) -> dict[str, Any]:
 
 def usage(pid: int) -> dict[str, int]:
     """What a process takes now."""
-    status = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-    )
-    return {
-        "memory": int(status["RssAnon"].split()[0]) * 1024,
-        "threads": int(status["Threads"]),
-        "files": len(list(Path(f"/proc/{pid}/fd").iterdir())),
-    }
+    process = psutil.Process(pid)
+    taken = process.memory_info()
+    memory = taken.rss - taken.shared
+    return {"memory": memory, "threads": process.num_threads(), "files": process.num_fds()}
 
 
 def watch(run: Run, log: Path, stop_at: int) -> list[dict[str, int]]:
@@ -90,7 +88,7 @@ def watch(run: Run, log: Path, stop_at: int) -> list[dict[str, int]]:
     while True:
         try:
             seen.append(usage(run.pid))
-        except (FileNotFoundError, KeyError, ProcessLookupError):  # it has ended
+        except psutil.Error:  # it has ended
             return seen
         if last_step(log) >= stop_at:
             return seen
@@ -98,12 +96,11 @@ def watch(run: Run, log: Path, stop_at: int) -> list[dict[str, int]]:
 
 
 def last_step(log: Path) -> int:
-    if not log.exists():
-        return 0
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 2000))
-        lines = file.read().split(b"\n")[1:-1]
-    return json.loads(lines[-1])["step"] if lines else 0
+    return (
+        max((record.get("step", 0) for record in read_metrics(log)), default=0)
+        if log.exists()
+        else 0
+    )
 
 
 def check_flat(seen: list[dict[str, int]], more: dict[str, int]) -> None:
@@ -111,13 +108,11 @@ def check_flat(seen: list[dict[str, int]], more: dict[str, int]) -> None:
     if len(seen) < 30:
         return
     for name in more:
-        before, after = early_and_late([s[name] for s in seen])
+        values = [each[name] for each in seen]
+        # The least of its middle, when all is there that it needs, and of its end.
+        before = min(values[len(values) // 3 : len(values) // 2])
+        after = min(values[-len(values) // 4 :])
         assert after <= before + more[name], f"{name} grew from {before} to {after}"
-
-
-def early_and_late(values: list[int]) -> tuple[int, int]:
-    """The least of a process's middle, when all is there that it needs, and of its end."""
-    return min(values[len(values) // 3 : len(values) // 2]), min(values[-len(values) // 4 :])
 
 
 def soak(folder: Path, zygote: Zygote, steps: int, seed: int) -> None:

@@ -365,12 +365,10 @@ def test_a_full_disk_is_told_at_the_start(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_failing_disk_is_told(file, monkeypatch, verb):
+def test_a_failing_disk_is_told(file, verb):
     """Here by a descriptor that allows no access."""
     closed = os.open(file.folder, os.O_PATH)
-    monkeypatch.setattr(
-        file, "_handle", SimpleNamespace(closed=False, fileno=lambda: closed, close=lambda: None)
-    )
+    file._handle = SimpleNamespace(closed=False, fileno=lambda: closed, close=lambda: None)
     with pytest.raises(
         RunFailed, match=f"{file.folder}: cannot {verb} planes .*descriptor; resume"
     ):

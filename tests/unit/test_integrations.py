@@ -14,7 +14,7 @@ from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
 from tests.parity.cases import llama
 from tests.sweeps import few, quick, swept
-from tests.unit.data_cases import chat_tokenizer, talk, write_jsonl
+from tests.unit.data_cases import chat_tokenizer
 from tests.unit.trainer_cases import (
     Stop,
     Streamed,
@@ -352,41 +352,3 @@ def test_what_metrics_are_given_is_as_under_the_plain_one(tmp_path, changes):
         for metrics in (plain, streamed, usual)
     )
     assert got == pytest.approx(of, rel=1e-4) and of != otherwise
-
-
-LORA = ("--lora_r", "4", "--lora_target_modules", "all-linear", "--lora_dropout", "0")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("adapter", [(), ("--use_peft", *LORA)])
-def test_a_script_that_trl_installs_trains_with_the_engine(adapter, tmp_path, monkeypatch):
-    """Its command line, loading of model and data, adapters, evaluations and saves are its own."""
-    trl, script = pytest.importorskip("trl"), pytest.importorskip("trl.scripts.sft")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    tokenizer = chat_tokenizer("qwen")
-    llama(vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(
-        tmp_path / "model"
-    )
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "data").mkdir()
-    for split in ("train", "test"):
-        talks = [{"messages": talk(f"What is {n} + 30?", f"It is {n + 30}.")} for n in range(9)]
-        write_jsonl(tmp_path / "data" / f"{split}.jsonl", talks)
-    logged = []
-    for kind in (trl.SFTTrainer, mixed(trl.SFTTrainer)):
-        folder = tmp_path / kind.__name__
-        options = (
-            "--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / "data",
-            "--output_dir", folder, "--per_device_train_batch_size", 2, "--max_steps", 4,
-            "--learning_rate", 1e-2, "--logging_steps", 1, "--adam_epsilon", 1e-3,
-            "--save_steps", 2, "--eval_strategy", "steps", "--eval_steps", 2,
-            "--report_to", "none", "--use_cpu", "true", "--bf16", "false", "--max_length", 64,
-            "--disable_tqdm", "true", *adapter,
-        )  # fmt: skip
-        monkeypatch.setattr(trl, "SFTTrainer", kind)
-        script.main(*script.make_parser().parse_args_and_config([str(each) for each in options]))
-        state = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())
-        entries = [e | {"lr": e.get("learning_rate")} for e in state["log_history"]]
-        keys = ("loss", "grad_norm", "lr", "eval_loss")
-        logged.append([e[key] for e in entries for key in keys if e.get(key) is not None])
-    assert logged[1] == pytest.approx(logged[0], rel=1e-5, abs=1e-6) and len(logged[0]) == 14

@@ -207,7 +207,7 @@ def test_a_driver_may_leave_questions_unanswered(monkeypatch):
     }  # fmt: skip
     for name, answer in answers.items():
         getattr(library, name).configure_mock(side_effect=None, return_value=answer)
-    monkeypatch.setattr(gpu, "driver", lambda device: nullcontext((library, None)))
+    answering(monkeypatch, gpu, driver=nullcontext((library, None)))
     state = gpu.gpu_state("cuda")
     assert (state.name, state.driver) == ("NVIDIA H200", "580.1")
     assert (state.pcie_lanes, state.pcie_generation, state.used_bytes) == (None,) * 3

@@ -71,7 +71,7 @@ def test_a_mask_that_does_not_fit_is_refused(micro, config, reason):
     check_masks(micro, config, 2, 12 * GIB)
 
 
-def test_layers_of_a_plain_long_row_get_no_mask(monkeypatch):
+def test_layers_of_a_plain_long_row_get_no_mask():
     tokens = 3000
     engine = make_engine(llama(max_position_embeddings=tokens), placement=Placement())
     sizes = []
@@ -82,7 +82,7 @@ def test_layers_of_a_plain_long_row_get_no_mask(monkeypatch):
         sizes.extend(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
         return layer(visit, weights, batch, values, *options)
 
-    monkeypatch.setattr(program_of(engine), "layer", listen)
+    program_of(engine).layer = listen
     ids = torch.ones(1, tokens, dtype=torch.int64)
     engine.evaluate([{"input_ids": ids, "labels": ids}])
     assert sizes and max(sizes) <= tokens * 64

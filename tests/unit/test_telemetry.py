@@ -7,15 +7,13 @@ import os
 import random
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 
 import psutil
 import pytest
 import torch
 from rich.console import Console
-from transformers import LlamaConfig
 
-from megatrain import AdamW, Engine
 from megatrain.base.units import GIB, MIB, gib, parse_bytes, size
 from megatrain.device.base import COMPUTE, COPY_IN, UPDATE
 from megatrain.device.trace import ClockDevice, Cost
@@ -28,6 +26,7 @@ from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from megatrain.telemetry.timeline import Span, breakdown, chrome_trace, critical_path, read_trace
 from megatrain.train.steps import RunTimeline
 from tests.inside import sized
+from tests.parity.cases import llama, make_engine
 
 RECORD = {
     "step": 1,
@@ -83,21 +82,21 @@ class Stderr(io.StringIO):
 
 @pytest.mark.parametrize("where", ["terminal", "file", "dumb", "rank 1"])
 def test_what_is_being_done_is_shown_on_a_terminal_until_more_is_said(where, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Stderr(where != "file"))
     monkeypatch.setenv("TERM", "dumb" if where == "dumb" else "xterm")
     monkeypatch.setenv("RANK", where.removeprefix("rank ") if "rank" in where else "0")
     monkeypatch.setenv("COLUMNS", "12")
-    log = logging.Logger("work")
-    log.addHandler(StderrHandler())
-    share = Share(log, "weights", 300)
-    for _ in range(3):
-        share.add(100)  # soon after each other: one is said
-    log.log(PASSING, "a long line of words")
-    log.info("done")
-    log.info("more")
+    with redirect_stderr(Stderr(where != "file")) as stderr:
+        log = logging.Logger("work")
+        log.addHandler(StderrHandler())
+        share = Share(log, "weights", 300)
+        for _ in range(3):
+            share.add(100)  # soon after each other: one is said
+        log.log(PASSING, "a long line of words")
+        log.info("done")
+        log.info("more")
     erase = "\r\x1b[2K"
     passing = f"{erase}weights: 33{erase}a long line{erase}" if where == "terminal" else ""
-    assert sys.stderr.getvalue() == f"{passing}done\nmore\n"
+    assert stderr.getvalue() == f"{passing}done\nmore\n"
 
 
 @pytest.mark.parametrize(
@@ -298,13 +297,9 @@ RUNS = [
 
 @pytest.mark.parametrize(("steps", "refused", "kept"), RUNS)
 def test_a_run_keeps_the_timeline_of_an_early_step(tmp_path, steps, refused, kept):
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=3,
-        num_attention_heads=2,
-    )  # fmt: skip
     ids, file, told = torch.ones(2, 4).long(), tmp_path / "timeline.json", []
     batch = [{"input_ids": ids, "labels": ids}]
-    with Engine(config, optimizer=AdamW(), device="cpu", precision="fp32") as engine:
+    with make_engine(llama()) as engine:
         timeline = RunTimeline(engine.recording, tmp_path, steps)
         for number in range(1, steps + 1):
             with pytest.raises(RunFailed) if number in refused else nullcontext():

@@ -252,20 +252,6 @@ def test_the_loss_of_routers_is_that_of_trl(plain, coefficient, adapter, tmp_pat
     assert got == pytest.approx(wanted, rel=1e-4) and len(got) == (0 if coefficient == 0 else 4)
 
 
-@pytest.mark.exhaustive
-def test_a_resumed_adapter_is_merged_into_a_model_that_says_what_its_source_does(tmp_path):
-    size = {"vocab_size": len(chat_tokenizer("qwen")), "max_position_embeddings": 256}
-    model = tiny_model("qwen3_moe", changes=size)
-    for steps in (1, 2):
-        options = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
-        settings = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1}
-        kind = mixed(trl.SFTTrainer)
-        made = text_trainer(kind, tmp_path, model, options=options, eval_strategy="no", **settings)
-        made.train(resume_from_checkpoint=steps == 2)
-    made.model.save_pretrained(tmp_path / "merged", merged=True)
-    assert not AutoConfig.from_pretrained(tmp_path / "merged").output_router_logits
-
-
 def test_the_loss_of_routers_is_that_of_a_plain_trainer(tmp_path):
     """Which adds those of all micro-batches."""
     asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
