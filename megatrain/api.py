@@ -1,6 +1,6 @@
 """The engine as its users see it: it settles the placement, and hands it on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -75,6 +75,8 @@ class Engine(PlacedEngine):
         micro_batch: rows of a micro-batch. None: `auto` chooses, see `Engine.micro_batch`.
         loss: the loss of later steps; `auto` leaves room for it.
         generation: replies that the model makes between steps, for which `auto` leaves room.
+        media: `input_ids` `[1, T]` and what a processor makes beside it, of a row with as many
+            images or sounds as any will have; `auto` leaves room for encoding them in every row.
         trust_remote_code, attn_implementation: as for `from_pretrained` of transformers.
         trained: the trained parameters, by patterns of their names. By default those that
             require gradients.
@@ -124,6 +126,7 @@ class Engine(PlacedEngine):
         micro_batch: int | None = None,
         loss: Loss = CROSS_ENTROPY,
         generation: Generation | None = None,
+        media: Mapping[str, Tensor] | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         trained: Trained = ALL,
@@ -186,9 +189,8 @@ class Engine(PlacedEngine):
                 sequence_ranks,
                 verify,
             )
-            settled = settle(
-                setup, placement, tokens_per_step, sequence_length, micro_batch, loss, generation
-            )
+            sizes = tokens_per_step, sequence_length, micro_batch
+            settled = settle(setup, placement, *sizes, loss, generation, media)
             self.micro_batch = settled.micro_batch
             super().__init__(setup, settled.placement, settled.planned)
 

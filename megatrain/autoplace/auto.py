@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.cache import ForecastCache, Needs, needs_of, second_needs
 from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import Forecast
-from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Generation, Workload
+from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Generation, MediaRow, Workload
 from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.machine import mapping_bytes, present_machine
 from megatrain.model.build import most_tokens
@@ -53,6 +54,7 @@ def settle(
     micro_batch: int | None,
     loss: Loss = CROSS_ENTROPY,
     generation: Generation | None = None,
+    media: Mapping[str, torch.Tensor] | None = None,
 ) -> Settled:
     """The placement of an engine to come, given or chosen; what is None is as `Workload` says.
 
@@ -76,6 +78,7 @@ def settle(
         opened.precision,
         loss=loss,
         generation=generation,
+        media=None if media is None else MediaRow(media),
     )
     if model.rule is not None:
         workload = replace(workload, rule=model.rule)

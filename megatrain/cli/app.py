@@ -191,6 +191,10 @@ def plan(
     gpus: Annotated[
         int | None, typer.Option(min=1, max=64, help="Plan for so many GPUs of one host.")
     ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(help="Count an image of this size in every row, as 1024x1024; repeatable."),
+    ] = None,
     clip: Annotated[
         bool | None, typer.Option("--clip/--no-clip", help="Clip by the exact norm; the default.")
     ] = None,

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.table import Table
 from megatrain.base.units import GIB, duration, gib, parse_bytes, size
 from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_config
 from megatrain.errors import DoesNotFit, InputError
-from megatrain.forecast.workload import LIMITS, SEQUENCE_LENGTH, Second, Workload
+from megatrain.forecast.workload import LIMITS, SEQUENCE_LENGTH, MediaRow, Second, Workload
 from megatrain.machine import Machine, machine_for, present_machine, update_gbps
 from megatrain.plan.planner import PLANES, Plan, by_tier, make_plan
 from megatrain.telemetry.console import end_passing, passing, say
@@ -68,6 +69,7 @@ def run_plan(options: Options) -> None:
             teacher = model_of_run("the teacher", section).spec()
             workload = replace(workload, second=Second("teacher", teacher))
     workload = changed(workload, {name: options[name] for name in _OF_WORKLOAD})
+    workload = replace(workload, media=_images(options))
     workload.check()
     check_sequence_length(named.config, workload.sequence_length)
     warnings: list[str] = []
@@ -128,6 +130,28 @@ def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
     config = load(run, options["overrides"] or [])
     scores = config.loss.name == "reward"
     return model_of_run(run.name, config.model, config.adapter.keys, scores=scores), config
+
+
+def _images(options: Options) -> MediaRow | None:
+    """A row with images of the sizes of `--image`. Raises InputError: no model can have it."""
+    sizes = options["image"]
+    if not sizes:
+        return None
+    from megatrain.config import load
+    from megatrain.data import ImageProcessor
+
+    path, trusted = options["model"], False
+    if path is None:
+        section = load(options["run"], options["overrides"] or []).model
+        path, trusted = section.path, section.trust_remote_code
+    processor = ImageProcessor(Path(path or "").expanduser(), trust_remote_code=trusted)
+    if not path or not processor.identity:
+        raise InputError(f"--image: {path} is no folder with a processor's files; name one")
+    parsed = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text) for text in sizes]
+    for text, match in zip(sizes, parsed, strict=True):
+        if match is None:
+            raise InputError(f"--image: {text!r} is no size; write it like 1024x768")
+    return MediaRow(processor.example([(int(m[1]), int(m[2])) for m in parsed if m]))
 
 
 def missing_data(paths: str | list[str]) -> str | None:
@@ -219,11 +243,12 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
     try:
         spec = named.spec()
         attend_with_sinks(spec, workload.precision)
-        if spec.media:
+        if spec.media and workload.media is None:
             further["warnings"].append(
-                "the plan is for text: images count by their tokens alone, not by the time and "
-                "memory of their encoders"
+                "the plan is for text: --image 1024x1024 counts such an image in every row"
             )
+        if workload.media is not None and not spec.media:
+            raise InputError(f"--image: {named.name} takes no images; leave it out")
         return make_plan(spec, machine, workload, **further)
     except NotForeseeable as error:
         raise InputError(

@@ -157,7 +157,7 @@ def _of_parts(parts: Sequence[object], message: Message, where: str, images: boo
         if name is None or not isinstance(value, str):
             raise InputError(
                 f"{where}: 'content' must be a string or a list of parts of text (and of images, "
-                f"in SFT, not in replies): it has a part that is not read: {kind!r:.40}"
+                f"not in replies): it has a part that is not read: {kind!r:.40}"
             )
         if name in message:
             raise InputError(f"{where}: {name!r} is also in a part of 'content': keep one")

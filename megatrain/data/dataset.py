@@ -31,7 +31,7 @@ MicroBatch = dict[str, torch.Tensor]
 Overlong = Literal["truncate", "drop", "error"]
 
 ROWS = "image_rows"
-"""The tensor `[rows]` by which micro-batches name their rows, until `with_images`."""
+"""The tensor `[lines, 2]` by which micro-batches name their rows and lines, until `with_images`."""
 _WIDTH_MULTIPLE = 8  # of tokens in unpacked batches, for matrix units
 _MAX_PLACES = 8  # named in one description
 
@@ -195,8 +195,8 @@ class PackedDataset:
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch of rows as `Layout.batch` makes it."""
         batch = self._layout.batch([list(self.pieces(row)) for row in rows])
-        if self.store.images is not None:
-            batch[ROWS] = torch.tensor(rows)
+        if self.has_images:
+            batch[ROWS] = torch.tensor([(row, 0) for row in rows])
         return batch
 
     @property
@@ -204,18 +204,36 @@ class PackedDataset:
         """True if some document has images; then `with_images` completes micro-batches."""
         return self.store.images is not None
 
-    def images(self, row: int) -> list[Picture]:
-        """The images of a row, which holds one document."""
+    def images(self, row: int, line: int = 0) -> list[Picture]:
+        """The images of a document in a row."""
         kept = self.store.images
-        return [] if kept is None else kept.of(int(self._segments(row).document[0]))
+        return [] if kept is None else kept.of(int(self._segments(row).document[line]))
+
+    def most_images(self) -> MicroBatch | None:
+        """A row of blank images, of the sizes of those that take the most tokens; None: no images.
+
+        Raises InputError: the model's processor cannot be used.
+        """
+        if self.store.images is None:
+            return None
+        processor, limit = self.image_processor, self.sequence_length
+        listed = (images for end, images in self.store.images.listed() if end <= limit)
+
+        def tokens(images: list[Picture]) -> int:
+            return sum(len(processor.replacement(image.size)) for image in images)
+
+        images = max(listed, key=tokens, default=[])
+        return processor.example([image.size for image in images]) if images else None
 
     def with_images(self, batch: MicroBatch) -> MicroBatch:
         """A micro-batch with its images' tensors, as the model's processor makes them.
 
         Raises InputError: an image's file has changed.
         """
+        if ROWS not in batch:  # it has none, or has them already
+            return batch
         batch = dict(batch)
-        images = [self.images(row) for row in batch.pop(ROWS).tolist()]
+        images = [self.images(row, line) for row, line in batch.pop(ROWS).tolist()]
         return batch | self.image_processor.inputs(batch["input_ids"].tolist(), images)
 
     def describe(self, row: int) -> str:

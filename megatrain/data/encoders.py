@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatrain.data.conversation import ROLES, Conversation
 from megatrain.data.examples import Examples, PlacedExample
-from megatrain.data.images import ImageProcessor, Picture, looked_at, with_images
+from megatrain.data.images import ImageProcessor, Picture, read_picture, with_images
 from megatrain.data.readers import TextPiece
 from megatrain.data.refused_fields import OF_CALLS, empty
 from megatrain.data.reply_spans import ReplySpans
@@ -278,36 +278,35 @@ class Encoder:
     def _row(self, placed: PlacedExample, examples: Examples) -> Sequence[Document]:
         """The documents of an example; none if it cannot be used, which `examples` notes."""
         example = placed.example
-        if isinstance(example, Conversation) and example.images and self._images is not None:
+        talks = example.replies if isinstance(example, Pair) else [example]
+        conversations = [talk for talk in talks if isinstance(talk, Conversation)]
+        if any(talk.images for talk in conversations) and self._images is not None:
             self._images.load()  # a row is not bad if the processor is
         try:
-            if isinstance(example, Conversation) and example.images:
-                placed = self._with_images(placed, example, examples)
-            for talk in example.replies if isinstance(example, Pair) else [example]:
-                if isinstance(talk, Conversation):
-                    examples.pass_over(f"{name} (of messages)" for name in self._chat.unread(talk))
+            for talk in conversations:
+                examples.pass_over(f"{name} (of messages)" for name in self._chat.unread(talk))
+            documents = [self._encoded(self._with_images(placed, t, examples)) for t in talks]
             if not isinstance(example, Pair):
-                return [self._encoded(placed)]
+                return documents
             return [
-                self._encoded(placed._replace(example=reply))._replace(
-                    good=good, margin=example.margin
-                )
-                for reply, good in zip(example.replies, (True, False), strict=True)
+                document._replace(good=good, margin=example.margin)
+                for document, good in zip(documents, (True, False), strict=True)
             ]
         except InputError as error:
             examples.bad(error)
             return []
 
-    def _with_images(
-        self, placed: PlacedExample, talk: Conversation, examples: Examples
-    ) -> PlacedExample:
+    def _with_images(self, placed: PlacedExample, talk: Any, examples: Examples) -> PlacedExample:
+        """A conversation or completion in its row's place, its images read."""
+        if not isinstance(talk, Conversation) or not talk.images:
+            return placed._replace(example=talk)
         if self._images is None or not self._images.identity:
             raise InputError(
                 f"{placed.where}: images ('image', 'images', parts of a content): the model has no "
                 "processor for them: use the folder of one that has, or leave them out"
             )
         folder = Path(examples.sources[placed.source].name).parent
-        images = [looked_at(image, folder, placed.where) for image in talk.images]
+        images = [read_picture(image, folder, placed.where) for image in talk.images]
         return placed._replace(example=talk._replace(images=images))
 
     def _encoded(self, placed: PlacedExample) -> Document:

@@ -136,7 +136,7 @@ def place_images(turns: Sequence[dict[str, Any]], images: list[object], where: s
     return [next(rest) if image is None else image for image in placed]
 
 
-def looked_at(source: object, folder: Path, where: str) -> Picture:
+def read_picture(source: object, folder: Path, where: str) -> Picture:
     """An image, read and decoded once. Raises InputError: it is none, or cannot be trained on."""
     if isinstance(source, bytes):
         path, data, state = "", source, (len(source), 0)
@@ -245,27 +245,21 @@ class ImageProcessor:
         )
         return str(processed["text_replacement_offsets"][0][0]["replacement"])
 
-    def kinds(self, ids: Any) -> dict[str, list[list[int]]]:
-        """Of each token of rows, `[B, T]`, what it is of, if the model asks for it."""
+    def token_types(self, ids: list[list[int]]) -> dict[str, Tensor]:
+        """By the names that the model takes them under, what each token is of: 0, that is text, 1
+        an image."""
         processor = self._processor()
         if not processor.return_mm_token_type_ids:
             return {}
-        names = processor(text=["a"]).keys()
-        kinds = processor.create_mm_token_type_ids(ids)
-        return {name: kinds for name in names if name.endswith("token_type_ids")}
+        types = torch.tensor(processor.create_mm_token_type_ids(ids))
+        return dict.fromkeys(self._type_names, types)
 
     def tensors(self, rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
         """The tensors of images of the rows that have some, as the processor makes them."""
         rows = [row for row in rows if row]
         if not rows:
             return {}
-        processor = self._processor()
-        processed = processor(
-            images=[[picture.decoded() for picture in row] for row in rows],
-            text=[processor.image_token * len(row) for row in rows],
-            padding=True,
-            return_tensors="pt",
-        )
+        processed = self._processed([[picture.decoded() for picture in row] for row in rows])
         of_text = ("input_ids", "attention_mask")
         return {
             name: value
@@ -273,10 +267,18 @@ class ImageProcessor:
             if name not in of_text and not name.endswith("token_type_ids")
         }
 
+    def example(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+        """All tensors of a row that is nothing but blank images, of these widths and heights."""
+        return dict(self._processed([[Image.new("RGB", size) for size in sizes]]))
+
+    def _processed(self, rows: list[list[Image.Image]]) -> Any:
+        processor = self._processor()
+        text = [processor.image_token * len(row) for row in rows]
+        return processor(images=rows, text=text, padding=True, return_tensors="pt")
+
     def inputs(self, ids: Any, rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
         """The tensors of rows of tokens `[B, T]` with images, beside those of their text."""
-        kinds = {name: torch.tensor(kind) for name, kind in self.kinds(ids).items()}
-        return kinds | self.tensors(rows)
+        return self.token_types(ids) | self.tensors(rows)
 
     def _processor(self) -> Any:
         """This thread's copy: tokenizers are not for several threads."""
@@ -297,6 +299,9 @@ class ImageProcessor:
         if not (getattr(processor, "image_token", None) and hasattr(processor, "image_processor")):
             kind = type(processor).__name__
             raise InputError(f"{self._folder}: a {kind} has no place for images: leave them out")
+        if processor.return_mm_token_type_ids:
+            named = processor(text=["a"]).keys()
+            self._type_names = [name for name in named if name.endswith("token_type_ids")]
         return processor
 
 

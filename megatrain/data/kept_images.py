@@ -1,7 +1,7 @@
 """The images of kept tokens: for each document a line of JSON, and bytes that no file holds."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from megatrain.data.images import Picture
 from megatrain.data.kept_file import KeptFile
 
-_FILE, _PLACES = "images.bin", "image_places.bin"
+_LINES, _PLACES, _BYTES = "images.jsonl", "image_places.bin", "image_bytes.bin"
 
 
 class ImageWriter:
@@ -17,22 +17,26 @@ class ImageWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ends = [0]
+        self._ends, self._num_bytes = [0], 0
 
     def add(self, images: Sequence[Picture], end: int) -> bytes:
-        """Write a document's images, of which the last's tokens end at `end`; what tells them."""
-        if not images:
-            self._ends.append(self._ends[-1])
-            return b""
-        line = json.dumps([end, [[*image[:-1], len(image.data)] for image in images]])
-        data = line.encode() + b"\n" + b"".join(image.data for image in images)
-        with (self._folder / _FILE).open("ab") as file:
-            file.write(data)
-        self._ends.append(self._ends[-1] + len(data))
+        """Write a document's images, of which the last's tokens end at `end`.
+
+        Returns bytes that differ where the images do.
+        """
+        line, data = b"", b"".join(image.data for image in images)
+        if images:
+            entries = [[*image[:-1], len(image.data)] for image in images]
+            line = json.dumps([end, self._num_bytes, entries]).encode() + b"\n"
+            for name, content in ((_LINES, line), (_BYTES, data)):
+                with (self._folder / name).open("ab") as file:
+                    file.write(content)
+        self._num_bytes += len(data)
+        self._ends.append(self._ends[-1] + len(line))
         return "".join(image.digest for image in images).encode()
 
     def finish(self) -> None:
-        """Write where each document's images begin, if there are any."""
+        """Write where each document's line begins, if any has images."""
         if self._ends[-1]:
             np.array(self._ends, "<i8").tofile(self._folder / _PLACES)
 
@@ -43,7 +47,7 @@ class KeptImages:
     def __init__(self, folder: Path) -> None:
         """Raises OSError: the files cannot be read."""
         self._ends = np.fromfile(folder / _PLACES, "<i8")
-        self._file = KeptFile(folder / _FILE)
+        self._lines, self._bytes = (KeptFile(folder / name) for name in (_LINES, _BYTES))
 
     @staticmethod
     def of_store(folder: Path) -> "KeptImages | None":
@@ -52,26 +56,35 @@ class KeptImages:
 
     def end(self, document: int) -> int:
         """Tokens of a document up to, with, the last one of its last image; 0: it has none."""
-        return self._read(document)[0]
+        return int(self._line(document)[0])
 
     def of(self, document: int) -> list[Picture]:
         """The images of a document."""
-        return self._read(document)[1]
-
-    def _read(self, document: int) -> tuple[int, list[Picture]]:
-        begin, stop = self._ends[document : document + 2].tolist()
-        if begin == stop:
-            return 0, []
-        line, _, data = bytes(self._file.read(begin, stop - begin)).partition(b"\n")
-        end, entries = json.loads(line)
-        images, at = [], 0
+        _, at, entries = self._line(document)
+        images = []
         for path, digest, size, state, length in entries:
-            images.append(Picture(path, digest, (*size,), (*state,), data[at : at + length]))
+            data = bytes(self._bytes.read(at, length)) if length else b""
+            images.append(Picture(path, digest, (*size,), (*state,), data))
             at += length
-        return end, images
+        return images
+
+    def listed(self) -> Iterator[tuple[int, list[Picture]]]:
+        """For each document with images its `end`, and the images without bytes."""
+        for document in np.flatnonzero(np.diff(self._ends)).tolist():
+            end, _, entries = self._line(document)
+            yield (
+                end,
+                [Picture(p, digest, (*size,), (*state,)) for p, digest, size, state, _ in entries],
+            )
 
     def changed(self) -> str | None:
         """The path of an image whose file is missing, or not as it was."""
-        documents = np.flatnonzero(np.diff(self._ends)).tolist()
-        images = (image for document in documents for image in self.of(document))
+        images = (image for _, of_document in self.listed() for image in of_document)
         return next((image.path for image in images if image.changed()), None)
+
+    def _line(self, document: int) -> tuple[int, int, list[list]]:
+        begin, stop = self._ends[document : document + 2].tolist()
+        if begin == stop:
+            return 0, 0, []
+        end, at, entries = json.loads(bytes(self._lines.read(begin, stop - begin)))
+        return end, at, entries

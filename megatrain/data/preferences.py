@@ -5,19 +5,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatrain.data.dataset import MicroBatch, PackedDataset
-from megatrain.loss import IGNORED, PairLoss, Reward
+from megatrain.data.dataset import ROWS, MicroBatch, PackedDataset
+from megatrain.loss import DPO, IGNORED, Distillation, PairLoss, Reward
 
 REPLIES = ("pairs", "margins")
 """Kinds of data with replies."""
 
 PLAIN = ("input_ids", "labels", "attention_mask")
+_OF_LOSSES = {*DPO.inputs, *Distillation.choices, "margin"}
 
 
 def plain_rows(step: list[MicroBatch]) -> list[MicroBatch]:
     """The micro-batches with labels and a forward's inputs, without those of losses."""
-    names = (*PLAIN, "position_ids")
-    return [{name: micro[name] for name in names if name in micro} for micro in step]
+    return [{n: value for n, value in micro.items() if n not in _OF_LOSSES} for micro in step]
 
 
 def numbered(step: list[MicroBatch]) -> list[MicroBatch]:
@@ -59,7 +59,10 @@ class ReplyDataset(PackedDataset):
 
     def plain(self, rows: Sequence[int]) -> MicroBatch:
         """Rows as `Layout.batch` lays them out, a line for each reply, without a loss's inputs."""
-        return self._layout.batch([[line] for row in rows for line in self.pieces(row)])
+        batch = self._layout.batch([[line] for row in rows for line in self.pieces(row)])
+        if self.has_images:
+            batch[ROWS] = torch.tensor([(row, line) for row in rows for line in range(self.lines)])
+        return batch
 
     def batch(self, rows: Sequence[int]) -> MicroBatch:
         """A micro-batch as `plain` makes it, with the inputs of the loss."""

@@ -13,7 +13,7 @@ import numpy as np
 from megatrain.data.conversation import Conversation, messages, text_or_messages
 from megatrain.data.encoders import absent, refuse_unplaced, surroundings
 from megatrain.data.examples import BadRows, say_left_out
-from megatrain.data.images import ImageProcessor, Picture, looked_at, place_images, with_images
+from megatrain.data.images import ImageProcessor, Picture, place_images, read_picture, with_images
 from megatrain.data.readers import read_rows
 from megatrain.data.refused_fields import BESIDE_PROMPTS, refuse_unheeded
 from megatrain.data.reply_spans import ReplySpans
@@ -56,7 +56,7 @@ def prompt_and_images(
     else:
         talk = Conversation(*messages(prompt, "messages", where, images=images is not None))
         sources = place_images(talk.messages, [], where)
-        pictures = [looked_at(source, Path(), where) for source in sources]
+        pictures = [read_picture(source, Path(), where) for source in sources]
         if talk.messages[-1]["role"] == "assistant":
             raise InputError(f"{where}: ends with a reply; end it with what is to be replied to")
         template = Template(tokenizer)

@@ -15,7 +15,7 @@ _PREFERENCE = (
 )
 _TOKENS = "rows of tokens are not read: give their text"
 _WEIGHTS = "only a 'weight' of 0 or 1 on a message is heeded: leave it out, or the row"
-_MEDIA = "only text, and images of conversations (SFT), are trained: leave it out, or the row"
+_MEDIA = "only text, and images of conversations, are trained: leave it out, or the row"
 _PLACE = "it is not read: make it part of the messages or of 'tools'"
 
 _LARGE = 1e30  # no number of a row is as large; infinity is

@@ -92,15 +92,6 @@ def of_completion(row: DataRow, where: str) -> Conversation | Completion:
     return _completed(row, prompt, completion, where)
 
 
-def _without_images(reply: Conversation | Completion, where: str) -> Conversation | Completion:
-    if isinstance(reply, Conversation) and reply.images:
-        raise InputError(
-            f"{where}: replies with images are not compared in run files: leave the "
-            "images out, or train on the better replies"
-        )
-    return reply
-
-
 def of_pair_with_margin(row: DataRow, where: str) -> Pair:
     """A pair of replies, and the margin of the better one."""
     return of_pair(row, where)._replace(margin=number(row["margin"], "margin", where))
@@ -130,8 +121,7 @@ def of_pair(row: DataRow, where: str) -> Pair:
         )
     else:
         prompt, replies = _taken_apart(replies, prompt, where)
-    completed = [_without_images(_completed(row, prompt, r, where), where) for r in replies]
-    return Pair(completed)
+    return Pair([_completed(row, prompt, reply, where) for reply in replies])
 
 
 def _is_said(question: str, messages: Any) -> bool:
@@ -327,7 +317,7 @@ FORMATS = (
 )  # fmt: skip
 PAIRS = Format(
     "preferences", "pairs", {"chosen": ("chosen",), "rejected": ("rejected",)},
-    {"prompt": ("prompt",), **_PROMPTED}, of_pair,
+    {"prompt": ("prompt",), **_PROMPTED, **_IMAGES}, of_pair,
 )  # fmt: skip
 MARGINS = replace(PAIRS, needs={**PAIRS.needs, "margin": ("margin",)}, read=of_pair_with_margin)
 _OF_REPLIES = {"pairs": (PAIRS,), "margins": (MARGINS,)}

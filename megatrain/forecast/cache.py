@@ -167,13 +167,14 @@ class ForecastCache(Once):
 
     def measured(self, workload: Workload) -> Profile:
         return self.once(
-            (workload.precision, workload.sequence_length, workload.compile),
+            (workload.precision, workload.sequence_length, workload.compile, workload.media),
             lambda: Profile(
                 self.spec,
                 workload.dtype,
                 workload.sequence_length,
                 compiled=workload.compile,
                 float8=workload.precision == "fp8",
+                media=workload.media,
             ),
         )
 

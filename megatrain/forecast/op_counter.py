@@ -336,15 +336,15 @@ class OneAttention(TorchFunctionMode):
     their FLOPs not at all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_OPERATIONS) -> None:
         super().__init__()
-        self._calls = 0
+        self._calls, self._most = 0, most
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._calls += 1
-        if self._calls > MOST_OPERATIONS:  # raised here: torch's code below may not be left so
+        if self._calls > self._most:  # raised here: torch's code below may not be left so
             raise NotForeseeable(
-                f"a layer has more than {MOST_OPERATIONS:,} operations (a recurrence without a "
+                f"a layer has more than {self._most:,} operations (a recurrence without a "
                 "kernel of its own)"
             )
         if func is F.scaled_dot_product_attention:
@@ -417,16 +417,16 @@ def _attention_flops(
     return flops // 2 if causal and mask is None else flops
 
 
-def tensors(values: Any) -> list[Tensor]:
-    """The tensors without data among some values, in containers of any depth."""
+def tensors(values: Any, *, real: bool = False) -> list[Tensor]:
+    """The tensors without data among some values, in containers of any depth; `real`: all."""
     # In this order: a fake tensor's device is an operation of its own.
     if isinstance(values, Tensor):
-        return [values] if isinstance(values, FakeTensor) or values.is_meta else []
+        return [values] if real or isinstance(values, FakeTensor) or values.is_meta else []
     if isinstance(values, dict):
         values = values.values()
     elif not isinstance(values, tuple | list):
         return []
-    return [tensor for value in values for tensor in tensors(value)]
+    return [tensor for value in values for tensor in tensors(value, real=real)]
 
 
 def is_view(func: Any) -> bool:
@@ -437,9 +437,10 @@ def is_view(func: Any) -> bool:
 class OpCounter(Ledger, TorchDispatchMode):
     """Counts while it is entered; `work` is what it has counted so far, memory apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, real: bool = False) -> None:
+        """Args: `real`: the memory of results with data counts as well."""
         super().__init__()
-        self.work = Work()
+        self.work, self._real = Work(), real
 
     @property
     def with_peak(self) -> Work:
@@ -447,7 +448,7 @@ class OpCounter(Ledger, TorchDispatchMode):
 
     def ignore(self, values: Any) -> None:
         """Do not count the storages of some tensors."""
-        self._known.update((memory_of(tensor), None) for tensor in tensors(values))
+        self._known.update((memory_of(tensor), None) for tensor in tensors(values, real=self._real))
 
     def add(self, work: Work) -> None:
         """Count work that was measured before; its peak lies on top of what is alive now."""
@@ -467,7 +468,7 @@ class OpCounter(Ledger, TorchDispatchMode):
         # A copy that is asked for on the meta device is wanted for its shape alone.
         on_meta = kwargs.get("device") == torch.device("meta")
         shape_alone = on_meta and func is torch.ops.aten.empty_like.default
-        for tensor in tensors(out):
+        for tensor in tensors(out, real=self._real):
             self.count(tensor, Place.WORKING_SET, 0 if shape_alone else None)
         work, scratch = work_of(func, args, kwargs, out)
         self.work = added(self.work, work)

@@ -19,13 +19,13 @@ from megatrain.device.recording import update_bytes
 from megatrain.device.trace import Cost
 from megatrain.engine.head import Head
 from megatrain.engine.layer import Layer, Turn
-from megatrain.engine.modules import Prologue
+from megatrain.engine.modules import Media, Prologue
 from megatrain.engine.saved_tensors import OffloadPlan
 from megatrain.forecast.op_counter import Held, LayerWork, Ledger, OpCounter, Place, Work, added
 from megatrain.forecast.profile import Once, Profile, grouped
 from megatrain.kernels.reference import UPDATE_BLOCK
 from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
-from megatrain.model.capture import Call, Ref
+from megatrain.model.capture import ADDED, FEATURES, Call, Ref
 from megatrain.model.program import MicroBatch
 from megatrain.optim import AdamW, PlaneKind, Rule, moved_bytes
 from megatrain.telemetry.timeline import Span
@@ -170,7 +170,8 @@ class CostModel:
         if (priced := self._price(work)) is not None:
             done, result = priced
             if kind is Kind.PROLOGUE:
-                seconds = max(self._busy(done), max(1, done.calls) * _PROLOGUE_SECONDS)
+                model = max(1, done.calls) * _PROLOGUE_SECONDS
+                seconds = max(self._busy(done), self._launching(done, 0), model)
                 return Cost(seconds, blocking=True, result=result)
             cost = self._cost(done, max(1, done.calls) if kind is not Kind.PLAIN else 0)
             return Cost(*cost, result=result)
@@ -340,6 +341,8 @@ class Declared:
         self._prices: dict[Any, Callable[..., tuple[Work, Any]]] = {
             Layer.forward: self._forward,
             Layer.backward: self._backward,
+            Media.forward: self._encode,
+            Media.backward: self._encode_again,
             Prologue.forward: self._prologue,
             Prologue.backward: self._prologue_backward,
             Head.gradients: self._gradients,
@@ -372,8 +375,9 @@ class Declared:
     def _visit(self, layer: Layer, rows: int) -> _Visit:
         visit, measured = self._visits.get((layer, rows)), self._measured
         if visit is None:
-            work = measured.layer(layer.visit, rows)
-            shapes = {ref: measured.shape(ref, rows) for ref in layer.grad_inputs}
+            work, entering = measured.layer(layer.visit, rows), measured.prologue(rows).results
+            absent = {r for r in layer.grad_inputs if r.visit == ADDED} - {*entering}
+            shapes = {r: measured.shape(r, rows) for r in layer.grad_inputs if r not in absent}
             input_grads = {r: s.num_bytes for r, s in shapes.items() if s.dtype.is_floating_point}
             visit = _Visit(work, layer, input_grads, self._itemsize)
             self._visits[layer, rows] = visit
@@ -462,6 +466,21 @@ class Declared:
             done = added(done, Work(touched_bytes=3 * input_grads[ref].nbytes, kernels=1))
         return done, rest | input_grads
 
+    def _encode(self, media: Media, slot: Any, micro: MicroBatch, *, train: bool) -> Any:
+        work, count = self._measured.media_work(len(micro.inputs["input_ids"])), grouped(micro)
+        if train and media.trained:
+            micro.kept = [self._ledger.hold(Place.ACTIVATIONS, count * work.kept_bytes)]
+        done = self._took(work.encoding, count)
+        return done, self._results({FEATURES: work.feature_bytes}, count)
+
+    def _encode_again(
+        self, media: Media, slot: Any, sums: Any, micro: MicroBatch, dh: Values
+    ) -> Any:
+        work = self._measured.media_work(len(micro.inputs["input_ids"]))
+        done = self._took(work.again, grouped(micro))
+        micro.kept.clear()
+        return done, None
+
     def _prologue(
         self, prologue: Prologue, slot: Any, micro: MicroBatch, h: Values
     ) -> tuple[Work, Values]:
@@ -472,6 +491,8 @@ class Declared:
         sizes = {ref: shape.num_bytes for ref, shape in results.items()}
         moved = count * sum(sizes.values())
         work = Work(touched_bytes=2 * moved, kernels=count, calls=count)
+        if micro.media:
+            work = self._took(measured.media_work(len(micro.inputs["input_ids"])).entering, count)
         return work, self._results(sizes, count)
 
     def _prologue_backward(
@@ -482,17 +503,21 @@ class Declared:
         micro: MicroBatch,
         h: Values,
         dh: Values,
-    ) -> tuple[Work, None]:
+    ) -> tuple[Work, Values]:
         work, values = self._prologue(prologue, slot, micro, h)
         rows = sum(micro.rows.tables[name].nbytes for name in prologue.embedding.trained)
         numel = prologue.tile.layout.trainable_numel
-        if values.keys().isdisjoint(dh) or not rows + numel:
-            return work, None
+        if values.keys().isdisjoint(dh) or not rows + numel + len(h):
+            return work, {}
+        if micro.media:
+            length = len(micro.inputs["input_ids"])
+            self._ledger.took(self._measured.media_work(length).leaving.peak_bytes)
         self._ledger.took(rows + numel * self._itemsize)
         summed = (rows // self._itemsize + numel) * (self._itemsize + 8)
         kernels = len(micro.rows.tables) + len(prologue.tile.layout.trainable)
         more = Work(touched_bytes=work.touched_bytes + summed, kernels=work.kernels + kernels)
-        return added(work, more), None
+        slopes = {ref: self._ledger.hold(Place.ACTIVATIONS, h[ref].nbytes) for ref in h}
+        return added(work, more), slopes
 
     def _gradients(
         self,

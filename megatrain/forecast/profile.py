@@ -23,8 +23,17 @@ from megatrain.device import Buffer, CpuDevice
 from megatrain.engine.batch import Batch
 from megatrain.engine.head import Head, Summed
 from megatrain.engine.sink import GradAccumulator
+from megatrain.forecast.encoders import (
+    ENCODER_OPERATIONS,
+    Known,
+    MediaWork,
+    give_media,
+    in_one_call,
+    media_work,
+)
 from megatrain.forecast.inductor_model import Trace, compiled_work, ends, leaves, shapes, traced
 from megatrain.forecast.op_counter import (
+    MOST_OPERATIONS,
     LayerWork,
     OneAttention,
     OpCounter,
@@ -34,9 +43,11 @@ from megatrain.forecast.op_counter import (
     cross_entropy,
     foreseeing,
 )
+from megatrain.forecast.workload import MediaRow
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.model.capture import Call, Ref, Rows, last_hidden, stand_in
 from megatrain.model.layer_template import LayerTemplate
+from megatrain.model.media import as_computed
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone
@@ -241,15 +252,18 @@ class Profile(Once):
         *,
         compiled: bool,
         float8: bool = False,
+        media: MediaRow | None = None,
     ) -> None:
         super().__init__()
-        self._float8 = float8
+        self._float8, self.media = float8, media
         self.spec, self.dtype, self.tokens = spec, dtype, sequence_length
         self.compiled = compiled
         self.program = ModelProgram(spec, _CPU, dtype)
         self.program.train(True)
         self._outputs: dict[int, tuple[int, dict[int, Shape]]] = {}  # of a kind, for so many rows
         self._traces: dict[int, dict[int, Trace]] = {}  # of a kind, by rows: at most two
+        if media is not None:
+            self._media = [self._media_work(rows) for rows in (1, 2)]
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -278,6 +292,7 @@ class Profile(Once):
                 ids_BT = torch.zeros(size, self.tokens, dtype=torch.long)
                 table_rows = Rows(ids_BT, ids_BT, {}, unique_U)
                 micro.append(Group({"input_ids": ids_BT}, ids_BT, table_rows, count=count))
+                micro[-1].media = dict(self.media.tensors) if self.media is not None else {}
             tokens = rows * self.tokens
             batch = Batch(micro, tokens, tokens, unique_U, seed=0)
             batch.most, batch.all_tokens = len(micro), tokens
@@ -293,18 +308,47 @@ class Profile(Once):
         filled = unique_U[-1].expand(block * ranks - len(unique_U))
         return replace(batch, unique_U=torch.cat([unique_U, filled]), own=slice(block))
 
+    @property
+    def media_bytes(self) -> int:
+        """Bytes on the device of a row's pixels and the like."""
+        values = {} if self.media is None else self.media.tensors
+        media = [value for name, value in values.items() if self.spec.capture.is_media(name)]
+        return sum(as_computed(value[:0], self.dtype).itemsize * value.numel() for value in media)
+
+    def media_work(self, rows: int) -> MediaWork:
+        """The work of images and sounds in a micro-batch, by that of one row and of two."""
+        one, two = self._media
+        return self.once(("media", rows), lambda: one.of_rows(rows, two))
+
+    def _media_work(self, rows: int) -> MediaWork:
+        assert self.media is not None
+        named = {name: self.parameters[name] for name in self.spec.media}
+        with foreseeing("an encoder"), fakes(ENCODER_OPERATIONS), Known(), in_one_call():
+            micro = self.micro_batch(rows)
+            give_media(micro, self.media.of(rows, self.tokens), self.program)
+            encoders = self._weights(named)
+            for name, weight in encoders.items():
+                weight.requires_grad_(named[name].requires_grad)
+            weights = encoders, self._prologue_weights()
+            return media_work(self.program, micro, *weights, trains=rows == 1)
+
+    def _prologue_weights(self) -> dict[str, Tensor]:
+        """Weights of what comes before the layers, without data, within `fakes()`."""
+        return {
+            name: stand_in(self.parameters[name], _CPU, self.program.type_of(name)).requires_grad_()
+            for name in self.spec.prologue
+        }
+
     def prologue(self, rows: int) -> Prologue:
+        if self.media is not None:
+            work = self.media_work(rows)
+            return Prologue(work.results, work.calls, work.argument_bytes)
+
         def measure() -> Prologue:
             with foreseeing("what comes before the layers"), fakes():
                 micro = self.micro_batch(rows)
-                weights = {
-                    name: stand_in(
-                        self.parameters[name], _CPU, self.program.type_of(name)
-                    ).requires_grad_()
-                    for name in self.spec.prologue
-                }
                 with torch.enable_grad():
-                    values = self.program.prologue(weights, micro)
+                    values = self.program.prologue(self._prologue_weights(), micro)
                 results = {ref: Shape(tuple(v.shape), v.dtype) for ref, v in values.items()}
                 arguments = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
                 num_bytes = sum(v.nbytes for v in arguments.values() if isinstance(v, Tensor))
@@ -403,7 +447,8 @@ class Profile(Once):
         made = {i: _anew(leaf) if torch.is_tensor(leaf) else leaf for i, leaf in known.items()}
         calls = [Call([made[id(leaf)] for leaf in call.leaves], call.spec) for call in calls]
         micro = replace(self.micro_batch(rows), calls=calls)
-        values = {ref: self.shape(ref, rows).empty() for ref in layer.inputs}
+        entering = {*layer.inputs, *calls[visit].entering}  # also what is added of images
+        values = {ref: self.shape(ref, rows).empty() for ref in sorted(entering)}
         for value in values.values():
             value.requires_grad_(value.is_floating_point())
         parameters = dict(layer.module.named_parameters())
@@ -536,9 +581,9 @@ def _anew(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def fakes() -> Iterator[None]:
-    """Tensors made within this context have no data."""
+def fakes(most: int = MOST_OPERATIONS) -> Iterator[None]:
+    """Tensors made within this context have no data; `most` operations may follow each other."""
     # A forecast may be in the middle of its own counting.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with without_modes(), unpacked(), mode, OneAttention():
+    with without_modes(), unpacked(), mode, OneAttention(most):
         yield

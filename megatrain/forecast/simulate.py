@@ -194,6 +194,9 @@ def forecast(
     costs.group = max(map(grouped, batch.micro))
     costs.puts = 3 if placement.layer_inputs == "host" else 2
     store, parts = _assemble(device, measured, model, placement, declared, clip, joint=joint)
+    if measured.media is not None:
+        parts = replace(parts, trunk=parts.encoded)
+        ledger.add_bytes("images", rows * measured.media_bytes)
     spans, end = list[Span](), device.now
     # Of updates beside which a disk reads weights the third step is the first to know.
     for _ in range(steps + (steps >= STEADY and placement.disk_weights > 0)):

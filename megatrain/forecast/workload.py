@@ -1,9 +1,12 @@
 """The size of a step: the one record of it for plans, benchmarks, runs and engines."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megatrain.base.units import parse_bytes
 from megatrain.device.disk import disk_bytes
@@ -48,6 +51,35 @@ class Second:
     spec: ModelSpec
 
 
+@dataclass(frozen=True, eq=False)
+class MediaRow:
+    """A row with images or sounds: `input_ids` `[1, T]`, and what its processor makes beside it.
+
+    All tensors of rows are this one's, so many times along their first dimension.
+    """
+
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def length(self) -> int:
+        """The number of its tokens."""
+        return self.tensors["input_ids"].shape[1]
+
+    def of(self, rows: int, tokens: int) -> dict[str, Tensor]:
+        """So many rows, each filled to `tokens` with token 0. Raises InputError: it is longer."""
+        length = self.length
+        if length > tokens:
+            raise InputError(
+                f"the images of a row take {length:,} tokens, more than the row's {tokens:,}; take "
+                "longer rows, or fewer or smaller images"
+            )
+        filled = {
+            name: F.pad(value, (0, tokens - length)) if value.shape == (1, length) else value
+            for name, value in self.tensors.items()
+        }
+        return {n: value.repeat(rows, *[1] * (value.dim() - 1)) for n, value in filled.items()}
+
+
 @dataclass(frozen=True)
 class Workload:
     """The size of a step, how it is computed, and what it may take.
@@ -62,6 +94,7 @@ class Workload:
         hosts: times so many, each of which keeps the whole model.
         sequence_ranks: cards that share every row; 1: each has rows of its own.
         generation: of replies between steps.
+        media: what every row has of images or sounds; None: nothing.
         second: a model that is streamed before each step. For plans alone: in a run it is there
             before the engine, which gets what is left.
     """
@@ -83,6 +116,7 @@ class Workload:
     hosts: int = 1
     sequence_ranks: int = 1
     generation: Generation | None = None
+    media: MediaRow | None = None
     second: Second | None = None
 
     @classmethod

@@ -170,7 +170,7 @@ def _has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> boo
     return plain and fits and half and query.is_cuda
 
 
-def _attention_within_images(
+def attention_within_images(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -235,5 +235,5 @@ def document_mask(edges: Tensor, rows: int, tokens: int, window: int | None) -> 
 
 AttentionInterface.register(BY_LENGTHS, _attention)
 AttentionMaskInterface.register(BY_LENGTHS, _mask)
-AttentionInterface.register(BY_IMAGES, _attention_within_images)
+AttentionInterface.register(BY_IMAGES, attention_within_images)
 AttentionMaskInterface.register(BY_IMAGES, sdpa_mask)

@@ -240,6 +240,10 @@ class ModelProgram:
             batch.calls = calls
         return values
 
+    def follow_media(self, batch: MicroBatch) -> None:
+        """Take the layers to follow with media of this kind, which real values would show."""
+        self._followed.add(frozenset(batch.media))
+
     def _recorded(
         self,
         weights: Weights,

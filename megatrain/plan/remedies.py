@@ -292,7 +292,8 @@ def _levels(change: str, asked: Workload) -> list[Workload]:
     elif change == "no clipping":
         changed = [replace(asked, clip=False)]
     elif change == "shorter rows":
-        lengths = _halves(asked.sequence_length, _SHORTEST)
+        shortest = max(_SHORTEST, 0 if asked.media is None else asked.media.length)
+        lengths = _halves(asked.sequence_length, shortest)
         changed = [replace(asked, sequence_length=length) for length in lengths]
     return [workload for workload in changed if workload != asked]
 

@@ -99,12 +99,13 @@ class Evaluations:
 
     def _measured(self, name: str, part: Step, count: int) -> list[Any]:
         """Summed loss and count of right labels; for a joint loss its inputs for each row."""
+        data = self._job.data.get(name)
+        assert data is None or isinstance(data, PackedDataset)
         if isinstance(self._loss, JointLoss):
             scores = isinstance(self._loss, Reward)
-            return logprobs(self._engine, plain_rows(part), self._job.ranks, scores=scores)
+            return logprobs(self._engine, plain_rows(part), self._job.ranks, data, scores=scores)
         rows = part_of(part, self._engine.batch_ranks)
-        data = self._job.data.get(name)
-        if isinstance(data, PackedDataset) and data.has_images:
+        if data is not None:
             rows = [data.with_images(micro) for micro in rows]
         if isinstance(self._loss, Distillation):
             return [(self._engine.evaluate(rows, self._loss) * count, 0.0)]

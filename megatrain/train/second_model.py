@@ -23,6 +23,7 @@ from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config, ModelSection
 from megatrain.data import (
     MicroBatch,
+    PackedDataset,
     ReplyDataset,
     Step,
     load_tokenizer,
@@ -55,9 +56,13 @@ class SecondModel:
     name: str
     answers: Callable[[Engine, Step], list[MicroBatch]]
 
-    def with_answers(self, step: Step) -> Step:
-        """The micro-batches, each with the tensors that this model computes for it."""
-        answers = self.answers(self.engine, step)
+    def with_answers(self, step: Step, data: PackedDataset | None = None) -> Step:
+        """The micro-batches, each with the tensors that this model computes for it.
+
+        Args: `data`: whose rows they are, if they may have images that are not there yet.
+        """
+        seen = step if data is None else [data.with_images(micro) for micro in step]
+        answers = self.answers(self.engine, seen)
         return [micro | more for micro, more in zip(step, answers, strict=True)]
 
 
@@ -233,7 +238,7 @@ def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int, ranks: Ra
     sums: list[Tensor] = []
     for first in range(0, len(every), at_once):
         step = [data.plain(part) for part in every[first : first + at_once]]
-        sums += [values.double().sum(1) for values in logprobs(engine, step, ranks)]
+        sums += [values.double().sum(1) for values in logprobs(engine, step, ranks, data)]
     return torch.cat(sums).view(len(data), -1).float()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase, get_scheduler
@@ -19,7 +20,7 @@ from megatrain.api import Engine
 from megatrain.base.units import gib
 from megatrain.checkpoint import verify
 from megatrain.checkpoint.manifest import MODEL
-from megatrain.config import Config
+from megatrain.config import Config, ModelSection
 from megatrain.data import (
     PackedDataset,
     Prompts,
@@ -166,7 +167,8 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     second, known = second_model(config, begun, teacher, start, ranks)
     if second is not None:
         stack.enter_context(second.engine)
-    engine = _engine(config, source, start, ranks, stack)
+    media = training.most_images() if isinstance(training, PackedDataset) else None
+    engine = _engine(config, source, media, start, ranks, stack)
     most = -(-config.training.batch_size // engine.batch_ranks.size)
     rows = loader.rows_per_micro_batch = min(most, _rows_per_micro_batch(config, engine, start))
     references = prepare_replies(config, engine, sets, rows, start, ranks) or known
@@ -218,26 +220,29 @@ def _batches(
     }
     steps: list[Step] = [batches for batches in sets.values() if isinstance(batches, list)]
     numbered([micro for step in steps for micro in step])
-    for step in steps if second is not None else ():
-        assert second is not None
+    for name, step in sets.items() if second is not None else ():
+        data = evaluation[name]
+        assert second is not None and isinstance(data, PackedDataset)
+        answer = partial(second.with_answers, data=data)
         parts = [step[at : at + ranks.size] for at in range(0, len(step), ranks.size)]
-        step[:] = [m for part in parts for m in by_parts(ranks, part, second.with_answers)]
+        step[:] = [micro for part in parts for micro in by_parts(ranks, part, answer)]
     return sets
 
 
 def _check_images(config: Config, sets: Sequence[Any]) -> None:
     """Raises InputError: rows have images, and the run's loss or its ranks do not take them."""
-    if not any(isinstance(data, PackedDataset) and data.has_images for data in sets):
+    pictured = [data for data in sets if isinstance(data, PackedDataset) and data.has_images]
+    if not pictured:
         return
-    log.info(
-        "data: placements are chosen for text: where images take more memory than there is, lower "
-        "engine.device_memory or training.micro_batch_size"
-    )
-    if config.loss.name != "sft":
-        raise InputError(
-            f"loss.name {config.loss.name}: rows with images are trained by sft alone in "
-            "run files: leave the images out"
-        )
+    if config.loss.teacher is not None:
+        trusted = config.model.trust_remote_code
+        section = ModelSection(path=config.loss.teacher, trust_remote_code=trusted)
+        theirs = run_images(ResolvedModel.of(section).section)
+        if theirs.digest != pictured[0].image_processor.digest:
+            raise InputError(
+                f"loss.teacher: {config.loss.teacher} has another processor of images than "
+                "model.path: leave the images out, or take another teacher"
+            )
     if config.engine.sequence_parallel > 1:
         raise InputError(
             "engine.sequence_parallel: rows with images are not shared by ranks: set it to 1"
@@ -322,7 +327,12 @@ def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) 
 
 
 def _engine(
-    config: Config, source: Source | None, start: Start | None, ranks: Ranks, stack: ExitStack
+    config: Config,
+    source: Source | None,
+    media: Mapping[str, Tensor] | None,
+    start: Start | None,
+    ranks: Ranks,
+    stack: ExitStack,
 ) -> Engine:
     """The run's engine: from the model's source, or on resume from the checkpoint."""
     options: dict[str, Any] = dict(
@@ -341,7 +351,7 @@ def _engine(
             assert source is not None
             engine = Engine(
                 source,
-                **Workload.of_run(config).for_engine,
+                **Workload.of_run(config).for_engine | {"media": media},
                 seed=config.training.seed,
                 trained=Trained(config.model.freeze, config.model.train_only),
                 **options,

@@ -149,14 +149,21 @@ def check_rows(ranks: Ranks, step: Step) -> None:
 
 
 def logprobs(
-    engine: Engine, step: Step, ranks: Ranks, *, scores: bool = False, temperature: float = 1.0
+    engine: Engine,
+    step: Step,
+    ranks: Ranks,
+    data: PackedDataset | None = None,
+    *,
+    scores: bool = False,
+    temperature: float = 1.0,
 ) -> list[Tensor]:
     """`Engine.logprobs` of all micro-batches, on all ranks, which share the work.
 
-    Args: `scores`: `Engine.rewards` instead.
+    Args: `data`: whose rows they are, and may have images; `scores`: `Engine.rewards` instead.
     """
 
     def of(part: Step) -> list[Tensor]:
+        part = part if data is None else [data.with_images(micro) for micro in part]
         return engine.rewards(part) if scores else engine.logprobs(part, temperature=temperature)
 
     return by_parts(ranks, step, of)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import trl
 import yaml
 from PIL import Image
 from safetensors.torch import load_file
@@ -304,13 +305,9 @@ def asked_of(folder, row, **keys):
     return sets(data__path=str(folder / "rows.jsonl"), **keys)
 
 
-PAIR = {"prompt": [{"role": "user", "content": [part("p.png")]}],
-        "chosen": [{"role": "assistant", "content": "good"}],
-        "rejected": [{"role": "assistant", "content": "bad"}]}  # fmt: skip
 TEXTS = {"prompt": "a", "chosen": "good", "rejected": "bad", "images": ["p.png"]}
 REPLY = [part("p.png"), {"type": "text", "text": "a"}]
 REFUSED = {
-    "pairs": (PAIR, {"loss__name": "dpo"}, "with images are not compared in"),
     "pairs of texts": (TEXTS, {"loss__name": "dpo"}, "field 'images': only text, and images of"),
     "texts": ({"text": "a", "images": ["p.png"]}, {}, "field 'images': only text, and images of"),
     "videos": (talk("a", "b", videos=["a.mp4"]), {}, "field 'videos': only text"),
@@ -334,17 +331,26 @@ def test_what_is_not_trained_with_images_is_refused_by_name(megatrain, model, tm
     assert re.search(problem, result.output.replace("\n", " ")), result.output
 
 
-def test_the_data_command_shows_images_and_plans_say_what_they_count(megatrain, model, tmp_path):
+def test_the_data_command_shows_images(megatrain, model, tmp_path):
     file = write_run(tmp_path, model, "vision_tower")
     output = megatrain.done("data", file, "--rows", "7").output
     for name, size in (("pictures/0.png", "20 x 8"), ("pictures/2.png", "18 x 14")):
         assert f"image {name} ({size}): 4 tokens" in output
     assert "image in the row (15 x 23): 4 tokens" in output
     assert "the sea, and <image> x 4<|im_end|>" in output and "⟦sunny<|im_end|>⟧" in output
+
+
+def test_plans_count_the_encoder_of_images(megatrain, model):
     options = ["--gpu", "4090", "--host-memory", "64GiB", "--cores", "8", "--sequence-length", 128]
-    assert (
-        "the plan is for text: images" in megatrain.done("plan", "--model", model, *options).output
-    )
+    options += ["--model", model, "--tokens", 1024, "--json"]
+    text = json.loads(megatrain.done("plan", *options).stdout)
+    assert "the plan is for text: --image" in text["warnings"][0]
+    seen = json.loads(megatrain.done("plan", *options, "--image", "9x12", "--image", "8x8").stdout)
+    assert not seen["warnings"] and seen["forecast"]["seconds"] > text["forecast"]["seconds"]
+    assert seen["forecast"]["device_bytes"]["images"] == 1024 // 128 * 2 * 3 * 8 * 8 * 2
+    for image, problem in (("9", "is no size"), *[("8x8", "the images of a row take 4 tokens")]):
+        result = megatrain("plan", *options, "--image", image, "--sequence-length", 2)
+        assert result.exit_code == 2 and problem in result.output
 
 
 def test_tables_with_bytes_are_the_rows_with_files(model, tmp_path, monkeypatch):
@@ -416,6 +422,69 @@ def test_ranks_read_the_images_of_their_own_rows(model, tmp_path):
         work = run_of(file, folder, *changed, "training.steps=2")
         run_ranks(size, tmp_path / str(size), work)
     assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def pairs(folder):
+    """Rows in TRL's format for preferences, without their images, which are beside them."""
+    for number in range(5):
+        places = [{"type": "image"}] * (number % 3)
+        asked = [*places, {"type": "text", "text": "Tell me about the sea" * (1 + number % 2)}]
+        names = [picture(folder, f"{number}-{n}.png", 7 * number + n) for n in range(len(places))]
+        texts = {"chosen": "The sea was calm." * (1 + number % 2), "rejected": f"never {number}"}
+        replies = {
+            name: [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
+            for name, text in texts.items()
+        }
+        yield {"prompt": [{"role": "user", "content": asked}], **replies}, names
+
+
+@pytest.fixture
+def ended(model, tmp_path):
+    """The model, whose template writes nothing behind the end of a turn, as TRL learns that."""
+    folder = shutil.copytree(model, tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_end|>\n", "<|im_end|>"))
+    return folder
+
+
+def test_replies_about_pictures_are_preferred_as_by_trl(megatrain, ended, tmp_path):
+    rows = [*pairs(tmp_path)]
+    file = write_run(tmp_path, ended, "vision_tower", batch_size=5, micro_batch_size=2, steps=3)
+    rows_of(tmp_path, [row | {"images": names} for row, names in rows])
+    megatrain.done("train", file, *sets(loss__name="dpo"))
+    seen = [row | {"images": [Image.open(tmp_path / n) for n in names]} for row, names in rows]
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(ended, dtype=torch.float32)
+    plain.model.vision_tower.requires_grad_(False)
+    trainer = trl.DPOTrainer(
+        model=plain,
+        args=trl.DPOConfig(
+            str(tmp_path / "trl"), max_steps=3, per_device_train_batch_size=5, learning_rate=LR,
+            adam_beta2=0.95, lr_scheduler_type="constant", max_length=None, bf16=False,
+            use_cpu=True, report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True,
+        ),
+        train_dataset=datasets.Dataset.from_list(seen),
+        processing_class=transformers.AutoProcessor.from_pretrained(ended),
+    )  # fmt: skip
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    for name in ("loss", "grad_norm"):
+        ours = [record[name] for record in steps(tmp_path / "run")]
+        assert ours == pytest.approx([log[name] for log in logs], rel=1e-5)
+
+
+def test_a_teacher_sees_the_pictures(megatrain, model, tmp_path):
+    """A model learns nothing of itself in the first step."""
+    file = write_run(tmp_path, model, "vision_tower", steps=1)
+    keys = {"loss__name": "distill", "loss__teacher": str(model), "data__eval_fraction": 0.3}
+    megatrain.done("train", file, *sets(**keys))
+    first, evaluated = steps(tmp_path / "run")
+    assert first["loss"] == pytest.approx(0, abs=1e-6) and evaluated["eval_loss"] > 0
+    other = shutil.copytree(model, tmp_path / "other")
+    settings = json.loads((other / "processor_config.json").read_text())
+    (other / "processor_config.json").write_text(json.dumps(settings | {"extra": 1}))
+    keys |= {"loss__teacher": str(other), "output__folder": str(tmp_path / "second")}
+    result = megatrain("train", file, *sets(**keys))
+    assert result.exit_code == 2 and "another processor of images" in result.output
 
 
 def test_rows_that_would_be_cut_through_an_image_are_left_out(megatrain, model, tmp_path):

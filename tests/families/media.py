@@ -45,7 +45,7 @@ def media_steps(model: PreTrainedModel, family: str) -> list[Step]:
     """Three steps: media and text, text alone, both; micro-batches differ in rows and tokens."""
     generator = torch.Generator().manual_seed(0)
     shapes = [[(2, True), (3, False), (1, True)], [(1, False), (2, False)], [(2, False), (2, True)]]
-    make = FORMATS.get(family) or _format(model)
+    make = FORMATS.get(family) or image_format(model)
     return [
         [micro_batch(model, make if media else _nothing, rows, generator) for rows, media in step]
         for step in shapes
@@ -335,7 +335,7 @@ def omni(model: PreTrainedModel, rows: int, generator: torch.Generator) -> Itera
     yield from _sounds("feature_attention_mask")(model, rows, generator)
 
 
-def _format(model: PreTrainedModel) -> Make:
+def image_format(model: PreTrainedModel) -> Make:
     """The format that a forward's arguments speak of."""
     takes = inspect.signature(model.forward).parameters
     if "image_grid_thw" in takes:

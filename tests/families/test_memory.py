@@ -10,17 +10,19 @@ import pytest
 import torch
 
 from megatrain import Engine, InputError, Placement
+from megatrain.compat.transformers import encoders
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.op_counter import NotForeseeable
-from megatrain.forecast.workload import Workload
+from megatrain.forecast.workload import MediaRow, Workload
 from megatrain.source.source import open_source, structure
 from tests.counted import CountedDevice
-from tests.families.tiny import NOT_TRAINABLE, families, tiny_model
+from tests.families.media import FORMATS, image_format, micro_batch
+from tests.families.tiny import NOT_TRAINABLE, families, tiny_model, tiny_multimodal
 from tests.rules import SWEPT
 from tests.unit.forecast_cases import small_machine
 
 # What a driver and torch's allocator take besides; a device that only counts has neither.
-_BESIDE = ("context", "libraries", "allocator")
+_BESIDE = ("context", "libraries", "allocator", "images")
 
 _SHARE = 1.06  # what forecasts may be wrong by; searches leave 5 % of a budget
 
@@ -66,15 +68,24 @@ def drawn(seed, layers):
     return placement, size
 
 
-def foretold_and_taken(family, seed):
-    """Of two steps, without those of a driver, an allocator and a process.
+def foretold_and_taken(model, seed, row=None):
+    """Of three steps, without those of a driver, an allocator and a process.
+
+    Args: `row`: with images or sounds, which all rows are like.
 
     Raises:
         NotForeseeable, InputError: as forecasts and engines do.
     """
-    model = tiny_model(family)
     found = structure(open_source(model))
     placement, size = drawn(seed, len(found.layers))
+    if row is not None:
+        length = row["input_ids"].shape[1] + 7
+        size |= {
+            "tokens_per_step": size["tokens_per_step"] // size["sequence_length"] * length,
+            "sequence_length": length,
+            "rule": SWEPT["adamw"](),  # Muon is for matrices of layers
+            "media": MediaRow(row),
+        }
     workload, rows = Workload(**size, compile=False), size["micro_batch"]
     told = ForecastCache(found).of(small_machine(1e4), placement, workload, rows)
     device = CountedDevice()
@@ -89,11 +100,22 @@ def foretold_and_taken(family, seed):
         shape = workload.rows, workload.sequence_length
         generator = torch.Generator().manual_seed(0)  # the tokens that forecasts count with
         ids = torch.randint(engine.vocab_size, shape, generator=generator)
-        for _ in range(2):
-            engine.step([{"input_ids": part, "labels": part} for part in ids.split(rows)])
+        for _ in range(3):
+            engine.step([_micro_batch(part, workload.media) for part in ids.split(rows)])
         taken = Taken(device.peak_bytes, engine.memory()["host_bytes"])
-    on_device = told.device_peak_bytes - sum(told.device_bytes[name] for name in _BESIDE)
+    beside = sum(told.device_bytes.get(name, 0) for name in _BESIDE)
+    on_device = told.device_peak_bytes - beside
     return Taken(on_device, told.host_peak_bytes - told.host_bytes["host_process_bytes"]), taken
+
+
+def _micro_batch(ids, media):
+    if media is None:
+        return {"input_ids": ids, "labels": ids}
+    batch = media.of(*ids.shape)
+    batch["input_ids"][:, media.length :] = ids[:, media.length :]
+    return batch | {
+        "labels": batch["input_ids"].clone().index_fill_(1, torch.arange(media.length), -100)
+    }
 
 
 @pytest.mark.parametrize(
@@ -109,9 +131,36 @@ def test_no_step_takes_more_than_is_foretold(family, seed):
     if hasattr(tiny_model(family).config.get_text_config(decoder=True), "v_head_dim"):
         pytest.skip("torch's attention for the CPU wants keys and values of one width")
     try:
-        foretold, taken = foretold_and_taken(family, seed)
+        foretold, taken = foretold_and_taken(tiny_model(family), seed)
     except (NotForeseeable, InputError) as error:
         assert (family, seed) not in _USUAL, error
         pytest.skip(str(error))
     assert taken.device <= _SHARE * foretold.device, (taken, foretold)
+    assert taken.host <= _SHARE * foretold.host, (taken, foretold)
+
+
+_ENCODED = ("gemma3", "qwen2_5_vl", "qwen3_vl", "llava_next", "idefics3", "llama4", "glmasr")
+_QUICK = {("qwen2_5_vl", "all", 1), ("gemma3", "projector", 1), ("qwen3_vl", "none", 2)}
+
+
+@pytest.mark.parametrize(
+    ("family", "trained", "seed"),
+    [
+        pytest.param(*case, marks=[] if case in _QUICK else [pytest.mark.exhaustive])
+        for family in _ENCODED
+        for trained in ("all", "projector", "none")
+        for case in [(family, trained, seed) for seed in range(4)]
+    ],
+)
+def test_no_step_with_images_takes_more_than_is_foretold(family, trained, seed):
+    """Encoders trained, their projector alone, or neither: what they take is counted."""
+    model = tiny_multimodal(family)
+    towers = {id(weight) for module in encoders(model) for weight in module.parameters()}
+    media = structure(open_source(model)).media
+    for name, weight in model.named_parameters():
+        still = {"all": False, "projector": id(weight) in towers, "none": name in media}
+        weight.requires_grad_(not still[trained])
+    row = micro_batch(model, FORMATS.get(family) or image_format(model), 1, torch.Generator())
+    foretold, taken = foretold_and_taken(model, seed, row)
+    assert 0.8 * foretold.device <= taken.device <= _SHARE * foretold.device, (taken, foretold)
     assert taken.host <= _SHARE * foretold.host, (taken, foretold)

@@ -1,0 +1,194 @@
+"""The cost of images and sounds: of a model's encoders, and of what puts features among tokens.
+
+Sizes of images and places of tokens decide what is computed. They are known, all else has no data.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from megatrain.compat.torch import FakeTensor, TorchDispatchMode, pytree, without_modes
+from megatrain.compat.transformers import sdpa_attention_forward
+from megatrain.forecast.op_counter import OpCounter, Shape, Work, tensors
+from megatrain.model.capture import Call, Ref
+from megatrain.model.documents import BY_IMAGES, attention_within_images
+from megatrain.model.media import FrozenParts, as_computed
+from megatrain.model.program import Activations, MicroBatch, ModelProgram
+
+ENCODER_OPERATIONS = 200_000  # of encoders, some of which attend window by window
+
+
+class Known(TorchDispatchMode):
+    """Computes with tensors that have data; operations with others are left to fake tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = tensors((args, kwargs), real=True)
+        floating = (kwargs.get("dtype") or torch.int64).is_floating_point
+        if not tensors(read) and (read or not floating):
+            with without_modes():
+                return func(*args, **kwargs)
+        if func is torch.ops.aten.index.Tensor:  # its shape follows from the values of masks
+            args = args[0], [place for index in args[1] for place in _places(index)]
+        return func(*args, **kwargs)
+
+
+def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    if index is None or index.dtype != torch.bool or isinstance(index, FakeTensor):
+        return [index]
+    with without_modes():
+        return index.nonzero(as_tuple=True)
+
+
+@contextmanager
+def in_one_call() -> Iterator[None]:
+    """Within this context encoders attend to all images in one call, as they do on a GPU."""
+    AttentionInterface.register(BY_IMAGES, _to_some_keys)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(BY_IMAGES, attention_within_images)
+
+
+def _to_some_keys(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of each patch to as many as it sees on average, which takes as much."""
+    if cu_seq_lens_q is not None:
+        mean = int(cu_seq_lens_q.diff().square().sum()) // query.shape[2]
+        key, value = key[:, :, :mean], value[:, :, :mean]
+    lengths = ("cu_seq_lens_k", "max_length_q", "max_length_k")
+    options = {name: option for name, option in options.items() if name not in lengths}
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
+
+
+class MediaWork(NamedTuple):
+    """The work of one micro-batch's images and sounds.
+
+    Attributes:
+        encoding, again: of the encoders: a forward that keeps nothing; that of the backward sweep
+            with the backward, nothing if all is frozen.
+        entering, leaving: the same of what puts features among tokens.
+        kept_bytes: of the results of frozen parts, which wait; feature_bytes: of all results.
+        argument_bytes: of the layers' arguments. calls, results: as of a `Prologue`.
+    """
+
+    encoding: Work
+    again: Work
+    entering: Work
+    leaving: Work
+    kept_bytes: int
+    feature_bytes: int
+    argument_bytes: int
+    results: dict[Ref, Shape]
+    calls: list[Call]
+
+    def of_rows(self, rows: int, two: "MediaWork") -> "MediaWork":
+        """The work of `rows` rows, by this one's of one row, and that of two: all is affine.
+
+        That of encoders grows with the rows: they may take long to follow, and are for one alone.
+        """
+        pairs: list[Any] = [*zip(self, two, strict=True)]
+        works = [Work().between(work, rows, 1) for work in self[:2]]
+        works += [a.between(b, rows - 1, 1) for a, b in pairs[2:4]]
+        sizes = [self.kept_bytes * rows, *(a + (b - a) * (rows - 1) for a, b in pairs[5:7])]
+        results = {
+            ref: Shape(_sizes(shape.sizes, two.results[ref].sizes, rows), shape.dtype)
+            for ref, shape in self.results.items()
+        }
+        made: dict[int, Any] = {}
+        for one, other in zip(self.calls, two.calls, strict=True):
+            for leaf, double in zip(one.leaves, other.leaves, strict=True):
+                if isinstance(leaf, Tensor) and id(leaf) not in made:
+                    shape = _sizes(leaf.shape, double.shape, rows)
+                    made[id(leaf)] = torch.empty(shape, dtype=leaf.dtype, device="meta")
+        calls = [Call([made.get(id(x), x) for x in c.leaves], c.spec) for c in self.calls]
+        return MediaWork._make((*works, *sizes, results, calls))
+
+
+def _sizes(one: Sequence[int], two: Sequence[int], rows: int) -> tuple[int, ...]:
+    return tuple(a + (b - a) * (rows - 1) for a, b in zip(one, two, strict=True))
+
+
+def give_media(micro: MicroBatch, inputs: Mapping[str, Tensor], program: ModelProgram) -> None:
+    """Give a micro-batch the tensors of rows with images or sounds."""
+    capture, skipped = program.capture, ("attention_mask", "labels")
+    taken = {n: v for n, v in inputs.items() if capture.accepts(n) and n not in skipped}
+    taken["input_ids"] = inputs["input_ids"]
+    media = [name for name in taken if capture.is_media(name)]
+    micro.media = {name: as_computed(taken.pop(name), program.dtype) for name in media}
+    micro.inputs, micro.rows = taken, replace(micro.rows, ids=taken["input_ids"])
+
+
+def media_work(
+    program: ModelProgram,
+    micro: MicroBatch,
+    encoders: Mapping[str, Tensor],
+    prologue: Mapping[str, Tensor],
+    *,
+    trains: bool = True,
+) -> MediaWork:
+    """The work of a micro-batch, within `Known`, by weights without data.
+
+    Args:
+        encoders: of which the trained ones require gradients; prologue: of which all do.
+        trains: False leaves the encoders' own backward out.
+    """
+    trained = [weight for weight in encoders.values() if weight.requires_grad and trains]
+    frozen = {name for name, weight in encoders.items() if not weight.requires_grad}
+    parts = FrozenParts(program.capture.model, frozen) if trained and frozen else None
+    encode = partial(program.encode, encoders, micro, parts)
+    ignored = encoders, prologue, micro.inputs, micro.media, micro.rows.tables
+    if parts is not None:  # as the first backward, which finds the parts whose results are kept
+        with torch.enable_grad():
+            encode()
+    with torch.no_grad():
+        encoding, features_N = _counted(encode, ignored)
+    kept, again = sum(row.nbytes for _, row in micro.kept), Work()
+    if trained:
+        again, _ = _counted(partial(_with_gradients, encode, trained), (*ignored, micro.kept))
+    program.follow_media(micro)
+    leaf_N = torch.empty_like(features_N).requires_grad_()
+    enter = partial(program.prologue, prologue, micro, leaf_N)
+    with torch.enable_grad():
+        entering, values = _counted(enter, (ignored, leaf_N))
+    sources = [*micro.rows.tables.values(), *prologue.values(), leaf_N]
+    outputs = partial(_floating, enter)
+    leaving, _ = _counted(partial(_with_gradients, outputs, sources), (ignored, leaf_N))
+    leaves = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
+    arguments = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, Tensor))
+    results = {ref: Shape(tuple(value.shape), value.dtype) for ref, value in values.items()}
+    sizes = kept, features_N.nbytes, arguments
+    return MediaWork(encoding, again, entering, leaving, *sizes, results, micro.calls)
+
+
+def _counted(run: Callable[[], Any], ignored: Any) -> tuple[Work, Any]:
+    counter = OpCounter(real=True)
+    counter.ignore(ignored)
+    with counter:
+        result = run()
+    return counter.with_peak, result
+
+
+def _with_gradients(run: Callable[[], Any], sources: Sequence[Tensor]) -> None:
+    with torch.enable_grad():
+        results = pytree.tree_leaves(run())
+    gradients = [torch.empty_like(result) for result in results]
+    torch.autograd.grad(results, sources, gradients, allow_unused=True)
+
+
+def _floating(run: Callable[[], Activations]) -> list[Tensor]:
+    return [value for value in run().values() if value.is_floating_point()]
