@@ -234,10 +234,7 @@ MISTAKES = {
     "no file": (["nothing.py:f"], "rollout.rewards: nothing.py cannot be imported"),
     "too few": (["rewards.py:few"], "step 1: reward few returned .*one for each of 12 completions"),
     "text": (["rewards.py:text"], "step 1: reward text returned .'good', .*list of finite"),
-    "digits": (
-        ["rewards.py:digits"],
-        "step 1: reward digits returned '1+'; .*list of finite",
-    ),
+    "digits": (["rewards.py:digits"], "step 1: reward digits returned '1+'; .*list of finite"),
     "broken": (["rewards.py:broken"], "step 1: reward broken failed: KeyError: 'no such thing'"),
     "exits": (["rewards.py:exits"], "step 1: reward exits failed: SystemExit"),
     "loss": (["rewards.py:hasty"], "reward hasty failed: ValueError: log_metric: 'loss' is a name"),

@@ -20,13 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
 from megatrain.errors import InputError
-from tests.families.parity import (
-    LOSS_TOLERANCE,
-    Errors,
-    Reference,
-    compare_steps,
-    compare_updates,
-)
+from tests.families.parity import LOSS_TOLERANCE, Errors, Reference, compare_steps, compare_updates
 from tests.families.plain import EPS, LR, accumulate, make_steps, shares
 from tests.families.tiny import tiny_model
 from tests.inside import spec_of

@@ -22,12 +22,7 @@ from tests.families.examine import (
     examine,
     single_threaded,
 )
-from tests.families.examine_media import (
-    NOT_TRIED,
-    TEXT_ALONE,
-    MediaDiagnostic,
-    examine_media,
-)
+from tests.families.examine_media import NOT_TRIED, TEXT_ALONE, MediaDiagnostic, examine_media
 from tests.families.folders import from_folders
 from tests.families.roundtrip import round_trips, summary
 from tests.families.sizes import VARIANTS

@@ -20,28 +20,14 @@ from megatrain.device.disk import BLOCK, PlaneFile
 from megatrain.errors import DoesNotFit, InputError, RunFailed, StepRefused
 from megatrain.forecast.workload import Generation
 from megatrain.kernels.states import GROUP
-from megatrain.loss import (
-    CROSS_ENTROPY,
-    DPO,
-    GRPO,
-    TOKEN_WEIGHTS,
-    LabelSmoothing,
-)
+from megatrain.loss import CROSS_ENTROPY, DPO, GRPO, TOKEN_WEIGHTS, LabelSmoothing
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
 from megatrain.train.sharing import part_of as run_part_of
 from tests.families.tiny import tiny_model
 from tests.forks import end
 from tests.inside import store_of
-from tests.parity.cases import (
-    VOCAB,
-    llama,
-    make_batches,
-    make_engine,
-    masters,
-    qwen2,
-    same,
-)
+from tests.parity.cases import VOCAB, llama, make_batches, make_engine, masters, qwen2, same
 from tests.parity.ranks import run_ranks
 from tests.parity.test_preferences import replies
 from tests.sweeps import few
@@ -443,10 +429,7 @@ def saved_state(folder):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "rule",
-    ["adamw int8", "muon"],
-)
+@pytest.mark.parametrize("rule", ["adamw int8", "muon"])
 def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_path):
     """Two ranks save, three load and save, one loads that; then all that was saved is the same."""
     first, second = make_batches(2, SHAPES)
@@ -470,10 +453,7 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(rule, tmp_pat
     def load(group):
         adapters.update(masters(Engine.load(tmp_path / "adapter", group=group)))
         engine = Engine.load(
-            tmp_path / "two",
-            group=group,
-            placement=ON_DISK,
-            disk=tmp_path / "ranks",
+            tmp_path / "two", group=group, placement=ON_DISK, disk=tmp_path / "ranks"
         )
         engine.save(tmp_path / "three")
         loss = engine.step(part_of(second, group)).loss

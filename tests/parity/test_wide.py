@@ -74,8 +74,7 @@ def test_losses_and_gradients_are_those_of_from_pretrained(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "placement"),
-    few([(f, p) for p in PLACEMENTS for f in ("hy_v4", "ernie4_5_moe")], 4),
+    ("family", "placement"), few([(f, p) for p in PLACEMENTS for f in ("hy_v4", "ernie4_5_moe")], 4)
 )
 def test_no_placement_changes_a_bit(family, placement, monkeypatch):
     wanted = train(family)

@@ -128,10 +128,7 @@ def test_links_do_not_lead_out_of_a_checkpoint(tmp_path):
         stored_tensors(folder)
 
 
-ENDLESS = {
-    "config.json": "no config.json there",
-    "model.safetensors": "no model.safetensors",
-}
+ENDLESS = {"config.json": "no config.json there", "model.safetensors": "no model.safetensors"}
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs /dev/zero")

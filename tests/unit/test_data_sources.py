@@ -11,13 +11,7 @@ from huggingface_hub import constants
 from transformers import ByT5Tokenizer
 
 from megatrain.config import DataSection, load
-from megatrain.data import (
-    load_tokenizer,
-    open_dataset,
-    readers,
-    stdlib_corpus,
-    train_bpe_tokenizer,
-)
+from megatrain.data import load_tokenizer, open_dataset, readers, stdlib_corpus, train_bpe_tokenizer
 from megatrain.data.demo_corpus import END_OF_TEXT, PADDING
 from megatrain.data.sources import find_files, open_sources
 from megatrain.errors import InputError

@@ -18,12 +18,7 @@ from megatrain.config.learning import LossSection
 from megatrain.errors import InputError, RunFailed, StepRefused
 from megatrain.loss import IGNORED
 from megatrain.parallel.distributed import ALONE
-from megatrain.run_folder.layout import (
-    locked,
-    make_run_folder,
-    new_run_folder,
-    run_to_resume,
-)
+from megatrain.run_folder.layout import locked, make_run_folder, new_run_folder, run_to_resume
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.evaluations import Evaluations
 from megatrain.train.resume import cut_metrics

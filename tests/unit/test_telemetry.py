@@ -286,13 +286,7 @@ def _refuse():
 
 
 # Steps of a run, those that are refused, and the one whose timeline is kept.
-RUNS = [
-    (1, (), 1),
-    (2, (), 2),
-    (8, (), 6),
-    (9, (5,), 7),
-    (9, (6,), 8),
-]
+RUNS = [(1, (), 1), (2, (), 2), (8, (), 6), (9, (5,), 7), (9, (6,), 8)]
 
 
 @pytest.mark.parametrize(("steps", "refused", "kept"), RUNS)
