@@ -37,6 +37,7 @@ _TRIED = 3  # ways of spending that are forecast in full
 # Numbers of passes that are tried, besides one for each micro-batch; ways forecast in full of them.
 _PASSES, _TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 2
 _FEW = 16384  # tokens of a micro-batch in passes: enough to keep a large GPU busy
+_ON_DISK = ("disk_moments", "disk_remainder", "disk_weights")  # choices of a placement
 _SPILLS_TRIED = 3  # of what may be on a disk and likely fits, from the least on
 _DEVICE_WORTH = 8  # host bytes that are as hard to come by as one of the device
 # Of what is needed: candidates that differ by less are alike, and the fewest micro-batches decide.
@@ -97,7 +98,7 @@ def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> l
         layers = sum(t.kind is TileKind.LAYER for t in layouts)
         choices: dict[str, Any] = {}
         ways = []
-        for name in ("disk_moments", "disk_remainder", "disk_weights"):
+        for name in _ON_DISK:
             most = layers if name == "disk_weights" else tiles
             ways += [choices | {name: count + 1} for count in range(most)]
             choices |= {name: most}
@@ -151,7 +152,8 @@ class Search:
     def could_fit(self) -> bool:
         """True if there likely is a way: with the largest micro-batches, or the smallest."""
         most, *_, fewest = [*(sizes := self._candidates.sizes()), sizes[-1]]
-        fastest = self._candidates.placements(most)[:1]  # which the search looks at anyway
+        # A search without a disk looks at this one anyway.
+        fastest = [] if self._candidates.spilled else self._candidates.placements(most)[:1]
         return self._first_look(fastest, most) or any(
             self._first_look(self._few_slots(rows), rows) for rows in dict.fromkeys((most, fewest))
         )
@@ -232,7 +234,8 @@ class Search:
     def _first_look(self, candidates: list[Placement], rows: int) -> bool:
         """True if one of the most sparing candidates has room."""
         return any(
-            not any(self._lacks(*self._with_tiles(placement, rows, 0)[1]))
+            not any(self._lacks(*self._with_tiles(placement)[1]))
+            and not any(self._lacks(*self._with_tiles(placement, rows, 0)[1]))
             and self._holds(*self._peaks(placement, rows, 1))
             for placement in self._most_sparing(candidates)
         )
@@ -251,9 +254,14 @@ class Search:
         return device + sum(needs.device.values()), host
 
     def _peaks(self, placement: Placement, rows: int, steps: int) -> tuple[int, int]:
-        """Bytes on device and host at the peak; of the first step alone memory is known."""
-        frame = self._of(placement, rows, steps)
-        return frame.device_peak_bytes, frame.host_peak_bytes
+        """Bytes on device and host at the peak; one step is followed with all tiles on the host."""
+        alike = placement
+        if steps < STEADY:
+            alike = replace(placement, resident=(), **dict.fromkeys(_ON_DISK, 0))
+        frame = self._of(alike, rows, steps)
+        (device, host), less = self._least_bytes(placement), self._least_bytes(alike)
+        device += frame.device_peak_bytes - less[0]
+        return device, frame.host_peak_bytes + host - less[1]
 
     def _with_tiles(
         self, placement: Placement, rows: int | None = None, steps: int = 1

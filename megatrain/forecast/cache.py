@@ -5,7 +5,7 @@ Replies to prompts are forecast by the model's own forward on fake tensors, as t
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -38,7 +38,7 @@ from megatrain.model.spec import PROBE_SHAPE, ModelSpec
 from megatrain.optim import PlaneKind
 from megatrain.placement import Placement
 from megatrain.source.source import Model
-from megatrain.store.store import Store, Tile
+from megatrain.store.store import Store
 from megatrain.tile import TileKind
 
 # Of each logit while a token is drawn: in fp32 as it came, after the temperature, sorted, their
@@ -59,12 +59,6 @@ class Needs:
 
     device: Counter[str] = field(default_factory=Counter)
     host: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def waiting_on_host(self) -> "Needs":
-        device, host = self.device.copy(), self.host.copy()
-        host[_BOUNDARIES] = device.pop(_BOUNDARIES)
-        return Needs(device, host)
 
 
 class _Counting(MetaDevice):
@@ -108,24 +102,19 @@ def needs_of(
         parts.embedding.reserve(tokens if distinct is None else distinct)
         device.needs.device[Memory.SUMS.value] = max(sums, device.needs.device[Memory.SUMS.value])
     if isinstance(parts, TrainingParts):
-        device.needs.device[UNSUMMED] += _unsummed_bytes(assembly.visited, dtype)
+        unsummed = [0]  # the largest gradient of one backward; of a whole head, one parameter's
+        for tile in assembly.visited:
+            copies, trained = tile.layout.copies, tile.layout.trainable
+            each = [e.numel * (4 if e.name in copies else dtype.itemsize) for e in trained]
+            unsummed += each if tile.layout.kind is TileKind.HEAD else [sum(each)]
+        device.needs.device[UNSUMMED] += max(unsummed)
         at_once = (tokens or 0) // placement.passes  # at least: of one pass
         where = device.needs.host if placement.layer_inputs == "host" else device.needs.device
         layers = zip(model.spec.layers, model.spec.outputs, strict=True)
         examples = [layer.kind.example[ref.leaf] for layer, refs in layers for ref in refs]
-        numels = [each.numel() // prod(PROBE_SHAPE) for each in examples if torch.is_tensor(each)]
+        numels = [e.numel() // prod(PROBE_SHAPE) for e in examples if torch.is_tensor(e)]
         where[_BOUNDARIES] += sum(numels) * dtype.itemsize * at_once
     return device.needs
-
-
-def _unsummed_bytes(visited: Sequence[Tile], dtype: torch.dtype) -> int:
-    """The largest gradient of one backward; of a whole head, one parameter's."""
-    sizes = [0]
-    for tile in visited:
-        copies, trained = tile.layout.copies, tile.layout.trainable
-        each = [e.numel * (4 if e.name in copies else dtype.itemsize) for e in trained]
-        sizes += each if tile.layout.kind is TileKind.HEAD else [sum(each)]
-    return max(sizes)
 
 
 class ForecastCache(Once):
@@ -155,7 +144,10 @@ class ForecastCache(Once):
             )
 
         needs = self.once((workload, alike), count)
-        return needs if placement.layer_inputs == "device" else needs.waiting_on_host
+        if placement.layer_inputs == "host":
+            needs = Needs(needs.device.copy(), needs.host.copy())
+            needs.host[_BOUNDARIES] = needs.device.pop(_BOUNDARIES)
+        return needs
 
     def least_host_bytes(self, machine: Machine, workload: Workload, placement: Placement) -> int:
         """All resident memory of the process, but for graphs that wait."""

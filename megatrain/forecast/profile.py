@@ -171,7 +171,7 @@ _CPU = torch.device("cpu")
 
 Value = TypeVar("Value")
 
-_CHUNKS_RUN = 3  # of a head's; the logits of so many take more memory than what is of all tokens
+_CHUNKS_RUN = 3  # of a head: the logits of so many take more memory than what is of all tokens
 
 
 class TwoVisits(JointLoss):
@@ -385,16 +385,34 @@ class Profile(Once):
     def head(
         self, layout: TileLayout, rows: int, head_tokens: int, loss: Loss = CROSS_ENTROPY
     ) -> Work:
-        """The work of epilogue, logits, loss and their gradients."""
-        tokens = rows * self.tokens
-        run = partial(self._head, layout, rows, head_tokens, loss, Head.loss_and_vjp)
-        work = in_chunks(tokens, head_tokens, run)
+        """The work of epilogue, logits, loss and their gradients.
+
+        That of many chunks follows from a few runs: it is affine in tokens, chunks and their size.
+        """
+        tokens, run = rows * self.tokens, partial(self._head, layout, loss, Head.loss_and_vjp, rows)
+        chunks = -(-tokens // head_tokens)
+        if chunks <= 2:
+            return run(tokens, head_tokens)
+        small, large, largest = min(512, head_tokens), 2048, 8192  # chunks that are run
+        wider, grown = large - small, head_tokens - small
+
+        def at(two: int, three: int, wide: int, partly: int) -> int:
+            size = (wide - two) / wider / 2  # of one more token in every chunk, for each chunk
+            last = (wide + three - two + wider * size - partly) / wider  # of the last one's tokens
+            more = (chunks - 2) * (three - two + grown * size)
+            return round(two + 2 * grown * size + more - (chunks * head_tokens - tokens) * last)
+
+        two, three, wide = run(2 * small, small), run(3 * small, small), run(2 * large, large)
+        works = (two, three, wide, run(2 * large + small, large))
+        lower, upper = (small, large) if head_tokens <= large else (large, largest)
+        low, high = (run(2 * size, size).peak_bytes for size in (lower, upper))
+        peak = low + (head_tokens - lower) * (high - low) // (upper - lower)
+        peak += (tokens - 2 * head_tokens) * (three.peak_bytes - two.peak_bytes) // small
         if tokens // head_tokens > _CHUNKS_RUN:  # all tokens may take more than a chunk's logits
             epilogue = self.projected(rows, head_tokens)
             hidden = sum(shape.num_bytes for shape in epilogue.outputs.values())
-            peak = max(work.peak_bytes, epilogue.backward.peak_bytes + 2 * hidden)
-            work = work._replace(peak_bytes=peak)
-        return work
+            peak = max(peak, epilogue.backward.peak_bytes + 2 * hidden)
+        return Work(*map(at, *works))._replace(peak_bytes=peak)
 
     def head_losses(self, layout: TileLayout, rows: int, head_tokens: int) -> Work:
         """The work of the visit that a loss of all tokens together needs first."""
@@ -402,7 +420,7 @@ class Profile(Once):
         def visit(head: Head, slot: Buffer, batch: Batch, h: Any, accumulator: Any) -> Any:
             return head.losses(slot, batch, h)
 
-        return self._head(layout, rows, head_tokens, TWO_VISITS, visit, rows * self.tokens)
+        return self._head(layout, TWO_VISITS, visit, rows, rows * self.tokens, head_tokens)
 
     def projected(self, rows: int, head_tokens: int) -> LayerWork:
         """The work of what comes before the projection, whose only result is leaf 0."""
@@ -508,16 +526,15 @@ class Profile(Once):
     def _head(
         self,
         layout: TileLayout,
-        rows: int,
-        head_tokens: int,
         loss: Loss,
         visit: Callable[[Head, Buffer, Batch, Any, GradAccumulator], Any],
+        rows: int,
         tokens: int,
+        head_tokens: int,
     ) -> Work:
-        """The work of a head for the first `tokens` of so many rows."""
+        """The work of a head for so many tokens, in a single row or several."""
         # A single row is a case of its own: what would be copied of several can be looked at.
-        several = rows > 1 and not (rows * self.tokens) % 2 and not head_tokens % 2
-        sizes = (2, tokens // 2) if several else (1, tokens)
+        sizes = (2, tokens // 2) if rows > 1 and not tokens % 2 else (1, tokens)
 
         def measure() -> Work:
             with self._measuring_head(head_tokens):
@@ -565,15 +582,6 @@ def eager_work(run: Callable[[], Activations], inputs: list[Any]) -> LayerWork:
         torch.autograd.grad(values, leaves(inputs), gradients, allow_unused=True)
     second = graph.work._replace(peak_bytes=graph.peak_bytes - results)
     return LayerWork(plain.with_peak, first, second, first, second, None, shapes(outputs))
-
-
-def in_chunks(tokens: int, chunk: int, run: Callable[[int], Work]) -> Work:
-    """The work of all chunks: of many three are run, and four; each one more is as the fourth."""
-    left_out = max(0, tokens // chunk - _CHUNKS_RUN)
-    few = run(tokens - left_out * chunk)
-    if not left_out:
-        return few
-    return few.between(run(tokens - (left_out - 1) * chunk), left_out, 1)
 
 
 def _anew(tensor: Tensor) -> Tensor:

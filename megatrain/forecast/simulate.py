@@ -38,7 +38,7 @@ from megatrain.tile import TileKind
 
 # Pieces of a tile, on its way from the device and to and from a disk: many more take long to
 # follow, and as long in the step.
-_PIECES, _DISK_PIECES = 3, 8
+_PIECES, _DISK_PIECES = 3, 4
 _GROWTH = 8  # of a piece that is followed as one: it is rounded while the one before it leaves
 
 # Groups of micro-batches that are followed, where something of each leaves for the host or comes

@@ -127,12 +127,16 @@ class Workload:
         sizes = {name: getattr(engine, name) for name in LIMITS}
         limits: dict[str, Any] = {n: parse_bytes(size) for n, size in sizes.items() if size}
         lines, rows = run.loss.lines, training.micro_batch_size
+        loss, replies = run.loss.loss(), None
+        if isinstance(loss, GRPO):
+            at_once, reference = run.rollout.batch_size, loss.beta > 0
+            replies = Generation(loss.max_completion_length, at_once, reference)
         return cls(
             tokens_per_step=training.batch_size * length * lines,
             sequence_length=length,
             micro_batch=rows and rows * lines,
-            loss=run.loss.loss(),
-            generation=_generation_of(run),
+            loss=loss,
+            generation=replies,
             clip=training.max_grad_norm is not None,
             precision=engine.precision,
             sequence_ranks=engine.sequence_parallel,
@@ -221,14 +225,6 @@ class Workload:
                 f"{self.tokens_per_step:,} tokens a step are more than can be planned "
                 f"({_MOST_TOKENS:,}); from there on time grows with the tokens"
             )
-
-
-def _generation_of(run: "Config") -> Generation | None:
-    loss = run.loss.loss()
-    if not isinstance(loss, GRPO):
-        return None
-    reference = loss.beta > 0
-    return Generation(loss.max_completion_length, run.rollout.batch_size, reference)
 
 
 def usual_micro_batch(sequence_length: int) -> int:

@@ -117,7 +117,8 @@ class Remedy:
 
     def _changes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Each change in words and in keys of a run file, cheapest first."""
-        old, new, lines = self.asked, self.new, _lines(self.new)
+        old, new = self.asked, self.new
+        lines = getattr(new.loss, "lines", 1)  # rows of tokens for one row of the data
         batch = {"training.batch_size": new.rows // lines}
         if old.micro_batch != new.micro_batch:
             rows = "one row" if new.micro_batch == 1 else f"{new.micro_batch} rows"
@@ -266,14 +267,9 @@ def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, least: F
             return
 
 
-def _lines(workload: Workload) -> int:
-    """Rows of tokens for one row of the data: two for a pair of replies."""
-    return getattr(workload.loss, "lines", 1)
-
-
 def _levels(change: str, asked: Workload) -> list[Workload]:
     """Workloads that need less by a change, from the mildest on."""
-    placement, lines = asked.placement, _lines(asked)
+    placement, lines = asked.placement, getattr(asked.loss, "lines", 1)
     changed: list[Workload] = []
     if change == "one row" and placement is not None and asked.micro_batch not in (None, lines):
         changed = [replace(asked, micro_batch=lines)]
