@@ -37,7 +37,7 @@ _TRIED = 3  # ways of spending that are forecast in full
 # Numbers of passes that are tried, besides one for each micro-batch; ways forecast in full of them.
 _PASSES, _TRIED_IN_PASSES = (2, 3, 4, 6, 8, 12, 16), 2
 _FEW = 16384  # tokens of a micro-batch in passes: enough to keep a large GPU busy
-_ON_DISK = ("disk_moments", "disk_remainder", "disk_weights")  # choices of a placement
+_DISK: dict[str, Any] = {"disk_moments": 0, "disk_remainder": 0, "disk_weights": 0}
 _SPILLS_TRIED = 3  # of what may be on a disk and likely fits, from the least on
 _DEVICE_WORTH = 8  # host bytes that are as hard to come by as one of the device
 # Of what is needed: candidates that differ by less are alike, and the fewest micro-batches decide.
@@ -98,7 +98,7 @@ def _spills(forecasts: ForecastCache, machine: Machine, workload: Workload) -> l
         layers = sum(t.kind is TileKind.LAYER for t in layouts)
         choices: dict[str, Any] = {}
         ways = []
-        for name in _ON_DISK:
+        for name in _DISK:
             most = layers if name == "disk_weights" else tiles
             ways += [choices | {name: count + 1} for count in range(most)]
             choices |= {name: most}
@@ -257,7 +257,7 @@ class Search:
         """Bytes on device and host at the peak; one step is followed with all tiles on the host."""
         alike = placement
         if steps < STEADY:
-            alike = replace(placement, resident=(), **dict.fromkeys(_ON_DISK, 0))
+            alike = replace(placement, resident=(), **_DISK)
         frame = self._of(alike, rows, steps)
         (device, host), less = self._least_bytes(placement), self._least_bytes(alike)
         device += frame.device_peak_bytes - less[0]
