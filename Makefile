@@ -50,7 +50,7 @@ compat: $(OLDEST)/.installed native  ## the parity core with the oldest torch an
 		tests/families tests/checkpoint tests/unit/test_weights.py \
 		tests/unit/test_probe.py
 
-fuzz: $(STAMP)  ## 110,000 hostile files to everything that reads; a quarter of an hour
+fuzz: $(STAMP)  ## 120,000 hostile files to everything that reads; a quarter of an hour
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(RUN) tests.reliability.readers 10000
 
 soak: $(STAMP)  ## a run by each optimizer rule, killed, stopped, resumed, evaluated; five minutes

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain.base.json_yaml import parse_json
 from megatrain.base.units import MIB
 from megatrain.errors import InputError, first_line, in_one_line
 
@@ -26,6 +27,7 @@ def load_tokenizer(
 
     Raises InputError: there is none, it is broken, or it would run code that came with it.
     """
+    from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     folder = Path(path_or_id).expanduser()
@@ -36,9 +38,18 @@ def load_tokenizer(
         raise InputError(f"{folder}: no tokenizer in this folder: copy its tokenizer.json there")
     name = str(folder if local else path_or_id)
     try:
+        if not local:
+            files = [*_VOCABULARIES, *_SETTINGS]
+            folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
+        _refuse_endless(folder)
+        _refuse_ambiguous(folder)
+        for file in _VOCABULARIES:
+            _refuse_aborting(folder / file)
         tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, revision=revision or "main"
         )
+    except InputError:
+        raise
     except BaseException as error:
         if not _is_failure(error):
             raise
@@ -116,7 +127,58 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
+
+
+_TEXTS = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+_VOCABULARIES = ("tokenizer.json", "vocab.json")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 _LARGEST_TEMPLATE = 4 * MIB
+_LARGEST_ID = 1 << 24  # 60 times the largest vocabulary
+_LARGEST_BYTES = 512 * MIB  # the largest of these files that is known has 34 MB
+
+
+def _refuse_endless(folder: Path) -> None:
+    """Refuse pipes and huge files, which transformers would read to their end."""
+    for path in folder.iterdir():
+        if path.suffix in _TEXTS and path.exists():
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_BYTES:
+                limit = _LARGEST_BYTES // MIB
+                raise InputError(f"{path}: not a plain file of at most {limit} MiB: replace it")
+
+
+def _refuse_ambiguous(folder: Path) -> None:
+    """Refuse a key that is there twice: transformers would take its last value."""
+    for name in _SETTINGS:
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            parse_json(path.read_bytes())
+        except ValueError as error:
+            raise InputError(f"{path}: not usable JSON: {error}: replace it") from error
+
+
+def _refuse_aborting(path: Path) -> None:
+    """Raises InputError: the Rust library would abort the process without an exception.
+
+    It allocates room for all ids below the largest, and cuts a prefix off all tokens.
+    """
+    try:
+        tree = json.loads(path.read_bytes())
+        model = {"vocab": tree} if path.name == "vocab.json" else tree["model"]
+        added = [token["id"] for token in tree.get("added_tokens") or ()]
+        vocab = model["vocab"]
+        largest = max([0, *added, *(vocab.values() if isinstance(vocab, dict) else ())])
+        prefix, merges = model.get("continuing_subword_prefix") or "", model.get("merges") or ()
+        seconds = [(m.split(" ") if isinstance(m, str) else m)[1] for m in merges if prefix]
+        lacking = next((second for second in seconds if not second.startswith(prefix)), None)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        return  # the library reports a missing or malformed file
+    if largest > _LARGEST_ID:
+        raise InputError(f"{path}: token id {largest} is larger than any: replace the file")
+    if lacking is not None:
+        raise InputError(f"{path}: a merge with {lacking!r:.40} lacks {prefix!r:.40}: replace it")
 
 
 def identity(tokenizer: Any) -> str:

@@ -30,6 +30,10 @@ from megatrain.checkpoint.manifest import signed
 from megatrain.config import load
 from megatrain.config.load import validate
 from megatrain.data import load_tokenizer, open_dataset, train_bpe_tokenizer
+from megatrain.data.encoders import Encoder
+from megatrain.data.examples import Examples
+from megatrain.data.rows import Reading
+from megatrain.data.sources import find_files
 from megatrain.errors import MegatrainError
 from megatrain.model.build import empty_model, load_config
 from megatrain.model.safetensors_io import stored_tensors
@@ -103,6 +107,7 @@ def readers(folder: Path) -> dict[str, Reader]:
         "json": _files(folder, tokenizer, "rows.json"),
         "csv": _files(folder, tokenizer, "rows.csv"),
         "config.json": _model_config(folder),
+        "tokenizer.json": _tokenizer(folder, tokenizer),
         "metrics": _metrics(folder),
     }
 
@@ -265,6 +270,22 @@ def _model_config(folder: Path) -> Reader:
 
     valid = path.read_bytes()
     return Reader(valid, variants(valid, json.loads(valid)), read)
+
+
+def _tokenizer(folder: Path, whole: Path) -> Reader:
+    copy = folder / "tokenizer-copy"
+    shutil.copytree(whole, copy)
+    path, text = copy / "tokenizer.json", folder / "corpus.txt"
+    tree = json.loads(path.read_text())
+    tree["model"] |= {"vocab": {"t": 0, "h": 1, "<|endoftext|>": 2}, "merges": []}
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        examples = Examples(find_files(text, "text"), Reading("text", {}), "stop")
+        list(Encoder(load_tokenizer(copy), None).documents(examples))
+
+    valid = json.dumps(tree).encode()
+    return Reader(valid, variants(valid, tree), read)
 
 
 def _metrics(folder: Path) -> Reader:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatrain import Engine
 from megatrain.compat.transformers import attention_of, set_attention
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import stored_tensors
 from tests.checkpoint.cases import engine_of
@@ -27,7 +29,7 @@ from tests.reliability.readers import feed, fuzz, readers
 
 READERS = (
     "run file", "manifest", "run state", "shard", "index", "text", "chat", "json", "csv",
-    "config.json", "metrics",
+    "config.json", "tokenizer.json", "metrics",
 )  # fmt: skip
 
 
@@ -55,6 +57,22 @@ FOUND = [
     ("index", json.dumps({"weight_map": {"a": "9" * 400}}).encode()),
     ("run file", b"!!timestamp 2001-13-45NaNdata: 1"),
     ("config.json", json.dumps(tiny_llama(attention_bias=None)).encode()),
+    (
+        "tokenizer.json",
+        b'{"model": {"type": "BPE", "unk_token": "", "vocab": {"t": 0}, "merges": []}}',
+    ),
+    (
+        "tokenizer.json",
+        b'{"normalizer": {"type": "Prepend", "prepend": ""}, "pre_tokenizer": {"type": "ByteLevel",'
+        b' "add_prefix_space": false, "trim_offsets": true, "use_regex": true},'
+        b' "model": {"type": "BPE", "vocab": {"t": 0}, "merges": []}}',
+    ),
+    (
+        "tokenizer.json",
+        b'{"added_tokens": [{"id": 0, "content": "<|endoftext|>", "single_word": false, "lstrip":'
+        b' false, "rstrip": false, "normalized": false, "special": true}], "model": {"type": "BPE",'
+        b' "vocab": {"t": 0, "h": 1, "<|endoftext|>": 2147483648}, "merges": []}}',
+    ),
 ]
 
 
@@ -70,7 +88,7 @@ def test_only_errors_of_our_own_come_out_of_many_inputs():
     command = [sys.executable, "-W", "ignore", "-m", "tests.reliability.readers", "1000"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "11000 inputs: no error but ours" in done.stdout
+    assert "12000 inputs: no error but ours" in done.stdout
 
 
 CODE = """
@@ -128,7 +146,22 @@ def test_links_do_not_lead_out_of_a_checkpoint(tmp_path):
         stored_tensors(folder)
 
 
-ENDLESS = {"config.json": "no config.json there", "model.safetensors": "no model.safetensors"}
+@pytest.mark.parametrize("text", ['{"eos_token": "<a>", "eos_token": "<b>"}', "{", "[" * 10**5])
+def test_a_tokenizer_with_settings_that_say_two_things_or_none(tmp_path, tokenizer_folder, text):
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer_folder, folder)
+    load_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(text)
+    with pytest.raises(InputError, match=r"tokenizer_config.json: not usable JSON: .*replace it"):
+        load_tokenizer(folder)
+
+
+ENDLESS = {
+    "config.json": "config.json: not a plain file",
+    "tokenizer.json": "tokenizer.json: not a plain file",
+    "chat_template.jinja": "chat_template.jinja: not a plain file",
+    "model.safetensors": "no model.safetensors",
+}
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs /dev/zero")

@@ -206,9 +206,12 @@ def test_tokenizers_are_loaded_or_refused(tmp_path):
             load_tokenizer(tmp_path / "good")
 
 
-# Each would end the process where the library reads it as it is.
+BPE = {"type": "BPE", "vocab": {"a": 0, "é": 1, "aé": 2}, "merges": ["a é"]}
+# Each ends the process where the library reads it as it is, in its own panic or in an abort.
 DEADLY = {
     "a panic": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "charsmap"),
+    "an id": ({"model": {**BPE, "vocab": {**BPE["vocab"], "b": 4_000_000_000}}}, "4000000000 is"),
+    "a prefix": ({"model": {**BPE, "continuing_subword_prefix": "x"}}, "'é' lacks 'x'"),
     "several": ({"tokenizer_class": "RagTokenizer"}, "RagTokenizer is not one tokenizer"),
     "a template": ({"chat_template": {"a": 3}}, "chat_template is no text"),
 }
