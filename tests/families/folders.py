@@ -67,11 +67,9 @@ def _save(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> set[str]:
         if name.endswith("balancing_biases"):  # zaya's `_init_weights` writes over what was loaded
             buffer[-1] = -1
     model.to(dtype)
-    for path, module in model.named_modules():
-        for name in module._buffers:
-            full = f"{path}.{name}".lstrip(".")
-            if full in exact:
-                module._buffers[name] = exact[full]
+    for name, buffer in exact.items():
+        path, _, own = name.rpartition(".")
+        setattr(model.get_submodule(path), own, buffer)
     model.save_pretrained(folder)
     return {name for name, p in model.named_parameters() if p.requires_grad}
 
