@@ -365,6 +365,8 @@ class Declared:
     def _unpacked(self, _: Any, layout: TileLayout, *memory: Tensor) -> tuple[Work, None]:
         touched = (layout.numel + layout.unpacked.numel) * self._itemsize
         kernels = sum(entry.packed is not None for entry in layout.entries)
+        # Scales are spread over their blocks, a parameter's at once: three fp32 values a block.
+        self._ledger.took(max(e.numel for e in layout.entries if e.is_packed) * 12 // 64)
         return Work(touched_bytes=touched, kernels=kernels), None
 
     def _took(self, work: Work, count: int) -> Work:

@@ -17,7 +17,13 @@ from megatrain.base.json_yaml import read_json
 from megatrain.base.units import size
 from megatrain.checkpoint.manifest import Checkpoint, is_checkpoint, open_checkpoint
 from megatrain.compat import peft
-from megatrain.compat.transformers import MULTIMODAL_CLASSES, encoder_calls, encoders, scores_rows
+from megatrain.compat.transformers import (
+    MULTIMODAL_CLASSES,
+    encoder_calls,
+    encoders,
+    scores_rows,
+    takes_grouped_products,
+)
 from megatrain.device import Recording
 from megatrain.device.disk import PlaneFile, disk_bytes
 from megatrain.errors import DoesNotFit, InputError
@@ -305,9 +311,9 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
 
 
 def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict[str, WeightFormat]:
-    """The formats of frozen matrices of the layers' linear modules, by name.
+    """The formats of frozen matrices of the layers' linear modules and stacked experts, by name.
 
-    Routers, modules other than nn.Linear, embeddings and heads are not packed.
+    Routers, other modules, embeddings and heads are not packed.
 
     Args: `frozen`: nothing is trained, even parameters that require gradients.
     """
@@ -317,13 +323,15 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
         raise InputError(f"base is {base!r}; it must be bf16, {' or '.join(BASES)}")
     packing, adapters = BASES[base], adapted(spec.capture.model)
     names = [
-        f"{layer.name}.{path}.weight"
+        f"{layer.name}.{path}.{name}"
         for layer in spec.layers
         for path, module in layer.module.named_modules()
-        if type(module) is nn.Linear
-        and ROUTERS.isdisjoint(path.split("."))
-        and packing.takes(module.weight.shape)
-        and (frozen or not module.weight.requires_grad)
+        for name, weight in module.named_parameters(recurse=False)
+        if (type(module) is nn.Linear and name == "weight")
+        or takes_grouped_products(module, [name])
+        if ROUTERS.isdisjoint(path.split("."))
+        and packing.takes(weight.shape)
+        and (frozen or not weight.requires_grad)
     ]
     if left := {n: packing for n in names if adapters is None or n in adapters.held}:
         return left

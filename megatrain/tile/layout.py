@@ -61,8 +61,8 @@ class WeightFormat:
     computed: torch.dtype = torch.bfloat16
 
     def takes(self, shape: Sequence[int]) -> bool:
-        """True if a parameter can be packed: a matrix of whole blocks."""
-        return len(shape) == 2 and prod(shape) % _BLOCK == 0
+        """True if a parameter can be packed: a matrix, or a stack of them, of whole blocks."""
+        return len(shape) in (2, 3) and prod(shape) % _BLOCK == 0
 
     def unpack(
         self, stored: Tensor, out: Tensor, fast: Callable[[Expand], Expand] = lambda each: each
@@ -96,8 +96,12 @@ def _nf4_bytes(shape: Sequence[int]) -> int:
 
 
 def _nf4_codes(values: Tensor) -> tuple[Tensor, Tensor]:
-    blocks, code = _nf4_sizes(values.shape)[1], _nf4_values(values.device)
-    blocked = values.reshape(blocks, _BLOCK).float()
+    pieces = [_nf4_piece(piece) for piece in values.reshape(-1, _BLOCK).split(_PIECE // _BLOCK)]
+    return torch.cat([codes for codes, _ in pieces]), torch.cat([scales for _, scales in pieces])
+
+
+def _nf4_piece(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    blocked, code = blocks.float(), _nf4_values(blocks.device)
     scales = blocked.abs().amax(1)
     scaled = (blocked * (1.0 / scales.clamp(min=_TINY))[:, None]).clamp(-1, 1)
     codes = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True).to(torch.uint8)
@@ -174,20 +178,25 @@ def _dynamic_values(device: torch.device) -> Tensor:
 
 
 def _fp8_bytes(shape: Sequence[int]) -> int:
-    return 4 * shape[0] + prod(shape)
+    return 4 * prod(shape[:-1]) + prod(shape)
 
 
 def _pack_fp8(values: Tensor) -> Tensor:
+    rows = values.reshape(-1, values.shape[-1]).split(max(1, _PIECE // values.shape[-1]))
+    scales, codes = zip(*map(_fp8_rows, rows), strict=True)
+    return torch.cat((*scales, *codes))
+
+
+def _fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     wide, scales = values.float(), (values.abs().amax(1) / _MOST_E4M3).float()
     scaled = (wide / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).clamp(
         -_MOST_E4M3, _MOST_E4M3
     )
-    codes = scaled.to(torch.float8_e4m3fn)
-    return torch.cat((scales.view(torch.uint8), codes.view(-1).view(torch.uint8)))
+    return scales.view(torch.uint8), scaled.to(torch.float8_e4m3fn).view(-1).view(torch.uint8)
 
 
 def _fp8_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    scales, codes = stored.split((4 * shape[0], prod(shape)))
+    scales, codes = stored.split((4 * prod(shape[:-1]), prod(shape)))
     return codes, scales.view(torch.float32)
 
 

@@ -19,6 +19,7 @@ from megatrain.checkpoint import open_checkpoint
 from megatrain.model.quantised import quantised_base
 from megatrain.tile.layout import _NF4, BASES, FP8, NF4, NF4_WIDE, _dynamic_values
 from megatrain.train.export import export
+from tests.families.tiny import tiny_model
 from tests.inside import store_of
 from tests.parity.cases import (
     gradients,
@@ -317,6 +318,9 @@ def rounded(model, packing):
         if isinstance(module, nn.Linear):
             kept = packing.unpacked(packing.pack(module.weight.data), module.weight.shape)
             module.weight.data.copy_(kept)
+        for name in ("gate_up_proj", "down_proj") if hasattr(module, "has_gate") else ():
+            stack = module.get_parameter(name).data
+            stack.copy_(packing.unpacked(packing.pack(stack), stack.shape))
     return model
 
 
@@ -327,9 +331,11 @@ PLACEMENTS = (
 )
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("base", few(BASES))
-def test_training_is_that_on_the_unpacked_weights(base):
-    plain, [step] = in_dtype(llama(), torch.bfloat16), make_batches(1)
+def test_training_is_that_on_the_unpacked_weights(base, family):
+    model = llama() if family == "llama" else tiny_model(family, changes={"hidden_size": 64})
+    plain, [step] = in_dtype(model, torch.bfloat16), make_batches(1)
     how = {"precision": "bf16", "clip": 1e9}
     engine = make_engine(adapted(rounded(plain, BASES[base])), **how)
     wanted, grads = engine.step(step), gradients(engine)
@@ -340,6 +346,19 @@ def test_training_is_that_on_the_unpacked_weights(base):
         assert same(gradients(packed), grads)
         assert same(masters(packed), masters(engine))
         assert packed.evaluate(step) == engine.evaluate(step)
+    names = {e.name for _, e in store_of(packed).entries() if e.is_packed}
+    assert any("experts" in name for name in names) == (family != "llama")
+
+
+@pytest.mark.parametrize("packing", [NF4, FP8], ids=lambda each: each.name)
+def test_a_stack_is_packed_in_pieces_and_as_its_rows(packing, monkeypatch):
+    stack = weights(torch.bfloat16).view(3, 64, 640)
+    whole = packing.pack(stack)
+    assert torch.equal(whole, packing.pack(stack.view(192, 640)))
+    monkeypatch.setattr("megatrain.tile.layout._PIECE", 640)
+    assert torch.equal(whole, packing.pack(stack))
+    wanted = packing.unpacked(whole, (192, 640)).view(3, 64, 640)
+    assert torch.equal(packing.unpacked(whole, (3, 64, 640)), wanted)
 
 
 def test_a_run_is_resumed_and_exported(tmp_path, caplog):
