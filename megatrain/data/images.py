@@ -246,8 +246,7 @@ class ImageProcessor:
         return str(processed["text_replacement_offsets"][0][0]["replacement"])
 
     def token_types(self, ids: list[list[int]]) -> dict[str, Tensor]:
-        """By the names that the model takes them under, what each token is of: 0, that is text, 1
-        an image."""
+        """The type of each token `[B, T]`, 0 for text, 1 for an image, by the model's names."""
         processor = self._processor()
         if not processor.return_mm_token_type_ids:
             return {}

@@ -184,11 +184,12 @@ def replayed(
 
 
 class FrozenParts:
-    """The outermost frozen modules of encoders that are trained in part: a tower, or its layers.
+    """Keeps what frozen modules compute in the forward of encoders that are trained in part.
 
-    What they compute in the forward is kept for the backward, unless a gradient reaches the results
-    or they draw random numbers, which the first backward with each kind of media shows, or what
-    follows changes the results in place.
+    The backward takes it from there: a frozen tower runs once a step. The modules are the outermost
+    ones without a trained parameter. One is run again if its results have a gradient or it draws
+    random numbers, which the first backward with each kind of media shows, or if what follows
+    changes its results in place.
     """
 
     def __init__(self, model: nn.Module, names: Collection[str]) -> None:
@@ -197,10 +198,10 @@ class FrozenParts:
         self._tried = set[frozenset[str]]()
 
     @contextmanager
-    def of(
+    def keeping(
         self, media: Mapping[str, Tensor], kept: list[Kept], touched: set[int]
     ) -> Iterator[Recorder | None]:
-        """Around a run of the encoders: their results go into `kept`, or are taken from there."""
+        """Within this context a forward puts results into `kept`, and a backward takes them out."""
         if torch.is_grad_enabled() and kept:
             with replayed(self._calls, *kept.pop(), _require_constant):
                 yield None

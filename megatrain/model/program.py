@@ -201,7 +201,9 @@ class ModelProgram:
         """
         uses = Uses()
         parts = (
-            nullcontext() if frozen is None else frozen.of(batch.media, batch.kept, uses.touched)
+            nullcontext()
+            if frozen is None
+            else frozen.keeping(batch.media, batch.kept, uses.touched)
         )
 
         def stop(module: nn.Module, args: tuple, kwargs: dict) -> Any:
