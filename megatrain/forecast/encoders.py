@@ -21,7 +21,7 @@ from megatrain.model.documents import BY_IMAGES, attention_within_images
 from megatrain.model.media import FrozenParts, as_computed
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 
-ENCODER_OPERATIONS = 200_000  # of encoders, some of which attend window by window
+ENCODER_LAYERS = 20  # whose number of operations is no recurrence yet
 
 
 class Known(TorchDispatchMode):

@@ -336,9 +336,10 @@ class OneAttention(TorchFunctionMode):
     their FLOPs not at all.
     """
 
-    def __init__(self, most: int = MOST_OPERATIONS) -> None:
+    def __init__(self, layers: int = 1) -> None:
+        """Args: `layers`: times so many operations as a layer may have, at most."""
         super().__init__()
-        self._calls, self._most = 0, most
+        self._calls, self._most = 0, layers * MOST_OPERATIONS
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._calls += 1

@@ -24,7 +24,7 @@ from megatrain.engine.batch import Batch
 from megatrain.engine.head import Head, Summed
 from megatrain.engine.sink import GradAccumulator
 from megatrain.forecast.encoders import (
-    ENCODER_OPERATIONS,
+    ENCODER_LAYERS,
     Known,
     MediaWork,
     give_media,
@@ -33,7 +33,6 @@ from megatrain.forecast.encoders import (
 )
 from megatrain.forecast.inductor_model import Trace, compiled_work, ends, leaves, shapes, traced
 from megatrain.forecast.op_counter import (
-    MOST_OPERATIONS,
     LayerWork,
     OneAttention,
     OpCounter,
@@ -323,7 +322,7 @@ class Profile(Once):
     def _media_work(self, rows: int) -> MediaWork:
         assert self.media is not None
         named = {name: self.parameters[name] for name in self.spec.media}
-        with foreseeing("an encoder"), fakes(ENCODER_OPERATIONS), Known(), in_one_call():
+        with foreseeing("an encoder"), fakes(ENCODER_LAYERS), Known(), in_one_call():
             micro = self.micro_batch(rows)
             give_media(micro, self.media.of(rows, self.tokens), self.program)
             encoders = self._weights(named)
@@ -589,9 +588,9 @@ def _anew(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def fakes(most: int = MOST_OPERATIONS) -> Iterator[None]:
-    """Tensors made within this context have no data; `most` operations may follow each other."""
+def fakes(layers: int = 1) -> Iterator[None]:
+    """Tensors made within this context have no data; operations may be those of `layers`."""
     # A forecast may be in the middle of its own counting.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with without_modes(), unpacked(), mode, OneAttention(most):
+    with without_modes(), unpacked(), mode, OneAttention(layers):
         yield
