@@ -92,8 +92,15 @@ class Prediction:
             yield f"{placement.save_activations} kept{whole}"
         if placement.offload_activations:
             yield f"{placement.offload_activations} kept on the host"
-        if placement.layer_inputs == "host":
-            yield "boundaries on the host"
+        if placement.chunk_tokens:
+            yield f"tiles of {placement.chunk_tokens}"
+        on_host = ["boundaries"] if placement.layer_inputs == "host" else []
+        if placement.save_attention == "host":
+            on_host.append("attention")
+        elif placement.save_attention == "device":
+            yield "attention kept"
+        if on_host:
+            yield f"{' and '.join(on_host)} on the host"
 
 
 def predict(result: dict[str, Any]) -> Prediction:

@@ -14,9 +14,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from benchmarks.long_context import attention_tflops
 from benchmarks.rivals import rows as rival_rows
 from benchmarks.step import StepCase
-from megatrain.cli.models import qwen2_config
 from megatrain.placement import renamed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,17 +87,6 @@ def what_fits() -> list[str]:
     return lines
 
 
-def attention_tflops(result: dict[str, Any]) -> float:
-    """TFLOPS with causal attention: half of all pairs, in forward and backward, once each."""
-    case = result["case"]
-    length = case["sequence_length"]
-    config = qwen2_config(case["shape"], length, case["layers"])
-    width = config.hidden_size  # of all heads together
-    attention = 6 * config.num_hidden_layers * length * width * result["tokens_per_step"]
-    model = 6 * result["parameters"] * result["tokens_per_step"]
-    return float((model + attention) / result["median_seconds"] / 1e12)
-
-
 def _row(result: dict[str, Any]) -> str:
     case, memory = result["case"], result["memory"]
     gpu = result["environment"]["gpu"]["name"] if result["environment"]["gpu"] else "CPU"
@@ -141,6 +130,10 @@ def commands() -> list[str]:
 def command(result: dict[str, Any]) -> str:
     """The command that measures a step again."""
     case = result["case"]
+    if case["sequence_length"] >= LONG and case["placement"]:
+        resident = len(case["placement"].get("resident", ()))
+        rests = f" --resident {resident}" if resident else ""
+        return f"python -m benchmarks.long_context --shape {case['shape']}{rests} --output OUT"
     options = "" if case["max_grad_norm"] else " --max-grad-norm 0"
     for name, usual in OPTIONS.items():
         if (value := case.get(name, usual)) != usual:

@@ -1,7 +1,7 @@
 """Placement: every choice of where state rests and how it is scheduled, as one frozen value.
 
 They trade memory for time. With eager layers none of them changes a bit of the result, but for
-`head_tokens`, which sums in another order (tests/race).
+`chunk_tokens` and `head_tokens`, which sum in another order (tests/race).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from megatrain.errors import InputError
 # The least value of each choice that is a number; of those that are None by default, of others.
 _LEAST: dict[str, int] = {
     **dict.fromkeys(("slots", "host_grad_buffers", "layer_input_lanes", "head_tokens"), 1),
-    **dict.fromkeys(("update_threads", "gradient_lanes", "passes"), 1),
+    **dict.fromkeys(("update_threads", "gradient_lanes", "chunk_tokens", "passes"), 1),
     **dict.fromkeys(("save_activations", "offload_activations", "save_all", "keep_weights"), 0),
     **dict.fromkeys(("disk_moments", "disk_remainder", "disk_weights", "prefetch"), 0),
     "save_bytes": 0,
@@ -23,7 +23,7 @@ _LEAST: dict[str, int] = {
 _COUNTS = ("slots", "gradient_lanes", "host_grad_buffers", "layer_input_lanes")
 _MOST = 10_000
 
-_PLACES = ("device", "host")
+_PLACES = ("none", "device", "host")
 
 RENAMED = {
     "slabs": "host_grad_buffers",
@@ -31,25 +31,22 @@ RENAMED = {
     "boundary_lanes": "layer_input_lanes",
     "keep_layers": "save_activations",
     "offload_layers": "offload_activations",
+    "keep_attention": "save_attention",
+    "tile_tokens": "chunk_tokens",
 }
 """Old names of choices, which may be in checkpoints and results, to their new names."""
 
-_GIVEN_UP = {
-    **dict.fromkeys(("max_stream_bytes", "split_bytes"), "heads are streamed as a whole"),
-    **dict.fromkeys(("chunk_tokens", "tile_tokens"), "layers take rows whole"),
-    **dict.fromkeys(("save_attention", "keep_attention"), "graphs are saved (save_activations)"),
-}
-
 
 def renamed(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices of a saved placement by their current names, without those given up."""
-    return {RENAMED.get(n, n): value for n, value in choices.items() if n not in _GIVEN_UP}
+    """The choices of a saved placement by their current names, without unused ones of old."""
+    current = {RENAMED.get(name, name): value for name, value in choices.items()}
+    return {n: v for n, v in current.items() if v is not None or n in Placement.names()}
 
 
 def old_name(name: str) -> str | None:
     """The reason why a choice of an earlier version is none any more; None: it was none, or is."""
-    if name in _GIVEN_UP:
-        return f"{name!r} has been given up: {_GIVEN_UP[name]}; leave it out"
+    if name in ("max_stream_bytes", "split_bytes"):
+        return f"{name!r} has been given up: heads are streamed as a whole; leave it out"
     return f"{name!r} is now called {RENAMED[name]!r}" if name in RENAMED else None
 
 
@@ -59,7 +56,7 @@ Precision = Literal["bf16", "fp32", "fp8"]
 Verify = Literal["step", "save", "off"]
 """The time at which planes are compared with their checksums."""
 
-Saves = Literal["nothing", "graph", "all"]
+Saves = Literal["nothing", "attention", "graph", "all"]
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,8 @@ class ActivationPolicy:
     """Saves part of a layer's forward for its backward, on device or host; recomputes the rest.
 
     Attributes:
-        saves: only the layer's inputs; its graph (of which compiled layers recompute about half);
-            or its whole graph.
+        saves: only the layer's inputs; also the results of its attention; its graph (of which
+            compiled layers recompute about half); or its whole graph.
         where: the place of the saved tensors: the device or pinned host memory.
     """
 
@@ -107,7 +104,11 @@ class Placement:
             last ones of those of `save_activations`.
         passes: groups of micro-batches that go through both sweeps one after the other; weights
             cross the bus for each, and fp32 sums of all gradients stay on the device meanwhile.
+        save_attention: the place where the other layers' attention results wait for the backward,
+            which then does not recompute them; for eager layers, as with `chunk_tokens`.
         head_tokens: the number of tokens whose logits exist, and are normed, at once.
+        chunk_tokens: modules that act on each token alone (the MLP, norms) run over chunks of so
+            many tokens, and again in the backward; the rest of a layer is eager. None: whole rows.
         compile: compile one forward and one backward per layer kind with torch.compile.
         update_threads: host threads of the optimizer; None: all cores but two.
         save_bytes: host memory at most for parts of tiles whose update is due before a save in the
@@ -129,7 +130,9 @@ class Placement:
     save_activations: int = 0
     save_all: int = 0
     offload_activations: int = 0
+    save_attention: Literal["none", "device", "host"] = "none"
     head_tokens: int = 4096
+    chunk_tokens: int | None = None
     compile: bool = False
     update_threads: int | None = None
     save_bytes: int | None = None
@@ -156,10 +159,12 @@ class Placement:
             raise InputError(
                 f"placement.resident is {self.resident!r}; it must be a list of tile names"
             )
-        if self.layer_inputs not in _PLACES:
-            raise InputError(
-                f"placement.layer_inputs is {self.layer_inputs!r}; it must be 'device' or 'host'"
-            )
+        for name, values in (("save_attention", _PLACES), ("layer_inputs", _PLACES[1:])):
+            if (value := getattr(self, name)) not in values:
+                *others, last = map(repr, values)
+                raise InputError(
+                    f"placement.{name} is {value!r}; it must be {', '.join(others)} or {last}"
+                )
         conflict = next((text for applies, text in self._conflicts() if applies), None)
         if conflict is not None:
             raise InputError(f"placement.{conflict}")
@@ -170,6 +175,11 @@ class Placement:
             self.prefetch is not None and self.prefetch >= self.slots,
             f"prefetch is {self.prefetch}; with {self.slots} slots it must be between 0 and "
             f"{self.slots - 1}",
+        )
+        yield (
+            self.save_attention != "none" and self.compile and self.chunk_tokens is None,
+            f"save_attention is {self.save_attention!r}, but whole layers are compiled; set "
+            "chunk_tokens, or compile: false",
         )
         yield (
             self.passes > 1 and not self.keep_rows,
@@ -198,11 +208,14 @@ class Placement:
         on_host = {v for v in range(num_layers) if v * leaving % num_layers < leaving}
         others = [v for v in range(num_layers) if v not in on_host]
         on_device = others[max(0, len(others) - self.save_activations) :]
+        policy, where = RECOMPUTE, self.save_attention
+        if where != "none":
+            policy = ActivationPolicy("attention", where)
         graphs = dict.fromkeys(on_host, ActivationPolicy("graph", "host"))
         graphs |= dict.fromkeys(on_device, ActivationPolicy("graph", "device"))
         whole = on_device[max(0, len(on_device) - self.save_all) :]
         graphs |= dict.fromkeys(whole, ActivationPolicy("all", "device"))
-        return tuple(graphs.get(visit, RECOMPUTE) for visit in range(num_layers))
+        return tuple(graphs.get(visit, policy) for visit in range(num_layers))
 
     def as_dict(self) -> dict[str, Any]:
         """The placement as plain data, for logs and result files."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import add, mul
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, DISK_WEIGHTS, UPDATE
 from megatrain.engine.assemble import LEAVING, RETURNING
@@ -48,9 +48,12 @@ _CANDIDATES: tuple[dict[str, Any], ...] = (
 )
 MOST_SLOTS: int = _CANDIDATES[0]["slots"]
 
-# From so many tokens a row on, a layer input is large, and leaves in less time than a layer takes:
-# candidates with few slots take half the lanes.
-_LONG = 16384
+# From so many tokens a row on, layers may run in tiles, with attention's results kept: it grows
+# with the square of a row, so what computing a tile again costs is soon less than its. A layer
+# input is large then, and leaves in less time than a layer takes: candidates with few slots take
+# half the lanes.
+_LONG, _TILE = 16384, 8192
+_ATTENTION: tuple[Literal["device", "host", "none"], ...] = ("device", "host", "none")
 
 # Tokens of a micro-batch, at most. With the largest no overhead of a call counts any more; the
 # small ones are for rows shorter than they are.
@@ -78,8 +81,8 @@ class Candidates:
             {-(-workload.rows // -(-workload.rows // rows)) for rows in most}, reverse=True
         )
 
-    def placements(self, rows: int) -> list[Placement]:
-        """Candidates, the fastest first, the most sparing last."""
+    def families(self, rows: int) -> list[list[Placement]]:
+        """Candidates, the fastest first, the most sparing last; for long rows also in tiles."""
         least = -(-rows * self.workload.sequence_length // _CHUNKS)
         long, whole = self.workload.sequence_length >= _LONG, list[Placement]()
         for choices in _CANDIDATES:
@@ -92,7 +95,12 @@ class Candidates:
                     layer_input_lanes=lanes,
                 )
             )
-        return whole
+        tiled = [
+            [replace(candidate, chunk_tokens=_TILE, save_attention=where) for candidate in whole]
+            for where in _ATTENTION
+            if long
+        ]
+        return [whole, *tiled]
 
 
 class FirstTiles:
@@ -261,24 +269,30 @@ class Spending:
         self._layers = len(forecasts.spec.layers)
         self._micro = -(-workload.rows // frame.micro_batch)
         at_once = -(-self._micro // passes)
-        measured = forecasts.measured(workload)
+        measured = forecasts.measured(workload, frame.placement.chunk_tokens)
         self._work = measured.layer(0, frame.micro_batch)
         self._first = first_tiles(forecasts, workload, replace(frame.placement, passes=passes))
         self._costs = CostModel(budget.machine, workload.rule)
         # Bytes of a layer's graph, and what a whole one takes beyond the half that is usually kept.
         self._graph = self._work.keeping.kept_bytes * at_once
         self._rest = self._work.again.kept_bytes * at_once - self._graph
+        self._attention = self._work.again.attention_bytes * at_once
         self._spare = budget.spare(frame)
         if passes > 1:
             waiting = frame.device_bytes.get(Place.ACTIVATIONS, 0)
             less = waiting * (self._micro - at_once) // self._micro
             self._spare += less - self._first.sums_bytes
 
+    def _more(self, where: Literal["device", "host"]) -> int:
+        """Bytes that a graph takes there beyond the attention results that wait without it."""
+        kept = self._frame.placement.save_attention == where
+        return max(1, self._graph - kept * self._attention)
+
     def _held(self, num_bytes: int, offload: int) -> Graphs:
         """Graphs that fit in so many bytes of the device, as many as wanted on the host."""
-        kept = min(self._layers, num_bytes // max(1, self._graph))
+        kept = min(self._layers, num_bytes // self._more("device"))
         offload = max(0, min(offload, self._layers - kept))
-        left = num_bytes - kept * self._graph if kept == self._layers else 0
+        left = num_bytes - kept * self._more("device") if kept == self._layers else 0
         return Graphs(kept, min(kept, left // self._rest) if self._rest > 0 else 0, offload)
 
     def all(self) -> Iterator[Way]:
@@ -306,7 +320,7 @@ class Spending:
             return set()
         if not self._graph:
             return {self._held(spare, 0)}
-        most = min(self._layers, host_spare // self._graph)
+        most = min(self._layers, host_spare // self._more("host"))
         unnoticed = min(most, int(self._forward() / self._costs.copy(COPY_OUT, self._graph)))
         lanes = (LEAVING + RETURNING) * self._work.keeping.kept_bytes
         return {
@@ -368,6 +382,8 @@ class Spending:
     def _compute(self, graphs: Graphs) -> float:
         work, seconds = self._work, self._costs.seconds
         saved = sum(map(seconds, work.computed_twice))
+        if self._frame.placement.save_attention != "none":
+            saved -= seconds(work.again) - seconds(work.again._replace(attention_flops=0))
         halves = seconds(work.keeping) + seconds(work.kept_backward)
         whole = halves - seconds(work.again) - seconds(work.backward)
         spared = (graphs.kept + graphs.offloaded) * max(0.0, saved - halves) * self._micro
@@ -395,9 +411,9 @@ class Spending:
             short = self._budget.host_spare(spent)
             if short < 0 and not graphs.offloaded:
                 break  # graphs on the device spare the host nothing
-            held = graphs.kept * self._graph + graphs.whole * max(0, self._rest)
+            held = graphs.kept * self._more("device") + graphs.whole * max(0, self._rest)
             room = held + self._budget.spare(spent)
-            more_on_host = min(0, short // max(1, self._graph))
+            more_on_host = min(0, short // self._more("host"))
             before, graphs = graphs, self._held(room, graphs.offloaded + more_on_host)
             if room < 0 or graphs == before:
                 break

@@ -22,6 +22,7 @@ from megatrain.autoplace.candidates import (
 from megatrain.base.units import gib, size
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import UNSUMMED, ForecastCache
+from megatrain.forecast.op_counter import NotForeseeable
 from megatrain.forecast.simulate import STEADY, Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.loss import JointLoss
@@ -30,7 +31,7 @@ from megatrain.placement import Placement
 from megatrain.telemetry.gpu import most_memory
 from megatrain.tile import TileKind
 
-# Candidates. What these leave free on the device may buy more than they cost: layer
+# Candidates of a family. What these leave free on the device may buy more than they cost: layer
 # inputs on the host, and fewer slots and smaller chunks besides.
 _SPARING = (1, 3)
 _TRIED = 3  # ways of spending that are forecast in full
@@ -139,7 +140,7 @@ class Search:
             spending = [self._spending(frame) for frame in frames]
             best = _best_spent(best, spending, _TRIED if self._thorough else 1)
             if best is not None and self._thorough:
-                best = _best_spent(best, self._in_passes(), _TRIED_IN_PASSES)
+                best = _best_spent(best, self._in_passes(best), _TRIED_IN_PASSES)
             if best is not None:
                 return best
             least = least or self.least()
@@ -153,16 +154,19 @@ class Search:
         """True if there likely is a way: with the largest micro-batches, or the smallest."""
         most, *_, fewest = [*(sizes := self._candidates.sizes()), sizes[-1]]
         # A search without a disk looks at this one anyway.
-        fastest = [] if self._candidates.spilled else self._candidates.placements(most)[:1]
+        fastest = [] if self._candidates.spilled else self._candidates.families(most)[0][:1]
         return self._first_look(fastest, most) or any(
-            self._first_look(self._few_slots(rows), rows) for rows in dict.fromkeys((most, fewest))
+            self._first_look(family, rows)
+            for rows in dict.fromkeys((most, fewest))
+            for family in self._families(rows)
         )
 
     def host_is_short(self) -> bool:
         """True if what lasts as long as an engine has no room on the host; no step is followed."""
         return all(
             self._with_tiles(placement)[1][1] > self._budget.host
-            for placement in self._most_sparing(self._few_slots(self._candidates.sizes()[-1]))
+            for family in self._families(self._candidates.sizes()[-1])
+            for placement in self._most_sparing(family)
         )
 
     def least(self) -> Forecast:
@@ -172,10 +176,10 @@ class Search:
         """
         sizes = self._candidates.sizes()
         few = [rows for rows in sizes if rows * _MANY >= self._workload.rows] or sizes
-        place, taken = self._lacking_least(few[-1])
+        number, place, taken = self._lacking_least(few[-1])
         if taken[0] > self._budget.device and few[-1] > sizes[-1]:
             few = sizes
-            place, taken = self._lacking_least(sizes[-1])
+            number, place, taken = self._lacking_least(sizes[-1])
 
         def hardly_more(placement: Placement, rows: int, steps: int = 1) -> bool:
             if steps == 1 and not hardly_more(placement, rows, 0):
@@ -185,22 +189,25 @@ class Search:
             return all(now <= then + (then and _ALIKE * total) for now, then, total in pairs)
 
         for rows in few:
-            candidates = self._few_slots(rows)
-            if hardly_more(candidates[place], rows):
-                alike = [candidate for candidate in candidates if hardly_more(candidate, rows)]
+            family = self._families(rows)[number]
+            if hardly_more(family[place], rows):
+                alike = [candidate for candidate in family if hardly_more(candidate, rows)]
                 steady = (candidate for candidate in alike if hardly_more(candidate, rows, STEADY))
-                least = next(steady, candidates[place])
+                least = next(steady, family[place])
                 if hardly_more(least, rows, STEADY):
                     break
         placement, peaks = self._with_tiles(least, rows, STEADY)
         needed = map(max, peaks, self._peaks(placement, rows, 1), self._least_bytes(placement))
         return replace(self._of(placement, rows), machine=self._budget.raised(*needed))
 
-    def _lacking_least(self, rows: int) -> tuple[int, tuple[int, int]]:
-        """The number of the candidate that lacks least; its peaks."""
-        candidates = self._few_slots(rows)
-        sparing = self._most_sparing(candidates)
-        alone = any(self._least_bytes(option)[0] <= self._budget.device for option in sparing)
+    def _lacking_least(self, rows: int) -> tuple[int, int, tuple[int, int]]:
+        """Numbers of the family, and in it, of the candidate that lacks least; its peaks."""
+        sparing = [
+            (number, family.index(placement), placement)
+            for number, family in enumerate(self._families(rows))
+            for placement in self._most_sparing(family)
+        ]
+        alone = any(self._least_bytes(option)[0] <= self._budget.device for *_, option in sparing)
         most = max(self._budget.device, most_memory())
 
         def rank(peaks: tuple[int, int]) -> tuple[bool, bool, int]:
@@ -208,36 +215,39 @@ class Search:
             both = alone and on_device > 0 and on_host > 0
             return peaks[0] > most, both, _DEVICE_WORTH * on_device + on_host
 
-        bounds = [rank(self._with_tiles(placement, rows, 0)[1]) for placement in sparing]
+        bounds = [rank(self._with_tiles(placement, rows, 0)[1]) for *_, placement in sparing]
         best = None
-        for bound, placement in sorted(zip(bounds, sparing, strict=True), key=lambda pair: pair[0]):
-            if best is not None and rank(best[1]) <= bound:
+        for bound, (number, place, placement) in sorted(
+            zip(bounds, sparing, strict=True), key=lambda pair: pair[0]
+        ):
+            if best is not None and rank(best[2]) <= bound:
                 break
             peaks = self._with_tiles(placement, rows)[1]
-            if best is None or rank(peaks) < rank(best[1]):
-                best = candidates.index(placement), peaks
+            if best is None or rank(peaks) < rank(best[2]):
+                best = number, place, peaks
         assert best is not None
         return best
 
-    def _few_slots(self, rows: int) -> list[Placement]:
-        return [c for c in self._candidates.placements(rows) if c.slots < MOST_SLOTS]
+    def _families(self, rows: int) -> list[list[Placement]]:
+        families = self._candidates.families(rows)
+        return [[c for c in family if c.slots < MOST_SLOTS] for family in families]
 
-    def _most_sparing(self, candidates: list[Placement]) -> list[Placement]:
+    def _most_sparing(self, family: list[Placement]) -> list[Placement]:
         """The candidates that take least: the last, and the one that holds least, of each kind."""
         sparing = []
         for where in ("host", "device"):
-            alike = [placement for placement in candidates if placement.layer_inputs == where]
+            alike = [placement for placement in family if placement.layer_inputs == where]
             by_bytes = sorted(alike, key=lambda candidate: self._least_bytes(candidate)[0])
             sparing += alike[-1:] + by_bytes[:1]
         return [*dict.fromkeys(sparing)]
 
-    def _first_look(self, candidates: list[Placement], rows: int) -> bool:
-        """True if one of the most sparing candidates has room."""
+    def _first_look(self, family: list[Placement], rows: int) -> bool:
+        """True if one of a family's most sparing candidates has room."""
         return any(
             not any(self._lacks(*self._with_tiles(placement)[1]))
             and not any(self._lacks(*self._with_tiles(placement, rows, 0)[1]))
             and self._holds(*self._peaks(placement, rows, 1))
-            for placement in self._most_sparing(candidates)
+            for placement in self._most_sparing(family)
         )
 
     def _lacks(self, device: int, host: int) -> tuple[int, int]:
@@ -247,7 +257,7 @@ class Search:
         """Bytes without which a candidate cannot be; with `rows`, a layer's memory is counted."""
         needs = self._forecasts.needs(self._workload, placement)
         device = self._machine.device_context_bytes + mapping_bytes(sum(needs.host.values()))
-        if rows is not None:
+        if rows is not None and placement.chunk_tokens is None:
             works = self._forecasts.measured(self._workload).layer(0, rows).computed_twice
             device += max(0, max(work.peak_bytes for work in works) - needs.device[UNSUMMED])
         host = self._forecasts.least_host_bytes(self._machine, self._workload, placement)
@@ -258,7 +268,12 @@ class Search:
         alike = placement
         if steps < STEADY:
             alike = replace(placement, resident=(), **_DISK)
-        frame = self._of(alike, rows, steps)
+        try:
+            frame = self._of(alike, rows, steps)
+        except NotForeseeable:
+            if placement.chunk_tokens is None:
+                raise
+            return 1 << 62, 1 << 62  # these layers cannot be foreseen in tiles
         (device, host), less = self._least_bytes(placement), self._least_bytes(alike)
         device += frame.device_peak_bytes - less[0]
         return device, frame.host_peak_bytes + host - less[1]
@@ -294,28 +309,28 @@ class Search:
         best = min(frames, key=lambda frame: frame.seconds)
         rows = best.micro_batch
         placements = {frame.placement for frame in frames if frame.micro_batch == rows}
-        all_of = self._candidates.placements(rows)
-        first = next((n for n, each in enumerate(all_of) if each in placements), len(all_of))
-        sparing = [self._of(all_of[n], rows) for n in _SPARING if n > first]
-        return [*frames, *filter(self._fits_moved, sparing)]
+        for family in self._candidates.families(rows):
+            first = next((n for n, each in enumerate(family) if each in placements), len(family))
+            sparing = [self._of(family[n], rows) for n in _SPARING if n > first]
+            frames += filter(self._fits_moved, sparing)
+        return frames
 
     def _first_fitting(self, sizes: list[int]) -> list[Forecast]:
-        """The first candidate that fits, of the two largest sizes."""
+        """Of every family the first candidate that fits; of the two largest sizes."""
         frames: list[Forecast] = []
         wanted = 2 if self._thorough else 1
         for rows in sizes:
-            fitting = self._first_of(rows)
-            if fitting is not None:
-                frames.append(fitting)
-                wanted -= 1
+            families = self._candidates.families(rows)
+            fitting = [*filter(None, (self._first_of(family, rows) for family in families))]
+            frames += fitting
+            wanted -= bool(fitting)
             if not wanted:
                 break
         return frames
 
-    def _first_of(self, rows: int) -> Forecast | None:
-        candidates = self._candidates.placements(rows)
-        for number, candidate in enumerate(candidates):
-            if number == 1 and not self._first_look(candidates, rows):
+    def _first_of(self, family: list[Placement], rows: int) -> Forecast | None:
+        for number, candidate in enumerate(family):
+            if number == 1 and not self._first_look(family, rows):
                 break
             hopeful = self._holds(*self._least_bytes(candidate, rows))
             if hopeful and self._holds(*self._peaks(candidate, rows, 1)):
@@ -335,11 +350,11 @@ class Search:
     def _spending(self, frame: Forecast, passes: int = 1) -> Spending:
         return Spending(self._forecasts, self._workload, frame, self._budget, passes)
 
-    def _in_passes(self) -> list[Spending]:
-        """Ways with small micro-batches in passes; none for joint losses, or large sums."""
+    def _in_passes(self, best: Forecast) -> list[Spending]:
+        """Ways with small micro-batches in passes; none for joint losses, tiles, or large sums."""
         if isinstance(self._workload.loss, JointLoss) or self._forecasts.spec.routed:
             return []
-        if self._tiles.sums_bytes > self._budget.device:
+        if best.placement.chunk_tokens is not None or self._tiles.sums_bytes > self._budget.device:
             return []
         spending = []
         sizes = self._candidates.sizes()
@@ -348,7 +363,7 @@ class Search:
         for rows in sizes:
             count = -(-self._workload.rows // rows)
             if count > 1:
-                frame = self._of(self._candidates.placements(rows)[0], rows)
+                frame = self._of(self._candidates.families(rows)[0][0], rows)
                 passes = sorted({n for n in _PASSES if n < count} | {count})
                 spending += [self._spending(frame, n) for n in passes]
         return spending

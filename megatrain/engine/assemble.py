@@ -33,7 +33,7 @@ from megatrain.telemetry.host import update_threads
 from megatrain.tile import TileKind
 from megatrain.tile.layout import Expand
 
-# Of a micro-batch's graph on its way to the host and back, at once. Two leave: a graph
+# Of a micro-batch's graph or attention on its way to the host and back, at once. Two leave: a graph
 # takes up to twice as long over the bus as its layer's forward.
 LEAVING, RETURNING = 2, 2
 
@@ -64,7 +64,10 @@ class Assembly:
         self.layers = self.store.of(TileKind.LAYER)
         [self.prologue], [self.head] = map(self.store.of, (TileKind.PROLOGUE, TileKind.HEAD))
         self.media = self.store.of(TileKind.MEDIA)  # one, or none
-        if self.placement.compile:
+        tokens, compiled = self.placement.chunk_tokens, self.placement.compile
+        if tokens is not None:
+            self.program.tile(tokens, compiled=compiled)
+        elif compiled:
             self.program.compile()
 
     def policies(self, *, device: bool = True, host: bool = True) -> list[ActivationPolicy]:
@@ -221,7 +224,7 @@ def host_bytes(store: Store, parts: Parts) -> dict[str, int]:
 
 
 def kept_offload(parts: Parts) -> HostOffload | None:
-    """Moves graphs to the host and back; None: none are saved there."""
+    """Moves graphs and attention results to the host and back; None: none are saved there."""
     offloads = (unit.offload for unit in parts.trunk if isinstance(unit, Layer))
     return next((offload for offload in offloads if offload is not None), None)
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -16,8 +17,11 @@ from megatrain.engine.modules import State, StreamedModule
 from megatrain.engine.saved_tensors import (
     Graph,
     HostOffload,
+    KeepAttention,
+    KeptAttention,
     KeptGraph,
     OffloadPlan,
+    ReplayAttention,
     SavedTensors,
     packed_bytes,
 )
@@ -45,7 +49,7 @@ class Layer(StreamedModule):
         name, backward_name: of its work.
         policy: the tensors of its forward that are saved for its backward, and their place.
         inputs: the activations that it reads.
-        waiting: graphs that wait for the backward, by micro-batch.
+        waiting: a graph or attention results that wait for the backward, by micro-batch.
         grad_inputs: the activations whose gradients its backward computes.
     """
 
@@ -129,13 +133,18 @@ class Layer(StreamedModule):
             graph.let_go()
             self.waiting[at.index] = KeptGraph(graph, held)
             return produced
+        if train and self.policy.saves == "attention":
+            with KeepAttention() as kept:
+                _, produced = self._graph(at)
+            self.waiting[at.index] = KeptAttention(kept.results, leaving)
+            return produced
         with torch.no_grad():
             return self.program.layer(self.visit, self.weights(at.slot), at.micro, at.values)
 
     def saves(self, at: Turn) -> Saves | None:
         """The part of a graph that waits for the backward; None: no graph waits."""
         if self.policy.saves != "nothing":
-            return self.policy.saves
+            return None if self.policy.saves == "attention" else self.policy.saves
         weights = partial(self.weights, at.slot)
         return "nothing" if self.program.repeats(self.visit, weights, at.micro) else None
 
@@ -163,10 +172,12 @@ class Layer(StreamedModule):
     ) -> Activations:
         """One micro-batch's gradients of the inputs; `returned`: tensors back from the host."""
         waiting = self.waiting.pop(at.index, None)
-        if waiting is not None:
+        if isinstance(waiting, KeptGraph):
             waiting.held.give_back(at.slot.data, at.values, returned)
             return waiting.graph.backward(self.outputs, dh, accumulator)
-        graph = self._graph(at)[0]  # not the outputs, which would live through the backward
+        kept = nullcontext() if waiting is None else ReplayAttention(waiting.results(returned))
+        with kept:
+            graph = self._graph(at)[0]  # not the outputs, which would live through the backward
         return graph.backward(self.outputs, dh, accumulator)
 
     def _returned(self) -> Iterator[tuple[list[Tensor], list[Buffer]]]:

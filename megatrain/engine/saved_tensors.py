@@ -1,8 +1,12 @@
-"""What waits from the forward to the backward: layer inputs and graphs; and where.
+"""What waits from the forward to the backward: layer inputs, graphs, attention results; and where.
 
 A kept graph holds no weights and no inputs of its own: in the backward its layer's weights are in a
 slot again, and its inputs are given again. All else that it saved either stays on the device or
 waits in pinned host memory: out through a few lanes, back ahead of its use.
+
+Attention's results are kept as torch.utils.checkpoint's selective checkpointing does it, beneath
+autograd: of a row of 512 k tokens, to compute attention again is a fifth of a step. The output and
+the logarithms of the softmax's sums are all that its backward needs besides queries, keys, values.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -15,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from megatrain.base.units import align
-from megatrain.compat.torch import FakeTensor, memory_of
+from megatrain.compat.torch import FakeTensor, TorchDispatchMode, memory_of, pytree, schema_of
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.engine.modules import StreamedModule, add
@@ -183,6 +187,25 @@ class KeptGraph(NamedTuple):
 
     graph: Graph
     held: SavedTensors
+
+
+class KeptAttention:
+    """Results of a layer's attention, on the device or on their way to the host."""
+
+    def __init__(self, results: list[Any], leaving: OffloadPlan | None) -> None:
+        leaves, self._spec = pytree.tree_flatten(results)
+        self._leaves = [
+            leaving.view(leaf) if leaving is not None and isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+
+    def results(self, returned: list[Tensor]) -> list[Any]:
+        """The results as `ReplayAttention` takes them."""
+        leaves = [
+            leaf.on(returned[leaf.source]) if isinstance(leaf, _View) else leaf
+            for leaf in self._leaves
+        ]
+        return pytree.tree_unflatten(leaves, self._spec)
 
 
 @dataclass
@@ -434,3 +457,56 @@ class HostBoundaries:
                     dict, [(ref, item[0]) for ref, item in pairs if item]
                 )
                 yield self._device.run(COMPUTE, _GIVE, give, reads=buffers)
+
+
+_OPERATIONS = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "aten::_cudnn_attention_forward",
+    "megatrain::attention_with_sinks",
+}
+
+
+def _is_attention(func: Any, args: tuple, kwargs: dict) -> bool:
+    """True for attention without dropout, whose random numbers would have to be drawn again."""
+    if schema_of(func).name not in _OPERATIONS:
+        return False
+    names = [argument.name for argument in schema_of(func).arguments]
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return not arguments.get("dropout_p")
+
+
+class KeepAttention(TorchDispatchMode):
+    """Keeps the results of attention within the context.
+
+    Attributes:
+        results: of each operation, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _is_attention(func, args, kwargs or {}):
+            self.results.append(pytree.tree_map_only(Tensor, Tensor.detach, result))
+        return result
+
+
+class ReplayAttention(TorchDispatchMode):
+    """Gives results kept instead of computing attention, in the same order."""
+
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__()
+        self._results = iter(results)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_attention(func, args, kwargs or {}):
+            return pytree.tree_map_only(Tensor, Tensor.detach, next(self._results))
+        return func(*args, **(kwargs or {}))

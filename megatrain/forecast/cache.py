@@ -89,7 +89,7 @@ def needs_of(
     """
     device, dtype = _Counting(), program.dtype
     store = Store(device, model.layouts, dtype, rule=model.rule, placement=placement)
-    eager = replace(placement, compile=False)
+    eager = replace(placement, compile=False, chunk_tokens=None)
     assembly = Assembly(device, program, store, dtype, eager)
     parts: Parts
     if model.optimizer is None:
@@ -150,21 +150,28 @@ class ForecastCache(Once):
         return needs
 
     def least_host_bytes(self, machine: Machine, workload: Workload, placement: Placement) -> int:
-        """All resident memory of the process, but for graphs that wait."""
+        """All resident memory of the process, but for graphs and attention results that wait."""
         host = self.needs(workload, placement).host
         planes = sum(host[kind.value] for kind in PlaneKind if kind is not PlaneKind.GRADIENT)
         later, measured = sum(host.values()) - planes, self.measured(workload)
         process = process_bytes(self.model(workload), machine, placement, measured, later)
         return planes + later + process
 
-    def measured(self, workload: Workload) -> Profile:
+    def measured(self, workload: Workload, chunk_tokens: int | None = None) -> Profile:
         return self.once(
-            (workload.precision, workload.sequence_length, workload.compile, workload.media),
+            (
+                workload.precision,
+                workload.sequence_length,
+                workload.compile,
+                workload.media,
+                chunk_tokens,
+            ),
             lambda: Profile(
                 self.spec,
                 workload.dtype,
                 workload.sequence_length,
                 compiled=workload.compile,
+                chunk_tokens=chunk_tokens,
                 float8=workload.precision == "fp8",
                 media=workload.media,
             ),
@@ -187,7 +194,7 @@ class ForecastCache(Once):
                 self.model(workload),
                 machine,
                 placement,
-                self.measured(workload),
+                self.measured(workload, placement.chunk_tokens),
                 rows=workload.rows,
                 micro_batch=micro_batch,
                 clip=workload.clip,

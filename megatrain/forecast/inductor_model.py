@@ -8,7 +8,7 @@ which all else can be computed again.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatrain.compat.torch import SOFTMAX_BACKWARD, TorchDispatchMode, memory_of, schema_of
-from megatrain.forecast.op_counter import LayerWork, Shape, Work, added, is_view, tensors, work_of
+from megatrain.forecast.op_counter import (
+    LayerWork,
+    OpCounter,
+    Shape,
+    Work,
+    added,
+    is_view,
+    tensors,
+    work_of,
+)
 from megatrain.model.layer_template import KEPT_SHARE
 from megatrain.model.program import Activations
 
@@ -194,6 +203,26 @@ def leaves(inputs: list[Any]) -> list[Tensor]:
 def shapes(results: Activations) -> dict[int, Shape]:
     """The shapes of a layer's results, by output leaf."""
     return {ref.leaf: Shape(tuple(v.shape), v.dtype) for ref, v in results.items()}
+
+
+def eager_work(run: Callable[[], Activations], inputs: list[Any]) -> LayerWork:
+    """The work of a layer, or a part of one, that is not compiled."""
+    plain, graph = OpCounter(), OpCounter()
+    with torch.no_grad(), plain:
+        plain.ignore(inputs)
+        run()
+    with graph:
+        graph.ignore(inputs)
+        outputs = run()
+    values, gradients = ends(outputs)
+    graph.ignore(gradients)
+    results = sum(value.nbytes for value in outputs.values())
+    first = graph.with_peak._replace(kept_bytes=graph.total_bytes - results)
+    graph.restart()
+    with graph:
+        torch.autograd.grad(values, leaves(inputs), gradients, allow_unused=True)
+    second = graph.work._replace(peak_bytes=graph.peak_bytes - results)
+    return LayerWork(plain.with_peak, first, second, first, second, None, shapes(outputs))
 
 
 def compiled_work(trace: Trace) -> LayerWork:

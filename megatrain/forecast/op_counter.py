@@ -43,7 +43,7 @@ class Place:
     """The parts of memory that come and go in a step."""
 
     ACTIVATIONS, WORKING_SET, KEPT_GRAPHS = "activations", "working set", "kept graphs"
-    ARGUMENTS = "layer arguments"
+    KEPT_ATTENTION, ARGUMENTS = "kept attention", "layer arguments"
 
 
 class NotForeseeable(MegatrainError):
@@ -72,6 +72,7 @@ class Work(NamedTuple):
     Attributes:
         attention_flops, attention_backward_flops: causal attention counted at half.
         touched_bytes: of device memory, by all operations but products and attention.
+        attention_bytes: results of attention, which may wait for its backward.
         peak_bytes: that exist at once, besides the work's arguments; results count.
         kept_bytes: that wait for a backward, besides results and arguments.
         calls: of the layer or head, if it is more than one.
@@ -82,6 +83,7 @@ class Work(NamedTuple):
     attention_backward_flops: int = 0
     touched_bytes: int = 0
     kernels: int = 0
+    attention_bytes: int = 0
     peak_bytes: int = 0
     kept_bytes: int = 0
     calls: int = 0
@@ -101,7 +103,7 @@ class Work(NamedTuple):
 
 def added(one: Work, other: Work) -> Work:
     """The work of both, one after the other, but for their memory."""
-    return Work._make((*map(add, one[:5], other[:5]), 0, 0, max(one.calls, other.calls)))
+    return Work._make((*map(add, one[:6], other[:6]), 0, 0, max(one.calls, other.calls)))
 
 
 @dataclass(frozen=True)
@@ -378,14 +380,16 @@ def _one_attention(
 def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     """An operation's work, and the bytes it needs while it runs."""
     if func is _ATTENTION:
-        return Work(attention_flops=_attention_flops(*args), kernels=1), 0
+        results = sum(tensor.nbytes for tensor in tensors(out))
+        flops = _attention_flops(*args)
+        return Work(attention_flops=flops, kernels=1, attention_bytes=results), 0
     if func is _ATTENTION_BACKWARD:
         _, query, key, value, *_, mask, causal = args
         # Five products where the forward has two; the gradient of the queries is summed in fp32.
         flops = _attention_flops(query, key, value, mask, causal) * 5 // 2
         return Work(attention_backward_flops=flops, kernels=1), query.numel() * 4
     if func in (WITH_SINKS, WITH_SINKS_BACKWARD):
-        return _attention_with_sinks(func, args)
+        return _attention_with_sinks(func, args, sum(tensor.nbytes for tensor in tensors(out)))
     if func in (_EXPERTS, _EXPERTS_BACKWARD):
         rows, weights = sorted(args[-2:], key=Tensor.dim)
         return Work(product_flops=2 * rows.numel() * weights.shape[-1], kernels=1), 0
@@ -400,13 +404,14 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
     return Work(touched_bytes=touched, kernels=1), scratch
 
 
-def _attention_with_sinks(func: Any, args: tuple) -> tuple[Work, int]:
+def _attention_with_sinks(func: Any, args: tuple, results: int) -> tuple[Work, int]:
     query, window = args[0 if func is WITH_SINKS else 1], args[-2]
     rows, tokens, heads, width = query.shape
     seen = min(window, tokens) if window else tokens // 2  # tokens that one sees on average
     flops = 4 * rows * tokens * heads * seen * width
     if func is WITH_SINKS:
-        return Work(attention_flops=flops, kernels=4), 2 * query.nbytes
+        work = Work(attention_flops=flops, kernels=4, attention_bytes=results)
+        return work, 2 * query.nbytes
     return Work(attention_backward_flops=flops * 5 // 2, kernels=4), query.numel() * 4
 
 

@@ -413,6 +413,15 @@ class Declared:
             packing = Work(touched_bytes=crossing, kernels=count * len(layer.inputs))
             key = "forward", saves, stays, count
             done = visit.once(key, lambda: added(first.times(count), packing))
+        elif train and layer.policy.saves == "attention":
+            waiting = ledger.hold(Place.KEPT_ATTENTION, work.again.attention_bytes * count)
+            first = _beside_attention(work.again)
+            ledger.took(first.peak_bytes, (count - 1) * visit.produced_bytes, Place.WORKING_SET)
+            ledger.took(first.kept_bytes)
+            if leaving is not None:
+                leaving.memory.append(waiting)
+            layer.waiting[at.index] = [waiting] if leaving is None else []
+            done = first.times(count)
         else:
             done = self._took(work.forward, count)
         return done, {**kept_on, **self._results(visit.produced, count)}
@@ -432,6 +441,8 @@ class Declared:
             done = Work(touched_bytes=crossing) if crossing else _NO_WORK
         else:
             first, second = visit.work.again, visit.work.backward
+            if waiting is not None:
+                first = _beside_attention(first)._replace(attention_flops=0)
             # Each of a group is computed again after the one before it is done.
             done = self._took(first, count)
             held = ledger.hold(Place.WORKING_SET, first.kept_bytes)
@@ -559,3 +570,9 @@ class Declared:
         taken = sum(values.pop(ref).nbytes for values in h for ref in spec.routed)
         work = Work(touched_bytes=2 * taken, kernels=len(h) * len(spec.routed))
         return work, torch.empty(spec.routed_shape, device="meta")
+
+
+def _beside_attention(work: Work) -> Work:
+    """Work whose attention's results are kept: they are beside the graph that reads them."""
+    size = work.attention_bytes
+    return work._replace(peak_bytes=work.peak_bytes - size, kept_bytes=work.kept_bytes - size)

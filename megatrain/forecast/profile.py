@@ -1,12 +1,13 @@
 """The cost of a model's parts at one shape of micro-batch, read off the model's own code.
 
 Each kind of layer, and the head, runs once on fake tensors (shapes without data) under a counter of
-its operations: FLOPs, bytes touched, and bytes alive. Of modules that run in tiles after the layers
+its operations: FLOPs, bytes touched, and bytes alive. Of parts that run in tiles
 (model/token_chunks.py, with its legend of shapes) one tile is measured, and none is run.
 """
 
+import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -31,7 +32,7 @@ from megatrain.forecast.encoders import (
     in_one_call,
     media_work,
 )
-from megatrain.forecast.inductor_model import Trace, compiled_work, ends, leaves, shapes, traced
+from megatrain.forecast.inductor_model import Trace, compiled_work, eager_work, traced
 from megatrain.forecast.op_counter import (
     LayerWork,
     OneAttention,
@@ -49,7 +50,7 @@ from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.media import as_computed
 from megatrain.model.program import Activations, MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
-from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone
+from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone, parts
 from megatrain.optim import tile_planes
 from megatrain.store.store import Tile
 from megatrain.tile import TileLayout
@@ -58,17 +59,19 @@ _SIZE = 4  # of the greatest common divisor of a part's sizes, in a trial
 _MOST = 1 << 24  # parameters of a part that is tried in its own size
 
 
-class TileWork(NamedTuple):
-    """The work of one tile: a forward, the one of the backward, the rest of that; its result."""
-
-    forward: Work
-    again: Work
-    backward: Work
-    out: Shape
-
-
-Measure = Callable[[nn.Module, dict[str, Tensor], tuple[int, ...], torch.dtype], TileWork]
+Measure = Callable[[nn.Module, dict[str, Tensor], tuple[int, ...], torch.dtype], LayerWork]
 """Of a part, its weights and buffers without data, and the sizes `[1, C, D]` and type of a tile."""
+
+
+@contextmanager
+def tiled(kind: LayerTemplate, tokens: int, measure: Measure) -> Iterator[None]:
+    """Within this context a kind's parts stand for tiles of `tokens`."""
+    before, kind.module = kind.module, copy.deepcopy(kind.module)
+    try:
+        with measured_tiles(parts(kind.module), tokens, measure):
+            yield
+    finally:
+        kind.module = before
 
 
 @contextmanager
@@ -88,9 +91,9 @@ def measured_tiles(modules: Sequence[nn.Module], tokens: int, measure: Measure) 
 
 class _MeasuredTiles(ChunkedOverTokens):
     def __init__(self, part: nn.Module, tokens: int, measure: Measure) -> None:
-        super().__init__(part, tokens)
+        super().__init__(part, tokens, lambda function, what: function)
         self._measure = measure
-        self._works: dict[tuple[int, torch.dtype], TileWork] = {}
+        self._works: dict[tuple[int, torch.dtype], LayerWork] = {}
 
     def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
         return acts_alone(self._alone, bound, x.shape[-1])
@@ -132,20 +135,20 @@ class _AllTiles(torch.autograd.Function):
     """A part over all its tiles; holds what model/token_chunks.py would hold."""
 
     @staticmethod
-    def forward(ctx: Any, work: TileWork, count: int, x_BTD: Tensor, *values: Tensor) -> Tensor:
-        ctx.work, ctx.count = work, count
+    def forward(ctx: Any, work: LayerWork, count: int, x_BTD: Tensor, *values: Tensor) -> Tensor:
+        ctx.work, ctx.count, out = work, count, work.outputs[0]
         ctx.save_for_backward(x_BTD, *values)
-        out_BTE = x_BTD.new_empty((*x_BTD.shape[:-1], work.out.sizes[-1]), dtype=work.out.dtype)
-        copied = Work(touched_bytes=2 * work.out.num_bytes, kernels=1)
+        out_BTE = x_BTD.new_empty((*x_BTD.shape[:-1], out.sizes[-1]), dtype=out.dtype)
+        copied = Work(touched_bytes=2 * out.num_bytes, kernels=1)
         # The result of the tile before is there until this one's is.
-        peak = work.forward.peak_bytes + work.out.num_bytes
+        peak = work.forward.peak_bytes + out.num_bytes
         _count(added(work.forward, copied), count, peak)
         return out_BTE
 
     @staticmethod
     def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor | None, ...]:
         x_BTD, *values = ctx.saved_tensors
-        work, needs = ctx.work, ctx.needs_input_grad[3:]
+        work, out, needs = ctx.work, ctx.work.outputs[0], ctx.needs_input_grad[3:]
         needed = [value for value, need in zip(values, needs, strict=True) if need]
         sums = [torch.zeros_like(value, dtype=torch.float32) for value in needed]
         dx_BTD = torch.empty_like(x_BTD)
@@ -154,7 +157,7 @@ class _AllTiles(torch.autograd.Function):
         moved = grads + 2 * sum(total.nbytes for total in sums) + 2 * tile
         summed = Work(touched_bytes=moved, kernels=len(needed) + 1)
         # Its gradients and results are there until those of the next tile are.
-        peak = work.backward.peak_bytes + grads + tile + work.out.num_bytes
+        peak = work.backward.peak_bytes + grads + tile + out.num_bytes
         _count(added(added(work.again, work.backward), summed), ctx.count, peak)
         rounded = iter([s.to(v.dtype) for s, v in zip(sums, needed, strict=True)])
         return None, None, dx_BTD, *(next(rounded) if need else None for need in needs)
@@ -163,7 +166,7 @@ class _AllTiles(torch.autograd.Function):
 def _count(work: Work, times: int, peak_bytes: int) -> None:
     counter = current_mode()
     assert isinstance(counter, OpCounter), "parts in tiles are measured under a counter"
-    counter.add(work.times(times)._replace(calls=0, peak_bytes=peak_bytes))
+    counter.add(work.times(times)._replace(attention_bytes=0, calls=0, peak_bytes=peak_bytes))
 
 
 _CPU = torch.device("cpu")
@@ -250,13 +253,15 @@ class Profile(Once):
         sequence_length: int,
         *,
         compiled: bool,
+        chunk_tokens: int | None = None,
         float8: bool = False,
         media: MediaRow | None = None,
     ) -> None:
+        """Args: with `chunk_tokens`, layers are eager but for the parts that run in tiles."""
         super().__init__()
         self._float8, self.media = float8, media
         self.spec, self.dtype, self.tokens = spec, dtype, sequence_length
-        self.compiled = compiled
+        self.compiled, self.chunk_tokens = compiled, chunk_tokens
         self.program = ModelProgram(spec, _CPU, dtype)
         self.program.train(True)
         self._outputs: dict[int, tuple[int, dict[int, Shape]]] = {}  # of a kind, for so many rows
@@ -360,12 +365,17 @@ class Profile(Once):
         kind = self.spec.layers[visit].kind
 
         def measure() -> LayerWork:
+            tiles: AbstractContextManager[None] = nullcontext()
+            if self.chunk_tokens is not None:
+                tiles = tiled(kind, self.chunk_tokens, partial(self._tile, self.compiled))
             with foreseeing(self.spec.layers[visit].name):
-                if self.compiled:
+                if self.compiled and self.chunk_tokens is None:
                     work = compiled_work(self._trace(visit, rows, kind))
                 else:
                     with fakes(), torch.enable_grad(), self.program.eager():
-                        work = eager_work(*self._call(visit, rows))
+                        run, inputs = self._call(visit, rows)
+                        with tiles:
+                            work = eager_work(run, inputs)
             work = work.in_float8 if self._float8 else work
             self._outputs[id(kind)] = rows, work.outputs
             return work
@@ -493,11 +503,12 @@ class Profile(Once):
 
     def _tile(
         self,
+        compiled: bool,
         part: nn.Module,
         bound: dict[str, Tensor],
         sizes: tuple[int, ...],
         dtype: torch.dtype,
-    ) -> TileWork:
+    ) -> LayerWork:
         trained = {name for name, _ in part.named_parameters()}
         with fakes(), torch.enable_grad():
             x = torch.empty(sizes, dtype=dtype).requires_grad_()
@@ -506,13 +517,13 @@ class Profile(Once):
             def run() -> Activations:
                 return {Ref(0, 0): functional_call(part, weights, (x,))}
 
-            work = eager_work(run, [x, *weights.values()])
-            return TileWork(work.forward, work.again, work.backward, work.outputs[0])
+            inputs = [x, *weights.values()]
+            return compiled_work(traced(run, inputs)) if compiled else eager_work(run, inputs)
 
     @contextmanager
     def _measuring_head(self, tokens: int) -> Iterator[None]:
         """Within this context what follows the layers runs over so many tokens at a time."""
-        tiles = measured_tiles(self.program.rest, tokens, self._tile)
+        tiles = measured_tiles(self.program.rest, tokens, partial(self._tile, False))
         with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
             yield
 
@@ -561,26 +572,6 @@ class Profile(Once):
                 return counter.with_peak
 
         return self.once(("head", visit.__name__, loss, head_tokens, *sizes), measure)
-
-
-def eager_work(run: Callable[[], Activations], inputs: list[Any]) -> LayerWork:
-    """The work of a layer, or a part of one, that is not compiled."""
-    plain, graph = OpCounter(), OpCounter()
-    with torch.no_grad(), plain:
-        plain.ignore(inputs)
-        run()
-    with graph:
-        graph.ignore(inputs)
-        outputs = run()
-    values, gradients = ends(outputs)
-    graph.ignore(gradients)
-    results = sum(value.nbytes for value in outputs.values())
-    first = graph.with_peak._replace(kept_bytes=graph.total_bytes - results)
-    graph.restart()
-    with graph:
-        torch.autograd.grad(values, leaves(inputs), gradients, allow_unused=True)
-    second = graph.work._replace(peak_bytes=graph.peak_bytes - results)
-    return LayerWork(plain.with_peak, first, second, first, second, None, shapes(outputs))
 
 
 def _anew(tensor: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class Forecast:
     @property
     def device_held_bytes(self) -> int:
         """Bytes that the driver will show: torch keeps freed memory while there is room."""
-        torn = self.device_bytes.get(Place.WORKING_SET, 0)
+        torn = 0 if self.placement.chunk_tokens else self.device_bytes.get(Place.WORKING_SET, 0)
         room = max(0, self.machine.device_memory_bytes - self.device_peak_bytes)
         return self.device_peak_bytes + min(room, int(_ALLOCATOR_TORN * torn))
 
@@ -212,9 +212,10 @@ def forecast(
     host["host_kept_bytes"] = host["host_kept_bytes"] * every[0] // every[1]
     on_device = {place: num_bytes for place, num_bytes in ledger.peak_live.items() if num_bytes}
     context = machine.device_context_bytes
-    waits = (Place.KEPT_GRAPHS, Place.ACTIVATIONS)
+    waits = (Place.KEPT_GRAPHS, Place.KEPT_ATTENTION, Place.ACTIVATIONS)
     waiting = sum(on_device.get(place, 0) for place in waits)
-    beyond = _ALLOCATOR * context + _ALLOCATOR_WAITING * waiting
+    torn = on_device.get(Place.WORKING_SET, 0) if placement.chunk_tokens is not None else 0
+    beyond = _ALLOCATOR * context + _ALLOCATOR_WAITING * waiting + _ALLOCATOR_TORN * torn
     on_device |= {"libraries": int(_WORKSPACES * context), "allocator": int(beyond)}
     on_device["context"] = context + mapping_bytes(sum(host.values()))
     later = sum(host.values()) - planes_bytes - host.get("host_resident_tiles_bytes", 0)
@@ -237,7 +238,7 @@ def forecast(
 
 def _followed(placement: Placement, steps: int) -> int | None:
     """Micro-batches, or groups of them, that are followed; None: all."""
-    on_host = placement.layer_inputs == "host"
+    on_host = "host" in (placement.layer_inputs, placement.save_attention)
     if not on_host and not placement.offload_activations:  # nothing of each leaves
         return 1
     return _FOLLOWED if steps >= STEADY else _FOLLOWED_FOR_MEMORY
@@ -278,7 +279,7 @@ def _assemble(
         cast(ModelProgram, _UnrunProgram(measured)),
         store,
         measured.dtype,
-        replace(placement, compile=False),  # nothing is run
+        replace(placement, compile=False, chunk_tokens=None),  # nothing is run
         Foreseen(0, ranks, model.ranks, hosts=model.hosts) if ranks > 1 else ALONE,
         declared=declared,
     )

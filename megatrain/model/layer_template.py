@@ -22,7 +22,7 @@ from megatrain.compat.torch import (
 from megatrain.errors import RunFailed
 from megatrain.model.fingerprint import INDEX_ATTRIBUTES
 from megatrain.model.routers import taken
-from megatrain.model.token_chunks import draws
+from megatrain.model.token_chunks import ChunkedOverTokens, draws, parts
 from megatrain.placement import Saves
 
 _log = logging.getLogger(__name__)
@@ -124,6 +124,15 @@ class LayerTemplate:
             function = compile_and_tell(_apply, f"{name} ({news})", purpose)
             share = _SHARES.get(purpose)
             self.compiled[purpose] = function if share is None else _in_budget(function, share)
+
+    def tile(self, tokens: int, name: str, *, compiled: bool) -> None:
+        """Run parts that act on each token alone in tiles of `tokens`; compile only those parts."""
+
+        def fast(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+            return compile_and_tell(function, f"{name}, {what}") if compiled else function
+
+        for part in parts(self.module):  # tried at the first call, with its weights
+            part.forward = ChunkedOverTokens(part, tokens, fast)
 
     def _random(self, weights: Mapping[str, Tensor]) -> bool:
         """True if the layer, in training, draws random numbers; tried at the first call.

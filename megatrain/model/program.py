@@ -159,6 +159,11 @@ class ModelProgram:
         for number, kind in enumerate(self.kinds, 1):
             kind.compile(f"layer kind {number} of {len(self.kinds)}")
 
+    def tile(self, tokens: int, *, compiled: bool) -> None:
+        """Run parts that act on every token alone in tiles of `tokens`; the rest stays eager."""
+        for number, kind in enumerate(self.kinds, 1):
+            kind.tile(tokens, f"layer kind {number} of {len(self.kinds)}", compiled=compiled)
+
     def attend(self, name: str) -> None:
         """Choose the implementation of attention: with masks, or one that replaces them."""
         attend([self.capture.model, *(kind.module for kind in self.kinds)], name)
@@ -171,7 +176,7 @@ class ModelProgram:
         """
         for part in self.rest:
             part.__dict__.pop("forward", None)  # it may have been wrapped for other tiles
-            part.forward = ChunkedOverTokens(part, tokens)
+            part.forward = ChunkedOverTokens(part, tokens, lambda function, what: function)
 
     @cached_property
     def rest(self) -> list[nn.Module]:

@@ -1,8 +1,9 @@
-"""Modules after the layers that act on every token alone, run over tiles of tokens.
+"""Parts of a layer that act on every token alone, run over tiles of tokens.
 
-A final norm computes in fp32: of a long row that is more than a layer works with. A module that
-takes each token alone runs on a few tokens at a time, and is computed again, tile by tile, in the
-backward. Which modules those are is tried, not read off their names: see `acts_on_tokens_alone`.
+At 512 k tokens the intermediate of one MLP takes 20 GB, and autograd keeps several. A part that
+takes each token alone can be run on a few tokens at a time and computed again, tile by tile, in the
+backward; its memory no longer grows with the row. Which parts those are is tried, not read off
+their names: see `acts_on_tokens_alone`.
 
 Legend: B rows, T tokens of a row, N = B x T, D width in, E width out, C tokens of a tile.
 """
@@ -19,6 +20,7 @@ from torch.func import functional_call
 from megatrain.compat.torch import TorchDispatchMode, without_modes
 
 Run = Callable[[dict[str, Tensor], Tensor], Tensor]
+Compiler = Callable[[Callable[..., Any], str], Callable[..., Any]]
 
 _TRIAL_SHAPE = (2, 64)  # rows, tokens
 _CHANGED = ((0, 0), (0, 63), (1, 31))  # tokens changed, one after the other
@@ -28,14 +30,14 @@ _OTHER_KERNELS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest rounding error, of the largest value, where other kernels compute fewer tokens."""
 
 
-def parts(module: nn.Module, names: Collection[str]) -> list[nn.Module]:
-    """Modules that may run in tiles, which have no parameters but those of `names`."""
+def parts(module: nn.Module, names: Collection[str] | None = None) -> list[nn.Module]:
+    """Modules that may run in tiles; with `names`: only those with no other parameters."""
     return [
         part
         for name, part in module.named_modules()
         if name
-        and any(each.startswith(f"{name}.") for each in names)
-        and {f"{name}.{each}" for each, _ in part.named_parameters()} <= set(names)
+        and (names is None or any(n.startswith(f"{name}.") for n in names))
+        and (names is None or {f"{name}.{n}" for n, _ in part.named_parameters()} <= set(names))
         and not _is_one_operation(part)
         and not behaves(part)
     ]
@@ -59,11 +61,15 @@ def _is_one_operation(part: nn.Module) -> bool:
 class ChunkedOverTokens:
     """Stands for the forward of a part."""
 
-    def __init__(self, part: nn.Module, tokens: int) -> None:
+    def __init__(self, part: nn.Module, tokens: int, compiled: Compiler) -> None:
         self._part, self._tokens = part, tokens
         self._whole = part.forward
         self._alone = copy.deepcopy(part)  # before its own parts are replaced in turn
         self._alone.__dict__.pop("forward", None)
+        name = type(part).__name__
+        self._fast = {
+            mode: compiled(_apply, f"{name} of a tile ({mode})") for mode in ("forward", "backward")
+        }
         self._taken: dict[tuple[bool, int, torch.dtype], bool] = {}
 
     def __deepcopy__(self, memo: dict) -> "ChunkedOverTokens":
@@ -90,8 +96,12 @@ class ChunkedOverTokens:
         return _Tiles.apply(self._call, self._tokens, list(bound), x, *bound.values())
 
     def _call(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
+        """One tile; the last one of a row may be short, and is not worth compiling for."""
         self._alone.train(self._part.training)
-        return _apply(self._alone, bound, x)
+        if x.shape[1] < self._tokens:
+            return _apply(self._alone, bound, x)
+        mode = "backward" if torch.is_grad_enabled() else "forward"
+        return self._fast[mode](self._alone, bound, x)
 
 
 def _apply(part: nn.Module, bound: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -107,6 +117,7 @@ class _Tiles(torch.autograd.Function):
     ) -> Tensor:
         ctx.run, ctx.tokens, ctx.names = run, tokens, names
         ctx.save_for_backward(x_BTD, *values)
+        # Detached, tiles of all layers look the same to a compiled function.
         bound = {name: value.detach() for name, value in zip(names, values, strict=True)}
         x_ND = x_BTD.detach().reshape(-1, x_BTD.shape[-1])
         out_NE: Tensor | None = None

@@ -50,6 +50,7 @@ def drawn(seed, layers):
         layer_input_lanes=draw.choice((1, 2, 4)),
         save_activations=saved,
         offload_activations=draw.choice((0, 0, 1, layers - saved)),
+        save_attention=draw.choice(("none", "device", "host")),
         keep_weights=draw.choice((0, 0, 2)),
         resident=draw.choice(((), (), ("layer 1",), ("embedding", "head"))),
         head_tokens=draw.choice((7, 64, 4096)),

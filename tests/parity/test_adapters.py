@@ -457,7 +457,7 @@ def test_a_bias_is_not_merged_where_the_base_has_none(tmp_path):
             ("llama", Placement(save_activations=3, save_all=3)),
             ("llama", Placement()),
             ("gemma3n_text", Placement(save_activations=1)),
-            ("llama", Placement(offload_activations=1, passes=2)),
+            ("llama", Placement(save_attention="host", passes=2)),
         ],
         *(0, 1),
     ),

@@ -57,10 +57,11 @@ def slope_error(model, step, placement, device="cpu"):
             Placement(slots=3, layer_inputs="host"),
             Placement(save_activations=2),
             Placement(passes=2),
+            Placement(chunk_tokens=5),
         ],
-        *(1, 3),
+        *(1, 4),
     ),
-    ids=["recomputed", "boundaries on the host", "kept graphs", "passes"],
+    ids=["recomputed", "boundaries on the host", "kept graphs", "passes", "tiles"],
 )
 def test_the_gradient_is_that_of_the_masks_of_the_forward(placement):
     [step] = make_batches(1)

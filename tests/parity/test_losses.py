@@ -177,7 +177,8 @@ def test_a_loss_and_its_gradients_are_plain_ones(name, placement, tied):
 
 
 @pytest.mark.parametrize(
-    ("cut", "choices"), [(1, {"save_activations": 2}), (4, {"save_activations": 3})]
+    ("cut", "choices"),
+    [(1, {"save_activations": 2}), (4, {"save_activations": 3, "save_attention": "host"})],
 )
 def test_pairs_may_lie_in_any_micro_batches(cut, choices):
     """As rows of one micro-batch, and in another order, they are what they are in four."""

@@ -161,7 +161,7 @@ PLACEMENTS = {
     "passes": Placement(passes=2),
     "on the device": Placement(resident=("media", "prologue", "layer 1")),
     "graphs": Placement(save_activations=2, save_all=1),
-    "graphs on the host": Placement(offload_activations=1),
+    "graphs on the host": Placement(offload_activations=1, save_attention="host"),
     "rows brought twice": Placement(keep_rows=False),
 }
 

@@ -80,7 +80,7 @@ def placements():
         Placement(passes=2),
         Placement(passes=2, layer_inputs="host", slots=3),
         Placement(passes=3, save_activations=3, save_all=2, offload_activations=1),
-        Placement(passes=2, resident=("embedding", "layer 1", "head")),
+        Placement(passes=2, resident=("embedding", "layer 1", "head"), save_attention="host"),
         Placement(keep_weights=2, slots=1),
         Placement(keep_weights=9, passes=2, resident=("layer 1",), save_activations=2),
         Placement(disk_moments=2),
@@ -95,7 +95,7 @@ def test_every_choice_of_a_placement_is_tried():
     """But for those that change rounding, and how much memory a save may have."""
     left = {f.name for f in fields(Placement)}
     left -= {n for n in left for p in placements() if getattr(p, n) != getattr(Placement(), n)}
-    assert left == {"head_tokens", "compile", "save_bytes"}
+    assert left == {"head_tokens", "chunk_tokens", "compile", "save_bytes"}
 
 
 @pytest.mark.parametrize(

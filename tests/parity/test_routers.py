@@ -83,6 +83,8 @@ PLACEMENTS = {
     "boundaries on the host": Placement(layer_inputs="host"),
     "kept graphs, of passes": Placement(passes=3, save_activations=2),
     "graphs on the host": Placement(offload_activations=2),
+    "kept attention": Placement(save_attention="device"),
+    "tiles of tokens": Placement(chunk_tokens=4),
 }
 
 

@@ -90,7 +90,7 @@ CASES: dict[str, Callable[[Any], dict]] = {
         heads, placement=Placement(slots=2, offload_activations=2, layer_inputs="host")
     ),
     "attention kept, tokens in chunks": case(
-        heads, placement=Placement(slots=2, save_activations=1, head_tokens=2)
+        heads, placement=Placement(slots=2, save_attention="device", chunk_tokens=3, head_tokens=2)
     ),
     "resident, in passes": case(
         heads, clip=0.5, placement=Placement(passes=3, resident=("embedding", "layer 0", "head"))

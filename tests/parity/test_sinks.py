@@ -10,6 +10,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.transformers import attention_of
+from megatrain.model import sinks as module_of_sinks
 from megatrain.model.documents import BY_SINKS
 from megatrain.model.sinks import attend_with_sinks, attention_with_sinks
 from tests.inside import program_of
@@ -95,6 +96,19 @@ def test_layers_with_sinks_attend_so_in_bf16_and_are_eager_in_fp32():
     assert name == "eager"
     ours, name = losses("bf16", rows())
     assert name == BY_SINKS and ours == pytest.approx(exact, rel=5e-3)
+
+
+def test_kept_attention_is_not_computed_again(monkeypatch):
+    calls, by_logits = [], module_of_sinks._by_logits
+
+    def counted(*args):
+        calls.append(args)
+        return by_logits(*args)
+
+    monkeypatch.setattr(module_of_sinks, "_by_logits", counted)
+    plain, computed = losses("bf16", rows()), len(calls)
+    assert losses("bf16", rows(), save_attention="host") == plain
+    assert len(calls) - computed == computed // 2 == 2 * 4
 
 
 def test_padded_rows_keep_their_meaning():

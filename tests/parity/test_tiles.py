@@ -1,4 +1,4 @@
-"""Modules after the layers run over tiles of tokens: only those that may be."""
+"""Parts of layers run over tiles of tokens: only those that may be, with the same gradients."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megatrain import Placement
-from megatrain.model.token_chunks import acts_on_tokens_alone
+from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone
+from tests.inside import spec_of
 from tests.parity.cases import (
     SHAPES,
     gradients,
@@ -15,9 +16,61 @@ from tests.parity.cases import (
     make_batches,
     make_engine,
     model_of,
+    qwen2,
     relative_error,
 )
 from tests.sweeps import swept
+
+TILED = Placement(slots=2, chunk_tokens=5)
+
+# Parts that tiles may be made of; all others of a layer may not.
+TAKEN: dict[str, set[str]] = {
+    "llama": {"input_layernorm", "post_attention_layernorm", "mlp"},
+    "gemma2": {
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+        "mlp",
+    },
+    "mixtral": {"input_layernorm", "post_attention_layernorm"},
+    "mamba": {"norm"},
+    "gpt2": {"ln_1", "ln_2", "mlp"},
+}
+
+
+def taken(engine):
+    """Parts that were tried and taken, without those inside others."""
+    found = set()
+    for layer in spec_of(engine).layers:
+        for name, part in layer.kind.module.named_modules():
+            forward = part.__dict__.get("forward")
+            if isinstance(forward, ChunkedOverTokens) and any(forward._taken.values()):
+                found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("family", TAKEN)
+def test_tiles_change_gradients_by_rounding_only(family):
+    model, [step] = model_of(family), make_batches(1, SHAPES)
+    whole = make_engine(model, clip=1e9)
+    cut = make_engine(model, clip=1e9, placement=TILED)
+    one, other = whole.step(step), cut.step(step)
+    assert taken(cut) == TAKEN[family]
+    assert other.loss == pytest.approx(one.loss, rel=1e-6)
+    assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert relative_error(gradients(cut), gradients(whole)) < 2e-5
+
+
+def test_biases_and_frozen_parts_in_tiles():
+    model, [step] = qwen2(), make_batches(1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("up_proj" not in name and "layernorm" not in name)
+    whole, cut = make_engine(model, clip=1e9), make_engine(model, clip=1e9, placement=TILED)
+    whole.step(step)
+    cut.step(step)
+    assert relative_error(gradients(cut), gradients(whole)) < 2e-5
+
 
 LAST = {
     "llama": "model.norm",

@@ -4,6 +4,7 @@ import weakref
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import Placement
 from tests.families.tiny import tiny_model
@@ -25,6 +26,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "graphs on the host": {"offload_activations": 2},
     "all graphs on the host": {"offload_activations": 99, "layer_inputs": "host"},
     "graphs on both": {"offload_activations": 1, "save_activations": 1, "layer_inputs": "host"},
+    "attention on the device": {"save_attention": "device"},
+    "attention on the host": {
+        "save_attention": "host",
+        "layer_inputs": "host",
+        "offload_activations": 1,
+    },
     "graphs on the device": {"save_activations": 99, "layer_inputs": "host"},
     "with a resident layer": {"offload_activations": 2, "resident": ("layer 0",), "slots": 1},
 }
@@ -63,7 +70,7 @@ def test_states_wait_but_for_rounding():
 
 def test_dropout_is_that_of_the_forward():
     [step] = make_batches(1)
-    for choices in ({"offload_activations": 2}, {"save_activations": 2}):
+    for choices in ({"offload_activations": 2}, {"save_attention": "device"}):
         assert slope_error(gpt2(), step, Placement(**choices)) < 2e-3
 
 
@@ -77,6 +84,28 @@ def test_rows_come_again_where_their_values_are_needed():
     for engine in engines:
         engine.step(step)
     assert same(*map(gradients, engines))
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_attention_is_computed_once(where, monkeypatch):
+    calls = 0
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal calls
+            calls += "scaled_dot" in str(func) and "backward" not in str(func)
+            return func(*args, **(kwargs or {}))
+
+    engine = make_engine(llama(), placement=Placement(save_attention=where))
+    plain = make_engine(llama())
+    [step] = make_batches(1)
+    counts = []
+    for one in (plain, engine):
+        calls = 0
+        with Count():
+            one.step(step)
+        counts.append(calls)
+    assert counts == [2 * 3 * 3, 3 * 3]
 
 
 def test_a_kept_graph_holds_neither_weights_nor_inputs():

@@ -37,9 +37,9 @@ RESIDENT = ((), ("embedding", "layer 0", "head"), ("layer 2",))
 VOCAB = 200  # the head takes three slots
 PIECE = 256  # elements of a gradient sent at once: a layer has three, the head seven
 
-# Graphs that wait; and the steps in which they may not on the host.
+# Graphs, or attention's results, that wait; and the steps in which they may not on the host.
 WAITING: tuple[dict, ...] = (
-    *({}, {"offload_activations": 3}, {"offload_activations": 1}),
+    *({}, {"offload_activations": 3}, {"save_attention": "host"}),
     {"save_activations": 2, "save_all": 1},
 )
 CLOSED = ((), (1,))

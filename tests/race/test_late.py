@@ -26,6 +26,7 @@ PLACEMENTS = {
     "kept graphs": Placement(save_activations=2, layer_inputs="host"),
     "resident": Placement(resident=("embedding", "layer 0", "head")),
     "graphs on the host": Placement(offload_activations=2, save_activations=1, layer_inputs="host"),
+    "attention on the host": Placement(save_attention="host", offload_activations=1, slots=3),
     "passes": Placement(passes=2, slots=3, save_activations=1, resident=("layer 1",)),
     "passes, all leaves": Placement(passes=3, layer_inputs="host", offload_activations=2),
     "weights that stay": Placement(keep_weights=2, slots=3),

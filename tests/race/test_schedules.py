@@ -42,7 +42,7 @@ def test_every_choice_of_a_placement_is_tried():
     plain, tried = Placement(), [schedule["placement"] for schedule in schedules()]
     left = {f.name for f in fields(Placement)}
     left -= {n for n in left for each in tried if getattr(each, n) != getattr(plain, n)}
-    assert left == {"head_tokens", "compile", "update_threads", "save_bytes"}
+    assert left == {"head_tokens", "chunk_tokens", "compile", "update_threads", "save_bytes"}
 
 
 @pytest.mark.parametrize("parts", few([[0], range(1, PARTS)]))

@@ -297,7 +297,7 @@ def test_prefetch_is_as_far_as_the_slots_reach():
     [
         Placement(),
         Placement(slots=3, layer_inputs="host", resident=("embedding", "layer 0"), keep_rows=False),
-        Placement(compile=True, head_tokens=8192, save_bytes=0),
+        Placement(compile=True, chunk_tokens=8192, save_attention="host", save_bytes=0),
     ],
 )
 def test_a_placement_is_shown_as_a_run_file_takes_it(placement):
@@ -319,7 +319,4 @@ def test_earlier_names_of_saved_choices_are_read():
     today, earlier = placement.as_dict(), {new: old for old, new in RENAMED.items()}
     saved = {earlier.get(name, name): value for name, value in today.items()}
     assert saved.keys() - today.keys() == RENAMED.keys()
-    saved |= {"chunk_tokens": 8192, "save_attention": "host"}  # given up
     assert Placement(**renamed(saved)) == Placement(**renamed(today)) == placement
-    with pytest.raises(ValueError, match="'chunk_tokens' has been given up"):
-        EngineSection(placement={"chunk_tokens": 8192})

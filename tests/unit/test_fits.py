@@ -234,7 +234,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "nothing is kept": {},
     "graphs on the device": {"save_activations": 3},
     "graphs on both": {"offload_activations": 2, "save_activations": 1, "layer_inputs": "host"},
-    "passes": {"passes": 2, "save_activations": 2},
+    "passes": {"passes": 2, "save_activations": 2, "save_attention": "device"},
 }
 
 

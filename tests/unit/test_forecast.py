@@ -46,7 +46,13 @@ PLACEMENTS = {
     "resident": Placement(slots=3, resident=("embedding", "layer 1", "head")),
     "boundaries on the host": Placement(layer_inputs="host", save_activations=2),
     "rows brought again": Placement(keep_rows=False, gradient_lanes=1, head_tokens=7),
-    "graphs on the host": Placement(layer_inputs="host", offload_activations=2, save_activations=1),
+    "attention on the host": Placement(
+        chunk_tokens=16,
+        layer_inputs="host",
+        save_attention="host",
+        offload_activations=2,
+        save_activations=1,
+    ),
 }
 
 
@@ -66,7 +72,7 @@ CASES = {
     "resident": (True, "bf16", True),
     "boundaries on the host": (False, "fp32", True),
     "rows brought again": (False, "bf16", False),
-    "graphs on the host": (True, "bf16", False),
+    "attention on the host": (True, "bf16", False),
 }
 
 

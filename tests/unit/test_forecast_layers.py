@@ -12,36 +12,63 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen2Config
 
 from megatrain import AdamW, Engine, Placement
-from megatrain.forecast import op_counter
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.profile import Profile
+from megatrain.forecast.op_counter import OpCounter
+from megatrain.forecast.profile import Profile, acts_alone
 from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss
 from megatrain.model import token_chunks
 from megatrain.model.probe import spec
 from megatrain.source.source import open_source
 from tests.parity.cases import Noting
+from tests.parity.test_tiles import TAKEN, model_of
 from tests.sweeps import few
 from tests.unit.forecast_cases import layer_call, small_machine, tiny_config, wide_config, wide_spec
+from tests.unit.test_forecast import forecasts
 
 TOKENS, ROWS, WIDTH = 512, 2, 256
 
 
-def tensors(values):
-    """As the counter finds them, but those with data."""
-    if isinstance(values, Tensor):
-        return [values]
-    values = list(values.values()) if isinstance(values, dict) else values
-    return [t for v in values for t in tensors(v)] if isinstance(values, list | tuple) else []
-
-
 @contextlib.contextmanager
 def tallied():
-    """Tallies count real tensors, also in the forward of tiles."""
+    """Tallies also count the forward of tiles."""
     with pytest.MonkeyPatch.context() as patch, torch.enable_grad():
-        patch.setattr(op_counter, "tensors", tensors)
         patch.setattr(token_chunks, "without_modes", contextlib.nullcontext)
         yield
+
+
+@pytest.mark.parametrize("family", TAKEN)
+def test_parts_that_run_in_tiles_are_known_without_weights(family):
+    source = open_source(model_of(family)).model
+    found = set()
+    for layer in spec(source).layers:
+        for name, part in layer.kind.module.named_children():
+            bound = {**dict(part.named_parameters()), **dict(part.named_buffers())}
+            taken = part in token_chunks.parts(layer.kind.module)
+            if taken and acts_alone(part, bound, source.config.hidden_size):
+                found.add(name)
+    assert found == TAKEN[family]
+
+
+def long(save_attention):
+    """6 rows of 32 tokens, in tiles of 16."""
+    placement = Placement(chunk_tokens=16, layer_inputs="host", save_attention=save_attention)
+    workload = Workload(6 * 32, 32, None, True, "bf16", False)
+    return forecasts().of(small_machine(), placement, workload, 6)
+
+
+def test_attention_that_waits_is_not_computed_again():
+    none, device, host = long("none"), long("device"), long("host")
+    # 6 layers, 6 rows, 4 heads: half of two products of [32, 64] with [64, 32], at 1 TFLOPS.
+    attention = 6 * 6 * 4 * 2 * 32 * 32 * 64 / 1e12
+    saved = none.bounds["compute"] - device.bounds["compute"]
+    assert saved == pytest.approx(attention, rel=0.01)
+    results = 6 * 6 * 32 * (256 * 2 + 4 * 4)  # and the logarithms of sums
+    # When most memory is in use, those of the last layer are gone.
+    assert device.device_bytes["kept attention"] == results * 5 // 6
+    assert host.host_bytes["host_kept_bytes"] == results
+    assert host.bounds["copy out"] > device.bounds["copy out"]
+    assert host.device_bytes["lanes of the host"] > device.device_bytes["lanes of the host"]
 
 
 # What is foretold of a large head, against the engine's own.
@@ -115,14 +142,15 @@ def test_a_loss_of_all_tokens_is_foretold_in_one_pass_without_graphs():
             (wide_config, 128, {"head_tokens": 100, "layer_inputs": "host"}, CROSS_ENTROPY),
             (wide_config, 32, {"head_tokens": 100}, CROSS_ENTROPY),
             (two_layers, 512, {"head_tokens": 64}, CROSS_ENTROPY),
+            (two_layers, 512, {"head_tokens": 64, "chunk_tokens": 64}, CROSS_ENTROPY),
         ],
-        *(1, 3),
+        *(1, 4),
     ),
 )
 def test_what_a_step_works_with_is_foretold(config, tokens, choices, loss):
     """All device memory at the peak of a real step, but for its long-lived buffers.
 
-    That is in a large head, or in the layers of long rows.
+    That is in a large head, or in the layers of long rows, whole or in tiles.
     """
     placement = Placement(**choices)
     workload = Workload(4 * tokens, tokens, 2, True, "fp32", False, loss=loss)
@@ -135,7 +163,7 @@ def test_what_a_step_works_with_is_foretold(config, tokens, choices, loss):
     step, device = [{"input_ids": part, "labels": part} for part in ids.split(2)], Keeping()
     with Engine(config(), device=device, **options) as engine:
         engine.step(step, loss)
-        with tallied(), op_counter.OpCounter() as counts:
+        with tallied(), OpCounter(real=True) as counts:
             counts.ignore(device.kept)
             engine.step(step, loss)
     assert counts.peak_bytes == pytest.approx(told, rel=0.03)

@@ -203,6 +203,36 @@ def test_host_memory_is_spent_on_graphs_where_the_device_has_no_room():
 
 
 @pytest.fixture
+def soon_long(monkeypatch):
+    sized(monkeypatch, candidates, _LONG=1024, _TILE=128)
+
+
+def long_row(device_mib, attention_tflops, host_gib=1e6):
+    machine = replace(
+        fast_bus(device_mib, host_gib),
+        attention_forward_tflops=attention_tflops,
+        attention_backward_tflops=attention_tflops,
+    )
+    return fastest(FEW_LAYERS, machine, Workload(2048, 2048))
+
+
+def test_a_long_row_runs_in_tiles_where_attention_is_most_of_it(soon_long):
+    slow = long_row(40.0, 0.02).placement
+    assert slow.chunk_tokens == 128 and slow.save_attention != "none"
+    assert long_row(40.0, 20.0).placement.chunk_tokens is None
+
+
+def test_a_long_row_runs_in_tiles_where_it_fits_no_other_way(soon_long, monkeypatch):
+    workload = Workload(2048, 2048, None, True, "bf16", True)
+    needed = least(FEW_LAYERS, fast_bus(1.0, 1e6), workload).machine
+    budget = needed.device_memory_bytes / 2**20
+    assert long_row(budget, 20.0).placement.chunk_tokens == 128
+    sized(monkeypatch, candidates, _LONG=1 << 20)
+    with pytest.raises(DoesNotFit):
+        long_row(budget, 20.0)
+
+
+@pytest.fixture
 def a_small_process(monkeypatch):
     """Beside its gigabytes a tiny model's bytes would not count."""
     sized(monkeypatch, simulate, PROCESS_BYTES=20 * MIB, _EARLY_PROCESS_BYTES=10 * MIB)
