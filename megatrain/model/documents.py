@@ -8,6 +8,7 @@ one row tell in the same way where images, or windows of them, end.
 Legend: B rows, T tokens of a row, H heads, D width of a head.
 """
 
+import copy
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -107,17 +108,23 @@ def attend(modules: list[nn.Module], name: str) -> None:
     """Have modules attend by another implementation of ours, or by masks, in place."""
     configs = (getattr(m, "config", None) for root in modules for m in root.modules())
     for config in {id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values():
-        if chosen_attention(attention_of(config)) == BY_MASKS:
+        current = attention_of(config)
+        if current != BY_IMAGES and chosen_attention(current) == BY_MASKS:
             set_attention(config, name)
 
 
 def attend_by_images(model: nn.Module) -> None:
-    """Have encoders that else attend to each image alone attend to all in one call, in place."""
+    """Have encoders that else attend to each image alone attend to all in one call, in place.
+
+    Their attention gets a configuration of its own: no other may name what code looks for a kernel.
+    """
+    ours: dict[int, PreTrainedConfig] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
         takes_edges = "cu_seqlens" in inspect.signature(type(module).forward).parameters
         if takes_edges and config is not None and attention_of(config) == BY_MASKS:
-            set_attention(config, BY_IMAGES)
+            module.config = ours.setdefault(id(config), copy.deepcopy(config))
+            set_attention(module.config, BY_IMAGES)
 
 
 @contextmanager

@@ -12,10 +12,13 @@ import transformers
 import trl
 from PIL import Image
 from torch.nn import functional as F
+from transformers import AttentionInterface
 
 from megatrain import AdamW, Engine, InputError, Placement
+from megatrain.compat.transformers import attention_of
 from megatrain.integrations import StreamedTrainer
 from megatrain.loss import Reward
+from megatrain.model.documents import BY_IMAGES
 from megatrain.model.trained import Trained
 from tests.cli.test_images import llava, write_model
 from tests.families.media import media_steps, micro_batch, omni, pictures
@@ -154,6 +157,24 @@ def test_a_frozen_tower_runs_once_for_each_micro_batch(monkeypatch):
         runs.clear()
         engine.step(step)
     assert runs == [2, 1]
+
+
+def test_a_tower_attends_to_all_images_in_one_call_and_no_configuration_says_so():
+    model, [step, *_] = tiny("qwen2_5_vl")
+    attend, calls = AttentionInterface()[BY_IMAGES], []
+
+    def counted(*args, **kwargs):
+        calls.append(len(kwargs["cu_seq_lens_q"]) - 1)
+        return attend(*args, **kwargs)
+
+    AttentionInterface.register(BY_IMAGES, counted)
+    try:
+        with engine_of(model) as engine:
+            engine.step(step)
+            assert attention_of(engine.config.vision_config) == "sdpa"
+    finally:
+        AttentionInterface.register(BY_IMAGES, attend)
+    assert max(calls) > 1  # images or windows
 
 
 PLACEMENTS = {
