@@ -146,11 +146,16 @@ def _images(options: Options) -> MediaRow | None:
         path, trusted = section.path, section.trust_remote_code
     processor = ImageProcessor(Path(path or "").expanduser(), trust_remote_code=trusted)
     if not path or not processor.identity:
-        raise InputError(f"--image: {path} is no folder with a processor's files; name one")
+        raise InputError(
+            f"--image: {path} has no processor's files, so the model takes no images; leave "
+            "--image out, or name the folder of a model that has them"
+        )
     parsed = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text) for text in sizes]
     for text, match in zip(sizes, parsed, strict=True):
         if match is None:
-            raise InputError(f"--image: {text!r} is no size; write it like 1024x768")
+            large = re.fullmatch(r"[1-9]\d*x[1-9]\d*", text)
+            problem = "too large: sides are 99999 at most" if large else "no size"
+            raise InputError(f"--image: {text!r} is {problem}; write it like 1024x768")
     return MediaRow(processor.example([(int(m[1]), int(m[2])) for m in parsed if m]))
 
 

@@ -94,10 +94,8 @@ class OptimizerSection(NamedSection):
 
     @classmethod
     def defaults(cls, name: str) -> dict[str, Any] | None:
-        from megatrain.optim import NO_ADAFACTOR, RULES
+        from megatrain.optim import RULES
 
-        if name == "adafactor":
-            raise ValueError(NO_ADAFACTOR)
         if (rule := RULES.get(name)) is None:
             return None
         names = (*rule.settings, *rule.choices, *rule.further)
@@ -108,8 +106,10 @@ class OptimizerSection(NamedSection):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        from megatrain.optim import RULES
+        from megatrain.optim import NO_ADAFACTOR, RULES
 
+        if name == "adafactor":
+            raise ValueError(NO_ADAFACTOR)
         if name not in RULES:
             eight = " with states: int8" if "8bit" in name else ""
             near = f"; take adamw{eight}" if "adamw" in name else nearest(name, list(RULES))
@@ -180,10 +180,11 @@ class LossSection(NamedSection):
     @field_validator("name", mode="before")
     @classmethod
     def _not_given_up(cls, name: Any) -> Any:
-        instead = {"simpo": "dpo with loss_type: sigmoid_norm", "orpo": "dpo"}
-        instead |= {"kto": "dpo, of pairs", "rloo": "grpo"}
+        pairs = "make pairs of a better and a worse reply and take dpo (docs/losses.md)"
+        instead = {"simpo": "take dpo with loss_type: sigmoid_norm", "orpo": "take dpo"}
+        instead |= {"kto": pairs, "rloo": "take grpo"}
         if name in instead:
-            raise ValueError(f"{name} has been given up: take {instead[name]}")
+            raise ValueError(f"{name} has been given up; {instead[name]}")
         return name
 
     def problems(self) -> Iterator[str]:

@@ -129,6 +129,11 @@ class EngineSection(Section):
     sequence_parallel: Positive = 1
     verify: Verify = "save"
 
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _off(cls, verify: Any) -> Any:
+        return "off" if verify is False else verify  # YAML 1.1 reads a plain off so
+
     @field_validator("device_memory", "host_memory", "disk_space", mode="before")
     @classmethod
     def _size(cls, size: Any) -> Any:

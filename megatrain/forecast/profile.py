@@ -544,7 +544,10 @@ class Profile(Once):
     ) -> Work:
         """The work of a head for so many tokens, in a single row or several."""
         # A single row is a case of its own: what would be copied of several can be looked at.
-        sizes = (2, tokens // 2) if rows > 1 and not tokens % 2 else (1, tokens)
+        # None is longer than those of a step, for which alone a model need have positions.
+        least = max(min(rows, 2), -(-tokens // self.tokens))
+        count = next(n for n in range(least, tokens + 1) if tokens % n == 0 or tokens < n + 1)
+        sizes = count, tokens // count
 
         def measure() -> Work:
             with self._measuring_head(head_tokens):

@@ -165,7 +165,10 @@ def scoring(config: PreTrainedConfig) -> PreTrainedConfig:
     scored = copy.deepcopy(config)
     name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(scored.model_type)
     if name is None:
-        raise InputError(f"transformers has no sequence head for a {scored.model_type}")
+        raise InputError(
+            "loss.name: reward needs a class for sequence classification, and transformers has "
+            f"none for a {scored.model_type}; take a model that has one, such as Gemma 3"
+        )
     scored.architectures, scored.num_labels = [name], 1
     text = scored.get_text_config(decoder=True)
     ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]

@@ -51,6 +51,7 @@ class Reader:
 
     Attributes:
         strays: weights that objects hold without being registered in a module of `root`.
+        reads_dictionaries: functions read attributes by way of `__dict__`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Reader:
         self._own = {id(p) for p in root.parameters()}
         self._seen: dict[int, tuple[int, Any]] = {}
         self.strays: list[Tensor] = []
+        self.reads_dictionaries = False
 
     def of(self, value: Any) -> Any:
         """The value to compare for an object."""
@@ -126,6 +128,7 @@ class Reader:
         cells = function.__closure__ or ()
         of_library = (function.__module__ or "").split(".")[0] in _LIBRARIES
         names = () if of_library else _names(function.__code__)
+        self.reads_dictionaries |= not {"__dict__", "vars"}.isdisjoint(names)
         read = {n: v for n in names if _may_be_state(v := function.__globals__.get(n))}
         return (
             Is(function.__code__),

@@ -166,6 +166,7 @@ class _Probe:
         inside = {id(p) for p in stack.parameters()}
         self.outer = {n: p for n, p in model.named_parameters() if id(p) not in inside}
         self._refuse_shared()
+        self.numbered = set[int]()
         self.signatures = {id(layer): self._signature(layer) for layer in stack}
         self.capture = Capture(model, stack)
         self.kinds: dict[Any, LayerTemplate] = {}
@@ -197,6 +198,8 @@ class _Probe:
                 f"{self.paths[id(layer)]} holds {held} elsewhere than as a parameter of its own "
                 "(in a list, a function, another module's method); such weights are not supported"
             )
+        if reader.reads_dictionaries:  # where a layer's number may be, which cannot be hidden there
+            self.numbered.add(id(layer))
         return signature
 
     def run(self) -> ModelSpec:
@@ -352,14 +355,15 @@ class _Probe:
 
     def _kind(self, module: nn.Module, path: str, args: tuple, kwargs: dict) -> LayerTemplate:
         key = self.signatures[id(module)]
-        if key in self.kinds:
-            return self.kinds[key]
-        kind, reads = self._template(module, path, numbered=False), NumberRead.count
-        with suppress(Exception):  # a forward may fail in any way without the number
-            example(kind, path, module, args, kwargs)
-            if NumberRead.count == reads:
-                self.kinds[key] = kind
-                return kind
+        if id(module) not in self.numbered:
+            if key in self.kinds:
+                return self.kinds[key]
+            kind, reads = self._template(module, path, numbered=False), NumberRead.count
+            with suppress(Exception):  # a forward may fail in any way without the number
+                example(kind, path, module, args, kwargs)
+                if NumberRead.count == reads:
+                    self.kinds[key] = kind
+                    return kind
         # This forward reads its number, or fails in any case: the layer becomes a separate kind.
         kind = self._template(module, path)
         example(kind, path, module, args, kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatrain.base.json_yaml import DAMAGED, parse_object, read_json
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import Stored
-from megatrain.model.unpacked import unpacked, unpacked_from
+from megatrain.model.unpacked import unpacked, unpacked_from, untaken
 from megatrain.tile.layout import FP8, NF4, NF4_WIDE, WeightFormat, is_nf4
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -82,6 +82,8 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
         method = f"torchao ({str(kind)[:80]})"
     elif method == "bitsandbytes":
         method = "bitsandbytes in 8 bits"
+    elif setting := untaken(settings):
+        method = f"{method} with {setting} (quantization_config)"
     raise InputError(
         f"{where}: its weights are quantised by {str(method)[:120]}; only NF4 of bitsandbytes and "
         "float8 of torchao (Float8WeightOnlyConfig) are taken as they are, and mxfp4, fp8 and "

@@ -18,16 +18,19 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatrain.base.json_yaml import DAMAGED
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import Stored
 
 Settings = Mapping[str, Any]
+Block = Sequence[int | None]  # how many rows and columns share a scale; None: all
 
 _FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _FP4 += [-value for value in _FP4]
-_COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized"}
-_CODES = (torch.float8_e4m3fn, torch.int8, torch.int32)
+_CODES = {
+    "pack-quantized": torch.int32,
+    "int-quantized": torch.int8,
+    "float-quantized": torch.float8_e4m3fn,
+}
 _UNUSED = (".activation_scale", ".input_scale", ".weight_shape")  # what a packed forward needs
 
 
@@ -49,17 +52,53 @@ class Unpacked(Stored):
 
 def unpacked_from(settings: Settings) -> str | None:
     """The format of a `quantization_config`, if its weights are unpacked exactly; else None."""
-    method, schemes = str(settings.get("quant_method")), _schemes(settings)
-    if method in ("mxfp4", "fp8"):
-        return method
-    formats = sorted({str(scheme["format"]) for scheme in schemes})
-    packed = [scheme for scheme in schemes if scheme["format"] == "pack-quantized"]
-    turned = settings.get("sparsity_config") or settings.get("transform_config")
-    alike = {(scheme.get("num_bits"), str(scheme.get("group_size"))) for scheme in packed}
-    if method != "compressed-tensors" or turned or not {*formats} <= _COMPRESSED or not formats:
+    method = str(settings.get("quant_method"))
+    if method not in ("mxfp4", "fp8", "compressed-tensors") or untaken(settings):
         return None
-    alone = not packed or (len(alike) == 1 and alike.pop()[0] == 4)
-    return f"{method} ({', '.join(formats)})" if alone else None
+    formats = ", ".join(sorted({scheme["format"] for scheme in _schemes(settings)}))
+    return f"{method} ({formats})" if formats else method
+
+
+def untaken(settings: Settings) -> str | None:
+    """The first setting of a `quantization_config` for which its weights are not unpacked."""
+    return next((f"{key} {str(value)[:80]}" for key, value in _untaken(settings)), None)
+
+
+def _untaken(settings: Settings) -> Iterator[tuple[str, Any]]:
+    schemes, compressed = _schemes(settings), settings.get("quant_method") == "compressed-tensors"
+    if settings.get("weight_block_size") and not _is_block(settings["weight_block_size"]):
+        yield "weight_block_size", settings["weight_block_size"]
+    for key in ("sparsity_config", "transform_config"):
+        if compressed and settings.get(key):
+            yield key, settings[key]
+    if compressed and not schemes:
+        yield "config_groups", settings.get("config_groups")
+    sizes = [each.get("group_size") for each in schemes if each["format"] == "pack-quantized"]
+    for scheme in schemes:
+        taken = {"format": scheme["format"] in _CODES, "strategy": _is_block(_block(scheme))}
+        if scheme["format"] == "pack-quantized":
+            taken["num_bits"] = scheme.get("num_bits") == 4
+            taken["type"] = scheme.get("type", "int") == "int"
+            taken["group_size"] = scheme.get("group_size") == sizes[0]
+        yield from ((key, scheme.get(key)) for key, right in taken.items() if not right)
+
+
+def _is_block(block: Any) -> bool:
+    sizes = block if isinstance(block, list | tuple) else ()
+    return len(sizes) == 2 and all(
+        size is None or (type(size) is int and size > 0) for size in sizes
+    )
+
+
+def _block(scheme: Settings) -> Any:
+    """How many rows and columns share a scale by a compressed scheme; None: it does not say."""
+    size, block = scheme.get("group_size"), scheme.get("block_structure")
+    usual = "block" if block else "tensor" if size is None else "group"
+    usual = "channel" if size == -1 else usual
+    blocks = {
+        "tensor": (None, None), "channel": (1, None), "group": (1, size or 0), "block": block,
+    }  # fmt: skip
+    return blocks.get(str(scheme.get("strategy") or usual))
 
 
 def unpacked(
@@ -72,6 +111,14 @@ def unpacked(
     find = {"mxfp4": _mxfp4, "fp8": _fp8}.get(settings["quant_method"], _compressed)
     weights = {weight.name: weight for weight in find(stored, settings)}
     parts = {part.name for weight in weights.values() for part in weight.parts}
+    scale = "_scale_inv" if settings["quant_method"] == "fp8" else "_scale"
+    for name in sorted(stored.keys() - parts):
+        if name in weights:
+            raise _refused(
+                stored[name], f"is stored beside its packed {weights[name].parts[1].name!r}"
+            )
+        if name.endswith(".weight_packed") or stored[name].dtype == torch.float8_e4m3fn:
+            raise _refused(stored[name], f"lacks its {name.removesuffix('_packed') + scale!r}")
     return dict(weights), parts | {name for name in stored if name.endswith(_UNUSED)}
 
 
@@ -80,8 +127,12 @@ def _mxfp4(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Unpacke
     for name in [name for name in stored if name.endswith("_blocks")]:
         weight, blocks = name.removesuffix("_blocks"), stored[name]
         scales = stored.get(f"{weight}_scales")
-        if scales is None or len(scales.shape) != 3 or blocks.shape != (*scales.shape, 16):
-            raise _mismatch(blocks)
+        if scales is None:
+            raise _refused(blocks, f"lacks its '{weight}_scales'")
+        if len(scales.shape) != 3 or blocks.shape != (*scales.shape, 16):
+            raise _refused(blocks, f"of {[*blocks.shape]} has scales of {[*scales.shape]}")
+        if {blocks.dtype, scales.dtype} != {torch.uint8}:
+            raise _refused(blocks, f"has {blocks.dtype} and scales of {scales.dtype}, not uint8")
         experts, outputs, groups = scales.shape
         shape = experts, 32 * groups, outputs
         yield _weight(weight, torch.bfloat16, shape, _from_mxfp4, scales, blocks)
@@ -100,59 +151,86 @@ def _from_mxfp4(scales: Tensor, blocks: Tensor) -> Tensor:
 
 def _fp8(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Unpacked]:
     """Weights `[..., O, I]` of float8 values, with a scale for each block of rows and columns."""
-    block = settings.get("weight_block_size", (128, 128))
+    size = settings.get("weight_block_size", [128, 128])
+    block = size or (None, None)
     for name in [name for name in stored if name.endswith("_scale_inv")]:
         weight, scales = name.removesuffix("_scale_inv"), stored[name]
         codes = stored.get(weight)
-        if codes is None or codes.dtype != torch.float8_e4m3fn:
-            raise _mismatch(scales)
-        unpack = _times(codes, scales, [block] if block else [], torch.bfloat16)
+        if codes is None or codes.dtype != torch.float8_e4m3fn or len(codes.shape) < 2:
+            raise _refused(scales, f"has no matrix {weight!r} of float8 (e4m3) to scale")
+        if not _fits(codes.shape, scales, block):
+            raise _unlike(codes, scales, f"weight_block_size {size}")
+        unpack = partial(_scaled, block, torch.bfloat16)
         yield _weight(weight, torch.bfloat16, codes.shape, unpack, scales, codes)
 
 
 def _compressed(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Unpacked]:
     """Weights `[O, I]` of float8 or integers, with scales for groups, rows or blocks."""
     schemes = _schemes(settings)
-    groups = [size for each in schemes if (size := each.get("group_size") or -1) > 0]
-    blocks = [(1, group) for group in groups]
-    blocks += [each["block_structure"] for each in schemes if each.get("block_structure")]
     for name in [name for name in stored if name.endswith(".weight_scale")]:
         weight, scales = name.removesuffix("_scale"), stored[name]
         packed, zeros = stored.get(f"{weight}_packed"), stored.get(f"{weight}_zero_point")
         codes = packed or stored.get(weight)
-        if codes is None or codes.dtype not in _CODES or len(codes.shape) != 2:
-            raise _mismatch(scales)
-        parts = (scales, codes, *((zeros,) if zeros else ()))
+        alike = [each for each in schemes if codes and _CODES[each["format"]] == codes.dtype]
+        if codes is None or not alike or len(codes.shape) != 2:
+            raise _refused(scales, f"has no matrix {weight!r} of the dtype of its format to scale")
+        fitting = [each for each in alike if _shape(codes, scales, _block(each))]
+        if not fitting:
+            keys = ("strategy", "group_size", "block_structure")
+            how = ", ".join(f"{key} {alike[0][key]}" for key in keys if alike[0].get(key))
+            raise _unlike(codes, scales, how)
+        symmetric = [each.get("symmetric", True) for each in fitting]
+        if (zeros is None) not in symmetric:
+            kind = "no zero points" if zeros is None else "zero points"
+            raise _refused(codes, f"has {kind}, but symmetric is {symmetric[0]}")
+        block = _block(fitting[symmetric.index(zeros is None)])
+        shape = _shape(codes, scales, block)
+        of_zeros = (ceil(scales.shape[0] / 8), *scales.shape[1:]) if packed else scales.shape
+        if zeros and zeros.shape != of_zeros:
+            raise _unlike(zeros, scales, "its zero points")
+        unpack: Callable[..., Tensor] = partial(_scaled, block, scales.dtype)
+        parts = [scales, codes, *((zeros,) if zeros else ())]
         if packed:
-            rows, words = packed.shape
-            # Rows are padded to whole words; groups tell where they end.
-            many = len(scales.shape) == 2 and scales.shape[1] > 1 and len(groups) > 0
-            codes = replace(
-                packed, shape=(rows, scales.shape[1] * groups[0] if many else 8 * words)
-            )
-        unpack = _times(codes, scales, blocks, scales.dtype)
-        yield _weight(
-            weight,
-            scales.dtype,
-            codes.shape,
-            partial(_of_int4, unpack, codes.shape[1]) if packed else unpack,
-            *parts,
-        )
+            of_values = stored.get(f"{weight}_shape")
+            parts += [of_values] if of_values else []
+            unpack = partial(_of_int4, unpack, shape, of_values)
+        yield _weight(weight, scales.dtype, shape, unpack, *parts)
+
+
+def _shape(codes: Stored, scales: Stored, block: Block) -> tuple[int, ...]:
+    """The shape of the values of codes `[O, I]` or packed; empty: such blocks have other scales."""
+    (rows, columns), (_, along) = codes.shape, block
+    if codes.dtype == torch.int32:  # rows are padded to whole words; groups tell where they end
+        columns = min(8 * columns, prod(scales.shape[-1:]) * (along or 8 * columns))
+        if ceil(columns / 8) != codes.shape[1]:
+            return ()
+    return (rows, columns) if _fits((rows, columns), scales, block) else ()
 
 
 def _schemes(settings: Settings) -> list[dict[str, Any]]:
     """How each group of a compressed model has its weights, with the format."""
     groups, usual = settings.get("config_groups"), settings.get("format")
     of_groups = groups.values() if isinstance(groups, dict) else ()
-    return [{**(g.get("weights") or {}), "format": g.get("format") or usual} for g in of_groups]
+    return [
+        {**(g.get("weights") or {}), "format": str(g.get("format") or usual)} for g in of_groups
+    ]
 
 
 def _of_int4(
-    unpack: Callable[..., Tensor], columns: int, scales: Tensor, packed: Tensor, *zeros: Tensor
+    unpack: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    of_values: Stored | None,
+    scales: Tensor,
+    packed: Tensor,
+    *zeros: Tensor,
 ) -> Tensor:
     """Eight values of 4 bits in each int32 of a row; of zeros, in each of a column."""
+    if of_values:
+        zeros, stored_shape = zeros[:-1], zeros[-1]
+        if stored_shape.tolist() != [*shape]:
+            raise _refused(of_values, f"is not {[*shape]}, the shape of the packed values")
     centred = (_nibbles(each.T.contiguous()).T[: len(packed)] for each in zeros)
-    return unpack(scales, _nibbles(packed)[:, :columns], *centred)
+    return unpack(scales, _nibbles(packed)[:, : shape[1]], *centred)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -160,36 +238,28 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.stack((codes & 15, codes >> 4), -1).view(torch.int8).flatten(-2) - 8
 
 
-def _times(
-    codes: Stored, scales: Stored, blocks: Sequence[Sequence[int]], dtype: torch.dtype
-) -> Callable[..., Tensor]:
-    """A function of scales, codes, and maybe zeros, that gives the values; see `_scaled`.
+def _scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
+    """The shape `[..., O, I]` of the scales of a weight `[..., O, I]` for each block of it."""
+    *matrices, rows, columns = shape
+    return (*matrices, ceil(rows / (block[0] or rows)), ceil(columns / (block[1] or columns)))
 
-    Args: `blocks`: how many rows and columns may share a scale; else a row, or all of a matrix.
 
-    Raises InputError: the scales are not those of such blocks.
-    """
-    rows, columns = codes.shape[-2:]
-    matrices = prod(codes.shape[:-2])
-    for down, along in [*blocks, (1, columns), (rows, columns)]:
-        grid = ceil(rows / down), ceil(columns / along)
-        if prod(scales.shape) == matrices * prod(grid) and (
-            scales.shape[-2:] == grid or grid[1] == 1
-        ):
-            return partial(_scaled, (down, along), dtype)
-    raise _mismatch(scales)
+def _fits(shape: Sequence[int], scales: Stored, block: Block) -> bool:
+    wanted = _scales_shape(shape, block)
+    return scales.shape == wanted or (block[1] is None and prod(scales.shape) == prod(wanted))
 
 
 def _scaled(
-    block: tuple[int, int], dtype: torch.dtype, scales: Tensor, codes: Tensor, *zeros: Tensor
+    block: Block, dtype: torch.dtype, scales: Tensor, codes: Tensor, *zeros: Tensor
 ) -> Tensor:
     """The values of codes `[..., O, I]` that share scales in blocks, computed in fp32."""
     rows, columns = codes.shape[-2:]
-    grid = ceil(rows / block[0]), ceil(columns / block[1])
+    down, along = block[0] or rows, block[1] or columns
+    grid = _scales_shape((rows, columns), block)
 
     def spread(each: Tensor) -> Tensor:
-        along = each.view(grid).repeat_interleave(block[0], 0)[:rows]
-        return along.repeat_interleave(block[1], 1)[:, :columns]
+        whole_rows = each.view(grid).repeat_interleave(down, 0)[:rows]
+        return whole_rows.repeat_interleave(along, 1)[:, :columns]
 
     if scales.dtype == torch.uint8:  # exponents
         scales = (scales.float() - 127).exp2()
@@ -214,7 +284,13 @@ def _weight(
     return Unpacked(name, parts[1].file, dtype, shape, 0, num_bytes, parts=parts, unpack=unpack)
 
 
-def _mismatch(part: Stored) -> InputError:
+def _unlike(codes: Stored, scales: Stored, how: str) -> InputError:
+    shapes = f"of {[*codes.shape]} has {scales.name!r} of {[*scales.shape]}"
+    return _refused(codes, f"{shapes}, which are not the scales of {how}")
+
+
+def _refused(part: Stored, why: str) -> InputError:
     return InputError(
-        f"{part.file}: {part.name!r} and what belongs to it do not make up a weight; {DAMAGED}"
+        f"{part.file}: {part.name!r} {why}; it does not belong to config.json's "
+        "quantization_config, or the download is incomplete: download both again"
     )

@@ -246,9 +246,7 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     Raises InputError: as `stored_types`.
     """
     plan = _planned(folder, model)
-    sources = [stored for recipe in plan.recipes for _, stored in recipe.sources]
-    read = {stored.file for stored in [*sources, *(stored for _, stored in plan.unexpected)]}
-    for path in sorted({*folder.glob("*.safetensors")} - read):
+    for path in sorted({*folder.glob("*.safetensors")} - plan.files):
         if not path.name.startswith(("consolidated", "adapter_model")):
             log.warning("%s: is named by no index, so neither read nor exported", path)
     scores, unsaved = scores_rows(model), not_saved(model)
@@ -288,12 +286,14 @@ class _Plan(NamedTuple):
             there; several may become one.
         dtypes: of the tensors made, by name.
         first_name: for each name, the first name of the same tensor.
+        files: that hold its tensors, or parts of them.
     """
 
     recipes: list[Recipe]
     unexpected: list[tuple[str, Stored]]
     dtypes: dict[str, torch.dtype]
     first_name: dict[str, str]
+    files: set[Path]
 
 
 def _planned(folder: Path, model: PreTrainedModel) -> _Plan:
@@ -304,8 +304,10 @@ def _planned(folder: Path, model: PreTrainedModel) -> _Plan:
     references = {name: tensor for name, tensor in named if name in saved}
     first: dict[int, str] = {}
     first_name = {name: first.setdefault(id(t), name) for name, t in references.items()}
-    recipes, unexpected = _plan_load(model, gathered(folder, stored_tensors(folder)))
-    return _Plan(recipes, unexpected, _check_recipes(model, recipes, references), first_name)
+    stored = stored_tensors(folder)
+    recipes, unexpected = _plan_load(model, gathered(folder, stored))
+    files = {tensor.file for tensor in stored.values()}
+    return _Plan(recipes, unexpected, _check_recipes(model, recipes, references), first_name, files)
 
 
 def _plan_load(
@@ -381,7 +383,8 @@ def _check_tensor(
     if reference.is_floating_point() and tensor.dtype not in FLOATS:
         raise InputError(
             f"{where} has dtype {str(tensor.dtype).removeprefix('torch.')}; only float weights "
-            "can be trained, use the unquantised model"
+            "can be trained, use the unquantised model or one whose config.json has the right "
+            "quantization_config"
         )
     if not reference.is_floating_point() and tensor.dtype.is_floating_point:
         raise InputError(f"{where} is a float, but {name!r} holds {reference.dtype}")

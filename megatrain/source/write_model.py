@@ -102,7 +102,7 @@ def write_model(
         write_adapter(folder, model, masters, dtype=dtype or torch.float32, beside=companions)
         return
     if source.base != "bf16":
-        text = "frozen linear layers are written as their %s values, not as they came"
+        text = "frozen linear layers were rounded to %s when read, and are written so"
         _log.warning(text, source.base)
     values, as_came = {**masters, **untrained.values}, untrained.as_came(dtype)
     if adapters is not None:

@@ -238,6 +238,11 @@ def _check_images(config: Config, sets: Sequence[Any]) -> None:
         trusted = config.model.trust_remote_code
         section = ModelSection(path=config.loss.teacher, trust_remote_code=trusted)
         theirs = run_images(ResolvedModel.of(section).section)
+        if not theirs.identity:
+            raise InputError(
+                f"loss.teacher: {config.loss.teacher} has no processor of images; add the files of "
+                "model.path (processor_config.json or preprocessor_config.json)"
+            )
         if theirs.digest != pictured[0].image_processor.digest:
             raise InputError(
                 f"loss.teacher: {config.loss.teacher} has another processor of images than "

@@ -348,7 +348,9 @@ def test_plans_count_the_encoder_of_images(megatrain, model):
     seen = json.loads(megatrain.done("plan", *options, "--image", "9x12", "--image", "8x8").stdout)
     assert not seen["warnings"] and seen["forecast"]["seconds"] > text["forecast"]["seconds"]
     assert seen["forecast"]["device_bytes"]["images"] == 1024 // 128 * 2 * 3 * 8 * 8 * 2
-    for image, problem in (("9", "is no size"), *[("8x8", "the images of a row take 4 tokens")]):
+    problems = {"9": "is no size", "9x123456": "is too large"}
+    problems["8x8"] = "the images of a row take 4 tokens"
+    for image, problem in problems.items():
         result = megatrain("plan", *options, "--image", image, "--sequence-length", 2)
         assert result.exit_code == 2 and problem in result.output
 
@@ -485,6 +487,9 @@ def test_a_teacher_sees_the_pictures(megatrain, model, tmp_path):
     keys |= {"loss__teacher": str(other), "output__folder": str(tmp_path / "second")}
     result = megatrain("train", file, *sets(**keys))
     assert result.exit_code == 2 and "another processor of images" in result.output
+    (other / "processor_config.json").unlink()
+    result = megatrain("train", file, *sets(**keys))
+    assert result.exit_code == 2 and "has no processor of images; add" in result.output
 
 
 def test_rows_that_would_be_cut_through_an_image_are_left_out(megatrain, model, tmp_path):

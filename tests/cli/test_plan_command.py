@@ -270,8 +270,8 @@ def of_run(megatrain, file, folder):
     """Host memory that the second model of a real run has while a step asks it; its rows' room."""
     found, asked = [], SecondModel.with_answers
 
-    def noted(self, step):
-        made = asked(self, step)
+    def noted(self, *step, **data):
+        made = asked(self, *step, **data)
         found.append(self.engine.memory()["host_bytes"])
         return made
 

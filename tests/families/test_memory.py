@@ -113,7 +113,10 @@ def _micro_batch(ids, media):
     if media is None:
         return {"input_ids": ids, "labels": ids}
     batch = media.of(*ids.shape)
-    batch["input_ids"][:, media.length :] = ids[:, media.length :]
+    text = ids[:, media.length :]
+    # None that stands for an image: the row's own tokens are words or such.
+    text = text.where(~torch.isin(text, batch["input_ids"]), 0)
+    batch["input_ids"][:, media.length :] = text
     return batch | {
         "labels": batch["input_ids"].clone().index_fill_(1, torch.arange(media.length), -100)
     }

@@ -370,7 +370,7 @@ def test_a_run_is_resumed_and_exported(tmp_path, caplog):
         engine.save_pretrained(tmp_path / "adapter")
         assert not caplog.messages
         engine.save_pretrained(tmp_path / "merged", merged=True)
-        assert "written as their nf4 values" in caplog.text
+        assert "were rounded to nf4" in caplog.text
         trained, loss = masters(engine), engine.evaluate(steps[0])
     opened = masters(Engine(tmp_path / "saved", device="cpu", precision="fp32"))
     frozen = {name for name, value in opened.items() if "lora" not in name}

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -157,14 +158,107 @@ def named(**settings):
     return lambda folder: write(folder, load_file(folder / "model.safetensors"), settings)
 
 
+def parts(how, packing, change):
+    """A change of a folder to plain weights, but for one that is packed; `change` its parts."""
+
+    def to(folder):
+        stored = load_file(folder / "model.safetensors")
+        plain = {n: t.bfloat16() for n, t in stored.items() if not n.endswith("_inv")}
+        packed = packing(plain.pop(Q))
+        write(
+            folder,
+            plain | {Q + part: each for part, each in (packed | change(packed)).items()},
+            how,
+        )
+
+    return to
+
+
+def int4(change=lambda _: {}, **weights):
+    return parts(
+        scheme(**weights),
+        lambda w: {
+            "_packed": torch.zeros(w.shape[0], w.shape[1] // 8, dtype=torch.int32),
+            "_scale": torch.ones(w.shape[0], w.shape[1] // 32, dtype=torch.bfloat16),
+            "_shape": torch.tensor(w.shape),
+        },
+        change,
+    )
+
+
+def mxfp4(change):
+    return parts(MXFP4, lambda w: mxfp4_parts("", w.expand(2, *w.shape)), change)
+
+
+def fp8(change):
+    def to(folder):
+        stored = load_file(folder / "model.safetensors")
+        write(folder, stored | change(stored), FP8)
+
+    return to
+
+
+def block(size):
+    return named(**FP8 | {"weight_block_size": size})
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 CT: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+def scheme(kind="pack-quantized", **weights):
+    weights = INT4 | weights
+    return CT | {
+        "format": kind, "quantization_status": "compressed",
+        "config_groups": {"a": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"],
+    }  # fmt: skip
+
+
 REFUSED = {
-    "no scales": (without("q_proj.weight_scale_inv"), "has dtype float8_e4m3fn"),
-    "no values": (without("q_proj.weight"), "do not make up a weight"),
-    "other blocks": (named(**FP8 | {"weight_block_size": [8, 8]}), "do not make up a weight"),
+    "no scales": (without("q_proj.weight_scale_inv"), f"lacks its '{Q}_scale_inv'"),
+    "no values": (without("q_proj.weight"), f"has no matrix '{Q}' of float8"),
+    "no config": (named(), "one whose config.json has the right quantization_config"),
+    "other blocks": (
+        block([8, 8]),
+        r"of \[64, 32\] has .* of \[4, 1\], which .* weight_block_size \[8, 8\]",
+    ),
+    "a scalar": (
+        fp8(lambda _: {f"{Q}_scale_inv": torch.ones(())}),
+        r"_inv' of \[\], .* \[16, 32\]",
+    ),
+    "blocks without block": (block(None), r"of \[4, 1\], which .* weight_block_size None"),
+    **{
+        f"block {size}": (block(size), re.escape(f"weight_block_size {size} (quantization_config"))
+        for size in ("abc", [0, 0], [-16, 32], [16])
+    },
+    "cut scales": (
+        int4(lambda p: {"_scale": p["_scale"][:, :1].contiguous()}),
+        r"packed' of \[64, 8\] has .* of \[64, 1\], which .* strategy group, group_size 32",
+    ),
+    "cut values": (
+        int4(lambda p: {"_packed": p["_packed"][:, :4].contiguous()}),
+        r"packed' of \[64, 4\] has .* of \[64, 2\], which .* strategy group, group_size 32",
+    ),
+    "other groups": (int4(group_size=64), r"of \[64, 2\], which .* group_size 64"),
+    "other shape": (int4(lambda _: {"_shape": torch.tensor([64, 63])}), r"is not \[64, 64\]"),
+    "no zeros": (int4(symmetric=False), "has no zero points, but symmetric is False"),
+    "zeros": (
+        int4(lambda _: {"_zero_point": torch.zeros(8, 2, dtype=torch.int32)}),
+        "has zero points, but symmetric is True",
+    ),
+    "cut zeros": (
+        int4(lambda _: {"_zero_point": torch.zeros(8, 1, dtype=torch.int32)}, symmetric=False),
+        r"zero_point' of \[8, 1\] has .* of \[64, 2\]",
+    ),
+    "float4": (int4(type="float"), "compressed-tensors with type float"),
+    "plain beside": (mxfp4(lambda _: {"": torch.ones(2, 64, 64)}), "is stored beside its packed"),
+    "int32 scales": (mxfp4(lambda p: {"_scales": p["_scales"].int()}), "scales of torch.int32"),
     "gptq": (named(quant_method="gptq"), "quantised by gptq; only NF4 of bitsandbytes"),
-    "nvfp4": (named(**CT | {"format": "nvfp4-pack-quantized"}), "quantised by compressed-tensors"),
+    "nvfp4": (
+        named(**CT | {"format": "nvfp4-pack-quantized"}),
+        "compressed-tensors with config_groups None",
+    ),
 }
 
 
@@ -187,25 +281,40 @@ TWO = {"a": {"weights": INT4}, "b": {"weights": INT4 | {"group_size": 64}}}
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "field"),
     [
-        CT | {"config_groups": {"a": {"weights": INT3}}},
-        CT | {"config_groups": TWO},
-        CT | {"config_groups": {"a": {"weights": INT4, "format": "nvfp4-pack-quantized"}}},
-        CT | {"config_groups": {"a": {"weights": INT4}}, "transform_config": {"a": 1}},
+        (CT | {"config_groups": {"a": {"weights": INT3}}}, "num_bits 3"),
+        (CT | {"config_groups": TWO}, "group_size 64"),
+        (
+            CT | {"config_groups": {"a": {"weights": INT4, "format": "nvfp4-pack-quantized"}}},
+            "format nvfp4-pack-quantized",
+        ),
+        (
+            CT | {"config_groups": {"a": {"weights": INT4}}, "transform_config": {"a": 1}},
+            "transform_config {'a': 1}",
+        ),
+        (
+            CT | {"config_groups": {"a": {"weights": INT4}}, "sparsity_config": {"a": 1}},
+            "sparsity_config {'a': 1}",
+        ),
     ],
 )
-def test_other_kinds_of_compressed_tensors_are_refused(settings):
-    with pytest.raises(InputError, match="compressed-tensors; only"):
+def test_other_kinds_of_compressed_tensors_are_refused_by_what_is_other(settings, field):
+    with pytest.raises(InputError, match=f"compressed-tensors with {field} .*; only"):
         quantised_base({"quantization_config": settings}, "config.json")
 
 
-def scheme(kind="pack-quantized", **weights):
-    weights = INT4 | weights
-    return CT | {
-        "format": kind, "quantization_status": "compressed",
-        "config_groups": {"a": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"],
-    }  # fmt: skip
+def test_parts_in_another_shard_than_the_values_count_as_read(folder, tmp_path, caplog):
+    copied = Path(shutil.copytree(folder, tmp_path / "packed"))
+    tensors = load_file(copied / "model.safetensors")
+    (copied / "model.safetensors").unlink()
+    shard = {name: f"{name.endswith('_scale_inv')}.safetensors" for name in tensors}
+    for file in {*shard.values()}:
+        save_file({n: t for n, t in tensors.items() if shard[n] == file}, copied / file)
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard}))
+    with make_engine(copied) as engine, make_engine(folder) as whole:
+        assert same(masters(engine), masters(whole))
+    assert "named by no index" not in caplog.text
 
 
 SCHEMES = {

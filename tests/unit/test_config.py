@@ -95,6 +95,11 @@ def test_an_optimizer_s_keys_are_its_rule_s(load, name):
         load(MINIMAL, f"optimizer.name={name}", *given, "training.spike=3")  # all wait for the norm
 
 
+def test_a_plain_off_is_no_boolean(load):
+    assert load(MINIMAL, "engine.verify=off").engine.verify == "off"
+    assert load(MINIMAL + "engine: {verify: off}").engine.verify == "off"
+
+
 def test_a_null_section_is_as_if_left_out(load):
     for name in config.Config.model_fields.keys() - {"model", "data", "training"}:
         given = MINIMAL + f"{name}:  # its keys are comments\n"
@@ -224,6 +229,11 @@ OURS = {
             {"optimizer": {"name": "adamw", "beta2_decay": -0.8}},
             "leave it out: they are Adafactor's, given up; without its keys: --set 'optimizer={",
         ),
+        (
+            {"model": {"path": "m", "base_model": "x"}},
+            "a link in its old place: ln -s NEW OLD",
+        ),
+        ({"loss": {"gamma": 1.0}}, "leave it out: they are SimPO's and RLOO's, given up"),
         ({"gradient_checkpointing": True}, "leave it out: what is kept and what is computed again"),
         ({"resume_from_checkpoint": True}, "take megatrain train run.yaml --resume"),
         ({"dataset_processes": 3}, "dataset_processes: unknown key; it is always so"),
