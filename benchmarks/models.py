@@ -63,6 +63,12 @@ _QWEN_MOE: dict[str, Any] = {
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "vocab_size": 151936,
     "norm_topk_prob": True, "tie_word_embeddings": False,
 }  # fmt: skip
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
         "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -70,12 +76,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 8192,
     },
     "qwen3-30b-a3b": {"model_type": "qwen3_moe", **_QWEN_MOE, "rope_theta": 1e6},
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
-        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088,
-        "sliding_window": 128, "max_position_embeddings": 131072,
-    },
+    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
     "qwen2.5-vl-7b": {
         "model_type": "qwen2_5_vl", "image_token_id": 151655, "tie_word_embeddings": False,
         "text_config": {
@@ -185,6 +187,7 @@ def streamed(chosen: Any) -> dict[str, Any]:
         micro_batch=chosen.micro_batch or None,
         precision=chosen.precision,
         adapter=lora_adapter(chosen.lora_r),
+        base=chosen.base,
         trained=Trained(freeze=[chosen.frozen] if chosen.frozen else []),
         placement="auto" if chosen.placement is None else Placement(**parse_yaml(chosen.placement)),
         device=chosen.device,
@@ -296,6 +299,7 @@ def main() -> None:
         layers=int,
         states=["int8", "fp32", "bf16"],
         precision=["bf16", "fp32", "fp8"],
+        base=["bf16", "fp8", "nf4"],
         micro_batch=0,
         lora_r=0,
         resident=0,
