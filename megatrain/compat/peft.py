@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from itertools import accumulate
@@ -159,8 +160,10 @@ def heads_named(config: Any) -> set[str]:
 def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
     """Put adapters into a model without weights, in place. Raises InputError: PEFT refuses."""
     try:
-        for name, config in configs.items():
-            _library().inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
+        with warnings.catch_warnings():  # PEFT misses patterns of parameters; callers check them
+            warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
+            for name, config in configs.items():
+                _library().inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
     except re.error as error:
         raise InputError(
             f"adapter: {error.pattern!r} is not a regular expression: {error}"

@@ -100,6 +100,13 @@ def test_gradients_are_those_of_the_plain_model(case):
     assert len(program_of(engine).kinds) == KINDS.get(case, 1)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_ranks_that_peft_adds_for_experts_warn_of_nothing():
+    config = LoraConfig(r=2, target_modules="all-linear")
+    model = with_adapters(tiny_model("qwen3_moe").to("meta"), {"default": config})
+    assert any("experts" in name and "lora_A" in name for name, _ in model.named_parameters())
+
+
 class Largest(TorchDispatchMode):
     """Notes how many values the largest result of an operation has that is no view."""
 
