@@ -42,8 +42,12 @@ class Unpacked(Stored):
     unpack: Callable[..., Tensor]
 
     def read(self) -> Tensor:
-        """The values, unpacked."""
-        return self.unpack(*(part.read() for part in self.parts))
+        """The values, unpacked. Raises InputError: a scale is not a finite number."""
+        values = [part.read() for part in self.parts]
+        exponents = values[0].dtype == torch.uint8
+        if not (values[0] != 255 if exponents else values[0].float().isfinite()).all():
+            raise _refused(self.parts[0], "holds a scale that is NaN or infinite")
+        return self.unpack(*values)
 
     def kept_open(self, opened: Callable[[Path], BinaryIO]) -> "Unpacked":
         """The same weight, of parts in files that stay open."""
@@ -73,13 +77,15 @@ def _untaken(settings: Settings) -> Iterator[tuple[str, Any]]:
             yield key, settings[key]
     if compressed and not schemes:
         yield "config_groups", settings.get("config_groups")
-    sizes = [each.get("group_size") for each in schemes if each["format"] == "pack-quantized"]
+    sizes: dict[str, Any] = {}
     for scheme in schemes:
-        taken = {"format": scheme["format"] in _CODES, "strategy": _is_block(_block(scheme))}
-        if scheme["format"] == "pack-quantized":
+        form, size = scheme["format"], scheme.get("group_size")
+        taken = {"format": form in _CODES, "strategy": _is_block(_block(scheme))}
+        if form == "pack-quantized":
             taken["num_bits"] = scheme.get("num_bits") == 4
             taken["type"] = scheme.get("type", "int") == "int"
-            taken["group_size"] = scheme.get("group_size") == sizes[0]
+        if form == "pack-quantized" or size not in (None, -1):  # shapes alone do not tell which
+            taken["group_size"] = size == sizes.setdefault(form, size)
         yield from ((key, scheme.get(key)) for key, right in taken.items() if not right)
 
 
@@ -210,10 +216,10 @@ def _shape(codes: Stored, scales: Stored, block: Block) -> tuple[int, ...]:
 def _schemes(settings: Settings) -> list[dict[str, Any]]:
     """How each group of a compressed model has its weights, with the format."""
     groups, usual = settings.get("config_groups"), settings.get("format")
-    of_groups = groups.values() if isinstance(groups, dict) else ()
-    return [
-        {**(g.get("weights") or {}), "format": str(g.get("format") or usual)} for g in of_groups
-    ]
+    of_groups = [*groups.values()] if isinstance(groups, dict) else []
+    if not all(isinstance(g, dict) and isinstance(g.get("weights"), dict) for g in of_groups):
+        return []
+    return [{**g["weights"], "format": str(g.get("format") or usual)} for g in of_groups]
 
 
 def _of_int4(

@@ -254,6 +254,14 @@ REFUSED = {
     "float4": (int4(type="float"), "compressed-tensors with type float"),
     "plain beside": (mxfp4(lambda _: {"": torch.ones(2, 64, 64)}), "is stored beside its packed"),
     "int32 scales": (mxfp4(lambda p: {"_scales": p["_scales"].int()}), "scales of torch.int32"),
+    "NaN scale": (
+        fp8(lambda stored: {f"{Q}_scale_inv": stored[f"{Q}_scale_inv"] * torch.nan}),
+        f"'{Q}_scale_inv' holds a scale that is NaN or infinite",
+    ),
+    "groups of text": (
+        named(**CT | {"config_groups": {"a": "int4", "b": {"weights": "int4"}}}),
+        "compressed-tensors with config_groups {'a': 'int4'",
+    ),
     "gptq": (named(quant_method="gptq"), "quantised by gptq; only NF4 of bitsandbytes"),
     "nvfp4": (
         named(**CT | {"format": "nvfp4-pack-quantized"}),
@@ -276,6 +284,16 @@ def test_what_cannot_be_unpacked_is_refused(case, folder, tmp_path):
     assert "\n" not in str(refused.value)
 
 
+def test_exponents_that_stand_for_nan_are_refused(tmp_path):
+    folder, _ = packed(tmp_path, "gpt_oss")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("_scales"))
+    tensors[name][0, 0, 0] = 255
+    write(folder, tensors, MXFP4)
+    with pytest.raises(InputError, match=f"'{name}' holds a scale that is NaN"):
+        make_engine(folder)
+
+
 INT3, INT8 = INT4 | {"num_bits": 3}, INT4 | {"num_bits": 8, "group_size": None}
 TWO = {"a": {"weights": INT4}, "b": {"weights": INT4 | {"group_size": 64}}}
 
@@ -285,6 +303,7 @@ TWO = {"a": {"weights": INT4}, "b": {"weights": INT4 | {"group_size": 64}}}
     [
         (CT | {"config_groups": {"a": {"weights": INT3}}}, "num_bits 3"),
         (CT | {"config_groups": TWO}, "group_size 64"),
+        (CT | {"format": "int-quantized", "config_groups": TWO}, "group_size 64"),
         (
             CT | {"config_groups": {"a": {"weights": INT4, "format": "nvfp4-pack-quantized"}}},
             "format nvfp4-pack-quantized",
