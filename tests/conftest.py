@@ -1,6 +1,7 @@
 """Settings of all tests, and a tokenizer."""
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +17,10 @@ settings.register_profile(
 settings.load_profile("shared machine")
 
 gc.disable()  # what is imported and collected stays to the end
+
+# Nothing that a test writes need outlive the machine: a third of the time of a small save. Tests of
+# saves note that they are flushed, and when.
+os.fsync = lambda file: None
 
 
 def pytest_collection_finish() -> None:

@@ -34,6 +34,11 @@ def few(values: Iterable[Any], *usual: int) -> list[Any]:
     ]
 
 
+def on_gpu(*values: Any) -> list[Any]:
+    """Parameters `value, "cuda"` of tests that run beside each other on the CPU and on a GPU."""
+    return [pytest.param(value, "cuda", marks=pytest.mark.gpu) for value in values]
+
+
 def swept(together: int = 2, **axes: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
     """`parametrize` with all combinations of the axes' values; a mapping's keys name its values.
 

@@ -54,9 +54,8 @@ def test_a_measurement_carries_what_repeats_it(measure, tmp_path):
     assert len(written["step_seconds"]) == 3
     assert written["min_seconds"] <= written["median_seconds"] <= written["max_seconds"]
     assert written["case"]["sequences"] == 2
-    layer = (
-        256 * (2 * 256 + 2 * 128 + 3 * 704) + (256 + 2 * 128) + 2 * 256
-    )  # matrices, biases, norms
+    matrices, biases, norms = 256 * (2 * 256 + 2 * 128 + 3 * 704), 256 + 2 * 128, 2 * 256
+    layer = matrices + biases + norms
     assert written["parameters"] == layer + 4096 * 256 + 256
     expected = 6 * written["parameters"] * 16 / written["median_seconds"] / 1e12
     assert written["model_tflops"] == pytest.approx(expected)
@@ -119,30 +118,30 @@ def test_saves_are_measured_beside_steps(tmp_path, capsys):
     assert not (tmp_path / "saves").exists()
 
 
-def test_generation_is_measured_beside_that_of_transformers(tmp_path, capsys):
-    out = tmp_path / "generation.json"
-    case = ["--shape", "toy", "--rows", "2", "--prompt", "4", "--new", "3", "--repeats", "1"]
-    generation.main([*case, "--device", "cpu", "--out", str(out)])
-    found = json.loads(out.read_text())
-    assert found["resident"]["logits_off"] == found["streamed"]["logits_off"] == 0.0
-    assert found["case"]["rows"] == 2 and found["environment"]["packages"]["torch"]
-    assert "toy: transformers " in capsys.readouterr().out
+TOY = ["--shape", "toy", "--device", "cpu", "--out", "out.json"]
+ROWS = ["--sequences", "4", "--sequence-length", "8", "--steps", "1", "--warmup", "0"]
+REPLIES = ["--prompts", "1", "--replies", "2", "--prompt", "8", "--new", "2", *ROWS[4:]]
+TEXTS = ["--rows", "2", "--prompt", "4", "--new", "3", "--repeats", "1"]
 
 
-def test_steps_of_dpo_are_measured_beside_plain_ones(tmp_path, capsys):
-    case = ["--shape", "toy", "--sequences", "4", "--sequence-length", "8", "--device", "cpu"]
-    preferences.main([*case, "--steps", "1", "--warmup", "0", "--out", str(tmp_path / "out.json")])
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["rate"] == found["sft"]["median_seconds"] / found["dpo"]["median_seconds"]
-    assert "DPO has " in capsys.readouterr().out
-
-
-def test_stages_of_rollouts_are_measured(tmp_path):
-    case = ["--shape", "toy", "--prompts", "1", "--replies", "2", "--prompt", "8", "--new", "2"]
-    out = tmp_path / "out.json"
-    rollouts.main([*case, "--device", "cpu", "--steps", "1", "--warmup", "0", "--out", str(out)])
-    (step,) = json.loads(out.read_text())["steps"]
-    assert step["total"] >= step["generate"] + step["logprobs"] + step["train"] > 0
+@pytest.mark.parametrize(
+    ("benchmark", "case"), [(generation, TEXTS), (preferences, ROWS), (rollouts, REPLIES)]
+)
+def test_each_benchmark_measures_a_toy(benchmark, case, tmp_path, monkeypatch, capsys):
+    """Generation beside that of transformers, DPO beside plain steps, and stages of rollouts."""
+    monkeypatch.chdir(tmp_path)
+    benchmark.main([*TOY, *case])
+    found, said = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
+    assert found["environment"]["packages"]["torch"]
+    if benchmark is generation:
+        assert found["resident"]["logits_off"] == found["streamed"]["logits_off"] == 0.0
+        assert "toy: transformers " in said
+    elif benchmark is preferences:
+        assert found["rate"] == found["sft"]["median_seconds"] / found["dpo"]["median_seconds"]
+        assert "DPO has " in said
+    else:
+        [step] = found["steps"]
+        assert step["total"] >= step["generate"] + step["logprobs"] + step["train"] > 0
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.forks import end
 from tests.inside import sized, spec_of
 from tests.parity.cases import make_batches, make_engine
 from tests.parity.ranks import run_ranks
-from tests.sweeps import few, swept
+from tests.sweeps import few, on_gpu, swept
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
 # Rotary and learnt positions, windows, experts, states and both, latent keys, ALiBi, states in a
@@ -42,22 +42,27 @@ def inputs(rows=3, tokens=6):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("family", few(FAMILIES, 0, 3, 5, 7, 8, 10))
-def test_streamed_tokens_are_those_of_transformers(family):
+@pytest.mark.parametrize(
+    ("family", "device"),
+    few([(family, "cpu") for family in FAMILIES], 0, 3, 5, 7, 8, 10)
+    + on_gpu("llama", "gpt2", "gemma2", "mixtral", "bloom", "falcon_h1"),
+)
+def test_streamed_tokens_are_those_of_transformers(family, device):
     """The rows are longer than the tiny models' windows."""
-    model = tiny_model(family).eval()
+    given = {name: each.to(device) for name, each in inputs().items()}
     told = {"max_new_tokens": 12, "do_sample": False, "use_cache": True, "pad_token_id": 0,
             "eos_token_id": None}  # fmt: skip
-    wanted = model.generate(**inputs(), **told)
+    wanted = tiny_model(family).eval().to(device).generate(**given, **told)
     model = tiny_model(family).eval()  # that of RWKV has changed
-    with Engine(model, precision="fp32", device="cpu") as engine:
+    options: dict[str, Any] = {"precision": "fp32", "device": device, "placement": Placement()}
+    with Engine(model, **options) as engine:
         for spare in (None, 0):
             with engine.whole_model(spare=spare) as whole:
-                got = whole.generate(**inputs(), **told, return_dict_in_generate=True)
+                got = whole.generate(**given, **told, return_dict_in_generate=True)
             assert got.sequences.equal(wanted)
             assert got.past_key_values is not None
         # The engine goes on as if nothing had been.
-        fresh = Engine(model, precision="fp32", device="cpu")
+        fresh = Engine(model, **options)
         batch = {"input_ids": inputs()["input_ids"]}
         assert engine.logits(batch).equal(fresh.logits(batch))
 
