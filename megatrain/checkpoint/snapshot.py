@@ -29,10 +29,8 @@ from megatrain.device.base import COMPUTE, SAVE
 from megatrain.device.disk import BLOCK, DiskBuffer
 from megatrain.errors import DoesNotFit
 from megatrain.model.safetensors_io import DTYPE_NAMES, Described, header_bytes
-from megatrain.optim import Plane
 from megatrain.store.store import Reader, Tier, Tile
 from megatrain.telemetry.host import host_available_bytes, update_threads
-from megatrain.tile import TileLayout
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +96,7 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
     """Plan the file `name` of a tile: all of it, or the `trained` parameters, which come first."""
     planes, layout = planes_of(tile), tile.layout
     stop = layout.trainable_numel if trained else layout.numel
-    lengths = {n: saved_numel(p, layout, stop) for n, p in planes.items()}
+    lengths = {n: min(p.numel(layout), p.place(0, stop).stop) for n, p in planes.items()}
     described = [Described(n, p.dtype, (lengths[n],)) for n, p in planes.items()]
     metadata = {"tile": tile.name, "version": str(tile.version)}
     header = header_bytes(described, metadata, boundary=_PAGE)
@@ -123,11 +121,6 @@ def tile_file(tile: Tile, name: str, *, trained: bool = False) -> TileFile:
     )
     record = manifest.TileRecord(tile.name, name, tile.version, records, parameters)
     return TileFile(tile, record, end, header, pieces)
-
-
-def saved_numel(plane: Plane, layout: TileLayout, stop: int) -> int:
-    """The number of a plane's values that a tile's file has for its first `stop` elements."""
-    return min(plane.numel(layout), plane.place(0, stop).stop)
 
 
 class StagingBlocks:

@@ -132,10 +132,7 @@ def _adapter_of(section: "ModelSection") -> Any:
 
 
 def named_config(
-    name: str,
-    *,
-    max_positions: int = 32768,
-    trust_remote_code: bool = False,
+    name: str, *, max_positions: int = 32768, trust_remote_code: bool = False
 ) -> "PreTrainedConfig":
     """The configuration of a shape (`7B`), a folder, a config.json file, or a hub id.
 

@@ -135,39 +135,21 @@ def flash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    edges: Tensor,
-    longest: int,
-    *,
-    window: int | None,
-    scale: float | None,
-    causal: bool = True,
-) -> Tensor:
-    """Attention of `[N, H, D]` within documents, which end at `edges` (int32), on a GPU.
-
-    With `causal` each token sees `window` ones, itself included; None: all before it.
-    """
-    return torch.ops.aten._flash_attention_forward(
-        query, key, value, edges, edges, longest, longest, 0.0, causal, False,
-        scale=scale, **_window(window or 0),
-    )[0]  # fmt: skip
-
-
-def flash_attention_with_sums(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     edges: Tensor | None,
     longest: int,
     window: int,
-    scale: float,
+    scale: float | None,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As `flash_attention`, and the logarithms of the softmax's sums, `[H, N]` in fp32.
+    """Attention of `[N, H, D]` within documents, which end at `edges` (int32), on a GPU.
 
-    Without edges rows `[B, T, H, D]` are documents, and the logarithms `[B, H, T]`.
+    With `causal` each token sees `window` ones, itself included; 0: all before it. Also the
+    logarithms of the softmax's sums, `[H, N]` in fp32. Without edges rows `[B, T, H, D]` are
+    documents, and the logarithms `[B, H, T]`.
     """
     longest = query.shape[1] if edges is None else longest
     out, sums, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, edges, edges, longest, longest, 0.0, True, False,
+        query, key, value, edges, edges, longest, longest, 0.0, causal, False,
         scale=scale, **_window(window),
     )  # fmt: skip
     return out, sums
@@ -185,7 +167,7 @@ def flash_attention_backward(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the queries, keys and values of `flash_attention_with_sums`."""
+    """Gradients of the queries, keys and values of causal `flash_attention`."""
     longest = query.shape[1] if edges is None else longest
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout: there is none
     return torch.ops.aten._flash_attention_backward(

@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import (
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-    masking_utils,
-)
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,

@@ -18,27 +18,26 @@ def find_device(name: str | None = None, local_rank: int | None = None) -> torch
 
     Raises InputError: no such device, or a GPU was demanded and there is none.
     """
-    from megatrain.device import cuda
-
+    gpus = torch.get_device_module("cuda")
     if name in (None, "auto"):
-        name = "cuda" if cuda.available() else "cpu"
+        name = "cuda" if gpus.is_available() else "cpu"
     if re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", str(name)) is None:
         raise InputError(f"no device {name!r}; write cpu, cuda or cuda:N")
     parsed = torch.device(str(name))
     if parsed.type == "cpu":
         return parsed
-    if not cuda.available():
+    if not gpus.is_available():
         raise InputError(
             f"device {name!r} was asked for, but torch sees no GPU here; install a CUDA build of "
             "torch and check nvidia-smi, or take device cpu"
         )
     index = local_rank if parsed.index is None else parsed.index
     if index is None:
-        index = cuda.current()
-    if index >= cuda.count():
+        index = gpus.current_device()
+    if index >= gpus.device_count():
         raise InputError(
-            f"device cuda:{index} was asked for, but torch sees {cuda.count()} GPUs here; start "
-            "one rank for each (engine.devices, --nproc-per-node), or take another number"
+            f"device cuda:{index} was asked for, but torch sees {gpus.device_count()} GPUs here; "
+            "start one rank for each (engine.devices, --nproc-per-node), or take another number"
         )
     return torch.device("cuda", index)
 

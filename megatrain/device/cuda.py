@@ -42,21 +42,6 @@ _ATTENTION = [
 ]
 
 
-def available() -> bool:
-    """True if torch sees a GPU."""
-    return torch.cuda.is_available()
-
-
-def count() -> int:
-    """How many GPUs torch sees."""
-    return torch.cuda.device_count()
-
-
-def current() -> int:
-    """The index of the GPU that torch uses by default."""
-    return torch.cuda.current_device()
-
-
 @dataclass(frozen=True)
 class HostEvent:
     """A host stream's counter has reached `count`."""

@@ -21,7 +21,7 @@ from megatrain.model.float8 import in_own_type
 from megatrain.model.media import as_computed
 from megatrain.model.program import MicroBatch, ModelProgram
 from megatrain.model.sequence_share import WHOLE, Judged, RowTrial, SequenceShare
-from megatrain.parallel.distributed import ALONE, Ranks, require_same
+from megatrain.parallel.distributed import Ranks, require_same
 from megatrain.source.source import EngineSetup
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
@@ -78,11 +78,6 @@ class Batch:
     router_shares: Sequence[float] | None = None
     has_media: bool = False
 
-    @property
-    def own_U(self) -> Tensor:
-        """The ids of the rows that this rank keeps."""
-        return self.unique_U[self.own]
-
     def passes(self, count: int) -> list["Batch"]:
         """Split the micro-batches, in order, into at most `count` groups of about equal size."""
         count = min(count, max(self.most, len(self.micro)))
@@ -91,93 +86,6 @@ class Batch:
             replace(self, micro=self.micro[start:stop], first=start)
             for start, stop in pairwise(ends)
         ]
-
-
-def prepare(
-    micro_batches: MicroBatches,
-    device: torch.device,
-    vocab_size: int,
-    *,
-    takes: Callable[[str], bool],
-    loss: Loss | None,
-    seed: int,
-    is_media: Callable[[str], bool] = lambda name: False,
-    dtype: torch.dtype = torch.float32,
-    label_shift: int = 1,
-    constants: Sequence[int] = (),
-    max_tokens: int | None = None,
-    by_lengths: bool = False,
-    ranks: Ranks = ALONE,
-    rows_each: int = 1,
-    share: SequenceShare = WHOLE,
-) -> Batch:
-    """Check CPU micro-batches and move them to `device`.
-
-    Args:
-        takes: whether the model's forward takes a tensor of this name, beside `input_ids`.
-        is_media: whether a tensor of this name describes images or sounds, of any shape.
-        dtype: of the computation, in which pixels are given.
-        loss: micro-batches must have labels and the loss's inputs; None: they need neither.
-        label_shift: tokens from the position that predicts a label to the label.
-        constants: token ids whose rows are needed besides the batch's own.
-        max_tokens: positions that the model has; None: any number.
-        by_lengths: attention may be passed the lengths of packed documents.
-        ranks: take the step together, each with its own micro-batches; all call this.
-        rows_each: rows of the table that each of several ranks keeps.
-        share: this rank's part of shared rows; then all ranks pass the same micro-batches.
-
-    Raises InputError: of any rank: no micro-batch, unknown keys, wrong shapes or types, ids outside
-    the vocabulary, positions that the model does not have, or (with a loss) no position that has a
-    target.
-    """
-    shares: list[Mapping[str, Tensor]] = []
-    has_media: list[bool] = []
-
-    def check_and_share() -> _Part:
-        if not isinstance(micro_batches, list | tuple) or not micro_batches:
-            got = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
-            raise InputError(f"a step needs a list of at least one micro-batch; it got {got}")
-        for index, micro in enumerate(micro_batches):
-            text = _without_media(f"micro-batch {index}", micro, is_media)
-            _check(f"micro-batch {index}", text, vocab_size, takes, loss, max_tokens)
-            has_media.append(text is not micro)
-        losses = [] if loss is None else [_loss_inputs(m, loss, label_shift) for m in micro_batches]
-        checksum = share.check(micro_batches, losses, loss, max_tokens)
-        shares[:] = [share.micro(micro) for micro in micro_batches]
-        ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
-        # Some forwards embed token 0 in the place of what features then overwrite.
-        others = [*constants, 0] if any(has_media) else constants
-        unique = torch.unique(torch.cat([ids, torch.tensor(others, dtype=ids.dtype)]))
-        return _Part(share.judged(losses), unique, len(shares), len(ids), checksum, any(has_media))
-
-    parts = ranks.agree(check_and_share)
-    require_same([{"checksum of the step's rows": str(part.checksum)} for part in parts])
-    losses = [inputs for part in parts for inputs in part.losses]
-    normaliser = 0.0 if loss is None else loss.normaliser(*zip(*losses, strict=True))
-    if loss is not None and normaliser == 0:
-        raise InputError("no token of this step has a label; check the data's labels (all -100)")
-    unique_U, own = _by_owner([part.unique for part in parts], ranks.shards, rows_each)
-    mine = parts[ranks.rank]
-    batch = Batch(
-        [_moved(micro, takes, is_media, dtype, unique_U, device, by_lengths) for micro in shares],
-        normaliser,
-        mine.num_tokens,
-        unique_U,
-        seed,
-        before=sum(part.num for part in parts[: ranks.rank]),
-        own=own,
-        all_tokens=sum(part.num_tokens for part in parts),
-        most=max(part.num for part in parts),
-        has_media=any(part.has_media for part in parts),
-    )
-    if loss is not None:
-        joint = isinstance(loss, JointLoss)
-        for targets, extras in losses if joint else mine.losses:
-            batch.loss_inputs.append((targets.to(device), [extra.to(device) for extra in extras]))
-        local = batch.loss_inputs[batch.before if joint else 0 :]
-        for micro, (targets, extras) in zip(batch.micro, local, strict=False):
-            micro.targets, micro.loss, micro.extras = targets, loss, extras
-    return batch
 
 
 class Intake:
@@ -194,43 +102,170 @@ class Intake:
         rows_each: int,
         losses: Callable[[Batch], list[Tensor]],
     ) -> None:
-        """Args: `rows_each`: as for `prepare`; `losses` computes a batch's losses `[B, T]`."""
+        """Args:
+        rows_each: rows of the table that each of several ranks keeps.
+        losses: computes a batch's losses `[B, T]`.
+        """
         config = setup.source.model.config
         self._setup, self._program, self._config = setup, program, config
         self._rows_each, self._losses, self._steps = rows_each, losses, 0
+        self._vocab_size = config.get_text_config(decoder=True).vocab_size
+        self._max_tokens = most_tokens(config)
         self.share = SequenceShare(setup.sequence_ranks)
         self._documents = DocumentCheck(config, program, self._run_trial, self._check_masks)
         self._row_trial = RowTrial(self.share, config, program, self._run_trial)
 
     def batch(self, micro_batches: MicroBatches, loss: Loss | None, steps: int) -> Batch:
-        """The batch of the step that follows `steps` steps; see `prepare`."""
+        """The batch of the step that follows `steps` steps; see `prepared`."""
         self._steps, micro_batches = steps, _as_int64(micro_batches)
-        batch = self._prepared(micro_batches, loss, self.share)
+        batch = self.prepared(micro_batches, loss, self.share)
         self._documents.check(micro_batches, self._setup.ranks)
         self._row_trial.check(micro_batches)
         return batch
 
-    def _prepared(
-        self, micro_batches: MicroBatches, loss: Loss | None, share: SequenceShare
+    def prepared(
+        self, micro_batches: MicroBatches, loss: Loss | None, share: SequenceShare = WHOLE
     ) -> Batch:
-        spec = self._program.spec
-        return prepare(
-            micro_batches,
-            self._setup.device.torch_device,
-            self._config.get_text_config(decoder=True).vocab_size,
-            takes=spec.capture.accepts,
-            is_media=spec.capture.is_media,
-            dtype=self._program.dtype,
-            loss=loss,
-            seed=derived_seed(self._setup.seed, self._steps),
-            label_shift=spec.label_shift,
-            constants=spec.constants,
-            max_tokens=most_tokens(self._config),
-            by_lengths=self._program.may_attend_by_lengths,
-            ranks=self._setup.ranks,
-            rows_each=self._rows_each,
-            share=share,
+        """Check CPU micro-batches and move them to the device; all ranks call this.
+
+        Args:
+            loss: micro-batches must have labels and the loss's inputs; None: they need neither.
+            share: this rank's part of shared rows; then all ranks pass the same micro-batches.
+
+        Raises InputError: of any rank: no micro-batch, unknown keys, wrong shapes or types, ids
+        outside the vocabulary, positions that the model does not have, or (with a loss) no position
+        that has a target.
+        """
+        spec, setup = self._program.spec, self._setup
+        ranks, device = setup.ranks, setup.device.torch_device
+        shares: list[Mapping[str, Tensor]] = []
+        has_media: list[bool] = []
+
+        def check_and_share() -> _Part:
+            if not isinstance(micro_batches, list | tuple) or not micro_batches:
+                got = "none" if micro_batches == [] else f"a {type(micro_batches).__name__}"
+                raise InputError(f"a step needs a list of at least one micro-batch; it got {got}")
+            for index, micro in enumerate(micro_batches):
+                text = _without_media(f"micro-batch {index}", micro, spec.capture.is_media)
+                self._check(f"micro-batch {index}", text, loss)
+                has_media.append(text is not micro)
+            shift = spec.label_shift
+            losses = [] if loss is None else [_loss_inputs(m, loss, shift) for m in micro_batches]
+            checksum = share.check(micro_batches, losses, loss, self._max_tokens)
+            shares[:] = [share.micro(micro) for micro in micro_batches]
+            ids = torch.cat([micro["input_ids"].reshape(-1) for micro in shares])
+            # Some forwards embed token 0 in the place of what features then overwrite.
+            others = [*spec.constants, 0] if any(has_media) else spec.constants
+            unique = torch.unique(torch.cat([ids, torch.tensor(others, dtype=ids.dtype)]))
+            targets = share.judged(losses)
+            return _Part(targets, unique, len(shares), len(ids), checksum, any(has_media))
+
+        parts = ranks.agree(check_and_share)
+        require_same([{"checksum of the step's rows": str(part.checksum)} for part in parts])
+        losses = [inputs for part in parts for inputs in part.losses]
+        normaliser = 0.0 if loss is None else loss.normaliser(*zip(*losses, strict=True))
+        if loss is not None and normaliser == 0:
+            raise InputError(
+                "no token of this step has a label; check the data's labels (all -100)"
+            )
+        unique_U, own = _by_owner([part.unique for part in parts], ranks.shards, self._rows_each)
+        mine = parts[ranks.rank]
+        batch = Batch(
+            [self._moved(micro, unique_U) for micro in shares],
+            normaliser,
+            mine.num_tokens,
+            unique_U,
+            derived_seed(setup.seed, self._steps),
+            before=sum(part.num for part in parts[: ranks.rank]),
+            own=own,
+            all_tokens=sum(part.num_tokens for part in parts),
+            most=max(part.num for part in parts),
+            has_media=any(part.has_media for part in parts),
         )
+        if loss is not None:
+            joint = isinstance(loss, JointLoss)
+            for targets, extras in losses if joint else mine.losses:
+                batch.loss_inputs.append((targets.to(device), [e.to(device) for e in extras]))
+            local = batch.loss_inputs[batch.before if joint else 0 :]
+            for micro, (targets, extras) in zip(batch.micro, local, strict=False):
+                micro.targets, micro.loss, micro.extras = targets, loss, extras
+        return batch
+
+    def _moved(self, micro: Mapping[str, Tensor], unique_U: Tensor) -> MicroBatch:
+        # Without a mask transformers takes the fast causal path. A mask of ones says that documents
+        # see each other, else nothing; of zeros (rows that stand for none) nothing can be right.
+        device, capture = self._setup.device.torch_device, self._program.spec.capture
+        mask = micro.get("attention_mask", torch.ones(1))
+        plain = (bool(mask.all()) and not starts_anew(micro)) or not bool(mask.any())
+        inputs = {
+            key: (micro[key].clone() if micro[key].is_inference() else micro[key]).to(device)
+            for key in micro
+            if (key == "input_ids" or capture.accepts(key))
+            and not (key == "attention_mask" and plain)
+        }
+        media = {
+            key: as_computed(inputs.pop(key), self._program.dtype)
+            for key in [*inputs]
+            if capture.is_media(key)
+        }
+        counted_N = None if bool(mask.all()) else mask.flatten().float().to(device)
+        index_BT = torch.searchsorted(unique_U, micro["input_ids"].contiguous())
+        rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
+        packed = self._program.may_attend_by_lengths and is_packed(micro)
+        documents = told_by_lengths(micro["position_ids"], device) if packed else {}
+        return MicroBatch(inputs, None, rows, documents=documents, counted_N=counted_N, media=media)
+
+    def _check(self, where: str, micro: Mapping[str, Tensor], loss: Loss | None) -> None:
+        if not isinstance(micro, Mapping):
+            kind = type(micro).__name__
+            raise InputError(f"{where} is a {kind}; it must be a dictionary of tensors")
+        taken = () if loss is None else (*loss.inputs, *loss.choices)
+        needed = ["input_ids", *(() if loss is None else ("labels", *taken))]
+        for key in needed:
+            if key not in micro:
+                raise InputError(f"{where} has no {key}")
+        for key in (key for key in micro if key in _NOT_HEEDED):
+            raise InputError(
+                f"{where} has {key!r}, and rows are given by input_ids, whose labels say which "
+                "tokens count (-100: none), without a cache; leave it out"
+            )
+        known, accepts = {*needed, "labels"}, self._program.spec.capture.accepts
+        if unknown := sorted(key for key in micro if key not in known and not accepts(key)):
+            raise InputError(
+                f"{where} has {unknown[0]!r}, which neither the model's forward nor the loss "
+                f"takes; known: {', '.join(needed)}, and what else the forward takes"
+            )
+        for key, value in micro.items():
+            if not isinstance(value, Tensor):
+                raise InputError(f"{where}: {key} is a {type(value).__name__}; it must be a tensor")
+        shape = micro["input_ids"].shape
+        if len(shape) != 2 or 0 in shape:
+            raise InputError(f"{where}: input_ids must be [rows, tokens], not {list(shape)}")
+        for key, value in micro.items():
+            numbers, sized = key in taken, [*shape]
+            if loss is not None and key in loss.choices:
+                numbers = key != (ids := loss.choices[0])
+                sized.append(max([1, *micro[ids].shape[2:3]]))  # K, which all of them have
+            typed = value.is_floating_point() if numbers else value.dtype == torch.int64
+            if [*value.shape] != sized or not typed or value.device.type != "cpu":
+                wanted = "of floating-point numbers" if numbers else "of integers"
+                raise InputError(
+                    f"{where}: {key} is {list(value.shape)} {value.dtype} on {value.device}; it "
+                    f"must be {sized} {wanted} on the cpu"
+                )
+            if numbers and not bool(value.isfinite().all()):
+                raise InputError(f"{where}: {key} holds a number that is not finite")
+        _check_ids(f"{where}: input_ids", micro["input_ids"], self._vocab_size)
+        if loss is not None:
+            labels = micro["labels"]
+            _check_ids(f"{where}: labels", labels[labels != IGNORED], self._vocab_size)
+            if (labels != IGNORED).any() and not micro.get("attention_mask", torch.ones(1)).any():
+                raise InputError(
+                    f"{where}: attention_mask hides all tokens; 1 stands for one, 0 hides"
+                )
+            for name in loss.choices[:1]:
+                _check_ids(f"{where}: {name}", micro[name], self._vocab_size)
+        _check_positions(where, micro, self._max_tokens)
 
     def _check_masks(self, micro_batches: MicroBatches) -> None:
         device = self._setup.device
@@ -242,7 +277,7 @@ class Intake:
     def _run_trial(self, micro_batches: MicroBatches) -> tuple[list[Sequence[Call]], list[Tensor]]:
         self._program.train(False)
         loss = TOKEN_SCORE if self._program.spec.capture.scores_rows else CROSS_ENTROPY
-        batch = self._prepared(micro_batches, loss, WHOLE)
+        batch = self.prepared(micro_batches, loss)
         with self._program.eager(), in_own_type(self._program.float8):
             losses = [loss.cpu() for loss in self._losses(batch)]
         by_rank = self._setup.ranks.all_gather_object(losses)
@@ -318,33 +353,6 @@ def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
     return targets_of(micro["labels"], shift), extras
 
 
-def _moved(
-    micro: Mapping[str, Tensor],
-    takes: Callable[[str], bool],
-    is_media: Callable[[str], bool],
-    dtype: torch.dtype,
-    unique_U: Tensor,
-    device: torch.device,
-    by_lengths: bool,
-) -> MicroBatch:
-    # Without a mask transformers takes the fast causal path. One of ones says that documents see
-    # each other, else nothing; with one of zeros (rows that stand for none) nothing can be right.
-    mask = micro.get("attention_mask", torch.ones(1))
-    plain = (bool(mask.all()) and not starts_anew(micro)) or not bool(mask.any())
-    inputs = {
-        key: (micro[key].clone() if micro[key].is_inference() else micro[key]).to(device)
-        for key in micro
-        if (key == "input_ids" or takes(key)) and not (key == "attention_mask" and plain)
-    }
-    media = {key: as_computed(inputs.pop(key), dtype) for key in [*inputs] if is_media(key)}
-    counted_N = None if bool(mask.all()) else mask.flatten().float().to(device)
-    index_BT = torch.searchsorted(unique_U, micro["input_ids"].contiguous())
-    rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
-    packed = by_lengths and is_packed(micro)
-    documents = told_by_lengths(micro["position_ids"], device) if packed else {}
-    return MicroBatch(inputs, None, rows, documents=documents, counted_N=counted_N, media=media)
-
-
 def _without_media(where: str, micro: Any, is_media: Callable[[str], bool]) -> Any:
     """The tensors of a micro-batch that describe text; the micro-batch itself if all do.
 
@@ -363,63 +371,6 @@ def _without_media(where: str, micro: Any, is_media: Callable[[str], bool]) -> A
             f"{where} has {media[0]!r}, and rows of several documents; give each document a row"
         )
     return {key: micro[key] for key in micro if key not in media} if media else micro
-
-
-def _check(
-    where: str,
-    micro: Mapping[str, Tensor],
-    vocab_size: int,
-    takes: Callable[[str], bool],
-    loss: Loss | None,
-    max_tokens: int | None,
-) -> None:
-    if not isinstance(micro, Mapping):
-        raise InputError(f"{where} is a {type(micro).__name__}; it must be a dictionary of tensors")
-    taken = () if loss is None else (*loss.inputs, *loss.choices)
-    needed = ["input_ids", *(() if loss is None else ("labels", *taken))]
-    for key in needed:
-        if key not in micro:
-            raise InputError(f"{where} has no {key}")
-    for key in (key for key in micro if key in _NOT_HEEDED):
-        raise InputError(
-            f"{where} has {key!r}, and rows are given by input_ids, whose labels say which tokens "
-            "count (-100: none), without a cache; leave it out"
-        )
-    unknown = sorted(k for k in micro if k not in needed and k != "labels" and not takes(k))
-    if unknown:
-        raise InputError(
-            f"{where} has {unknown[0]!r}, which neither the model's forward nor the loss takes; "
-            f"known: {', '.join(needed)}, and what else the forward takes"
-        )
-    for key, value in micro.items():
-        if not isinstance(value, Tensor):
-            raise InputError(f"{where}: {key} is a {type(value).__name__}; it must be a tensor")
-    shape = micro["input_ids"].shape
-    if len(shape) != 2 or 0 in shape:
-        raise InputError(f"{where}: input_ids must be [rows, tokens], not {list(shape)}")
-    for key, value in micro.items():
-        numbers, sized = key in taken, [*shape]
-        if loss is not None and key in loss.choices:
-            numbers = key != (ids := loss.choices[0])
-            sized.append(max([1, *micro[ids].shape[2:3]]))  # K, which all of them have
-        typed = value.is_floating_point() if numbers else value.dtype == torch.int64
-        if [*value.shape] != sized or not typed or value.device.type != "cpu":
-            wanted = "of floating-point numbers" if numbers else "of integers"
-            raise InputError(
-                f"{where}: {key} is {list(value.shape)} {value.dtype} on {value.device}; it must "
-                f"be {sized} {wanted} on the cpu"
-            )
-        if numbers and not bool(value.isfinite().all()):
-            raise InputError(f"{where}: {key} holds a number that is not finite")
-    _check_ids(f"{where}: input_ids", micro["input_ids"], vocab_size)
-    if loss is not None:
-        labels = micro["labels"]
-        _check_ids(f"{where}: labels", labels[labels != IGNORED], vocab_size)
-        if (labels != IGNORED).any() and not micro.get("attention_mask", torch.ones(1)).any():
-            raise InputError(f"{where}: attention_mask hides all tokens; 1 stands for one, 0 hides")
-        for name in loss.choices[:1]:
-            _check_ids(f"{where}: {name}", micro[name], vocab_size)
-    _check_positions(where, micro, max_tokens)
 
 
 def _check_positions(where: str, micro: Mapping[str, Tensor], max_tokens: int | None) -> None:

@@ -7,7 +7,7 @@ read, with what had landed; and copies of weights on the device, when a visit ha
 `save`, planes are compared when they are saved.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -157,9 +157,7 @@ class BitChecks:
         self._gradients: dict[int, Tensor] = {}
         self._weights: dict[_Copied, Tensor] = {}  # of a tile's newest two versions
         self._copies: dict[_Copied, Tensor] | None = None  # on the device, since the step began
-        self._differences: list[
-            tuple[str, Tensor, Tensor]
-        ] = []  # on the device, since the last report
+        self._differences: list[tuple[str, Tensor, Tensor]] = []  # there, since the last report
         self.flag = device.empty("planes that differ", 1, torch.float32)
         device.run(COMPUTE, "clear flag", self.flag.data.zero_, writes=[self.flag])
 
@@ -259,18 +257,19 @@ class BitChecks:
                 self._device.run(COMPUTE, "check gradient", work, [gradient], [self.flag])
 
     def _compare_on(self, stream: str, tile: Tile, parts: Sequence[_Part]) -> None:
-        def work() -> None:
-            for part in parts:
-                if (kept := self._checksums.get(part.key)) is None:
-                    continue
-                now = self._sum(part.buffer, part.start, part.stop)
-                if stream == COMPUTE:
-                    self._count_difference(part.text, kept, now)
-                else:
-                    _require_equal(part.text, kept, now, part.buffer)
-
+        work = partial(self._compare_now, parts, on_device=stream == COMPUTE)
         name, reads = Name(Kind.PLAIN, f"check {tile.name}"), [part.buffer for part in parts]
         self._device.run(stream, name, work, reads, [self.flag] if stream == COMPUTE else [])
+
+    def _compare_now(self, parts: Iterable[_Part], *, on_device: bool = False) -> None:
+        for part in parts:
+            if (kept := self._checksums.get(part.key)) is None:
+                continue
+            now = self._sum(part.buffer, part.start, part.stop)
+            if on_device:
+                self._count_difference(part.text, kept, now)
+            else:
+                _require_equal(part.text, kept, now, part.buffer)
 
     def _count_difference(self, text: str, kept: Tensor, now: Tensor) -> None:
         kept = kept.to(now.device)
@@ -304,14 +303,8 @@ class BitChecks:
             tile = tiles[key.tile]
             for now in sums.cpu().split(len(kept)):
                 if not torch.equal(now, kept.cpu()) and tile.version == key.version:
-                    self._compare_now(tile)  # if its source has changed, that is named
+                    self._compare_now(_parts(tile))  # if its source has changed, that is named
                 _require_equal(f"{tile.name}: the copy of weights on the device", kept, now)
-
-    def _compare_now(self, tile: Tile) -> None:
-        for part in _parts(tile):
-            if (kept := self._checksums.get(part.key)) is not None:
-                now = self._sum(part.buffer, part.start, part.stop)
-                _require_equal(part.text, kept, now, part.buffer)
 
     def update_sums(self, tile: Tile, host_gradient: Buffer) -> UpdateSums | None:
         """Empty checksums for a tile's update to fill; None: this run takes none."""
@@ -376,10 +369,7 @@ class BitChecks:
         if resident or self._differences:
             self._device.synchronize(self._device.record(COMPUTE), "resident version to check")
             self.report(float(self.flag.data), ALONE)
-        for part in resident:
-            if (kept := self._checksums.get(part.key)) is not None:
-                now = self._sum(part.buffer, part.start, part.stop)
-                _require_equal(part.text, kept, now, part.buffer)
+        self._compare_now(resident)
         for tile in self._tiles if wait else ():
             self._device.synchronize(tile.updated, "planes compared")
 

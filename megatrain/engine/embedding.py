@@ -80,7 +80,7 @@ class _Table:
 
     def local_ids(self, batch: Batch) -> Tensor:
         """The rows of `rows_of` that a step needs."""
-        return batch.own_U - self.tile.place(self.entry)[1].start // self.width
+        return batch.unique_U[batch.own] - self.tile.place(self.entry)[1].start // self.width
 
     def as_rows(self, buffer: Buffer, unique_U: Tensor) -> Tensor:
         """The beginning of `rows`, `sums` or `staging` as `[U, D]`.

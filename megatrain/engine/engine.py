@@ -25,7 +25,7 @@ from megatrain.engine.batch import Batch, Intake, MicroBatches, halved
 from megatrain.engine.head import Head
 from megatrain.engine.modules import State
 from megatrain.engine.step import Parts, Result, TrainingParts, forward_only, train_step
-from megatrain.engine.update import Report, StepResult
+from megatrain.engine.update import StepResult
 from megatrain.engine.whole_model import whole_model
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, as_numbers
@@ -45,7 +45,7 @@ from megatrain.source.sharing import (
 from megatrain.source.source import EngineSetup
 from megatrain.source.state_io import base_reference
 from megatrain.source.write_model import settings_of, write_documents, write_model
-from megatrain.store.store import Store, Tile
+from megatrain.store.store import Store
 from megatrain.telemetry.timeline import Span
 
 _log = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ class PlacedEngine:
         batch.router_shares = router_shares
         self._parts.update.norm_limit, self._parts.update.expected = norm_limit, expected
         try:
-            report = self._train(self._parts, batch, loss)
+            measured = self._train(self._parts, batch, loss)
         except DoesNotFit as error:
             if router_shares is not None or not self._can_be_leaner(self._parts, batch):
                 raise
@@ -247,7 +247,7 @@ class PlacedEngine:
             self._steps += 1
             self.optimizer.took_step()
             seconds, measures = time.perf_counter() - start, as_numbers(batch.measured)
-            return StepResult(report.loss, report.grad_norm, batch.all_tokens, seconds, measures)
+            return StepResult(*measured, batch.all_tokens, seconds, measures)
         self._lean = True
         del batch
         if (offload := kept_offload(self._parts)) is not None:
@@ -255,7 +255,7 @@ class PlacedEngine:
         gc.collect()  # frames of the failure may hold what it had on the device
         return self.step(micro_batches, loss, norm_limit=norm_limit, expected=expected)
 
-    def _train(self, parts: TrainingParts, batch: Batch, loss: Loss) -> Report:
+    def _train(self, parts: TrainingParts, batch: Batch, loss: Loss) -> tuple[float, float]:
         saves = self._holds(batch) and not self._lean
         # Such a loss sees all micro-batches at once: one pass, whose graphs would be too many.
         joint = parts.passes > 1 and bool(isinstance(loss, JointLoss) or self._spec.routed)
@@ -422,11 +422,8 @@ class PlacedEngine:
     def flush(self) -> None:
         """Wait until all started updates are done."""
         for tile in self._store.tiles:
-            self._complete(tile)
-
-    def _complete(self, tile: Tile) -> None:
-        self.device.synchronize(tile.updated, "version complete")
-        self.device.synchronize(tile.written, "version complete on disk")
+            self.device.synchronize(tile.updated, "version complete")
+            self.device.synchronize(tile.written, "version complete on disk")
 
     def named_masters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter's name and a CPU copy of its fp32 master; all ranks call this."""

@@ -90,17 +90,20 @@ class Head(StreamedModule):
         differentiable = [ref for ref in inputs if inputs[ref].requires_grad]
         with torch.enable_grad():
             logits_of, hidden_ND, targets_N = self._chunks(weights, micro, inputs)
-        loss, gradient_ND = chunked_loss_gradients(
-            logits_of,
-            hidden_ND.detach(),
-            targets_N,
-            count,
-            self._tokens,
-            self._summed(micro.loss),
-            parameters,
-            partial(accumulator.add, names),
-            _flat(micro.extras),
-        )
+        summed, extras = self._summed(micro.loss), _flat(micro.extras)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
+        gradient_ND = torch.empty_like(hidden_ND)
+        for start in range(0, len(hidden_ND), self._tokens):
+            rows = slice(start, start + self._tokens)
+            with torch.enable_grad():
+                chunk_CD = hidden_ND[None, rows].detach().requires_grad_()
+                beside = [extra[rows] for extra in extras]
+                part = summed(logits_of(chunk_CD)[0], targets_N[rows], *beside)
+                share = part / count
+            grads = torch.autograd.grad(share, [chunk_CD, *parameters], allow_unused=True)
+            gradient_ND[rows] = grads[0][0]
+            accumulator.add(names, grads[1:])
+            loss += part.detach()
         sources = [*(inputs[ref] for ref in differentiable), *parameters]
         grads = torch.autograd.grad(hidden_ND, sources, gradient_ND, allow_unused=True)
         accumulator.add(names, grads[len(differentiable) :])
@@ -232,37 +235,3 @@ def chunk_results(
         rows = slice(start, start + tokens)
         logits = head(hidden_ND[None, rows])
         yield results(logits[0], targets_N[rows], *(extra[rows] for extra in extras))
-
-
-def chunked_loss_gradients(
-    head: Callable[[Tensor], Tensor],
-    hidden_ND: Tensor,
-    targets_N: Tensor,
-    denominator: float,
-    tokens: int,
-    summed: Summed,
-    parameters: list[Tensor],
-    accumulate: Callable[[list[Tensor | None]], None],
-    extras: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:
-    """The summed loss of a micro-batch, not divided, and the gradient of `hidden_ND`.
-
-    Args:
-        head, tokens, summed, extras: as of `chunk_results`; `head` differentiable in `parameters`.
-        denominator: of the whole step's loss: its labelled tokens, or what the loss says.
-        accumulate: takes each chunk's gradients of `parameters`.
-    """
-    total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
-    gradient_ND = torch.empty_like(hidden_ND)
-    for start in range(0, len(hidden_ND), tokens):
-        rows = slice(start, start + tokens)
-        with torch.enable_grad():
-            chunk_CD = hidden_ND[None, rows].detach().requires_grad_()
-            beside = [extra[rows] for extra in extras]
-            part = summed(head(chunk_CD)[0], targets_N[rows], *beside)
-            loss = part / denominator
-        grads = torch.autograd.grad(loss, [chunk_CD, *parameters], allow_unused=True)
-        gradient_ND[rows] = grads[0][0]
-        accumulate(list(grads[1:]))
-        total += part.detach()
-    return total, gradient_ND

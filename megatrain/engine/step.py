@@ -22,7 +22,7 @@ from megatrain.engine.modules import Media, Prologue, State
 from megatrain.engine.saved_tensors import DeviceBoundaries, HostBoundaries
 from megatrain.engine.sink import Sink
 from megatrain.engine.stream import Stream
-from megatrain.engine.update import Report, Update
+from megatrain.engine.update import Update
 from megatrain.placement import ActivationPolicy
 
 Unit = Media | Prologue | Layer
@@ -58,8 +58,8 @@ class TrainingParts(Parts):
         return replace(self, trunk=[unit.under(policies) for unit in self.trunk])
 
 
-def train_step(parts: TrainingParts, batch: Batch) -> Report:
-    """Loss, gradients and the start of all updates of one optimizer step."""
+def train_step(parts: TrainingParts, batch: Batch) -> tuple[float, float]:
+    """Gradients and the start of all updates of one optimizer step; its loss, gradient norm."""
     stream, saved, sink, update = parts.stream, parts.saved, parts.sink, parts.update
     groups = batch.passes(parts.passes)
     trained = [unit for unit in reversed(parts.trunk) if unit.needs_backward]  # not below them

@@ -239,14 +239,6 @@ class StepResult:
     measures: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Report:
-    """Loss and gradient norm of a step, once they have reached the host."""
-
-    loss: float
-    grad_norm: float
-
-
 class Update:
     """Starts each tile's update as early as possible.
 
@@ -338,8 +330,10 @@ class Update:
         device.run(UPDATE, "check loss", check, [self._landed])
         self._checked = device.record(UPDATE)
 
-    def finish(self, sink: Sink) -> Report:
+    def finish(self, sink: Sink) -> tuple[float, float]:
         """Wait for the end of the backward; then start the updates that waited for it.
+
+        Returns the loss and the gradient norm.
 
         Raises:
             StepRefused: loss or norm is not finite, or the norm above `norm_limit`. Without
@@ -363,12 +357,12 @@ class Update:
         loss, *measured, differing = device.read(self._landed)
         self._checks.report(differing, self._collectives.ranks)
         total = sum(measured) / self._collectives.ranks.hosts  # each host has measured all
-        report = Report(loss, math.sqrt(total) if total >= 0 else math.nan)
-        self._check(report)
+        norm = math.sqrt(total) if total >= 0 else math.nan
+        self._check((loss, norm))
         # The backward ends with the tiles that the next forward needs first: tables, layer 0, ...
         for tile, host_grad, landed in reversed(self._pending):
             limit = self.max_grad_norm if self.waits(tile) else None
-            scale = 1.0 if limit is None else min(1.0, limit / (report.grad_norm + _CLIP_EPS))
+            scale = 1.0 if limit is None else min(1.0, limit / (norm + _CLIP_EPS))
             if self.waits(tile) and self.directions.has_any(tile):
                 self.directions.fetch_state(tile)
                 accumulator = sink.recall(tile, host_grad)
@@ -376,10 +370,10 @@ class Update:
                 landed = sink.send(accumulator, host_grad)
             self._start(tile, host_grad, landed, scale)
         self._started = []
-        return report
+        return loss, norm
 
-    def _check(self, report: Report) -> None:
-        measured = (report.loss, report.grad_norm)
+    def _check(self, measured: tuple[float, float]) -> None:
+        loss, norm = measured
         if self.expected is not None and not all(map(_same_result, measured, self.expected)):
             now, before = (" and ".join(f"{n:.6g}" for n in e) for e in (measured, self.expected))
             raise RunFailed(
@@ -396,16 +390,16 @@ class Update:
                 self._started = []
             self._checks.compare_all()
         if not finite[0]:
-            bad = [i for i, loss in enumerate(self._losses) if not math.isfinite(loss)]
+            bad = [i for i, share in enumerate(self._losses) if not math.isfinite(share)]
             ranks = self._collectives.ranks
             whose = "" if ranks.size == 1 else f" of rank {ranks.rank}"
-            what = f"the loss is {report.loss} (micro-batches {bad}{whose})"
+            what = f"the loss is {loss} (micro-batches {bad}{whose})"
             raise StepRefused(f"{what}: {_INTACT}", intact=True, measured=measured)
-        if finite[1] and report.grad_norm <= self.norm_limit:
+        if finite[1] and norm <= self.norm_limit:
             return
         above = f", above {self.norm_limit:.4g}" if finite[1] else ""
         damage = _INTACT if self.deferred else _DAMAGED
-        what = f"the gradient norm is {report.grad_norm:.4g}{above}"
+        what = f"the gradient norm is {norm:.4g}{above}"
         raise StepRefused(f"{what}: {damage}", intact=self.deferred, measured=measured)
 
     def _start(self, tile: Tile, host_grad: HostGrad, landed: Any, scale: float) -> None:

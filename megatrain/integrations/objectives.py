@@ -218,13 +218,28 @@ class Preferences(_Pairs):
 class Scores(_Pairs):
     """The loss of RewardTrainer, with margins where the data have them."""
 
-    def __init__(self, args: Any, pad: int) -> None:
-        """Args: `pad`: the token that fills rows up."""
+    def __init__(self, args: Any, pad: int, pad_of_model: int | None) -> None:
+        """Args: `pad`: the token that fills rows up, which the model never trains."""
+        if pad_of_model != pad:
+            refuse(
+                f"a model whose pad_token_id is {pad_of_model}",
+                "load it with AutoModelForSequenceClassification.from_pretrained(..., "
+                f"pad_token_id={pad}), as the tokenizer has it",
+            )
         self.loss, self.pad = TrlReward(args.center_rewards_coefficient), pad
 
     def rows(self, step: MicroBatches) -> MicroBatches:
         for micro in step:
-            _check_shapes(micro)
+            tokens = micro["input_ids"].shape
+            for name, wanted, why in (
+                ("attention_mask", tokens, "of tokens, 1 or 0, for each row"),
+                ("margin", (tokens[0] // 2,), "one number for each pair; squeeze it"),
+            ):
+                if name in micro and micro[name].shape != wanted:
+                    shape = tuple(micro[name].shape)
+                    raise InputError(
+                        f"{name} of a batch is {shape}; it must be {tuple(wanted)}: {why}"
+                    )
         labels = [scored(micro["input_ids"], micro["attention_mask"], self.pad) for micro in step]
         rows = _numbered(step, labels)
         for micro, inputs in zip(rows, step, strict=True):
@@ -241,42 +256,9 @@ class Scores(_Pairs):
         return engine.rewards(rows)
 
 
-def _check_shapes(micro: dict[str, Tensor]) -> None:
-    """Raises InputError: a batch of RewardTrainer has other shapes than its collator makes."""
-    rows, tokens = micro["input_ids"].shape
-    for name, wanted, why in (
-        ("attention_mask", (rows, tokens), "of tokens, 1 or 0, for each row"),
-        ("margin", (rows // 2,), "one number for each pair; squeeze it"),
-    ):
-        if name in micro and micro[name].shape != wanted:
-            shape = tuple(micro[name].shape)
-            raise InputError(f"{name} of a batch is {shape}; it must be {wanted}: {why}")
-
-
 def bare(rows: MicroBatches, loss: losses.Loss) -> MicroBatches:
     """The micro-batches without what the loss takes beside the labels."""
     return [{n: v for n, v in micro.items() if n not in loss.inputs} for micro in rows]
-
-
-def check_padding(pad_of_model: int | None, pad: int) -> None:
-    """Raises InputError: the model's padding token, never trained, is not the tokenizer's."""
-    if pad_of_model != pad:
-        refuse(
-            f"a model whose pad_token_id is {pad_of_model}",
-            "load it with AutoModelForSequenceClassification.from_pretrained(..., "
-            f"pad_token_id={pad}), as the tokenizer has it",
-        )
-
-
-def check_new_adapters(model: Any) -> None:
-    """Raises InputError: new adapters change the model from DPOTrainer's reference, the base."""
-    for config in model.peft_config.values():
-        if not getattr(config, "init_lora_weights", True):
-            refuse(
-                "peft_config with init_lora_weights: False",
-                "DPOTrainer's reference is the model without this adapter, which begins as another "
-                "model; give it as ref_model, or train get_peft_model(model, config)",
-            )
 
 
 def _numbered(step: MicroBatches, labels: list[Tensor]) -> MicroBatches:

@@ -38,6 +38,10 @@ _NO_LOGITS = "of pairs there are no logits; what they measure is logged"
 _NOT_BEST = "the engine does not measure it; take eval_loss"
 _WHOLE = "load_best_model_at_end takes the whole state"
 _FOLLOWS = "it follows from the Trainer's arguments"
+_NOT_THE_BASE = (
+    "DPOTrainer's reference is the model without this adapter, which begins as another model; give "
+    "it as ref_model, or train get_peft_model(model, config)"
+)
 _ROUTERS = ("output_router_logits", "router_aux_loss_coef")
 _ENGINE, _SCHEDULER = "megatrain", "scheduler.pt"
 
@@ -97,8 +101,7 @@ class StreamedTrainer(_Trainer):
         text = model_given.config.get_text_config()
         self._objective: objectives.Objective
         if scores:
-            objectives.check_padding(pad, text.pad_token_id)
-            self._objective = objectives.Scores(self.args, text.pad_token_id)
+            self._objective = objectives.Scores(self.args, text.pad_token_id, pad)
         else:
             self._objective = (objectives.Preferences if paired else objectives.Objective)(
                 self.args
@@ -109,8 +112,10 @@ class StreamedTrainer(_Trainer):
             trainer_model.without_dropout(model_given)
         if paired:
             self.ref_model = None
-            if reference is None and not wrapped and is_peft_model(model_given):
-                objectives.check_new_adapters(model_given)
+            is_base = reference is None and not wrapped and is_peft_model(model_given)
+            adapters = model_given.peft_config.values() if is_base else ()
+            if not all(getattr(each, "init_lora_weights", True) for each in adapters):
+                refuse("peft_config with init_lora_weights: False", _NOT_THE_BASE)
         decayed = set(self.get_decay_parameter_names(model_given))
         names = {id(value): name for name, value in inner.named_parameters()}
         kept = [value for name, value in model_given.named_parameters() if name not in decayed]

@@ -8,9 +8,10 @@ rows like those that come: if what comes out for a document changes with the doc
 packing is refused.
 """
 
+import json
 import logging
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -100,7 +101,7 @@ class DocumentCheck:
         """The packed micro-batches of new kinds of all ranks."""
 
         def of_rank() -> list[Micro]:
-            packed = [micro for micro in micro_batches if is_packed(micro)]
+            packed = filter(is_packed, micro_batches)
             return [m for m in packed if self._kind(m) not in self._apart and comparisons(m)]
 
         return [micro for micros in ranks.agree(of_rank) for micro in micros]
@@ -273,17 +274,10 @@ def change_of(losses: Tensor, others: Tensor) -> float:
 
 def limits_of(config: PreTrainedConfig) -> list[int]:
     """Row lengths at which a model may act differently: its config's whole numbers, powers of 2."""
-    powers = (1 << exponent for exponent in range(1, 31))
-    return sorted({*powers, *_whole_numbers(config.to_dict())})
-
-
-def _whole_numbers(value: Any) -> Iterator[int]:
-    """Every whole number in a configuration, however deep."""
-    if type(value) is int:
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _whole_numbers(inner)
+    limits = {1 << exponent for exponent in range(1, 31)}
+    text = config.to_json_string(use_diff=False)
+    json.loads(text, parse_int=lambda number: limits.add(int(number)))
+    return sorted(limits)
 
 
 def check_masks(

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,18 +157,29 @@ def _attention(
     *,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
+    within_images: bool = False,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over `[B, H, T, D]`; fewer heads of keys and values are shared."""
-    if cu_seq_lens_q is not None and attention_mask is None:
-        window = options.get("sliding_window")
+    """Attention over `[B, H, T, D]`; fewer heads of keys and values are shared.
+
+    Args: `within_images`: over patches `[1, H, N, D]`, of which those of an image see each other.
+    """
+    edges, window = cu_seq_lens_q, None if within_images else options.get("sliding_window")
+    if edges is not None and (within_images or attention_mask is None):
         if _has_kernel(query, value, options):
-            scale = options.get("scaling")
-            out = _varlen(query, key, value, cu_seq_lens_q, max_length_q, window, scale)
-            return out, None
-        attention_mask = document_mask(cu_seq_lens_q, query.shape[0], query.shape[2], window)
+            causal, scale = not within_images, options.get("scaling")
+            return _varlen(query, key, value, edges, max_length_q, window or 0, scale, causal), None
+        if within_images:
+            lengths = edges.diff().tolist()
+            images = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+            each = (sdpa_attention_forward(module, *image, None, **options)[0] for image in images)
+            return torch.cat([*each], dim=1), None
+        attention_mask = document_mask(edges, query.shape[0], query.shape[2], window)
     out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return out, None
+
+
+attention_within_images = partial(_attention, within_images=True)
 
 
 def _has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> bool:
@@ -177,56 +189,13 @@ def _has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> boo
     return plain and fits and half and query.is_cuda
 
 
-def attention_within_images(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int = 0,
-    max_length_k: int = 0,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Attention over patches `[1, H, N, D]`, of which those of an image see each other."""
-    if cu_seq_lens_q is None:
-        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-        return out, None
-    if _has_kernel(query, value, options):
-        scale = options.get("scaling")
-        out = _varlen(query, key, value, cu_seq_lens_q, max_length_q, None, scale, causal=False)
-        return out, None
-    lengths = cu_seq_lens_q.diff().tolist()
-    images = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    each = [sdpa_attention_forward(module, q, k, v, None, **options)[0] for q, k, v in images]
-    return torch.cat(each, dim=1), None
-
-
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    edges: Tensor,
-    longest: int,
-    window: int | None,
-    scale: float | None,
-    causal: bool = True,
-) -> Tensor:
-    """`[B, T, H, D of values]`."""
+def _varlen(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
+    """`[B, T, H, D of values]`; further arguments as of `flash_attention`."""
     rows, heads, tokens, width = query.shape
     short = width - value.shape[-1]
-    if short:
-        value = F.pad(value, (0, short))
-
-    def flat(x: Tensor) -> Tensor:
-        return x.transpose(1, 2).reshape(rows * tokens, x.shape[1], width)
-
-    out = flash_attention(
-        flat(query), flat(key), flat(value), edges, longest,
-        window=window, scale=scale, causal=causal,
-    )  # fmt: skip
+    padded = F.pad(value, (0, short)) if short else value
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, padded))
+    out, _ = flash_attention(q, k, v, *how)
     return out.view(rows, tokens, heads, width)[..., : width - short]
 
 

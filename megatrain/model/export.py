@@ -31,13 +31,7 @@ from megatrain.errors import InputError, RunFailed
 from megatrain.model.adapters import Values, adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.companions import Companions, write_companions
-from megatrain.model.safetensors_io import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    Described,
-    Stored,
-    write_shard,
-)
+from megatrain.model.safetensors_io import INDEX_FILE, SINGLE_FILE, Described, Stored, write_shard
 
 Piece = tuple[list[Described], Callable[[], list[Tensor]]]  # tensors that are made together
 

@@ -29,13 +29,7 @@ from megatrain.compat.transformers import (
 )
 from megatrain.errors import InputError, Unsupported, first_line, in_one_line
 from megatrain.model.adapters import adapted, with_adapters
-from megatrain.model.build import (
-    LONGEST_REASON,
-    build,
-    loaded_types,
-    model_class,
-    weightless,
-)
+from megatrain.model.build import LONGEST_REASON, build, loaded_types, model_class, weightless
 from megatrain.model.export import saved_config
 from megatrain.model.fingerprint import Reader
 from megatrain.model.probe import forget

@@ -20,12 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatrain.base import huge_pages
-from megatrain.base.json_yaml import (
-    DAMAGED,
-    MAX_JSON_BYTES,
-    parse_object,
-    read_json,
-)
+from megatrain.base.json_yaml import DAMAGED, MAX_JSON_BYTES, parse_object, read_json
 from megatrain.base.units import MIB, align
 from megatrain.errors import InputError, first_line, in_one_line
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from megatrain.compat.torch import flash_attention_backward, flash_attention_with_sums
+from megatrain.compat.torch import flash_attention, flash_attention_backward
 from megatrain.compat.transformers import (
     attention_of,
     eager_mask,
@@ -87,10 +87,8 @@ def _attention(
     if sinks is None:  # a layer of another kind
         sinks = query.new_full((query.shape[1],), -torch.inf)
     window = options.get("sliding_window") or 0
-    rows = (x.transpose(1, 2) for x in (query, key, value))
-    out, _ = attention_with_sinks(
-        *rows, sinks.to(query.dtype), cu_seq_lens_q, max_length_q, window, scaling
-    )
+    leaves = (*(x.transpose(1, 2) for x in (query, key, value)), sinks.to(query.dtype))
+    out, _ = attention_with_sinks(*leaves, cu_seq_lens_q, max_length_q, window, scaling)
     return out, None
 
 
@@ -124,7 +122,7 @@ def attention_with_sinks(
         out, sums = _by_logits(query, key, value, sinks, edges, window, scale)
         return out.contiguous(), sums.contiguous()
     q, k, v = (_laid_out(x, edges) for x in (query, key, value))
-    plain, sums = flash_attention_with_sums(q, k, v, edges, longest, window, scale)
+    plain, sums = flash_attention(q, k, v, edges, longest, window, scale)
     whole = torch.logaddexp(sums, sinks.float()[:, None])
     share = (sums - whole).exp().transpose(-2, -1).unsqueeze(-1)
     return (plain * share).to(query.dtype).contiguous().view(query.shape), whole.contiguous()
@@ -160,8 +158,18 @@ def _backward(
             g, q, k, v, result, whole, edges, longest, window, scale
         )
     else:
-        gradients = _by_logits_backward(
-            gradient, query, key, value, whole, edges, window, scale, product
+        logits, g = _logits(query, key, edges, window, scale), _grouped(gradient, key)
+
+        def by_head(of_tokens: Tensor) -> Tensor:
+            return of_tokens.transpose(1, 2).reshape(*logits.shape[:-1], 1)
+
+        share = (logits - by_head(_by_token(whole, query))).exp()
+        of_share = torch.einsum("bikgd,bjkd->bkgij", g, value.float()) - by_head(product)
+        of_logits = share * of_share * scale
+        gradients = (
+            torch.einsum("bkgij,bjkd->bikgd", of_logits, key.float()).flatten(2, 3),
+            torch.einsum("bkgij,bikgd->bjkd", of_logits, _grouped(query, key)),
+            torch.einsum("bkgij,bikgd->bjkd", share, g),
         )
     every = zip((*gradients, of_sinks), (query, key, value, sinks), strict=True)
     return [each.to(x.dtype).contiguous().view(x.shape) for each, x in every]
@@ -230,29 +238,3 @@ def _by_logits(
     share = (logits - whole.view(logits.shape[:-1])[..., None]).exp()
     out = torch.einsum("bkgij,bjkd->bikgd", share, value.float()).flatten(2, 3).to(query.dtype)
     return out, whole if edges is None else whole.transpose(0, 1).flatten(1)
-
-
-def _by_logits_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    whole: Tensor,
-    edges: Tensor | None,
-    window: int,
-    scale: float,
-    product: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Args: `product`: the sum over D of `gradient * out`, `[B, T, H]`."""
-    logits, g = _logits(query, key, edges, window, scale), _grouped(gradient, key)
-
-    def by_head(of_tokens: Tensor) -> Tensor:
-        return of_tokens.transpose(1, 2).reshape(*logits.shape[:-1], 1)
-
-    share = (logits - by_head(_by_token(whole, query))).exp()
-    of_share = torch.einsum("bikgd,bjkd->bkgij", g, value.float()) - by_head(product)
-    of_logits = share * of_share * scale
-    of_query = torch.einsum("bkgij,bjkd->bikgd", of_logits, key.float()).flatten(2, 3)
-    of_key = torch.einsum("bkgij,bikgd->bjkd", of_logits, _grouped(query, key))
-    of_value = torch.einsum("bkgij,bikgd->bjkd", share, g)
-    return of_query, of_key, of_value

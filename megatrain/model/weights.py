@@ -48,12 +48,7 @@ from megatrain.compat.transformers import (
 )
 from megatrain.errors import InputError, first_line
 from megatrain.model.quantised import Quantised, gathered, unpacked_format
-from megatrain.model.safetensors_io import (
-    Stored,
-    has_pickle_weights,
-    has_weights,
-    stored_tensors,
-)
+from megatrain.model.safetensors_io import Stored, has_pickle_weights, has_weights, stored_tensors
 from megatrain.model.unpacked import Unpacked
 from megatrain.tile.layout import WeightFormat
 

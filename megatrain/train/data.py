@@ -46,7 +46,15 @@ def open_data(
     Raises InputError: the data cannot be used.
     """
     data = config.data
-    reading = _reading(config, tokenizer, vocab_size)
+    reading: dict[str, Any] = dict(
+        tokenizer=tokenizer,
+        fields=data.fields,
+        bad_rows=data.bad_rows,
+        seed=config.training.seed,
+        vocab_size=vocab_size,
+        hub_config=data.hub_config,
+        hub_split=data.hub_split,
+    )
 
     def opened(path: Any, **mixing: Any) -> PackedDataset | Prompts:
         if config.loss.kind == "prompts":
@@ -102,9 +110,7 @@ def run_images(model: ModelSection) -> ImageProcessor:
 
 
 def run_ends(
-    model: ModelSection,
-    tokenizer: PreTrainedTokenizerBase,
-    training: PackedDataset | Prompts,
+    model: ModelSection, tokenizer: PreTrainedTokenizerBase, training: PackedDataset | Prompts
 ) -> list[int]:
     """The tokens that end the taught texts and that the model does not know as ends yet."""
     ends = [] if model.eos_token is None else [tokenizer.eos_token_id]
@@ -137,20 +143,6 @@ def data_alone(
     if isinstance(training, Prompts):
         raise InputError(f"loss.name {config.loss.name}: prompts have no tokens to learn to show")
     return tokenizer, training, evaluation
-
-
-def _reading(config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> dict[str, Any]:
-    """Keyword arguments for reading data."""
-    data = config.data
-    return dict(
-        tokenizer=tokenizer,
-        fields=data.fields,
-        bad_rows=data.bad_rows,
-        seed=config.training.seed,
-        vocab_size=vocab_size,
-        hub_config=data.hub_config,
-        hub_split=data.hub_split,
-    )
 
 
 def _tokenising_progress() -> Callable[[int, int], None]:

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.units import duration
@@ -201,10 +201,6 @@ class Watch:
     def ranked(self) -> list[int]:
         """The evaluated steps, best first; of equal ones the earlier first."""
         return sorted(self._values, key=lambda step: (self._values[step], step))
-
-    def best_of(self, steps: Collection[int]) -> int | None:
-        """The best of these steps; None: none of them was evaluated."""
-        return next((step for step in self.ranked if step in steps), None)
 
     @property
     def stop(self) -> str | None:

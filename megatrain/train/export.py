@@ -18,13 +18,7 @@ from megatrain.train.resolve_model import trained_model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(
-    run: str,
-    out: Path,
-    dtype: str | None = None,
-    *,
-    merged: bool = False,
-) -> None:
+def export(run: str, out: Path, dtype: str | None = None, *, merged: bool = False) -> None:
     """Write the model of `run` to `out`, whole or not at all.
 
     Args:

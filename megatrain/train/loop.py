@@ -420,7 +420,8 @@ class _Run:
         """The step of the best state that has a checkpoint; None: nobody asked for it."""
         if self._config.checkpoint.best is None:
             return None
-        return self.watch.best_of(checkpoints(self._folder))
+        kept = checkpoints(self._folder)
+        return next((step for step in self.watch.ranked if step in kept), None)
 
     def take_steps(self) -> None:
         """Take all steps, or those until an early end; a failure saves the state first."""

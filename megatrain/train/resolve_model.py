@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
-from megatrain.checkpoint import Checkpoint, is_checkpoint, newest_whole, open_checkpoint
+from megatrain.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from megatrain.config import ModelSection, nearest
 from megatrain.errors import InputError, in_one_line
 from megatrain.model.build import load_config, most_tokens
@@ -181,11 +181,10 @@ def _known_by(path: Path) -> tuple[int, int, str]:
 
 
 def _newest_checkpoint(parent: Path) -> Checkpoint | None:
-    for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
+    whole: list[Checkpoint] = []
+    for folder in sorted(parent.glob("[!.]*")):
         try:
-            if not folder.name.startswith("."):
-                open_checkpoint(folder)
+            whole.append(open_checkpoint(folder))
         except InputError as error:
             log.warning("not used: %s", error)
-    newest = newest_whole(parent)
-    return None if newest is None else open_checkpoint(newest)
+    return max(whole, key=lambda each: (each.step, each.folder.name), default=None)

@@ -11,11 +11,7 @@ from megatrain.checkpoint import open_checkpoint
 from megatrain.config import Config
 from megatrain.config.section import shown
 from megatrain.errors import InputError
-from megatrain.run_folder.layout import (
-    checkpoint_folder,
-    checkpoints,
-    require_plain,
-)
+from megatrain.run_folder.layout import checkpoint_folder, checkpoints, require_plain
 from megatrain.telemetry.metrics import lines
 
 # Settings that a resumed run may change: it still learns the same model from the same rows. Paths

@@ -7,8 +7,7 @@ is the model as the run begins; with a new adapter that is the base.
 import json
 import logging
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,7 @@ from megatrain.autoplace.auto import can_compile
 from megatrain.base.whole_files import write_file
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config, ModelSection
-from megatrain.data import (
-    MicroBatch,
-    PackedDataset,
-    ReplyDataset,
-    Step,
-    load_tokenizer,
-    plain_rows,
-)
+from megatrain.data import PackedDataset, ReplyDataset, Step, load_tokenizer, plain_rows
 from megatrain.errors import InputError
 from megatrain.loss import DPO, IGNORED, Distillation, PairLoss, Reward
 from megatrain.model.weights import resolve_model
@@ -42,54 +34,6 @@ from megatrain.train.sharing import logprobs
 
 _NOT_KEPT = -1e9  # in place of a log-probability
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SecondModel:
-    """A frozen model in host memory, which computes further tensors for each micro-batch.
-
-    Several ranks share it, and each asks it of its own micro-batches. `name`: in metrics, of the
-    seconds that it takes; `answers`: the tensors for each micro-batch of a step.
-    """
-
-    engine: Engine
-    name: str
-    answers: Callable[[Engine, Step], list[MicroBatch]]
-
-    def with_answers(self, step: Step, data: PackedDataset | None = None) -> Step:
-        """The micro-batches, each with the tensors that this model computes for it.
-
-        Args: `data`: whose rows they are, if they may have images that are not there yet.
-        """
-        seen = step if data is None else [data.with_images(micro) for micro in step]
-        answers = self.answers(self.engine, seen)
-        return [micro | more for micro, more in zip(step, answers, strict=True)]
-
-
-def second_model(
-    config: Config,
-    begun: Callable[[], ResolvedModel],
-    teacher: "Teacher | None",
-    start: Start | None,
-    ranks: Ranks,
-) -> "tuple[SecondModel | None, References | None]":
-    """The model that is streamed beside each step of a run, and its record; None: there is none.
-
-    For rollouts only the record is returned; the rollouts open their reference themselves. This
-    model is opened before the one that is trained, so that `auto` places the latter in the memory
-    that is left.
-
-    Raises:
-        InputError: it cannot be used, or is another one than the run began with.
-        DoesNotFit: more memory is needed than there is.
-    """
-    if teacher is not None:
-        known = _same_model(teacher.key, start)
-        log.info("the teacher rests in host memory beside the model that is trained")
-        return SecondModel(teacher.engine(ranks.host), "teacher", teacher.answers), known
-    if config.loss.kind == "prompts" and config.loss.beta:
-        return None, _same_model(begun().key, start)
-    return None, None
 
 
 def begun_model(
@@ -165,7 +109,7 @@ def _crc32(kept: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(kept).encode())
 
 
-def _same_model(key: str, start: Start | None) -> References:
+def same_model(key: str, start: Start | None) -> References:
     """The record of a second model with this `key`.
 
     Raises InputError: a run goes on, and began with another second model.
@@ -244,27 +188,34 @@ def _sums(engine: Engine, data: ReplyDataset, rows: int, at_once: int, ranks: Ra
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model whose likeliest tokens the trained model learns, which has `vocab_size` tokens.
+    """A frozen model of `vocab_size` tokens, whose likeliest ones the trained model learns.
 
-    `key`: a hash of its weights.
+    Several ranks share it, and each asks it of its own micro-batches. `key`: a hash of its weights;
+    `engine`: none until it is opened.
     """
 
     config: Config
     source: Checkpoint | str
     key: str
     vocab_size: int
+    engine: Any = None
 
-    def engine(self, group: Any) -> Engine:
+    def opened(self, group: Any) -> "Teacher":
         """The teacher in an engine that trains nothing. Raises InputError, DoesNotFit."""
+        log.info("the teacher rests in host memory beside the model that is trained")
         engine = _frozen_engine(self.config, self.source, placement=Placement(), group=group)
         if engine.label_shift != 1:
             engine.close()
             raise InputError("loss.teacher: it predicts tokens in their own place; take another")
-        return engine
+        return replace(self, engine=engine)
 
-    def answers(self, engine: Engine, step: Step) -> list[MicroBatch]:
-        """Ids and log-probabilities of the likeliest tokens in each label's place."""
-        loss, rows = self.config.loss, plain_rows(step)
+    def with_answers(self, step: Step, data: PackedDataset | None = None) -> Step:
+        """Micro-batches with ids and log-probabilities of the likeliest tokens for each label.
+
+        Args: `data`: whose rows they are, if they may have images that are not there yet.
+        """
+        loss, engine = self.config.loss, self.engine
+        rows = plain_rows(step if data is None else [data.with_images(micro) for micro in step])
         top_k = loss.top_k or 1
         labelled = any(bool((micro["labels"][:, 1:] != IGNORED).any()) for micro in rows)
         if any(engine.ranks.all_gather_object(labelled)):  # all ranks compute its forward, or none
@@ -272,12 +223,12 @@ class Teacher:
         else:
             shapes = [(*micro["labels"].shape, top_k) for micro in rows]
             answers = [(torch.zeros(s, dtype=torch.int64), torch.zeros(s)) for s in shapes]
-        tensors = []
-        for ids, log_probs in answers:
+        answered = []
+        for micro, (ids, log_probs) in zip(step, answers, strict=True):
             strange = ids >= self.vocab_size  # padding rows of its table
             kept = ids.masked_fill(strange, 0), log_probs.masked_fill(strange, _NOT_KEPT)
-            tensors.append(dict(zip(Distillation.choices, kept, strict=True)))
-        return tensors
+            answered.append(micro | dict(zip(Distillation.choices, kept, strict=True)))
+        return answered
 
 
 def find_teacher(

@@ -21,13 +21,7 @@ from megatrain.base.units import gib
 from megatrain.checkpoint import verify
 from megatrain.checkpoint.manifest import MODEL
 from megatrain.config import Config, ModelSection
-from megatrain.data import (
-    PackedDataset,
-    Prompts,
-    Step,
-    StepLoader,
-    numbered,
-)
+from megatrain.data import PackedDataset, Prompts, Step, StepLoader, numbered
 from megatrain.device import find_device
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.forecast.workload import Workload, usual_micro_batch
@@ -43,20 +37,16 @@ from megatrain.source.source import DTYPES, Source, choose_trained, open_source,
 from megatrain.store.store import resting
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import open_data, run_ends, run_images, run_tokenizer
-from megatrain.train.resolve_model import (
-    ResolvedModel,
-    check_sequence_length,
-    model_config,
-)
+from megatrain.train.resolve_model import ResolvedModel, check_sequence_length, model_config
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start
 from megatrain.train.rollouts import Rewards, Rollouts
 from megatrain.train.second_model import (
     References,
-    SecondModel,
+    Teacher,
     begun_model,
     find_teacher,
     prepare_replies,
-    second_model,
+    same_model,
 )
 from megatrain.train.sharing import by_parts, group_of, in_turn, with_own_images
 
@@ -75,7 +65,7 @@ class Job:
         evaluation: micro-batches of each evaluation set, or its prompts.
         references: the record of a second model, where the loss asks for one.
         rollouts: makes the rows of steps, where the data are prompts.
-        second: a model that is streamed with each step beside the one that is trained.
+        teacher: a model that is streamed with each step beside the one that is trained.
         data: what `evaluation` was made of, by name.
         stack: gives back the loader's thread and the memory of all engines.
     """
@@ -94,7 +84,7 @@ class Job:
     resumed: RunState | None
     ranks: Ranks = ALONE
     rollouts: Rollouts | None = None
-    second: SecondModel | None = None
+    teacher: Teacher | None = None
     data: Mapping[str, PackedDataset | Prompts] = field(default_factory=dict)
     folder: Path = Path()
     stack: ExitStack = field(default_factory=ExitStack)
@@ -150,8 +140,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
     source = _structure(config, begun(), hf_config) if start is None else None
     ranks.agree(lambda: check_disk(config, source or start, config.training.steps))
     training, evaluation = in_turn(
-        ranks,
-        lambda: open_data(config, tokenizer, text_config.vocab_size, run_images(section)),
+        ranks, lambda: open_data(config, tokenizer, text_config.vocab_size, run_images(section))
     )
     _check_images(config, [training, *evaluation.values()])
     loader = _loader(config, training, ranks)
@@ -164,9 +153,14 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         ranks.agree(lambda: check_disk(config, source or start, total_steps))
     done, *_ = ranks.agree(lambda: _go_to(loader, start, total_steps))
     sets = {"train": training, **{f"eval {n}": e for n, e in evaluation.items()}}
-    second, known = second_model(config, begun, teacher, start, ranks)
-    if second is not None:
-        stack.enter_context(second.engine)
+    known = None
+    if teacher is not None:
+        known = same_model(teacher.key, start)
+        # First: `auto` places the model that is trained in the memory that is left.
+        teacher = teacher.opened(ranks.host)
+        stack.enter_context(teacher.engine)
+    elif config.loss.kind == "prompts" and config.loss.beta:
+        known = same_model(begun().key, start)
     media = training.most_images() if isinstance(training, PackedDataset) else None
     engine = _engine(config, source, media, start, ranks, stack)
     most = -(-config.training.batch_size // engine.batch_ranks.size)
@@ -196,7 +190,7 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         engine=engine,
         loader=loader,
         kind=training.kind,
-        evaluation=_batches(evaluation, rows, second, ranks),
+        evaluation=_batches(evaluation, rows, teacher, ranks),
         data=evaluation,
         references=references,
         schedule=make_schedule(config, engine.optimizer, total_steps, done),
@@ -204,15 +198,12 @@ def _prepared(config: Config, start: Start | None, ranks: Ranks, stack: ExitStac
         resumed=start.state if start else None,
         ranks=ranks,
         rollouts=rollouts,
-        second=second,
+        teacher=teacher,
     )
 
 
 def _batches(
-    evaluation: dict[str, PackedDataset | Prompts],
-    rows: int,
-    second: SecondModel | None,
-    ranks: Ranks,
+    evaluation: dict[str, PackedDataset | Prompts], rows: int, teacher: Teacher | None, ranks: Ranks
 ) -> dict[str, Step | Prompts]:
     sets: dict[str, Any] = {
         name: data if isinstance(data, Prompts) else list(data.batches(rows))
@@ -220,10 +211,10 @@ def _batches(
     }
     steps: list[Step] = [batches for batches in sets.values() if isinstance(batches, list)]
     numbered([micro for step in steps for micro in step])
-    for name, step in sets.items() if second is not None else ():
+    for name, step in sets.items() if teacher is not None else ():
         data = evaluation[name]
-        assert second is not None and isinstance(data, PackedDataset)
-        answer = partial(second.with_answers, data=data)
+        assert teacher is not None and isinstance(data, PackedDataset)
+        answer = partial(teacher.with_answers, data=data)
         parts = [step[at : at + ranks.size] for at in range(0, len(step), ranks.size)]
         step[:] = [micro for part in parts for micro in by_parts(ranks, part, answer)]
     return sets
@@ -501,10 +492,7 @@ _ROUNDED = 1 + 1e-9  # tolerance: rounding may raise a rate by so much
 
 
 def make_schedule(
-    config: Config,
-    optimizer: Optimizer | None,
-    total_steps: int,
-    done: int,
+    config: Config, optimizer: Optimizer | None, total_steps: int, done: int
 ) -> LRScheduler:
     """The schedule after `done` steps: the learning rate is a function of the step alone.
 

@@ -209,10 +209,10 @@ class Steps:
             ranks, counted = job.engine.batch_ranks, job.engine.balances_experts
             tokens = sum(micro["input_ids"].numel() for micro in step_rows)
             rows = part_of(split_for_ranks(step_rows, ranks), ranks, counted=counted)
-            if job.second is not None:
+            if job.teacher is not None:
                 started = time.perf_counter()
-                rows = job.second.with_answers(rows)
-                logged = {f"{job.second.name}_seconds": round(time.perf_counter() - started, 6)}
+                rows = job.teacher.with_answers(rows)
+                logged = {"teacher_seconds": round(time.perf_counter() - started, 6)}
             return rows, tokens, logged
         except (RunFailed, DoesNotFit):  # they name the replies that failed
             raise

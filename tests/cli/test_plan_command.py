@@ -15,7 +15,7 @@ from megatrain.forecast import op_counter
 from megatrain.forecast.workload import Workload
 from megatrain.machine import machine_for
 from megatrain.telemetry.gpu import Gpu
-from megatrain.train.second_model import SecondModel
+from megatrain.train.second_model import Teacher
 from tests.cli.cases import assert_refused as refused
 from tests.cli.cases import sets, tiny_llama
 from tests.cli.test_distill import distilling, teacher  # noqa: F401
@@ -252,7 +252,7 @@ def test_a_run_on_the_cpu_is_planned_for_a_gpu_alone(megatrain, run_file):
 @pytest.mark.exhaustive
 def test_a_streamed_teacher_is_counted(megatrain, distilling, tmp_path):  # noqa: F811
     """As a run that has one takes it, while a step asks it."""
-    file, found, asked = distilling(), [], SecondModel.with_answers
+    file, found, asked = distilling(), [], Teacher.with_answers
 
     def noted(self, *step, **data):
         answers = asked(self, *step, **data)
@@ -264,7 +264,7 @@ def test_a_streamed_teacher_is_counted(megatrain, distilling, tmp_path):  # noqa
         return json.loads(result.stdout)["forecast"]
 
     plain, told = forecast("--set", "loss={name: sft}"), forecast()
-    with mock.patch.object(SecondModel, "with_answers", noted):
+    with mock.patch.object(Teacher, "with_answers", noted):
         run = sets(output__folder=str(tmp_path / "run"), training__steps=2)
         megatrain.done("train", file, *run)
     held = told["host_bytes"]["host_teacher_bytes"]

@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -13,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from megatrain import AdamW, Placement
 from megatrain.checkpoint.snapshot import Snapshot, StagingBlocks, tile_file
-from megatrain.device import disk
+from megatrain.device import CpuDevice, disk
 from megatrain.engine import sink
 from megatrain.engine.assemble import Assembly
-from megatrain.engine.batch import prepare
+from megatrain.engine.batch import Intake
 from megatrain.engine.head import Head
 from megatrain.engine.step import forward_only, train_step
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
@@ -261,8 +262,14 @@ def trace(
         {"input_ids": torch.ones(each, 4).long(), "labels": torch.ones(each, 4).long()}
         for each in rows
     ]
-    how = {"ranks": ranks, "rows_each": parts.embedding.rows_each}
-    batch = prepare(micro_batches, torch.device("cpu"), VOCAB, takes=str, loss=loss, seed=0, **how)
+    setup = SimpleNamespace(
+        source=SimpleNamespace(model=program.spec.capture.model),
+        device=CpuDevice(),
+        seed=0,
+        ranks=ranks,
+        sequence_ranks=ALONE,
+    )
+    batch = Intake(setup, program, parts.embedding.rows_each, print).prepared(micro_batches, loss)
     for step in range(STEPS):
         taken = parts.under(assembly.policies(host=step not in closed))
         # As the engine does: a joint loss, or that of routers, sees all micro-batches at once.

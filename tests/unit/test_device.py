@@ -37,8 +37,8 @@ def opened(monkeypatch):
     def note(index, *, shared):
         numbers.append((index, shared))
 
-    for name, value in {"available": True, "count": 3, "current": 1}.items():
-        monkeypatch.setattr(cuda, name, lambda value=value: value)
+    for name, value in {"is_available": True, "device_count": 3, "current_device": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(cuda, "CudaDevice", note)
     return numbers
 

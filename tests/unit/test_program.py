@@ -5,6 +5,7 @@ from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ from megatrain.base.seeds import derived_seed
 from megatrain.base.units import GIB
 from megatrain.cli.models import qwen2_config
 from megatrain.compat.torch import num_compilations
-from megatrain.engine.head import chunked_loss_gradients
+from megatrain.engine.head import Head
 from megatrain.loss import cross_entropy_sum
 from megatrain.model import init
-from megatrain.model.capture import Capture
+from megatrain.model.capture import Capture, Ref
 from megatrain.model.document_check import check_masks
 from megatrain.model.layer_template import compile_and_tell
 from megatrain.model.probe import spec
@@ -337,11 +338,13 @@ def test_bf16_logits_are_summed_in_fp32():
     loss = cross_entropy_sum(logits, targets)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
+    head, micro = Mock(_tokens=1, _summed=lambda loss: cross_entropy_sum), Mock(extras=())
+    head.leaves.return_value = {}, []
+    head._chunks = lambda weights, micro, inputs: (lambda h: h, inputs[Ref(0, 0)], targets)
+    nothing = Mock()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        in_chunks, _ = chunked_loss_gradients(
-            lambda h: h, logits, targets, 1, 1, cross_entropy_sum, [], lambda gradients: None
-        )
+        in_chunks, _ = Head.gradients(head, None, 1, nothing, micro, {Ref(0, 0): logits})
     finally:
         torch.set_default_dtype(torch.float32)
     assert in_chunks.dtype == torch.float32
