@@ -17,6 +17,7 @@ from megatrain.engine.head import Head, Summed
 from megatrain.engine.layer import Layer
 from megatrain.engine.modules import Media, Prologue
 from megatrain.engine.saved_tensors import DeviceBoundaries, HostBoundaries, HostOffload
+from megatrain.engine.shared import Shared
 from megatrain.engine.sink import ScratchArena, Sink
 from megatrain.engine.step import Parts, TrainingParts, Unit
 from megatrain.engine.stream import Stream, Unpack
@@ -28,7 +29,7 @@ from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement, Verify
-from megatrain.store.store import DiskStaging, Store, Tier, Tile
+from megatrain.store.store import DiskStaging, Store, Tier
 from megatrain.telemetry.host import update_threads
 from megatrain.tile import TileKind
 from megatrain.tile.layout import Expand
@@ -58,12 +59,22 @@ class Assembly:
 
     def __post_init__(self) -> None:
         tiles, threads = self.store.tiles, update_threads() // self.ranks.on_host
-        self._threads = self.placement.update_threads or max(1, threads)
-        self.collectives = Collectives(self.device, self.ranks)
-        self.checks = BitChecks(self.device, tiles, self.verify, self._threads)
+        threads = self.placement.update_threads or max(1, threads)
         self.layers = self.store.of(TileKind.LAYER)
         [self.prologue], [self.head] = map(self.store.of, (TileKind.PROLOGUE, TileKind.HEAD))
         self.media = self.store.of(TileKind.MEDIA)  # one, or none
+        self.collectives = Collectives(self.device, self.ranks)
+        self.checks = BitChecks(self.device, tiles, self.verify, threads)
+        self.shared = Shared(
+            self.device,
+            self.placement,
+            tiles,
+            [self.prologue, *self.layers, self.head, *self.media],
+            self.dtype,
+            self.collectives,
+            self.checks,
+            threads,
+        )
         tokens, compiled = self.placement.chunk_tokens, self.placement.compile
         if tokens is not None:
             self.program.tile(tokens, compiled=compiled)
@@ -78,11 +89,6 @@ class Assembly:
         allowed = {"device": device, "host": host}
         policies = self.placement.policies(len(self.layers))
         return [policy if allowed[policy.where] else RECOMPUTE for policy in policies]
-
-    @property
-    def visited(self) -> list[Tile]:
-        """The tiles that sweeps visit; the others are looked up by rows, or unused."""
-        return [self.prologue, *self.layers, self.head, *self.media]
 
     def unpack(self) -> Unpack:
         """A function that unpacks a tile's weights on the device."""
@@ -104,37 +110,20 @@ class Assembly:
     def training(self, optimizer: StreamedOptimizer, max_grad_norm: float | None) -> TrainingParts:
         """Parts of a training step."""
         device, placement, tiles = self.device, self.placement, self.store.tiles
-        update = Update(
-            device,
-            optimizer,
-            max_grad_norm,
-            self._threads,
-            tiles,
-            self.disk_staging(),
-            self.collectives,
-            self.checks,
-        )
+        visited = self.shared.visited
+        update = Update(self.shared, optimizer, max_grad_norm, self.disk_staging())
         passes, spec = placement.passes, self.program.spec
         on_device = {tile for tile in tiles if tile.rests.gradient is Tier.DEVICE}
         waiting = {*on_device, *(tile for tile in tiles if update.waits(tile))}
         if passes > 1 and not optimizer.rule.needs_matrices:  # sums that stay hold it
-            waiting -= on_device.intersection(self.visited)
+            waiting -= on_device.intersection(visited)
         if any(name in spec.epilogue for name in spec.gathered):  # waits for rows of a tied table
             waiting.add(self.head)
-        shared = [0] if passes > 1 else [t.layout.trainable_numel for t in self.visited]
+        shared = [0] if passes > 1 else [t.layout.trainable_numel for t in visited]
         before = max([shared[0], *(t.layout.trainable_numel for t in self.media)])
         work = ScratchArena(device, max(shared), before if passes == 1 else 0, self.dtype)
-        sink = self.sinks(
-            device,
-            tiles,
-            self.visited,
-            self.dtype,
-            placement,
-            sorted(waiting, key=lambda tile: tile.index),
-            update,
-            work,
-            self.collectives,
-        )
+        in_order = sorted(waiting, key=lambda tile: tile.index)
+        sink = self.sinks(self.shared, in_order, update, work)
         parts = self._parts(sink, work)
         saved: DeviceBoundaries | HostBoundaries = DeviceBoundaries(device)
         if placement.layer_inputs == "host":
@@ -142,32 +131,11 @@ class Assembly:
         return TrainingParts(**vars(parts), saved=saved, sink=sink, update=update, passes=passes)
 
     def _parts(self, sink: Sink | None, work: ScratchArena) -> Parts:
-        embedding = Embedding(
-            self.device,
-            self.program.spec.gathered,
-            self.store.tiles,
-            self.head,
-            self.dtype,
-            sink,
-            work,
-            self.collectives,
-            self._threads,
-            keep_rows=self.placement.keep_rows,
-        )
+        embedding = Embedding(self.shared, self.program.spec.gathered, self.head, sink, work)
         trunk, head = self._units(embedding)
         encoded = self._encoded(trunk, embedding)
         _end_backward(trunk)
-        stream = Stream(
-            self.device,
-            self.placement,
-            self.visited,
-            self.store.tiles,
-            self.dtype,
-            self.collectives,
-            self.unpack(),
-            self.checks,
-        )
-        return Parts(trunk, head, embedding, stream, encoded)
+        return Parts(trunk, head, embedding, Stream(self.shared, self.unpack()), encoded)
 
     def _units(self, embedding: Embedding) -> tuple[list[Unit], Head]:
         device, program = self.device, self.program

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from megatrain import kernels
-from megatrain.device import Buffer, Device
+from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, Memory, Name
-from megatrain.device.collectives import Collectives
 from megatrain.engine.batch import Batch
+from megatrain.engine.shared import Shared
 from megatrain.engine.sink import HostGrad, ScratchArena, Sink
 from megatrain.errors import InputError
 from megatrain.store.store import Tier, Tile
@@ -101,26 +101,21 @@ class Embedding:
 
     def __init__(
         self,
-        device: Device,
+        shared: Shared,
         names: Sequence[str],
-        tiles: Sequence[Tile],
         tied: Tile,
-        dtype: torch.dtype,
         sink: Sink | None,
         work: ScratchArena,
-        collectives: Collectives,
-        threads: int,
-        *,
-        keep_rows: bool,
     ) -> None:
         """Args: `names` of the gathered tables; `tied` the head's tile."""
-        self._device, self._threads, self._dtype = device, threads, dtype
+        self._device, self._threads, self._dtype = shared.device, shared.threads, shared.dtype
         self.sink: Any = sink  # None where nothing is trained
-        self._work, self._keep_rows, self._collectives = work, keep_rows, collectives
+        self._work, self._keep_rows = work, shared.placement.keep_rows
+        self._collectives = shared.collectives
         self._tables = [
             _Table(tile, tile.layout.by_name[name], tile is tied)
             for name in names
-            for tile in tiles
+            for tile in shared.tiles
             if name in tile.layout.by_name
         ]
         self._capacity = 0  # rows

@@ -12,9 +12,8 @@ from megatrain.base.units import align
 from megatrain.compat.torch import add_each
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
-from megatrain.device.collectives import Collectives
+from megatrain.engine.shared import Shared
 from megatrain.optim import gradient_plane
-from megatrain.placement import Placement
 from megatrain.store.store import Span, Tier, Tile, planes
 from megatrain.tile import TileKind
 
@@ -158,21 +157,11 @@ class Sink:
     """
 
     def __init__(
-        self,
-        device: Device,
-        tiles: Sequence[Tile],
-        visited: Sequence[Tile],
-        dtype: torch.dtype,
-        placement: Placement,
-        waiting: Sequence[Tile],
-        updates: Updates,
-        work: ScratchArena,
-        collectives: Collectives,
+        self, shared: Shared, waiting: Sequence[Tile], updates: Updates, work: ScratchArena
     ) -> None:
-        """Args: `visited`: tiles that get accumulators; with several passes one each.
-
-        Tiles in `waiting` have a host gradient each; the others share a few.
-        """
+        """Tiles in `waiting` have a host gradient each; the others share a few."""
+        device, placement, dtype = shared.device, shared.placement, shared.dtype
+        tiles, visited = shared.tiles, shared.visited
         self._device, self.updates, self._work = device, updates, work
         numel = max(tile.trained.stop - tile.trained.start for tile in tiles)
         largest = max([1, *(t.layout.trainable_numel for t in visited)])
@@ -191,7 +180,8 @@ class Sink:
             )
             for tile in (visited if placement.passes > 1 else ())
         }
-        self._first, self._last, self._lane_index, self._collectives = True, True, 0, collectives
+        self._first, self._last, self._lane_index = True, True, 0
+        self._collectives = shared.collectives
         self._reached = set[str]()  # by the encoders' gradient, of earlier passes as well
         self.squares = device.empty("squares", len(tiles) + 1, torch.float32)
         device.run(COMPUTE, "clear squares", self.squares.data.zero_, writes=[self.squares])
@@ -199,12 +189,12 @@ class Sink:
         buffers = planes(device, gradient_plane(dtype), layouts, tiers)
         self._own = {t.index: HostGrad(b) for t, b in zip(waiting, buffers, strict=True)}
         others = [tile for tile in tiles if tile.index not in self._own]
-        shared = any(tile.rests.gradient is Tier.HOST for tile in others)
+        alike = any(tile.rests.gradient is Tier.HOST for tile in others)
         self._shared = [
             HostGrad(device.host(name, numel, dtype, pinned=True))
             for name in (
                 Name(Memory.GRADIENTS, f"host gradient {i}")
-                for i in range(placement.host_grad_buffers * shared)
+                for i in range(placement.host_grad_buffers * alike)
             )
         ]
         self._claimed, self._with_rows = 0, set[int]()

@@ -11,12 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatrain.device import Buffer, Device
+from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Kind, Memory, Name
-from megatrain.device.collectives import Collectives
-from megatrain.engine.bit_checks import BitChecks
 from megatrain.engine.modules import StreamedModule
-from megatrain.placement import Placement
+from megatrain.engine.shared import Shared
 from megatrain.store.store import DiskReader, Tier, Tile
 from megatrain.tile import TileKind, TileLayout
 
@@ -41,27 +39,18 @@ class _Place:
 class Stream:
     """Loads tiles in the order of an itinerary, up to `distance` tiles ahead of the one in use."""
 
-    def __init__(
-        self,
-        device: Device,
-        placement: Placement,
-        visited: Sequence[Tile],
-        tiles: Sequence[Tile],
-        dtype: torch.dtype,
-        collectives: Collectives,
-        unpack: Unpack,
-        checks: BitChecks,
-    ) -> None:
-        """Allocate the slots: at least as many as the largest of `visited` takes."""
+    def __init__(self, shared: Shared, unpack: Unpack) -> None:
+        """Allocate the slots: at least as many as the largest visited tile takes."""
+        device, tiles, dtype = shared.device, shared.tiles, shared.dtype
         layers = [tile for tile in tiles if tile.layout.kind is TileKind.LAYER]
         self.disk = DiskReader(device, [tile.weights for tile in layers])
-        streamed = [tile.layout for tile in visited if tile.rests.streamed]
+        streamed = [tile.layout for tile in shared.visited if tile.rests.streamed]
         largest = max((layout.numel for layout in streamed), default=0)
         of_layers = [layout.numel for layout in streamed if layout.kind is TileKind.LAYER]
-        self._device, self._distance = device, placement.prefetch_distance
-        self._collectives, self._unpack, self._checks = collectives, unpack, checks
+        self._device, self._distance = device, shared.placement.prefetch_distance
+        self._collectives, self._checks, self._unpack = shared.collectives, shared.checks, unpack
         self._numel = numel = max(of_layers, default=largest)  # of a slot
-        count = max(placement.slots, self._slots_of(largest))
+        count = max(shared.placement.slots, self._slots_of(largest))
         self._memory = device.empty(Name(Memory.SLOTS, "slots"), count * numel, dtype)
         pieces = [
             Buffer(f"slot {i}", self._memory.data[i * numel : (i + 1) * numel])

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, UPDATE, Kind, Memory, Name
-from megatrain.device.collectives import Collectives
-from megatrain.engine.bit_checks import BitChecks, UpdateSums
+from megatrain.engine.bit_checks import UpdateSums
+from megatrain.engine.shared import Shared
 from megatrain.engine.sink import HostGrad, Sink
 from megatrain.errors import InputError, RunFailed, StepRefused
 from megatrain.optim import Plane, Rule, StreamedOptimizer, TileRange, UpdateOptions
@@ -50,21 +50,14 @@ def give_way(device: Device, tile: Tile, stream: str) -> None:
 class Directions:
     """Replaces gradients by a rule's directions on the device; most rules have none."""
 
-    def __init__(
-        self,
-        device: Device,
-        rule: Rule,
-        tiles: Sequence[Tile],
-        proceed: Buffer,
-        collectives: Collectives,
-        checks: BitChecks,
-    ) -> None:
+    def __init__(self, shared: Shared, rule: Rule, proceed: Buffer) -> None:
         """Args: `proceed`: the step's loss; while it is not finite no state is changed.
 
         Raises InputError: the rule would direct a parameter outside of the layers.
         """
-        self._device, self._rule, self._proceed = device, rule, proceed
-        self._collectives, self._checks = collectives, checks
+        self._device, self._rule, self._proceed = shared.device, rule, proceed
+        self._collectives, self._checks = shared.collectives, shared.checks
+        device, tiles = shared.device, shared.tiles
         directed = {t.index: [e for e in t.layout.trainable if rule.directed(e)] for t in tiles}
         self._directed = {index: entries for index, entries in directed.items() if entries}
         self._next_room, self._fetched = 0, {}  # type: ignore[var-annotated]
@@ -248,18 +241,15 @@ class Update:
 
     def __init__(
         self,
-        device: Device,
+        shared: Shared,
         optimizer: StreamedOptimizer,
         max_grad_norm: float | None,
-        threads: int,
-        tiles: Sequence[Tile],
         disk: DiskStaging,
-        collectives: Collectives,
-        checks: BitChecks,
     ) -> None:
-        self._device, self._optimizer, self._threads = device, optimizer, threads
+        device, tiles = shared.device, shared.tiles
+        self._device, self._optimizer, self._threads = device, optimizer, shared.threads
         self.max_grad_norm, self.disk = max_grad_norm, disk
-        self._collectives, self._checks = collectives, checks
+        self._collectives, self._checks = shared.collectives, shared.checks
         self.norm_limit = math.inf  # a step whose norm is above it is refused
         self.expected: tuple[float, float] | None = None  # loss and norm of the same step before
         self._pending: list[tuple[Tile, HostGrad, Any]] = []
@@ -270,9 +260,7 @@ class Update:
         self._refused = False  # updates of a step whose loss is not finite; the host stream's own
         self._numbers = device.empty("report", len(tiles) + 3, torch.float32)
         self._landed = device.host("landed report", len(tiles) + 3, torch.float32, pinned=True)
-        self.directions = Directions(
-            device, optimizer.rule, tiles, self._numbers, collectives, checks
-        )
+        self.directions = Directions(shared, optimizer.rule, self._numbers)
         self._unclipped = any(optimizer.rule.directs(tile.layout) for tile in tiles)
 
     def waits(self, tile: Tile) -> bool:
