@@ -18,6 +18,12 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def user_cache(name: str) -> Path:
+    """A folder of this user for files that are made again where they are removed."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "megatrain" / name
+
+
 PARTIAL = ".partial"
 
 

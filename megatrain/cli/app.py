@@ -231,6 +231,10 @@ def export(
     merged: Annotated[
         bool, typer.Option("--merged", help="Write the model with its adapter merged.")
     ] = False,
+    gguf: Annotated[
+        Literal["f16", "q8_0"] | None,
+        typer.Option(help="Write a GGUF file of this type, too, by llama.cpp's converter."),
+    ] = None,
 ) -> None:
     """Write a model as a Hugging Face folder.
 
@@ -238,12 +242,12 @@ def export(
     """
     from megatrain.train.export import export as export_model
 
-    export_model(run, out, dtype, merged=merged)
+    export_model(run, out, dtype, merged=merged, gguf=gguf)
     print(out)
 
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="The folder of a run, of a checkpoint or of a model, or a hub id.")
+    str, typer.Argument(help="The folder of a run, checkpoint or model, a GGUF file, or a hub id.")
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Add at most so many tokens.")]
 Temperature = Annotated[

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatrain.base.json_yaml import parse_json
 from megatrain.base.units import MIB
+from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.errors import InputError, first_line, in_one_line
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def load_tokenizer(
     path_or_id: str | Path, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> "PreTrainedTokenizerBase":
-    """A tokenizer from a Hugging Face folder or hub id, without any dropout of its merges.
+    """A tokenizer of a Hugging Face folder, GGUF file or hub id, without dropout of its merges.
 
     Raises InputError: there is none, it is broken, or it would run code that came with it.
     """
@@ -31,6 +32,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     folder = Path(path_or_id).expanduser()
+    folder = unpacked(folder) if is_gguf(folder) else folder
     local = folder.is_dir()
     if not local and (folder.exists() or str(path_or_id).startswith(("/", ".", "~"))):
         raise InputError(f"{folder}: no such folder: give the one that holds tokenizer.json")

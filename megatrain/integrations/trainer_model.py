@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from megatrain.api import Engine
+from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.compat.peft import is_peft_model
 from megatrain.compat.transformers import MULTIMODAL_CLASSES, scores_rows
 from megatrain.data import load_tokenizer
@@ -143,6 +144,7 @@ def opened(model: Any, args: Any, options: dict[str, Any], *, scores: bool) -> A
         return model
     if not isinstance(model, str | Path):
         raise InputError("StreamedTrainer needs a transformers model, its hub id or folder")
+    model = unpacked(Path(model)) if is_gguf(model) else model
     kwargs.pop("device_map", None)
     kwargs = {
         "dtype": "auto",

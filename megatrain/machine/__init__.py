@@ -13,7 +13,7 @@ from typing import Any
 
 from megatrain.base.json_yaml import read_json
 from megatrain.base.units import GIB, MIB
-from megatrain.base.whole_files import write_file
+from megatrain.base.whole_files import user_cache, write_file
 from megatrain.errors import InputError
 from megatrain.placement import Precision
 from megatrain.telemetry.gpu import find_gpu, named_gpu
@@ -180,10 +180,9 @@ class Key:
 
     @property
     def file(self) -> Path:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         text = json.dumps(vars(self), sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return Path(root) / "megatrain" / "machines" / f"{name}.json"
+        return user_cache("machines") / f"{name}.json"
 
 
 def key_of(device: str) -> Key:

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from megatrain.base.json_yaml import read_json
+from megatrain.compat.gguf import gguf_config, is_gguf
 from megatrain.compat.transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MULTIMODAL_CLASSES,
@@ -75,6 +76,8 @@ def read_config(place: Path | str, *, trust_remote_code: bool = False) -> PreTra
     """transformers' configuration of a folder, file or hub id; also if it has another's by a name
     that only code on the hub knows, which is then not needed. Raises: as `AutoConfig`.
     """
+    if is_gguf(place):
+        return gguf_config(Path(place))
     values, _ = PreTrainedConfig.get_config_dict(place)
     if (kind := _BY_ANOTHER_NAME.get(str(values.get("model_type")))) is None:
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 
 from megatrain.base.json_yaml import read_json
 from megatrain.base.units import GIB, MIB
+from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.compat.transformers import (
     SEQUENCE_CLASSES,
     WeightConverter,
@@ -76,13 +77,15 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def resolve_model(path_or_id: str | Path, revision: str | None = None) -> Path:
-    """The folder of a model: a local one as it is, otherwise downloaded from the hub.
+    """The folder of a model: a local one as it is, of a GGUF file its unpacked one, or the hub's.
 
     Args: `revision`: of a model on the hub; None: its newest.
 
     Raises InputError: no such folder or hub model, no access, no network, or only pickle weights.
     """
     folder = Path(os.path.expanduser(path_or_id))
+    if is_gguf(folder):
+        return unpacked(folder)
     if not folder.exists():
         folder = _download(str(path_or_id), revision)
     if not folder.is_dir():

@@ -1,6 +1,7 @@
 """Everything that an engine needs except its placement: a model's structure, tiles and weights."""
 
 import copy
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from megatrain.base.json_yaml import read_json
 from megatrain.base.units import size
 from megatrain.checkpoint.manifest import Checkpoint, is_checkpoint, open_checkpoint
 from megatrain.compat import peft
+from megatrain.compat.gguf import is_gguf
 from megatrain.compat.transformers import (
     MULTIMODAL_CLASSES,
     encoder_calls,
@@ -44,6 +46,8 @@ from megatrain.placement import Precision, Verify
 from megatrain.source import state_io
 from megatrain.tile import TileKind, TileLayout
 from megatrain.tile.layout import BASES, PACKINGS, WeightFormat
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 Base = Literal["bf16", "fp8", "nf4"]
@@ -286,10 +290,13 @@ def _open_folder(model: str | Path, *, scores: bool, **code: Any) -> Source:
             "is a part of that alone: an export would lose the rest; let architectures in "
             f"config.json name {MULTIMODAL_CLASSES.get(config.model_type, 'the whole model')}"
         )
-    local = Path(model).expanduser().exists()
+    local = Path(model).expanduser()
+    if is_gguf(local):
+        dtype = str(source_dtype(folder)).removeprefix("torch.")
+        _log.info("%s: dequantised to %s, in %s", model, dtype, folder)
     origin = (
-        state_io.Origin(str(folder.absolute()))
-        if local
+        state_io.Origin(str(local.absolute()))
+        if local.exists()
         else state_io.Origin(str(model), folder.name)
     )
     return Source(empty, source_dtype(folder), folder, origin=origin, base=quantised or "bf16")

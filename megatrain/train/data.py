@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatrain.base.whole_files import user_cache
 from megatrain.config import Config, ModelSection, nearest
 from megatrain.data import (
     ImageProcessor,
@@ -164,5 +164,4 @@ def cache_folder(config: Config) -> Path:
     """The folder that keeps tokens, and the answers of teachers."""
     if config.data.cache_dir is not None:
         return Path(config.data.cache_dir).expanduser()
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "megatrain" / "tokens"
+    return user_cache("tokens")

@@ -1,13 +1,17 @@
 """A run's model as a Hugging Face folder, in another dtype if wanted."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
 from megatrain.base.whole_files import whole_folder
 from megatrain.checkpoint import Checkpoint
-from megatrain.errors import InputError
+from megatrain.compat.gguf import is_gguf, unpacked
+from megatrain.errors import InputError, in_one_line
 from megatrain.model.companions import companions, write_companions
 from megatrain.model.export import REPLACED
 from megatrain.run_folder.layout import holds_model, require_empty
@@ -16,44 +20,82 @@ from megatrain.source.write_model import write_saved
 from megatrain.train.resolve_model import trained_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CONVERTER = "convert_hf_to_gguf.py"
 
 
-def export(run: str, out: Path, dtype: str | None = None, *, merged: bool = False) -> None:
+def export(
+    run: str,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    merged: bool = False,
+    gguf: str | None = None,
+) -> None:
     """Write the model of `run` to `out`, whole or not at all.
 
     Args:
-        run: a checkpoint, a model folder, or a run's folder: its finished model, or its newest
-            whole checkpoint. Of a checkpoint, float32 gives the exact masters.
+        run: a checkpoint, a model folder or GGUF file, or a run's folder: its finished model, or
+            its newest whole checkpoint. Of a checkpoint, float32 gives the exact masters.
         dtype: float32, bfloat16 or float16 for all floating tensors; None keeps each as it is, and
             those of a checkpoint in the dtype of the model that the run began with.
         merged: write a model with an adapter as one model, not the adapter alone.
+        gguf: f16 or q8_0: write a GGUF file of this type into the folder, too.
 
     Raises:
-        InputError: `run` holds no model or no adapter, or `out` is not empty.
+        InputError: `run` holds no model or no adapter, or `out` is not empty; llama.cpp's
+            converter is missing or refuses the model.
         RunFailed: the disk is full.
     """
-    model = trained_model(run)
+    model, converter = trained_model(run), _converter() if gguf else []
     cast = None if dtype is None else DTYPES[dtype]
-    if isinstance(model, Checkpoint):
-        require_empty(out)
-        with whole_folder(out) as folder:
+    require_empty(out)
+    with whole_folder(out) as folder:
+        if isinstance(model, Checkpoint):
             write_saved(model, folder, cast, merged=merged)
-            return
-    source = Path(model)
+        else:
+            _write_copy(run, Path(model), folder, cast, merged=merged)
+        if gguf is not None:
+            _convert(converter, folder, f"{out.resolve().name}-{gguf}.gguf", gguf)
+
+
+def _write_copy(
+    run: str, source: Path, folder: Path, dtype: torch.dtype | None, *, merged: bool
+) -> None:
+    """Write a model's folder or GGUF file, or an adapter's folder."""
+    source = unpacked(source) if is_gguf(source) else source
     if not holds_model(source):
         raise InputError(f"{run}: no finished model there (neither model/ nor config.json)")
     if merged and adapter_folder(source) is None:
         raise InputError(f"{source}: has no adapter that could be merged; leave --merged out")
-    require_empty(out)
     if not any(source.glob("*.safetensors")):
         raise InputError(
             f"{source}: a configuration without weights (no .safetensors); not a model"
         )
-    with whole_folder(out) as folder:
-        if merged or cast is not None:
-            write_saved(source, folder, cast, merged=merged)
-        else:
-            for path in source.iterdir():
-                if path.suffix == ".safetensors" or REPLACED.fullmatch(path.name):
-                    shutil.copyfile(path, folder / path.name)
-            write_companions(folder, companions(source))
+    if merged or dtype is not None:
+        write_saved(source, folder, dtype, merged=merged)
+        return
+    for path in source.iterdir():
+        if path.suffix == ".safetensors" or REPLACED.fullmatch(path.name):
+            shutil.copyfile(path, folder / path.name)
+    write_companions(folder, companions(source))
+
+
+def _converter() -> list[str]:
+    """The command of llama.cpp's converter. Raises InputError: it is not installed."""
+    script = shutil.which(CONVERTER) or os.path.join(os.environ.get("LLAMA_CPP", ""), CONVERTER)
+    if not os.path.isfile(script):
+        raise InputError(
+            f"--gguf calls llama.cpp's {CONVERTER}, which is not installed; put it on PATH, or let "
+            "LLAMA_CPP name a checkout of llama.cpp"
+        )
+    return [sys.executable, script]
+
+
+def _convert(converter: list[str], folder: Path, name: str, kind: str) -> None:
+    if adapter_folder(folder) is not None:
+        raise InputError("--gguf writes a whole model, and this is an adapter; add --merged")
+    command = [*converter, str(folder), "--outtype", kind, "--outfile", str(folder / name)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode or not (folder / name).is_file():
+        last = in_one_line((done.stderr.strip() or "no file").splitlines()[-1], 300)
+        raise InputError(f"{converter[-1]}: fails on this model: {last}; export without --gguf")

@@ -1,0 +1,190 @@
+"""Models that come as GGUF files, and leave as such by llama.cpp's converter."""
+
+import json
+import shutil
+import stat
+import sys
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from megatrain import AdamW, Engine, InputError
+from megatrain.compat import gguf as reader
+from tests.cli.cases import TALK, TEMPLATE, sets, write_run_file
+
+WIDTH, MLP, LAYERS, TOKENS = 32, 64, 2, 300
+SHAPES = {
+    "attn_q": (WIDTH, WIDTH), "attn_k": (WIDTH, WIDTH), "attn_v": (WIDTH, WIDTH),
+    "attn_output": (WIDTH, WIDTH), "ffn_gate": (MLP, WIDTH), "ffn_up": (MLP, WIDTH),
+    "ffn_down": (WIDTH, MLP),
+}  # fmt: skip
+NAMES = {"ffn_down": "mlp.down_proj", "attn_v": "self_attn.v_proj"}
+LORA = {"r": 4, "target_modules": "all-linear"}
+F32, F16, Q8 = (getattr(gguf.GGMLQuantizationType, name) for name in ("F32", "F16", "Q8_0"))
+
+
+def write_gguf(path, tokenizer_folder, kind=Q8, seed=0):
+    """A tiny Qwen2 with a tokenizer and a chat template; returns its matrices as they are read."""
+    draw = torch.Generator().manual_seed(seed)
+    tree = json.loads((tokenizer_folder / "tokenizer.json").read_text())["model"]
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_name("tiny")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(64)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(MLP)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    tokens = sorted(tree["vocab"], key=tree["vocab"].get)
+    tokens += [f"<unused{number}>" for number in range(TOKENS - len(tokens) - 1)] + ["<|turn|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (TOKENS - 1) + [3])
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tree["merges"]])
+    writer.add_eos_token_id(TOKENS - 1)
+    writer.add_chat_template(TEMPLATE)
+    read = {}
+
+    def add(name, shape, kind):
+        values = torch.randn(shape, generator=draw).mul(0.2).numpy()
+        data = gguf.quantize(values, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+        read[name] = torch.from_numpy(gguf.dequantize(data, kind).reshape(shape).copy())
+
+    add("token_embd.weight", (TOKENS, WIDTH), kind)
+    add("output_norm.weight", (WIDTH,), F32)
+    for layer in range(LAYERS):
+        for name in ("attn_norm.weight", "ffn_norm.weight", *(f"attn_{n}.bias" for n in "qkv")):
+            add(f"blk.{layer}.{name}", (WIDTH,), F32)
+        for name, shape in SHAPES.items():
+            add(f"blk.{layer}.{name}.weight", shape, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read
+
+
+@pytest.fixture
+def model(megatrain, tmp_path, tokenizer_folder):
+    write_gguf(tmp_path / "tiny.gguf", tokenizer_folder)
+    return tmp_path / "tiny.gguf"
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(F32, "float32"), (F16, "float16"), (Q8, "bfloat16")])
+def test_weights_tokenizer_and_template_are_those_of_the_file(
+    kind, dtype, megatrain, tmp_path, tokenizer_folder
+):
+    read = write_gguf(tmp_path / "tiny.gguf", tokenizer_folder, kind)
+    megatrain.done("export", "tiny.gguf", "whole")
+    stored = load_file(tmp_path / "whole" / "model.safetensors")
+    for name, theirs in NAMES.items():
+        values = stored[f"model.layers.1.{theirs}.weight"]
+        assert values.dtype == getattr(torch, dtype)
+        assert torch.equal(values, read[f"blk.1.{name}.weight"].to(values.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "whole")
+    assert tokenizer.eos_token == "<|turn|>"
+    told = tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert told == "<user>the cat sat<|turn|>\n<assistant>on the mat<|turn|>\n"
+    text = "the cat sat on the mat"
+    assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(tokenizer_folder).encode(text)
+    ids, logits = torch.arange(8)[None], []
+    for place in ("tiny.gguf", "whole"):
+        with Engine(tmp_path / place, device="cpu", precision="fp32") as engine:
+            logits.append(engine.logits({"input_ids": ids}))
+    assert torch.equal(*logits)
+
+
+def test_a_run_from_a_file_goes_on_to_the_bit(megatrain, model, tmp_path, caplog):
+    run_file = write_run_file(tmp_path, tmp_path)
+    chosen = sets(
+        model={"path": str(model)}, adapter={"method": "lora", **LORA}, engine__precision="bf16"
+    )
+
+    def trained(folder, steps, *options):
+        more = sets(output__folder=str(tmp_path / folder), training__steps=steps)
+        megatrain.done("train", run_file, *chosen, *more, *options)
+        return load_file(tmp_path / folder / "model" / "adapter_model.safetensors")
+
+    whole = trained("whole", 4)
+    assert f"{model}: dequantised to bfloat16, in " in caplog.text
+    trained("parts", 2)
+    shutil.rmtree(tmp_path / "xdg")
+    parts = trained("parts", 4, "--resume")
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    config = json.loads((tmp_path / "whole" / "model" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(model)
+    megatrain.done("export", "whole", "merged", "--merged")
+    asked = ["--prompt", "cat", "--max-new-tokens", "2", "--device", "cpu"]
+    said = [megatrain.done("generate", place, *asked).stdout for place in ("whole", model)]
+    assert all(text for text in said)
+
+
+def test_a_checkpoint_refuses_another_file(megatrain, model, tmp_path, tokenizer_folder):
+    with Engine(model, optimizer=AdamW(lr=1e-3), adapter=LORA, device="cpu") as engine:
+        engine.save(tmp_path / "saved")
+    write_gguf(model, tokenizer_folder, seed=1)
+    with pytest.raises(InputError, match=rf"{model}: its weights are not those that .*saved was"):
+        Engine.load(tmp_path / "saved", device="cpu")
+
+
+def test_a_plan_reads_no_weights(megatrain, model, tmp_path):
+    told = megatrain.done(
+        "plan",
+        "--model",
+        model,
+        "--gpu",
+        "4090",
+        "--host-memory",
+        "64GiB",
+        "--sequence-length",
+        "64",
+    )
+    assert "fits" in told.output
+    assert not (tmp_path / "xdg" / "megatrain" / "gguf").exists()
+
+
+def test_what_cannot_be_read_is_refused_in_a_line(megatrain, model, tmp_path, monkeypatch):
+    (tmp_path / "cut.gguf").write_bytes(model.read_bytes()[:5000])
+    (tmp_path / "text.gguf").write_text("no model")
+    for name in ("cut.gguf", "text.gguf"):
+        megatrain.refused(f"{name}: transformers cannot read it", "export", name, "out")
+    monkeypatch.setattr(reader, "find_spec", lambda name: None)
+    told = "needs the package gguf: pip install gguf"
+    megatrain.refused(told, "generate", model, "--prompt", "a")
+    assert not (tmp_path / "out").exists()
+
+
+def converter(folder, body):
+    """A stand-in for llama.cpp's converter, on PATH."""
+    path = folder / "bin" / "convert_hf_to_gguf.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!{sys.executable}\nimport sys, pathlib\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path.parent)
+
+
+def test_a_gguf_file_is_written_by_the_converter(megatrain, model, tmp_path, monkeypatch):
+    asked = ["export", model, "out", "--gguf", "q8_0"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    megatrain.refused("convert_hf_to_gguf.py, which is not installed; put it on PATH", *asked)
+    monkeypatch.setenv("PATH", converter(tmp_path, "raise ValueError('no such architecture')"))
+    megatrain.refused("fails on this model: ValueError: no such architecture", *asked)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setenv(
+        "PATH", converter(tmp_path, "pathlib.Path(sys.argv[5]).write_text(str(sys.argv[1:4]))")
+    )
+    megatrain.done(*asked)
+    said = (tmp_path / "out" / "out-q8_0.gguf").read_text()
+    assert "'--outtype', 'q8_0'" in said
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    with Engine(model, optimizer=AdamW(lr=1e-3), adapter=LORA, device="cpu") as engine:
+        engine.save_pretrained(tmp_path / "adapter")
+    megatrain.refused("add --merged", "export", "adapter", "new", "--gguf", "f16")
