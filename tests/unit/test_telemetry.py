@@ -131,6 +131,7 @@ def test_process_memory_is_what_the_system_counts_children_included():
 @pytest.fixture
 def cgroup_root(tmp_path, monkeypatch):
     """The folder of the cgroups, with one file: which the process is in."""
+    monkeypatch.delenv("MEGATRAIN_HOST_MEMORY")
     sized(monkeypatch, host, _CGROUPS=tmp_path, _OWN_CGROUP=tmp_path / "own")
     (tmp_path / "own").write_text("0::/\n")
     return tmp_path
