@@ -39,6 +39,16 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+@torch.library.custom_op("megatrain::contiguous_copy", mutates_args=())
+def contiguous_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy. Inductor lays out that of `Tensor.contiguous` as it likes."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+contiguous_copy.register_fake(lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device))
+contiguous_copy.register_autograd(lambda ctx, gradient: gradient)
+
+
 def memory_of(tensor: Tensor) -> int:
     """A key that is equal for tensors in the same allocation, even without data."""
     return tensor.untyped_storage()._cdata

@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatrain.compat.torch import FORWARD_HOOKS
+from megatrain.compat.torch import FORWARD_HOOKS, contiguous_copy
 
 __all__ = [
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
@@ -193,7 +193,7 @@ def experts_forward(
             return out
         left, right, scale = beside[name]
         spare = -left.shape[-1] % 8  # a GPU's kernels take rows of whole 16 bytes
-        left, right = pad(left, (0, spare)), pad(right, (0, 0, 0, spare)).contiguous()
+        left, right = pad(left, (0, spare)), contiguous_copy(pad(right, (0, 0, 0, spare)))
         inner = moe._grouped_mm(rows, left, offs=ends)
         return torch.add(out, moe._grouped_mm(inner, right, offs=ends), alpha=scale)
 

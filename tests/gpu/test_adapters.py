@@ -14,7 +14,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ADAPTER = {"r": 4, "target_modules": ["q_proj", "v_proj"], "target_parameters": EXPERTS}
 
 
-def train(device, experts, **options):
+def train(device, experts, rank=4, **options):
     """Losses and gradient norms of four steps, and the adapter's masters after them."""
     torch.manual_seed(0)
     config = MixtralConfig(
@@ -23,8 +23,8 @@ def train(device, experts, **options):
     )  # fmt: skip
     set_experts(config, experts)
     with Engine(
-        MixtralForCausalLM(config), adapter=ADAPTER, optimizer=AdamW(lr=1e-3), device=device,
-        seed=0, **options,
+        MixtralForCausalLM(config), adapter=ADAPTER | {"r": rank}, optimizer=AdamW(lr=1e-3),
+        device=device, seed=0, **options,
     ) as engine:  # fmt: skip
         results = [engine.step(batch) for batch in steps(4)]
         masters = {n: m.clone() for n, m in engine.named_masters() if "lora_" in n}
@@ -40,9 +40,10 @@ def test_adapters_of_experts_train_as_on_the_cpu():
         assert torch.allclose(master, same[name], rtol=1e-3, atol=2e-5), name
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_and_in_bf16_with_grouped_products_within_its_noise(compiled):
-    wanted, _ = train("cpu", "eager", precision="fp32", placement=Placement(slots=2))
-    got, _ = train("cuda", "grouped_mm", placement=Placement(slots=2, compile=compiled))
+@pytest.mark.parametrize(("compiled", "rank"), [(False, 4), (True, 4), (True, 8)])
+def test_and_in_bf16_with_grouped_products_within_its_noise(compiled, rank):
+    placement = Placement(slots=2, compile=compiled)
+    wanted, _ = train("cpu", "eager", rank, precision="fp32", placement=Placement(slots=2))
+    got, _ = train("cuda", "grouped_mm", rank, placement=placement)
     assert got[::2] == pytest.approx(wanted[::2], rel=1e-3)
     assert got[1::2] == pytest.approx(wanted[1::2], rel=0.05)

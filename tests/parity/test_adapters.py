@@ -120,16 +120,27 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_an_adapter_of_experts_makes_nothing_of_the_size_of_their_weights():
-    config = LoraConfig(r=2, target_parameters=EXPERTS)
+def adapted_experts(rank):
+    config = LoraConfig(r=rank, target_parameters=EXPERTS)
     model = with_adapters(tiny_model("mixtral").to("meta"), {"default": config})
     experts = model.model.layers[1].mlp.experts.to_empty(device="cpu")
     for name, parameter in experts.named_parameters():
         torch.nn.init.normal_(parameter.requires_grad_("lora_" in name))
+    return experts, (torch.tensor([[0, 1]] * 6), torch.ones(6, 2))
+
+
+def test_compiled_adapters_of_experts_are_laid_out_as_grouped_products_take_them():
+    experts, chosen = adapted_experts(8)  # of whole 16 bytes in bf16: nothing is padded
+    rows = torch.randn(6, 32, dtype=torch.bfloat16)
+    wanted = experts.bfloat16()(rows, *chosen)
+    assert (torch.compile(experts)(rows, *chosen) - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_an_adapter_of_experts_makes_nothing_of_the_size_of_their_weights():
+    experts, chosen = adapted_experts(2)
     rows = torch.randn(6, 32, requires_grad=True)
     with Largest() as largest:
-        chosen = torch.tensor([[0, 1]] * 6)
-        experts(rows, chosen, torch.ones(6, 2)).sum().backward()
+        experts(rows, *chosen).sum().backward()
     weights = [p.numel() for name, p in experts.named_parameters() if "lora_" not in name]
     assert 0 < largest.numel < min(weights)
     assert all(p.grad is not None for name, p in experts.named_parameters() if "lora_" in name)
