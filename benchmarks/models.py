@@ -7,7 +7,8 @@
 `--resident ROWS` runs transformers' model on the GPU instead, with so many rows at once: layers
 compiled, nothing recomputed, forward and backward alone, no optimizer. Weights and tokens are
 random; in each row the images stand before the text. `--every 2` gives every other micro-batch
-no pictures; `--frozen` is a pattern of the names of parameters that are not trained.
+no pictures; `--frozen` is a pattern of the names of parameters that are not trained. `--experts`
+adapts the stacked weights of experts, too, where PEFT's "all-linear" leaves them out (gpt-oss).
 """
 
 import argparse
@@ -175,6 +176,13 @@ def _with_pictures(
     return result | {"pixel_values": pixels}
 
 
+def _adapter(chosen: Any) -> dict[str, Any] | None:
+    adapter = lora_adapter(chosen.lora_r)
+    if adapter is not None and chosen.experts:
+        adapter["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return adapter
+
+
 def streamed(chosen: Any) -> dict[str, Any]:
     """The engine's steps."""
     config = configuration(chosen.name, chosen.layers)
@@ -186,7 +194,7 @@ def streamed(chosen: Any) -> dict[str, Any]:
         sequence_length=chosen.sequence_length,
         micro_batch=chosen.micro_batch or None,
         precision=chosen.precision,
-        adapter=lora_adapter(chosen.lora_r),
+        adapter=_adapter(chosen),
         base=chosen.base,
         trained=Trained(freeze=[chosen.frozen] if chosen.frozen else []),
         placement="auto" if chosen.placement is None else Placement(**parse_yaml(chosen.placement)),
@@ -302,6 +310,7 @@ def main() -> None:
         base=["bf16", "fp8", "nf4"],
         micro_batch=0,
         lora_r=0,
+        experts=False,
         resident=0,
         placement=str,
         device=str,
