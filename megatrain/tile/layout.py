@@ -60,6 +60,9 @@ class WeightFormat:
     values: Callable[[torch.device], Tensor]
     computed: torch.dtype = torch.bfloat16
 
+    def __repr__(self) -> str:
+        return self.name  # ranks compare it: a function's is its address
+
     def takes(self, shape: Sequence[int]) -> bool:
         """True if a parameter can be packed: a matrix, or a stack of them, of whole blocks."""
         return len(shape) in (2, 3) and prod(shape) % _BLOCK == 0

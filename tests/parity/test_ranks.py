@@ -23,6 +23,7 @@ from megatrain.kernels.states import GROUP
 from megatrain.loss import CROSS_ENTROPY, DPO, GRPO, TOKEN_WEIGHTS, LabelSmoothing
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
+from megatrain.tile.layout import PACKINGS
 from megatrain.train.sharing import part_of as run_part_of
 from tests.families.tiny import tiny_model
 from tests.forks import end
@@ -356,6 +357,11 @@ def bad_calls(engine, step, rank):
             "rank 1 has another call",
         ),
     }
+
+
+def test_formats_of_weights_read_alike_in_every_process():
+    """Ranks compare the layouts of their tiles so; functions have other addresses in each."""
+    assert [repr(each) for each in PACKINGS.values()] == [*PACKINGS]
 
 
 def test_a_rank_that_ends_ends_the_others(tmp_path):
