@@ -92,6 +92,9 @@ class Engine(PlacedEngine):
             a byte a parameter).
         router_aux_loss_coef: weight of the routers' loss of a mixture of experts. None: from the
             model's configuration.
+        router_z_loss_coef: weight of the mean square of logsumexp of the routers' logits.
+        router_bias_update: how far a step moves the biases that routers choose by towards even
+            loads (DeepSeek-V3: 0.001); needs a model that has such biases.
         group: the ranks that train the model together (docs/distributed.md). None: this process.
         sequence_parallel: the number of ranks that share every row: 1, or all of `group`.
         verify: the time at which weights, states and gradients are compared with their checksums:
@@ -138,6 +141,8 @@ class Engine(PlacedEngine):
         adapter: Any = None,
         base: Base = "bf16",
         router_aux_loss_coef: float | None = None,
+        router_z_loss_coef: float | None = None,
+        router_bias_update: float | None = None,
         group: ProcessGroup | DeviceMesh | None = None,
         sequence_parallel: int = 1,
         verify: Verify = "save",
@@ -156,7 +161,11 @@ class Engine(PlacedEngine):
                 model,
                 adapter,
                 base,
-                router_aux_loss_coef,
+                {
+                    "router_aux_loss_coef": router_aux_loss_coef,
+                    "router_z_loss_coef": router_z_loss_coef,
+                    "router_bias_update": router_bias_update,
+                },
                 trust_remote_code=trust_remote_code,
                 attn_implementation=attn_implementation,
                 scores=isinstance(loss, Reward),
@@ -209,7 +218,7 @@ class Engine(PlacedEngine):
                 require_alone(self.ranks, "a loss of routers of each micro-batch")
             batch.router_shares = router_shares
             losses, _ = head.balanced(batch, h)
-            return sum(map(float, losses)), float(batch.measured["aux_loss"])
+            return sum(map(float, losses)), float(batch.measured.get("aux_loss", 0))
 
         loss, balance = self.run_forward(micro_batches, NO_LABELS, finish)
         return sum(self.ranks.all_gather_object(loss)), balance

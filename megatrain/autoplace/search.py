@@ -352,7 +352,7 @@ class Search:
 
     def _in_passes(self, best: Forecast) -> list[Spending]:
         """Ways with small micro-batches in passes; none for joint losses, tiles, or large sums."""
-        if isinstance(self._workload.loss, JointLoss) or self._forecasts.spec.routed:
+        if isinstance(self._workload.loss, JointLoss) or self._forecasts.spec.balances:
             return []
         if best.placement.chunk_tokens is not None or self._tiles.sums_bytes > self._budget.device:
             return []

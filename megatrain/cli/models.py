@@ -81,7 +81,7 @@ class NamedModel:
             self.config,
             adapter=self.adapter,
             base=self.base or section.base,
-            router_aux_loss_coef=section.router_aux_loss_coef,
+            routers=section.routers,
             trust_remote_code=section.trust_remote_code,
             attn_implementation=section.attn_implementation,
         )

@@ -38,8 +38,16 @@ class ModelSection(Section):
     train_only: Annotated[list[Pattern], Field(min_length=1)] | None = None
     base: Literal["bf16", "fp8", "nf4"] = "bf16"
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    router_z_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    router_bias_update: Annotated[float, Field(ge=0)] | None = None
     trust_remote_code: bool = False
     attn_implementation: str | None = None
+
+    @property
+    def routers(self) -> dict[str, float | None]:
+        """What is asked of the routers of a mixture of experts, by key."""
+        names = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update")
+        return {name: getattr(self, name) for name in names}
 
     def problems(self) -> Iterator[str]:
         if (self.path is None) == (self.config is None):

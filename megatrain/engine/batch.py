@@ -59,6 +59,7 @@ class Batch:
         loss_inputs: each micro-batch's targets and the loss's other inputs, on the device; for a
             joint loss the micro-batches of all ranks.
         measured: the measures of a joint loss, on the device, once the head has been visited.
+        loads: the tokens of each expert `[L, E]`, on the device, once the head has been visited.
         router_shares: the weight of each micro-batch's router loss; None: routers have one loss of
             all tokens together.
     """
@@ -71,6 +72,7 @@ class Batch:
     first: int = 0
     loss_inputs: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
     measured: dict[str, Tensor] = field(default_factory=dict)
+    loads: list[Tensor] = field(default_factory=list)
     before: int = 0
     own: slice = field(default_factory=lambda: slice(None))
     all_tokens: int = 0

@@ -22,6 +22,7 @@ from megatrain.compat.torch import has_saved_tensor_hooks
 from megatrain.device import Buffer
 from megatrain.engine.assemble import Assembly, host_bytes, kept_offload
 from megatrain.engine.batch import Batch, Intake, MicroBatches, halved
+from megatrain.engine.expert_loads import ExpertLoads
 from megatrain.engine.head import Head
 from megatrain.engine.modules import State
 from megatrain.engine.step import Parts, Result, TrainingParts, forward_only, train_step
@@ -58,7 +59,10 @@ _LEANER = (
 
 # What holds memory, and goes when the engine is closed.
 _TYPES_DIFFER = "expected scalar type|to have the same dtype|must have the same dtype|same dtype"
-_BUILT = (*("_parts", "_store", "_saver", "_program", "_policies", "_intake", "_checks"),)
+_BUILT = (
+    *("_parts", "_store", "_saver", "_program", "_policies", "_intake", "_checks"),
+    "_expert_loads",
+)
 
 
 @contextmanager
@@ -157,6 +161,8 @@ class PlacedEngine:
             else assembly.training(self.optimizer, opened.max_grad_norm)
         )
         self._policies = assembly.policies
+        buffers = self._opened.source.untrained.buffers
+        self._expert_loads = ExpertLoads(self.device, self._program, buffers)
         rows_each = self._parts.embedding.rows_each
         losses = partial(self._forward_only, finish=Head.losses)
         self._intake = Intake(opened, self._program, rows_each, losses)
@@ -247,7 +253,8 @@ class PlacedEngine:
             self._steps += 1
             self.optimizer.took_step()
             seconds, measures = time.perf_counter() - start, as_numbers(batch.measured)
-            return StepResult(*measured, batch.all_tokens, seconds, measures)
+            experts = self._expert_loads.after_step(batch.loads)
+            return StepResult(*measured, batch.all_tokens, seconds, measures, experts)
         self._lean = True
         del batch
         if (offload := kept_offload(self._parts)) is not None:
@@ -258,7 +265,7 @@ class PlacedEngine:
     def _train(self, parts: TrainingParts, batch: Batch, loss: Loss) -> tuple[float, float]:
         saves = self._holds(batch) and not self._lean
         # Such a loss sees all micro-batches at once: one pass, whose graphs would be too many.
-        joint = parts.passes > 1 and bool(isinstance(loss, JointLoss) or self._spec.routed)
+        joint = parts.passes > 1 and (isinstance(loss, JointLoss) or self._spec.balances)
         with self._undisturbed():
             for unit in parts.encoded[:1]:
                 if not batch.has_media and unit.trained:
@@ -361,6 +368,11 @@ class PlacedEngine:
     @property
     def balances_experts(self) -> bool:
         """True if a step's loss includes the routers' loss, over all tokens except padding."""
+        return self._spec.balances
+
+    @property
+    def counts_experts(self) -> bool:
+        """True if a step counts the choices of its routers, over all tokens except padding."""
         return bool(self._spec.routed)
 
     def _forward_only(
@@ -498,6 +510,8 @@ class PlacedEngine:
                 "save; go back to the last checkpoint"
             )
         source = self._opened.source
+        untrained = replace(source.untrained, buffers={**source.untrained.buffers})
+        source = replace(source, untrained=untrained)  # later steps may have other biases
         settings = self._described(folder)
         written = partial(write_documents, source=source, carries=settings.left_out is None)
         contents = Contents(settings, as_json(extra or {}), written, attach, keep)

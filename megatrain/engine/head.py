@@ -112,12 +112,13 @@ class Head(StreamedModule):
     def balanced(self, batch: Batch, h: State) -> tuple[list[Tensor], list[Activations]]:
         """The routers' loss over all layers, if the model has one; its slopes, by micro-batch.
 
-        Takes the routers' activations out of `h`. The loss is over the tokens of all ranks, and is
-        returned on rank 0; or over each micro-batch alone, if the batch has `router_shares`.
+        Takes the routers' activations out of `h`, and notes the loads of experts in `batch`. The
+        loss is over the tokens of all ranks, and is returned on rank 0; or over each micro-batch
+        alone, if the batch has `router_shares`.
         """
         spec, ranks = self.program.spec, self.collectives.ranks
         loss, routed = spec.router_loss, spec.routed
-        if loss is None:
+        if loss is None or not routed:
             return [], [{} for _ in h]
         shares, results = batch.router_shares or [1.0], []
         for states in [h] if batch.router_shares is None else [[values] for values in h]:
@@ -127,20 +128,32 @@ class Head(StreamedModule):
             results.append(self.device.run(COMPUTE, _NAME, partial(loss.balance, totals)))
         if None in results:  # nothing is computed
             return [], [{} for _ in h]
-        balances, slopes = zip(*results, strict=True)
-        batch.measured["aux_loss"] = torch.stack(balances).mean()  # as transformers calls it
+        loads, losses, slopes = zip(*results, strict=True)
+        batch.loads.extend(loads)
+        if not loss.is_loss:
+            return [], [{} for _ in h]
+        for name, weight, value in zip(
+            ("aux_loss", "router_z_loss"),  # the first as transformers calls it
+            (loss.weight, loss.z_weight),
+            torch.stack(losses).mean(0),
+            strict=True,
+        ):
+            batch.measured |= {name: value} if weight else {}
         weighed = [share * slope for share, slope in zip(shares, slopes, strict=True)]
         dh = [dict.fromkeys(routed, weighed[i % len(weighed)]) for i in range(len(h))]
         if ranks.rank:
             return [], dh
-        total = sum(share * balance for share, balance in zip(shares, balances, strict=True))
-        return [loss.weight * total], dh
+        total = sum(share * part for share, part in zip(shares, losses, strict=True))
+        return [loss.weight * total[0] + loss.z_weight * total[1]], dh
 
     def routed_total(self, h: State) -> Tensor:
-        """The totals of all layers' routing, whose activations are taken out of `h`."""
-        loss, routed = self.program.spec.router_loss, self.program.spec.routed
-        assert loss is not None
-        return loss.total([values.pop(ref) for values in h for ref in routed])
+        """Each layer's sums of its routers `[L, S]`, whose activations are taken out of `h`."""
+        routed = self.program.spec.routed
+        sums = [torch.cat([values.pop(ref) for ref in routed]).double() for values in h]
+        zeros = torch.zeros(
+            self.program.spec.routed_shape, dtype=torch.float64, device=self.program.device
+        )
+        return sum(sums, zeros)
 
     def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
         """For a joint loss: the batch with weighed labels, and the losses; visits the head for it.

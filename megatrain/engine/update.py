@@ -223,6 +223,7 @@ class StepResult:
         tokens: positions computed, padding included, by all ranks.
         seconds: from the call to the end of the backward (the update may still be running).
         measures: what the loss measures besides (rewards of replies), by name.
+        experts: the loads of a mixture's experts: `expert_load_max` and `experts_starved`.
     """
 
     loss: float
@@ -230,6 +231,7 @@ class StepResult:
     tokens: int
     seconds: float
     measures: Mapping[str, float] = field(default_factory=dict)
+    experts: Mapping[str, float] = field(default_factory=dict)
 
 
 class Update:

@@ -134,7 +134,10 @@ class StreamedTrainer(_Trainer):
             weight = getattr(self, "router_aux_loss_coef", 0.0)
             if hasattr(self, "_metrics") and (weight or len(self._routers) == len(_ROUTERS)):
                 # TRL's trainers have their own setting for the routers' loss.
-                ask_for(model.get_base_model() if is_peft_model(model) else model, weight)
+                ask_for(
+                    model.get_base_model() if is_peft_model(model) else model,
+                    {"router_aux_loss_coef": weight},
+                )
             engine = Engine(
                 model,
                 loss=self._objective.loss,

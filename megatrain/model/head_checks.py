@@ -127,20 +127,27 @@ def _is_known(function: Callable[..., Any]) -> bool:
 
 def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> None:
     """Raises Unsupported: the loss that the model adds for its routers is unknown or another."""
-    if not spec.routed:
+    if (loss.is_loss or loss.bias_rate) and not spec.routed:
         raise Unsupported(
-            f"output_router_logits is on in the model's configuration, and no layer of {name} has "
-            "a router; set it to false"
+            "output_router_logits, router_z_loss_coef or router_bias_update is on, and no layer of "
+            f"{name} has a router (or they differ in experts); turn it off"
         )
+    if loss.bias_rate and not spec.router_biases:
+        raise Unsupported(
+            f"router_bias_update is {loss.bias_rate}, and {name} has no bias of routers that it "
+            "could move (e_score_correction_bias); leave it out"
+        )
+    if not loss.weight:
+        return
     labels_BT, mask_BT = _labels(spec.capture.model), torch.ones(_SHAPE, dtype=torch.long)
     mask_BT[1, -2:] = 0
     generator = torch.Generator().manual_seed(1)
-    shape = len(spec.routed), labels_BT.numel(), spec.routed_shape[1] // 2
+    shape = len(spec.routed), labels_BT.numel(), loss.experts(spec.routed_shape[1])
     routed = (3 * torch.randn(shape, generator=generator)).unbind()
     total, logits_BTV = _loss_of_model(spec, labels_BT, routed, attention_mask=mask_BT)
     sums = [loss.sums(logits, mask_BT.flatten().float()) for logits in routed]
     wanted = _cross_entropy(logits_BTV, labels_BT, shift)
-    wanted += loss.weight * float(loss.balance(sums)[0])
+    wanted += loss.weight * float(loss.balance([torch.cat(sums)])[1][0])
     if total is None or not _same(float(total), wanted):
         raise Unsupported(
             f"output_router_logits is on in the model's configuration, and the loss that {name} "

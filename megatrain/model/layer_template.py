@@ -90,6 +90,7 @@ class LayerTemplate:
         function = self.compiled.get(purpose, _apply)
         output = function(self.module, weights, args, kwargs, counted_N)
         leaves, self.output_spec = pytree.tree_flatten(output)
+        self.routes = bool(output[2])
         if torch.is_grad_enabled():
             self._detach_states()
         return leaves

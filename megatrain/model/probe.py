@@ -373,8 +373,9 @@ class _Probe:
         template, loss = self.capture.template(module), self.router_loss
         refuse_grad_modes(template, path)
         template = template if numbered else without_index(template)
-        routes = loss is not None and tap(template, path, self.model, loss)
-        return LayerTemplate(template, routes=routes)
+        if loss is not None:
+            tap(template, path, self.model, loss)
+        return LayerTemplate(template)
 
     def _finish(
         self,

@@ -4,7 +4,7 @@ Knows nothing of streams, slots or copies: tensors in, tensors out, one micro-ba
 Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -103,7 +103,9 @@ class ModelProgram:
         self.spec, self.device, self.dtype = spec, device, dtype
         self.capture = spec.capture
         model = self.capture.model
-        self._types = types = loaded_types(model, dtype)
+        types = loaded_types(model, dtype)
+        self._types = types | dict.fromkeys(spec.router_biases, torch.float32)
+        types = self._types
         refuse_rounding(types, spec.gathered, dtype)
         move_buffers(model, device, types)
         self.kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
@@ -117,7 +119,7 @@ class ModelProgram:
                 "precision is 'fp8', but no layer has an nn.Linear of sizes that are multiples of "
                 "16; take bf16"
             )
-        self.buffers = [_own_buffers(layer, types) for layer in spec.layers]
+        self.buffers = [_own_buffers(layer, types, spec.router_biases) for layer in spec.layers]
         may = device.type == "cpu" or dtype != torch.float32  # kernels for documents are of bf16
         self.may_attend_by_lengths = may and self.capture.takes_any and takes_lengths(model)
         self.attends_by_lengths = False
@@ -473,8 +475,10 @@ def _beyond_sums(layer: Layer) -> InputError:
     )
 
 
-def _own_buffers(layer: Layer, types: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """The layer's buffers that differ from its template's, in the types of the computation."""
+def _own_buffers(
+    layer: Layer, types: Mapping[str, torch.dtype], own: Container[str]
+) -> dict[str, Tensor]:
+    """The layer's buffers that differ from its template's, or are its `own`, in computed types."""
     shared = dict(layer.kind.module.named_buffers())
     buffers = {
         name: buffer.to(types.get(f"{layer.name}.{name}", buffer.dtype))
@@ -483,5 +487,7 @@ def _own_buffers(layer: Layer, types: Mapping[str, torch.dtype]) -> dict[str, Te
     return {
         name: buffer
         for name, buffer in buffers.items()
-        if buffer.dtype != shared[name].dtype or not torch.equal(buffer, shared[name])
+        if f"{layer.name}.{name}" in own
+        or buffer.dtype != shared[name].dtype
+        or not torch.equal(buffer, shared[name])
     }

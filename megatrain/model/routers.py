@@ -1,15 +1,17 @@
-"""The loss that balances experts, as the models of transformers define it.
+"""What a step asks of routers: the loss that balances experts, the z-loss, the experts' loads.
 
-Fedus et al., 2021, https://arxiv.org/abs/2101.03961, equations 4 to 6, over the routers of all
-layers together (`load_balancing_loss_func` of transformers): the number of experts times the sum
-over them of the frequency of choice times the mean probability, both by token and layer. All tokens
-of a step but padding count together, in whatever micro-batches: as one batch in transformers.
+The balance is as the models of transformers define it (Fedus et al., 2021,
+https://arxiv.org/abs/2101.03961, equations 4 to 6, `load_balancing_loss_func`): over the routers of
+all layers together, the number of experts times the sum over them of the frequency of choice times
+the mean probability, both by token and layer. The z-loss is the mean over tokens and layers of
+logsumexp(logits)^2 (ST-MoE, https://arxiv.org/abs/2202.08906, equation 5). All tokens of a step but
+padding count together, in whatever micro-batches: as one batch in transformers.
 
-Legend: N tokens, E experts, K experts chosen by a token.
+Legend: L layers with a router, N tokens, E experts, K experts chosen by a token, S sums of a layer.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -22,86 +24,165 @@ from megatrain.compat.transformers import recorded_routers
 from megatrain.errors import InputError, Unsupported
 
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+_OWN = "megatrain_routers"  # in a configuration: what transformers has no name for
+NOT_ASKED: Mapping[str, float | None] = {}
+_BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """The loss of routers that a step adds: `weight` times the balance of experts.
+    """What a step adds for its routers, and counts of their choices.
 
     Attributes:
+        weight: of the balance of experts.
         chosen: K.
+        z_weight: of the z-loss.
+        bias_rate: how far a step moves the bias that each router adds to its scores when it chooses
+            (DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2).
     """
 
-    weight: float
-    chosen: int
+    weight: float = 0.0
+    chosen: int = 0
+    z_weight: float = 0.0
+    bias_rate: float = 0.0
 
-    def sums(self, logits_NE: Tensor, counted_N: Tensor | None) -> Tensor:
-        """For each expert the count of choices, then the sum of probabilities: `[1, 2E]`, fp32.
+    @property
+    def is_loss(self) -> bool:
+        """True if there is something to minimise; else choices are only counted."""
+        return bool(self.weight or self.z_weight)
 
-        Args: `counted_N`: 1 for a token, 0 for padding; None: all are tokens.
+    def experts(self, sums: int) -> int:
+        """E, of S."""
+        return (sums - 1 - self.is_loss) // (3 if self.weight else 1)
+
+    def sums(
+        self, logits_NE: Tensor, counted_N: Tensor | None, index_NK: Tensor | None = None
+    ) -> Tensor:
+        """A layer's sums over tokens, `[1, S]`, fp32.
+
+        For each expert the times that it was chosen, then the tokens; for a loss the squares of
+        logsumexp, and, for each expert, the count of the usual choices and the probabilities.
+
+        Args:
+            counted_N: 1 for a token, 0 for padding; None: all are tokens.
+            index_NK: the choices of the router; None: those of the largest logits.
         """
-        share_NE = logits_NE.softmax(-1)
-        index_NK = share_NE.topk(self.chosen, -1).indices
-        both = torch.cat([torch.zeros_like(share_NE).scatter(1, index_NK, 1), share_NE], 1).float()
-        return (both if counted_N is None else both * counted_N[:, None]).sum(0, keepdim=True)
+        columns = [torch.ones_like(logits_NE[:, :1])]
+        if self.is_loss:
+            columns.append(logits_NE.float().logsumexp(-1, keepdim=True).square())
+        if self.weight:
+            share_NE = logits_NE.softmax(-1)
+            usual_NK = share_NE.topk(self.chosen, -1).indices
+            index_NK = usual_NK if index_NK is None else index_NK
+            columns += [_marked(share_NE, usual_NK), share_NE]
+        assert index_NK is not None
+        every_NS = torch.cat([_marked(logits_NE, index_NK), *columns], 1).float()
+        every_NS = every_NS if counted_N is None else every_NS * counted_N[:, None]
+        return every_NS.sum(0, keepdim=True)
 
-    def total(self, sums: Sequence[Tensor]) -> Tensor:
-        """The `sums` of several parts added up."""
-        return torch.cat(list(sums)).double().sum(0, keepdim=True).float()
+    def balance(self, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The step's loss of its sums `[L, S]`, which several ranks may have parts of.
 
-    def balance(self, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The unweighted balance (scalar), and the gradient of the step's loss by `sums`."""
-        often_E, share_E = torch.cat(list(sums)).double().sum(0).chunk(2)
-        tokens = often_E.sum() / self.chosen
-        slope_E = len(often_E) * often_E / tokens.square()
-        slope = torch.cat([torch.zeros_like(slope_E), self.weight * slope_E])
-        return (slope_E * share_E).sum().float(), slope.float()[None]
+        Returns the loads `[L, E]`, the loss's unweighted balance and z-loss `[2]`, and the gradient
+        of the weighed loss by a layer's sums.
+        """
+        sums_LS = torch.stack([part.double() for part in sums]).sum(0)
+        num = self.experts(sums_LS.shape[1])
+        loads_LE, total_S = sums_LS[:, :num], sums_LS.sum(0)
+        slope_S, losses = torch.zeros_like(total_S), total_S.new_zeros(2)
+        if self.is_loss:
+            tokens, z_sum = total_S[num : num + 2]
+            slope_S[num + 1] = self.z_weight / tokens
+            losses[1] = z_sum / tokens
+        if self.weight:
+            often_E, share_E = total_S[num + 2 :].chunk(2)
+            slope_E = num * often_E / tokens.square()
+            slope_S[-num:] = self.weight * slope_E
+            losses[0] = (slope_E * share_E).sum()
+        return loads_LE, losses.float(), slope_S.float()[None]
+
+
+def _marked(like_NE: Tensor, index_NK: Tensor) -> Tensor:
+    return torch.zeros_like(like_NE).scatter(1, index_NK, 1)
 
 
 class Tap:
-    """Replaces a router's forward, and keeps its logits until they are taken."""
+    """Replaces a router's forward, and keeps its logits and choices until they are taken."""
 
     def __init__(self, router: nn.Module, index: int, loss: RouterLoss) -> None:
         self._forward, self._index, self._loss = router.forward, index, loss
-        self._logits: Tensor | None = None
+        self._kept: list[Tensor] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._forward(*args, **kwargs)
-        self._logits = output[self._index] if isinstance(output, tuple) else output
+        outputs = output if isinstance(output, tuple) else (output,)
+        logits = outputs[self._index if len(outputs) > 1 else 0]
+        choices = [
+            x
+            for x in outputs
+            if isinstance(x, Tensor)
+            and x.dtype == torch.int64
+            and x.ndim > 1
+            and x.shape[:-1] == logits.shape[:-1]
+        ]
+        self._kept = [logits, *choices[:1]]
         return output
 
-    def take(self, counted_N: Tensor | None) -> Tensor:
-        """See `RouterLoss.sums`."""
-        logits, self._logits = self._logits, None
-        assert logits is not None
-        return self._loss.sums(logits.flatten(0, -2), counted_N)
+    def take(self, counted_N: Tensor | None) -> Tensor | None:
+        """See `RouterLoss.sums`; None: the router does not say what it has chosen."""
+        kept, self._kept = [x.flatten(0, -2) for x in self._kept], []
+        if len(kept) < 2 and not self._loss.weight:
+            return None
+        return self._loss.sums(kept[0], counted_N, *kept[1:])
 
 
 def taken(layer: nn.Module, counted_N: Tensor | None) -> list[Tensor]:
     """The sums of a layer's routers after its forward, as one tensor; empty without routers."""
     forwards = (vars(part).get("forward") for part in layer.modules())
-    sums = [forward.take(counted_N) for forward in forwards if isinstance(forward, Tap)]
+    every = [forward.take(counted_N) for forward in forwards if isinstance(forward, Tap)]
+    sums = [part for part in every if part is not None]
     return [torch.cat(sums).sum(0, keepdim=True)] if sums else []
 
 
-def tap(layer: nn.Module, path: str, model: PreTrainedModel, loss: RouterLoss) -> bool:
-    """Let a layer's template keep its routers' logits; returns True if it has routers."""
-    has_routers = False
+def biases(layer: nn.Module, num_experts: int) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a layer that its router adds to its scores when it chooses, by name."""
+    for name, buffer in layer.named_buffers():
+        if name.rpartition(".")[2] in _BIASES and buffer.shape == (num_experts,):
+            yield name, buffer
+
+
+def tap(layer: nn.Module, path: str, model: PreTrainedModel, loss: RouterLoss) -> None:
+    """Let a layer's template keep its routers' logits and choices."""
     for kind, index, place in recorded_routers(model):
         for name, part in layer.named_modules():
             if isinstance(part, kind) and f".{place}.".replace("..", ".") in f".{path}.{name}.":
                 part.forward = Tap(part, index, loss)
-                has_routers = True
-    return has_routers
 
 
-def ask_for(model: PreTrainedModel, weight: float) -> None:
-    """Set the weight of the routers' loss in the model's configuration; 0: there is none.
+def ask_for(model: PreTrainedModel, settings: Mapping[str, float | None]) -> None:
+    """Set what routers are asked for in the model's configuration, by the names of run files.
 
-    Raises InputError: the weight is no usable number, or the model has no such loss.
+    `router_aux_loss_coef`, `router_z_loss_coef`, `router_bias_update`; 0: nothing; None: as it is.
+
+    Raises InputError: one is no usable number, or the model has no such loss.
     """
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < inf:
-        raise InputError(f"router_aux_loss_coef is {weight!r}; it must be a number from 0 on")
+    text = model.config.get_text_config(decoder=True)
+    for name, value in settings.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+            raise InputError(f"{name} is {value!r}; it must be a number from 0 on")
+        if name == "router_aux_loss_coef":
+            _ask_for_balance(model, value)
+        elif value and not recorded_routers(model):
+            raise InputError(
+                f"{name} is {value}, and {type(model).__name__} has no routers; leave it out"
+            )
+        else:
+            setattr(text, _OWN, {**getattr(text, _OWN, {}), name: value})
+
+
+def _ask_for_balance(model: PreTrainedModel, weight: float) -> None:
     text = model.config.get_text_config(decoder=True)
     parts = [p for p in (text, model.config) if hasattr(p, "output_router_logits")]
     holders = [(p, n) for p in (model, text, model.config) for n in _WEIGHTS if hasattr(p, n)]
@@ -116,8 +197,8 @@ def ask_for(model: PreTrainedModel, weight: float) -> None:
         setattr(holder, name, weight)
 
 
-def router_loss(model: PreTrainedModel) -> RouterLoss | None:
-    """The loss that the model's configuration asks for (`output_router_logits`); None: none.
+def router_loss(model: PreTrainedModel) -> RouterLoss:
+    """What the model's configuration asks of its routers (`output_router_logits`, `ask_for`).
 
     Raises Unsupported: it asks for the loss, and the model does not name its routers.
     """
@@ -125,8 +206,10 @@ def router_loss(model: PreTrainedModel) -> RouterLoss | None:
     parts = (model, text, model.config)
     weights = [getattr(part, name) for part in parts for name in _WEIGHTS if hasattr(part, name)]
     is_on = any(getattr(part, "output_router_logits", None) for part in (text, model.config))
+    own = getattr(text, _OWN, {})
+    others = float(own.get("router_z_loss_coef", 0)), float(own.get("router_bias_update", 0))
     if not is_on or (weights and not weights[0]):
-        return None
+        return RouterLoss(0.0, 0, *others)
     chosen = next((n for p in parts if (n := getattr(p, "num_experts_per_tok", None))), None)
     takes = "output_router_logits" in inspect.signature(model.forward).parameters
     if not (weights and chosen and takes and recorded_routers(model)):
@@ -134,4 +217,4 @@ def router_loss(model: PreTrainedModel) -> RouterLoss | None:
             "output_router_logits is on in the model's configuration, and "
             f"{type(model).__name__} does not say what its routers' loss is; set it to false"
         )
-    return RouterLoss(float(weights[0]), chosen)
+    return RouterLoss(float(weights[0]), chosen, *others)

@@ -186,7 +186,8 @@ class RowTrial:
         spec = program.spec
         for reason, applies in {
             "it gives scores of rows": spec.capture.scores_rows,
-            "it has a loss of its routers (output_router_logits)": bool(spec.routed),
+            "it has a loss of its routers (output_router_logits)": spec.balances,
+            "it moves biases of its routers (router_bias_update)": bool(spec.router_biases),
             "it takes no position_ids": not spec.capture.accepts("position_ids"),
         }.items():
             if applies:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatrain.model.capture import PROLOGUE, Capture, Ref, with_hidden
 from megatrain.model.layer_template import LayerTemplate
-from megatrain.model.routers import RouterLoss
+from megatrain.model.routers import RouterLoss, biases
 from megatrain.tile.layout import WeightFormat
 
 PROBE_SHAPE = (2, 8)  # rows, tokens of the structure run
@@ -52,8 +52,8 @@ class ModelSpec:
         media: parameters that text alone never touches, of a model that encodes images or sounds.
         wide: parameters whose source has bits that bf16 does not hold.
         packed: how frozen parameters are kept that are not kept in bf16.
-        router_loss: the routers' loss that the configuration asks for; None: none.
-        routed: activations with the sums of each layer's routers, for that loss.
+        router_loss: what the configuration asks of the routers; None: nothing is trained.
+        routed: activations with the sums of each layer's routers, if they are alike.
     """
 
     capture: Capture
@@ -78,6 +78,8 @@ class ModelSpec:
     def __post_init__(self) -> None:
         kinds = [layer.kind for layer in self.layers]
         self.routed = [Ref(v, len(k.example) - 1) for v, k in enumerate(kinds) if k.routes]
+        if len({kinds[ref.visit].example[-1].shape for ref in self.routed}) > 1:
+            self.routed = []
         read = self.read.union(self.epilogue_inputs, self.routed)
         self.outputs = [
             sorted(ref for ref in read if ref.visit == visit) for visit in range(len(self.layers))
@@ -85,9 +87,27 @@ class ModelSpec:
         self.prologue_outputs = sorted(ref for ref in read if ref.visit == PROLOGUE)
 
     @property
-    def routed_shape(self) -> torch.Size:
-        """The shape of the logits that the routers' loss reads, in each layer that has some."""
-        return self.layers[self.routed[0].visit].kind.example[-1].shape
+    def routed_shape(self) -> tuple[int, int]:
+        """The number of layers with routers, and of each one's sums."""
+        return len(self.routed), self.layers[self.routed[0].visit].kind.example[-1].shape[1]
+
+    @property
+    def balances(self) -> bool:
+        """True if a step's loss includes one of the routers, over all tokens except padding."""
+        return bool(self.routed and self.router_loss and self.router_loss.is_loss)
+
+    @cached_property
+    def router_biases(self) -> dict[str, int]:
+        """The biases of routers that steps move: by name, the row of the layer in the loads."""
+        if not (self.routed and self.router_loss and self.router_loss.bias_rate):
+            return {}
+        num = self.router_loss.experts(self.routed_shape[1])
+        layers = [self.layers[ref.visit] for ref in self.routed]
+        return {
+            f"{layer.name}.{name}": row
+            for row, layer in enumerate(layers)
+            for name, _ in biases(layer.module, num)
+        }
 
     def logits(self, weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:
         """The head's logits of hidden states, with some of its table's rows or all of them."""

@@ -36,7 +36,7 @@ from megatrain.model.float8 import ROUTERS
 from megatrain.model.probe import spec
 from megatrain.model.quantised import quantised_base
 from megatrain.model.rebuilt import difference, emptied
-from megatrain.model.routers import ask_for
+from megatrain.model.routers import NOT_ASKED, ask_for
 from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
 from megatrain.model.weights import resolve_model, source_dtype, stored_packings, stored_types
@@ -122,7 +122,7 @@ def open_source(
     model: Any,
     adapter: Any = None,
     base: Base = "bf16",
-    router_aux_loss_coef: float | None = None,
+    routers: Mapping[str, float | None] = NOT_ASKED,
     *,
     resumes: bool = False,
     scores: bool = False,
@@ -135,6 +135,7 @@ def open_source(
             model; a PeftModel, the folder of an adapter; or a source, which is returned as it is.
         adapter: a LoraConfig of PEFT, or its keys: the adapter to train.
         base: the format of frozen linear layers.
+        routers: what is asked of a mixture's routers, see `ask_for`.
         resumes: take a checkpoint's optimizer state, too, to go on with its training.
         scores: open a folder, hub id or configuration as the model that scores rows; an adapter
             with a sequence head implies this.
@@ -157,9 +158,8 @@ def open_source(
         source.companions = {**source.companions, **companions(folder)}
     else:
         source = _open_plain(model, resumes=resumes, scores=scores, **code)
-    if router_aux_loss_coef is not None:
-        ask_for(source.model, router_aux_loss_coef)
-        ask_for(plain(source.model), router_aux_loss_coef)  # which merged exports are made of
+    ask_for(source.model, routers)
+    ask_for(plain(source.model), routers)  # which merged exports are made of
     if source.base == "bf16" and not source.resumes:
         source.base = base
     elif base not in ("bf16", source.base):
@@ -306,6 +306,11 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
     """The spec of a model that is `trained`, or only run."""
     if trained not in source.structures:
         probed = spec(source.model, trained=trained)
+        if probed.router_biases and adapted(source.model) is not None:
+            raise InputError(
+                "router_bias_update moves biases of the base, which an adapter's folder does not "
+                "hold; leave it out, or train without an adapter"
+            )
         frozen = [name for name, p in source.model.named_parameters() if not p.requires_grad]
         if still := [*frozen, *probed.unused, *probed.fixed]:
             types = _types(source)

@@ -301,7 +301,7 @@ def _structure(config: Config, begun: ResolvedModel, written: PreTrainedConfig) 
         written if begun.source is None else begun.source,
         config.adapter.keys,
         section.base,
-        section.router_aux_loss_coef,
+        section.routers,
         scores=config.loss.name == "reward",
         trust_remote_code=section.trust_remote_code,
         attn_implementation=section.attn_implementation,

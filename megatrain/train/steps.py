@@ -159,7 +159,7 @@ class Steps:
             self._refusals.passed(result.grad_norm)
             seconds = time.perf_counter() - started
             outcome = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
-            outcome |= self._rates(tokens, seconds) | result.measures | logged
+            outcome |= self._rates(tokens, seconds) | result.measures | result.experts | logged
             if job.rollouts is not None:
                 outcome["train_seconds"] = round(result.seconds, 6)
             if (times := self._timeline.breakdown) is not None:
@@ -206,7 +206,7 @@ class Steps:
             else:
                 step_rows = by_all(job.ranks, lambda: next(job.loader))
             check_rows(job.ranks, step_rows)
-            ranks, counted = job.engine.batch_ranks, job.engine.balances_experts
+            ranks, counted = job.engine.batch_ranks, job.engine.counts_experts
             tokens = sum(micro["input_ids"].numel() for micro in step_rows)
             rows = part_of(split_for_ranks(step_rows, ranks), ranks, counted=counted)
             if job.teacher is not None:

@@ -267,6 +267,29 @@ def test_the_row_of_a_rank_that_has_none_counts_for_no_router(tmp_path):
             assert torch.allclose(own[name], value, rtol=2e-6, atol=1e-6), name
 
 
+def test_loads_and_biases_of_routers_are_of_the_tokens_of_all_ranks(tmp_path):
+    steps = [padded(step) for step in make_batches(2, SHAPES)]
+
+    def work(group):
+        options = {"router_z_loss_coef": 0.1, "router_bias_update": 0.25, "clip": 1e9}
+        engine = make_engine(tiny_model("deepseek_v3"), group=group, **options)
+        results = [engine.step(part_of(step, group)) for step in steps]
+        numbers = [
+            [r.loss, r.grad_norm, *r.measures.values(), *r.experts.values()] for r in results
+        ]
+        with engine.whole_model() as model:
+            buffers = model.named_buffers()
+            return numbers, [b.clone() for n, b in buffers if n.endswith("correction_bias")]
+
+    numbers, biases = work(None)
+    assert any(bias.abs().max() > 0.25 for bias in biases)
+    for found, own in run_ranks(2, tmp_path, work):
+        assert [n for step in found for n in step] == pytest.approx(
+            [n for step in numbers for n in step], rel=2e-6
+        )
+        assert all(map(torch.equal, own, biases))
+
+
 def refused(kind, wanted, call, *given, **options):
     """That `call` is refused in words that hold `wanted`."""
     with pytest.raises(kind) as caught:

@@ -6,13 +6,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from transformers import MixtralForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megatrain import InputError, Placement
+from megatrain import Engine, InputError, Placement
+from megatrain.compat.transformers import recorded_routers
 from megatrain.loss import DPO
 from tests.families.tiny import tiny_model
-from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error, resumes
+from tests.parity.cases import (
+    gradients,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    relative_error,
+    resumes,
+    same,
+)
 from tests.sweeps import few
 
 WEIGHT = 0.5
@@ -172,3 +183,142 @@ def test_a_model_without_routers_has_no_weight_of_them():
         make_engine(llama(), router_aux_loss_coef=-1.0)
     with pytest.raises(InputError, match="LlamaForCausalLM has no loss of routers"):
         make_engine(llama(), router_aux_loss_coef=0.01)
+
+
+def routed(model, step):
+    """A plain forward of a step: each router's logits and choices `[N, ...]` of what is no padding.
+
+    By the router's number; of all micro-batches, one after the other.
+    """
+    routers = [kind for kind, *_ in recorded_routers(model)]
+    outputs, hooks = [], []
+    for part in model.modules():
+        if type(part) in routers:
+            number = len(outputs)
+            outputs.append([])
+
+            def note(part, args, output, number=number):
+                [choices] = [x for x in output if x.dtype == torch.int64]
+                outputs[number].append((output[0].flatten(0, -2), choices.flatten(0, -2)))
+
+            hooks.append(part.register_forward_hook(note))
+    for micro in step:
+        model(**{name: value for name, value in micro.items() if name != "labels"})
+    for hook in hooks:
+        hook.remove()
+    counted = torch.cat([micro.get("attention_mask", torch.ones_like(micro["input_ids"])).flatten()
+                         for micro in step]).bool()  # fmt: skip
+    return [[torch.cat(parts)[counted] for parts in zip(*each, strict=True)] for each in outputs]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_z_loss_is_the_mean_square_of_logsumexp(family):
+    asked = ASKED if family == "mixtral" else {}
+    model, step = tiny_model(family, changes=asked).train(), a_step()
+    engine = make_engine(model, clip=1e9, router_z_loss_coef=0.3)
+    result = engine.step(step)
+    z = torch.cat([logits for logits, _ in routed(model, step)]).logsumexp(-1).square().mean()
+    bare = {"input_ids", "attention_mask"}
+    labels = sum(int((micro["labels"][:, 1:] != -100).sum()) for micro in step)
+    loss = 0.3 * z + (WEIGHT * plain(model, step)[1] if asked else 0)
+    for micro in step:
+        logits = model(**{n: v for n, v in micro.items() if n in bare}, use_cache=False).logits
+        flat, targets = logits[:, :-1].flatten(0, 1), micro["labels"][:, 1:].flatten()
+        loss = loss + F.cross_entropy(flat, targets, reduction="sum") / labels
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert result.measures["router_z_loss"] == pytest.approx(z.item(), rel=1e-6)
+    assert ("aux_loss" in result.measures) == bool(asked)
+    loss.backward()
+    wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad
+              for n, p in model.named_parameters()}  # fmt: skip
+    assert relative_error(gradients(engine), wanted) < 2e-6
+
+
+RATE = 0.01
+BIASED = ["deepseek_v3", "glm4_moe", "minimax_m2", "lfm2_moe"]
+
+
+def biases(model):
+    """The biases by which routers choose, by name."""
+    ends = ("e_score_correction_bias", "expert_bias")
+    return {n: b.clone() for n, b in model.named_buffers() if n.endswith(ends)}
+
+
+@pytest.mark.parametrize("family", few(BIASED, 0, 2))
+def test_biases_of_routers_move_towards_even_loads(family, tmp_path):
+    plain_model, steps = tiny_model(family).train(), [a_step(), *make_batches(2, seed=1)]
+    engine = make_engine(plain_model, router_bias_update=RATE)
+    passes = make_engine(plain_model, router_bias_update=RATE, placement=Placement(passes=3))
+    wanted = biases(plain_model)
+    for step in steps:
+        plain_model.load_state_dict({**plain_model.state_dict(), **masters(engine), **wanted})
+        loads = []
+        for (_, choices), (name, bias) in zip(
+            routed(plain_model, step), biases(plain_model).items(), strict=True
+        ):
+            load = torch.bincount(choices.flatten(), minlength=len(bias)).double()
+            loads.append(load / load.mean())
+            wanted[name] = bias + RATE * torch.sign(load.mean() - load).float()
+        engine.evaluate(step)  # counts nothing
+        counted = engine.step(step).experts
+        assert counted["expert_load_max"] == pytest.approx(float(torch.stack(loads).max()))
+        starved = (torch.stack(loads) < 0.1).double().mean()
+        assert counted["experts_starved"] == pytest.approx(float(starved))
+        assert passes.step(step).experts == counted
+    for one in (engine, passes):
+        one.save_pretrained(tmp_path / "model", dtype=torch.float32)
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        assert same(biases(exported), wanted)
+        with one.whole_model() as whole:
+            assert same(biases(whole), wanted)
+    assert any(bias.any() for bias in wanted.values())
+    engine.save(tmp_path / "saved")
+    results = [engine.step(step).loss for step in steps]
+    engine.save_pretrained(tmp_path / "model")
+    with Engine.load(tmp_path / "saved", device="cpu") as again:
+        assert [again.step(step).loss for step in steps] == results
+        again.save_pretrained(tmp_path / "again")
+    one, other = (load_file(tmp_path / n / "model.safetensors") for n in ("model", "again"))
+    assert same(one, other)
+
+
+def test_biases_of_bf16_models_move_in_fp32(tmp_path):
+    engine = make_engine(
+        tiny_model("minimax_m2"), precision="bf16", router_bias_update=2.0**-12
+    )  # transformers rounds these biases to bf16
+    with torch.no_grad():
+        for step in make_batches(3):
+            engine.step(step)
+    engine.save_pretrained(tmp_path / "model")
+    names = load_file(tmp_path / "model" / "model.safetensors")
+    moved = [v for n, v in names.items() if n.endswith("bias") and "score" in n]
+    assert moved and all(v.dtype == torch.float32 for v in moved)
+
+
+def test_experts_that_starve_are_warned_of_once_in_a_while(caplog):
+    model, step = tiny_model("mixtral"), make_batches(1, [(1, 4)])[0]
+    with torch.no_grad():
+        for layer in model.model.layers:  # no token chooses the last expert
+            layer.mlp.gate.weight[-1] = layer.mlp.gate.weight[0]
+            layer.mlp.gate.weight[0] *= 1.001
+    engine = make_engine(model, lr=0.0)
+    for _ in range(40):
+        engine.step(step)
+    assert sum("experts starve: less than 10 %" in text for text in caplog.messages) == 2
+
+
+BIAS: dict[str, Any] = {"router_bias_update": RATE}
+NO_BIASES = {
+    "MixtralForCausalLM has no bias of routers": lambda: make_engine(tiny_model("mixtral"), **BIAS),
+    "LlamaForCausalLM has no routers": lambda: make_engine(llama(), **BIAS),
+    "LlamaForCausalLM has no routers; ": lambda: make_engine(llama(), router_z_loss_coef=0.1),
+    "an adapter's folder does not hold": lambda: make_engine(
+        tiny_model("deepseek_v3"), adapter={"r": 2, "target_modules": ["o_proj"]}, **BIAS
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", NO_BIASES)
+def test_biases_that_are_not_there_or_not_saved_are_refused(reason):
+    with pytest.raises(InputError, match=reason):
+        NO_BIASES[reason]()

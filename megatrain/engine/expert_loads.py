@@ -1,0 +1,71 @@
+"""After a step: the loads of experts as measures, a warning if some starve, routers' biases moved.
+
+Legend: L layers with a router, E experts.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatrain.device import Device
+from megatrain.device.base import COMPUTE
+from megatrain.model.program import ModelProgram
+
+STARVED = 0.1  # of an even share of a layer's choices: an expert with less starves
+WINDOW = 20  # steps over which an expert must starve to be warned of
+
+_log = logging.getLogger(__name__)
+
+
+class ExpertLoads:
+    """The loads of the last steps, and the biases that steps move."""
+
+    def __init__(self, device: Device, program: ModelProgram, kept: dict[str, Tensor]) -> None:
+        """Args: `kept`: buffers that saves and exports write, by name."""
+        self._device, self._kept = device, kept
+        spec = program.spec
+        self._rate = 0.0 if spec.router_loss is None else spec.router_loss.bias_rate
+        self._names = [spec.layers[ref.visit].name for ref in spec.routed]
+        model = spec.capture.model
+        self._biases = {n: (row, model.get_buffer(n)) for n, row in spec.router_biases.items()}
+        self._window: list[Tensor] = []
+
+    def after_step(self, loads: Sequence[Tensor]) -> dict[str, float]:
+        """Note the loads `[L, E]` of a step's passes, and move the biases; returns measures."""
+        loads_LE = self._device.run(COMPUTE, "loads of experts", partial(self._taken, loads))
+        if loads_LE is None or not loads_LE.sum():
+            return {}
+        share_LE = loads_LE / loads_LE.mean(1, keepdim=True)
+        self._window.append(share_LE)
+        if len(self._window) == WINDOW:
+            self._warn(torch.stack(self._window).mean(0))
+            self._window = []
+        starved = (share_LE < STARVED).double().mean()
+        return {"expert_load_max": float(share_LE.max()), "experts_starved": float(starved)}
+
+    @torch.no_grad()
+    def _taken(self, loads: Sequence[Tensor]) -> Tensor | None:
+        """The sum of `loads` on the CPU, once the biases are moved towards even ones."""
+        if not loads:
+            return None
+        loads_LE = torch.stack([*loads]).sum(0)
+        for name, (row, bias_E) in self._biases.items():
+            load_E = loads_LE[row]
+            bias_E += self._rate * (load_E.sum() - len(load_E) * load_E).sign().float()
+            self._kept[name] = bias_E.cpu().clone()
+        return loads_LE.cpu()
+
+    def _warn(self, share_LE: Tensor) -> None:
+        starved_L = (share_LE < STARVED).sum(1)
+        if not starved_L.any():
+            return
+        worst = int(starved_L.argmax())
+        _log.warning(
+            "%d of %d experts starve: less than %.0f %% of an even share of the choices of the "
+            "last %d steps (most in %s: %d of %d); see router_bias_update, router_aux_loss_coef",
+            starved_L.sum(), share_LE.numel(), 100 * STARVED, WINDOW, self._names[worst],
+            starved_L[worst], share_LE.shape[1],
+        )  # fmt: skip
