@@ -287,12 +287,33 @@ def finding_once(packed: list[Tensor | None]) -> AbstractContextManager[None]:
 
 @contextmanager
 def _finding(find: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    look = masking_utils.find_packed_sequence_indices
+    look, remap = (getattr(masking_utils, name) for name in _OF_PACKED)
+
+    def remapped(mask: Callable[..., Any], position_ids: Tensor) -> Callable[..., Any]:
+        return mask if _has_blocks(mask) else remap(mask, position_ids)
+
     masking_utils.find_packed_sequence_indices = find
+    masking_utils.remap_positions_for_packed_sequence = remapped
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = look
+        masking_utils.remap_positions_for_packed_sequence = remap
+
+
+_OF_PACKED = ("find_packed_sequence_indices", "remap_positions_for_packed_sequence")
+
+
+def _has_blocks(mask: Any) -> bool:
+    """True if a mask looks up places of a row, where images are (Gemma 3's sliding layers).
+
+    transformers asks it for places in a document, at which another document may have an image.
+    """
+    if isinstance(mask, tuple):
+        return any(map(_has_blocks, mask))
+    cells = getattr(mask, "__closure__", None) or ()
+    of_blocks = getattr(mask, "__qualname__", "").startswith("blockwise_overlay")
+    return of_blocks or any(_has_blocks(cell.cell_contents) for cell in cells)
 
 
 def num_items(trainer: Any, batch: Mapping[str, Tensor]) -> float | None:

@@ -204,10 +204,10 @@ class PackedDataset:
         """True if some document has images; then `with_images` completes micro-batches."""
         return self.store.images is not None
 
-    def images(self, row: int, line: int = 0) -> list[Picture]:
-        """The images of a document in a row."""
-        kept = self.store.images
-        return [] if kept is None else kept.of(int(self._segments(row).document[line]))
+    def images(self, row: int, lines: slice, *, whole: bool = True) -> list[Picture]:
+        """The images of some documents in a row; not `whole`: without bytes that no file holds."""
+        kept, documents = self.store.images, self._segments(row).document[lines].tolist()
+        return [image for at in documents if kept for image in kept.of(at, whole=whole)]
 
     def most_images(self) -> MicroBatch | None:
         """A row of blank images, of the sizes of those that take the most tokens; None: no images.
@@ -216,13 +216,13 @@ class PackedDataset:
         """
         if self.store.images is None:
             return None
-        processor, limit = self.image_processor, self.sequence_length
-        listed = (images for end, images in self.store.images.listed() if end <= limit)
+        processor, lines = self.image_processor, slice(None if self.packing else 1)
+        rows = (self.images(row, lines, whole=False) for row in range(len(self)))
 
         def tokens(images: list[Picture]) -> int:
             return sum(len(processor.replacement(image.size)) for image in images)
 
-        images = max(listed, key=tokens, default=[])
+        images = max(rows, key=tokens)
         return processor.example([image.size for image in images]) if images else None
 
     def with_images(self, batch: MicroBatch) -> MicroBatch:
@@ -232,8 +232,11 @@ class PackedDataset:
         """
         if ROWS not in batch:  # it has none, or has them already
             return batch
-        batch = dict(batch)
-        images = [self.images(row, line) for row, line in batch.pop(ROWS).tolist()]
+        batch, packed = dict(batch), self.packing
+        images = [
+            self.images(row, slice(None) if packed else slice(line, line + 1))
+            for row, line in batch.pop(ROWS).tolist()
+        ]
         return batch | self.image_processor.inputs(batch["input_ids"].tolist(), images)
 
     def describe(self, row: int) -> str:

@@ -1,7 +1,7 @@
 """The images of kept tokens: for each document a line of JSON, and bytes that no file holds."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,28 +58,20 @@ class KeptImages:
         """Tokens of a document up to, with, the last one of its last image; 0: it has none."""
         return int(self._line(document)[0])
 
-    def of(self, document: int) -> list[Picture]:
-        """The images of a document."""
+    def of(self, document: int, *, whole: bool = True) -> list[Picture]:
+        """The images of a document; not `whole`: without bytes that no file holds."""
         _, at, entries = self._line(document)
         images = []
         for path, digest, size, state, length in entries:
-            data = bytes(self._bytes.read(at, length)) if length else b""
+            data = bytes(self._bytes.read(at, length)) if whole and length else b""
             images.append(Picture(path, digest, (*size,), (*state,), data))
             at += length
         return images
 
-    def listed(self) -> Iterator[tuple[int, list[Picture]]]:
-        """For each document with images its `end`, and the images without bytes."""
-        for document in np.flatnonzero(np.diff(self._ends)).tolist():
-            end, _, entries = self._line(document)
-            yield (
-                end,
-                [Picture(p, digest, (*size,), (*state,)) for p, digest, size, state, _ in entries],
-            )
-
     def changed(self) -> str | None:
         """The path of an image whose file is missing, or not as it was."""
-        images = (image for _, of_document in self.listed() for image in of_document)
+        documents = np.flatnonzero(np.diff(self._ends)).tolist()
+        images = (image for document in documents for image in self.of(document, whole=False))
         return next((image.path for image in images if image.changed()), None)
 
     def _line(self, document: int) -> tuple[int, int, list[list]]:

@@ -111,14 +111,18 @@ def folder_of(names: Sequence[str]) -> str:
 def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
     """The documents of a row as they are trained."""
     places, folder = data.places(row), folder_of(data.store.names)
-    images = [
-        f"{image.name.removeprefix(folder)}: {len(tokenizer.tokenize(tokens))} tokens"
-        for image in data.images(row)
-        for tokens in [data.image_processor.replacement(image.size)]
-    ]
     return [
-        ShownDocument(place.removeprefix(folder), len(ids), _runs(ids, labels, tokenizer), images)
-        for place, (ids, labels) in zip(places, data.pieces(row), strict=True)
+        ShownDocument(
+            place.removeprefix(folder),
+            len(ids),
+            _runs(ids, labels, tokenizer),
+            [
+                f"{image.name.removeprefix(folder)}: {len(tokenizer.tokenize(tokens))} tokens"
+                for image in data.images(row, slice(line, line + 1), whole=False)
+                for tokens in [data.image_processor.replacement(image.size)]
+            ],
+        )
+        for line, (place, (ids, labels)) in enumerate(zip(places, data.pieces(row), strict=True))
     ]
 
 

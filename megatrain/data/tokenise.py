@@ -67,7 +67,7 @@ def open_dataset(
         overlong: what to do with conversations longer than a row. (Text is always split.)
         hub_config, hub_split: which configuration and split of a hub data set.
         progress: called with the documents and tokens so far while tokenising.
-        images: of the model, for rows with images, each of which then has a row of its own.
+        images: of the model, for rows with images.
 
     Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
@@ -90,9 +90,6 @@ def open_dataset(
     _say(store.notes)
     of_rows: Any = "pairs" if kind in REPLIES else store.notes["kind"]
     packs = packing and kind not in REPLIES
-    if packs and store.images is not None:
-        packs = False
-        _log.info("data: rows with images hold one conversation each: data.packing is off")
     layout = Layout(of_rows, sequence_length, packs, overlong, pad_id(tokenizer, vocab_size))
     documents, part = choose(store, layout, seed), f"seed {seed}"
     if weights is not None:

@@ -16,7 +16,12 @@ from megatrain.loss import CROSS_ENTROPY, IGNORED, TOKEN_SCORE, JointLoss, Loss,
 from megatrain.model.build import most_tokens
 from megatrain.model.capture import Call, Rows
 from megatrain.model.document_check import DocumentCheck, check_masks
-from megatrain.model.documents import is_packed, starts_anew, told_by_lengths
+from megatrain.model.documents import (
+    is_packed,
+    packed_positions,
+    starts_anew,
+    told_by_lengths,
+)
 from megatrain.model.float8 import in_own_type
 from megatrain.model.media import as_computed
 from megatrain.model.program import MicroBatch, ModelProgram
@@ -213,8 +218,12 @@ class Intake:
         counted_N = None if bool(mask.all()) else mask.flatten().float().to(device)
         index_BT = torch.searchsorted(unique_U, micro["input_ids"].contiguous())
         rows = Rows(inputs["input_ids"], index_BT.to(device), {}, unique_U)
-        packed = self._program.may_attend_by_lengths and is_packed(micro)
-        documents = told_by_lengths(micro["position_ids"], device) if packed else {}
+        documents = {}
+        if is_packed(micro):
+            places, taken = micro["position_ids"], {key: micro[key] for key in [*inputs, *media]}
+            inputs["position_ids"] = packed_positions(capture.model, taken).to(device)
+            by_lengths = self._program.may_attend_by_lengths
+            documents = told_by_lengths(places, device) if by_lengths else {}
         return MicroBatch(inputs, None, rows, documents=documents, counted_N=counted_N, media=media)
 
     def _check(self, where: str, micro: Mapping[str, Tensor], loss: Loss | None) -> None:
@@ -358,8 +367,7 @@ def _loss_inputs(micro: Mapping[str, Tensor], loss: Loss, shift: int) -> Judged:
 def _without_media(where: str, micro: Any, is_media: Callable[[str], bool]) -> Any:
     """The tensors of a micro-batch that describe text; the micro-batch itself if all do.
 
-    Raises InputError: one that describes images or sounds is no CPU tensor of finite numbers, or
-    rows hold several documents.
+    Raises InputError: one that describes images or sounds is no CPU tensor of finite numbers.
     """
     media = [key for key in micro if is_media(key)] if isinstance(micro, Mapping) else []
     for key in media:
@@ -368,10 +376,6 @@ def _without_media(where: str, micro: Any, is_media: Callable[[str], bool]) -> A
             raise InputError(f"{where}: {key} must be a tensor on the cpu, and not empty")
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise InputError(f"{where}: {key} holds a number that is not finite")
-    if media and is_packed(micro):
-        raise InputError(
-            f"{where} has {media[0]!r}, and rows of several documents; give each document a row"
-        )
     return {key: micro[key] for key in micro if key not in media} if media else micro
 
 

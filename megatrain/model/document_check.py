@@ -10,6 +10,7 @@ packing is refused.
 
 import json
 import logging
+import re
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,16 @@ from megatrain.compat.transformers import attention_of
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.loss import IGNORED
 from megatrain.model.capture import Rows
-from megatrain.model.documents import BY_LENGTHS, BY_MASKS, is_packed
+from megatrain.model.documents import (
+    BY_LENGTHS,
+    BY_MASKS,
+    document_edges,
+    document_starts,
+    is_packed,
+    packed_positions,
+    unpacked,
+)
+from megatrain.model.media import of_media
 from megatrain.model.program import MicroBatch, ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.parallel.distributed import ALONE, Ranks
@@ -50,6 +60,7 @@ _MIXED = (
     "without packing (data.packing: false)"
 )
 Micro = Mapping[str, Tensor]
+RowKind = tuple[bool, int, frozenset[str]]  # several rows, length, names of media
 
 
 class DocumentCheck:
@@ -68,13 +79,16 @@ class DocumentCheck:
         self._model_type, self._dtype, self._tried = config.model_type, program.dtype, tried
         self._program, self._check_masks = program, check_masks
         self._limits = limits_of(config)
-        self._apart: set[tuple[bool, int]] = set()  # kinds of rows that have passed
+        ids = re.findall(r"_token_(?:id|index)'?: (\d+)", str(config.to_dict()))
+        self._placeholders = torch.tensor([*map(int, ids)], dtype=torch.long)
+        self._apart: set[RowKind] = set()  # kinds of rows that have passed
 
     def check(self, micro_batches: Sequence[Micro], ranks: Ranks = ALONE) -> None:
         """Try packed rows of a kind that is new to some rank, on all ranks.
 
         Rows are of one kind if their lengths lie between the same two whole numbers of the config
-        (windows, kernel sizes...) or powers of two; single rows and several are two kinds.
+        (windows, kernel sizes...) or powers of two; single rows and several are two kinds, and
+        rows with other media are others.
 
         Raises:
             InputError: the model's documents see each other.
@@ -102,13 +116,22 @@ class DocumentCheck:
 
         def of_rank() -> list[Micro]:
             packed = filter(is_packed, micro_batches)
-            return [m for m in packed if self._kind(m) not in self._apart and comparisons(m)]
+            return [m for m in packed if self._kind(m) not in self._apart and self._trials(m)]
 
         return [micro for micros in ranks.agree(of_rank) for micro in micros]
 
-    def _kind(self, micro: Micro) -> tuple[bool, int]:
+    def _kind(self, micro: Micro) -> RowKind:
         rows, tokens = micro["position_ids"].shape
-        return rows > 1, bisect(self._limits, tokens)
+        media = frozenset(filter(self._program.spec.capture.is_media, micro))
+        return rows > 1, bisect(self._limits, tokens), media
+
+    def _trials(self, micro: Micro, seed: int = 0) -> list["Comparison"]:
+        *_, media = self._kind(micro)
+        if not media:
+            return comparisons(micro, seed)
+        accepts = self._program.spec.capture.accepts
+        taken = {name: micro[name] for name in micro if name == "labels" or accepts(name)}
+        return [with_media(taken, self._placeholders)]
 
     def _lengths_do(self, micro: Micro) -> bool:
         """True if attention by the documents' lengths gives the same losses as by masks.
@@ -116,8 +139,10 @@ class DocumentCheck:
         If so the program attends by lengths from then on, else by masks.
         """
         self._program.attend(BY_LENGTHS)
-        [*_, last] = comparisons(micro)
-        row = {name: value[:1, :_COMPARED] for name, value in last.micro_batches[0].items()}
+        [*_, last] = self._trials(micro)
+        row = last.micro_batches[0]
+        if not any(map(of_media, row)):
+            row = {name: value[:1, :_COMPARED] for name, value in row.items()}
         try:
             _, [by_lengths] = self._tried([row])
         except DoesNotFit:
@@ -135,7 +160,7 @@ class DocumentCheck:
     def _keeps_apart(self, micro: Micro, at_once: int) -> bool:
         """False if earlier tokens hardly change a token's loss: then the trial proves nothing."""
         for seed in range(2):  # rounding may change the choice of experts, hardly twice
-            compared = comparisons(micro, seed)
+            compared = self._trials(micro, seed)
             rows = [row for comparison in compared for row in comparison.micro_batches]
             groups = [rows[at : at + at_once] for at in range(0, len(rows), at_once)]
             losses = [loss.cpu() for group in groups for loss in self._tried(group)[1]]
@@ -144,9 +169,20 @@ class DocumentCheck:
             pairs = zip(compared, losses[::2], losses[1::2], strict=True)
             changes = [comparison.differences(*pair) for comparison, *pair in pairs]
             noise, seen, context = (max(values) for values in zip(*changes, strict=True))
-            if noise <= MOST_NOISE[self._dtype] and seen <= TOLERANCE + NOISES * noise:
-                return context > LEAST_CONTEXT or micro["position_ids"].shape[1] < _SHORT
+            if noise > MOST_NOISE[self._dtype] or seen > TOLERANCE + NOISES * noise:
+                continue
+            if any(map(of_media, rows[0])) and not self._is_as_alone(rows[0], losses[0]):
+                continue
+            return context > LEAST_CONTEXT or micro["position_ids"].shape[1] < _SHORT
         raise InputError(_MIXED.format(self._model_type))
+
+    def _is_as_alone(self, micro: Micro, losses_BT: Tensor) -> bool:
+        """True if documents with media have the losses that they have in rows of their own."""
+        alone = unpacked(micro)
+        _, [alone_NL] = self._tried([alone])
+        apart = alone_NL.cpu()[alone["attention_mask"].bool()]
+        limit = TOLERANCE if self._dtype == torch.float32 else MOST_NOISE[self._dtype]
+        return change_of(losses_BT.flatten(), apart) <= limit
 
 
 def check_documents(spec: ModelSpec) -> None:
@@ -166,7 +202,9 @@ def check_documents(spec: ModelSpec) -> None:
     ids = torch.zeros(1, size, dtype=torch.long)
     positions = torch.cat([torch.arange(first), torch.arange(size - first)])[None]
     rows = Rows(ids, ids, tables, ids[0, :1])
-    micro = MicroBatch({"input_ids": ids, "position_ids": positions}, ids, rows)
+    inputs = {"input_ids": ids, "position_ids": positions}
+    positions = packed_positions(spec.capture.model, inputs)
+    micro = MicroBatch(inputs | {"position_ids": positions}, ids, rows)
     with torch.enable_grad():
         program.prologue(weights, micro)
     leaves = [leaf for call in micro.calls for leaf in call.leaves if isinstance(leaf, Tensor)]
@@ -178,10 +216,11 @@ def check_documents(spec: ModelSpec) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of documents of these lengths, once with some tokens changed in each row.
+    """Rows of documents of these lengths, once with some tokens changed.
 
     Attributes:
-        changed_T: which tokens are changed: all of a document, or its first ones.
+        lengths: of the documents in each row, or in all rows end to end.
+        changed_T: which tokens of these are changed.
         micro_batches: the rows as they are, and with these tokens changed.
     """
 
@@ -195,7 +234,7 @@ class Comparison:
         Of the most changed document before the changed tokens, of the most changed one after
         them, and of the tokens that follow them in their own document.
         """
-        change_BT = (one_BT - other_BT) / spread_of(one_BT)
+        change_BT = ((one_BT - other_BT) / spread_of(one_BT)).reshape(-1, len(self.changed_T))
         parts = (x.split(self.lengths, -1) for x in (change_BT, ~self.changed_T))
         before, after, same, begun = 0.0, 0.0, 0.0, False
         for change, kept_T in zip(*parts, strict=True):
@@ -244,6 +283,27 @@ def comparisons(micro: Micro, seed: int = 0) -> list[Comparison]:
     if 0 < 4 * short < tokens // 2:
         every_second([short, tokens // 2, short + 1, short, tokens - tokens // 2 - 3 * short - 1])
     return compared
+
+
+def with_media(micro: Micro, placeholders: Tensor) -> Comparison:
+    """Documents as they are, and with half of the learnt tokens of every second one changed.
+
+    Args: `placeholders`: ids of tokens that stand for media, which stay.
+    """
+    places_BT, ids_BT = micro["position_ids"], micro["input_ids"]
+    labels_BT = micro["labels"].masked_fill(document_starts(places_BT), IGNORED)
+    number_BT = document_starts(places_BT).flatten().cumsum(0).view_as(places_BT)
+    learnt_BT = (labels_BT != IGNORED) & ~torch.isin(ids_BT, placeholders)
+    second_BT = learnt_BT & (number_BT % 2 == 0)
+    changed_BT = (second_BT if second_BT.any() else learnt_BT) & (places_BT % 2 == 0)
+    pool = at_least_two(torch.unique(ids_BT[learnt_BT]))
+    next_BT = (torch.searchsorted(pool, ids_BT) + 1) % len(pool)
+    rows: list[Micro] = []
+    for chosen_BT in (ids_BT, torch.where(changed_BT, pool[next_BT], ids_BT)):
+        labelled_BT = torch.where(labels_BT == IGNORED, IGNORED, chosen_BT)
+        rows.append({**micro, "input_ids": chosen_BT, "labels": labelled_BT})
+    lengths = document_edges(places_BT).diff().tolist()
+    return Comparison(lengths, changed_BT.flatten(), rows)
 
 
 def _lengths(micro: Micro) -> list[int]:

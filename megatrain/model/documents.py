@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -34,6 +35,9 @@ from megatrain.compat.transformers import (
     set_attention,
     takes_flash_attention,
 )
+from megatrain.errors import InputError, first_line
+from megatrain.loss import IGNORED
+from megatrain.model.media import of_media
 
 OURS = "megatrain_"
 """Prefix of the names of implementations that stand for the one by masks."""
@@ -70,14 +74,61 @@ def document_starts(position_ids: Tensor) -> Tensor:
     return F.pad(~goes_on, (1, 0), value=True)
 
 
+def document_edges(position_ids: Tensor) -> Tensor:
+    """Places in all rows `[B, T]`, end to end, where documents begin, and the end of the last."""
+    starts = document_starts(position_ids).flatten().nonzero()[:, 0]
+    return F.pad(starts, (0, 1), value=position_ids.numel())
+
+
+def unpacked(micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Documents of packed rows `[B, T]` as padded rows of their own `[N, L]`; media as it is."""
+    lengths = document_edges(micro["position_ids"]).diff().tolist()
+
+    def rows(values: Tensor, padding: int) -> Tensor:
+        return pad_sequence(values.flatten().split(lengths), True, padding)
+
+    alone = {
+        name: value if of_media(name) else rows(value, IGNORED if name == "labels" else 0)
+        for name, value in micro.items()
+        if name != "position_ids"
+    }
+    return alone | {"attention_mask": rows(torch.ones_like(micro["input_ids"]), 0)}
+
+
+def packed_positions(model: nn.Module, micro: Mapping[str, Tensor]) -> Tensor:
+    """The positions of packed rows that a model's forward takes: `[B, T]`, or `[4, B, T]`.
+
+    Models that place images in time, height and width (M-RoPE) take the positions of text, which
+    say where documents begin, and three more: what `get_rope_index` gives for each document alone.
+
+    Raises InputError: it has none for these documents.
+    """
+    places = micro["position_ids"]
+    modules = (module for module in model.modules() if hasattr(module, "get_rope_index"))
+    index: Any = getattr(next(modules, None), "get_rope_index", None)
+    if index is None:
+        return places
+    if not any(map(of_media, micro)):
+        return places.expand(4, -1, -1)
+    alone, names = unpacked(micro), inspect.signature(index).parameters
+    try:
+        of_media_3NL, _ = index(**{name: alone[name] for name in names if name in alone})
+    except Exception as error:  # of the model's code
+        raise InputError(
+            f"packed rows with images or sounds: the model has no positions for these documents "
+            f"({first_line(error)}); train them without packing (data.packing: false)"
+        ) from error
+    of_media_3BT = of_media_3NL[:, alone["attention_mask"].bool()].view(-1, *places.shape)
+    return torch.cat([places[None], of_media_3BT])
+
+
 def told_by_lengths(position_ids: Tensor, device: torch.device) -> dict[str, Any]:
     """Arguments of a model's forward that tell the documents of rows `[B, T]`: edges, the longest.
 
     Layers are compiled once for any number of documents, but anew for another longest one: so that
     is rounded up, to a power of two that is not small.
     """
-    starts = document_starts(position_ids).flatten().nonzero()[:, 0].to(torch.int32)
-    edges = F.pad(starts, (0, 1), value=position_ids.numel())
+    edges = document_edges(position_ids).to(torch.int32)
     longest = max(1 << (int(edges.diff().max()) - 1).bit_length(), _LEAST_LONGEST)
     longest = min(longest, position_ids.shape[1])
     edges = edges.to(device)

@@ -175,7 +175,7 @@ def write_run(folder, model, tower, **training):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = {
         "model": {"path": str(model), "freeze": [tower]},
-        "data": {"path": str(folder / "rows.jsonl"), "sequence_length": 224},
+        "data": {"path": str(folder / "rows.jsonl"), "sequence_length": 224, "packing": False},
         "optimizer": {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.0},
         "training": {"steps": 4, "batch_size": 7, "micro_batch_size": 3} | training,
         "schedule": {"name": "constant"},
@@ -217,11 +217,16 @@ def plain_batches(folder, processor):
         yield {**batch, "labels": labels}
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("name", few(MODELS, 0, 1))
-def test_a_run_with_images_is_plain_training(megatrain, tmp_path, name):
+def test_a_run_with_images_is_plain_training(megatrain, tmp_path, caplog, name, packing):
     make, tower = MODELS[name]
     folder = write_model(tmp_path / "model", make)
-    megatrain.done("train", write_run(tmp_path, folder, tower))
+    file, rows = write_run(tmp_path, folder, tower), {}
+    if packing:
+        rows = {"data__packing": True, "data__sequence_length": 96, "training__batch_size": 3}
+    megatrain.done("train", file, *sets(**rows))
+    assert not packing or " tokens in 3 rows, " in caplog.text
     processor = transformers.AutoProcessor.from_pretrained(folder)
     loaded = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     batches = list(plain_batches(tmp_path, processor))
@@ -374,9 +379,9 @@ def test_tables_with_bytes_are_the_rows_with_files(model, tmp_path, monkeypatch)
             tokenizer=tokenizer,
             sequence_length=64,
             cache_dir=tmp_path / "cache",
+            packing=False,
             images=ImageProcessor(model),
         )
-        assert not opened.packing
         batches.append(opened.with_images(opened.batch(range(3))))
     assert same(batches[0], batches[1]) and same(batches[0], batches[2])
     assert batches[0]["pixel_values"].shape == (3, 3, 8, 8)
@@ -409,9 +414,10 @@ def test_ranks_read_the_images_of_their_own_rows(model, tmp_path):
         tokenizer=tokenizer,
         sequence_length=224,
         cache_dir=tmp_path / "cache",
+        packing=False,
         images=ImageProcessor(model),
     )
-    rows = [row for row in range(7) if data.images(row)]
+    rows = [row for row in range(7) if data.images(row, slice(None))]
     parts = []
     for rank in range(2):
         ranks = SimpleNamespace(rank=rank, size=2)

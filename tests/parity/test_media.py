@@ -382,13 +382,9 @@ def test_adapters_of_encoders_and_text_train_as_in_peft():
 
 def test_what_encoders_cannot_have_is_refused():
     model, [[batch, *_], *_] = tiny("llava")
-    with engine_of(model, trained=ALL) as engine:
-        with pytest.raises(InputError, match="pixel_values holds a number that is not finite"):
-            engine.step([batch | {"pixel_values": batch["pixel_values"] / 0}])
-        rows, tokens = batch["input_ids"].shape
-        batch["position_ids"] = torch.arange(tokens).remainder(8).repeat(rows, 1)
-        with pytest.raises(InputError, match="give each document a row"):
-            engine.step([batch])
+    infinite = pytest.raises(InputError, match="pixel_values holds a number that is not finite")
+    with engine_of(model, trained=ALL) as engine, infinite:
+        engine.step([batch | {"pixel_values": batch["pixel_values"] / 0}])
 
 
 def test_features_that_are_added_after_the_last_layer_are_refused():
