@@ -14,15 +14,20 @@ from rich.table import Table
 
 from megatrain.base.units import GIB, duration, gib, parse_bytes, size
 from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_config
+from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import LIMITS, SEQUENCE_LENGTH, MediaRow, Second, Workload
 from megatrain.machine import Machine, machine_for, present_machine, update_gbps
 from megatrain.plan.planner import PLANES, Plan, by_tier, make_plan
+from megatrain.plan.remedies import compute_bound_tokens
 from megatrain.telemetry.console import end_passing, passing, say
 from megatrain.telemetry.gpu import by_driver_name, find_gpu, gpu_state, named_gpu
 from megatrain.telemetry.host import host_limit_bytes, usable_cores
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from megatrain.config import Config
 
 # Device memory of the driver, and of a desktop's windows.
@@ -93,9 +98,10 @@ def run_plan(options: Options) -> None:
     finally:
         end_passing()
     if options["as_json"]:
-        print(json.dumps({"model": named.name, **plan.as_dict()}, indent=2))
+        experts = experts_of_step(named.config, plan.forecast)
+        print(json.dumps({"model": named.name, **plan.as_dict(), "experts": experts}, indent=2))
     else:
-        show(plan, named.name)
+        show(plan, named.name, experts_of_step(named.config, plan.forecast))
     if not plan.fits:
         raise DoesNotFit(f"{named.name} does not fit: {missing(plan)}")
     problem = None if run is None else missing_data(run.data.path)
@@ -278,12 +284,37 @@ _BINDS = {
 }
 
 
-def show(plan: Plan, name: str) -> None:
-    """Print the plan."""
+def experts_of_step(config: "PreTrainedConfig", forecast: Forecast) -> dict[str, int] | None:
+    """The load of a mixture's experts, and tokens a step that hide the bus; None: it has none."""
+    from megatrain.model.build import experts_of_a_token
+
+    chosen, every = experts_of_a_token(config)
+    if not chosen or not every:
+        return None
+    tokens, bounds = forecast.tokens_per_step, forecast.bounds
+    moves = {name: bounds.get(name, 0.0) for name in (COMPUTE, COPY_IN, COPY_OUT)}
+    return {
+        "num": every,
+        "of_a_token": chosen,
+        "tokens_each": tokens * chosen // every,
+        "bus_hidden_from_tokens": compute_bound_tokens(moves, tokens, forecast.sequence_length),
+    }
+
+
+def show(plan: Plan, name: str, experts: Mapping[str, int] | None = None) -> None:
+    """Print the plan; `experts` as of `experts_of_step`."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _WIDTH  # a file has no width, and tables should not be cut
     lines = _memory(plan) + _time(plan)
+    if experts is not None:
+        least = experts["bus_hidden_from_tokens"]
+        hides = "hides" if plan.forecast.tokens_per_step >= least else "does not hide"
+        lines.append(
+            f"experts  {experts['of_a_token']} of {experts['num']} a token: "
+            f"{experts['tokens_each']:,} tokens each a step; the bus {hides} behind arithmetic "
+            f"(from {least:,} tokens a step on)"
+        )
     if not plan.fits:
         lines += _remedies(plan)
     for line in _head(plan, name):

@@ -561,7 +561,12 @@ class Profile(Once):
                 entering = {ref: self.shape(ref, rows) for ref in refs}
                 h = [
                     {
-                        ref: Shape((*sizes, *shape.sizes[2:]), shape.dtype).empty()
+                        ref: Shape(
+                            (1, *shape.sizes[1:])  # sums over tokens
+                            if ref in self.spec.routed
+                            else (*sizes, *shape.sizes[2:]),
+                            shape.dtype,
+                        ).empty()
                         for ref, shape in entering.items()
                     }
                 ]

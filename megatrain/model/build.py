@@ -209,16 +209,22 @@ def build(
 
 def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:
     """The share of a parameter that one token uses: the chosen ones of experts `[E, I, O]`."""
-    text = config.get_text_config(decoder=True)
-    num_experts, num_chosen = (
-        next((n for name in names if type(n := getattr(text, name, None)) is int), 0)
-        for names in (_EVERY, _OF_A_TOKEN)
-    )
+    num_chosen, num_experts = experts_of_a_token(config)
     return (
         num_chosen / num_experts
         if num_chosen and len(shape) == 3 and shape[0] == num_experts
         else 1.0
     )
+
+
+def experts_of_a_token(config: PreTrainedConfig) -> tuple[int, int]:
+    """The number of experts that a token chooses in a layer, and of all there; 0: none."""
+    text = config.get_text_config(decoder=True)
+    num_chosen, num_experts = (
+        next((n for name in names if type(n := getattr(text, name, None)) is int), 0)
+        for names in (_OF_A_TOKEN, _EVERY)
+    )
+    return num_chosen, num_experts
 
 
 def _refuse_code_of_others(config: PreTrainedConfig, *, chosen: bool) -> None:

@@ -7,11 +7,13 @@ import pytest
 
 from megatrain import config
 from megatrain.base.units import GIB, parse_bytes
+from megatrain.cli.plan import experts_of_step
 from megatrain.errors import InputError
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.loss import DPO
 from megatrain.machine import machine_for
+from megatrain.model.build import load_config
 from megatrain.model.probe import spec
 from megatrain.optim import Lion
 from megatrain.placement import Placement
@@ -266,3 +268,29 @@ def test_a_batch_of_pairs_has_two_rows_each():
     ask = asked(device_gib=4, loss=DPO(), placement=PLACED, micro_batch=8)
     remedy = found_for(TOY, ask)[0]
     assert remedy.settings["training.micro_batch_size"] == remedy.new.micro_batch // 2 >= 1
+
+
+# Facts of the models' own config.json: type, names of the two numbers, and the numbers.
+EXPERTS = {
+    "DeepSeek-V3": ("deepseek_v3", {"n_routed_experts": 256, "num_experts_per_tok": 8}),
+    "Kimi-K2": ("kimi_k2", {"n_routed_experts": 384, "num_experts_per_tok": 8}),
+    "Qwen3-235B-A22B": ("qwen3_moe", {"num_experts": 128, "num_experts_per_tok": 8}),
+    "GLM-4.6": ("glm4_moe", {"n_routed_experts": 160, "num_experts_per_tok": 8}),
+    "MiniMax-M2": ("minimax_m2", {"num_local_experts": 256, "num_experts_per_tok": 8}),
+    "gpt-oss-120b": ("gpt_oss", {"num_local_experts": 128, "num_experts_per_tok": 4}),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_tokens_of_an_expert_and_tokens_that_hide_the_bus(name, tmp_path):
+    kind, facts = EXPERTS[name]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **facts}))
+    every, chosen = facts.values()
+    forecast = toy_forecast(MACHINE, replace(ASKED, tokens_per_step=768), 0, 0)
+    assert experts_of_step(load_config(tmp_path), forecast) == {
+        "num": every,
+        "of_a_token": chosen,
+        "tokens_each": 768 * chosen // every,
+        "bus_hidden_from_tokens": 1024,  # a second of the bus, a second for 1000 tokens, in rows
+    }
+    assert experts_of_step(llama().config, forecast) is None
