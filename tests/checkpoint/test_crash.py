@@ -138,14 +138,14 @@ def test_everything_is_on_the_disk_before_it_is_named(engine, tmp_path, monkeypa
     names: dict[int, str] = {}
 
     def note(name, what):
-        real = getattr(files.os, name)
+        real = getattr(fake, name)
 
         def noted(*args):
             result = real(*args)
             what(result, *args)
             return result
 
-        monkeypatch.setattr(files.os, name, noted)
+        setattr(fake, name, noted)
 
     fake = types.SimpleNamespace(**vars(files.os))
     for module in (files, whole_files):

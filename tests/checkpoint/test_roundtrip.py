@@ -206,10 +206,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         read_tiles(checkpoint, store_of(other).tiles, 1)
 
 
-def half_frozen():
-    return frozen(llama(), lambda name: "layers.0.mlp" in name)
-
-
 def test_24_bits_of_layers_in_fp32_are_refused(monkeypatch):
     monkeypatch.setitem(SWEPT, "short", partial(AdamW, master=24))
     with pytest.raises(InputError, match="master is 24, but layers in fp32 keep all 32 bits"):

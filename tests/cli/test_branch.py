@@ -61,16 +61,6 @@ def test_a_copied_run_goes_on_with_other_settings(megatrain, trained, tmp_path):
     assert load(other / "config.yaml").optimizer.lr == 0.1
 
 
-def test_a_damaged_checkpoint_is_no_model_to_begin_from(megatrain, run_file, trained, tmp_path):
-    damaged = tmp_path / "damaged"
-    shutil.copytree(trained[0] / "checkpoints" / "step-00000006", damaged)
-    (damaged / "model" / "config.json").write_text("{}")
-    tree = yaml.safe_load(run_file.read_text())
-    tree["model"] = {"path": str(damaged)}
-    run_file.write_text(yaml.safe_dump(tree))
-    megatrain.refused("damaged", "train", run_file)
-
-
 def test_branch_says_what_does_the_same(megatrain, trained, tmp_path):
     told = "cp -r RUN NEW, then megatrain train NEW"
     megatrain.refused(told, "branch", trained[0], tmp_path / "new")

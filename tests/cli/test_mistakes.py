@@ -64,45 +64,16 @@ def test_a_run_that_takes_the_cpu_says_so(megatrain, run_file, caplog, device):
     )
 
 
-DATA = {
-    "empty": ("", "empty"),
-    "malformed line": ('{"text": "a"}\n{"text": \n', "bad.jsonl:2"),
-    "a pointer": ("version https://git-lfs.github.com/spec/v1\noid a\n", "a pointer of Git LFS"),
-    "no such field": ('{"words": "a"}\n', "bad.jsonl:1"),
-}
-
-
-@pytest.mark.parametrize("case", DATA)
-def test_a_mistake_in_the_data(megatrain, run_file, tmp_path, case):
-    content, expected = DATA[case]
-    (tmp_path / "bad.jsonl").write_text(content)
-    result = megatrain("train", run_file, "--set", f"data.path={tmp_path / 'bad.jsonl'}")
-    assert_refused(result, expected)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_truncated_checkpoint(megatrain, run_file, tmp_path, trained, tokenizer_folder):
-    source = tmp_path / "source"
-    shutil.copytree(trained[0] / "model", source)
-    weights = source / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    tree = yaml.safe_load(run_file.read_text()) | {"model": {"path": str(source)}}
-    run_file.write_text(yaml.safe_dump(tree))
-    assert_refused(megatrain("train", run_file), "model.safetensors")
-    assert_refused(megatrain("generate", source, "--prompt", "a"), "model.safetensors")
+def test_a_mistake_in_the_data(megatrain, run_file, tmp_path):
+    (tmp_path / "bad.jsonl").write_text("version https://git-lfs.github.com/spec/v1\noid a\n")
+    data = f"data.path={tmp_path / 'bad.jsonl'}"
+    megatrain.refused("a pointer of Git LFS", "train", run_file, "--set", data)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_finished_run_is_never_overwritten(megatrain, run_file, tmp_path):
     (tmp_path / "run" / "model").mkdir(parents=True)
     assert_refused(megatrain("train", run_file), "holds a finished run; choose another folder")
-
-
-def test_a_folder_with_other_files_is_not_written_into(megatrain, run_file, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.tex").write_text("mine")
-    assert_refused(megatrain("train", run_file), "is not empty; choose another folder")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
 def test_a_model_larger_than_the_host_does_not_fit(megatrain, run_file, tmp_path, monkeypatch):

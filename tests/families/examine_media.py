@@ -6,8 +6,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine
@@ -15,9 +13,11 @@ from megatrain.compat.transformers import encoders
 from megatrain.errors import InputError
 from megatrain.model.trained import Trained
 from tests.families.examine import NOT_TRAINED, PASSES, REFUSED, WRONG
+from tests.families.folders import export_failures
 from tests.families.media import UNTRIED, media_steps
 from tests.families.parity import Errors, compare
 from tests.families.plain import EPS, LR, Step
+from tests.families.roundtrip import go_on
 from tests.families.tiny import tiny_multimodal
 
 TEXT_ALONE, NOT_TRIED = "text alone", "not tried"
@@ -103,10 +103,10 @@ def round_trip(model: PreTrainedModel, steps: list[Step]) -> list[str]:
         with Engine(folder, optimizer=rule, **options) as engine:
             engine.step(steps[0])
             engine.save(saved)
-            wanted = _go_on(engine, steps)
+            wanted = go_on(engine, steps[1:])
             engine.save_pretrained(export)
         with Engine.load(saved, device="cpu") as engine:
-            got = _go_on(engine, steps)
+            got = go_on(engine, steps[1:])
         failures = _export_failures(type(model), folder, export)
     other = [name for name, value in wanted[1].items() if not torch.equal(value, got[1][name])]
     if got[0] != wanted[0] or other:
@@ -114,29 +114,10 @@ def round_trip(model: PreTrainedModel, steps: list[Step]) -> list[str]:
     return failures
 
 
-def _go_on(engine: Engine, steps: list[Step]) -> tuple[list[tuple[float, float]], dict]:
-    results = [engine.step(step) for step in steps[1:]]
-    return [(r.loss, r.grad_norm) for r in results], dict(engine.named_masters())
-
-
 def _export_failures(cls: type[PreTrainedModel], folder: Path, export: Path) -> list[str]:
-    before, after = _shapes(folder), _shapes(export)
-    if before != after:
-        names = [name for name in before | after if before.get(name) != after.get(name)]
-        return [f"export has other tensors: {names[:3]}"]
     old, new = (cls.from_pretrained(place, dtype=torch.float32) for place in (folder, export))
     still = {name for name, buffer in old.named_buffers()}
     for encoder in encoders(old):
         encoder.requires_grad_(False)
     still |= {name for name, parameter in old.named_parameters() if not parameter.requires_grad}
-    a, b = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (old, new))
-    return [
-        f"{name} has changed in the export" for name in still if not torch.equal(a[name], b[name])
-    ]
-
-
-def _shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    tensors: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        tensors |= load_file(path)
-    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    return export_failures(folder, export, old, new, still)

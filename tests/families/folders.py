@@ -143,26 +143,32 @@ def _compare_buffers(errors: Errors, engine: Engine, model: PreTrainedModel) -> 
 
 def _compare_export(errors: Errors, folder: Path, still: set[str]) -> None:
     """Names, shapes and dtypes of all tensors; bits of what is not trained."""
-    before, after = _tensors(folder), _tensors(folder.with_name("exported"))
-    if {n: t.shape for n, t in before.items()} != {n: t.shape for n, t in after.items()}:
-        errors.failures.append(f"export has {sorted(before.keys() ^ after.keys())[:3]}")
-        return
-    old, new = _loaded(folder, "fp32"), _loaded(folder.with_name("exported"), "fp32")
+    exported = folder.with_name("exported")
+    old, new = (_loaded(place, "fp32") for place in (folder, exported))
     kept = still | {name for name, _ in old.named_buffers()}
-    now = dict(new.named_parameters()) | dict(new.named_buffers())
-    both = dict(old.named_parameters()) | dict(old.named_buffers())
-    errors.failures += [
-        f"{name} has changed in the export"
-        for name in kept
-        if not torch.equal(both[name], now[name])
-    ]
+    errors.failures += export_failures(folder, exported, old, new, kept)
     # What is trained has the dtype of its class, which may be wider than the folder's.
+    before = tensors_of(folder)
     errors.failures += [
         f"{name} is {tensor.dtype} in the export, not {before[name].dtype}"
-        for name, tensor in after.items()
+        for name, tensor in tensors_of(exported).items()
         if tensor.dtype != before[name].dtype and (tensor.dtype != torch.float32 or name in kept)
     ]
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def export_failures(
+    folder: Path, exported: Path, old: PreTrainedModel, new: PreTrainedModel, kept: set[str]
+) -> list[str]:
+    """How an export differs from its source in shapes, or in the bits of what is `kept`."""
+    before, after = ({n: t.shape for n, t in tensors_of(f).items()} for f in (folder, exported))
+    if before != after:
+        names = [name for name in before | after if before.get(name) != after.get(name)]
+        return [f"export has other tensors: {names[:3]}"]
+    a, b = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (old, new))
+    changed = [name for name in kept if not torch.equal(a[name], b[name])]
+    return [f"{name} has changed in the export" for name in changed]
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's files."""
     return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}

@@ -58,7 +58,7 @@ def round_trip(model: PreTrainedModel, way: str, place: Path) -> str:
     with engine:
         engine.step(steps[0])
         engine.save(place / "saved")
-        wanted = _go_on(engine, steps)
+        wanted = go_on(engine, steps)
     try:
         losses, masters = _another_process().apply(_load, (place / "saved", steps))
     except InputError as refusal:
@@ -81,14 +81,15 @@ def _given(model: PreTrainedModel, way: str, folder: Path) -> Any:
     return type(model).from_pretrained(folder, dtype="auto") if "module" in way else folder
 
 
-def _go_on(engine: Engine, steps: list[Step]) -> Results:
+def go_on(engine: Engine, steps: list[Step]) -> Results:
+    """Losses and norms of steps, and the masters after them."""
     results = [engine.step(step) for step in steps]
     return [(r.loss, r.grad_norm) for r in results], dict(engine.named_masters())
 
 
 def _load(folder: Path, steps: list[Step]) -> Results:
     with Engine.load(folder, device="cpu") as engine:
-        return _go_on(engine, steps)
+        return go_on(engine, steps)
 
 
 @cache

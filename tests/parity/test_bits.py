@@ -144,8 +144,7 @@ COPIES: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("visit", [0, 1])
-@pytest.mark.parametrize("kind", COPIES)
+@swept(together=1, kind=list(COPIES), visit=[0, 1])
 def test_a_flipped_bit_of_a_copy_on_the_device_ends_its_step(kind, visit):
     device, steps = FlippingCopies(), make_batches(2)
     with make_engine(llama(), verify="step", device=device, **COPIES[kind]) as engine:
@@ -180,8 +179,7 @@ def test_frozen_planes_are_compared_in_each_step():
                 engine.step(make_batches(1)[0])
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("verify", ["save", "off"])
+@swept(together=1, place=list(PLACES), verify=["save", "off"])
 def test_a_state_with_a_flipped_bit_is_not_saved(verify, place, tmp_path):
     step = make_batches(1)[0]
     with make_engine(llama(), verify=verify, placement=PLACES[place]) as engine:

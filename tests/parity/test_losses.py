@@ -88,8 +88,6 @@ def plain(loss, logits, micro):
     if loss == "smoothed":
         return F.cross_entropy(flat, targets, label_smoothing=0.1, reduction="sum")
     each = F.cross_entropy(flat, targets, reduction="none")
-    if loss == "z-loss":
-        return (each + 0.01 * flat.logsumexp(1) ** 2)[targets != -100].sum()
     if isinstance(given := LOSSES[loss][0], Distillation):
         teacher, ids = (micro[f"teacher_{n}"][:, 1:].flatten(0, 1) for n in ("log_probs", "ids"))
         p, q = teacher.double().exp(), (flat.double() / given.temperature).softmax(1).gather(1, ids)
@@ -135,7 +133,6 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
     "weights": (TokenWeights(), weights),
     "curved": (Curved(), rows),
     "distilled": (Distillation(cross_entropy=0.3), labelled),
-    "teacher alone": (Distillation(), labelled),
     "teacher and tail": (Distillation(add_tail=True), labelled),
     "reverse": (Distillation(beta=1.0, add_tail=True), labelled),
     "jsd": (Distillation(0.3, beta=0.4, add_tail=True), labelled),

@@ -28,8 +28,6 @@ from tests.parity.cases import (
 from tests.rules import with_rules
 from tests.sweeps import few, swept
 
-Numbers = tuple[list[float], list[float], dict, list]
-
 LAYERS = 4  # as many as the most slots tried
 SHAPES = ((2, 8), (1, 5))
 

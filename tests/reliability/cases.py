@@ -32,12 +32,6 @@ steps.Steps.take = counted
 """
 
 
-def stopped_in(step: int) -> str:
-    """What lets a run be told to stop in a step."""
-    told = f"import os\nat = lambda number: number == {step} and os.kill(os.getpid(), 15)\n"
-    return AT_STEP + told
-
-
 class Zygote:
     """Hands out toy runs as processes; see zygote.py."""
 

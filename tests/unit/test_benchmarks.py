@@ -10,10 +10,7 @@ from benchmarks.regression import holds, ratio
 from benchmarks.rivals import __main__ as command_line
 from benchmarks.rivals import case as cases
 from benchmarks.rivals import rows, supervise
-from benchmarks.rivals.case import Case
 from tests.forks import forked_module
-
-CASE = Case("toy", 1, 4, 8, steps=3, device="cpu", device_memory_bytes=None)
 
 
 def test_rivals_do_the_same_work(tmp_path, monkeypatch):

@@ -211,10 +211,6 @@ CASES = list(product(FORMS, ["fp32", "bf16", "int8"], [torch.bfloat16, torch.flo
 def test_native_is_the_reference_bit_for_bit(instruction_set, form, kind, grad_dtype):  # noqa: F811
     if not fuses_like_torch(instruction_set):
         pytest.skip("torch fuses multiply-adds here; tested below without")
-    check_native(form, kind, grad_dtype)
-
-
-def check_native(form, kind, grad_dtype):
     for size in SIZES:
         found = after_steps(native, form, kind, grad_dtype, size)
         for plane, values in by_reference(form, kind, grad_dtype, size).items():
@@ -259,10 +255,6 @@ BY = Scalars(-3e-3, 0.97, 0.9, 0.3, 0.95, 0.05)
 def test_native_rules_are_the_reference_s_bit_for_bit(instruction_set, rule):  # noqa: F811
     if not fuses_like_torch(instruction_set) and rule == "direction":
         pytest.skip("torch fuses multiply-adds here; tested above without")
-    check_rule(rule)
-
-
-def check_rule(rule):
     cases = product(FORMS.values(), [torch.bfloat16, torch.float32], [0, 1, 1025, (1 << 16) + 65])
     for make, grad_dtype, size in cases:
         found, expected = make(size), make(size)

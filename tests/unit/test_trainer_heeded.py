@@ -457,13 +457,12 @@ def test_what_decides_how_torch_computes_and_what_is_measured_is_heeded(tmp_path
     """While steps are taken, as under the plain trainer; `run_name` is what trackers read."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # transformers sets it
     monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
-    monkeypatch.setattr(torch.backends, "fp32_precision", torch.backends.fp32_precision)
 
     def note(args, **_):
         deterministic = torch.are_deterministic_algorithms_enabled()
         noted.append((deterministic, torch.backends.fp32_precision, args.run_name))
 
-    measured, noted = [], []
+    measured, noted, before = [], [], torch.backends.fp32_precision
     settings = {"full_determinism": True, "run_name": "a name", "tf32": True}
     try:
         for kind in (Trainer, Streamed):
@@ -478,6 +477,7 @@ def test_what_decides_how_torch_computes_and_what_is_measured_is_heeded(tmp_path
             measured.append({n for n in made.state.log_history[-1] if "_mem_" in n})
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.backends.fp32_precision = before
     assert noted == [(True, "tf32", "a name")] * 2
     assert measured[0] and measured[0] == measured[1]
 
