@@ -12,20 +12,9 @@ if TYPE_CHECKING:
     from megatrain.train.loop import run
 
 __all__ = [
-    "SGD",
-    "AdamW",
-    "DoesNotFit",
-    "Engine",
-    "InputError",
-    "Lion",
-    "MegatrainError",
-    "Muon",
-    "Placement",
-    "RunFailed",
-    "StepResult",
-    "__version__",
-    "run",
-]
+    "SGD", "AdamW", "DoesNotFit", "Engine", "InputError", "Lion", "MegatrainError", "Muon",
+    "Placement", "RunFailed", "StepResult", "__version__", "run",
+]  # fmt: skip
 
 # Memory that tensors of other sizes had is used again, not cut up: a step fits in less.
 # Read when CUDA starts; whoever has set either name has chosen.

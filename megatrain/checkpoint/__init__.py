@@ -8,7 +8,6 @@ from megatrain.checkpoint.manifest import (
     as_json,
     is_checkpoint,
     mark,
-    newest_whole,
     open_checkpoint,
     require_replaceable,
     rotate,

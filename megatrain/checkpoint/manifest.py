@@ -375,11 +375,6 @@ def whole_checkpoints(parent: str | Path) -> list[Path]:
     return [c.folder for c in sorted(whole, key=lambda c: (c.step, c.folder.name), reverse=True)]
 
 
-def newest_whole(parent: str | Path) -> Path | None:
-    """The first of `whole_checkpoints`."""
-    return next(iter(whole_checkpoints(parent)), None)
-
-
 def mark(folder: str | Path) -> None:
     """Mark a checkpoint, so that `rotate` never removes it."""
     (Path(folder) / KEEP).touch()

@@ -216,29 +216,17 @@ class Snapshot:
             file.tile.readers += (Reader(left, "what left is saved"),)
 
     def _leave(self, device: Device, piece: Piece) -> None:
-        room = self._room_for(piece)
-        if room is None:
+        block = self._block_for(piece, leaves=True)
+        if block is None:
             return
-        kept = room[: piece.num_bytes]
+        kept = block[: piece.num_bytes]
         if isinstance(piece.source, DiskBuffer) and piece.source.at % BLOCK == 0:
-            piece.source.read(room)
+            piece.source.read(block[: align(piece.num_bytes, _PAGE)])
         elif isinstance(piece.source, DiskBuffer):  # a rank's block of what is frozen
             kept.copy_(piece.source.values())
         else:
             device.fetch(kept, piece.source.data)
         self.release([piece], kept)
-
-    def _room_for(self, piece: Piece) -> Tensor | None:
-        """Wait for a block, in whole pages, for a piece that leaves; None: the save has failed."""
-        with self._changed:
-            while not self._abandoned:
-                if self._spare.free:
-                    piece.block = self._spare.free.pop()
-                    self.moved_bytes += piece.num_bytes
-                    return piece.block[: align(piece.num_bytes, _PAGE)]
-                self.waited += 1
-                self._changed.wait()
-            return None
 
     def release(self, pieces: Sequence[Piece], memory: Tensor | None = None) -> None:
         """Mark pieces as ready to be written, from their planes or (a single one) from `memory`."""
@@ -253,18 +241,23 @@ class Snapshot:
     def set_aside(self, pieces: Sequence[Piece]) -> None:
         """Write or copy away the released pieces, so that their memory may be overwritten."""
         for piece in pieces:
-            block = self._block_for(piece)
+            block = self._block_for(piece, leaves=False)
             if block is not None:
                 assert piece.memory is not None
                 spare = block[: piece.num_bytes]
                 kernels.copy(spare, piece.memory, threads=update_threads())
                 self.change(piece, Stage.READY, spare)
 
-    def _block_for(self, piece: Piece) -> Tensor | None:
-        """Wait for a spare block for a piece, or until the piece is written: then None."""
+    def _block_for(self, piece: Piece, *, leaves: bool) -> Tensor | None:
+        """Wait for a spare block for a piece; None: the save has failed, or the piece is written.
+
+        Args: `leaves`: it leaves device or disk; else it is moved only once it is ready.
+        """
+        reserved = 0 if leaves else self._spare.reserved
         with self._changed:
             while not (self._abandoned or piece.stage is Stage.WRITTEN or piece.block is not None):
-                if piece.stage is Stage.READY and len(self._spare.free) > self._spare.reserved:
+                ready = leaves or piece.stage is Stage.READY
+                if ready and len(self._spare.free) > reserved:
                     piece.block, piece.stage = self._spare.free.pop(), Stage.MOVING
                     self.moved_bytes += piece.num_bytes
                     return piece.block

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from megatrain import __version__
 from megatrain.base import seeds
@@ -27,38 +28,36 @@ app = typer.Typer(
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="PATH=VALUE",
         help="Change a key of the run file, as optimizer.lr=1e-5. It may be given several times.",
     ),
 ]
-DeviceName = Annotated[str, typer.Option(help="Compute on this device: auto, cpu, cuda or cuda:N.")]
+DeviceName = Annotated[str, Option(help="Compute on this device: auto, cpu, cuda or cuda:N.")]
 DeviceMemory = Annotated[
-    str | None, typer.Option(help="Take at most so much memory of the GPU, as 10GiB.")
+    str | None, Option(help="Take at most so much memory of the GPU, as 10GiB.")
 ]
 HostMemory = Annotated[
-    str | None, typer.Option(help="Take at most so much memory of the host, as 64GiB.")
+    str | None, Option(help="Take at most so much memory of the host, as 64GiB.")
 ]
 ComputeDtype = Annotated[
-    Precision | None, typer.Option(help="Compute in this dtype; the default is bf16.")
+    Precision | None, Option(help="Compute in this dtype; the default is bf16.")
 ]
 States = Annotated[
     Literal["fp32", "bf16", "int8"] | None,
-    typer.Option(help="Keep AdamW's moments in this type; the default is fp32."),
+    Option(help="Keep AdamW's moments in this type; the default is fp32."),
 ]
 Master = Annotated[
-    int | None,
-    typer.Option(min=1, help="Keep so many bits of AdamW's master: 32, exact fp32, or 24."),
+    int | None, Option(min=1, help="Keep so many bits of AdamW's master: 32, exact fp32, or 24.")
 ]
 LoraRank = Annotated[
-    int,
-    typer.Option(min=0, help="Train LoRA of this rank on all linear layers; 0 trains everything."),
+    int, Option(min=0, help="Train LoRA of this rank on all linear layers; 0 trains everything.")
 ]
 FrozenBase = Annotated[
-    Literal["bf16", "fp8", "nf4"], typer.Option(help="Keep frozen linear layers in this type.")
+    Literal["bf16", "fp8", "nf4"], Option(help="Keep frozen linear layers in this type.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -69,10 +68,9 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def common(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Options that come before the command."""
@@ -83,12 +81,12 @@ def common(
 
 @app.command()
 def init(
-    run: Annotated[Path, typer.Argument(help="The run file to write; it must be new.")] = Path(
+    run: Annotated[Path, Argument(help="The run file to write; it must be new.")] = Path(
         "run.yaml"
     ),
     example: Annotated[
         Literal["chat", "lora", "dpo", "grpo", "demo"],
-        typer.Option(help="What the run file is for; chat explains every key."),
+        Option(help="What the run file is for; chat explains every key."),
     ] = "chat",
 ) -> None:
     """Write a run file to begin from."""
@@ -102,13 +100,12 @@ def init(
 @app.command()
 def train(
     run: Annotated[
-        Path,
-        typer.Argument(help="The run file (YAML). With --resume it may be the folder of a run."),
+        Path, Argument(help="The run file (YAML). With --resume it may be the folder of a run.")
     ],
     overrides: Overrides = None,
     resume: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--resume",
             help="Go on with the run in output.folder, or else with the newest run of this name "
             "in runs/, from its newest whole checkpoint. Where there is none, the run begins.",
@@ -128,9 +125,9 @@ def train(
 
 @app.command()
 def data(
-    run: Annotated[Path, typer.Argument(help="The run file (YAML).")],
+    run: Annotated[Path, Argument(help="The run file (YAML).")],
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(min=0, help="Show so many rows.")] = 2,
+    rows: Annotated[int, Option(min=0, help="Show so many rows.")] = 2,
 ) -> None:
     """Show the data of a run as it will be trained on; the model's weights are not needed.
 
@@ -145,7 +142,7 @@ def data(
 def doctor(
     device: DeviceName = "auto",
     folder: Annotated[
-        Path, typer.Option(help="Measure the disk of this folder, where runs are written.")
+        Path, Option(help="Measure the disk of this folder, where runs are written.")
     ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -161,42 +158,38 @@ def doctor(
 @app.command()
 def plan(
     context: typer.Context,
-    run: Annotated[
-        Path | None, typer.Argument(help="A run file (YAML). Give it, or --model.")
-    ] = None,
+    run: Annotated[Path | None, Argument(help="A run file (YAML). Give it, or --model.")] = None,
     overrides: Overrides = None,
     model: Annotated[
-        str | None, typer.Option(help="Plan for a shape (7B), a folder, a config.json or a hub id.")
+        str | None, Option(help="Plan for a shape (7B), a folder, a config.json or a hub id.")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Plan for this GPU, as 4090; the default is the one here.")
+        str | None, Option(help="Plan for this GPU, as 4090; the default is the one here.")
     ] = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
-    cores: Annotated[
-        int | None, typer.Option(min=1, help="Count with so many cores of the CPU.")
-    ] = None,
+    cores: Annotated[int | None, Option(min=1, help="Count with so many cores of the CPU.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Take so many tokens a step; the default is 98304.")
+        int | None, Option(min=1, help="Take so many tokens a step; the default is 98304.")
     ] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(min=2, help="Take so many tokens a row; the default is 1024.")
+        int | None, Option(min=2, help="Take so many tokens a row; the default is 1024.")
     ] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Take so many rows at once; otherwise chosen.")
+        int | None, Option(min=1, help="Take so many rows at once; otherwise chosen.")
     ] = None,
     total_tokens: Annotated[
-        float | None, typer.Option(min=1, max=1e18, help="Count so many tokens of the run, as 1e9.")
+        float | None, Option(min=1, max=1e18, help="Count so many tokens of the run, as 1e9.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Plan for so many GPUs of one host.")
+        int | None, Option(min=1, max=64, help="Plan for so many GPUs of one host.")
     ] = None,
     image: Annotated[
         list[str] | None,
-        typer.Option(help="Count an image of this size in every row, as 1024x1024; repeatable."),
+        Option(help="Count an image of this size in every row, as 1024x1024; repeatable."),
     ] = None,
     clip: Annotated[
-        bool | None, typer.Option("--clip/--no-clip", help="Clip by the exact norm; the default.")
+        bool | None, Option("--clip/--no-clip", help="Clip by the exact norm; the default.")
     ] = None,
     precision: ComputeDtype = None,
     states: States = None,
@@ -204,7 +197,7 @@ def plan(
     lora_r: LoraRank = 0,
     base: FrozenBase = "bf16",
     disk_space: Annotated[
-        str | None, typer.Option(help="Let planes take so much of a disk, as 200GiB.")
+        str | None, Option(help="Let planes take so much of a disk, as 200GiB.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -222,18 +215,18 @@ def plan(
 
 @app.command()
 def export(
-    run: Annotated[str, typer.Argument(help="The folder of a run, of a checkpoint or of a model.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write. It must be new or empty.")],
+    run: Annotated[str, Argument(help="The folder of a run, of a checkpoint or of a model.")],
+    out: Annotated[Path, Argument(help="The folder to write. It must be new or empty.")],
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Write tensors in this dtype; otherwise as they are."),
+        Option(help="Write tensors in this dtype; otherwise as they are."),
     ] = None,
     merged: Annotated[
-        bool, typer.Option("--merged", help="Write the model with its adapter merged.")
+        bool, Option("--merged", help="Write the model with its adapter merged.")
     ] = False,
     gguf: Annotated[
         Literal["f16", "q8_0"] | None,
-        typer.Option(help="Write a GGUF file of this type, too, by llama.cpp's converter."),
+        Option(help="Write a GGUF file of this type, too, by llama.cpp's converter."),
     ] = None,
 ) -> None:
     """Write a model as a Hugging Face folder.
@@ -247,12 +240,12 @@ def export(
 
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="The folder of a run, checkpoint or model, a GGUF file, or a hub id.")
+    str, Argument(help="The folder of a run, checkpoint or model, a GGUF file, or a hub id.")
 ]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Add at most so many tokens.")]
+MaxNewTokens = Annotated[int, Option(min=1, help="Add at most so many tokens.")]
 Temperature = Annotated[
     float | None,
-    typer.Option(
+    Option(
         min=0.0,
         help="Draw at this temperature; 0 takes the likeliest token. The default is the model's "
         "own, or 0.8.",
@@ -260,7 +253,7 @@ Temperature = Annotated[
 ]
 TopP = Annotated[
     float | None,
-    typer.Option(
+    Option(
         min=0.0,
         max=1.0,
         help="Draw from the likeliest tokens of this probability in all; the default is the "
@@ -268,34 +261,33 @@ TopP = Annotated[
     ),
 ]
 TopK = Annotated[
-    int | None, typer.Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")
+    int | None, Option(min=0, help="Draw from so many of the likeliest tokens; 0: all.")
 ]
 RepetitionPenalty = Annotated[
-    float | None, typer.Option(min=0.01, help="Above 1, make tokens less likely that were there.")
+    float | None, Option(min=0.01, help="Above 1, make tokens less likely that were there.")
 ]
 Seed = Annotated[
-    int, typer.Option(min=0, max=seeds.LARGEST, help="Draw with this seed of random numbers.")
+    int, Option(min=0, max=seeds.LARGEST, help="Draw with this seed of random numbers.")
 ]
-SamplingPrecision = Annotated[Literal["bf16", "fp32"], typer.Option(help="Compute in this dtype.")]
+SamplingPrecision = Annotated[Literal["bf16", "fp32"], Option(help="Compute in this dtype.")]
 
 
 @app.command()
 def generate(
     model: ModelArgument,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Continue this text. It may be given several times.")
+        list[str] | None, Option(help="Continue this text. It may be given several times.")
     ] = None,
     prompts: Annotated[
-        Path | None,
-        typer.Option(help="Continue each line of a file; .jsonl: each `prompt`, `messages`."),
+        Path | None, Option(help="Continue each line of a file; .jsonl: each `prompt`, `messages`.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Take each text as a message, by the chat template.")
+        bool, Option("--chat", help="Take each text as a message, by the chat template.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="Write prompts and completions to this new .jsonl file.")
+        Path | None, Option(help="Write prompts and completions to this new .jsonl file.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Continue so many prompts together.")] = 16,
+    batch_size: Annotated[int, Option(min=1, help="Continue so many prompts together.")] = 16,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -326,7 +318,7 @@ def generate(
 @app.command()
 def chat(
     model: ModelArgument,
-    system: Annotated[str | None, typer.Option(help="Begin with this system message.")] = None,
+    system: Annotated[str | None, Option(help="Begin with this system message.")] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -349,9 +341,9 @@ def chat(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: Annotated[Path, Argument(help="The folder of a run.")],
     output: Annotated[
-        Path | None, typer.Option(help="Write the page to this file; otherwise into the folder.")
+        Path | None, Option(help="Write the page to this file; otherwise into the folder.")
     ] = None,
 ) -> None:
     """Show a run as one HTML page: curves, throughput, memory, and where a step's time went."""

@@ -171,12 +171,18 @@ class Embedding:
                 table.free = None
 
     def _bring(self, table: _Table, batch: Batch) -> None:
+        stream, weights = COPY_IN, table.tile.weights
         if table.tile.rests.weights is Tier.DEVICE:
-            self._gather_on_device(table, batch)
+            stream, out_UD = COMPUTE, table.own_rows(table.rows, batch).data.view(-1, table.width)
+
+            def gather() -> None:
+                ids_U = table.local_ids(batch).to(out_UD.device)
+                torch.index_select(table.rows_of(weights), 0, ids_U, out=out_UD)
+
+            self._device.run(COMPUTE, "gather", gather, [weights], [table.rows])
         else:
             self._copy_staged(table, batch)
         arrived = table.rows.piece(0, len(batch.unique_U) * table.width)
-        stream = COMPUTE if table.tile.rests.weights is Tier.DEVICE else COPY_IN
         ready = self._collectives.all_gather([arrived], table.entry.name, stream)
         self._device.wait(COMPUTE, ready, "rows arrived")
 
@@ -205,7 +211,7 @@ class Embedding:
 
             def clear(sums: Tensor = table.sums.data) -> None:
                 sums.zero_()
-                self.sink.clear_rows()
+                self.sink.squares.data[-1] = 0
 
             writes = [table.sums, self.sink.squares]
             self._device.run(COMPUTE, "clear rows", clear, writes=writes)
@@ -238,15 +244,6 @@ class Embedding:
             ready[index] = table.tile, host_grad, self._scatter(table, host_grad, batch)
         for arguments in ready.values():
             self.sink.updates.ready(*arguments)
-
-    def _gather_on_device(self, table: _Table, batch: Batch) -> None:
-        out_UD = table.own_rows(table.rows, batch).data.view(-1, table.width)
-
-        def work() -> None:
-            ids_U = table.local_ids(batch).to(out_UD.device)
-            torch.index_select(table.rows_of(table.tile.weights), 0, ids_U, out=out_UD)
-
-        self._device.run(COMPUTE, "gather", work, [table.tile.weights], [table.rows])
 
     def _add_on_device(self, table: _Table, batch: Batch) -> tuple[Tile, HostGrad, Any]:
         host_grad = self.sink.claim(table.tile, COMPUTE)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from megatrain.checkpoint import Contents, Saver, Saving, Settings, as_json, require_replaceable
+from megatrain.checkpoint import Contents, Saver, Saving, as_json, require_replaceable
 from megatrain.compat.torch import has_saved_tensor_hooks
 from megatrain.device import Buffer
 from megatrain.engine.assemble import Assembly, host_bytes, kept_offload
@@ -336,9 +336,7 @@ class PlacedEngine:
         self._require_texts()
         self.flush()
         self._program.train(False)
-        parts, spec, store = self._parts, self._spec, self._store
-        limit = self._opened.host_limit
-        whole = whole_model(self.device, parts, spec, store, self.ranks, limit, spare, apart=apart)
+        whole = whole_model(self._opened, self._parts, self._store, spare, apart=apart)
         with self._undisturbed(), whole as model:
             yield model
 
@@ -512,8 +510,10 @@ class PlacedEngine:
         source = self._opened.source
         untrained = replace(source.untrained, buffers={**source.untrained.buffers})
         source = replace(source, untrained=untrained)  # later steps may have other biases
-        settings = self._described(folder)
-        written = partial(write_documents, source=source, carries=settings.left_out is None)
+        entries = (entry for _, entry in self._store.entries())
+        left_out = base_reference(source.model, source.origin, entries, folder, self.ranks)
+        settings = settings_of(self._opened, self._steps, self.placement, left_out)
+        written = partial(write_documents, source=source, carries=left_out is None)
         contents = Contents(settings, as_json(extra or {}), written, attach, keep)
         background = self.optimizer is not None and not wait
         self.ranks.agree(lambda: self._checks.compare_all(wait=False))
@@ -526,23 +526,6 @@ class PlacedEngine:
         """Raises InputError if what is saved could not be loaded as the same model."""
         if (lost := self._opened.source.lost) is not None:
             raise InputError(lost)
-
-    def _described(self, folder: Path) -> Settings:
-        optimizer, opened, source = self.optimizer, self._opened, self._opened.source
-        entries = (entry for _, entry in self._store.entries())
-        return settings_of(
-            source,
-            opened.model.rule,
-            steps=self._steps,
-            seed=opened.seed,
-            precision=opened.precision,
-            max_grad_norm=opened.max_grad_norm,
-            device=self.device.kind,
-            placement=self.placement.as_dict(),
-            groups=() if optimizer is None else tuple(optimizer.saved_groups()),
-            num_steps=0 if optimizer is None else optimizer.num_steps,
-            left_out=base_reference(source.model, source.origin, entries, folder, self.ranks),
-        )
 
     @property
     def saving(self) -> Saving | None:

@@ -14,7 +14,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.engine.shared import Shared
 from megatrain.optim import gradient_plane
-from megatrain.store.store import Span, Tier, Tile, planes
+from megatrain.store.store import Tier, Tile, planes
 from megatrain.tile import TileKind
 
 _STEP = 128  # fp32 elements: every piece starts on a boundary that the widest loads like
@@ -263,16 +263,22 @@ class Sink:
 
     def send(self, accumulator: GradAccumulator, host_grad: HostGrad) -> Any:
         """Send a gradient to where the update reads it; returns the event of its arrival."""
-        tile, numel = accumulator.tile, len(accumulator.sums.data)
+        tile, numel, device = accumulator.tile, len(accumulator.sums.data), self._device
         if tile.rests.gradient is Tier.DEVICE:
             if tile.index in self._own:
                 self._round(accumulator, tile.trained, host_grad.buffer)
-            return self._device.record(COMPUTE)
+            return device.record(COMPUTE)
         for span in tile.spans:
             left = max(0, min(span.numel, numel - span.at))  # the rest is frozen
             for start, stop in self._pieces(left):
-                self._send_piece(accumulator, host_grad, span, start, stop)
-        return self._device.record(COPY_OUT)
+                lane = self._next_lane()
+                device.wait(COMPUTE, lane.left, "outgoing buffer free")
+                self._round(accumulator, slice(span.at + start, span.at + stop), lane.buffer)
+                device.wait(COPY_OUT, device.record(COMPUTE), "gradient ready")
+                to = host_grad.buffer.piece(span.start + start, span.start + stop)
+                device.copy(COPY_OUT, to, lane.buffer, stop - start)
+                lane.left = device.record(COPY_OUT)
+        return device.record(COPY_OUT)
 
     def recall(self, tile: Tile, host_grad: HostGrad) -> GradAccumulator:
         """Copy a gradient that was sent back into its accumulator."""
@@ -300,17 +306,6 @@ class Sink:
         self._lane_index += 1
         return self._lanes[self._lane_index % len(self._lanes)]
 
-    def _send_piece(
-        self, accumulator: GradAccumulator, host_grad: HostGrad, span: Span, start: int, stop: int
-    ) -> None:
-        device, lane = self._device, self._next_lane()
-        device.wait(COMPUTE, lane.left, "outgoing buffer free")
-        self._round(accumulator, slice(span.at + start, span.at + stop), lane.buffer)
-        device.wait(COPY_OUT, device.record(COMPUTE), "gradient ready")
-        to = host_grad.buffer.piece(span.start + start, span.start + stop)
-        device.copy(COPY_OUT, to, lane.buffer, stop - start)
-        lane.left = device.record(COPY_OUT)
-
     def _round(self, accumulator: GradAccumulator, part: slice, to: Buffer) -> None:
         def work() -> None:
             to.data[: part.stop - part.start].copy_(accumulator.sums.data[part])
@@ -321,10 +316,6 @@ class Sink:
     def expect_rows(self, tiles: Iterable[Tile]) -> None:
         """For these tiles, engine/embedding.py adds row gradients and then calls `ready`."""
         self._with_rows = {tile.index for tile in tiles}
-
-    def clear_rows(self) -> None:
-        """Reset the rows' squared norm; call this within work on COMPUTE that writes `squares`."""
-        self.squares.data[-1] = 0
 
     def measure_rows(self, rows: Tensor, dense: Tensor | None = None) -> None:
         """Add `|rows|^2`; or `|rows + dense|^2 - |dense|^2`: `put` has measured `dense`."""

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from megatrain.device import Buffer, Device, free_bytes
+from megatrain.device import Buffer, free_bytes
 from megatrain.device.base import COPY_IN
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.step import Parts
 from megatrain.errors import InputError, RunFailed
 from megatrain.model.media import calls_of, replaced
-from megatrain.model.spec import ModelSpec
 from megatrain.parallel.distributed import Ranks
+from megatrain.source.source import EngineSetup
 from megatrain.store.store import Store, Tile
 from megatrain.tile import Entry, TileKind
 
@@ -35,40 +35,44 @@ _HELD = 0.9  # of the memory that is free; the rest is for the work
 
 @contextmanager
 def whole_model(
-    device: Device,
-    parts: Parts,
-    spec: ModelSpec,
-    store: Store,
-    ranks: Ranks,
-    host_limit: int | None,
-    spare: int | None,
-    *,
-    apart: bool,
+    opened: EngineSetup, parts: Parts, store: Store, spare: int | None, *, apart: bool
 ) -> Iterator[PreTrainedModel]:
-    """Within this context the model of `spec` can be called, in its current mode (train or eval).
+    """Within this context the model can be called, in its current mode (train or eval).
 
     With one rank, all weights are copied to the device once if that leaves `spare` bytes. Several
-    `ranks` must call the model equally often, with ids of one shape. All get the logits of rank 0,
+    ranks must call the model equally often, with ids of one shape. All get the logits of rank 0,
     unless each passes its own ids (`apart`).
     """
-    with ExitStack() as opened:
+    device, ranks, spec = opened.device, opened.ranks, opened.model.spec
+    with ExitStack() as stack:
         # What was loaded ahead must not be read any more when the next update writes it.
-        opened.callback(lambda: device.synchronize(device.record(COPY_IN), "weights read"))
-        model = opened.enter_context(spec.capture.with_layers())
+        stack.callback(lambda: device.synchronize(device.record(COPY_IN), "weights read"))
+        model = stack.enter_context(spec.capture.with_layers())
         places, dtype = _Places(model), store.tiles[0].weights.data.dtype
-        opened.callback(places.restore)
+        stack.callback(places.restore)
         first, _ = next(model.named_parameters())  # which tells the model's device
         nothing = torch.full((), torch.nan, device=device.torch_device, dtype=dtype)
         for name in {first, *spec.unused, *spec.media}:
             places.put(name, nothing.expand(model.get_parameter(name).shape))
-        encoded = _encoded(places, {*spec.media}, store, device.torch_device, ranks)
-        opened.enter_context(replaced(calls_of(model, spec.media), encoded))
+        encoders = {*spec.media}
+
+        def encoded(encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            """Call an encoder; before the first call put in the encoders' weights."""
+            if encoders and ranks.together:
+                raise InputError("ranks that share a model make no texts of images; use one rank")
+            for tile in store.of(TileKind.MEDIA) if encoders else ():
+                for name, values in tile.layout.views(tile.weights.data).items():
+                    places.put(name, values.to(device.torch_device))
+            encoders.clear()
+            return encoder(*args, **kwargs)
+
+        stack.enter_context(replaced(calls_of(model, spec.media), encoded))
         held = False
         if spare is not None and not ranks.together:
             units = {unit.tile for unit in (*parts.trunk, parts.head)}
             numel = sum(t.layout.unpacked.numel for t in units if not parts.stream.keeps(t))
             numel += sum(e.numel for _, e in store.entries() if e.name in spec.gathered)
-            held = spare + numel * dtype.itemsize <= _HELD * free_bytes(device, host_limit)
+            held = spare + numel * dtype.itemsize <= _HELD * free_bytes(device, opened.host_limit)
         on_device = partial(_table, device=device.torch_device, ranks=ranks.shards)
         entries = {e.name: (t, e) for t, e in store.entries() if e.name in spec.gathered}
         tables = {name: on_device(*place) for name, place in entries.items()}
@@ -84,10 +88,11 @@ def whole_model(
         else:
             feed = _Feed(parts, places, tables)
             for hook in feed.hooks(model, [layer.module for layer in spec.layers]):
-                opened.callback(hook.remove)
+                stack.callback(hook.remove)
             if ranks.together and not apart:
-                opened.callback(model.register_forward_hook(partial(_from_first, ranks)).remove)
-        opened.enter_context(to_generate())
+                stack.callback(model.register_forward_hook(partial(_from_first, ranks)).remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(sdpa_kernel(_ATTENTION))
         yield model
 
 
@@ -97,13 +102,6 @@ def _from_first(ranks: Ranks, module: nn.Module, args: Any, output: Any) -> None
         logits = torch.zeros_like(logits)  # 0 * -inf is no number
     ranks.all_reduce(logits)
     output.logits = logits.to(output.logits.dtype)
-
-
-@contextmanager
-def to_generate() -> Iterator[None]:
-    """Without gradients, and with attention kernels for lengths that change in each call."""
-    with torch.no_grad(), sdpa_kernel(_ATTENTION):
-        yield
 
 
 class _Places:
@@ -130,23 +128,6 @@ class _Places:
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         for module, attribute in self._held[name]:
             setattr(module, attribute, parameter)
-
-
-def _encoded(
-    places: _Places, names: set[str], store: Store, device: torch.device, ranks: Ranks
-) -> Callable[..., Any]:
-    """A function that calls an encoder; before the first call it puts in the encoders' weights."""
-
-    def call(encoder: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if names and ranks.together:
-            raise InputError("ranks that share a model make no texts of images; use one rank")
-        for tile in store.of(TileKind.MEDIA) if names else ():
-            for name, values in tile.layout.views(tile.weights.data).items():
-                places.put(name, values.to(device))
-        names.clear()
-        return encoder(*args, **kwargs)
-
-    return call
 
 
 def _table(tile: Tile, entry: Entry, device: torch.device, ranks: Ranks) -> Tensor:

@@ -37,22 +37,13 @@ from megatrain.model.unsupported import refuse_hooks, refuse_weights
 
 # Attributes that do not affect a forward's numbers, or are compared elsewhere.
 _LEFT_OUT = {
-    "forward",
-    "generation_config",
-    "gradient_checkpointing",
-    "name_or_path",
-    "peft_config",
-    "_hf_peft_config_loaded",
-    "warnings_issued",
-    "_gradient_checkpointing_func",
-    "_require_grads_hook",
-    "_require_grads_hooks",
-    "_use_kernels",
-    "_weight_conversions",
-}
+    "forward", "generation_config", "gradient_checkpointing", "name_or_path", "peft_config",
+    "_hf_peft_config_loaded", "warnings_issued", "_gradient_checkpointing_func",
+    "_require_grads_hook", "_require_grads_hooks", "_use_kernels", "_weight_conversions",
+}  # fmt: skip
 _OF_CONFIG_LEFT_OUT = {
-    *("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
-}
+    "_name_or_path", "architectures", "dtype", "transformers_version", "use_cache",
+}  # fmt: skip
 _BUILT_IN = torch.float32
 _UNDO = (
     "set it in the model's configuration, or undo it (of a model that was cast, `.to(dtype)` has "

@@ -39,7 +39,7 @@ def attend_with_sinks(spec: ModelSpec, precision: Precision) -> None:
     model = spec.capture.model
     kinds = {id(layer.kind): layer.kind for layer in spec.layers}.values()
     modules = [module for kind in kinds for module in kind.module.modules()]
-    with_sinks = [module for module in modules if isinstance(_sinks(module), Tensor)]
+    with_sinks = [module for module in modules if isinstance(getattr(module, "sinks", 0), Tensor)]
     if precision == "fp32" or not with_sinks or not takes_flash_attention(model):
         return
     if all(map(_is_plain, with_sinks)):
@@ -47,10 +47,6 @@ def attend_with_sinks(spec: ModelSpec, precision: Precision) -> None:
         for config in [model.config, model.config.get_text_config(), *configs]:
             if config is not None and attention_of(config) == "eager":
                 set_attention(config, BY_SINKS)
-
-
-def _sinks(module: nn.Module) -> Any:
-    return getattr(module, "sinks", None)
 
 
 def _eager(module: nn.Module) -> Callable[..., tuple[Tensor, Any]] | None:
@@ -79,12 +75,11 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """Attention over `[B, H, T, D]`; fewer heads of keys and values are shared."""
-    sinks = _sinks(module)
     if attention_mask is not None:
         eager = _eager(module)
         assert eager is not None  # see `_is_plain`
         return eager(module, query, key, value, attention_mask, scaling=scaling, **options)
-    if sinks is None:  # a layer of another kind
+    if (sinks := getattr(module, "sinks", None)) is None:  # a layer of another kind
         sinks = query.new_full((query.shape[1],), -torch.inf)
     window = options.get("sliding_window") or 0
     leaves = (*(x.transpose(1, 2) for x in (query, key, value)), sinks.to(query.dtype))
@@ -118,9 +113,13 @@ def attention_with_sinks(
         longest: tokens of the longest document.
         window: tokens that a token sees, itself included; 0: all before it.
     """
-    if not query.is_cuda:
-        out, sums = _by_logits(query, key, value, sinks, edges, window, scale)
-        return out.contiguous(), sums.contiguous()
+    if not query.is_cuda:  # by all logits, in fp32
+        logits = _logits(query, key, edges, window, scale)
+        whole = torch.logaddexp(logits.logsumexp(-1).flatten(1, 2), sinks.float()[:, None])
+        share = (logits - whole.view(logits.shape[:-1])[..., None]).exp()
+        out = torch.einsum("bkgij,bjkd->bikgd", share, value.float()).flatten(2, 3)
+        whole = whole if edges is None else whole.transpose(0, 1).flatten(1)
+        return out.to(query.dtype).contiguous(), whole.contiguous()
     q, k, v = (_laid_out(x, edges) for x in (query, key, value))
     plain, sums = flash_attention(q, k, v, edges, longest, window, scale)
     whole = torch.logaddexp(sums, sinks.float()[:, None])
@@ -221,20 +220,3 @@ def _logits(query: Tensor, key: Tensor, edges: Tensor | None, window: int, scale
 
 def _grouped(of_queries: Tensor, key: Tensor) -> Tensor:
     return of_queries.float().unflatten(2, (key.shape[2], -1))
-
-
-def _by_logits(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    edges: Tensor | None,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The same by all logits, computed in fp32."""
-    logits = _logits(query, key, edges, window, scale)
-    whole = torch.logaddexp(logits.logsumexp(-1).flatten(1, 2), sinks.float()[:, None])
-    share = (logits - whole.view(logits.shape[:-1])[..., None]).exp()
-    out = torch.einsum("bkgij,bjkd->bikgd", share, value.float()).flatten(2, 3).to(query.dtype)
-    return out, whole if edges is None else whole.transpose(0, 1).flatten(1)

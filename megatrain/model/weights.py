@@ -19,7 +19,6 @@ from operator import methodcaller
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -192,12 +191,36 @@ def read_weights(
     Raises:
         InputError: tensors missing, unknown, misshapen or not of a float dtype, or damaged files.
     """
-    recipes, first_name, left_out = _checked(folder, model)
+    plan = WeightPlan(folder, model)
+    recipes, left_out = plan.checked()
     if packing := unpacked_format(read_json(folder / "config.json")):
         text = "%s: unpacked from %s to %s; exports are unpacked, without quantization_config"
         log.info(text, folder, packing, str(source_dtype(folder)).removeprefix("torch."))
-    as_bytes = {name for name, first in first_name.items() if first in packed}
-    _read_all(recipes, model, lambda n, tensor: write(first_name[n], tensor), threads, as_bytes)
+    failed = Event()
+
+    def deliver(recipe: Recipe) -> None:
+        try:
+            if not failed.is_set():
+                for name, tensor in plan.build(recipe, packed).items():
+                    write(name, tensor)
+        except BaseException:
+            failed.set()
+            raise
+
+    reads: dict[Future[None], int] = {}
+    with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
+        try:
+            for recipe in recipes:
+                # Within IN_FLIGHT_BYTES; a larger one is alone.
+                num_bytes = min(recipe.working_bytes, IN_FLIGHT_BYTES)
+                while sum(reads.values()) + num_bytes > IN_FLIGHT_BYTES:
+                    _end(reads)
+                reads[pool.submit(deliver, recipe)] = num_bytes
+            while reads:
+                _end(reads)
+        except BaseException:  # Ctrl-C included
+            failed.set()
+            raise
     return left_out
 
 
@@ -211,27 +234,17 @@ def lazy_weights(
     Raises:
         InputError: as `read_weights`; damaged tensor data shows only when its function is called.
     """
-    recipes, first_name, _ = _checked(folder, model)
+    plan = WeightPlan(folder, model)
+    recipes, _ = plan.checked()
 
-    def read(recipe: Recipe, name: str) -> Tensor:
-        as_bytes = recipe.converter is None and first_name[recipe.target] in packed
-        return recipe.build(model, methodcaller("read" if as_bytes else "values"))[name]
+    def read(recipe: Recipe, first: str) -> Tensor:
+        return plan.build(recipe, packed)[first]
 
     return {
-        first_name[name]: partial(read, recipe, name)
+        first: partial(read, recipe, first)
         for recipe in recipes
-        for name in recipe.build(model, Stored.blank)
+        for first in (plan.first_name[name] for name in recipe.build(model, Stored.blank))
     }
-
-
-def _checked(
-    folder: Path, model: PreTrainedModel
-) -> tuple[list[Recipe], dict[str, str], tuple[str, ...]]:
-    """A recipe for each distinct tensor, each name's first name, and permitted missing names."""
-    plan = _planned(folder, model)
-    recipes = _without_tied_copies(plan.recipes, plan.first_name)
-    missing = set(plan.first_name.values()) - {plan.first_name[name] for name in plan.dtypes}
-    return recipes, plan.first_name, _check_complete(folder, model, missing, plan.unexpected)
 
 
 def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
@@ -241,9 +254,9 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     Their files stay open, so that they can be read when the folder has gone. Files of tensors that
     belong to no model, as transformers sees it, are named in the log.
 
-    Raises InputError: as `stored_types`.
+    Raises InputError: as `WeightPlan`.
     """
-    plan = _planned(folder, model)
+    plan = WeightPlan(folder, model)
     for path in sorted({*folder.glob("*.safetensors")} - plan.files):
         if not path.name.startswith(("consolidated", "adapter_model")):
             log.warning("%s: is named by no index, so neither read nor exported", path)
@@ -254,58 +267,56 @@ def carried_tensors(folder: Path, model: PreTrainedModel) -> dict[str, Stored]:
     return {stored.name: stored.kept_open(opened) for stored in carried}
 
 
-def stored_packings(folder: Path, model: PreTrainedModel) -> dict[str, WeightFormat]:
-    """How `folder` packs each quantised parameter of `model`, by its first name.
-
-    Raises InputError: as `stored_types`.
-    """
-    plan = _planned(folder, model)
-    return {
-        plan.first_name[recipe.target]: recipe.sources[0][1].packing
-        for recipe in plan.recipes
-        if recipe.converter is None and isinstance(recipe.sources[0][1], Quantised)
-    }
-
-
-def stored_types(folder: Path, model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """The dtype in which `folder` has each parameter and buffer of `model`, by its first name.
-
-    Raises InputError: tensors misshapen or not of a float dtype, or damaged files.
-    """
-    plan = _planned(folder, model)
-    return {plan.first_name[name]: dtype for name, dtype in plan.dtypes.items()}
-
-
-class _Plan(NamedTuple):
+class WeightPlan:
     """How a folder's tensors become a model's.
 
     Attributes:
         unexpected: tensors without a place in the model, each behind the name that it would have
             there; several may become one.
-        dtypes: of the tensors made, by name.
         first_name: for each name, the first name of the same tensor.
         files: that hold its tensors, or parts of them.
+        types: the dtype in which the folder has each parameter and buffer, by its first name.
     """
 
-    recipes: list[Recipe]
-    unexpected: list[tuple[str, Stored]]
-    dtypes: dict[str, torch.dtype]
-    first_name: dict[str, str]
-    files: set[Path]
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        """Raises InputError: tensors misshapen or not of a float dtype, or damaged files."""
+        self._folder, self._model, saved = folder, model, model.state_dict().keys()
+        named = chain(
+            model.named_parameters(remove_duplicate=False),
+            model.named_buffers(remove_duplicate=False),
+        )
+        references = {name: tensor for name, tensor in named if name in saved}
+        first: dict[int, str] = {}
+        self.first_name = {name: first.setdefault(id(t), name) for name, t in references.items()}
+        stored = stored_tensors(folder)
+        self.recipes, self.unexpected = _plan_load(model, gathered(folder, stored))
+        self.files = {tensor.file for tensor in stored.values()}
+        dtypes = _check_recipes(model, self.recipes, references)
+        self.types = {self.first_name[name]: dtype for name, dtype in dtypes.items()}
 
+    @property
+    def packings(self) -> dict[str, WeightFormat]:
+        """How the folder packs each quantised parameter, by its first name."""
+        return {
+            self.first_name[recipe.target]: recipe.sources[0][1].packing
+            for recipe in self.recipes
+            if recipe.converter is None and isinstance(recipe.sources[0][1], Quantised)
+        }
 
-def _planned(folder: Path, model: PreTrainedModel) -> _Plan:
-    saved = model.state_dict().keys()
-    named = chain(
-        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
-    )
-    references = {name: tensor for name, tensor in named if name in saved}
-    first: dict[int, str] = {}
-    first_name = {name: first.setdefault(id(t), name) for name, t in references.items()}
-    stored = stored_tensors(folder)
-    recipes, unexpected = _plan_load(model, gathered(folder, stored))
-    files = {tensor.file for tensor in stored.values()}
-    return _Plan(recipes, unexpected, _check_recipes(model, recipes, references), first_name, files)
+    def checked(self) -> tuple[list[Recipe], tuple[str, ...]]:
+        """A recipe for each distinct tensor, and permitted missing names.
+
+        Raises InputError: others are missing, or some are unknown, or tied ones differ.
+        """
+        recipes = _without_tied_copies(self.recipes, self.first_name)
+        missing = set(self.first_name.values()) - self.types.keys()
+        return recipes, _check_complete(self._folder, self._model, missing, self.unexpected)
+
+    def build(self, recipe: Recipe, packed: Collection[str]) -> dict[str, Tensor]:
+        """The tensors of a recipe by their first names; `packed`: as `read_weights`."""
+        as_bytes = recipe.converter is None and self.first_name[recipe.target] in packed
+        built = recipe.build(self._model, methodcaller("read" if as_bytes else "values"))
+        return {self.first_name[name]: tensor for name, tensor in built.items()}
 
 
 def _plan_load(
@@ -465,41 +476,6 @@ def _some(names: set[str]) -> str:
     if len(names) == 1:
         return f"tensor {min(names)!r} is"
     return f"{len(names)} tensors ({min(names)!r} the first) are"
-
-
-def _read_all(
-    recipes: list[Recipe],
-    model: PreTrainedModel,
-    write: Write,
-    threads: int,
-    as_bytes: Collection[str],
-) -> None:
-    """Build all recipes, in as many threads, within IN_FLIGHT_BYTES; a larger one is alone."""
-    failed = Event()
-
-    def deliver(recipe: Recipe) -> None:
-        load = "read" if recipe.converter is None and recipe.target in as_bytes else "values"
-        try:
-            if not failed.is_set():
-                for name, tensor in recipe.build(model, methodcaller(load)).items():
-                    write(name, tensor)
-        except BaseException:
-            failed.set()
-            raise
-
-    reads: dict[Future[None], int] = {}
-    with ThreadPoolExecutor(threads, thread_name_prefix="read-weights") as pool:
-        try:
-            for recipe in recipes:
-                num_bytes = min(recipe.working_bytes, IN_FLIGHT_BYTES)
-                while sum(reads.values()) + num_bytes > IN_FLIGHT_BYTES:
-                    _end(reads)
-                reads[pool.submit(deliver, recipe)] = num_bytes
-            while reads:
-                _end(reads)
-        except BaseException:  # Ctrl-C included
-            failed.set()
-            raise
 
 
 def _end(reads: dict[Future[None], int]) -> None:

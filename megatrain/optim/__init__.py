@@ -22,24 +22,3 @@ NO_ADAFACTOR = (
     "Adafactor has been given up: use AdamW with states: int8 (8.1 bytes a parameter), and with "
     "master: 24 (7.1)"
 )
-
-__all__ = [
-    "NO_ADAFACTOR",
-    "NO_DECAY",
-    "RULES",
-    "SGD",
-    "AdamW",
-    "Lion",
-    "Muon",
-    "Plane",
-    "PlaneKind",
-    "Rule",
-    "StreamedOptimizer",
-    "TileRange",
-    "UpdateOptions",
-    "gradient_plane",
-    "is_number",
-    "moved_bytes",
-    "parameter_bytes",
-    "tile_planes",
-]

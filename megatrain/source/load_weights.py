@@ -38,134 +38,125 @@ def load_weights(source: Source, spec: ModelSpec, store: Store, seed: int, ranks
 
     From a checkpoint, also the other planes of tiles. All ranks call this.
     """
-    share = Share(_log, "weights", sum(entry.numel for _, entry in store.entries()))
-    ranks.agree(lambda: _load(source, spec, store, seed, share))
+    loading = _Loading(source, spec, store, seed)
+    ranks.agree(loading.run)
     drawn = source.stored is None and source.copied is None
     new = adapted(source.model) is not None and (source.grows or drawn)
     if new and not source.adapter_folder:  # what they begin with may depend on the rest
-        write = _writer(store, source, share)
         read = {e.name: partial(t.whole_master, e, ranks) for t, e in store.entries()}
-        ranks.agree(lambda: draw_adapters(source.model, read, write, seed))
+        ranks.agree(lambda: draw_adapters(source.model, read, loading.write, seed))
     for tile in store.tiles:
         tile.copy_masters(update_threads())
     end_passing()
 
 
-def _load(source: Source, spec: ModelSpec, store: Store, seed: int, share: Share) -> None:
-    """Load everything except adapters that are drawn."""
-    dtype = store.tiles[0].weights.data.dtype
-    refuse_rounding(loaded_types(source.model, dtype), spec.gathered, dtype)
-    adapters, write = adapted(source.model), _writer(store, source, share)
-    drawn: Collection[str] | None = ()
-    if source.saved is not None:
-        drawn = _read_saved(source, source.saved, store, write)
-    elif source.folder is not None:
-        stored_names = {name: stored for stored, name in source.names.items()}
-        packed = {stored_names.get(name, name) for name in spec.packed}
-        model, threads = plain(source.model), update_threads()
-        missing = read_weights(source.folder, model, write, threads=threads, packed=packed)
-        if missing and (adapters is None or not {*missing} <= adapters.replaced):
-            source.origin, folder = None, source.adapter_folder  # of what is drawn
-            if folder is not None and scores_rows(plain(source.model)):
-                raise InputError(
-                    f"{folder}: has no sequence head, and nor has its base; merge it first "
-                    f"(megatrain export {folder} OUT --merged), and begin with OUT"
-                )
-        drawn = {source.names.get(name, name) for name in missing}
-    elif source.copied is not None:
-        for name, parameter in source.copied.named_parameters():
-            write(name, parameter.detach().cpu())
-        for name, buffer in state_io.persistent_buffers(source.copied).items():
-            if not buffer.is_meta:
-                write(name, buffer.detach().cpu().clone())
-    else:
-        drawn = None if adapters is None else set(adapters.held)
-    if drawn is None or drawn:
-        _draw(source, spec, store, seed, share, drawn)
-    if source.stored is not None:
-        source.untrained.carried = state_io.carried(source.stored, source.model)
-    read_adapter(source, write)
-    source.untrained.computed = state_io.computed_buffers(source.model)
+class _Loading:
+    """Fills a store with the weights of a source."""
 
+    def __init__(self, source: Source, spec: ModelSpec, store: Store, seed: int) -> None:
+        self._source, self._spec, self._store, self._seed = source, spec, store, seed
+        self._places = {entry.name: (tile, entry) for tile, entry in store.entries()}
+        self._share = Share(_log, "weights", sum(e.numel for _, e in self._places.values()))
+        self._origin = None if adapted(source.model) is None else source.origin
+        self._buffers = dict(source.model.named_buffers())
 
-def _draw(
-    source: Source,
-    spec: ModelSpec,
-    store: Store,
-    seed: int,
-    share: Share,
-    names: Collection[str] | None,
-) -> None:
-    """Draw the weights with these names; None: all weights."""
-    threads = update_threads()
-    write = _writer(store, source, share, threads=threads, read=False)
-    frozen = {entry.name: entry for _, entry in store.entries() if entry.group is None}
+    def run(self) -> None:
+        """Load everything except adapters that are drawn."""
+        source, spec, write = self._source, self._spec, self.write
+        dtype = self._store.tiles[0].weights.data.dtype
+        refuse_rounding(loaded_types(source.model, dtype), spec.gathered, dtype)
+        adapters = adapted(source.model)
+        drawn: Collection[str] | None = ()
+        if source.saved is not None:
+            drawn = self._read_saved(source.saved)
+        elif source.folder is not None:
+            stored_names = {name: stored for stored, name in source.names.items()}
+            packed = {stored_names.get(name, name) for name in spec.packed}
+            model, threads = plain(source.model), update_threads()
+            missing = read_weights(source.folder, model, write, threads=threads, packed=packed)
+            if missing and (adapters is None or not {*missing} <= adapters.replaced):
+                source.origin, folder = None, source.adapter_folder  # of what is drawn
+                if folder is not None and scores_rows(plain(source.model)):
+                    raise InputError(
+                        f"{folder}: has no sequence head, and nor has its base; merge it first "
+                        f"(megatrain export {folder} OUT --merged), and begin with OUT"
+                    )
+            drawn = {source.names.get(name, name) for name in missing}
+        elif source.copied is not None:
+            for name, parameter in source.copied.named_parameters():
+                write(name, parameter.detach().cpu())
+            for name, buffer in state_io.persistent_buffers(source.copied).items():
+                if not buffer.is_meta:
+                    write(name, buffer.detach().cpu().clone())
+        else:
+            drawn = None if adapters is None else set(adapters.held)
+        if drawn is None or drawn:
+            self._draw(drawn)
+        if source.stored is not None:
+            source.untrained.carried = state_io.carried(source.stored, source.model)
+        read_adapter(source, write)
+        source.untrained.computed = state_io.computed_buffers(source.model)
 
-    def as_source(name: str, values: Tensor) -> Tensor:
-        if name not in frozen:
-            return values
-        packed = frozen[name].packed
-        values = values if packed is FP32 else values.to(source.dtype)
-        return packed.pack(values) if packed and frozen[name].is_packed else values
+    def _draw(self, names: Collection[str] | None) -> None:
+        """Draw the weights with these names; None: all weights."""
+        source, threads = self._source, update_threads()
+        frozen = {name: entry for name, (_, entry) in self._places.items() if entry.group is None}
 
-    initialise(spec, seed, write, names, threads=threads, kept=as_source, alike=source.alike)
+        def as_source(name: str, values: Tensor) -> Tensor:
+            if name not in frozen:
+                return values
+            packed = frozen[name].packed
+            values = values if packed is FP32 else values.to(source.dtype)
+            return packed.pack(values) if packed and frozen[name].is_packed else values
 
+        write = partial(self.write, threads=threads, read=False)
+        alike = source.alike
+        initialise(
+            self._spec, self._seed, write, names, threads=threads, kept=as_source, alike=alike
+        )
 
-def _read_saved(source: Source, saved: Checkpoint, store: Store, write: Write) -> set[str]:
-    """Fill the tiles; returns the names of unused parameters that were stored nowhere."""
-    threads = update_threads()
-    untrained = state_io.read_untrained(saved, source.model)
-    if source.resumes:
-        _log.log(PASSING, "reading weights and states of %s...", saved.folder)
-        read_tiles(saved, store.tiles, threads)
-        unused = state_io.read_left_out(saved, source.model, write)
-    else:
-        # Exact fp32, whatever optimizer either has.
-        values, check = state_io.whole_masters(saved, source.model)
-        with ThreadPoolExecutor(threads, thread_name_prefix="read-masters") as pool:
-            list(pool.map(lambda name: write(name, values[name]()), values))
-        check()
-        unused = {*state_io.left_out_names(saved, source.model).values()} - values.keys()
-    untrained.rounded = source.untrained.rounded
-    source.untrained = untrained
-    return unused
+    def _read_saved(self, saved: Checkpoint) -> set[str]:
+        """Fill the tiles; returns the names of unused parameters that were stored nowhere."""
+        source, threads = self._source, update_threads()
+        untrained = state_io.read_untrained(saved, source.model)
+        if source.resumes:
+            _log.log(PASSING, "reading weights and states of %s...", saved.folder)
+            read_tiles(saved, self._store.tiles, threads)
+            unused = state_io.read_left_out(saved, source.model, self.write)
+        else:
+            # Exact fp32, whatever optimizer either has.
+            values, check = state_io.whole_masters(saved, source.model)
+            with ThreadPoolExecutor(threads, thread_name_prefix="read-masters") as pool:
+                list(pool.map(lambda name: self.write(name, values[name]()), values))
+            check()
+            unused = {*state_io.left_out_names(saved, source.model).values()} - values.keys()
+        untrained.rounded = source.untrained.rounded
+        source.untrained = untrained
+        return unused
 
-
-def _writer(
-    store: Store, source: Source, share: Share, *, threads: int = 1, read: bool = True
-) -> Write:
-    """A function that writes values into their places by name.
-
-    Args: `read`: the values are the base's; they are added to its checksums.
-    """
-    places = {entry.name: (tile, entry) for tile, entry in store.entries()}
-    origin = source.origin if read and adapted(source.model) is not None else None
-    buffers, untrained = dict(source.model.named_buffers()), source.untrained
-    names = source.names
-
-    def write(name: str, values: Tensor) -> None:
-        name = names.get(name, name)
-        if name not in places:
+    def write(self, name: str, values: Tensor, *, threads: int = 1, read: bool = True) -> None:
+        """Write values into their place; `read`: the base's, which its checksums count."""
+        source, untrained = self._source, self._source.untrained
+        name = source.names.get(name, name)
+        if name not in self._places:
             untrained.buffers[name] = values
-            buffers[name].copy_(values)
+            self._buffers[name].copy_(values)
             return
         if values.dtype == torch.float64 and not torch.equal(values.float().double(), values):
             raise InputError(
                 f"{name!r} has float64 values that a float32 master cannot hold; convert the "
                 "weights to float32 first"
             )
-        tile, entry = places[name]
+        tile, entry = self._places[name]
         if entry.group is None:
             came = values.dtype if values.is_floating_point() else source.dtype
             untrained.dtypes[name] = came
-            if origin is not None:
-                origin.add(name, values)
+            if read and self._origin is not None:
+                self._origin.add(name, values)
             narrow = tile.remainder_of(entry) is None and tile.weights.data.dtype == torch.bfloat16
             untrained.rounded |= narrow and not entry.packed and came != torch.bfloat16
         tile.write_master(entry, values, threads)
-        share.add(entry.numel)
-
-    return write
+        self._share.add(entry.numel)
 
 
 def read_adapter(source: Source, write: Write) -> None:

@@ -39,7 +39,7 @@ from megatrain.model.rebuilt import difference, emptied
 from megatrain.model.routers import NOT_ASKED, ask_for
 from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
-from megatrain.model.weights import resolve_model, source_dtype, stored_packings, stored_types
+from megatrain.model.weights import WeightPlan, resolve_model, source_dtype
 from megatrain.optim import Rule, StreamedOptimizer
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import Precision, Verify
@@ -361,7 +361,7 @@ def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, We
         kept |= {} if left is None else left.packed
         return {name: PACKINGS[how] for name, how in kept.items()}
     folder, names = source.folder, source.names
-    stored = {} if folder is None else stored_packings(folder, plain(source.model))
+    stored = {} if folder is None else WeightPlan(folder, plain(source.model)).packings
     if not stored:
         return packed_weights(spec, source.base, frozen=not trained)
     packed = {names.get(name, name): packing for name, packing in stored.items()}
@@ -381,7 +381,7 @@ def _types(source: Source) -> dict[str, torch.dtype]:
         masters = {p.name: torch.float32 for p in saved.manifest.parameters}
         types = masters | state_io.frozen_types(saved, source.model)
     elif source.folder is not None:
-        types = stored_types(source.folder, plain(source.model))
+        types = WeightPlan(source.folder, plain(source.model)).types
     else:
         types = {n: p.dtype for n, p in source.copied.named_parameters()} if source.copied else {}
     return {source.names.get(name, name): dtype for name, dtype in types.items()}

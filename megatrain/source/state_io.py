@@ -386,7 +386,7 @@ def whole_masters(
         kept = {name for name, mine in names.items() if mine in left.packed}
         with _another_base(checkpoint, left):
             whole = weights.lazy_weights(base, plain(model), kept)
-            types = weights.stored_types(base, plain(model))
+            types = weights.WeightPlan(base, plain(model)).types
 
     def read(name: str) -> Tensor:
         values, mine = whole[name](), names[name]

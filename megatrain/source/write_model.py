@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import Checkpoint, Settings, masters
+from megatrain.checkpoint import BaseReference, Checkpoint, Settings, masters
 from megatrain.checkpoint.manifest import BUFFERS, CARRIED, COMPUTED, MODEL
 from megatrain.compat import peft
 from megatrain.compat.transformers import attention_of, configs, experts_of
@@ -23,11 +23,11 @@ from megatrain.model.companions import write_companions
 from megatrain.model.documents import chosen_attention
 from megatrain.model.export import write_adapter, write_configs, write_weights
 from megatrain.model.safetensors_io import Described, Stored, write_shard
-from megatrain.model.weights import stored_types
-from megatrain.optim import Rule
+from megatrain.model.weights import WeightPlan
+from megatrain.placement import Placement
 from megatrain.source import state_io
 from megatrain.source.load_weights import read_adapter
-from megatrain.source.source import Source, open_source
+from megatrain.source.source import EngineSetup, Source, open_source
 
 _log = logging.getLogger(__name__)
 
@@ -50,18 +50,21 @@ def _write(path: Path, tensors: Mapping[str, Any], value: Callable[[Any], Tensor
         write_shard(path, described, (value(tensors[name]) for name in names))
 
 
-def settings_of(source: Source, rule: Rule | None, **rest: Any) -> Settings:
-    """All that a checkpoint says of an engine; `rule` is its optimizer's."""
+def settings_of(
+    opened: EngineSetup, steps: int, placement: Placement, left_out: BaseReference | None
+) -> Settings:
+    """All that a checkpoint says of an engine after so many steps."""
+    source, rule, optimizer = opened.source, opened.model.rule, opened.model.optimizer
     model, dtype, types = source.model, source.dtype, source.untrained.dtypes
     if source.untrained.rounded:  # an export of the checkpoint claims no bits that are not there
         dtype, types = torch.bfloat16, {}
     attention = {path: chosen_attention(attention_of(part)) for path, part in configs(model.config)}
     experts = {path: experts_of(part) for path, part in configs(model.config)}
-    adapters, optimizer = adapted(model), None
+    adapters, named = adapted(model), None
     if rule is not None:
         choices = {choice.name: getattr(rule, choice.name) for choice in fields(rule)}
         plain_values = {n: list(v) if isinstance(v, tuple) else v for n, v in choices.items()}
-        optimizer = {"name": rule.name} | plain_values
+        named = {"name": rule.name} | plain_values
     return Settings(
         dtype=str(dtype).removeprefix("torch."),
         frozen_dtypes={n: str(t).removeprefix("torch.") for n, t in types.items() if t != dtype},
@@ -71,8 +74,16 @@ def settings_of(source: Source, rule: Rule | None, **rest: Any) -> Settings:
         frozen=tuple(n for n, p in model.named_parameters() if not p.requires_grad),
         adapter=None if adapters is None else adapters.as_json(),
         base=source.base,
-        optimizer=optimizer,
-        **rest,
+        optimizer=named,
+        steps=steps,
+        seed=opened.seed,
+        precision=opened.precision,
+        max_grad_norm=opened.max_grad_norm,
+        device=opened.device.kind,
+        placement=placement.as_dict(),
+        groups=() if optimizer is None else tuple(optimizer.saved_groups()),
+        num_steps=0 if optimizer is None else optimizer.num_steps,
+        left_out=left_out,
     )
 
 
@@ -147,7 +158,7 @@ def write_saved(
         source.untrained = state_io.read_untrained(stored, base)
     else:
         read = state_io.stored_values(stored, base)
-        source.untrained = state_io.Untrained(dtypes=stored_types(stored, base))
+        source.untrained = state_io.Untrained(dtypes=WeightPlan(stored, base).types)
     types, adapter = source.untrained.dtypes, dict[str, Tensor]()
     source.untrained.dtypes = {names.get(name, name): kind for name, kind in types.items()}
     if merged or adapted(model) is None:

@@ -212,19 +212,6 @@ def _no_values(device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 
-def _fp32_bytes(shape: Sequence[int]) -> int:
-    return 4 * prod(shape)
-
-
-def _pack_fp32(values: Tensor) -> Tensor:
-    return values.float().contiguous().view(-1).view(torch.uint8)
-
-
-def _fp32_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    codes = stored.view(torch.float32)
-    return codes, codes
-
-
 def _expand_fp32(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
     out.copy_(codes)
 
@@ -234,7 +221,13 @@ NF4_WIDE = WeightFormat("nf4_wide", _wide_bytes, _pack_wide, _wide_parts, _expan
 FP8 = WeightFormat("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
 BASES = {each.name: each for each in (NF4, FP8)}
 FP32 = WeightFormat(
-    *("fp32", _fp32_bytes, _pack_fp32, _fp32_parts, _expand_fp32, _no_values, torch.float32)
+    "fp32",
+    bytes_of=lambda shape: 4 * prod(shape),
+    pack=lambda values: values.float().contiguous().view(-1).view(torch.uint8),
+    parts=lambda stored, shape: (stored.view(torch.float32),) * 2,
+    expand=_expand_fp32,
+    values=_no_values,
+    computed=torch.float32,
 )
 PACKINGS = BASES | {each.name: each for each in (NF4_WIDE, FP32)}  # chosen by folders and models
 

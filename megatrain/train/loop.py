@@ -26,26 +26,7 @@ from megatrain.errors import (
 )
 from megatrain.parallel.distributed import Ranks, joined, local_rank
 from megatrain.report import write_report
-from megatrain.run_folder.layout import (
-    CHECKPOINTS,
-    CONFIG,
-    ENVIRONMENT,
-    METRICS,
-    MODEL,
-    checkpoint_folder,
-    checkpoints,
-    early_end,
-    finished_steps,
-    load_run,
-    locked,
-    make_run_folder,
-    model_steps,
-    new_run_folder,
-    note_finished,
-    require_empty,
-    require_folder,
-    run_to_resume,
-)
+from megatrain.run_folder import layout
 from megatrain.source.write_model import write_saved
 from megatrain.telemetry.console import TrainingProgress
 from megatrain.telemetry.host import environment
@@ -145,9 +126,9 @@ class Checkpointing:
 
     def _save(self, state: RunState) -> Saving:
         with suppress(OSError):  # the log of these steps must not be lost where they are not
-            flush(self.job.folder / METRICS)
+            flush(self.job.folder / layout.METRICS)
         return self.job.engine.save(
-            checkpoint_folder(self.job.folder, state.step),
+            layout.checkpoint_folder(self.job.folder, state.step),
             extra=dict(vars(state)),
             attach=self.job.write_tokenizer,
             keep=self._stays or self._is_marked(state.step),
@@ -175,11 +156,11 @@ class Checkpointing:
 
     def _is_whole(self, step: int) -> None:
         self.saved, keep = step, self.job.config.checkpoint.keep
-        if not self.job.ranks.rank and len(checkpoints(self.job.folder)) > keep:
+        if not self.job.ranks.rank and len(layout.checkpoints(self.job.folder)) > keep:
             try:
-                newest, best = checkpoint_folder(self.job.folder, step), self.best()
-                spared = [] if best is None else [checkpoint_folder(self.job.folder, best)]
-                rotate(self.job.folder / CHECKPOINTS, keep, newest=newest, spared=spared)
+                newest, best = layout.checkpoint_folder(self.job.folder, step), self.best()
+                spared = [] if best is None else [layout.checkpoint_folder(self.job.folder, best)]
+                rotate(self.job.folder / layout.CHECKPOINTS, keep, newest=newest, spared=spared)
             except OSError as error:
                 log.warning("an old checkpoint cannot be deleted: %s", error)
 
@@ -238,7 +219,7 @@ def run(
             "train with megatrain.integrations.StreamedTrainer, which calls them as Trainer does"
         )
     if not isinstance(what, Mapping):
-        config, name = load_run(Path(what), overrides, resume=resume), Path(what).stem
+        config, name = layout.load_run(Path(what), overrides, resume=resume), Path(what).stem
     elif overrides:
         raise InputError("overrides are for run files; change the mapping")
     else:
@@ -279,7 +260,7 @@ def train(
             check_trackers(config)
             job = _open(config, name, stack, ranks, resume=resume)
         if isinstance(job, Path):
-            return Outcome(job, model_steps(job) or 0, early=early_end(job))
+            return Outcome(job, layout.model_steps(job) or 0, early=layout.early_end(job))
         try:
             return _run(job, signals, on_record)
         except OSError as error:
@@ -293,19 +274,20 @@ def _open(config: Config, name: str, stack: ExitStack, ranks: Ranks, *, resume: 
     Returns only the folder if the run has finished. The first rank makes and locks the folder.
     """
     wanted = config.output.folder
-    earlier = from_first(ranks, lambda: run_to_resume(wanted, name) if resume else None)
+    earlier = from_first(ranks, lambda: layout.run_to_resume(wanted, name) if resume else None)
     if earlier is not None:
         return _open_earlier(earlier, config, stack, ranks)
-    from_first(ranks, lambda: new_run_folder(wanted, name))  # a mistake in it is known at once
+    # A mistake in it is known at once.
+    from_first(ranks, lambda: layout.new_run_folder(wanted, name))
     if resume:
         log.info("no earlier run of that name: this one begins")
     job = prepare(config, ranks=ranks)
     stack.callback(job.stack.close)
 
     def make_folder() -> Path:
-        folder = make_run_folder(config.output.folder, name)
-        stack.enter_context(locked(folder))
-        require_empty(folder, "output.folder: ")  # another run may have taken it meanwhile
+        folder = layout.make_run_folder(config.output.folder, name)
+        stack.enter_context(layout.locked(folder))
+        layout.require_empty(folder, "output.folder: ")  # another run may have taken it meanwhile
         return folder
 
     job.folder = from_first(ranks, make_folder)
@@ -314,13 +296,13 @@ def _open(config: Config, name: str, stack: ExitStack, ranks: Ranks, *, resume: 
 
 
 def _open_earlier(folder: Path, config: Config, stack: ExitStack, ranks: Ranks) -> Job | Path:
-    from_first(ranks, lambda: stack.enter_context(locked(folder)))
+    from_first(ranks, lambda: stack.enter_context(layout.locked(folder)))
     check_folder(ranks, folder)
-    if finished_steps(folder, config) is not None:
-        check_config(config, read_yaml(folder / CONFIG), folder / CONFIG)
+    if layout.finished_steps(folder, config) is not None:
+        check_config(config, read_yaml(folder / layout.CONFIG), folder / layout.CONFIG)
         return folder
-    require_folder(folder / CHECKPOINTS)
-    from_first(ranks, lambda: put_right(folder / CHECKPOINTS))
+    layout.require_folder(folder / layout.CHECKPOINTS)
+    from_first(ranks, lambda: put_right(folder / layout.CHECKPOINTS))
     job = _go_on(folder, config, ranks)
     job.folder = folder
     stack.callback(job.stack.close)
@@ -335,9 +317,9 @@ def _go_on(folder: Path, config: Config, ranks: Ranks) -> Job:
             return prepare(config, start, ranks)
         except Damaged as error:
             log.warning("not resumed from: %s", error)
-    if checkpoints(folder):
+    if layout.checkpoints(folder):
         raise InputError(f"{folder}: none of its checkpoints is whole; start a new run")
-    if (folder / MODEL).exists():
+    if (folder / layout.MODEL).exists():
         raise InputError(f"{folder}: a finished run without checkpoints; start a new run")
     log.info("%s has no checkpoint yet: the run begins anew", folder)
     return prepare(config, ranks=ranks)
@@ -400,7 +382,7 @@ class _Run:
         device = str(job.engine.device.torch_device), not local_rank(job.ranks.host)
         devices = job.ranks.all_gather_object(device)
         from_first(job.ranks, lambda: describe_run(job, devices))
-        log_file = self._folder / METRICS
+        log_file = self._folder / layout.METRICS
         logged = from_first(job.ranks, lambda: cut_metrics(log_file, first))
         log_file, listeners = (log_file, listeners) if is_first else (Path(os.devnull), [])
         metrics = MetricsWriter(log_file, also=listeners)
@@ -420,7 +402,7 @@ class _Run:
         """The step of the best state that has a checkpoint; None: nobody asked for it."""
         if self._config.checkpoint.best is None:
             return None
-        kept = checkpoints(self._folder)
+        kept = layout.checkpoints(self._folder)
         return next((step for step in self.watch.ranked if step in kept), None)
 
     def take_steps(self) -> None:
@@ -477,7 +459,7 @@ class _Run:
                 log.warning("no evaluated state has a checkpoint: the model is that of the last")
             write_model(self._job, None if step == steps else step)
             if self._job.ranks.rank == 0:
-                note_finished(self._folder, config, steps, best=best, early=self.watch.stop)
+                layout.note_finished(self._folder, config, steps, best=best, early=self.watch.stop)
         if best is None or step == steps:
             return None
         return f"step {step}, the best ({config.watched} {best[config.watched]:.4g}),"
@@ -488,7 +470,7 @@ def describe_run(job: Job, devices: Sequence[tuple[str, bool]]) -> None:
 
     Args: `devices`: the name of each rank's device, and True for the first rank of a host.
     """
-    write_file(job.folder / CONFIG, job.config.as_yaml())
+    write_file(job.folder / layout.CONFIG, job.config.as_yaml())
     record = environment(devices[0][0]) | {
         "devices": [name for name, _ in devices],
         "ranks": len(devices),
@@ -500,7 +482,7 @@ def describe_run(job: Job, devices: Sequence[tuple[str, bool]]) -> None:
         "disk_bytes": job.engine.memory()["disk_bytes"],
         "data": job.kind,
     }
-    write_file(job.folder / ENVIRONMENT, json.dumps(record, indent=2) + "\n")
+    write_file(job.folder / layout.ENVIRONMENT, json.dumps(record, indent=2) + "\n")
     if job.references is not None:
         job.references.write(job.folder)
 
@@ -510,7 +492,7 @@ def write_model(job: Job, step: int | None) -> None:
 
     Args: `step`: the model is that of the checkpoint of this step; None: as it is now.
     """
-    folder = job.folder / MODEL
+    folder = job.folder / layout.MODEL
     if job.ranks.rank:
         if step is None:
             job.engine.save_pretrained(folder)  # which rank 0 writes
@@ -519,7 +501,7 @@ def write_model(job: Job, step: int | None) -> None:
         if step is None:
             job.engine.save_pretrained(partial)
         else:
-            write_saved(open_checkpoint(checkpoint_folder(job.folder, step)), partial)
+            write_saved(open_checkpoint(layout.checkpoint_folder(job.folder, step)), partial)
         job.write_tokenizer(partial)
 
 
@@ -527,6 +509,6 @@ def draw(run: Path) -> None:
     """Write the run as one page, and draw the loss over the steps; errors only warn."""
     try:
         write_report(run)
-        draw_loss(list(read_metrics(run / METRICS)), run / "loss.png")
+        draw_loss(list(read_metrics(run / layout.METRICS)), run / "loss.png")
     except Exception as error:  # `megatrain report` can write them at any time
         log.warning("no report.html or loss.png: %s", error)

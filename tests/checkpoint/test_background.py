@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatrain import Engine, InputError, Placement, RunFailed
-from megatrain.checkpoint import files, newest_whole, verify
+from megatrain.checkpoint import files, verify, whole_checkpoints
 from megatrain.device import CpuDevice
 from tests.checkpoint.cases import SlowWrites, ThreadedDevice, batches, engine_of, state, tiny_pool
 from tests.inside import store_of
@@ -179,7 +179,7 @@ def test_a_full_disk_costs_the_save_and_nothing_else(device, at, tmp_path, monke
         assert isinstance(saving.error, RunFailed)
         assert [path.name for path in tmp_path.iterdir()] == ["whole"]
         assert engine.saving is None
-        assert newest_whole(tmp_path) == tmp_path / "whole"
+        assert whole_checkpoints(tmp_path)[0] == tmp_path / "whole"
         engine.step(steps[2])
         saving = engine.save(tmp_path / "again", wait=False)
         engine.step(steps[3])

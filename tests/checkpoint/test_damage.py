@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from megatrain import Engine, InputError
-from megatrain.checkpoint import files, mark, newest_whole, rotate, verify
+from megatrain.checkpoint import files, mark, rotate, verify, whole_checkpoints
 from megatrain.checkpoint.manifest import KEEP, read_checkpoint
 from tests.checkpoint.cases import batches, change, engine_of, flip
 from tests.inside import set_steps, sized
@@ -48,7 +48,7 @@ def refused(folder, *words):
 
 
 def test_an_undamaged_one_is_whole(newer):
-    assert newest_whole(newer.parent) == newer
+    assert whole_checkpoints(newer.parent)[0] == newer
     assert verify(newer).extra == {"step": 2}
     change(newer, lambda content: None)
     Engine.load(newer, device="cpu")
@@ -60,10 +60,10 @@ def test_a_missing_or_truncated_file(newer, name):
     for share in (0.99, 0.5, 0.0):
         os.truncate(newer / name, int(share * size))
         refused(newer, str(newer / name))
-        assert newest_whole(newer.parent) == newer.parent / "step-1"
+        assert whole_checkpoints(newer.parent)[0] == newer.parent / "step-1"
     (newer / name).unlink()
     refused(newer, str(newer / name), "missing")
-    assert newest_whole(newer.parent) == newer.parent / "step-1"
+    assert whole_checkpoints(newer.parent)[0] == newer.parent / "step-1"
 
 
 @pytest.mark.parametrize("name", [LAYER, "model/config.json", "extra.json"])
