@@ -531,7 +531,7 @@ def test_a_micro_batch_counts_by_its_own_step_of_the_trainer():
     """A stream may end within a step, whose part is then added to the next one."""
     ids = torch.full((2, 3), 7)
     pair = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    scores = Scores(trl.RewardConfig(use_cpu=True, bf16=False), pad=0)
+    scores = Scores(trl.RewardConfig(use_cpu=True, bf16=False), pad=0, pad_of_model=0)
     _, loss = scores.step([Waiting(pair, None, 4), Waiting(pair, None, 2)], engine=None)
     assert loss.shares == (1 / 4, 1 / 2)
 
@@ -551,7 +551,7 @@ def test_pairs_of_other_shapes_than_trls_are_refused(name, shape, message):
     """TRL takes a margin [pairs, 1] from each pair's, and the mean of all differences."""
     ids = torch.full((2, 3), 7)
     pair = {"input_ids": ids, "attention_mask": torch.ones_like(ids), name: torch.ones(shape)}
-    scores = Scores(trl.RewardConfig(use_cpu=True, bf16=False), pad=0)
+    scores = Scores(trl.RewardConfig(use_cpu=True, bf16=False), pad=0, pad_of_model=0)
     with pytest.raises(InputError, match=message):
         scores.step([Waiting(pair, None, 1)], engine=None)
 
