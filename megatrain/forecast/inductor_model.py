@@ -160,7 +160,10 @@ class Trace:
             )
             for op, like in zip(self.ops, other.ops, strict=True)
         ]
-        outputs = {leaf: shape.of_rows(rows, first) for leaf, shape in self.outputs.items()}
+        outputs = {
+            leaf: Shape(tuple(map(at, shape.sizes, other.outputs[leaf].sizes)), shape.dtype)
+            for leaf, shape in self.outputs.items()
+        }
         return replace(self, ops=ops, sizes=[*map(at, self.sizes, other.sizes)], outputs=outputs)
 
     @property

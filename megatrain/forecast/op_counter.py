@@ -120,6 +120,8 @@ class Shape:
     def of_rows(self, rows: int, measured: int) -> "Shape":
         """The shape for another number of rows than was measured."""
         first, *others = self.sizes
+        if first % measured:  # sums over tokens
+            return self
         return Shape((first * rows // measured, *others), self.dtype)
 
     def empty(self) -> Tensor:
