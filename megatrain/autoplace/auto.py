@@ -109,7 +109,7 @@ def settle(
     reference = None
     if generation is not None and generation.reference:
         tokens = workload.tokens_per_step
-        reference = second_needs(model.spec, opened.dtype, tokens, workload.all_ranks)
+        reference = second_needs(model.spec, opened.precision, tokens, workload.all_ranks)
     check_fits(
         opened.device,
         model,

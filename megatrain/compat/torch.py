@@ -26,6 +26,7 @@ FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
 GROUPED_PRODUCT = torch._grouped_mm
+SCALED_PRODUCT = torch._scaled_mm
 
 without_modes = _disable_current_modes
 without_torch_function = torch._C.DisableTorchFunction

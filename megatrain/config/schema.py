@@ -274,11 +274,9 @@ class Config(Section):
         precision, training = self.engine.precision, self.training
         if self.adapter.method is not None and self.model.path is None:
             yield "adapter needs model.path: a base that can be loaded again"
-        if self.adapter.method is not None and precision == "fp8":
-            yield "adapter: engine.precision fp8 is not supported with it; take bf16"
-        if self.model.base != "bf16" and precision != "bf16":
+        if self.model.base != "bf16" and precision == "fp32":
             base = self.model.base
-            yield f"model.base {base} needs engine.precision bf16, not {precision}; set one to bf16"
+            yield f"model.base {base} needs engine.precision bf16 or fp8, not fp32; set one to bf16"
         if self.optimizer.ns_precision == "fp32" and precision != "fp32":
             yield "optimizer.ns_precision fp32 needs engine.precision fp32; take bf16"
         if training.refuses is not None and not self.updates_wait_for_the_norm:

@@ -289,7 +289,7 @@ class Intake:
         self._program.train(False)
         loss = TOKEN_SCORE if self._program.spec.capture.scores_rows else CROSS_ENTROPY
         batch = self.prepared(micro_batches, loss)
-        with self._program.eager(), in_own_type(self._program.float8):
+        with self._program.eager(), in_own_type(self._program.scaled_together):
             losses = [loss.cpu() for loss in self._losses(batch)]
         by_rank = self._setup.ranks.all_gather_object(losses)
         return [micro.calls for micro in batch.micro], by_rank[0]  # so that all ranks decide alike

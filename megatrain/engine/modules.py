@@ -62,7 +62,7 @@ class StreamedModule:
 
     def weights(self, slot: Buffer) -> dict[str, Tensor]:
         """The tile's parameters by the function's names."""
-        views = self.tile.layout.unpacked.views(slot.data)
+        views = self.tile.layout.computed(slot.data)
         return {name.removeprefix(self.prefix): view for name, view in views.items()}
 
     def leaves(self, slot: Buffer) -> tuple[dict[str, Tensor], list[str]]:

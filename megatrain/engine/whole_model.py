@@ -83,7 +83,7 @@ def whole_model(
             parts.stream.begin(every)
             for unit, slot in parts.stream.visit(every):
                 data = slot.data if parts.stream.keeps(unit.tile) else slot.data.clone()
-                for name, values in unit.tile.layout.unpacked.views(data).items():
+                for name, values in unit.tile.layout.values(data).items():
                     places.put(name, values)
         else:
             feed = _Feed(parts, places, tables)
@@ -179,5 +179,5 @@ class _Feed:
         unit, slot = next(self._visits)
         if unit is not [*self._parts.trunk, self._parts.head][number]:
             raise RunFailed("the model's forward calls its layers in another order than it did")
-        for name, values in unit.tile.layout.unpacked.views(slot.data).items():
+        for name, values in unit.tile.layout.values(slot.data).items():
             self._places.put(name, values)

@@ -36,8 +36,8 @@ from megatrain.model.build import loaded_types
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import PROBE_SHAPE, ModelSpec
 from megatrain.optim import PlaneKind
-from megatrain.placement import Placement
-from megatrain.source.source import Model
+from megatrain.placement import Placement, Precision
+from megatrain.source.source import DTYPES, Model
 from megatrain.store.store import Store
 from megatrain.tile import TileKind
 
@@ -125,7 +125,7 @@ class ForecastCache(Once):
         self.spec = spec
 
     def model(self, workload: Workload) -> Model:
-        key = workload.rule, workload.ranks, workload.hosts, workload.dtype
+        key = workload.rule, workload.ranks, workload.hosts, workload.precision
         return self.once(key, lambda: Model.trained(self.spec, *key))
 
     def needs(self, workload: Workload, placement: Placement) -> Needs:
@@ -226,7 +226,7 @@ class ForecastCache(Once):
     def _with_second(
         self, step: Forecast, name: str, spec: ModelSpec, workload: Workload
     ) -> Forecast:
-        size = workload.dtype, workload.rows * workload.sequence_length, workload.all_ranks
+        size = workload.precision, workload.rows * workload.sequence_length, workload.all_ranks
         needs = self.once((id(spec), size), lambda: second_needs(spec, *size))
         device, host = sum(needs.device.values()), sum(needs.host.values())
         return replace(
@@ -236,11 +236,11 @@ class ForecastCache(Once):
         )
 
 
-def second_needs(spec: ModelSpec, dtype: torch.dtype, tokens: int, ranks: int = 1) -> Needs:
+def second_needs(spec: ModelSpec, precision: Precision, tokens: int, ranks: int = 1) -> Needs:
     """The memory of an engine that only runs the model, of each of `ranks` that share it."""
-    program = ModelProgram(spec, torch.device("cpu"), dtype)
+    program = ModelProgram(spec, torch.device("cpu"), DTYPES[precision])
     tokens *= ranks  # each has the table's rows for the tokens of all
-    model = Model.trained(spec, None, ranks, dtype=dtype)
+    model = Model.trained(spec, None, ranks, precision=precision)
     return needs_of(model, program, Placement(), clip=False, tokens=tokens)
 
 

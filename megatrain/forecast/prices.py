@@ -30,6 +30,7 @@ from megatrain.model.program import MicroBatch
 from megatrain.optim import AdamW, PlaneKind, Rule, moved_bytes
 from megatrain.telemetry.timeline import Span
 from megatrain.tile import TileLayout
+from megatrain.tile.layout import FP8
 
 # What couples resources, measured on an H200 with 16 cores (55.5 and 55.4 GB/s one way):
 # 101.7 GB/s in both directions at once, and 2.97 instead of 4.56 Gparam/s of AdamW's updates
@@ -364,9 +365,16 @@ class Declared:
 
     def _unpacked(self, _: Any, layout: TileLayout, *memory: Tensor) -> tuple[Work, None]:
         touched = (layout.numel + layout.unpacked.numel) * self._itemsize
-        kernels = sum(entry.packed is not None for entry in layout.entries)
+        kernels = sum(2 if e.multiplied else e.packed is not None for e in layout.entries)
         # Scales are spread over their blocks, a parameter's at once: three fp32 values a block.
-        self._ledger.took(max(e.numel for e in layout.entries if e.is_packed) * 12 // 64)
+        # What is multiplied in float8 is unpacked from NF4 before, and in fp32 if not compiled.
+        packed = [e for e in layout.entries if e.is_packed]
+        spread = max(e.numel * 12 // 64 for e in packed)
+        each = 0 if self._measured.compiled else 12
+        values = [
+            e.numel * (each + 2 * (e.packed not in (None, FP8))) for e in packed if e.multiplied
+        ]
+        self._ledger.took(spread + max(values, default=0))
         return Work(touched_bytes=touched, kernels=kernels), None
 
     def _took(self, work: Work, count: int) -> Work:

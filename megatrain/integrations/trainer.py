@@ -56,7 +56,8 @@ class StreamedTrainer(_Trainer):
 
     Attributes:
         engine: trains its copy of the model; drop the model given.
-        engine_options: further arguments of `Engine`, such as placement and device_memory.
+        engine_options: further arguments of `Engine`, such as placement and device_memory; with
+            `args.bf16` also precision, as fp8.
     """
 
     engine_options: ClassVar[dict[str, Any]] = {}
@@ -171,6 +172,8 @@ class StreamedTrainer(_Trainer):
         accelerate, precision = self.accelerator.mixed_precision, "bf16" if args.bf16 else "no"
         reserved = {"loss", "optimizer", "seed", "router_aux_loss_coef", *_settings(args)}
         reserved &= self.engine_options.keys()
+        if args.bf16 and self.engine_options.get("precision") == "fp8":
+            reserved.discard("precision")
         best = (args.metric_for_best_model or "").removeprefix("eval_")
         pairs = type(self._objective) is not objectives.Objective
         for wrong, name, why in (
@@ -350,7 +353,7 @@ class StreamedTrainer(_Trainer):
         options = {name: v for name, v in self.engine_options.items() if name in taken}
         folder = Path(resume_from_checkpoint) / _ENGINE
         self.engine.close()
-        self._take(Engine.load(folder, **_settings(self.args), **options))
+        self._take(Engine.load(folder, **_settings(self.args) | options))
         assert self.engine.optimizer is not None
         self._groups = self.engine.optimizer.state_dict()
         self.optimizer = None

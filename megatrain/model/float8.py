@@ -1,33 +1,121 @@
-"""Products of layers in float8: torchao's training recipe with one scale for a whole tensor.
+"""Products of layers in float8, of all parameters by torchao's recipe, of a frozen base by codes.
 
-Weights, inputs and gradients of `nn.Linear` are cast for each product (e4m3, gradients e5m2), with
-scales from their largest value at that moment; results, weights and their gradients stay bf16
-(torchao.float8, https://github.com/pytorch/ao/tree/main/torchao/float8). Heads, embeddings, routers
-and experts that are no `nn.Linear` are computed in bf16.
+**All parameters**: torchao's training recipe with one scale for a whole tensor. Weights, inputs and
+gradients of `nn.Linear` are cast for each product (e4m3, gradients e5m2), with scales from their
+largest value at that moment; results, weights and their gradients stay bf16.
+
+**A frozen base under an adapter**: weights come as e4m3 codes with a scale for each row (of an
+output), and the same codes turned, since the GPU's products read both operands along the sum.
+Inputs are quantised by rows (tokens): `y = (q(x) codes^T) s_x s_w`. No gradient of the weight
+exists. That of the input sums over outputs, so their scales go into the gradient before it is
+quantised, by rows, too: `dx = (q(dy s_w) codes) s_dy`. Both are e4m3: with a scale for each token
+the range of e5m2 is not needed, and e4m3 has one bit more (so do torchao's recipe `rowwise` and
+DeepSeek-V3, section 3.3.2). Sums are the GPU's fast ones, as in `rowwise`.
+The adapter's own products stay bf16.
+
+Heads, embeddings, routers and experts that are no `nn.Linear` are computed in bf16.
+https://github.com/pytorch/ao/tree/main/torchao/float8, https://arxiv.org/abs/2412.19437
 """
 
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megatrain.compat.torch import SCALED_PRODUCT
 from megatrain.errors import InputError
+from megatrain.model.adapters import adapted
+from megatrain.model.build import loaded_types
+from megatrain.model.spec import ModelSpec
+from megatrain.tile.layout import fp8_rows
 
 _MULTIPLE = 16  # of both sizes of a weight, for the GPU's float8 products
 _CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that have them
 ROUTERS = frozenset(("gate", "router"))  # a small error of theirs would choose other experts
 
 
+class FrozenProduct(torch.autograd.Function):
+    """`x [..., I]` times a frozen weight `[O, I]`, given as its `operands`; in bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, turned: Tensor) -> Tensor:
+        """`[..., O]`. Only the weight's operands are saved: no gradient of it exists."""
+        ctx.save_for_backward(scales, turned)
+        return _product(x, codes, scales)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        """The gradient of `x`."""
+        scales, turned = ctx.saved_tensors
+        return _product(dy * scales, turned, scales.new_ones(1, len(turned))), None, None, None
+
+
+def _product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """`x [..., I]`, quantised by rows, times codes `[O, I]` with scales `[1, O]`."""
+    quantised, of_rows = fp8_rows(x.reshape(-1, x.shape[-1]))
+    sums: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    y = SCALED_PRODUCT(quantised.contiguous(), codes.t(), of_rows[:, None], scales, **sums)
+    return y.view(*x.shape[:-1], -1)
+
+
+class FrozenLinear(nn.Linear):
+    """A linear module that multiplies by operands where it gets them, else by its weight."""
+
+    codes: Tensor | None
+    scales: Tensor
+    turned: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., O]` of `x [..., I]`."""
+        if self.codes is None:
+            return super().forward(x)
+        y = FrozenProduct.apply(x, self.codes, self.scales, self.turned)
+        return y if self.bias is None else y + self.bias
+
+
+def multiplied(spec: ModelSpec) -> set[str]:
+    """Names of the frozen weights under an adapter that products in float8 read as operands."""
+    model = spec.capture.model
+    adapters, types = adapted(model), loaded_types(model, torch.bfloat16)
+    linear = {
+        f"{layer.name}.{path}.weight": module
+        for layer in spec.layers
+        for path, module in layer.module.named_modules()
+        if _takes(module, path)
+    }
+    return {
+        name
+        for name, module in linear.items()
+        if adapters is not None and name in adapters.held
+        if types.get(name) != torch.float32 and not module.weight.requires_grad
+    }
+
+
+def multiply(module: nn.Module, names: Collection[str], device: torch.device) -> list[nn.Module]:
+    """Let linear modules of a layer's template, by their weights' names, compute by operands.
+
+    Raises InputError: the GPU has no float8.
+    """
+    require_float8(device)
+    linear = [module.get_submodule(name.removesuffix(".weight")) for name in names]
+    for each in linear:
+        each.__class__ = FrozenLinear
+        for name in ("codes", "scales", "turned"):
+            each.register_buffer(name, None)
+    return linear
+
+
 def convert(module: nn.Module, device: torch.device, wide: Collection[str] = ()) -> list[nn.Module]:
-    """Let the linear modules of a layer's template compute in float8; returns them.
+    """Let the linear modules of a layer's template compute as torchao's recipe; returns them.
 
     Without a GPU the casts are real and products are computed in the type of the inputs.
 
     Args: `wide`: names of parameters that stay in fp32.
 
-    Raises InputError: as `require_float8`.
+    Raises InputError: the GPU has no float8.
     """
     require_float8(device)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -42,7 +130,17 @@ def convert(module: nn.Module, device: torch.device, wide: Collection[str] = ())
 
 
 def require_float8(device: torch.device) -> None:
-    """Raises InputError: torchao is not installed, or the GPU has no float8."""
+    """Raises InputError: the GPU has no float8."""
+    gpu = torch.get_device_module(device)
+    if device.type == "cuda" and gpu.get_device_capability(device) < _CAPABILITY:
+        raise InputError(
+            f"precision is 'fp8', but {gpu.get_device_name(device)} has no float8 products "
+            "(compute capability 8.9 or newer has); take bf16"
+        )
+
+
+def require_torchao() -> None:
+    """Raises InputError: torchao is not installed, which trains all parameters."""
     logging.disable(logging.WARNING)  # torchao warns of kernels that it cannot load
     try:
         import torchao.float8  # noqa: F401
@@ -52,12 +150,6 @@ def require_float8(device: torch.device) -> None:
         ) from error
     finally:
         logging.disable(logging.NOTSET)
-    gpu = torch.get_device_module(device)
-    if device.type == "cuda" and gpu.get_device_capability(device) < _CAPABILITY:
-        raise InputError(
-            f"precision is 'fp8', but {gpu.get_device_name(device)} has no float8 products "
-            "(compute capability 8.9 or newer has); take bf16"
-        )
 
 
 @contextmanager
@@ -79,7 +171,7 @@ def in_own_type(converted: list[nn.Module]) -> Iterator[None]:
 
 def _takes(module: nn.Module, name: str) -> bool:
     """True for a plain linear module, no router, of sizes that float8 products can have."""
-    if type(module) is not nn.Linear or name.rpartition(".")[2] in ROUTERS:
+    if type(module) is not nn.Linear or not ROUTERS.isdisjoint(name.split(".")):
         return False
     return "forward" not in vars(module) and all(
         size % _MULTIPLE == 0 for size in module.weight.shape

@@ -147,7 +147,8 @@ class LayerTemplate:
         """
         if self.compiled and self.random is None:
             floats = [weight for weight in weights.values() if weight.is_floating_point()]
-            weight = min(floats, key=lambda weight: weight.itemsize)  # some may stay in fp32
+            # Some may stay in fp32, some are codes.
+            weight = min(floats, key=lambda w: (w.itemsize == 1, w.itemsize))
 
             def like(leaf: Tensor) -> Tensor:
                 dtype = weight.dtype if leaf.is_floating_point() else leaf.dtype

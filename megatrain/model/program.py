@@ -17,6 +17,7 @@ from megatrain.compat.torch import pytree, without_torch_function
 from megatrain.compat.transformers import finding_once
 from megatrain.errors import InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, Loss
+from megatrain.model.adapters import adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.capture import (
     ADDED,
@@ -38,8 +39,8 @@ from megatrain.model.documents import (
     takes_lengths,
     without_masks,
 )
-from megatrain.model.float8 import convert as float8_linears
-from megatrain.model.layer_template import LayerTemplate, move_buffers
+from megatrain.model.float8 import convert, multiplied, multiply
+from megatrain.model.layer_template import move_buffers
 from megatrain.model.media import (
     Encoded,
     FrozenParts,
@@ -111,14 +112,7 @@ class ModelProgram:
         self.kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
         for kind in self.kinds:
             move_buffers(kind.module, device)
-        self.float8 = list[nn.Module]()
-        for kind in self.kinds if float8 else []:
-            self.float8 += float8_linears(kind.module, device, self._wide_in(kind))
-        if float8 and not self.float8:
-            raise InputError(
-                "precision is 'fp8', but no layer has an nn.Linear of sizes that are multiples of "
-                "16; take bf16"
-            )
+        self.scaled_together = self._in_float8() if float8 else list[nn.Module]()
         self.buffers = [_own_buffers(layer, types, spec.router_biases) for layer in spec.layers]
         may = device.type == "cpu" or dtype != torch.float32  # kernels for documents are of bf16
         self.may_attend_by_lengths = may and self.capture.takes_any and takes_lengths(model)
@@ -142,11 +136,24 @@ class ModelProgram:
         """The type that the forward computes with a parameter in."""
         return self._types.get(name, self.dtype)
 
-    def _wide_in(self, kind: LayerTemplate) -> set[str]:
-        """Names, within layers of a kind, of parameters that are computed with in fp32."""
-        layer = next(layer for layer in self.spec.layers if layer.kind is kind)
-        names = [name for name, _ in kind.module.named_parameters()]
-        return {n for n in names if self.type_of(f"{layer.name}.{n}") != self.dtype}
+    def _in_float8(self) -> list[nn.Module]:
+        """Let linear modules compute in it; returns those with one scale for all their tokens."""
+        whole, by_rows, frozen = list[nn.Module](), list[nn.Module](), multiplied(self.spec)
+        for kind in self.kinds:
+            layer = next(layer for layer in self.spec.layers if layer.kind is kind)
+            names = {n: f"{layer.name}.{n}" for n, _ in kind.module.named_parameters()}
+            if adapted(self.spec.capture.model) is None:
+                wide = {n for n, full in names.items() if self.type_of(full) != self.dtype}
+                whole += convert(kind.module, self.device, wide)
+            else:
+                own = [n for n, full in names.items() if full in frozen]
+                by_rows += multiply(kind.module, own, self.device)
+        if not whole and not by_rows:
+            raise InputError(
+                "precision is 'fp8', but no layer has an nn.Linear of sizes that are multiples of "
+                "16; take bf16"
+            )
+        return whole
 
     def train(self, mode: bool) -> None:
         """Training mode (dropout on) or evaluation mode, for the captured model and templates."""

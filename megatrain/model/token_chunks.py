@@ -81,7 +81,8 @@ class ChunkedOverTokens:
             return self._whole(*args, **kwargs)
         if x.shape[0] * x.shape[1] <= self._tokens:
             return self._whole(x)
-        bound = {**dict(self._part.named_parameters()), **dict(self._part.named_buffers())}
+        both = self._part.named_parameters(), self._part.named_buffers()
+        bound = {n: t for named in both for n, t in named if not t.is_meta}  # weights kept as codes
         key = (self._part.training, x.shape[-1], x.dtype)
         if key not in self._taken:
             self._alone.train(self._part.training)

@@ -3,7 +3,7 @@
 import copy
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import lcm, prod
@@ -32,7 +32,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.model import build
 from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
 from megatrain.model.companions import Companions, companions, set_generation
-from megatrain.model.float8 import ROUTERS
+from megatrain.model.float8 import ROUTERS, multiplied, require_torchao
 from megatrain.model.probe import spec
 from megatrain.model.quantised import quantised_base
 from megatrain.model.rebuilt import difference, emptied
@@ -397,13 +397,18 @@ def in_fp32(spec: ModelSpec, dtype: torch.dtype) -> set[str]:
 
 
 def tile_layouts(
-    spec: ModelSpec, groups: dict[str, int], ranks: int = 1, dtype: torch.dtype = torch.bfloat16
+    spec: ModelSpec,
+    groups: dict[str, int],
+    ranks: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    operands: Collection[str] = (),
 ) -> list[TileLayout]:
     """Tiles in the order in which a forward needs them; the head, then what nothing reads, last.
 
     `groups` gives each trainable parameter's optimizer group; all others are frozen. Between
     `ranks` no row of a table that is gathered is cut, and a head begins with one that it shares.
-    Layers are computed in `dtype`, but for what transformers keeps in fp32.
+    Layers are computed in `dtype`, but for what transformers keeps in fp32; they multiply by
+    `operands` in float8.
     """
     shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
     unmoved, wide = {*spec.unused, *spec.fixed}, in_fp32(spec, dtype)
@@ -412,7 +417,7 @@ def tile_layouts(
         parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
         rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
         name, how = kind.value + visit, (spec.wide, spec.packed, wide.intersection(names))
-        return TileLayout(name, parameters, kind, *how, ranks=ranks, row=rows)
+        return TileLayout(name, parameters, kind, *how, operands, ranks=ranks, row=rows)
 
     tiles = [
         layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),
@@ -434,14 +439,14 @@ def tile_layouts(
 class Model:
     """A model's structure, its optimizer (None: it is only run), and its tiles.
 
-    `ranks` share the tiles, on each of the `hosts`. Layers are computed in `dtype`.
+    `ranks` share the tiles, on each of the `hosts`. Layers are computed in `precision`.
     """
 
     spec: ModelSpec
     optimizer: StreamedOptimizer | None
     ranks: int = 1
     hosts: int = 1
-    dtype: torch.dtype = torch.bfloat16
+    precision: Precision = "bf16"
 
     @classmethod
     def trained(
@@ -450,11 +455,11 @@ class Model:
         rule: Rule | None,
         ranks: int = 1,
         hosts: int = 1,
-        dtype: torch.dtype = torch.bfloat16,
+        precision: Precision = "bf16",
     ) -> "Model":
         """A model that so many ranks train with an optimizer of this rule; None: run."""
         optimizer = None if rule is None else StreamedOptimizer(rule, spec.capture.model)
-        return cls(spec, optimizer, ranks, hosts, dtype)
+        return cls(spec, optimizer, ranks, hosts, precision)
 
     @property
     def rule(self) -> Rule | None:
@@ -465,7 +470,8 @@ class Model:
     def layouts(self) -> list[TileLayout]:
         """The model's tiles, in the order in which a forward needs them."""
         groups = {} if self.optimizer is None else self.optimizer.group_of()
-        return tile_layouts(self.spec, groups, self.ranks, self.dtype)
+        operands = multiplied(self.spec) if self.precision == "fp8" else ()
+        return tile_layouts(self.spec, groups, self.ranks, DTYPES[self.precision], operands)
 
     @cached_property
     def computing(self) -> tuple[int, int]:
@@ -552,24 +558,27 @@ def open_structure(
     spec = structure(source, trained=optimizer is not None)
     if optimizer is not None and saveable and source.lost is not None:
         raise InputError(f"{source.lost}; or give saveable=False, to train what is never saved")
-    return Model.trained(spec, optimizer, ranks.shards.size, ranks.hosts, DTYPES[precision])
+    return Model.trained(spec, optimizer, ranks.shards.size, ranks.hosts, precision)
 
 
 def choose_trained(
     source: Source, trained: Trained, optimizer: Rule | None, precision: Precision
 ) -> None:
     """Set which parameters require gradients. Raises InputError: they cannot be trained so."""
-    plain = adapted(source.model) is None
+    adapters = adapted(source.model)
+    plain = adapters is None
     if plain and trained.train_only is None and source.stored is not None and not source.resumes:
         for encoder in encoders(source.model):
             encoder.requires_grad_(False)
     trained.choose(source.model)
-    if source.base != "bf16" and precision != "bf16":
+    if source.base != "bf16" and (precision == "fp32" or (plain and precision == "fp8")):
         raise InputError(f"base is {source.base!r}, and precision {precision!r}; take bf16")
-    if plain:
+    if adapters is None:
+        if precision == "fp8":
+            require_torchao()
         return
-    if precision == "fp8":
-        raise InputError("precision is 'fp8', and the model has an adapter; take bf16")
+    if precision == "fp8" and any(config.use_dora for config in adapters.configs.values()):
+        raise InputError("precision is 'fp8', and use_dora needs the base's weights; take bf16")
     if optimizer is not None and not any(p.requires_grad for p in source.model.parameters()):
         raise InputError(
             "every parameter of the PeftModel is frozen: load the adapter with is_trainable=True"

@@ -11,12 +11,12 @@ after what is trained.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, cached_property
 from itertools import groupby
 from math import lcm, prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -186,16 +186,39 @@ def _fp8_bytes(shape: Sequence[int]) -> int:
 
 def _pack_fp8(values: Tensor) -> Tensor:
     rows = values.reshape(-1, values.shape[-1]).split(max(1, _PIECE // values.shape[-1]))
-    scales, codes = zip(*map(_fp8_rows, rows), strict=True)
-    return torch.cat((*scales, *codes))
+    codes, scales = zip(*map(fp8_rows, rows), strict=True)
+    return torch.cat([each.view(-1).view(torch.uint8) for each in (*scales, *codes)])
 
 
-def _fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The e4m3 codes of a matrix, and an fp32 scale `[rows]`: its row's largest value is 448."""
     wide, scales = values.float(), (values.abs().amax(1) / _MOST_E4M3).float()
     scaled = (wide / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).clamp(
         -_MOST_E4M3, _MOST_E4M3
     )
-    return scales.view(torch.uint8), scaled.to(torch.float8_e4m3fn).view(-1).view(torch.uint8)
+    return scaled.to(torch.float8_e4m3fn), scales
+
+
+def operands(stored: Tensor, shape: Sequence[int]) -> dict[str, Tensor]:
+    """A weight's codes `[O, I]` and scales `[1, O]`, as `FP8` keeps them, then turned codes."""
+    kept, turned = stored.view(torch.uint8).split((FP8.bytes_of(shape), prod(shape)))
+    codes, scales = FP8.parts(kept, shape)
+    return {
+        "codes": codes.view(torch.float8_e4m3fn).view(*shape),
+        "scales": scales[None],
+        "turned": turned.view(torch.float8_e4m3fn).view(shape[1], shape[0]),
+    }
+
+
+def write_operands(
+    values: Tensor, of_rows: Tensor | None, codes: Tensor, scales: Tensor, turned: Tensor
+) -> None:
+    """Write a weight, given as values, or as codes with the scales of rows, to its operands."""
+    if of_rows is None:
+        values, of_rows = fp8_rows(values)
+    codes.copy_(values)
+    scales.copy_(of_rows[None])
+    turned.copy_(values.t())
 
 
 def _fp8_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -219,6 +242,8 @@ def _expand_fp32(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> 
 NF4 = WeightFormat("nf4", _nf4_bytes, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
 NF4_WIDE = WeightFormat("nf4_wide", _wide_bytes, _pack_wide, _wide_parts, _expand_nf4, _nf4_values)
 FP8 = WeightFormat("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
+OPERANDS = replace(FP8, name="operands", bytes_of=lambda shape: _fp8_bytes(shape) + prod(shape))
+"""What products in float8 read: FP8, and the codes turned, since they read along the sum."""
 BASES = {each.name: each for each in (NF4, FP8)}
 FP32 = WeightFormat(
     "fp32",
@@ -230,6 +255,21 @@ FP32 = WeightFormat(
     computed=torch.float32,
 )
 PACKINGS = BASES | {each.name: each for each in (NF4_WIDE, FP32)}  # chosen by folders and models
+
+
+def _factors(
+    entry: "Entry", stored: Tensor, fast: Callable[[Any], Any]
+) -> tuple[Tensor, Tensor | None]:
+    """A parameter's values; or its codes and scales, where it is kept in float8."""
+    shape = entry.shape
+    if entry.packed is FP8:
+        codes, scales = FP8.parts(stored.view(torch.uint8)[: FP8.bytes_of(shape)], shape)
+        return codes.view(torch.float8_e4m3fn).view(shape), scales
+    if entry.packed is None:
+        return stored.view(shape), None
+    values = stored.new_empty(shape)
+    entry.packed.unpack(stored, values, fast)
+    return values, None
 
 
 Group = TypeVar("Group")
@@ -266,6 +306,7 @@ class Entry:
         group: index of the optimizer's parameter group at first; None: frozen.
         wide: it is frozen, and its source has bits that bf16 does not hold.
         packed: how it is kept in the weights plane; None: as its values.
+        multiplied: layers compute with its `OPERANDS`.
     """
 
     name: str
@@ -274,6 +315,7 @@ class Entry:
     group: int | None
     wide: bool = False
     packed: WeightFormat | None = None
+    multiplied: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -287,11 +329,15 @@ class Entry:
     @property
     def is_packed(self) -> bool:
         """True if layers cannot compute with the parameter as it is kept."""
-        return self.packed not in (None, FP32)
+        return self.multiplied or self.packed not in (None, FP32, OPERANDS)
+
+    def memory(self, flat: Tensor) -> Tensor:
+        """The elements that it takes of a flat plane of its tile."""
+        return flat[self.offset : self.offset + self.stored]
 
     def view(self, flat: Tensor) -> Tensor:
         """This parameter in a flat plane of its tile."""
-        values = flat[self.offset : self.offset + self.stored]
+        values = self.memory(flat)
         if self.packed is FP32:
             values = values.view(torch.float32)
         return values[: self.numel].view(self.shape)
@@ -321,6 +367,7 @@ class TileLayout:
         wide: Collection[str] = (),
         packed: Mapping[str, WeightFormat] | None = None,
         fp32: Collection[str] = (),
+        multiplied: Collection[str] = (),
         *,
         ranks: int = 1,
         row: int = 1,
@@ -330,6 +377,7 @@ class TileLayout:
         wide: names of those whose source has bits that bf16 does not hold.
         packed: how frozen ones are kept that are not kept as bf16, by name.
         fp32: names of those that layers compute with in fp32, whatever the type of the plane.
+        multiplied: names of frozen ones that layers multiply by in float8.
         row: elements that no cut between ranks divides, counted from each part's beginning.
         """
         self.name, self.kind, self.ranks, self._row, self._fp32 = name, kind, ranks, row, fp32
@@ -342,14 +390,15 @@ class TileLayout:
             (n, shape, group, group is None and n in wide and n not in how)
             for n, shape, group in parameters
         ]
-        later = {name for name, packing in how.items() if packing is not FP32}
+        later = {name for name, packing in how.items() if packing is not FP32}.union(multiplied)
         order = sorted(marked, key=lambda p: (p[2] is None, not p[3], p[0] in later, p[2] or 0))
         self.parts: list[tuple[int, int]] = []
         for (is_frozen, _), members in groupby(order, key=lambda p: (p[2] is None, p[3])):
             start = offset
             for parameter, shape, group, is_wide in members:
                 packing = how.get(parameter) if group is None else None
-                entries.append(Entry(parameter, tuple(shape), offset, group, is_wide, packing))
+                traits = is_wide, packing, is_frozen and parameter in multiplied
+                entries.append(Entry(parameter, tuple(shape), offset, group, *traits))
                 offset = align(offset + entries[-1].stored, ALIGNMENT)
             offset = align(offset, cut)
             self.parts.append((start, offset))
@@ -383,6 +432,29 @@ class TileLayout:
             self.parts.append((start, start + self.ranks * length))
         return start + self.ranks * length
 
+    def computed(self, flat: Tensor) -> dict[str, Tensor]:
+        """What layers compute with, in the memory that `unpack` writes."""
+        views = self.unpacked.views(flat)
+        for entry in self.multiplied:
+            del views[entry.name]
+            path = entry.name.removesuffix("weight")
+            of_entry = operands(entry.memory(flat), entry.shape).items()
+            views |= {f"{path}{name}": values for name, values in of_entry}
+        return views
+
+    def values(self, flat: Tensor) -> dict[str, Tensor]:
+        """Every parameter's values in the memory that `unpack` writes; copies of operands."""
+        views = self.unpacked.views(flat)
+        for entry in self.multiplied:
+            views[entry.name] = flat.new_empty(entry.shape)
+            FP8.unpack(entry.memory(flat), views[entry.name])
+        return views
+
+    @cached_property
+    def multiplied(self) -> list[Entry]:
+        """The parameters that layers multiply by in float8, where `unpack` writes them."""
+        return [self.unpacked.by_name[entry.name] for entry in self.entries if entry.multiplied]
+
     @cached_property
     def is_packed(self) -> bool:
         """True if layers cannot compute with some parameters as they are kept."""
@@ -395,21 +467,26 @@ class TileLayout:
             return self
         parameters = [(e.name, torch.Size(e.shape), e.group) for e in self.entries]
         wide = [e.name for e in self.entries if e.wide]
-        given, fp32, row = (self.name, parameters, self.kind, wide), self._fp32, self._row
-        return TileLayout(*given, fp32=fp32, ranks=self.ranks, row=row)
+        packed = {e.name: OPERANDS for e in self.entries if e.multiplied}
+        given = self.name, parameters, self.kind, wide, packed, self._fp32
+        return TileLayout(*given, ranks=self.ranks, row=self._row)
 
-    def unpack(self, stored: Tensor, out: Tensor, fast: Callable[[Expand], Expand]) -> None:
+    def unpack(self, stored: Tensor, out: Tensor, fast: Callable[[Any], Any]) -> None:
         """Write the parameters of the weights plane `stored` to `out`, laid out as `unpacked`.
 
-        `fast` gives what a packing's `expand` is compiled to.
+        `fast` gives what a packing's `expand`, or `write_operands`, is compiled to.
         """
-        packed = [entry for entry in self.entries if entry.is_packed]
-        plain = packed[0].offset if packed else self.numel
+        plain = next((entry.offset for entry in self.entries if entry.is_packed), self.numel)
         out[:plain].copy_(stored[:plain])
-        for entry in packed:
-            assert entry.packed is not None
-            values = self.unpacked.by_name[entry.name].view(out)
-            entry.packed.unpack(stored[entry.offset : entry.offset + entry.stored], values, fast)
+        for entry in (entry for entry in self.entries if entry.offset >= plain):
+            memory, to = entry.memory(stored), self.unpacked.by_name[entry.name]
+            if entry.multiplied:
+                written = operands(to.memory(out), to.shape)
+                fast(write_operands)(*_factors(entry, memory, fast), *written.values())
+            elif entry.packed is None:
+                to.view(out).copy_(entry.view(stored))
+            else:
+                entry.packed.unpack(memory, to.view(out), fast)
 
     def blocks(self, rank: int) -> Iterator[tuple[int, int]]:
         """A rank's block of each part: its first element, and how many it has."""

@@ -111,7 +111,7 @@ def test_a_plan_knows_the_adapter(megatrain, adapter_file):
         ({"adapter__method": None}, "r needs method: lora"),
         ({"adapter__rank": 4}, "adapter"),
         ({"adapter__target_modules": ["nope"]}, "nope"),
-        ({"engine__precision": "fp8"}, "fp8 is not supported"),
+        ({"engine__precision": "fp8", "adapter__use_dora": True}, "use_dora needs"),
         ({"model__train_only": ["lora", "norm"]}, "trained beside the adapter"),
     ],
 )

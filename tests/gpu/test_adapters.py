@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.compat.transformers import set_experts
@@ -47,3 +47,42 @@ def test_and_in_bf16_with_grouped_products_within_its_noise(compiled, rank):
     got, _ = train("cuda", "grouped_mm", rank, placement=placement)
     assert got[::2] == pytest.approx(wanted[::2], rel=1e-3)
     assert got[1::2] == pytest.approx(wanted[1::2], rel=0.05)
+
+
+def train_in_float8(device, **options):
+    """Numbers of four steps of a dense model whose frozen base is multiplied in float8."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    adapter = {"r": 4, "target_modules": "all-linear"}
+    with Engine(
+        LlamaForCausalLM(config), adapter=adapter, optimizer=AdamW(lr=1e-2), device=device, seed=0,
+        **{"precision": "fp8"} | options,
+    ) as engine:  # fmt: skip
+        results = [engine.step(batch) for batch in steps(4)]
+        evaluated = engine.evaluate(steps(1)[0])
+    return [r.loss for r in results], [r.grad_norm for r in results], evaluated
+
+
+@pytest.mark.parametrize("base", ["bf16", "fp8", "nf4"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_base_in_float8_trains_as_on_the_cpu(base, compiled):
+    wanted = train_in_float8("cpu", base=base, placement=Placement(slots=2))
+    got = train_in_float8("cuda", base=base, placement=Placement(slots=2, compile=compiled))
+    assert got[0] == pytest.approx(wanted[0], rel=3e-3)
+    assert got[1] == pytest.approx(wanted[1], rel=0.05)
+    assert got[2] == pytest.approx(wanted[2], rel=3e-3)
+    in_bf16 = train_in_float8("cpu", base=base, precision="bf16", placement=Placement(slots=2))
+    assert got[0] == pytest.approx(in_bf16[0], rel=3e-3)
+
+
+def test_what_is_kept_changes_no_bit_of_it():
+    placements = (
+        Placement(slots=2),
+        Placement(slots=2, passes=2, save_activations=3, save_all=2),
+        Placement(slots=3, resident=("layer 1",), offload_activations=2),
+    )
+    first, *others = (train_in_float8("cuda", placement=each) for each in placements)
+    assert all(other == first for other in others)

@@ -401,7 +401,6 @@ REFUSED = {
             llama(), LoraConfig(target_modules=["q_proj"], inference_mode=True)
         ), {}, "is_trainable=True",
     ),
-    "float8": (lambda: adapted(target_modules=["q_proj"]), {"precision": "fp8"}, "fp8"),
     "a second one": (
         lambda: adapted(target_modules=["q_proj"]), {"adapter": {"r": 4}}, "has an adapter already"
     ),

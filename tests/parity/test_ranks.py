@@ -212,15 +212,17 @@ EXACT: dict[str, Callable[[Any], dict]] = {
         f"{base}, adapter": exact(
             llama,
             adapter=LORA,
-            base=base,
+            base=base.removesuffix(" by fp8"),
+            precision="fp8" if base.endswith("by fp8") else "bf16",
             placement=Placement(slots=2, resident=("layer 1",), keep_weights=2),
         )
-        for base in ("nf4", "fp8")
+        for base in ("nf4", "fp8", "bf16 by fp8")
     },
 }
 USUAL = (
     *("tied, rows that are not kept, graphs that are", "preferences, in passes", "nf4, adapter"),
     *("bf16, planes on a disk", "muon clipped, 0.5", "bf16, some in fp32, on a disk"),
+    "bf16 by fp8, adapter",
 )
 REST = (
     *("frozen in part", "resident, in passes", "experts that are balanced"),

@@ -25,7 +25,7 @@ from megatrain.machine import NETWORK_GBPS
 from megatrain.model.probe import spec
 from megatrain.optim.muon import is_matrix
 from megatrain.plan.planner import disk_use, tile_bytes
-from megatrain.source.source import Model, open_source
+from megatrain.source.source import Model, open_source, structure
 from megatrain.tile import TileKind
 from tests.inside import answering, parts_of, sized
 from tests.parity.cases import Noting
@@ -160,6 +160,26 @@ def test_products_of_layers_are_faster_in_float8():
     assert works[1].forward.product_flops == int(works[0].forward.product_flops / 1.48)
     assert fp8.bounds["compute"] < bf16.bounds["compute"]
     assert fp8.device_bytes == bf16.device_bytes and fp8.host_bytes == bf16.host_bytes
+
+
+def test_a_frozen_base_is_multiplied_in_float8_from_a_room_of_its_own():
+    """For a layer's codes, the same turned, and scales: as many bytes as the engine takes."""
+    adapter, placement = {"r": 4, "target_modules": "all-linear"}, Placement(slots=2, compile=True)
+    cache = ForecastCache(structure(open_source(tiny_config(2), adapter=adapter)))
+    bf16, fp8 = (
+        cache.of(small_machine(), placement, Workload(ROWS * TOKENS, TOKENS, precision=p), 4)
+        for p in ("bf16", "fp8")
+    )
+    assert fp8.bounds["compute"] < bf16.bounds["compute"]
+    device = Noting()
+    with Engine(
+        tiny_config(2), adapter=adapter, optimizer=AdamW(), precision="fp8", device=device,
+        placement=replace(placement, compile=False),
+    ):  # fmt: skip
+        room = device.taken["unpacked weights"]
+    assert fp8.device_bytes["slots"] == bf16.device_bytes["slots"] + room
+    frozen = 256 * (2 * 256 + 2 * 128 + 3 * 768)  # weights of a layer
+    assert 2 * frozen < room < 2.1 * frozen
 
 
 def test_products_of_experts_count_in_fp32_and_in_bf16():

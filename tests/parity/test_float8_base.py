@@ -1,0 +1,275 @@
+"""Products in float8 with a frozen base: as plain PyTorch that quantises so, near bf16, exact."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from megatrain import Engine, InputError, Placement
+from megatrain.model.float8 import FrozenProduct
+from megatrain.tile.layout import NF4, OPERANDS, operands, write_operands
+from tests.families.tiny import tiny_model
+from tests.inside import program_of, store_of
+from tests.parity.cases import (
+    gradients,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    plain_gradients,
+    qwen2,
+    relative_error,
+    resumes,
+    same,
+)
+from tests.parity.test_float8 import cosine
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+MOST = 448.0  # the largest value of e4m3
+BASES = ("bf16", "fp8", "nf4")
+
+
+def adapted(base=llama, **keys):
+    """A model whose base is exact in bf16, with a strong adapter."""
+    torch.manual_seed(1)
+    keys = {
+        "r": 4,
+        "lora_alpha": 8,
+        "init_lora_weights": False,
+        "target_modules": "all-linear",
+    } | keys
+    model = get_peft_model(base(), LoraConfig(**keys))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
+def by_rows(values):
+    """Codes and scales of a matrix: each row's largest value becomes the largest of e4m3."""
+    scales = (values.abs().amax(1, keepdim=True) / MOST).float()
+    return (values.float() / scales.clamp(min=1e-37)).clamp(-MOST, MOST).to(
+        torch.float8_e4m3fn
+    ), scales
+
+
+class Quantised(torch.autograd.Function):
+    """The product of a linear module with its input, weight and gradient quantised by rows."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.codes, ctx.scales = weight if isinstance(weight, tuple) else by_rows(weight)
+        codes, scales = by_rows(x.reshape(-1, x.shape[-1]))
+        y = torch._scaled_mm(codes, ctx.codes.T, scales, ctx.scales.T, out_dtype=torch.bfloat16)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        codes, scales = by_rows((dy.float() * ctx.scales.T).reshape(-1, dy.shape[-1]))
+        turned, one = ctx.codes.T.contiguous(), torch.ones(1, ctx.codes.shape[1])
+        dx = torch._scaled_mm(codes, turned.T, scales, one, out_dtype=torch.bfloat16)
+        return dx.view(*dy.shape[:-1], -1), None
+
+
+class Reference(nn.Module):
+    def __init__(self, linear, operand):
+        super().__init__()
+        self.weight, self.bias = operand, linear.bias
+
+    def forward(self, x):
+        y = Quantised.apply(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+def reference_gradients(model, step, *, quantised, base="bf16"):
+    """Loss and gradients of transformers' model in bf16 with PEFT's adapter."""
+    packed = {id(p): by_rows(p.data) for p in model.parameters() if base == "fp8" and p.ndim == 2}
+    for parameter in model.parameters():  # buffers stay: the engine keeps angles in fp32, too
+        parameter.data = parameter.data.bfloat16()
+    layers = model.get_base_model().model.layers
+    for module in list(layers.modules()):
+        if (inside := getattr(module, "base_layer", None)) is not None:
+            if base == "nf4":
+                stored = NF4.pack(inside.weight.data.float())
+                inside.weight.data = NF4.unpacked(stored, inside.weight.shape).bfloat16()
+            if quantised:
+                module.base_layer = Reference(inside, packed.get(id(inside.weight), inside.weight))
+    return plain_gradients(model.get_base_model(), step)
+
+
+def one_row():
+    """One row, whose gradients are rounded to bf16 once, as the engine rounds its sums."""
+    return [{name: each[:1] for name, each in make_batches(1)[0][0].items()}]
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("family", [llama, qwen2])
+def test_gradients_are_those_of_plain_pytorch_that_quantises_so(family, base):
+    step = one_row()
+    engine = make_engine(adapted(family), precision="fp8", base=base, clip=1e9)
+    result, got = engine.step(step), gradients(engine)
+    loss, wanted = reference_gradients(adapted(family), step, quantised=True, base=base)
+    assert result.loss == pytest.approx(loss, rel=1e-6)
+    assert got.keys() == wanted.keys()
+    assert relative_error(got, wanted) < 1e-30
+    in_bf16 = reference_gradients(adapted(family), step, quantised=False, base=base)[1]
+    assert 0.9 < cosine(got, in_bf16) < 0.99
+
+
+def test_a_products_error_is_that_of_codes_with_three_bits():
+    """Written out in fp64, for tokens and outputs of very different size, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (
+        (torch.randn(sizes, generator=generator) * 10 ** torch.linspace(-2, 1, sizes[0])[:, None])
+        for sizes in ((40, 64), (48, 64), (40, 48))
+    )
+    x, w, dy = (each.bfloat16() for each in (x, w, dy))
+    memory = operands(torch.empty(OPERANDS.bytes_of(w.shape), dtype=torch.uint8), w.shape)
+    write_operands(w, None, *memory.values())
+    x.requires_grad_()
+    y = FrozenProduct.apply(x, *memory.values())
+    y.backward(dy)
+    for got, wanted in ((y, x.double() @ w.double().T), (x.grad, dy.double() @ w.double())):
+        errors = (got.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+        assert 0.02 < errors.mean() < 0.05  # e4m3's steps are up to an eighth of a value
+
+
+def usual():
+    """A model whose layers change their input by as much as those of trained ones."""
+    torch.manual_seed(0)
+    model = llama(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layers" in name and parameter.ndim == 2:
+                parameter.mul_(0.3)
+    return model
+
+
+def test_gradients_and_the_losses_of_a_short_run_are_near_those_of_bf16():
+    """Adam's steps on rows that repeat: what a wrong product would not learn."""
+    runs = {}
+    for precision, base in (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "fp8")):
+        model = adapted(usual, init_lora_weights=True)
+        engine = make_engine(model, precision=precision, base=base, lr=2e-3, clip=1e9)
+        losses = [engine.step(make_batches(1)[0]).loss]
+        first = gradients(engine)
+        losses += [engine.step(step).loss for step in make_batches(2) * 12]
+        runs[precision, base] = losses, first
+    wanted, in_bf16 = runs.pop(("bf16", "bf16"))
+    assert wanted[-1] < 0.8 * wanted[0]
+    for losses, first in runs.values():
+        assert losses != wanted and cosine(first, in_bf16) > 0.99
+        assert sum(losses[-4:]) == pytest.approx(sum(wanted[-4:]), rel=3e-3)
+
+
+PLACEMENTS = {
+    "boundaries on the host": Placement(slots=3, layer_inputs="host"),
+    "kept graphs": Placement(passes=2, save_activations=2, save_all=1),
+    "kept on the host": Placement(offload_activations=2, slots=3),
+    "resident, kept weights": Placement(resident=("layer 1",), keep_weights=2),
+}
+
+
+@pytest.mark.parametrize("base", ["bf16", "fp8"])
+def test_no_placement_changes_a_bit(base):
+    steps = make_batches(2)
+
+    def run(**options):
+        engine = make_engine(adapted(), precision="fp8", base=base, **options)
+        numbers = [(r.loss, r.grad_norm) for r in map(engine.step, steps)]
+        return [*numbers, engine.evaluate(steps[0])], masters(engine)
+
+    wanted = run()
+    for name, placement in PLACEMENTS.items():
+        numbers, weights = run(placement=placement)
+        assert numbers == wanted[0] and same(weights, wanted[1]), name
+
+
+def test_rows_train_alike_whatever_shares_their_micro_batch():
+    """Scales are of one token: its products do not depend on the others."""
+    [step] = make_batches(1)
+    engine = make_engine(adapted(), precision="fp8")
+    alone = torch.cat([engine.logits({"input_ids": row[None]})[0] for row in step[0]["input_ids"]])
+    assert torch.equal(engine.logits({"input_ids": step[0]["input_ids"]}).flatten(0, 1), alone)
+    assert not program_of(engine).scaled_together
+
+
+def test_parts_that_run_in_tiles_compute_alike():
+    step = [{name: each.repeat(1, 12) for name, each in make_batches(1)[0][0].items()}]
+
+    def run(**options):
+        engine = make_engine(
+            adapted(lambda: llama(max_position_embeddings=256)), precision="fp8", **options
+        )
+        return engine.step(step)
+
+    whole, tiled = run(), run(placement=Placement(chunk_tokens=128))
+    assert tiled.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert tiled.grad_norm == pytest.approx(whole.grad_norm, rel=1e-2)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_run_is_resumed_to_the_bit_and_only_in_float8(base, tmp_path):
+    first, *others = make_batches(3)
+    llama().save_pretrained(tmp_path / "base")
+    lora = {"r": 4, "target_modules": "all-linear"}
+    engine = make_engine(tmp_path / "base", adapter=lora, precision="fp8", base=base)
+    engine.step(first)
+    resumes(engine, tmp_path / "saved", others)
+    with pytest.raises(InputError, match="fp8"):
+        Engine.load(tmp_path / "saved", precision="bf16")
+
+
+def test_a_merged_model_is_the_same_in_either_precision(tmp_path):
+    """What is merged are the base's values as they rest, never codes of a product."""
+    for base in BASES:
+        files = []
+        for precision in ("bf16", "fp8"):
+            folder = tmp_path / f"{base} {precision}"
+            with make_engine(adapted(), precision=precision, base=base) as engine:
+                engine.save_pretrained(folder, merged=True)
+            files.append((folder / "model.safetensors").read_bytes())
+        assert files[0] == files[1], base
+
+
+def test_texts_come_of_the_values_that_codes_stand_for():
+    """Generation computes in bf16, with the values of a base in float8."""
+    ids = torch.arange(20, 26)[None]
+    engines = [make_engine(adapted(), precision=p, base="fp8") for p in ("fp8", "bf16")]
+    for spare in (0, None):
+        logits = []
+        for engine in engines:
+            with engine.whole_model(spare=spare) as model, torch.no_grad():
+                logits.append(model(ids).logits)
+        assert torch.equal(*logits)
+
+
+def test_what_is_no_frozen_linear_module_of_whole_blocks_stays_in_bf16():
+    """Adapters, what is trained beside them, routers, stacked experts, and odd sizes."""
+    odd = adapted(lambda: llama(intermediate_size=40), modules_to_save=["q_proj"])
+    names = {name.split(".layers.")[1] for name in multiplied_of(odd)}
+    wanted = {"k_proj.base_layer", "v_proj.base_layer", "o_proj.base_layer"}
+    wanted = {f"{n}.self_attn.{name}.weight" for n in range(3) for name in wanted}
+    assert {name for name in names if "original_module" not in name} == wanted
+    experts = multiplied_of(adapted(lambda: tiny_model("mixtral"), target_modules=["q_proj"]))
+    assert experts and not any("experts" in name or "gate" in name for name in experts)
+
+
+def multiplied_of(model):
+    engine = make_engine(model, precision="fp8")
+    entries = [entry for _, entry in store_of(engine).entries()]
+    return {entry.name for entry in entries if entry.multiplied}
+
+
+def test_what_has_no_products_in_float8_is_refused():
+    refused = {
+        "use_dora needs the base's weights": lambda: adapted(use_dora=True),
+        r"no layer has an nn\.Linear": lambda: adapted(
+            lambda: tiny_model("gpt2"), target_modules=["c_attn"], fan_in_fan_out=True
+        ),
+    }
+    for said, model in refused.items():
+        with pytest.raises(InputError, match=said):
+            make_engine(model(), precision="fp8")
+    with pytest.raises(InputError, match="precision 'fp32'; take bf16"):
+        make_engine(adapted(), precision="fp32", base="fp8")
