@@ -279,21 +279,19 @@ def finding_once(packed: list[Tensor | None]) -> AbstractContextManager[None]:
 
 @contextmanager
 def _finding(find: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    look, remap = (getattr(masking_utils, name) for name in _OF_PACKED)
-
-    def remapped(mask: Callable[..., Any], position_ids: Tensor) -> Callable[..., Any]:
-        return mask if _has_blocks(mask) else remap(mask, position_ids)
-
-    masking_utils.find_packed_sequence_indices = find
-    masking_utils.remap_positions_for_packed_sequence = remapped
+    patched: dict[str, Any] = {"find_packed_sequence_indices": find}
+    remap = getattr(masking_utils, _REMAP, None)  # older transformers have none
+    if remap is not None:
+        patched[_REMAP] = lambda mask, ids: mask if _has_blocks(mask) else remap(mask, ids)
+    kept = {name: getattr(masking_utils, name) for name in patched}
+    vars(masking_utils).update(patched)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = look
-        masking_utils.remap_positions_for_packed_sequence = remap
+        vars(masking_utils).update(kept)
 
 
-_OF_PACKED = ("find_packed_sequence_indices", "remap_positions_for_packed_sequence")
+_REMAP = "remap_positions_for_packed_sequence"
 
 
 def _has_blocks(mask: Any) -> bool:
