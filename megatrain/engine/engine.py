@@ -161,8 +161,8 @@ class PlacedEngine:
             else assembly.training(self.optimizer, opened.max_grad_norm)
         )
         self._policies = assembly.policies
-        buffers = self._opened.source.untrained.buffers
-        self._expert_loads = ExpertLoads(self.device, self._program, buffers)
+        kept = self._opened.source.untrained.buffers
+        self._expert_loads = ExpertLoads(self.device, self._spec, kept)
         rows_each = self._parts.embedding.rows_each
         losses = partial(self._forward_only, finish=Head.losses)
         self._intake = Intake(opened, self._program, rows_each, losses)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatrain.device import Device
 from megatrain.device.base import COMPUTE
-from megatrain.model.program import ModelProgram
+from megatrain.model.spec import ModelSpec
 
 STARVED = 0.1  # of an even share of a layer's choices: an expert with less starves
 WINDOW = 20  # steps over which an expert must starve to be warned of
@@ -23,14 +23,9 @@ _log = logging.getLogger(__name__)
 class ExpertLoads:
     """The loads of the last steps, and the biases that steps move."""
 
-    def __init__(self, device: Device, program: ModelProgram, kept: dict[str, Tensor]) -> None:
+    def __init__(self, device: Device, spec: ModelSpec, kept: dict[str, Tensor]) -> None:
         """Args: `kept`: buffers that saves and exports write, by name."""
-        self._device, self._kept = device, kept
-        spec = program.spec
-        self._rate = 0.0 if spec.router_loss is None else spec.router_loss.bias_rate
-        self._names = [spec.layers[ref.visit].name for ref in spec.routed]
-        model = spec.capture.model
-        self._biases = {n: (row, model.get_buffer(n)) for n, row in spec.router_biases.items()}
+        self._device, self._spec, self._kept = device, spec, kept
         self._window: list[Tensor] = []
 
     def after_step(self, loads: Sequence[Tensor]) -> dict[str, float]:
@@ -51,10 +46,12 @@ class ExpertLoads:
         """The sum of `loads` on the CPU, once the biases are moved towards even ones."""
         if not loads:
             return None
-        loads_LE = torch.stack([*loads]).sum(0)
-        for name, (row, bias_E) in self._biases.items():
-            load_E = loads_LE[row]
-            bias_E += self._rate * (load_E.sum() - len(load_E) * load_E).sign().float()
+        loads_LE, loss = torch.stack([*loads]).sum(0), self._spec.router_loss
+        assert loss is not None
+        for name, row in self._spec.router_biases.items():
+            load_E, bias_E = loads_LE[row], self._spec.capture.model.get_buffer(name)
+            up_E = (load_E.sum() - len(load_E) * load_E).sign().float()
+            bias_E += loss.bias_rate * up_E
             self._kept[name] = bias_E.cpu().clone()
         return loads_LE.cpu()
 
@@ -63,9 +60,10 @@ class ExpertLoads:
         if not starved_L.any():
             return
         worst = int(starved_L.argmax())
+        layer = self._spec.layers[self._spec.routed[worst].visit]
         _log.warning(
             "%d of %d experts starve: less than %.0f %% of an even share of the choices of the "
             "last %d steps (most in %s: %d of %d); see router_bias_update, router_aux_loss_coef",
-            starved_L.sum(), share_LE.numel(), 100 * STARVED, WINDOW, self._names[worst],
+            starved_L.sum(), share_LE.numel(), 100 * STARVED, WINDOW, layer.name,
             starved_L[worst], share_LE.shape[1],
         )  # fmt: skip

@@ -132,13 +132,9 @@ class Head(StreamedModule):
         batch.loads.extend(loads)
         if not loss.is_loss:
             return [], [{} for _ in h]
-        for name, weight, value in zip(
-            ("aux_loss", "router_z_loss"),  # the first as transformers calls it
-            (loss.weight, loss.z_weight),
-            torch.stack(losses).mean(0),
-            strict=True,
-        ):
-            batch.measured |= {name: value} if weight else {}
+        weights = {"aux_loss": loss.weight, "router_z_loss": loss.z_weight}  # as in transformers
+        means = zip(weights.items(), torch.stack(losses).mean(0), strict=True)
+        batch.measured |= {name: mean for (name, weight), mean in means if weight}
         weighed = [share * slope for share, slope in zip(shares, slopes, strict=True)]
         dh = [dict.fromkeys(routed, weighed[i % len(weighed)]) for i in range(len(h))]
         if ranks.rank:
@@ -150,10 +146,8 @@ class Head(StreamedModule):
         """Each layer's sums of its routers `[L, S]`, whose activations are taken out of `h`."""
         routed = self.program.spec.routed
         sums = [torch.cat([values.pop(ref) for ref in routed]).double() for values in h]
-        zeros = torch.zeros(
-            self.program.spec.routed_shape, dtype=torch.float64, device=self.program.device
-        )
-        return sum(sums, zeros)
+        shape = self.program.spec.routed_shape
+        return sum(sums, torch.zeros(shape, dtype=torch.float64, device=self.program.device))
 
     def _weighed(self, slot: Buffer, batch: Batch, h: State) -> tuple[Batch, list[Any]]:
         """For a joint loss: the batch with weighed labels, and the losses; visits the head for it.

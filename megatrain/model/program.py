@@ -104,9 +104,8 @@ class ModelProgram:
         self.spec, self.device, self.dtype = spec, device, dtype
         self.capture = spec.capture
         model = self.capture.model
-        types = loaded_types(model, dtype)
-        self._types = types | dict.fromkeys(spec.router_biases, torch.float32)
-        types = self._types
+        wide = dict.fromkeys(spec.router_biases, torch.float32)
+        self._types = types = {**loaded_types(model, dtype), **wide}
         refuse_rounding(types, spec.gathered, dtype)
         move_buffers(model, device, types)
         self.kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())

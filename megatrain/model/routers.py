@@ -11,7 +11,7 @@ Legend: L layers with a router, N tokens, E experts, K experts chosen by a token
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -26,7 +26,7 @@ from megatrain.errors import InputError, Unsupported
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 _OWN = "megatrain_routers"  # in a configuration: what transformers has no name for
 NOT_ASKED: Mapping[str, float | None] = {}
-_BIASES = ("e_score_correction_bias", "expert_bias")
+BIASES = ("e_score_correction_bias", "expert_bias")
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,8 @@ class Tap:
         output = self._forward(*args, **kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
         logits = outputs[self._index if len(outputs) > 1 else 0]
-        choices = [
-            x
-            for x in outputs
-            if isinstance(x, Tensor)
-            and x.dtype == torch.int64
-            and x.ndim > 1
-            and x.shape[:-1] == logits.shape[:-1]
-        ]
+        whole = [x for x in outputs if isinstance(x, Tensor) and x.dtype == torch.int64]
+        choices = [x for x in whole if x.ndim > 1 and x.shape[:-1] == logits.shape[:-1]]
         self._kept = [logits, *choices[:1]]
         return output
 
@@ -142,13 +136,6 @@ def taken(layer: nn.Module, counted_N: Tensor | None) -> list[Tensor]:
     every = [forward.take(counted_N) for forward in forwards if isinstance(forward, Tap)]
     sums = [part for part in every if part is not None]
     return [torch.cat(sums).sum(0, keepdim=True)] if sums else []
-
-
-def biases(layer: nn.Module, num_experts: int) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of a layer that its router adds to its scores when it chooses, by name."""
-    for name, buffer in layer.named_buffers():
-        if name.rpartition(".")[2] in _BIASES and buffer.shape == (num_experts,):
-            yield name, buffer
 
 
 def tap(layer: nn.Module, path: str, model: PreTrainedModel, loss: RouterLoss) -> None:

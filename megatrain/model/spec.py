@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatrain.model.capture import PROLOGUE, Capture, Ref, with_hidden
 from megatrain.model.layer_template import LayerTemplate
-from megatrain.model.routers import RouterLoss, biases
+from megatrain.model.routers import BIASES, RouterLoss
 from megatrain.tile.layout import WeightFormat
 
 PROBE_SHAPE = (2, 8)  # rows, tokens of the structure run
@@ -101,12 +101,13 @@ class ModelSpec:
         """The biases of routers that steps move: by name, the row of the layer in the loads."""
         if not (self.routed and self.router_loss and self.router_loss.bias_rate):
             return {}
-        num = self.router_loss.experts(self.routed_shape[1])
+        shape = (self.router_loss.experts(self.routed_shape[1]),)
         layers = [self.layers[ref.visit] for ref in self.routed]
         return {
             f"{layer.name}.{name}": row
             for row, layer in enumerate(layers)
-            for name, _ in biases(layer.module, num)
+            for name, buffer in layer.module.named_buffers()
+            if name.rpartition(".")[2] in BIASES and buffer.shape == shape
         }
 
     def logits(self, weights: dict[str, Tensor], hidden_BTD: Tensor) -> Tensor:
