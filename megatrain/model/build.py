@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from megatrain.base.json_yaml import read_json
-from megatrain.compat.gguf import gguf_config, is_gguf
+from megatrain.compat.gguf import is_gguf, read_gguf
 from megatrain.compat.transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MULTIMODAL_CLASSES,
@@ -77,7 +77,7 @@ def read_config(place: Path | str, *, trust_remote_code: bool = False) -> PreTra
     that only code on the hub knows, which is then not needed. Raises: as `AutoConfig`.
     """
     if is_gguf(place):
-        return gguf_config(Path(place))
+        return read_gguf(Path(place), AutoConfig)
     values, _ = PreTrainedConfig.get_config_dict(place)
     if (kind := _BY_ANOTHER_NAME.get(str(values.get("model_type")))) is None:
         return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)

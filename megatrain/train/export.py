@@ -1,6 +1,5 @@
 """A run's model as a Hugging Face folder, in another dtype if wanted."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -46,16 +45,18 @@ def export(
             converter is missing or refuses the model.
         RunFailed: the disk is full.
     """
-    model, converter = trained_model(run), _converter() if gguf else []
+    model, converter = trained_model(run), shutil.which(CONVERTER)
     cast = None if dtype is None else DTYPES[dtype]
     require_empty(out)
+    if gguf is not None and converter is None:
+        raise InputError(f"--gguf calls llama.cpp's {CONVERTER}; put a checkout of it on PATH")
     with whole_folder(out) as folder:
         if isinstance(model, Checkpoint):
             write_saved(model, folder, cast, merged=merged)
         else:
             _write_copy(run, Path(model), folder, cast, merged=merged)
         if gguf is not None:
-            _convert(converter, folder, f"{out.resolve().name}-{gguf}.gguf", gguf)
+            _convert(str(converter), folder, folder / f"{out.resolve().name}-{gguf}.gguf", gguf)
 
 
 def _write_copy(
@@ -80,22 +81,11 @@ def _write_copy(
     write_companions(folder, companions(source))
 
 
-def _converter() -> list[str]:
-    """The command of llama.cpp's converter. Raises InputError: it is not installed."""
-    script = shutil.which(CONVERTER) or os.path.join(os.environ.get("LLAMA_CPP", ""), CONVERTER)
-    if not os.path.isfile(script):
-        raise InputError(
-            f"--gguf calls llama.cpp's {CONVERTER}, which is not installed; put it on PATH, or let "
-            "LLAMA_CPP name a checkout of llama.cpp"
-        )
-    return [sys.executable, script]
-
-
-def _convert(converter: list[str], folder: Path, name: str, kind: str) -> None:
+def _convert(converter: str, folder: Path, file: Path, kind: str) -> None:
     if adapter_folder(folder) is not None:
         raise InputError("--gguf writes a whole model, and this is an adapter; add --merged")
-    command = [*converter, str(folder), "--outtype", kind, "--outfile", str(folder / name)]
+    command = [sys.executable, converter, str(folder), "--outtype", kind, "--outfile", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode or not (folder / name).is_file():
+    if done.returncode or not file.is_file():
         last = in_one_line((done.stderr.strip() or "no file").splitlines()[-1], 300)
-        raise InputError(f"{converter[-1]}: fails on this model: {last}; export without --gguf")
+        raise InputError(f"{converter}: fails on this model: {last}; export without --gguf")

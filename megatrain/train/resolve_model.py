@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBase
 
+from megatrain.base.whole_files import known_by
 from megatrain.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from megatrain.config import ModelSection, nearest
 from megatrain.errors import InputError, in_one_line
@@ -33,7 +34,6 @@ _COUNTS = (
     "num_key_value_heads", "vocab_size",
 )  # fmt: skip
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-_HEAD_BYTES, _PAGE_BYTES, _PAGES = 1 << 20, 4096, 64  # the parts of a file that are hashed
 
 
 def trained_model(run: str) -> Checkpoint | str:
@@ -112,7 +112,7 @@ class ResolvedModel:
         elif self.source is not None and (folder := Path(self.source).expanduser()).is_dir():
             folders.add(folder)
         files = [
-            [str(path.relative_to(folder)), *_known_by(path)]
+            [str(path.relative_to(folder)), *known_by(path)]
             for folder in sorted(folders)
             for path in sorted(folder.rglob("*"))
             if path.is_file()
@@ -162,22 +162,6 @@ def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
     except Exception as error:  # each configuration class has its own checks and error types
         reason = in_one_line(error)
         raise InputError(f"model.config: not a {model_type} configuration: {reason}") from error
-
-
-def _known_by(path: Path) -> tuple[int, int, str]:
-    """Size, time, and a hash of the sampled bytes of a file."""
-    seen = hashlib.blake2b(digest_size=12)
-    try:
-        status = path.stat()
-        with path.open("rb") as file:
-            seen.update(file.read(_HEAD_BYTES))
-            rest = max(0, status.st_size - _HEAD_BYTES - _PAGE_BYTES)
-            for number in range(_PAGES if status.st_size > _HEAD_BYTES else 0):
-                file.seek(_HEAD_BYTES + rest * number // (_PAGES - 1))
-                seen.update(file.read(_PAGE_BYTES))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    return status.st_size, status.st_mtime_ns, seen.hexdigest()
 
 
 def _newest_checkpoint(parent: Path) -> Checkpoint | None:

@@ -26,14 +26,14 @@ LORA = {"r": 4, "target_modules": "all-linear"}
 F32, F16, Q8 = (getattr(gguf.GGMLQuantizationType, name) for name in ("F32", "F16", "Q8_0"))
 
 
-def write_gguf(path, tokenizer_folder, kind=Q8, seed=0):
+def write_gguf(path, tokenizer_folder, kind=Q8, seed=0, positions=64):
     """A tiny Qwen2 with a tokenizer and a chat template; returns its matrices as they are read."""
     draw = torch.Generator().manual_seed(seed)
     tree = json.loads((tokenizer_folder / "tokenizer.json").read_text())["model"]
     writer = gguf.GGUFWriter(path, "qwen2")
     writer.add_name("tiny")
     writer.add_block_count(LAYERS)
-    writer.add_context_length(64)
+    writer.add_context_length(positions)
     writer.add_embedding_length(WIDTH)
     writer.add_feed_forward_length(MLP)
     writer.add_head_count(2)
@@ -82,6 +82,8 @@ def test_weights_tokenizer_and_template_are_those_of_the_file(
     kind, dtype, megatrain, tmp_path, tokenizer_folder
 ):
     read = write_gguf(tmp_path / "tiny.gguf", tokenizer_folder, kind)
+    shutil.copytree(tokenizer_folder, tmp_path, dirs_exist_ok=True)  # another's files beside it
+    (tmp_path / "chat_template.jinja").write_text("another")
     megatrain.done("export", "tiny.gguf", "whole")
     stored = load_file(tmp_path / "whole" / "model.safetensors")
     for name, theirs in NAMES.items():
@@ -174,7 +176,7 @@ def converter(folder, body):
 def test_a_gguf_file_is_written_by_the_converter(megatrain, model, tmp_path, monkeypatch):
     asked = ["export", model, "out", "--gguf", "q8_0"]
     monkeypatch.setenv("PATH", "/nowhere")
-    megatrain.refused("convert_hf_to_gguf.py, which is not installed; put it on PATH", *asked)
+    megatrain.refused("convert_hf_to_gguf.py; put a checkout of it on PATH", *asked)
     monkeypatch.setenv("PATH", converter(tmp_path, "raise ValueError('no such architecture')"))
     megatrain.refused("fails on this model: ValueError: no such architecture", *asked)
     assert not (tmp_path / "out").exists()
