@@ -368,13 +368,11 @@ class Declared:
         kernels = sum(2 if e.multiplied else e.packed is not None for e in layout.entries)
         # Scales are spread over their blocks, a parameter's at once: three fp32 values a block.
         # What is multiplied in float8 is unpacked from NF4 before, and in fp32 if not compiled.
-        packed = [e for e in layout.entries if e.is_packed]
-        spread = max(e.numel * 12 // 64 for e in packed)
-        each = 0 if self._measured.compiled else 12
-        values = [
-            e.numel * (each + 2 * (e.packed not in (None, FP8))) for e in packed if e.multiplied
-        ]
-        self._ledger.took(spread + max(values, default=0))
+        spread, eager = 12 / 64, 0 if self._measured.compiled else 12
+        each = (
+            (e, 2 * (e.packed not in (None, FP8)) + eager) for e in layout.entries if e.is_packed
+        )
+        self._ledger.took(max(int(e.numel * (spread + e.multiplied * more)) for e, more in each))
         return Work(touched_bytes=touched, kernels=kernels), None
 
     def _took(self, work: Work, count: int) -> Work:

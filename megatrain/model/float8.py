@@ -1,24 +1,21 @@
 """Products of layers in float8, of all parameters by torchao's recipe, of a frozen base by codes.
 
-**All parameters**: torchao's training recipe with one scale for a whole tensor. Weights, inputs and
-gradients of `nn.Linear` are cast for each product (e4m3, gradients e5m2), with scales from their
-largest value at that moment; results, weights and their gradients stay bf16.
+**All parameters**: weights, inputs and gradients of `nn.Linear` are cast for each product (e4m3,
+gradients e5m2), with one scale for a whole tensor, from its largest value at that moment; results,
+weights and their gradients stay bf16 (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
-**A frozen base under an adapter**: weights come as e4m3 codes with a scale for each row (of an
-output), and the same codes turned, since the GPU's products read both operands along the sum.
-Inputs are quantised by rows (tokens): `y = (q(x) codes^T) s_x s_w`. No gradient of the weight
-exists. That of the input sums over outputs, so their scales go into the gradient before it is
-quantised, by rows, too: `dx = (q(dy s_w) codes) s_dy`. Both are e4m3: with a scale for each token
-the range of e5m2 is not needed, and e4m3 has one bit more (so do torchao's recipe `rowwise` and
-DeepSeek-V3, section 3.3.2). Sums are the GPU's fast ones, as in `rowwise`.
-The adapter's own products stay bf16.
+**A frozen base under an adapter**: weights come as e4m3 codes with a scale for each row (output),
+and the same codes turned: the GPU reads both operands along the sum. Inputs are quantised by rows
+(tokens): `y = (q(x) codes^T) s_x s_w`. Their gradient sums over outputs, whose scales go into it
+before it is quantised, by rows, too: `dx = (q(dy s_w) codes) s_dy`. It is e4m3: with a scale for
+each token it needs no range of e5m2, and has one bit more. Operands and fast sums are those of
+torchao's `rowwise`; DeepSeek-V3 takes e4m3 for all (https://arxiv.org/abs/2412.19437, 3.3.2).
 
-Heads, embeddings, routers and experts that are no `nn.Linear` are computed in bf16.
-https://github.com/pytorch/ao/tree/main/torchao/float8, https://arxiv.org/abs/2412.19437
+Heads, embeddings, routers, adapters and experts that are no `nn.Linear` are computed in bf16.
 """
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,34 +75,28 @@ class FrozenLinear(nn.Linear):
 
 def multiplied(spec: ModelSpec) -> set[str]:
     """Names of the frozen weights under an adapter that products in float8 read as operands."""
-    model = spec.capture.model
-    adapters, types = adapted(model), loaded_types(model, torch.bfloat16)
-    linear = {
-        f"{layer.name}.{path}.weight": module
-        for layer in spec.layers
-        for path, module in layer.module.named_modules()
-        if _takes(module, path)
-    }
+    adapters, types = adapted(spec.capture.model), loaded_types(spec.capture.model, torch.bfloat16)
+    held = {} if adapters is None else adapters.held
     return {
         name
-        for name, module in linear.items()
-        if adapters is not None and name in adapters.held
-        if types.get(name) != torch.float32 and not module.weight.requires_grad
+        for layer in spec.layers
+        for path, module in layer.module.named_modules()
+        if _takes(module, path) and not module.weight.requires_grad
+        if (name := f"{layer.name}.{path}.weight") in held and types.get(name) != torch.float32
     }
 
 
-def multiply(module: nn.Module, names: Collection[str], device: torch.device) -> list[nn.Module]:
+def multiply(module: nn.Module, names: Iterable[str], device: torch.device) -> None:
     """Let linear modules of a layer's template, by their weights' names, compute by operands.
 
     Raises InputError: the GPU has no float8.
     """
     require_float8(device)
-    linear = [module.get_submodule(name.removesuffix(".weight")) for name in names]
-    for each in linear:
-        each.__class__ = FrozenLinear
-        for name in ("codes", "scales", "turned"):
-            each.register_buffer(name, None)
-    return linear
+    for name in names:
+        linear = module.get_submodule(name.removesuffix(".weight"))
+        linear.__class__ = FrozenLinear
+        for operand in ("codes", "scales", "turned"):
+            linear.register_buffer(operand, None)
 
 
 def convert(module: nn.Module, device: torch.device, wide: Collection[str] = ()) -> list[nn.Module]:

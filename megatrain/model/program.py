@@ -137,17 +137,15 @@ class ModelProgram:
 
     def _in_float8(self) -> list[nn.Module]:
         """Let linear modules compute in it; returns those with one scale for all their tokens."""
-        whole, by_rows, frozen = list[nn.Module](), list[nn.Module](), multiplied(self.spec)
+        whole, frozen = list[nn.Module](), multiplied(self.spec)
         for kind in self.kinds:
             layer = next(layer for layer in self.spec.layers if layer.kind is kind)
             names = {n: f"{layer.name}.{n}" for n, _ in kind.module.named_parameters()}
             if adapted(self.spec.capture.model) is None:
                 wide = {n for n, full in names.items() if self.type_of(full) != self.dtype}
                 whole += convert(kind.module, self.device, wide)
-            else:
-                own = [n for n, full in names.items() if full in frozen]
-                by_rows += multiply(kind.module, own, self.device)
-        if not whole and not by_rows:
+            multiply(kind.module, (n for n, full in names.items() if full in frozen), self.device)
+        if not whole and not frozen:
             raise InputError(
                 "precision is 'fp8', but no layer has an nn.Linear of sizes that are multiples of "
                 "16; take bf16"

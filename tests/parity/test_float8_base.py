@@ -226,7 +226,9 @@ def test_a_merged_model_is_the_same_in_either_precision(tmp_path):
         files = []
         for precision in ("bf16", "fp8"):
             folder = tmp_path / f"{base} {precision}"
-            with make_engine(adapted(), precision=precision, base=base) as engine:
+            options = {"base": base, "placement": Placement(resident=("layer 1",))}
+            with make_engine(adapted(), precision=precision, **options) as engine:
+                engine.evaluate(make_batches(1)[0])
                 engine.save_pretrained(folder, merged=True)
             files.append((folder / "model.safetensors").read_bytes())
         assert files[0] == files[1], base
