@@ -41,7 +41,7 @@ def _print_row(console: Console, row: int, pieces: Sequence[ShownDocument]) -> N
             Text(f"-- {piece.place}: {piece.num_tokens:,} tokens", style="cyan"), soft_wrap=True
         )
         for image in piece.images:
-            console.print(Text(f"   image {image}", style="cyan"), soft_wrap=True)
+            console.print(Text(f"   {image}", style="cyan"), soft_wrap=True)
         text, room = Text(), _LONGEST
         for run in piece.runs:
             part = run.text[: max(room, 0)]

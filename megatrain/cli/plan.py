@@ -162,7 +162,7 @@ def _images(options: Options) -> MediaRow | None:
             large = re.fullmatch(r"[1-9]\d*x[1-9]\d*", text)
             problem = "too large: sides are 99999 at most" if large else "no size"
             raise InputError(f"--image: {text!r} is {problem}; write it like 1024x768")
-    return MediaRow(processor.example([(int(m[1]), int(m[2])) for m in parsed if m]))
+    return MediaRow(processor.example([("image", (int(m[1]), int(m[2]))) for m in parsed if m]))
 
 
 def missing_data(paths: str | list[str]) -> str | None:

@@ -1,5 +1,6 @@
 """All that the package takes of transformers beneath its public names."""
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.audio_utils import load_audio
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -33,8 +35,9 @@ from megatrain.compat.torch import FORWARD_HOOKS, contiguous_copy
 
 __all__ = [
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "WeightConverter", "WeightRenaming",
-    "dot_natural_key", "eager_mask", "get_model_conversion_mapping", "rename_source_key",
-    "render_jinja_template", "revert_weight_conversion", "sdpa_attention_forward", "sdpa_mask",
+    "dot_natural_key", "eager_mask", "get_model_conversion_mapping", "load_audio",
+    "rename_source_key", "render_jinja_template", "revert_weight_conversion",
+    "sdpa_attention_forward", "sdpa_mask",
 ]  # fmt: skip
 
 CAUSAL_LM_CLASSES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -252,6 +255,12 @@ def without_checkpointing(model: nn.Module) -> None:
             for number, hook in list(hooks.items()):
                 if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
                     del hooks[number]
+
+
+def has_decoder_of_sound() -> bool:
+    """True if a package is installed with which `load_audio` decodes sounds."""
+    names = ("torchcodec", "soundfile")
+    return any(importlib.util.find_spec(name) is not None for name in names)
 
 
 def unpacked() -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatrain.base.json_yaml import parse_json
-from megatrain.data.images import IMAGE, source_of
+from megatrain.data.images import PARTS, PLACES, source_of
 from megatrain.data.refused_fields import empty, refuse_unheeded_of_message
 from megatrain.errors import InputError
 
@@ -29,7 +29,7 @@ class Conversation(NamedTuple):
     """Messages for a chat template, and its other inputs.
 
     learnt: for each message, True if it is a reply to learn. images: what stands in the place of
-    each `IMAGE` of the messages.
+    each character of `PLACES` in the messages: its kind, and its source.
     """
 
     messages: list[Message]
@@ -143,21 +143,21 @@ def _learnt(message: Message, where: str) -> bool:
 
 
 def _of_parts(parts: Sequence[object], message: Message, where: str, images: bool) -> Message:
-    """Message fields made of content parts: text, images, in replies reasoning and tool calls."""
-    sources: list[object] = []
+    """Message fields made of content parts: text, media, in replies reasoning and tool calls."""
+    media: list[tuple[str, object]] = []
     texts_of: dict[str, list[str]] = {"content": [], "reasoning_content": [], "tool_calls": []}
     for part in parts:
         kind = str(part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__)
         name = _PARTS.get(kind) if message["role"] == "assistant" or kind == "text" else None
         value = part.get(kind, part.get("value")) if isinstance(part, Mapping) else None
-        if kind in ("image", "image_url") and images and message["role"] != "assistant":
+        if kind in PARTS and images and message["role"] != "assistant":
             assert isinstance(part, Mapping)
-            sources.append(source_of(part, where))
-            name, value = "content", IMAGE
+            media.append((PARTS[kind], source_of(part, PARTS[kind], where)))
+            name, value = "content", PLACES[PARTS[kind]]
         if name is None or not isinstance(value, str):
             raise InputError(
                 f"{where}: 'content' must be a string or a list of parts of text (and of images, "
-                f"not in replies): it has a part that is not read: {kind!r:.40}"
+                f"films and sounds, not in replies): it has a part that is not read: {kind!r:.40}"
             )
         if name in message:
             raise InputError(f"{where}: {name!r} is also in a part of 'content': keep one")
@@ -167,7 +167,7 @@ def _of_parts(parts: Sequence[object], message: Message, where: str, images: boo
         fields["tool_calls"] = [
             from_json(call, "tool_call", where) for call in texts_of["tool_calls"]
         ]
-    return fields | ({"images": sources} if sources else {})
+    return fields | ({"media": media} if media else {})
 
 
 def _call(call: object, where: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatrain.base.units import align
-from megatrain.data.images import ImageProcessor, Picture
+from megatrain.data.images import ImageProcessor, Medium
 from megatrain.data.row_packing import (
     Ints,
     PackedRows,
@@ -204,7 +204,7 @@ class PackedDataset:
         """True if some document has images; then `with_images` completes micro-batches."""
         return self.store.images is not None
 
-    def images(self, row: int, lines: slice, *, whole: bool = True) -> list[Picture]:
+    def images(self, row: int, lines: slice, *, whole: bool = True) -> list[Medium]:
         """The images of some documents in a row; not `whole`: without bytes that no file holds."""
         kept, documents = self.store.images, self._segments(row).document[lines].tolist()
         return [image for at in documents if kept for image in kept.of(at, whole=whole)]
@@ -219,11 +219,11 @@ class PackedDataset:
         processor, lines = self.image_processor, slice(None if self.packing else 1)
         rows = (self.images(row, lines, whole=False) for row in range(len(self)))
 
-        def tokens(images: list[Picture]) -> int:
-            return sum(len(processor.replacement(image.size)) for image in images)
+        def tokens(images: list[Medium]) -> int:
+            return sum(len(processor.replacement(image.kind, image.size)) for image in images)
 
         images = max(rows, key=tokens)
-        return processor.example([image.size for image in images]) if images else None
+        return processor.example([(image.kind, image.size) for image in images]) if images else None
 
     def with_images(self, batch: MicroBatch) -> MicroBatch:
         """A micro-batch with its images' tensors, as the model's processor makes them.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatrain.data.conversation import ROLES, Conversation
 from megatrain.data.examples import Examples, PlacedExample
-from megatrain.data.images import ImageProcessor, Picture, read_picture, with_images
+from megatrain.data.images import ImageProcessor, Medium, read_medium, with_media
 from megatrain.data.readers import TextPiece
 from megatrain.data.refused_fields import OF_CALLS, empty
 from megatrain.data.reply_spans import ReplySpans
@@ -52,7 +52,7 @@ class Document(NamedTuple):
     targets: NDArray[np.bool_]
     good: bool = True
     margin: float = 0.0
-    images: Sequence[Picture] = ()
+    images: Sequence[Medium] = ()
     images_end: int = 0
 
 
@@ -173,7 +173,7 @@ class ChatEncoder:
         replies = ReplySpans(self._template, self._names, talk, where)
         if not talk.images and self._images is not None:
             self._refuse_tokens(replies.text, where)
-        text, moved, end_of_images = with_images(replies.text, talk.images, self._images, where)
+        text, moved, end_of_images = with_media(replies.text, talk.images, self._images, where)
         unchecked, offsets = placed_tokens(self._tokenizer, text, where)
         ids = token_ids(unchecked, self._vocab_size, where)
         starts = offsets[:, 0]
@@ -200,7 +200,7 @@ class ChatEncoder:
     def _refuse_tokens(self, text: str, where: str) -> None:
         """Raises InputError: a text has a token that stands for an image, and the row has none."""
         for name in self._names if self._images and self._images.identity else ():
-            if re.search("image|img", name, re.IGNORECASE) and name in text:
+            if re.search("image|img|video|audio", name, re.IGNORECASE) and name in text:
                 raise InputError(
                     f"{where}: its text has the token {name!r}, and the row has no images: name "
                     "them in 'images', or write it otherwise"
@@ -301,12 +301,16 @@ class Encoder:
         if not isinstance(talk, Conversation) or not talk.images:
             return placed._replace(example=talk)
         if self._images is None or not self._images.identity:
+            kind = talk.images[0][0]
             raise InputError(
-                f"{placed.where}: images ('image', 'images', parts of a content): the model has no "
-                "processor for them: use the folder of one that has, or leave them out"
+                f"{placed.where}: {kind}s ({kind!r}, '{kind}s', parts of a content): the model has "
+                "no processor for them: use the folder of one that has, or leave them out"
             )
         folder = Path(examples.sources[placed.source].name).parent
-        images = [read_picture(image, folder, placed.where) for image in talk.images]
+        images = [
+            read_medium(kind, source, folder, placed.where, self._images)
+            for kind, source in talk.images
+        ]
         return placed._replace(example=talk._replace(images=images))
 
     def _encoded(self, placed: PlacedExample) -> Document:

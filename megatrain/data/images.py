@@ -1,7 +1,7 @@
-"""Images of rows: their files, checked; the tokens and the tensors that a processor makes of them.
+"""Images, films and sounds of rows: their files, checked; what a processor makes of them.
 
-In a conversation an image is a character, `IMAGE`, in a message's content, and an entry of the
-row's images. Kept tokens name each image's file, size and digest; pixels are made anew for each
+In a conversation each is a character of `PLACES` in a message's content, and an entry of the row's
+media. Kept tokens name each one's files, size and digest; pixels and waves are made anew for each
 micro-batch, from bytes with the same digest.
 """
 
@@ -14,6 +14,7 @@ import re
 import stat
 import threading
 import warnings
+import wave
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -21,147 +22,195 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from megatrain.compat.transformers import has_decoder_of_sound, load_audio
 from megatrain.data.refused_fields import empty
 from megatrain.errors import InputError, in_one_line
 
-IMAGE = "\ufdd0"  # in place of an image in a message's content: no character, so in no text
+PLACES = {"image": "\ufdd0", "video": "\ufdd1", "audio": "\ufdd2"}
+"""What stands for each kind in a message's content: no characters, so in no text."""
+KINDS = {place: kind for kind, place in PLACES.items()}
+PARTS = {
+    **{name: kind for kind in PLACES for name in (kind, f"{kind}_url")}, "input_audio": "audio",
+}  # fmt: skip
+"""Types of content parts, and the kind of each."""
 MOST_PIXELS = 89_478_485  # as Pillow warns of: 256 MiB when decoded
+MOST_BYTES = 512 << 20  # of a file
 _FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
 _SIZES = 4096  # whose tokens are remembered
 
 
-class Picture(NamedTuple):
-    """An image as kept tokens know it.
+Source = str | bytes | tuple[str, ...]
+
+
+class Medium(NamedTuple):
+    """An image, film or sound as kept tokens know it.
 
     Attributes:
-        path: of its file; empty if the row itself holds the bytes.
+        path: of its file, or of each frame, a line each; empty if the row itself holds the bytes.
         digest: of its encoded bytes.
-        size: width and height in pixels.
-        state: size and time (ns) of the file.
+        size: width and height in pixels, after the number of a film's frames; samples of a sound.
+        state: size and time (ns) of each file.
         data: the encoded bytes, unless they are in a file.
+        kind: of `PLACES`.
     """
 
     path: str
     digest: str
-    size: tuple[int, int]
-    state: tuple[int, int]
+    size: tuple[int, ...]
+    state: tuple[int, ...]
     data: bytes = b""
+    kind: str = "image"
 
     @property
     def name(self) -> str:
-        """Its file, size and name in messages."""
-        return f"{self.path or 'in the row'} ({self.size[0]} x {self.size[1]})"
+        """Its kind, first file and size in messages."""
+        size = " x ".join(f"{number}" for number in self.size)
+        size += " samples" if self.kind == "audio" else ""
+        return f"{self.kind} {self.path.partition(chr(10))[0] or 'in the row'} ({size})"
 
     def changed(self) -> bool:
-        """True if its file is missing, or not as it was."""
+        """True if a file is missing, or not as it was."""
         try:
-            return bool(self.path) and _state(Path(self.path)) != self.state
+            return bool(self.path) and _state(self.path.split("\n")) != self.state
         except OSError:
             return True
 
-    def decoded(self) -> Image.Image:
-        """Its pixels, upright, as RGB. Raises InputError: the file has changed."""
-        data = self.data or _read(self.path, self.path)
-        if _digest(data) != self.digest:
+    def decoded(self, rate: int) -> Any:
+        """An upright RGB image, frames `[F, H, W, 3]`, or a wave at a rate (Hz).
+
+        Raises InputError: a file has changed.
+        """
+        data = [self.data] if self.data else [_read(path, path) for path in self.path.split("\n")]
+        if _digest(b"".join(data)) != self.digest:
             raise InputError(
                 f"{self.path or 'an image'}: not as it was when its row was made tokens: restore "
                 "it, or start a new run"
             )
-        return _decoded(data, self.path)
+        return _decoded(self.kind, data, self.path, rate)
 
 
-def sources(value: object, where: str) -> list[object]:
-    """The images of a row's field: one, or a list."""
-    images = value if isinstance(value, list) else [value]
-    return [] if empty(value) else [_source(image, where) for image in images]
+def sources(value: object, kind: str, where: str) -> list[Source]:
+    """The images, films or sounds of a row's field: one, or a list."""
+    values = value if isinstance(value, list) else [value]
+    return [] if empty(value) else [_source(one, kind, where) for one in values]
 
 
-def source_of(part: Mapping[str, Any], where: str) -> object:
-    """The image that a content part names; None: it takes the next of the row's own field."""
-    names = ("image", "image_url", "url", "path", "base64", "bytes")
+def source_of(part: Mapping[str, Any], kind: str, where: str) -> Source | None:
+    """The file that a content part names; None: it takes the next of the row's own field."""
+    names = (kind, f"{kind}_url", "input_audio", "url", "path", "base64", "bytes")
     values = [part[name] for name in names if not empty(part.get(name))]
-    return _source(values[0], where) if values else None
+    return _source(values[0], kind, where) if values else None
 
 
-def _source(value: object, where: str) -> object:
-    """The path or the bytes of an image."""
+def _source(value: object, kind: str, where: str) -> Source:
+    """The path, the paths of a film's frames, or the bytes of a medium."""
     if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("url") or value.get("path")
+        encoded = f"data:,{value['data']}" if value.get("data") else None  # OpenAI's input_audio
+        value = encoded or value.get("bytes") or value.get("url") or value.get("path")
+    if kind == "video" and isinstance(value, list):
+        frames = [_source(frame, "image", where) for frame in value]
+        paths = tuple(frame for frame in frames if isinstance(frame, str))
+        if not paths or len(paths) < len(frames):
+            raise InputError(f"{where}: a film is a list of files of its frames: name these")
+        return paths
     if isinstance(value, str) and value.startswith("data:"):
         try:
             value = base64.b64decode(value.partition(",")[2], validate=True)
         except binascii.Error as error:
-            raise InputError(f"{where}: an image's data: address is not base64: {error}") from error
+            raise InputError(
+                f"{where}: an {kind}'s data: address is not base64: {error}"
+            ) from error
     if not isinstance(value, str | bytes) or not value:
         raise InputError(
-            f"{where}: an image must be a path, a data: address or bytes, not "
+            f"{where}: an {kind} must be a path, a data: address or bytes, not "
             f"{type(value).__name__}: correct it"
         )
     path = value.removeprefix("file://") if isinstance(value, str) else ""
     if _ADDRESS.match(path):
         raise InputError(
-            f"{where}: image {path!r:.80} is an address: fetch it, and name the file (nothing is "
+            f"{where}: {kind} {path!r:.80} is an address: fetch it, and name the file (nothing is "
             "downloaded while training)"
         )
     return path or value
 
 
-def place_images(turns: Sequence[dict[str, Any]], images: list[object], where: str) -> list[object]:
-    """Put `IMAGE` where images are; returns the images in this order.
+Placed = tuple[str, Source | None]
 
-    The row's own images take the places of parts that name none, or of `<image>` in texts (LLaVA);
-    where there are no such places, they come before the first question (TRL).
+
+def place_media(
+    turns: Sequence[dict[str, Any]], rows: Mapping[str, list[Source]], where: str
+) -> list[tuple[str, Source]]:
+    """Put characters where media are; returns kinds and sources, each kind in its order.
+
+    The row's own media take the places of parts that name none, or of `<image>`, `<video>` and
+    `<audio>` in texts (LLaVA); where there are no such places, they come before the first question
+    (TRL).
     """
-    placed: list[object] = []
+    placed: list[Placed] = []
     for message in turns:
-        in_parts, content = message.pop("images", []), message.get("content", "")
-        if images and not in_parts and message["role"] != "assistant":
-            in_parts = [None] * content.count("<image>")
-            message["content"] = content.replace("<image>", IMAGE)
+        in_parts, content = message.pop("media", []), message.get("content", "")
+        if not in_parts and message["role"] != "assistant" and any(rows.values()):
+            for kind in (kind for kind, own in rows.items() if own):
+                content = content.replace(f"<{kind}>", PLACES[kind])
+            message["content"] = content
+            in_parts = [(KINDS[char], None) for char in content if char in KINDS]
         placed += in_parts
     asked = next((message for message in turns if message["role"] == "user"), None)
-    if images and not placed and asked is not None:
-        asked["content"] = IMAGE * len(images) + asked.get("content", "")
-        placed = [None] * len(images)
-    if placed.count(None) != len(images):
-        raise InputError(
-            f"{where}: {len(images)} images in the row, and {placed.count(None)} places for them "
-            "(<image> in a question's text, or parts of the type image): give each image one place"
-        )
-    rest = iter(images)
-    return [next(rest) if image is None else image for image in placed]
+    for kind, own in rows.items():
+        if own and asked is not None and all(kind != of_place for of_place, _ in placed):
+            asked["content"] = PLACES[kind] * len(own) + asked.get("content", "")
+            placed += [(kind, None)] * len(own)
+        if placed.count((kind, None)) != len(own):
+            raise InputError(
+                f"{where}: {len(own)} {kind}s in the row, and {placed.count((kind, None))} places "
+                f"for them (<{kind}> in a question's text, or parts of the type {kind}): give each "
+                "one place"
+            )
+    rest = {kind: iter(own) for kind, own in rows.items()}
+    return [(kind, next(rest[kind]) if own is None else own) for kind, own in placed]
 
 
-def read_picture(source: object, folder: Path, where: str) -> Picture:
-    """An image, read and decoded once. Raises InputError: it is none, or cannot be trained on."""
-    if isinstance(source, bytes):
-        path, data, state = "", source, (len(source), 0)
-        name = f"{where}: the image in the row"
-    else:
-        path = str(folder / Path(str(source)).expanduser())
-        name = f"{where}: image {path}"
-        data = _read(path, name)
-        state = _state(Path(path))
+def read_medium(
+    kind: str, source: Source, folder: Path, where: str, processor: "ImageProcessor"
+) -> Medium:
+    """A medium, read and decoded once. Raises InputError: it is none, or cannot be trained on."""
+    processor.require(kind, where)
+    paths, data = list[str](), [source] if isinstance(source, bytes) else []
+    name, state = f"{where}: the {kind} in the row", tuple[int, ...]()
+    if not isinstance(source, bytes):
+        files = (source,) if isinstance(source, str) else source
+        paths = [str(folder / Path(file).expanduser()) for file in files]
+        name = f"{where}: {kind} {paths[0]}"
+        data = [_read(path, f"{where}: {kind} {path}") for path in paths]
+        state = _state(paths)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, of sizes and of palettes
-        image = _decoded(data, name)
-    kept = b"" if path else data
-    return Picture(path, _digest(data), image.size, state, kept)
+        decoded = _decoded(kind, data, name, processor.rate)
+    size = decoded.size if kind == "image" else decoded.shape
+    if kind == "video":
+        size = (len(decoded), decoded.shape[2], decoded.shape[1])
+    kept = b"" if paths else data[0]
+    return Medium("\n".join(paths), _digest(b"".join(data)), tuple(size), state, kept, kind)
 
 
-def _state(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+def _state(paths: Sequence[str]) -> tuple[int, ...]:
+    statuses = [Path(path).stat() for path in paths]
+    return tuple(part for status in statuses for part in (status.st_size, status.st_mtime_ns))
 
 
 def _read(path: str, name: str) -> bytes:
     try:
-        if not stat.S_ISREG(Path(path).stat().st_mode):
-            raise InputError(f"{name}: not a plain file: name one, or leave the row out")
+        status = Path(path).stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
+            raise InputError(
+                f"{name}: not a plain file of at most {MOST_BYTES >> 20} MiB: name one, or leave "
+                "the row out"
+            )
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -175,33 +224,63 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _decoded(data: bytes, name: str) -> Image.Image:
-    """As transformers' `load_image` decodes. Raises InputError: it is broken, moves, or is huge."""
+def _decoded(kind: str, data: Sequence[bytes], name: str, rate: int) -> Any:
+    """As of `Medium.decoded`. Raises InputError: it is broken, moves, or is huge."""
     try:
-        image = Image.open(io.BytesIO(data))
-        if image.width * image.height > MOST_PIXELS:
-            raise Image.DecompressionBombError
-        if getattr(image, "is_animated", False) and image.format != "MPO":
-            raise InputError(f"{name}: it has several frames: save the one to train on")
-        return ImageOps.exif_transpose(image).convert("RGB")
+        if kind == "audio":
+            return _wave(data[0], rate)
+        if kind == "image":
+            return _image(data[0])
+        if len(data) == 1:
+            raise InputError(
+                "films are lists of files of frames, as ffmpeg -i FILM -vf fps=2 %04d.png makes "
+                "them: name these, or leave the row out"
+            )
+        return np.stack([np.asarray(_image(frame)) for frame in data])
     except Image.DecompressionBombError as error:
         raise InputError(
             f"{name}: it has more than {MOST_PIXELS:,} pixels: make it smaller, or leave the row "
             "out"
         ) from error
-    except InputError:
-        raise
-    except Exception as error:  # Pillow's decoders raise errors of many types
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    except Exception as error:  # decoders raise errors of many types
         reason = in_one_line(error).partition(" <")[0]
         raise InputError(
-            f"{name}: not a whole image: {reason}: replace it, or leave the row out"
+            f"{name}: not a whole {kind}: {reason}: replace it, or leave the row out"
         ) from error
 
 
-class ImageProcessor:
-    """A model's processor: the text in place of images, and their tensors.
+def _image(data: bytes) -> Image.Image:
+    """As transformers' `load_image` decodes."""
+    image = Image.open(io.BytesIO(data))
+    if image.width * image.height > MOST_PIXELS:
+        raise Image.DecompressionBombError
+    if getattr(image, "is_animated", False) and image.format != "MPO":
+        raise InputError("it has several frames: save the one to train on")
+    return ImageOps.exif_transpose(image).convert("RGB")
 
-    It is loaded when the first image comes. Any thread may call it.
+
+def _wave(data: bytes, rate: int) -> NDArray[np.float32]:
+    """A sound `[samples]`, as transformers decodes it; plain .wav also without a package for it."""
+    if has_decoder_of_sound():
+        encoded = base64.b64encode(data).decode()
+        return np.asarray(load_audio(f"data:;base64,{encoded}", sampling_rate=rate), np.float32)
+    with wave.open(io.BytesIO(data)) as file:
+        form, samples = file.getparams(), file.readframes(file.getnframes())
+    if form.framerate != rate or form.sampwidth != 2:
+        raise InputError(
+            f"{form.framerate} Hz in {8 * form.sampwidth} bits: write it in {rate} Hz and 16 bits, "
+            "or install torchcodec, or soundfile and soxr"
+        )
+    values = np.frombuffer(samples, "<i2").reshape(-1, form.nchannels).astype(np.float32)
+    return values.mean(1) / np.float32(2**15)
+
+
+class ImageProcessor:
+    """A model's processor: the text in place of images, films and sounds, and their tensors.
+
+    It is loaded when the first of them comes. Any thread may call it.
     """
 
     def __init__(self, folder: Path | None, *, trust_remote_code: bool = False) -> None:
@@ -227,23 +306,41 @@ class ImageProcessor:
         if self.identity:
             self._processor()
 
+    def require(self, kind: str, where: str) -> None:
+        """Raises InputError: the processor takes no media of this kind."""
+        if not getattr(self._processor(), f"{kind}_token", None):
+            name = type(self._processor()).__name__
+            raise InputError(f"{where}: a {name} has no place for {kind}s: leave them out")
+
     @property
-    def token(self) -> str:
-        """What stands for an image in a chat template's text."""
-        return str(self._processor().image_token)
+    def rate(self) -> int:
+        """The rate (Hz) of the sounds that the model hears."""
+        return int(getattr(_hearing(self._processor()), "sampling_rate", 0))
 
-    def replacement(self, size: tuple[int, int]) -> str:
-        """The text in place of an image, which follows from its width and height alone."""
-        return self._replacement(size)
+    def token(self, kind: str) -> str:
+        """What stands for an image, a film or a sound in a chat template's text."""
+        return str(getattr(self._processor(), f"{kind}_token"))
 
-    def _replacement_of(self, size: tuple[int, int]) -> str:
-        processor = self._processor()
-        processed = processor(
-            images=[[Image.new("RGB", size)]],
-            text=[processor.image_token],
-            return_text_replacement_offsets=True,
-        )
-        return str(processed["text_replacement_offsets"][0][0]["replacement"])
+    def replacement(self, kind: str, size: tuple[int, ...]) -> str:
+        """The text in place of a medium, which follows from its kind and size alone."""
+        return self._replacement(kind, size)
+
+    def _replacement_of(self, kind: str, size: tuple[int, ...]) -> str:
+        blank = {kind: [[_blank(kind, size)]]}
+        processed = self._processed(blank, 1, return_text_replacement_offsets=True)
+        text = str(processed["text_replacement_offsets"][0][0]["replacement"])
+        longest = getattr(_hearing(self._processor()), "n_samples", None)
+        if (
+            kind == "audio"
+            and longest
+            and size[0] > longest
+            and text == self.replacement(kind, (longest,))
+        ):
+            raise InputError(
+                f"a sound of {size[0] / self.rate:.1f} seconds, and the model hears "
+                f"{longest / self.rate:.0f} of them: cut it"
+            )
+        return text
 
     def token_types(self, ids: list[list[int]]) -> dict[str, Tensor]:
         """The type of each token `[B, T]`, 0 for text, 1 for an image, by the model's names."""
@@ -253,30 +350,44 @@ class ImageProcessor:
         types = torch.tensor(processor.create_mm_token_type_ids(ids))
         return dict.fromkeys(self._type_names, types)
 
-    def tensors(self, rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
-        """The tensors of images of the rows that have some, as the processor makes them."""
+    def tensors(self, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
+        """The tensors of media of the rows that have some, as the processor makes them."""
         rows = [row for row in rows if row]
         if not rows:
             return {}
-        processed = self._processed([[picture.decoded() for picture in row] for row in rows])
+        rate = self.rate
+        decoded = {
+            kind: [[m.decoded(rate) for m in row if m.kind == kind] for row in rows]
+            for kind in {medium.kind for row in rows for medium in row}
+        }
         of_text = ("input_ids", "attention_mask")
         return {
             name: value
-            for name, value in processed.items()
+            for name, value in self._processed(decoded, len(rows)).items()
             if name not in of_text and not name.endswith("token_type_ids")
         }
 
-    def example(self, sizes: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
-        """All tensors of a row that is nothing but blank images, of these widths and heights."""
-        return dict(self._processed([[Image.new("RGB", size) for size in sizes]]))
+    def example(self, sizes: Sequence[tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
+        """All tensors of a row that is nothing but blank media, of these kinds and sizes."""
+        blank = {kind: [[_blank(k, size) for k, size in sizes if k == kind]] for kind, _ in sizes}
+        return dict(self._processed(blank, 1))
 
-    def _processed(self, rows: list[list[Image.Image]]) -> Any:
-        processor = self._processor()
-        text = [processor.image_token * len(row) for row in rows]
-        return processor(images=rows, text=text, padding=True, return_tensors="pt")
+    def _processed(self, media: Mapping[str, list[list[Any]]], rows: int, **options: Any) -> Any:
+        """What the processor makes of the media of rows, by kind: their tokens, and tensors."""
+        processor, text = self._processor(), [""] * rows
+        inputs: dict[str, Any] = {}
+        for kind, of_rows in media.items():
+            token = self.token(kind)
+            text = [row + token * len(own) for row, own in zip(text, of_rows, strict=True)]
+            flat = [medium for own in of_rows for medium in own]
+            inputs |= {"images": of_rows} if kind == "image" else {_NAMES[kind]: flat}
+        if "audio" in inputs:
+            inputs["audio_kwargs"] = {"sampling_rate": self.rate}
+        options |= {} if options else {"padding": True, "return_tensors": "pt"}
+        return processor(text=text, **inputs, **options)
 
-    def inputs(self, ids: Any, rows: Sequence[Sequence[Picture]]) -> dict[str, Tensor]:
-        """The tensors of rows of tokens `[B, T]` with images, beside those of their text."""
+    def inputs(self, ids: Any, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
+        """The tensors of rows of tokens `[B, T]` with media, beside those of their text."""
         return self.token_types(ids) | self.tensors(rows)
 
     def _processor(self) -> Any:
@@ -295,43 +406,62 @@ class ImageProcessor:
         except Exception as error:  # of files, of packages that are not installed
             reason = in_one_line(error, 300)
             raise InputError(f"{self._folder}: cannot load its processor: {reason}") from error
-        if not (getattr(processor, "image_token", None) and hasattr(processor, "image_processor")):
-            kind = type(processor).__name__
-            raise InputError(f"{self._folder}: a {kind} has no place for images: leave them out")
         if processor.return_mm_token_type_ids:
             named = processor(text=["a"]).keys()
             self._type_names = [name for name in named if name.endswith("token_type_ids")]
         return processor
 
 
-def with_images(
-    text: str, images: Sequence[Picture], processor: ImageProcessor | None, where: str
+_NAMES = {"video": "videos", "audio": "audio"}
+
+
+def _hearing(processor: Any) -> Any:
+    return getattr(processor, "audio_processor", getattr(processor, "feature_extractor", None))
+
+
+def _blank(kind: str, size: tuple[int, ...]) -> Any:
+    if kind == "image":
+        return Image.new("RGB", (size[0], size[1]))
+    if kind == "audio":
+        return np.zeros(size, np.float32)
+    return np.zeros((size[0], size[2], size[1], 3), np.uint8)
+
+
+def with_media(
+    text: str, media: Sequence[Medium], processor: ImageProcessor | None, where: str
 ) -> tuple[str, Callable[[int], int], int]:
-    """A chat template's text with images' tokens, where a place in it has moved, and an end.
+    """A chat template's text with media's tokens, where a place in it has moved, and an end.
 
-    That is the end of the last image's tokens in the new text.
+    That is the end of the last medium's tokens in the new text.
 
-    Raises InputError: the text has not one place for each image.
+    Raises InputError: the text has not one place for each of them.
     """
-    if not images or processor is None:
+    if not media or processor is None:
         return text, lambda place: place, 0
+    of_kind: dict[str, list[str]] = {}
     try:
-        token = processor.token
-        parts = [processor.replacement(image.size) for image in images]
+        for medium in media:
+            token = processor.token(medium.kind)
+            of_kind.setdefault(token, []).append(processor.replacement(medium.kind, medium.size))
     except Exception as error:
         raise InputError(f"{where}: {in_one_line(error, 300)}") from error
-    places = [match.start() for match in re.finditer(re.escape(token), text)]
-    if len(places) != len(images):
-        raise InputError(
-            f"{where}: the chat template's text has {len(places)} places of images ({token!r}), "
-            f"and the row {len(images)} images: use a template that has a place for each, and "
-            "leave such words out of the text"
-        )
-    grown = np.cumsum([0, *(len(part) - len(token) for part in parts)]).tolist()
-    filler = iter(parts)
+    matches = [*re.finditer("|".join(map(re.escape, of_kind)), text)]
+    for token, parts in of_kind.items():
+        if (number := sum(match[0] == token for match in matches)) != len(parts):
+            kind = next(medium.kind for medium in media if processor.token(medium.kind) == token)
+            raise InputError(
+                f"{where}: the chat template's text has {number} places of {kind}s ({token!r}), "
+                f"and the row {len(parts)} {kind}s: use a template that has a place for each, and "
+                "leave such words out of the text"
+            )
+    rest = {token: iter(parts) for token, parts in of_kind.items()}
+    parts = [next(rest[match[0]]) for match in matches]
+    filler, places = iter(parts), [match.start() for match in matches]
+    longer = (len(part) - len(match[0]) for part, match in zip(parts, matches, strict=True))
+    grown = np.cumsum([0, *longer]).tolist()
 
     def moved(place: int) -> int:
         return place + int(grown[int(np.searchsorted(places, place))])
 
-    expanded = re.sub(re.escape(token), lambda _: next(filler), text)
+    expanded = re.sub("|".join(map(re.escape, of_kind)), lambda _: next(filler), text)
     return expanded, moved, moved(places[-1]) + len(parts[-1])

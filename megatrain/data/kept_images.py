@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatrain.data.images import Picture
+from megatrain.data.images import Medium
 from megatrain.data.kept_file import KeptFile
 
 _LINES, _PLACES, _BYTES = "images.jsonl", "image_places.bin", "image_bytes.bin"
@@ -19,14 +19,14 @@ class ImageWriter:
         self._folder = folder
         self._ends, self._num_bytes = [0], 0
 
-    def add(self, images: Sequence[Picture], end: int) -> bytes:
+    def add(self, images: Sequence[Medium], end: int) -> bytes:
         """Write a document's images, of which the last's tokens end at `end`.
 
         Returns bytes that differ where the images do.
         """
         line, data = b"", b"".join(image.data for image in images)
         if images:
-            entries = [[*image[:-1], len(image.data)] for image in images]
+            entries = [[*m[:4], len(m.data), m.kind] for m in images]
             line = json.dumps([end, self._num_bytes, entries]).encode() + b"\n"
             for name, content in ((_LINES, line), (_BYTES, data)):
                 with (self._folder / name).open("ab") as file:
@@ -58,13 +58,13 @@ class KeptImages:
         """Tokens of a document up to, with, the last one of its last image; 0: it has none."""
         return int(self._line(document)[0])
 
-    def of(self, document: int, *, whole: bool = True) -> list[Picture]:
+    def of(self, document: int, *, whole: bool = True) -> list[Medium]:
         """The images of a document; not `whole`: without bytes that no file holds."""
         _, at, entries = self._line(document)
         images = []
-        for path, digest, size, state, length in entries:
+        for path, digest, size, state, length, *kind in entries:
             data = bytes(self._bytes.read(at, length)) if whole and length else b""
-            images.append(Picture(path, digest, (*size,), (*state,), data))
+            images.append(Medium(path, digest, (*size,), (*state,), data, *kind))
             at += length
         return images
 

@@ -117,9 +117,9 @@ def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
             len(ids),
             _runs(ids, labels, tokenizer),
             [
-                f"{image.name.removeprefix(folder)}: {len(tokenizer.tokenize(tokens))} tokens"
+                f"{image.name.replace(folder, '', 1)}: {len(tokenizer.tokenize(tokens))} tokens"
                 for image in data.images(row, slice(line, line + 1), whole=False)
-                for tokens in [data.image_processor.replacement(image.size)]
+                for tokens in [data.image_processor.replacement(image.kind, image.size)]
             ],
         )
         for line, (place, (ids, labels)) in enumerate(zip(places, data.pieces(row), strict=True))

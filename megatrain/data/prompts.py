@@ -13,7 +13,7 @@ import numpy as np
 from megatrain.data.conversation import Conversation, messages, text_or_messages
 from megatrain.data.encoders import absent, refuse_unplaced, surroundings
 from megatrain.data.examples import BadRows, say_left_out
-from megatrain.data.images import ImageProcessor, Picture, place_images, read_picture, with_images
+from megatrain.data.images import ImageProcessor, Medium, place_media, read_medium, with_media
 from megatrain.data.readers import read_rows
 from megatrain.data.refused_fields import BESIDE_PROMPTS, refuse_unheeded
 from megatrain.data.reply_spans import ReplySpans
@@ -48,21 +48,21 @@ def prompt_and_images(
     vocab_size: int | None,
     where: str,
     images: ImageProcessor | None,
-) -> tuple[list[int], list[Picture]]:
+) -> tuple[list[int], list[Medium]]:
     """As `prompt_ids`, and the images of messages; without a processor there may be none."""
-    pictures: list[Picture] = []
+    pictures: list[Medium] = []
     if isinstance(prompt, str):
         text, (lead, _) = prompt, surroundings(tokenizer)
     else:
         talk = Conversation(*messages(prompt, "messages", where, images=images is not None))
-        sources = place_images(talk.messages, [], where)
-        pictures = [read_picture(source, Path(), where) for source in sources]
+        sources = place_media(talk.messages, {}, where)
+        pictures = [read_medium(*source, Path(), where, images) for source in sources if images]
         if talk.messages[-1]["role"] == "assistant":
             raise InputError(f"{where}: ends with a reply; end it with what is to be replied to")
         template = Template(tokenizer)
         refuse_unplaced(talk, template, where)
         text, _ = template.render(talk, where, add_generation_prompt=True)
-        text, *_ = with_images(text, pictures, images, where)
+        text, *_ = with_media(text, pictures, images, where)
         lead = []
     check_encodable(text, where)
     with tokenising(where):

@@ -16,7 +16,7 @@ from megatrain.data.conversation import (
     text_or_messages,
     tools,
 )
-from megatrain.data.images import place_images, sources
+from megatrain.data.images import place_media, sources
 from megatrain.data.readers import DataRow
 from megatrain.data.refused_fields import (
     empty,
@@ -176,7 +176,7 @@ def _repeats(prompt: Any, reply: Any, where: str) -> bool:
 def _completed(row: DataRow, prompt: Any, completion: Any, where: str) -> Conversation | Completion:
     texts = [part for part in (prompt, completion) if isinstance(part, str)]
     if len(texts) == 2:
-        unheeded = ("system", "tools", "images")
+        unheeded = ("system", "tools", *_MEDIA)
         refuse_unheeded({n: row.get(n) for n in unheeded}, where, text=False)
         return Completion(*texts)
     if texts:
@@ -236,14 +236,16 @@ def _conversation(
     if not isinstance(options, dict) or _RESERVED & set(options):
         kept = ", ".join(sorted(_RESERVED))
         raise InputError(f"{where}: 'chat_template_kwargs' must be an object without {kept}")
-    images = place_images(turns, sources(row.get("images"), where), where)
+    media = {kind: sources(row.get(name), kind, where) for name, kind in _MEDIA.items()}
+    images = place_media(turns, media, where)
     return Conversation(turns, learnt, tools(row.get("tools"), where, wrap=wrap), options, images)
 
 
 Fields = Mapping[str, str | None]
 _SYSTEM = {"system": ("system", "system_prompt")}
 _PROMPTED = {**_SYSTEM, **{name: (name,) for name in ("tools", "chat_template_kwargs")}}
-_IMAGES = {"images": ("images", "image")}
+_MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
+_OF_MEDIA = {name: (name, kind) for name, kind in _MEDIA.items()}
 _REASONING = {"reasoning": ("reasoning", "reasoning_content", "thinking")}
 
 
@@ -294,30 +296,30 @@ _ANSWERS = ("answer", "response", "solution", "output", "assistant")
 _TALKS = {"messages": ("messages", "conversations", "conversation")}
 TEXT = Format("text", "text", {"text": ("text",)}, {}, of_text)
 FORMATS = (
-    Format("conversations", "chat", _TALKS, _PROMPTED | _IMAGES, of_messages),
+    Format("conversations", "chat", _TALKS, _PROMPTED | _OF_MEDIA, of_messages),
     Format(
         "prompts and completions", "chat",
         {"prompt": ("prompt",), "completion": ("completion",)},
-        _PROMPTED | _IMAGES, of_completion,
+        _PROMPTED | _OF_MEDIA, of_completion,
     ),
     Format(
         "instructions", "chat",
         {"instruction": ("instruction",), "output": ("output", "response")},
         {"input": ("input", "context"), "history": ("history",),
-         **_SYSTEM, **_REASONING, **_IMAGES},
+         **_SYSTEM, **_REASONING, **_OF_MEDIA},
         of_instruction,
     ),
     Format(
         "questions and answers", "chat",
         {"question": _QUESTIONS, "answer": _ANSWERS},
-        {"history": ("history",), **_SYSTEM, **_REASONING, **_IMAGES}, of_question,
+        {"history": ("history",), **_SYSTEM, **_REASONING, **_OF_MEDIA}, of_question,
     ),
     TEXT,
     Format("text of the field content", "text", {"text": ("content",)}, {}, of_text),
 )  # fmt: skip
 PAIRS = Format(
     "preferences", "pairs", {"chosen": ("chosen",), "rejected": ("rejected",)},
-    {"prompt": ("prompt",), **_PROMPTED, **_IMAGES}, of_pair,
+    {"prompt": ("prompt",), **_PROMPTED, **_OF_MEDIA}, of_pair,
 )  # fmt: skip
 MARGINS = replace(PAIRS, needs={**PAIRS.needs, "margin": ("margin",)}, read=of_pair_with_margin)
 _OF_REPLIES = {"pairs": (PAIRS,), "margins": (MARGINS,)}

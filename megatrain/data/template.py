@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from megatrain.data.conversation import Conversation, Message
-from megatrain.data.images import IMAGE
+from megatrain.data.images import KINDS
 from megatrain.errors import InputError, first_line
 
 _LONGEST = 64 << 20  # characters, twice a row's limit; tokenising takes 50 times as many bytes
@@ -53,7 +53,7 @@ class MessageForm:
         """The message in this form."""
         message_put = dict(message)
         content = message_put.get("content")
-        if content is not None and (self.parts or IMAGE in content):
+        if content is not None and (self.parts or not KINDS.keys().isdisjoint(content)):
             message_put["content"] = _as_parts(content)
         if "tool_calls" in message_put:
             if self.empty:
@@ -228,10 +228,10 @@ def _shapes(calls: bool) -> Iterator[MessageForm]:
 
 
 def _as_parts(content: str) -> list[Message]:
-    """A content as parts of text and of images."""
-    first, *others = ({"type": "text", "text": text} for text in content.split(IMAGE))
-    parts = [first, *(part for text in others for part in ({"type": "image"}, text))]
-    return [part for part in parts if part.get("text") != ""] or [first]
+    """A content as parts of text and of media."""
+    pieces = re.split(f"([{''.join(KINDS)}])", content)
+    parts = [{"type": KINDS[p]} if p in KINDS else {"type": "text", "text": p} for p in pieces]
+    return [part for part in parts if part.get("text") != ""] or [{"type": "text", "text": ""}]
 
 
 def _as_json(call: Any) -> Any:

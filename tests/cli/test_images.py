@@ -315,8 +315,8 @@ REPLY = [part("p.png"), {"type": "text", "text": "a"}]
 REFUSED = {
     "pairs of texts": (TEXTS, {"loss__name": "dpo"}, "field 'images': only text, and images of"),
     "texts": ({"text": "a", "images": ["p.png"]}, {}, "field 'images': only text, and images of"),
-    "videos": (talk("a", "b", videos=["a.mp4"]), {}, "field 'videos': only text"),
-    "a video in parts": (talk([{"type": "video", "video": "a.mp4"}], "a"), {}, "'video'"),
+    "videos": (talk("a", "b", videos=["a.mp4"]), {}, "LlavaProcessor has no place for videos"),
+    "a sound": (talk([{"type": "audio", "audio": "a.wav"}], "a"), {}, "no place for audios"),
     "replies": (talk("a", REPLY), {}, "not in replies.*'image_url'"),
     "too few places": (talk("<image>", "a", images=["p.png"] * 2), {}, "2 images .* 1 places"),
     "too many places": (talk("<image><image>", "a", images=["p.png"]), {}, "1 images .* 2 places"),

@@ -1,0 +1,226 @@
+"""Run files on conversations with sounds and films: what is trained is plain transformers' own."""
+
+import base64
+import re
+import wave
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from tests.cli.cases import sets
+from tests.cli.test_images import (
+    LR,
+    TEMPLATE,
+    TEXT,
+    picture,
+    rows_of,
+    steps,
+    talk,
+    write_model,
+    write_run,
+)
+from tests.families.plain import train_in_place
+from tests.unit.data_cases import make_tokenizer
+
+RATE = 800  # samples a second, of which the model hears one second
+SOUND = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+
+
+def qwen2_audio():
+    template = TEMPLATE.replace("part.type == 'image'", "part.type == 'audio'")
+    tokenizer = make_tokenizer(template.replace("IMAGE", SOUND))
+    tokens = ["<|im_start|>", "<|im_end|>", "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    hears = transformers.WhisperFeatureExtractor(
+        feature_size=8, sampling_rate=RATE, hop_length=10, chunk_length=1, n_fft=40
+    )
+    processor = transformers.Qwen2AudioProcessor(
+        hears, tokenizer, chat_template=tokenizer.chat_template
+    )
+    tower = transformers.Qwen2AudioEncoderConfig(
+        num_mel_bins=8, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=32, d_model=16,
+        max_source_positions=40,
+    )  # fmt: skip
+    config = transformers.Qwen2AudioConfig(
+        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer)},
+        audio_config=tower.to_dict(),
+        audio_token_index=processor.audio_token_id,
+    )
+    return transformers.Qwen2AudioForConditionalGeneration(config), processor
+
+
+def sound(folder, name, seed, samples, rate=RATE, channels=1):
+    """A file of noise; returns its wave, as soundfile reads it."""
+    noise = np.random.default_rng(seed).integers(-9000, 9000, (samples, channels), dtype=np.int16)
+    with wave.open(str(folder / name), "wb") as file:
+        file.setparams((channels, 2, rate, samples, "NONE", ""))
+        file.writeframes(noise.tobytes())
+    return noise.astype(np.float32).mean(1) / 2**15
+
+
+def conversations(folder):
+    """Rows in every notation of sounds, one without; beside each its question and waves."""
+    waves = [sound(folder, f"{n}.wav", n, 300 + 90 * n, channels=1 + n % 2) for n in range(4)]
+    data = base64.b64encode((folder / "3.wav").read_bytes()).decode()
+    encoded = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    text, place = {"type": "text", "text": "the sea"}, {"type": "audio"}
+    named = {"type": "audio_url", "audio_url": {"url": "0.wav"}}
+    return [
+        (talk([named, text], "calm"), [place, text], waves[:1]),
+        (talk("<audio><audio>the sea", "sunny", audios=["1.wav", "2.wav"]), [place, place, text],
+         waves[1:3]),
+        (talk([encoded, text], "It is 42."), [place, text], waves[3:]),
+        (talk("the sea", "Thanks!"), [text], []),
+    ]  # fmt: skip
+
+
+def plain_batches(folder, processor):
+    for row, question, waves in conversations(folder):
+        reply = row["messages"][1]["content"]
+        asked = processor.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True
+        )
+        options = {"audio": waves, "audio_kwargs": {"sampling_rate": RATE}} if waves else {}
+        options |= {"return_tensors": "pt", "add_special_tokens": False}
+        batch = processor(text=[asked + reply + "<|im_end|>\n"], **options)
+        prompt = processor(text=[asked], **options)["input_ids"].shape[1]
+        labels = batch["input_ids"].clone()
+        labels[:, :prompt] = labels[:, -1:] = -100
+        yield {**batch, "labels": labels}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a model that hears, and a run file on sounds."""
+    model = write_model(tmp_path / "model", qwen2_audio)
+    file = write_run(tmp_path, model, "audio_tower", steps=3, batch_size=4)
+    rows_of(tmp_path, [row for row, *_ in conversations(tmp_path)])
+    return model, file
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_run_with_sounds_is_plain_training(megatrain, run, tmp_path, packing):
+    model, file = run
+    rows = (
+        {"data__packing": True, "training__batch_size": 1, "training__micro_batch_size": 1}
+        if packing
+        else {}
+    )
+    megatrain.done("train", file, *sets(**rows))
+    processor = transformers.AutoProcessor.from_pretrained(model)
+    loaded = transformers.Qwen2AudioForConditionalGeneration.from_pretrained(
+        model, dtype=torch.float32
+    )
+    batches = list(plain_batches(tmp_path, processor))
+    for name, parameter in loaded.named_parameters():
+        parameter.requires_grad_("audio_tower" not in name)
+    losses = train_in_place(loaded, [batches] * 3, lr=LR, eps=1e-8, weight_decay=0.0).losses
+    assert [record["loss"] for record in steps(tmp_path / "run")] == pytest.approx(losses, rel=1e-6)
+
+
+def cut_off(path):
+    sound(path.parent, path.name, 1, 300)
+    path.write_bytes(path.read_bytes()[:20])
+
+
+WRONG = {
+    "missing": (lambda path: None, "a.wav: cannot be read: no such file"),
+    "broken": (cut_off, "a.wav: not a whole audio"),
+    "at another rate": (lambda path: sound(path.parent, path.name, 1, 300, 1600),
+                        "a.wav: 1600 Hz in 16 bits: write it in 800 Hz"),
+    "too long": (lambda path: sound(path.parent, path.name, 1, 1200),
+                 "a sound of 1.5 seconds, and the model hears 1 of them: cut it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_sound_that_cannot_be_trained_on_is_named_in_one_line(megatrain, run, tmp_path, case):
+    make, problem = WRONG[case]
+    make(tmp_path / "a.wav")
+    rows_of(tmp_path, [talk("What is it?", "calm", audio="a.wav")])
+    result = megatrain("train", run[1])
+    assert result.exit_code == 2
+    [line] = [line for line in result.output.splitlines() if "error" in line]
+    assert re.search(f"rows.jsonl:1: .*{problem}", line), line
+
+
+def test_the_data_command_shows_sounds(megatrain, run):
+    output = megatrain.done("data", run[1], "--rows", "4").output
+    assert "audio 0.wav (300 samples): 7 tokens" in output
+    assert "audio in the row (570 samples)" in output
+
+
+def qwen2_5_vl():
+    template = TEMPLATE.replace("part.type == 'image'", "part.type == 'video'")
+    tokens = ("<|vision_start|>", "<|video_pad|>", "<|vision_end|>", "<|image_pad|>")
+    tokenizer = make_tokenizer(template.replace("IMAGE", "".join(tokens[:3])))
+    added = ["<|im_start|>", "<|im_end|>", *tokens]
+    tokenizer.add_special_tokens({"additional_special_tokens": added})
+    sizes = {"patch_size": 4, "min_pixels": 8 * 8, "max_pixels": 16 * 16}
+    processor = transformers.Qwen2_5_VLProcessor(
+        transformers.Qwen2VLImageProcessor(**sizes),
+        tokenizer,
+        transformers.Qwen2VLVideoProcessor(**sizes),
+        chat_template=tokenizer.chat_template,
+    )
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in
+           ("vision_start", "vision_end", "video_pad", "image_pad")}  # fmt: skip
+    tower = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
+    tower |= {"patch_size": 4, "out_hidden_size": TEXT["hidden_size"], "window_size": 16}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=TEXT | {"vocab_size": len(tokenizer), "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+        vision_config=tower | {"fullatt_block_indexes": [1]},
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+        video_token_id=ids["video_pad"],
+        image_token_id=ids["image_pad"],
+    )  # fmt: skip
+    return transformers.Qwen2_5_VLForConditionalGeneration(config), processor
+
+
+def frames(folder, number, count):
+    """Files of frames in the folder of a film."""
+    (folder / f"film{number}").mkdir(exist_ok=True)
+    return [picture(folder, f"film{number}/{n}.png", 10 * number + n) for n in range(count)]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_run_with_films_is_plain_training(megatrain, tmp_path, packing):
+    pytest.importorskip("torchvision", reason="processors of films need it")
+    model = write_model(tmp_path / "model", qwen2_5_vl)
+    files = [frames(tmp_path, number, 4 + 2 * number) for number in range(2)]
+    text, place = {"type": "text", "text": "the sea"}, {"type": "video"}
+    talks = [
+        (talk([{"type": "video", "video": files[0]}, text], "calm"), files[:1]),
+        (talk("<video>the sea", "sunny and It is 42.", videos=[files[1]]), files[1:]),
+        (talk([text], "Thanks!"), []),
+    ]
+    keys = {"steps": 3, "batch_size": 3}
+    keys |= {"batch_size": 1, "micro_batch_size": 1} if packing else {}
+    file = write_run(tmp_path, model, "visual", **keys)
+    rows_of(tmp_path, [row for row, _ in talks])
+    megatrain.done("train", file, *sets(data__packing=packing))
+    processor = transformers.AutoProcessor.from_pretrained(model)
+    batches = []
+    for row, films in talks:
+        question = [*[place] * len(films), text]
+        asked = processor.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True
+        )
+        seen = [np.stack([np.asarray(Image.open(tmp_path / f)) for f in film]) for film in films]
+        options = {"videos": seen or None, "return_tensors": "pt", "add_special_tokens": False}
+        reply = row["messages"][1]["content"]
+        batch = processor(text=[asked + reply + "<|im_end|>\n"], **options)
+        prompt = processor(text=[asked], **options)["input_ids"].shape[1]
+        labels = batch["input_ids"].clone()
+        labels[:, :prompt] = labels[:, -1:] = -100
+        batches.append({**batch, "labels": labels})
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_("visual" not in name)
+    losses = train_in_place(plain, [batches] * 3, lr=LR, eps=1e-8, weight_decay=0.0).losses
+    assert [record["loss"] for record in steps(tmp_path / "run")] == pytest.approx(losses, rel=1e-6)
