@@ -12,6 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megatrain import Engine, InputError, Placement
 from megatrain.compat.transformers import recorded_routers
+from megatrain.errors import StepRefused
 from megatrain.loss import DPO
 from tests.families.tiny import tiny_model
 from tests.parity.cases import (
@@ -259,7 +260,9 @@ def test_biases_of_routers_move_towards_even_loads(family, tmp_path):
             load = torch.bincount(choices.flatten(), minlength=len(bias)).double()
             loads.append(load / load.mean())
             wanted[name] = bias + RATE * torch.sign(load.mean() - load).float()
-        engine.evaluate(step)  # counts nothing
+        engine.evaluate(step)  # counts nothing, nor does a step that is refused
+        with pytest.raises(StepRefused):
+            engine.step(step, norm_limit=1e-9)
         counted = engine.step(step).experts
         assert counted["expert_load_max"] == pytest.approx(float(torch.stack(loads).max()))
         starved = (torch.stack(loads) < 0.1).double().mean()
