@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from megatrain.errors import InputError
 from megatrain.integrations import StreamedTrainer
+from tests.inside import program_of
 from tests.parity.cases import llama
 from tests.sweeps import few, quick, swept
 from tests.unit.data_cases import chat_tokenizer
@@ -146,6 +147,22 @@ def test_a_step_that_is_broken_off_is_not_part_of_the_next_run(tmp_path):
 
 class Precise(StreamedTrainer, Trainer):
     engine_options: ClassVar = {"precision": "bf16"}
+
+
+class InFloat8(StreamedTrainer, Trainer):
+    engine_options: ClassVar = {"precision": "fp8"}
+
+
+def test_a_trainer_in_bf16_may_multiply_in_float8_and_goes_on_so(tmp_path):
+    trainers = []
+    for start in (None, str(tmp_path / "checkpoint-2")):
+        model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear"))
+        args = arguments(tmp_path, bf16=True, max_steps=3, eval_strategy="no")
+        trainers.append(InFloat8(model, args, train_dataset=rows(16), data_collator=padded))
+        trainers[-1].train(resume_from_checkpoint=start)
+    first, second = (dict(made.engine.named_masters()) for made in trainers)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert program_of(trainers[1].engine).kinds[0].module.mlp.up_proj.base_layer.codes is None
 
 
 @pytest.mark.parametrize(
