@@ -54,7 +54,7 @@ class StepLoader:
                 f"rows_per_step {rows_per_step} and rows_per_micro_batch {rows_per_micro_batch} "
                 f"must be positive, workers {workers} and seed {seed} not negative"
             )
-        self._dataset = dataset
+        self.dataset = dataset
         self._num_rows = len(dataset)
         self._rows_per_step = rows_per_step
         self._rows_per_micro_batch = rows_per_micro_batch
@@ -110,7 +110,7 @@ class StepLoader:
             "steps": self._steps,
             "rows": self._first_row(self._steps),
             "seed": self._seed,
-            "fingerprint": self._dataset.fingerprint,
+            "fingerprint": self.dataset.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -145,7 +145,7 @@ class StepLoader:
         """The origin of the rows of a step (counted from 0; None: the last one taken)."""
         step = max(self._steps - 1, 0) if step is None else step
         rows = [row for micro_batch in self._plan(step) for row in micro_batch]
-        places = "; ".join(self._dataset.describe(row) for row in rows[:4])
+        places = "; ".join(self.dataset.describe(row) for row in rows[:4])
         more = f"; and {len(rows) - 4} more rows" if len(rows) > 4 else ""
         return f"step {step}: {places}{more}"
 
@@ -161,17 +161,17 @@ class StepLoader:
             self._ahead.pop().cancel()
 
     def _make(self, step: int) -> Step:
-        batches: Any = [self._dataset.batch(rows) for rows in self._plan(step)]
-        made = batches if isinstance(self._dataset, Prompts) else numbered(batches)
+        batches: Any = [self.dataset.batch(rows) for rows in self._plan(step)]
+        made = batches if isinstance(self.dataset, Prompts) else numbered(batches)
         return made if self._finish is None else self._finish(made)
 
     def _plan(self, step: int) -> list[list[int]]:
         """The rows of each micro-batch of a step."""
         first = self._first_row(step)
         rows = [self._row(place) for place in range(first, first + self._rows_per_step)]
-        if not self._dataset.packing:
+        if not self.dataset.packing:
             # Rows of like length together need less padding; the step's mean loss is the same.
-            rows.sort(key=lambda row: -self._dataset.row_length(row))
+            rows.sort(key=lambda row: -self.dataset.row_length(row))
         size = self._rows_per_micro_batch
         return [rows[i : i + size] for i in range(0, len(rows), size)]
 

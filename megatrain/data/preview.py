@@ -1,6 +1,8 @@
 """Summaries of a data set: counts, lengths, repetitions, and rows as they are trained."""
 
+import base64
 import hashlib
+import io
 import itertools
 import os
 import re
@@ -10,10 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatrain.data.dataset import PackedDataset
+from megatrain.data.images import Medium
 from megatrain.data.row_packing import Ints, Segments
 
 _REPEATED = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])\1{3,}")  # an image's tokens
 _SOURCES = 20  # that are listed
+_SAMPLES, _IMAGES, _CHARACTERS = 3, 4, 1000  # of a report; images of a document
 
 
 class TextRun(NamedTuple):
@@ -124,6 +128,28 @@ def shown(data: PackedDataset, row: int, tokenizer: Any) -> list[ShownDocument]:
         )
         for line, (place, (ids, labels)) in enumerate(zip(places, data.pieces(row), strict=True))
     ]
+
+
+def samples(data: PackedDataset, tokenizer: Any) -> list[dict[str, Any]]:
+    """The first documents of a run's report: their texts, cut, and small images as data URLs."""
+    documents = (
+        {
+            "place": piece.place,
+            "images": [_thumbnail(medium) for medium in media[:_IMAGES] if medium.kind == "image"],
+            "runs": [[run.text[:_CHARACTERS], run.learnt] for run in piece.runs[:_CHARACTERS]],
+        }
+        for row in range(len(data))
+        for line, piece in enumerate(shown(data, row, tokenizer))
+        if (media := data.images(row, slice(line, line + 1)))
+    )
+    return list(itertools.islice(documents, _SAMPLES))
+
+
+def _thumbnail(medium: Medium) -> str:
+    image, file = medium.decoded(0), io.BytesIO()
+    image.thumbnail((160, 160))
+    image.save(file, "jpeg")
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _runs(ids: Ints, labels: Ints, tokenizer: Any) -> list[TextRun]:

@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from jinja2 import Environment, FileSystemLoader
 
-from megatrain.base.json_yaml import parse_json, read_yaml
+from megatrain.base.json_yaml import parse_json, read_json, read_yaml
 from megatrain.base.units import GIB, duration, gib
 from megatrain.base.whole_files import write_file
 from megatrain.device.base import COMPUTE
@@ -27,6 +27,7 @@ from megatrain.run_folder.layout import (
     ENVIRONMENT,
     METRICS,
     MODEL,
+    SAMPLES,
     TIMELINE,
     early_end,
     model_state,
@@ -154,6 +155,7 @@ class Run:
         environment: machine and versions (telemetry/host.py).
         config: the run file.
         spans: the recorded step.
+        samples: documents with images: place, images, runs of text and whether they are learnt.
         notes: sentences on what is missing or damaged.
     """
 
@@ -165,6 +167,7 @@ class Run:
     notes: list[str]
     spans: list[Span] = field(default_factory=list)
     recorded_step: int | None = None
+    samples: Sequence[Mapping[str, Any]] = ()
 
 
 def read_run(folder: Path) -> Run:
@@ -181,10 +184,11 @@ def read_run(folder: Path) -> Run:
         (CONFIG, read_yaml),
         (METRICS, lambda path: collect(read_metrics(path))),
         (TIMELINE, _read_timeline),
+        (SAMPLES, _read_samples),
     ):
         try:
             contents[name] = read(folder / name)
-        except (InputError, OSError, ValueError) as error:
+        except (InputError, OSError, ValueError, KeyError, TypeError) as error:
             notes.append(f"{name} is missing or damaged: {first_line(error)}")
     metrics, config = contents.get(METRICS) or collect([]), contents.get(CONFIG, {})
     spans, step = contents.get(TIMELINE, ([], None))
@@ -199,6 +203,7 @@ def read_run(folder: Path) -> Run:
         notes=notes,
         spans=spans,
         recorded_step=step,
+        samples=contents.get(SAMPLES, ()),
     )
 
 
@@ -206,6 +211,22 @@ def _read_timeline(path: Path) -> tuple[list[Span], int | None]:
     """The recorded step's spans, and its number."""
     trace = parse_json(path.read_bytes())
     return read_trace(trace), count(at(trace, "otherData", "step"))
+
+
+_THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/=]{1,100000}")
+
+
+def _read_samples(path: Path) -> list[dict[str, Any]]:
+    """Documents with images; none of a run on text."""
+    listed = read_json(path)["samples"] if path.exists() else []
+    return [
+        {
+            "place": str(sample["place"])[:1000],
+            "images": [url for url in sample["images"][:4] if _THUMBNAIL.fullmatch(url)],
+            "runs": [(str(text)[:1000], learnt is True) for text, learnt in sample["runs"][:1000]],
+        }
+        for sample in listed[:3]
+    ]
 
 
 def _status(metrics: Metrics, config: Mapping[str, Any], folder: Path) -> str:
@@ -336,6 +357,7 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
             if content
         },
         work=_where_time_went(run.spans),
+        samples=run.samples,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     write_file(output, page)

@@ -16,6 +16,8 @@ from megatrain.base.json_yaml import read_yaml
 from megatrain.base.whole_files import flush, whole_folder, write_file
 from megatrain.checkpoint import Saving, open_checkpoint, put_right, rotate
 from megatrain.config import Config
+from megatrain.data import PackedDataset
+from megatrain.data.preview import samples
 from megatrain.errors import (
     InputError,
     MegatrainError,
@@ -483,6 +485,10 @@ def describe_run(job: Job, devices: Sequence[tuple[str, bool]]) -> None:
         "data": job.kind,
     }
     write_file(job.folder / layout.ENVIRONMENT, json.dumps(record, indent=2) + "\n")
+    data = job.loader.dataset
+    if isinstance(data, PackedDataset) and data.has_images:
+        content = {"samples": samples(data, job.tokenizer)}
+        write_file(job.folder / layout.SAMPLES, json.dumps(content) + "\n")
     if job.references is not None:
         job.references.write(job.folder)
 

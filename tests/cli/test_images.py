@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from megatrain.cli.app import app
 from megatrain.data import ImageProcessor, PackedDataset, open_dataset
+from megatrain.report import write_report
 from megatrain.train.sharing import with_own_images
 from tests.cli.cases import sets
 from tests.cli.test_ranks import assert_same_run, run_of
@@ -227,6 +228,8 @@ def test_a_run_with_images_is_plain_training(megatrain, tmp_path, caplog, name, 
         rows = {"data__packing": True, "data__sequence_length": 96, "training__batch_size": 3}
     megatrain.done("train", file, *sets(**rows))
     assert not packing or " tokens in 3 rows, " in caplog.text
+    page = write_report(tmp_path / "run").read_text()
+    assert "data:image/jpeg;base64," in page and "<mark>The sea was calm." in page
     processor = transformers.AutoProcessor.from_pretrained(folder)
     loaded = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     batches = list(plain_batches(tmp_path, processor))

@@ -226,3 +226,16 @@ def test_what_is_no_run_is_refused(tmp_path, name):
     (tmp_path / "step.json").write_text('{"benchmark": "step"}')
     with pytest.raises(InputError, match=f"{name} (is no run's folder|does not exist); name"):
         write_report(tmp_path / name)
+
+
+def test_samples_of_a_page_are_escaped_and_bounded(tmp_path):
+    run = write_run(tmp_path / "run")
+    evil = "<script>alert(1)</script>"
+    images = ["data:image/jpeg;base64,aGE=", "https://example.org/a.png", f"data:,{evil}"]
+    sample = {"place": evil, "images": images, "runs": [[evil, True], ["b" * 9000, False]]}
+    (run / "samples.json").write_text(json.dumps({"samples": [sample] * 9}))
+    html = write_report(run).read_text()
+    assert "<script" not in html and "example.org" not in html and "b" * 1001 not in html
+    assert html.count("data:image/jpeg;base64,aGE=") == 3 and "<mark>&lt;script" in html
+    (run / "samples.json").write_text(json.dumps({"samples": [{"place": 1}]}))
+    assert "samples.json is missing or damaged" in write_report(run).read_text()
