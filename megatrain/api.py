@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatrain.autoplace.auto import parse_limit, settle
 from megatrain.checkpoint import open_checkpoint
 from megatrain.device import Buffer, Device, Recording, open_device
-from megatrain.engine.batch import Batch, MicroBatches
+from megatrain.engine.batch import MicroBatches
 from megatrain.engine.engine import PlacedEngine, cpu_by_default
 from megatrain.engine.head import Head
 from megatrain.engine.modules import State
@@ -29,6 +29,7 @@ from megatrain.loss import (
     TopTokens,
     given_loss,
 )
+from megatrain.model.micro_batch import Batch
 from megatrain.model.sinks import attend_with_sinks
 from megatrain.model.trained import Trained
 from megatrain.optim import Rule, is_number
@@ -36,7 +37,6 @@ from megatrain.parallel.distributed import local_rank, open_ranks, open_sequence
 from megatrain.placement import Placement, Precision, Verify
 from megatrain.source.sharing import NO_LABELS, require_alone
 from megatrain.source.source import (
-    DTYPES,
     Base,
     EngineSetup,
     Opens,
@@ -45,6 +45,7 @@ from megatrain.source.source import (
     open_structure,
 )
 from megatrain.source.state_io import check_precision, resumed_placement, saved_optimizer
+from megatrain.source.tiles import DTYPES
 
 __all__ = ["Engine", "StepResult"]
 

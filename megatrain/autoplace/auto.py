@@ -24,10 +24,10 @@ from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import SEQUENCE_LENGTH, TOKENS, Generation, MediaRow, Workload
 from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.machine import mapping_bytes, present_machine
-from megatrain.model.build import most_tokens
-from megatrain.model.program import ModelProgram
+from megatrain.model.sizes import most_tokens
 from megatrain.placement import CPU_PLACEMENT, Placement, Planned
-from megatrain.source.source import EngineSetup, Model
+from megatrain.source.source import EngineSetup
+from megatrain.source.tiles import Model
 from megatrain.telemetry.console import PASSING
 from megatrain.telemetry.host import host_available_bytes, host_limit_bytes, process_bytes
 
@@ -114,7 +114,6 @@ def settle(
         opened.device,
         model,
         settled.placement,
-        opened.dtype,
         opened.host_limit,
         clip=workload.clip,
         tokens=tokens_per_step and -(-tokens_per_step // ranks.size),
@@ -203,7 +202,6 @@ def check_fits(
     device: Device,
     model: Model,
     placement: Placement,
-    dtype: torch.dtype,
     host_memory: int | None,
     *,
     clip: bool,
@@ -216,8 +214,7 @@ def check_fits(
         tokens: of a step, if they are known.
         reference: of a second model that is run beside it.
     """
-    program = ModelProgram(model.spec, torch.device("cpu"), dtype)
-    needs = needs_of(model, program, placement, clip=clip, tokens=tokens)
+    needs = needs_of(model, placement, clip=clip, tokens=tokens)
     more = reference or Needs()
     needs.device["reference model"] += sum(more.device.values())
     needs.host["reference model"] += sum(more.host.values())

@@ -4,6 +4,9 @@ import re
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
+IN_FLIGHT_BYTES = GIB
+"""Of weights on their way from files to their planes, at once."""
+
 _SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
            "ki": KIB, "mi": MIB, "gi": GIB, "ti": TIB}  # fmt: skip
 _MOST = 1 << 60

@@ -16,6 +16,7 @@ from megatrain.base.units import GIB, duration, gib, parse_bytes, size
 from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_config
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
 from megatrain.errors import DoesNotFit, InputError
+from megatrain.forecast.notes import Notes
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import LIMITS, SEQUENCE_LENGTH, MediaRow, Second, Workload
 from megatrain.machine import Machine, machine_for, present_machine, update_gbps
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from megatrain.config import Config
+    from megatrain.model.spec import ModelSpec
 
 # Device memory of the driver, and of a desktop's windows.
 _USUAL_BYTES = GIB
@@ -51,7 +53,7 @@ def run_plan(options: Options) -> None:
             printed, when the run file's data are missing.
         DoesNotFit: after the plan and its remedies have been printed.
     """
-    from megatrain.train.resolve_model import check_sequence_length
+    from megatrain.model.sizes import check_sequence_length
 
     named, run = _opened(options)
     workload = Workload() if run is None else Workload.of_run(run)
@@ -247,20 +249,21 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
     import torch
 
     from megatrain.forecast.op_counter import NotForeseeable
-    from megatrain.model.sinks import attend_with_sinks
 
+    notes = _notes(named, workload)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads wait for each other, long if the machine is busy
     try:
-        spec = named.spec()
-        attend_with_sinks(spec, workload.precision)
+        spec = notes.spec(named.config)
         if spec.media and workload.media is None:
             further["warnings"].append(
                 "the plan is for text: --image 1024x1024 counts such an image in every row"
             )
         if workload.media is not None and not spec.media:
             raise InputError(f"--image: {named.name} takes no images; leave it out")
-        return make_plan(spec, machine, workload, **further)
+        plan = make_plan(spec, machine, workload, **further, notes=notes)
+        notes.keep()
+        return plan
     except NotForeseeable as error:
         raise InputError(
             f"{named.name} cannot be planned: {error}; megatrain train streams all of it, "
@@ -268,6 +271,30 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
         ) from error
     finally:
         torch.set_num_threads(threads)
+
+
+def _notes(named: NamedModel, workload: Workload) -> Notes:
+    """What is known of the model; kept unless its code is not transformers' own, or in fp8."""
+
+    def opened() -> "ModelSpec":
+        from megatrain.model.sinks import attend_with_sinks
+
+        spec = named.spec()
+        attend_with_sinks(spec, workload.precision)
+        return spec
+
+    config, adapter, section = named.config, named.adapter, named.section
+    key: dict[str, Any] = {
+        "class": type(config).__name__,
+        "config": config.to_dict(),
+        "adapter": adapter.to_dict() if hasattr(adapter, "to_dict") else adapter,
+        "base": named.frozen,
+        "section": section and section.model_dump(mode="json"),
+        "precision": workload.precision,
+    }
+    own = section is None or not section.trust_remote_code
+    told = workload.precision != "fp8"  # its operands are read off modules
+    return Notes(opened, key if own and told else None)
 
 
 _WIDTH = 140
@@ -286,7 +313,7 @@ _BINDS = {
 
 def experts_of_step(config: "PreTrainedConfig", forecast: Forecast) -> dict[str, int] | None:
     """The load of a mixture's experts, and tokens a step that hide the bus; None: it has none."""
-    from megatrain.model.build import experts_of_a_token
+    from megatrain.model.sizes import experts_of_a_token
 
     chosen, every = experts_of_a_token(config)
     if not chosen or not every:

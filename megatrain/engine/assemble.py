@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -25,7 +25,6 @@ from megatrain.engine.update import Update
 from megatrain.loss import Loss
 from megatrain.model.capture import FEATURES
 from megatrain.model.layer_template import compile_and_tell
-from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement, Verify
@@ -33,6 +32,9 @@ from megatrain.store.store import DiskStaging, Store, Tier
 from megatrain.telemetry.host import update_threads
 from megatrain.tile import TileKind
 from megatrain.tile.layout import Expand
+
+if TYPE_CHECKING:
+    from megatrain.model.program import ModelProgram
 
 # Of a micro-batch's graph or attention on its way to the host and back, at once. Two leave: a graph
 # takes up to twice as long over the bus as its layer's forward.
@@ -49,7 +51,7 @@ class Assembly:
     """
 
     device: Device
-    program: ModelProgram
+    program: "ModelProgram"
     store: Store
     dtype: torch.dtype
     placement: Placement

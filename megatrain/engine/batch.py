@@ -1,7 +1,6 @@
 """The micro-batches of one optimizer step, checked and brought to the device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from megatrain.base.seeds import derived_seed
 from megatrain.device import available_bytes
 from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, IGNORED, TOKEN_SCORE, JointLoss, Loss, targets_of
-from megatrain.model.build import most_tokens
 from megatrain.model.capture import Call, Rows
 from megatrain.model.document_check import DocumentCheck, check_masks
 from megatrain.model.documents import (
@@ -24,8 +22,10 @@ from megatrain.model.documents import (
 )
 from megatrain.model.float8 import in_own_type
 from megatrain.model.media import as_computed
-from megatrain.model.program import MicroBatch, ModelProgram
+from megatrain.model.micro_batch import Batch, MicroBatch
+from megatrain.model.program import ModelProgram
 from megatrain.model.sequence_share import WHOLE, Judged, RowTrial, SequenceShare
+from megatrain.model.sizes import most_tokens
 from megatrain.parallel.distributed import Ranks, require_same
 from megatrain.source.source import EngineSetup
 
@@ -39,60 +39,6 @@ _NOT_HEEDED = (
     *("use_cache", "past_key_values", "cache_params", "logits_to_keep", "num_logits_to_keep"),
     "inputs_embeds",
 )
-
-
-@dataclass
-class Batch:
-    """This rank's micro-batches of one step.
-
-    Attributes:
-        micro: on the device.
-        normaliser: what the loss is divided by, over all micro-batches of all ranks.
-        num_tokens: all positions, padding included.
-        unique_U: the token ids whose rows are gathered (CPU); `micro[i].rows.index` points into it.
-            With several ranks: the ids of all their tokens, in one block of equal size for each
-            rank that keeps their rows; a block is filled up with an id of its own or of an earlier
-            block.
-        seed: makes the random numbers of this step.
-        first: number of `micro[0]` in the step.
-        before: micro-batches of the ranks before this one; random numbers depend on a
-            micro-batch's number among those of all ranks.
-        own: the slice of `unique_U` whose rows this rank keeps.
-        all_tokens: positions of all ranks.
-        most: micro-batches of the rank that has the most; others may have passes without any.
-        has_media: True if any rank's micro-batch has images or sounds.
-        loss_inputs: each micro-batch's targets and the loss's other inputs, on the device; for a
-            joint loss the micro-batches of all ranks.
-        measured: the measures of a joint loss, on the device, once the head has been visited.
-        loads: the tokens of each expert `[L, E]`, on the device, once the head has been visited.
-        router_shares: the weight of each micro-batch's router loss; None: routers have one loss of
-            all tokens together.
-    """
-
-    micro: list[MicroBatch]
-    normaliser: float
-    num_tokens: int
-    unique_U: Tensor
-    seed: int
-    first: int = 0
-    loss_inputs: list[tuple[Tensor, list[Tensor]]] = field(default_factory=list)
-    measured: dict[str, Tensor] = field(default_factory=dict)
-    loads: list[Tensor] = field(default_factory=list)
-    before: int = 0
-    own: slice = field(default_factory=lambda: slice(None))
-    all_tokens: int = 0
-    most: int = 0
-    router_shares: Sequence[float] | None = None
-    has_media: bool = False
-
-    def passes(self, count: int) -> list["Batch"]:
-        """Split the micro-batches, in order, into at most `count` groups of about equal size."""
-        count = min(count, max(self.most, len(self.micro)))
-        ends = [len(self.micro) * part // count for part in range(count + 1)]
-        return [
-            replace(self, micro=self.micro[start:stop], first=start)
-            for start, stop in pairwise(ends)
-        ]
 
 
 class Intake:

@@ -23,10 +23,10 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, ROWS, Memory, Name
-from megatrain.engine.batch import Batch
 from megatrain.engine.shared import Shared
 from megatrain.engine.sink import HostGrad, ScratchArena, Sink
 from megatrain.errors import InputError
+from megatrain.model.micro_batch import Batch
 from megatrain.store.store import Tier, Tile
 from megatrain.tile import Entry
 

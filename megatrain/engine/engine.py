@@ -21,7 +21,7 @@ from megatrain.checkpoint import Contents, Saver, Saving, as_json, require_repla
 from megatrain.compat.torch import has_saved_tensor_hooks
 from megatrain.device import Buffer
 from megatrain.engine.assemble import Assembly, host_bytes, kept_offload
-from megatrain.engine.batch import Batch, Intake, MicroBatches, halved
+from megatrain.engine.batch import Intake, MicroBatches, halved
 from megatrain.engine.expert_loads import ExpertLoads
 from megatrain.engine.head import Head
 from megatrain.engine.modules import State
@@ -31,6 +31,7 @@ from megatrain.engine.whole_model import whole_model
 from megatrain.errors import DoesNotFit, InputError, RunFailed
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss, as_numbers
 from megatrain.model.adapters import Values, require_held
+from megatrain.model.micro_batch import Batch
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer, is_number
 from megatrain.parallel.distributed import ALONE, Ranks

@@ -6,7 +6,7 @@ Legend: N tokens of a micro-batch, C tokens of a chunk, D width, V vocabulary.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,14 +14,16 @@ from torch import Tensor
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
 from megatrain.device.collectives import Collectives
-from megatrain.engine.batch import Batch
 from megatrain.engine.modules import State, StreamedModule, add
 from megatrain.engine.sink import GradAccumulator
 from megatrain.loss import JointLoss, Loss
 from megatrain.model.capture import last_hidden, with_hidden
-from megatrain.model.program import Activations, MicroBatch, ModelProgram
+from megatrain.model.micro_batch import Activations, Batch, MicroBatch
 from megatrain.parallel.distributed import ALONE
 from megatrain.store.store import Tile
+
+if TYPE_CHECKING:
+    from megatrain.model.program import ModelProgram
 
 _NAME = Name(Kind.HEAD, "head")
 
@@ -34,7 +36,7 @@ class Head(StreamedModule):
     def __init__(
         self,
         device: Device,
-        program: ModelProgram,
+        program: "ModelProgram",
         tile: Tile,
         tokens: int,
         summed: Callable[[Loss], Summed],

@@ -5,14 +5,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
-from megatrain.engine.batch import Batch
 from megatrain.engine.modules import State, StreamedModule
 from megatrain.engine.saved_tensors import (
     Graph,
@@ -27,9 +26,12 @@ from megatrain.engine.saved_tensors import (
 )
 from megatrain.engine.sink import GradAccumulator
 from megatrain.model.capture import ADDED, Ref
-from megatrain.model.program import Activations, MicroBatch, ModelProgram
+from megatrain.model.micro_batch import Activations, Batch, MicroBatch
 from megatrain.placement import RECOMPUTE, ActivationPolicy, Saves
 from megatrain.store.store import Tile
+
+if TYPE_CHECKING:
+    from megatrain.model.program import ModelProgram
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Layer(StreamedModule):
     def __init__(
         self,
         device: Device,
-        program: ModelProgram,
+        program: "ModelProgram",
         tile: Tile,
         visit: int,
         policy: ActivationPolicy = RECOMPUTE,

@@ -6,7 +6,7 @@ micro-batch, and knows how to run forward and backward for all micro-batches in 
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -14,14 +14,16 @@ from torch import Tensor
 from megatrain.base.seeds import derived_seed
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, Kind, Name
-from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.sink import GradAccumulator
 from megatrain.model.capture import FEATURES, MEDIA, PROLOGUE, Ref
 from megatrain.model.media import FrozenParts
-from megatrain.model.program import Activations, MicroBatch, ModelProgram
+from megatrain.model.micro_batch import Activations, Batch, MicroBatch
 from megatrain.placement import ActivationPolicy
 from megatrain.store.store import Tile
+
+if TYPE_CHECKING:
+    from megatrain.model.program import ModelProgram
 
 State = list[Activations]
 
@@ -44,7 +46,9 @@ class StreamedModule:
     inputs: list[Ref]
     needs_backward = True
 
-    def __init__(self, device: Device, program: ModelProgram, tile: Tile, prefix: str = "") -> None:
+    def __init__(
+        self, device: Device, program: "ModelProgram", tile: Tile, prefix: str = ""
+    ) -> None:
         self.device, self.program, self.tile, self.prefix = device, program, tile, prefix
         self.inputs, self.new_inputs = list[Ref](), list[Ref]()
 
@@ -101,7 +105,7 @@ class Media(StreamedModule):
     visit = MEDIA
 
     def __init__(
-        self, device: Device, program: ModelProgram, tile: Tile, embedding: Embedding
+        self, device: Device, program: "ModelProgram", tile: Tile, embedding: Embedding
     ) -> None:
         super().__init__(device, program, tile)
         self.embedding = embedding
@@ -151,7 +155,7 @@ class Prologue(StreamedModule):
     visit = PROLOGUE
 
     def __init__(
-        self, device: Device, program: ModelProgram, tile: Tile, embedding: Embedding
+        self, device: Device, program: "ModelProgram", tile: Tile, embedding: Embedding
     ) -> None:
         super().__init__(device, program, tile)
         self.embedding = embedding

@@ -25,7 +25,7 @@ from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.engine.modules import StreamedModule, add
 from megatrain.engine.sink import GradAccumulator
 from megatrain.model.capture import Ref
-from megatrain.model.program import Activations
+from megatrain.model.micro_batch import Activations
 
 _STEP = 256  # bytes: every tensor starts on a boundary that the widest loads like
 

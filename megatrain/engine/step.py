@@ -14,7 +14,6 @@ from typing import TypeVar
 from torch import Tensor
 
 from megatrain.device import Buffer
-from megatrain.engine.batch import Batch
 from megatrain.engine.embedding import Embedding
 from megatrain.engine.head import Head
 from megatrain.engine.layer import Layer
@@ -23,6 +22,7 @@ from megatrain.engine.saved_tensors import DeviceBoundaries, HostBoundaries
 from megatrain.engine.sink import Sink
 from megatrain.engine.stream import Stream
 from megatrain.engine.update import Update
+from megatrain.model.micro_batch import Batch
 from megatrain.placement import ActivationPolicy
 
 Unit = Media | Prologue | Layer

@@ -1,49 +1,31 @@
 """Forecasts of one model for one workload after the other, each made once.
 
-Replies to prompts are forecast by the model's own forward on fake tensors, as transformers'
-`generate` calls it. A reference or a teacher is an engine of its own, whose forward alone runs.
+A reference or a teacher is an engine of its own, whose forward alone runs.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from math import prod
-from typing import Any
 
 import torch
-from torch.func import functional_call
 
-from megatrain.compat.torch import FakeTensorMode
-from megatrain.compat.transformers import counts_tokens
 from megatrain.device import Buffer
 from megatrain.device.base import Memory, kind_of
 from megatrain.device.trace import MetaDevice
 from megatrain.engine.assemble import Assembly
 from megatrain.engine.step import Parts, TrainingParts
-from megatrain.forecast.op_counter import (
-    OneAttention,
-    OpCounter,
-    Place,
-    foreseeing,
-)
-from megatrain.forecast.profile import Once, Profile
-from megatrain.forecast.simulate import STEADY, Forecast, forecast, process_bytes
+from megatrain.forecast.notes import Notes, Once
+from megatrain.forecast.op_counter import Place
+from megatrain.forecast.profile import Profile
+from megatrain.forecast.simulate import STEADY, Forecast, forecast, process_bytes, unrun
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine
-from megatrain.model.build import loaded_types
-from megatrain.model.program import ModelProgram
 from megatrain.model.spec import PROBE_SHAPE, ModelSpec
 from megatrain.optim import PlaneKind
 from megatrain.placement import Placement, Precision
-from megatrain.source.source import DTYPES, Model
+from megatrain.source.tiles import DTYPES, Model
 from megatrain.store.store import Store
 from megatrain.tile import TileKind
-
-# Of each logit while a token is drawn: in fp32 as it came, after the temperature, sorted, their
-# probabilities, and the sums of these; in int64 the order.
-_DRAWN_BYTES = 5 * 4 + 8
 
 # Memory of a step that is free while replies are generated.
 _FREE = tuple(value for name, value in vars(Place).items() if name.isupper())
@@ -76,7 +58,6 @@ class _Counting(MetaDevice):
 
 def needs_of(
     model: Model,
-    program: ModelProgram,
     placement: Placement,
     *,
     clip: bool,
@@ -87,10 +68,10 @@ def needs_of(
 
     Of a step's `tokens`, if they are known, `distinct` ones differ; None: they may all.
     """
-    device, dtype = _Counting(), program.dtype
+    device, dtype = _Counting(), DTYPES[model.precision]
     store = Store(device, model.layouts, dtype, rule=model.rule, placement=placement)
     eager = replace(placement, compile=False, chunk_tokens=None)
-    assembly = Assembly(device, program, store, dtype, eager)
+    assembly = Assembly(device, unrun(model), store, dtype, eager)
     parts: Parts
     if model.optimizer is None:
         parts = assembly.inference()
@@ -120,9 +101,9 @@ def needs_of(
 class ForecastCache(Once):
     """Forecasts of one model, each made once."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, notes: Notes | None = None) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self._notes = spec, notes or Notes(lambda: spec)
 
     def model(self, workload: Workload) -> Model:
         key = workload.rule, workload.ranks, workload.hosts, workload.precision
@@ -136,7 +117,6 @@ class ForecastCache(Once):
             measured = self.measured(workload)
             return needs_of(
                 self.model(workload),
-                measured.program,
                 alike,
                 clip=workload.clip,
                 tokens=workload.rows * workload.sequence_length,
@@ -174,6 +154,7 @@ class ForecastCache(Once):
                 chunk_tokens=chunk_tokens,
                 float8=workload.precision == "fp8",
                 media=workload.media,
+                notes=self._notes,
             ),
         )
 
@@ -216,7 +197,13 @@ class ForecastCache(Once):
         assert replies is not None
         rows = min(workload.rows, replies.rows or workload.rows)
         size = rows, workload.sequence_length, replies.new_tokens
-        generated = self.once((dtype, size), lambda: generation_bytes(self.spec, dtype, *size))
+
+        def generation() -> int:
+            from megatrain.forecast.generation import generation_bytes
+
+            return generation_bytes(self._notes.opened(), dtype, *size)
+
+        generated = self._notes.noted(int, ("generation", dtype, *size), generation)
         more = generated - sum(step.device_bytes.get(name, 0) for name in _FREE)
         step = replace(step, device_bytes=step.device_bytes | {"generation": max(0, more)})
         if not replies.reference:
@@ -238,70 +225,6 @@ class ForecastCache(Once):
 
 def second_needs(spec: ModelSpec, precision: Precision, tokens: int, ranks: int = 1) -> Needs:
     """The memory of an engine that only runs the model, of each of `ranks` that share it."""
-    program = ModelProgram(spec, torch.device("cpu"), DTYPES[precision])
     tokens *= ranks  # each has the table's rows for the tokens of all
     model = Model.trained(spec, None, ranks, precision=precision)
-    return needs_of(model, program, Placement(), clip=False, tokens=tokens)
-
-
-def generation_bytes(
-    spec: ModelSpec, dtype: torch.dtype, rows: int, tokens: int, new_tokens: int
-) -> int:
-    """Bytes beside the weights, where the model computes, at the peak of continuing `rows` prompts.
-
-    With its reply, of `new_tokens`, one has `tokens`; keys and values are there twice as they grow.
-    """
-    counter, new = OpCounter(), min(new_tokens, tokens - 1)
-    with (
-        foreseeing("generation"),
-        spec.capture.with_layers() as model,
-        torch.no_grad(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):
-        training = model.training
-        model.eval()
-        types, named = loaded_types(model, dtype), model.named_parameters()
-        weights = {n: torch.empty(p.shape, dtype=types.get(n, dtype)) for n, p in named}
-        try:
-            cached, prompts = counts_tokens(model.config.get_text_config(decoder=True)), 0
-            if not cached:  # as `generate/texts.py` finds it
-                with suppress(ValueError):
-                    cached = bool(_forward(model, weights, 1, 1))
-            with counter:
-                if not cached:
-                    last = _forward(model, weights, rows, tokens, cached=False)
-                else:
-                    _forward(model, weights, rows, tokens - new)
-                    prompts = counter.peak_bytes
-                    names = ("past_key_values", "cache_params")  # of outputs and inputs
-                    output = _forward(model, weights, rows, tokens - 1)
-                    past = {name: output[name] for name in names if name in output}
-                    del output
-                    counter.restart()
-                    last = _forward(model, weights, rows, 1, past, tokens - 1)
-        finally:
-            model.train(training)
-        drawn = rows * last.logits.shape[-1] * _DRAWN_BYTES
-        tables = sum(weights[name].nbytes for name in spec.gathered)
-        return tables + max(prompts, counter.peak_bytes, counter.total_bytes + drawn)
-
-
-def _forward(
-    model: Any,
-    weights: dict[str, torch.Tensor],
-    rows: int,
-    tokens: int,
-    past: Mapping[str, Any] | None = None,
-    before: int = 0,
-    *,
-    cached: bool = True,
-) -> Any:
-    """The output of `rows` rows of new tokens, of which `past` has the cache of those `before`."""
-    ids = torch.zeros(rows, tokens, dtype=torch.int64)
-    mask = torch.ones(rows, before + tokens, dtype=torch.int64)
-    inputs = {**(past or {}), "attention_mask": mask, "use_cache": cached}
-    taken = signature(model.forward).parameters
-    more = {"logits_to_keep": 1, "position_ids": ids}  # of padded rows, each has its own
-    inputs |= {name: value for name, value in more.items() if name in taken}
-    with OneAttention():
-        return functional_call(model, weights, (ids,), inputs)
+    return needs_of(model, Placement(), clip=False, tokens=tokens)

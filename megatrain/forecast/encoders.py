@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,19 @@ from transformers import AttentionInterface
 
 from megatrain.compat.torch import FakeTensor, TorchDispatchMode, pytree, without_modes
 from megatrain.compat.transformers import sdpa_attention_forward
-from megatrain.forecast.op_counter import OpCounter, Shape, Work, tensors
-from megatrain.model.capture import Call, Ref
+from megatrain.forecast.op_counter import (
+    MediaWork,
+    OpCounter,
+    Shape,
+    Work,
+    sizes_of_rows,
+    tensors,
+)
+from megatrain.model.capture import Call
 from megatrain.model.documents import BY_IMAGES, attention_within_images
 from megatrain.model.media import FrozenParts, as_computed
-from megatrain.model.program import Activations, MicroBatch, ModelProgram
+from megatrain.model.micro_batch import Activations, MicroBatch
+from megatrain.model.program import ModelProgram
 
 ENCODER_LAYERS = 20  # whose number of operations is no recurrence yet
 
@@ -75,52 +83,15 @@ def _to_some_keys(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0], None
 
 
-class MediaWork(NamedTuple):
-    """The work of one micro-batch's images and sounds.
-
-    Attributes:
-        encoding, again: of the encoders: a forward that keeps nothing; that of the backward sweep
-            with the backward, nothing if all is frozen.
-        entering, leaving: the same of what puts features among tokens.
-        kept_bytes: of the results of frozen parts, which wait; feature_bytes: of all results.
-        argument_bytes: of the layers' arguments. calls, results: as of a `Prologue`.
-    """
-
-    encoding: Work
-    again: Work
-    entering: Work
-    leaving: Work
-    kept_bytes: int
-    feature_bytes: int
-    argument_bytes: int
-    results: dict[Ref, Shape]
-    calls: list[Call]
-
-    def of_rows(self, rows: int, two: "MediaWork") -> "MediaWork":
-        """The work of `rows` rows, by this one's of one row, and that of two: all is affine.
-
-        That of encoders grows with the rows: they may take long to follow, and are for one alone.
-        """
-        pairs: list[Any] = [*zip(self, two, strict=True)]
-        works = [Work().between(work, rows, 1) for work in self[:2]]
-        works += [a.between(b, rows - 1, 1) for a, b in pairs[2:4]]
-        sizes = [self.kept_bytes * rows, *(a + (b - a) * (rows - 1) for a, b in pairs[5:7])]
-        results = {
-            ref: Shape(_sizes(shape.sizes, two.results[ref].sizes, rows), shape.dtype)
-            for ref, shape in self.results.items()
-        }
-        made: dict[int, Any] = {}
-        for one, other in zip(self.calls, two.calls, strict=True):
-            for leaf, double in zip(one.leaves, other.leaves, strict=True):
-                if isinstance(leaf, Tensor) and id(leaf) not in made:
-                    shape = _sizes(leaf.shape, double.shape, rows)
-                    made[id(leaf)] = torch.empty(shape, dtype=leaf.dtype, device="meta")
-        calls = [Call([made.get(id(x), x) for x in c.leaves], c.spec) for c in self.calls]
-        return MediaWork._make((*works, *sizes, results, calls))
-
-
-def _sizes(one: Sequence[int], two: Sequence[int], rows: int) -> tuple[int, ...]:
-    return tuple(a + (b - a) * (rows - 1) for a, b in zip(one, two, strict=True))
+def calls_of_rows(one: Sequence[Call], two: Sequence[Call], rows: int) -> list[Call]:
+    """The layers' calls for so many rows, by those for one and for two; leaves have no data."""
+    made: dict[int, Any] = {}
+    for single, other in zip(one, two, strict=True):
+        for leaf, double in zip(single.leaves, other.leaves, strict=True):
+            if isinstance(leaf, Tensor) and id(leaf) not in made:
+                shape = sizes_of_rows(leaf.shape, double.shape, rows)
+                made[id(leaf)] = torch.empty(shape, dtype=leaf.dtype, device="meta")
+    return [Call([made.get(id(x), x) for x in call.leaves], call.spec) for call in one]
 
 
 def give_media(micro: MicroBatch, inputs: Mapping[str, Tensor], program: ModelProgram) -> None:
@@ -170,9 +141,9 @@ def media_work(
     leaving, _ = _counted(partial(_with_gradients, outputs, sources), (ignored, leaf_N))
     leaves = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
     arguments = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, Tensor))
-    results = {ref: Shape(tuple(value.shape), value.dtype) for ref, value in values.items()}
+    results = [(ref, Shape(tuple(value.shape), value.dtype)) for ref, value in values.items()]
     sizes = kept, features_N.nbytes, arguments
-    return MediaWork(encoding, again, entering, leaving, *sizes, results, micro.calls)
+    return MediaWork(encoding, again, entering, leaving, *sizes, results)
 
 
 def _counted(run: Callable[[], Any], ignored: Any) -> tuple[Work, Any]:

@@ -30,7 +30,7 @@ from megatrain.forecast.op_counter import (
     work_of,
 )
 from megatrain.model.layer_template import KEPT_SHARE
-from megatrain.model.program import Activations
+from megatrain.model.micro_batch import Activations
 
 # A reduction's result that is so much smaller than what it reads is kept, not computed again.
 _SMALL = 16

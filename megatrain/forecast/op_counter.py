@@ -1,7 +1,7 @@
 """Counts the cost of operations on tensors without data: FLOPs, bytes touched, bytes alive."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from megatrain.compat.torch import (
     packet_of,
 )
 from megatrain.errors import MegatrainError, first_line
-from megatrain.model.sinks import WITH_SINKS, WITH_SINKS_BACKWARD
+from megatrain.model.capture import Ref
 
 # A layer has some hundred; a recurrence that goes token by token would take minutes to count.
 MOST_OPERATIONS = 10_000
@@ -126,6 +126,61 @@ class Shape:
 
     def empty(self) -> Tensor:
         return torch.empty(self.sizes, dtype=self.dtype)
+
+
+class Prologue(NamedTuple):
+    """What comes before the layers: its results, and the bytes of the layers' arguments."""
+
+    results: list[tuple[Ref, Shape]]
+    argument_bytes: int
+
+    def of_rows(self, rows: int, other: "Prologue", first: int, second: int) -> "Prologue":
+        """That of so many rows, from this one of `first` and another one of `second`."""
+        results = [(ref, shape.of_rows(rows, first)) for ref, shape in self.results]
+        more = (other.argument_bytes - self.argument_bytes) * (rows - first) // (second - first)
+        return Prologue(results, self.argument_bytes + more)
+
+
+class MediaWork(NamedTuple):
+    """The work of one micro-batch's images and sounds.
+
+    Attributes:
+        encoding, again: of the encoders: a forward that keeps nothing; that of the backward sweep
+            with the backward, nothing if all is frozen.
+        entering, leaving: the same of what puts features among tokens.
+        kept_bytes: of the results of frozen parts, which wait; feature_bytes: of all results.
+        argument_bytes, results: as of a `Prologue`.
+    """
+
+    encoding: Work
+    again: Work
+    entering: Work
+    leaving: Work
+    kept_bytes: int
+    feature_bytes: int
+    argument_bytes: int
+    results: list[tuple[Ref, Shape]]
+
+    def of_rows(self, rows: int, two: "MediaWork") -> "MediaWork":
+        """The work of `rows` rows, by this one's of one row, and that of two: all is affine.
+
+        That of encoders grows with the rows: they may take long to follow, and are for one alone.
+        """
+        pairs: list[Any] = [*zip(self, two, strict=True)]
+        works = [Work().between(work, rows, 1) for work in self[:2]]
+        works += [a.between(b, rows - 1, 1) for a, b in pairs[2:4]]
+        sizes = [self.kept_bytes * rows, *(a + (b - a) * (rows - 1) for a, b in pairs[5:7])]
+        shapes = zip(self.results, two.results, strict=True)
+        results = [
+            (ref, Shape(sizes_of_rows(one.sizes, other.sizes, rows), one.dtype))
+            for (ref, one), (_, other) in shapes
+        ]
+        return MediaWork._make((*works, *sizes, results))
+
+
+def sizes_of_rows(one: Sequence[int], two: Sequence[int], rows: int) -> tuple[int, ...]:
+    """Sizes for so many rows, by those for one and for two."""
+    return tuple(a + (b - a) * (rows - 1) for a, b in zip(one, two, strict=True))
 
 
 @dataclass(frozen=True)
@@ -324,6 +379,7 @@ _experts_product.register_autograd(
 
 _ATTENTION = torch.ops.megatrain.attention.default
 _ATTENTION_BACKWARD = torch.ops.megatrain.attention_backward.default
+_WITH_SINKS = "megatrain::attention_with_sinks"  # model/sinks.py
 _EXPERTS = torch.ops.megatrain.experts_product.default
 _EXPERTS_BACKWARD = torch.ops.megatrain.experts_product_backward.default
 _OVERWRITES = (
@@ -390,7 +446,7 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
         # Five products where the forward has two; the gradient of the queries is summed in fp32.
         flops = _attention_flops(query, key, value, mask, causal) * 5 // 2
         return Work(attention_backward_flops=flops, kernels=1), query.numel() * 4
-    if func in (WITH_SINKS, WITH_SINKS_BACKWARD):
+    if func.name() in (_WITH_SINKS, f"{_WITH_SINKS}_backward"):
         return _attention_with_sinks(func, args, sum(tensor.nbytes for tensor in tensors(out)))
     if func in (_EXPERTS, _EXPERTS_BACKWARD):
         rows, weights = sorted(args[-2:], key=Tensor.dim)
@@ -407,11 +463,12 @@ def work_of(func: Any, args: tuple, kwargs: dict, out: Any) -> tuple[Work, int]:
 
 
 def _attention_with_sinks(func: Any, args: tuple, results: int) -> tuple[Work, int]:
-    query, window = args[0 if func is WITH_SINKS else 1], args[-2]
+    forward = func.name() == _WITH_SINKS
+    query, window = args[0 if forward else 1], args[-2]
     rows, tokens, heads, width = query.shape
     seen = min(window, tokens) if window else tokens // 2  # tokens that one sees on average
     flops = 4 * rows * tokens * heads * seen * width
-    if func is WITH_SINKS:
+    if forward:
         work = Work(attention_flops=flops, kernels=4, attention_bytes=results)
         return work, 2 * query.nbytes
     return Work(attention_backward_flops=flops * 5 // 2, kernels=4), query.numel() * 4

@@ -6,7 +6,7 @@ takes and gives back, and its results, which are memory that is `Held`. A group 
 holds as much as they do.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -21,12 +21,13 @@ from megatrain.engine.head import Head
 from megatrain.engine.layer import Layer, Turn
 from megatrain.engine.modules import Media, Prologue
 from megatrain.engine.saved_tensors import OffloadPlan
+from megatrain.forecast.notes import Once
 from megatrain.forecast.op_counter import Held, LayerWork, Ledger, OpCounter, Place, Work, added
-from megatrain.forecast.profile import Once, Profile, grouped
+from megatrain.forecast.profile import Profile, grouped
 from megatrain.kernels.reference import UPDATE_BLOCK
 from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, NETWORK_GBPS, Machine
 from megatrain.model.capture import ADDED, FEATURES, Call, Ref
-from megatrain.model.program import MicroBatch
+from megatrain.model.micro_batch import MicroBatch
 from megatrain.optim import AdamW, PlaneKind, Rule, moved_bytes
 from megatrain.telemetry.timeline import Span
 from megatrain.tile import TileLayout
@@ -86,7 +87,7 @@ class CostModel:
         hosts: int = 1,
         ledger: Ledger | None = None,
         price: Callable[[Any], tuple[Work, Any] | None] = lambda work: None,
-        once: Callable[[Hashable, Callable[[], Work]], Work] = lambda key, make: make(),
+        once: Callable[[tuple, Callable[[], Work]], Work] = lambda key, make: make(),
     ) -> None:
         """Prices of a machine's work.
 
@@ -331,12 +332,10 @@ class _Visit(Once):
 class Declared:
     """The work and the memory of everything that an engine computes with a model."""
 
-    def __init__(
-        self, measured: Profile, ledger: Ledger, head: TileLayout, head_tokens: int
-    ) -> None:
-        """Args: `head`: layout of the head's tile, whose logits are of `head_tokens` at once."""
+    def __init__(self, measured: Profile, ledger: Ledger, head_tokens: int) -> None:
+        """Args: `head_tokens`: whose logits the head computes at once."""
         self._measured, self._ledger = measured, ledger
-        self._head, self._head_tokens = head, head_tokens
+        self._head_tokens = head_tokens
         self._itemsize = measured.dtype.itemsize
         self._visits: dict[tuple[Layer, int], _Visit] = {}
         self._prices: dict[Any, Callable[..., tuple[Work, Any]]] = {
@@ -384,7 +383,7 @@ class Declared:
         visit, measured = self._visits.get((layer, rows)), self._measured
         if visit is None:
             work, entering = measured.layer(layer.visit, rows), measured.prologue(rows).results
-            absent = {r for r in layer.grad_inputs if r.visit == ADDED} - {*entering}
+            absent = {r for r in layer.grad_inputs if r.visit == ADDED} - {*dict(entering)}
             shapes = {r: measured.shape(r, rows) for r in layer.grad_inputs if r not in absent}
             input_grads = {r: s.num_bytes for r, s in shapes.items() if s.dtype.is_floating_point}
             visit = _Visit(work, layer, input_grads, self._itemsize)
@@ -504,10 +503,10 @@ class Declared:
         self, prologue: Prologue, slot: Any, micro: MicroBatch, h: Values
     ) -> tuple[Work, Values]:
         count, measured = grouped(micro), self._measured
-        results, _, argument_bytes = measured.prologue(len(micro.inputs["input_ids"]))
+        results, argument_bytes = measured.prologue(len(micro.inputs["input_ids"]))
         held = self._ledger.hold(Place.ARGUMENTS, count * argument_bytes)
         micro.calls = [Call([held], None)] * len(measured.spec.layers)
-        sizes = {ref: shape.num_bytes for ref, shape in results.items()}
+        sizes = {ref: shape.num_bytes for ref, shape in results}
         moved = count * sum(sizes.values())
         work = Work(touched_bytes=2 * moved, kernels=count, calls=count)
         if micro.media:
@@ -549,7 +548,7 @@ class Declared:
     ) -> tuple[Work, tuple[Tensor, Values]]:
         number, rows, ledger = grouped(micro), len(micro.inputs["input_ids"]), self._ledger
         loss = torch.empty((), device="meta")
-        work = self._measured.head(self._head, rows, self._head_tokens, micro.loss)
+        work = self._measured.head(rows, self._head_tokens, micro.loss)
         done = self._took(work, number)
         sizes = {
             ref: value.nbytes
@@ -567,7 +566,7 @@ class Declared:
         self, head: Head, slot: Any, micro: MicroBatch, values: Values
     ) -> tuple[Work, Tensor]:
         rows, count = len(micro.inputs["input_ids"]), grouped(micro)
-        done = self._took(self._measured.head_losses(self._head, rows, self._head_tokens), count)
+        done = self._took(self._measured.head_losses(rows, self._head_tokens), count)
         every = torch.empty(count, micro.inputs["input_ids"].numel(), device="meta")
         return done, self._ledger.count(every, Place.WORKING_SET)[0]
 

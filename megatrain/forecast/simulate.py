@@ -5,13 +5,12 @@ It is the engine's own step, on a device that keeps time, for `auto` and for `me
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from megatrain.base.units import align
+from megatrain.base.units import IN_FLIGHT_BYTES, align
 from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, DEVICE_STREAMS, DISK_STREAMS, UPDATE
 from megatrain.device.trace import ClockDevice
@@ -24,17 +23,18 @@ from megatrain.forecast.prices import CostModel, Declared
 from megatrain.forecast.profile import TWO_VISITS, Profile, grouped
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.machine import Machine, mapping_bytes
-from megatrain.model.init import most_drawn_at_once
-from megatrain.model.program import MicroBatch, ModelProgram, Weights
-from megatrain.model.weights import IN_FLIGHT_BYTES
+from megatrain.model.micro_batch import MicroBatch, Weights
+from megatrain.model.spec import ModelSpec
 from megatrain.optim import Plane
 from megatrain.parallel.distributed import ALONE, Foreseen
 from megatrain.placement import Placement
-from megatrain.source.source import Model
+from megatrain.source.tiles import Model
 from megatrain.store.store import DiskStaging, Lane, Store, Tile, own_numel
 from megatrain.telemetry.metrics import model_tflops
 from megatrain.telemetry.timeline import Breakdown, Span, breakdown, critical_path, window
-from megatrain.tile import TileKind
+
+if TYPE_CHECKING:
+    from megatrain.model.program import ModelProgram
 
 # Pieces of a tile, on its way from the device and to and from a disk: many more take long to
 # follow, and as long in the step.
@@ -180,10 +180,9 @@ def forecast(
     Raises NotForeseeable: what the model computes depends on its values.
     """
     ledger, joint = Ledger(), isinstance(loss, JointLoss)
-    head = next(layout for layout in model.layouts if layout.kind is TileKind.HEAD)
-    declared = Declared(measured, ledger, head, placement.head_tokens)
+    declared = Declared(measured, ledger, placement.head_tokens)
     costs = CostModel(
-        machine, model.rule, model.ranks, model.hosts, ledger, declared.of, measured.once
+        machine, model.rule, model.ranks, model.hosts, ledger, declared.of, measured.counted
     )
     device, passes = ClockDevice(costs), 1 if joint else placement.passes
     batch = measured.batch(rows, micro_batch, _followed(placement, steps), passes)
@@ -256,9 +255,8 @@ def process_bytes(
     parameters = [e for layout in resident for e in layout.entries]
     ways = (2 * prod(e.shape) * (1 if e.group is None else 2) for e in parameters)
     split = max(ways, default=0)
-    drawn = 4 * measured.once("drawn", partial(most_drawn_at_once, model.spec))
     read = min(IN_FLIGHT_BYTES, 4 * sum(layout.numel for layout in model.layouts))
-    arriving = max(drawn + split, read)
+    arriving = max(4 * measured.drawn + split, read)
     return max(PROCESS_BYTES, _EARLY_PROCESS_BYTES + arriving - later)
 
 
@@ -276,7 +274,7 @@ def _assemble(
     ranks = model.ranks * model.hosts
     assembly = ForecastAssembly(
         device,
-        cast(ModelProgram, _UnrunProgram(measured)),
+        unrun(model, measured),
         store,
         measured.dtype,
         replace(placement, compile=False, chunk_tokens=None),  # nothing is run
@@ -291,12 +289,17 @@ def _assemble(
 
 
 class _UnrunProgram:
-    def __init__(self, measured: Profile) -> None:
-        self.spec, self._measured = measured.spec, measured
-        self.capture = measured.spec.capture
+    def __init__(self, spec: ModelSpec, measured: Profile | None) -> None:
+        self.spec, self.capture, self._measured = spec, spec.capture, measured
 
     def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
+        assert self._measured is not None
         return self._measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
+
+
+def unrun(model: Model, measured: Profile | None = None) -> "ModelProgram":
+    """The program of a model whose units are assembled, and do not compute."""
+    return cast("ModelProgram", _UnrunProgram(model.spec, measured))
 
 
 class CoarseSink(Sink):

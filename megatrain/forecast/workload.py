@@ -1,7 +1,9 @@
 """The size of a step: the one record of it for plans, benchmarks, runs and engines."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +61,16 @@ class MediaRow:
     """
 
     tensors: Mapping[str, Tensor]
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that work depends on: sizes, and what is no picture or sound itself."""
+        told = [
+            (name, tuple(value.shape), str(value.dtype))
+            + (() if value.is_floating_point() else tuple(value.flatten().tolist()))
+            for name, value in sorted(self.tensors.items())
+        ]
+        return hashlib.sha256(repr(told).encode()).hexdigest()
 
     @property
     def length(self) -> int:

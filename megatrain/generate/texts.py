@@ -23,8 +23,8 @@ from megatrain.data.tokenizer import pad_id, tokenising
 from megatrain.device import Device, free_bytes
 from megatrain.errors import DoesNotFit, InputError, MegatrainError, first_line
 from megatrain.generate.sampling import OnlyNumbers, Sampling, drawn_apart
-from megatrain.model.build import most_tokens
 from megatrain.model.media import as_computed
+from megatrain.model.sizes import most_tokens
 from megatrain.parallel.distributed import ALONE
 
 log = logging.getLogger(__name__)

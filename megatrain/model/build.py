@@ -4,7 +4,7 @@ import copy
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -46,11 +46,6 @@ LONGEST_REASON = 400
 _COUNTED = re.compile(r"(layers?|experts)$")
 _LARGE = 1 << 28  # values; no buffer of a known model has nearly as many
 # How configurations name the number of a layer's experts, and of those that a token chooses.
-_EVERY = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_OF_A_TOKEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
-    *("moe_topk", "moe_top_k", "moe_k"),
-)
 
 _BY_ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}
 
@@ -207,26 +202,6 @@ def build(
     return model.train()
 
 
-def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:
-    """The share of a parameter that one token uses: the chosen ones of experts `[E, I, O]`."""
-    num_chosen, num_experts = experts_of_a_token(config)
-    return (
-        num_chosen / num_experts
-        if num_chosen and len(shape) == 3 and shape[0] == num_experts
-        else 1.0
-    )
-
-
-def experts_of_a_token(config: PreTrainedConfig) -> tuple[int, int]:
-    """The number of experts that a token chooses in a layer, and of all there; 0: none."""
-    text = config.get_text_config(decoder=True)
-    num_chosen, num_experts = (
-        next((n for name in names if type(n := getattr(text, name, None)) is int), 0)
-        for names in (_OF_A_TOKEN, _EVERY)
-    )
-    return num_chosen, num_experts
-
-
 def _refuse_code_of_others(config: PreTrainedConfig, *, chosen: bool) -> None:
     """A file may not choose what transformers would download to run it.
 
@@ -314,10 +289,3 @@ class _NothingLarge(TorchFunctionMode):
         if func is torch.arange and any(isinstance(n, int) and n > _LARGE for n in args):
             raise ValueError(f"a size of {max(args):,} is more than any known model has")
         return func(*args, **options)
-
-
-def most_tokens(config: PreTrainedConfig) -> int | None:
-    """The most tokens that a row may have in this model; None: any number."""
-    text = config.get_text_config(decoder=True)
-    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
-    return next((n for n in limits if isinstance(n, int) and n > 0), None)

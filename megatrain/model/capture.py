@@ -10,21 +10,22 @@ import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
 from megatrain.compat.torch import memory_of, pytree
-from megatrain.compat.transformers import encodes, scores_rows
 from megatrain.errors import InputError
 from megatrain.model.layer_template import containers
 from megatrain.model.media import of_media
 from megatrain.model.unsupported import refuse_lookup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PROLOGUE = -1  # the "visit" of all that runs before the first layer
 MEDIA = -2  # that of the encoders of images and sounds
@@ -231,7 +232,9 @@ class Capture:
         encodes: True if the model has encoders of images or sounds.
     """
 
-    def __init__(self, model: PreTrainedModel, stack: nn.ModuleList) -> None:
+    def __init__(self, model: "PreTrainedModel", stack: nn.ModuleList) -> None:
+        from megatrain.compat.transformers import encodes, scores_rows
+
         self.model = model
         self.trunk: nn.Module = model
         self.outputs: list[Callable[[Mapping[int, Any]], Any]] = []
@@ -271,7 +274,7 @@ class Capture:
             del layer.forward
 
     @contextmanager
-    def with_layers(self) -> Iterator[PreTrainedModel]:
+    def with_layers(self) -> Iterator["PreTrainedModel"]:
         """The model itself; within this context its layers run their own forwards."""
         self.restore()
         try:

@@ -36,7 +36,8 @@ from megatrain.model.documents import (
     unpacked,
 )
 from megatrain.model.media import of_media
-from megatrain.model.program import MicroBatch, ModelProgram
+from megatrain.model.micro_batch import MicroBatch
+from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.parallel.distributed import ALONE, Ranks
 

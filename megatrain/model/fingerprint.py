@@ -17,13 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.compat.torch import buffers_of, children_of, parameters_of, version_of
-from megatrain.compat.transformers import MODULE_MARKS
 
 # transformers numbers its layers for the key-value cache, which training does not use. The number
 # is no part of a kind unless the layer's forward reads it (`probe` tries it without).
 INDEX_ATTRIBUTES = ("layer_idx", "layer_id")
 
-_OF_EVERY_MODULE = {*vars(nn.Module()), *MODULE_MARKS}
 _VALUES = (int, str, bool, bytes, type(None))
 _ATOMS: tuple[type, ...] = (type, ModuleType, CodeType, BuiltinFunctionType, enum.Enum)
 _ATOMS += (torch.dtype, torch.device, logging.Logger)
@@ -63,7 +61,10 @@ class Reader:
             left_out: names of modules' attributes to ignore.
             by_identity: also an equal object in another's place counts as a difference.
         """
-        self._left_out, self._by_identity = {*_OF_EVERY_MODULE, *left_out}, by_identity
+        from megatrain.compat.transformers import MODULE_MARKS
+
+        of_every_module = {*vars(nn.Module()), *MODULE_MARKS}
+        self._left_out, self._by_identity = of_every_module | {*left_out}, by_identity
         self._own = {id(p) for p in root.parameters()}
         self._seen: dict[int, tuple[int, Any]] = {}
         self.strays: list[Tensor] = []

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.compat.torch import pytree, version_of, without_torch_function
-from megatrain.compat.transformers import encoder_calls
 from megatrain.errors import RunFailed
 from megatrain.model.token_chunks import draws
 
@@ -140,6 +139,8 @@ def calls_of(model: nn.Module, media: Collection[str]) -> list[tuple[nn.Module, 
     A module all of whose parameters are among those of `media` is an encoder as well (Llama 4 and
     Qwen2-Audio call their projectors so).
     """
+    from megatrain.compat.transformers import encoder_calls
+
     return [*encoder_calls(model), *((module, "forward") for module in _apart(model, media))]
 
 

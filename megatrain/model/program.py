@@ -4,9 +4,8 @@ Knows nothing of streams, slots or copies: tensors in, tensors out, one micro-ba
 Legend: B rows, T tokens of a row, D width, V vocabulary.
 """
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from megatrain.compat.torch import pytree, without_torch_function
 from megatrain.compat.transformers import finding_once
 from megatrain.errors import InputError, RunFailed
-from megatrain.loss import CROSS_ENTROPY, Loss
 from megatrain.model.adapters import adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.capture import (
@@ -25,7 +23,6 @@ from megatrain.model.capture import (
     Call,
     Reached,
     Ref,
-    Rows,
     Sum,
     Uses,
     identity,
@@ -42,56 +39,19 @@ from megatrain.model.documents import (
 from megatrain.model.float8 import convert, multiplied, multiply
 from megatrain.model.layer_template import move_buffers
 from megatrain.model.media import (
-    Encoded,
     FrozenParts,
-    Kept,
     Recorder,
     calls_of,
     in_one_row,
     replaced,
     replayed,
 )
+from megatrain.model.micro_batch import Activations, MicroBatch, Weights
 from megatrain.model.probe import reach
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
 from megatrain.model.token_chunks import ChunkedOverTokens, parts
 from megatrain.model.unsupported import refuse_rounding
 from megatrain.placement import Saves
-
-Activations = dict[Ref, Tensor]
-Weights = Mapping[str, Tensor]
-
-
-@dataclass
-class MicroBatch:
-    """One micro-batch on the device.
-
-    Attributes:
-        inputs: `input_ids` `[B, T]` and other arguments of the model's forward.
-        targets: `[B, T]` token that each position predicts, -100 for none.
-        rows: the step's embedding rows, as this micro-batch indexes them.
-        loss: of the step.
-        extras: `[B, T]` or `[B, T, K]`, the loss's inputs beside the targets, in its order.
-        documents: arguments that say where documents of packed rows end (model/documents.py).
-        counted_N: 1 for a token, 0 for padding; None: all are tokens.
-        calls: the layers' arguments, known once the prologue has run.
-        document_indices: of each token in packed rows, one tensor for each time the forward asks.
-        media: the forward's arguments that describe images and sounds.
-        encoded: the calls of their encoders, known once these have run.
-        kept: what frozen parts of encoders have computed, for the backward of the others.
-    """
-
-    inputs: dict[str, Tensor]
-    targets: Tensor | None
-    rows: Rows
-    loss: Loss = CROSS_ENTROPY
-    extras: Sequence[Tensor] = ()
-    documents: Mapping[str, Any] = field(default_factory=dict)
-    counted_N: Tensor | None = None
-    calls: list[Call] = field(default_factory=list)
-    document_indices: list[Tensor | None] = field(default_factory=list)
-    media: dict[str, Tensor] = field(default_factory=dict)
-    encoded: list[Encoded] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
 
 
 class ModelProgram:

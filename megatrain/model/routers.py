@@ -14,14 +14,15 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from megatrain.compat.transformers import recorded_routers
 from megatrain.errors import InputError, Unsupported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 _OWN = "megatrain_routers"  # in a configuration: what transformers has no name for
@@ -138,21 +139,25 @@ def taken(layer: nn.Module, counted_N: Tensor | None) -> list[Tensor]:
     return [torch.cat(sums).sum(0, keepdim=True)] if sums else []
 
 
-def tap(layer: nn.Module, path: str, model: PreTrainedModel, loss: RouterLoss) -> None:
+def tap(layer: nn.Module, path: str, model: "PreTrainedModel", loss: RouterLoss) -> None:
     """Let a layer's template keep its routers' logits and choices."""
+    from megatrain.compat.transformers import recorded_routers
+
     for kind, index, place in recorded_routers(model):
         for name, part in layer.named_modules():
             if isinstance(part, kind) and f".{place}.".replace("..", ".") in f".{path}.{name}.":
                 part.forward = Tap(part, index, loss)
 
 
-def ask_for(model: PreTrainedModel, settings: Mapping[str, float | None]) -> None:
+def ask_for(model: "PreTrainedModel", settings: Mapping[str, float | None]) -> None:
     """Set what routers are asked for in the model's configuration, by the names of run files.
 
     `router_aux_loss_coef`, `router_z_loss_coef`, `router_bias_update`; 0: nothing; None: as it is.
 
     Raises InputError: one is no usable number, or the model has no such loss.
     """
+    from megatrain.compat.transformers import recorded_routers
+
     text = model.config.get_text_config(decoder=True)
     for name, value in settings.items():
         if value is None:
@@ -169,7 +174,7 @@ def ask_for(model: PreTrainedModel, settings: Mapping[str, float | None]) -> Non
             setattr(text, _OWN, {**getattr(text, _OWN, {}), name: value})
 
 
-def _ask_for_balance(model: PreTrainedModel, weight: float) -> None:
+def _ask_for_balance(model: "PreTrainedModel", weight: float) -> None:
     text = model.config.get_text_config(decoder=True)
     parts = [p for p in (text, model.config) if hasattr(p, "output_router_logits")]
     holders = [(p, n) for p in (model, text, model.config) for n in _WEIGHTS if hasattr(p, n)]
@@ -184,11 +189,13 @@ def _ask_for_balance(model: PreTrainedModel, weight: float) -> None:
         setattr(holder, name, weight)
 
 
-def router_loss(model: PreTrainedModel) -> RouterLoss:
+def router_loss(model: "PreTrainedModel") -> RouterLoss:
     """What the model's configuration asks of its routers (`output_router_logits`, `ask_for`).
 
     Raises Unsupported: it asks for the loss, and the model does not name its routers.
     """
+    from megatrain.compat.transformers import recorded_routers
+
     text = model.config.get_text_config(decoder=True)
     parts = (model, text, model.config)
     weights = [getattr(part, name) for part in parts for name in _WEIGHTS if hasattr(part, name)]

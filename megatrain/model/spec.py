@@ -124,6 +124,16 @@ class ModelSpec:
         )
         return [*self.gathered, *self.prologue, *of_layers, *self.epilogue]
 
+    def in_fp32(self, dtype: torch.dtype) -> set[str]:
+        """Parameters that transformers computes with in fp32 in a model of another `dtype`."""
+        from megatrain.model.build import loaded_types
+
+        if dtype == torch.float32:
+            return set()
+        types = loaded_types(self.capture.model, dtype)
+        computed = (name for name in (*self.computed, *self.media) if name not in self.gathered)
+        return {name for name in computed if types.get(name, dtype) == torch.float32}
+
     @cached_property
     def read(self) -> set[Ref]:
         """Activations that layers read."""

@@ -17,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.compat.torch import buffers_of, is_saved, memory_of, pytree, version_of
 from megatrain.errors import Unsupported
-from megatrain.model.build import most_tokens
 from megatrain.model.capture import Capture, Reached
 from megatrain.model.fingerprint import value_of
 from megatrain.model.layer_template import LayerTemplate, containers
+from megatrain.model.sizes import most_tokens
 from megatrain.model.spec import PROBE_SHAPE
 from megatrain.model.unsupported import Change, Watch
 from megatrain.model.zeros import ZeroProducts, zero_pages

@@ -16,7 +16,6 @@ from megatrain.compat.torch import (
     has_global_hooks,
     has_gradient_hooks,
 )
-from megatrain.compat.transformers import attention_of, configs
 from megatrain.errors import Unsupported
 from megatrain.model.fingerprint import Reader
 
@@ -28,6 +27,8 @@ def refuse_settings(config: PreTrainedConfig) -> None:
 
     Raises Unsupported: such a setting is on.
     """
+    from megatrain.compat.transformers import attention_of, configs
+
     if "flex_attention" in {attention_of(part) for _, part in configs(config)}:
         raise Unsupported(
             "attn_implementation is flex_attention, whose block masks the engine cannot follow; "

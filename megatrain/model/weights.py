@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megatrain.base.json_yaml import read_json
-from megatrain.base.units import GIB, MIB
+from megatrain.base.units import IN_FLIGHT_BYTES, MIB
 from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.compat.transformers import (
     SEQUENCE_CLASSES,
@@ -56,8 +56,6 @@ log = logging.getLogger(__name__)
 
 Write = Callable[[str, Tensor], None]
 
-# What all threads together may have read and not yet handed over; a single larger tensor passes.
-IN_FLIGHT_BYTES = GIB
 COMPARED_BYTES = 16 * MIB
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]

@@ -1,5 +1,6 @@
 """torch's view of the engine's optimizer: groups that the user reads, changes and schedules."""
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -76,7 +77,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             raise InputError("every parameter is frozen: there is nothing to train")
         for group in groups:
             group["params"] = [
-                (n, _Named(torch.empty_like(p, device="meta"))) for n, p in group["params"]
+                (n, _Named(torch.empty(p.shape, dtype=p.dtype, device="meta")))
+                for n, p in group["params"]
             ]
         self._names = {p: name for group in groups for name, p in group["params"]}
         self._in_engine = False
@@ -127,7 +129,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
             params = [params] if isinstance(params, Tensor) else params
             tensors = [one[1] if isinstance(one, tuple) else one for one in params]
             param_group = param_group | {"params": [(self._name(p), p) for p in tensors]}
-        super().add_param_group(param_group)
+        # Wrapped for torch.compile, it would import torch._dynamo, which takes a second.
+        inspect.unwrap(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def check(self) -> None:
         """Check that the groups, which the user may change, still hold valid settings.

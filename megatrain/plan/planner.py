@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatrain.forecast.notes import Notes
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import DISK_READ_GBPS, DISK_WRITE_GBPS, Machine
@@ -12,7 +13,7 @@ from megatrain.model.spec import ModelSpec
 from megatrain.optim import PlaneKind, gradient_plane, tile_planes
 from megatrain.placement import Placement
 from megatrain.plan.remedies import Planner, Remedy, compute_bound_tokens, remedies
-from megatrain.source.source import Model
+from megatrain.source.tiles import Model
 from megatrain.store.store import Tier, resting
 from megatrain.telemetry.console import PASSING
 from megatrain.tile import TileKind
@@ -135,9 +136,13 @@ def make_plan(
     gpus: int = 1,
     must_clip: bool = False,
     warnings: Sequence[str] = (),
+    notes: Notes | None = None,
 ) -> Plan:
-    """Plan a run on `gpus` of a host; with `must_clip` no remedy may switch clipping off."""
-    plans = Planner(spec)
+    """Plan a run on `gpus` of a host; with `must_clip` no remedy may switch clipping off.
+
+    Args: `notes`: what is known of the model.
+    """
+    plans = Planner(spec, notes)
     warnings = list(warnings)
     _log.log(PASSING, "looking for the fastest way that fits...")
     forecast = plans.fitting(machine, workload)

@@ -17,6 +17,7 @@ from megatrain.base.units import GIB, align, size
 from megatrain.device.base import COMPUTE
 from megatrain.errors import DoesNotFit
 from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.notes import Notes
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import Workload
 from megatrain.machine import Machine, machine_for
@@ -38,8 +39,8 @@ Fitting = Iterator[tuple[Workload, Forecast]]  # workloads that fit, on the fore
 class Planner:
     """Forecasts of one model, for chosen or given placements; none is computed twice."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self._forecasts = ForecastCache(spec)
+    def __init__(self, spec: ModelSpec, notes: Notes | None = None) -> None:
+        self._forecasts = ForecastCache(spec, notes)
 
     def fitting(
         self, machine: Machine, workload: Workload, *, thorough: bool = True

@@ -3,10 +3,8 @@
 import copy
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from math import lcm, prod
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -32,7 +30,7 @@ from megatrain.errors import DoesNotFit, InputError
 from megatrain.model import build
 from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
 from megatrain.model.companions import Companions, companions, set_generation
-from megatrain.model.float8 import ROUTERS, multiplied, require_torchao
+from megatrain.model.float8 import ROUTERS, require_torchao
 from megatrain.model.probe import spec
 from megatrain.model.quantised import quantised_base
 from megatrain.model.rebuilt import difference, emptied
@@ -40,16 +38,15 @@ from megatrain.model.routers import NOT_ASKED, ask_for
 from megatrain.model.spec import ModelSpec
 from megatrain.model.trained import Trained
 from megatrain.model.weights import WeightPlan, resolve_model, source_dtype
-from megatrain.optim import Rule, StreamedOptimizer
+from megatrain.optim import Rule
 from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import Precision, Verify
 from megatrain.source import state_io
-from megatrain.tile import TileKind, TileLayout
+from megatrain.source.tiles import DTYPES, Model
 from megatrain.tile.layout import BASES, PACKINGS, WeightFormat
 
 _log = logging.getLogger(__name__)
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
 Base = Literal["bf16", "fp8", "nf4"]
 """How frozen linear layers are kept (`base` of an engine or a run file)."""
 
@@ -316,7 +313,7 @@ def structure(source: Source, *, trained: bool = True) -> ModelSpec:
             types = _types(source)
             probed.wide = {n for n in still if types.get(n, source.dtype) != torch.bfloat16}
         if packed := _packings(source, probed, trained=trained):
-            wide = in_fp32(probed, torch.bfloat16)
+            wide = probed.in_fp32(torch.bfloat16)
             probed.packed = {name: how for name, how in packed.items() if name not in wide}
         source.structures[trained] = probed
     return source.structures[trained]
@@ -385,103 +382,6 @@ def _types(source: Source) -> dict[str, torch.dtype]:
     else:
         types = {n: p.dtype for n, p in source.copied.named_parameters()} if source.copied else {}
     return {source.names.get(name, name): dtype for name, dtype in types.items()}
-
-
-def in_fp32(spec: ModelSpec, dtype: torch.dtype) -> set[str]:
-    """Parameters that transformers computes with in fp32 in a model of another `dtype`."""
-    if dtype == torch.float32:
-        return set()
-    types = build.loaded_types(spec.capture.model, dtype)
-    computed = (name for name in (*spec.computed, *spec.media) if name not in spec.gathered)
-    return {name for name in computed if types.get(name, dtype) == torch.float32}
-
-
-def tile_layouts(
-    spec: ModelSpec,
-    groups: dict[str, int],
-    ranks: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    operands: Collection[str] = (),
-) -> list[TileLayout]:
-    """Tiles in the order in which a forward needs them; the head, then what nothing reads, last.
-
-    `groups` gives each trainable parameter's optimizer group; all others are frozen. Between
-    `ranks` no row of a table that is gathered is cut, and a head begins with one that it shares.
-    Layers are computed in `dtype`, but for what transformers keeps in fp32; they multiply by
-    `operands` in float8.
-    """
-    shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
-    unmoved, wide = {*spec.unused, *spec.fixed}, in_fp32(spec, dtype)
-
-    def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
-        parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
-        rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
-        name, how = kind.value + visit, (spec.wide, spec.packed, wide.intersection(names))
-        return TileLayout(name, parameters, kind, *how, operands, ranks=ranks, row=rows)
-
-    tiles = [
-        layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),
-        layout(TileKind.PROLOGUE, spec.prologue),
-    ]
-    for visit, layer in enumerate(spec.layers):
-        names = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
-        tiles.append(layout(TileKind.LAYER, names, f" {visit}"))
-    head = spec.epilogue
-    if ranks > 1:
-        head = sorted(head, key=lambda name: name not in spec.gathered)
-    tiles.append(layout(TileKind.HEAD, head))
-    if spec.media:
-        tiles.append(layout(TileKind.MEDIA, spec.media))
-    return [*tiles, layout(TileKind.UNUSED, spec.unused)]
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model's structure, its optimizer (None: it is only run), and its tiles.
-
-    `ranks` share the tiles, on each of the `hosts`. Layers are computed in `precision`.
-    """
-
-    spec: ModelSpec
-    optimizer: StreamedOptimizer | None
-    ranks: int = 1
-    hosts: int = 1
-    precision: Precision = "bf16"
-
-    @classmethod
-    def trained(
-        cls,
-        spec: ModelSpec,
-        rule: Rule | None,
-        ranks: int = 1,
-        hosts: int = 1,
-        precision: Precision = "bf16",
-    ) -> "Model":
-        """A model that so many ranks train with an optimizer of this rule; None: run."""
-        optimizer = None if rule is None else StreamedOptimizer(rule, spec.capture.model)
-        return cls(spec, optimizer, ranks, hosts, precision)
-
-    @property
-    def rule(self) -> Rule | None:
-        """The optimizer's; None: the model is only run."""
-        return None if self.optimizer is None else self.optimizer.rule
-
-    @cached_property
-    def layouts(self) -> list[TileLayout]:
-        """The model's tiles, in the order in which a forward needs them."""
-        groups = {} if self.optimizer is None else self.optimizer.group_of()
-        operands = multiplied(self.spec) if self.precision == "fp8" else ()
-        return tile_layouts(self.spec, groups, self.ranks, DTYPES[self.precision], operands)
-
-    @cached_property
-    def computing(self) -> tuple[int, int]:
-        """Parameters that compute with a token, and those of them that are trained."""
-        config = self.spec.capture.model.config
-        used = (layout for layout in self.layouts if layout.kind.in_every_step)
-        entries = [entry for layout in used for entry in layout.entries]
-        sizes = [entry.numel * build.share_of_a_token(config, entry.shape) for entry in entries]
-        trained = (n for n, entry in zip(sizes, entries, strict=True) if entry.group is not None)
-        return int(sum(sizes)), int(sum(trained))
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from megatrain.data.prompts import end_of_turn
 from megatrain.data.tokenizer import read_template
 from megatrain.errors import InputError
 from megatrain.model.build import load_config
+from megatrain.model.sizes import check_sequence_length
 from megatrain.model.weights import resolve_model
-from megatrain.train.resolve_model import ResolvedModel, check_sequence_length, model_config
+from megatrain.train.resolve_model import ResolvedModel, model_config
 
 SECONDS_BETWEEN_NEWS = 5.0
 

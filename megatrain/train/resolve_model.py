@@ -14,7 +14,7 @@ from megatrain.base.whole_files import known_by
 from megatrain.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from megatrain.config import ModelSection, nearest
 from megatrain.errors import InputError, in_one_line
-from megatrain.model.build import load_config, most_tokens
+from megatrain.model.build import load_config
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.weights import resolve_model
 from megatrain.run_folder.layout import (
@@ -130,16 +130,6 @@ def model_config(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> P
     assert section.path is not None
     folder = resolve_model(section.path)
     return load_config(folder, trust_remote_code=section.trust_remote_code)
-
-
-def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> None:
-    """Raises InputError when rows are longer than the positions the model has."""
-    allowed = most_tokens(config)
-    if allowed is not None and sequence_length > allowed:
-        raise InputError(
-            f"data.sequence_length: {sequence_length} is longer than the model allows "
-            f"({allowed}, its max_position_embeddings)"
-        )
 
 
 def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:

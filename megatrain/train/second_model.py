@@ -23,12 +23,13 @@ from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, ReplyDataset, Step, load_tokenizer, plain_rows
 from megatrain.errors import InputError
 from megatrain.loss import DPO, IGNORED, Distillation, PairLoss, Reward
+from megatrain.model.sizes import check_sequence_length
 from megatrain.model.weights import resolve_model
 from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement
 from megatrain.run_folder.layout import REFERENCES
 from megatrain.telemetry.gpu import find_gpu
-from megatrain.train.resolve_model import ResolvedModel, check_sequence_length, model_config
+from megatrain.train.resolve_model import ResolvedModel, model_config
 from megatrain.train.resume import Start
 from megatrain.train.sharing import logprobs
 

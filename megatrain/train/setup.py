@@ -29,15 +29,17 @@ from megatrain.model.adapters import adapted
 from megatrain.model.companions import add_ends, tokenizer_files
 from megatrain.model.document_check import check_documents
 from megatrain.model.float8 import require_float8
+from megatrain.model.sizes import check_sequence_length
 from megatrain.model.trained import Trained
 from megatrain.optim import gradient_plane, parameter_bytes
 from megatrain.parallel.distributed import ALONE, Ranks, local_rank
 from megatrain.placement import Placement
-from megatrain.source.source import DTYPES, Source, choose_trained, open_source, open_structure
+from megatrain.source.source import Source, choose_trained, open_source, open_structure
+from megatrain.source.tiles import DTYPES
 from megatrain.store.store import resting
 from megatrain.telemetry.gpu import find_gpu
 from megatrain.train.data import open_data, run_ends, run_images, run_tokenizer
-from megatrain.train.resolve_model import ResolvedModel, check_sequence_length, model_config
+from megatrain.train.resolve_model import ResolvedModel, model_config
 from megatrain.train.resume import FREE_KEYS, Damaged, RunState, Start
 from megatrain.train.rollouts import Rewards, Rollouts
 from megatrain.train.second_model import (

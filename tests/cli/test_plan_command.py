@@ -230,7 +230,7 @@ def test_a_model_that_cannot_be_followed_cannot_be_planned(
     if where == "count":
         sized(monkeypatch, op_counter, MOST_OPERATIONS=5)
     else:
-        monkeypatch.setattr("megatrain.forecast.profile.Profile._call", too_deep)
+        monkeypatch.setattr("megatrain.forecast.measure.Measurer._call", too_deep)
     result = megatrain("plan", "--model", model_file, "--sequence-length", 32, *HERE)
     refused(result, "cannot be planned: ")
     assert reason in result.stderr and "train streams all of it" in result.stderr

@@ -15,7 +15,7 @@ from megatrain import AdamW, DoesNotFit, Engine, Placement, RunFailed
 from megatrain.config import Config
 from megatrain.engine import whole_model
 from megatrain.engine.stream import Stream
-from megatrain.forecast.cache import generation_bytes
+from megatrain.forecast.generation import generation_bytes
 from megatrain.forecast.workload import Generation, Workload
 from megatrain.generate import Sampling, continued, generate
 from megatrain.model.build import empty_model

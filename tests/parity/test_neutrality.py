@@ -11,8 +11,8 @@ import torch
 
 from megatrain import AdamW, Engine, InputError, Placement, kernels
 from megatrain.engine import sink
-from megatrain.engine.batch import Batch
 from megatrain.kernels import reference
+from megatrain.model.micro_batch import Batch
 from tests.inside import sized
 from tests.parity.cases import (
     Noting,

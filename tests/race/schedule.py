@@ -25,7 +25,8 @@ from megatrain.model.probe import spec
 from megatrain.model.program import ModelProgram
 from megatrain.optim import StreamedOptimizer
 from megatrain.parallel.distributed import ALONE, Ranks
-from megatrain.source.source import open_source, packed_weights, tile_layouts
+from megatrain.source.source import open_source, packed_weights
+from megatrain.source.tiles import tile_layouts
 from megatrain.store.store import Store
 from tests.race.trace import TraceDevice
 from tests.rules import SWEPT

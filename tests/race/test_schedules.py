@@ -10,7 +10,7 @@ import pytest
 
 from megatrain import Placement
 from megatrain.device.base import COPY_IN, GATHER, HOSTS, REDUCE
-from megatrain.engine.batch import Batch
+from megatrain.model.micro_batch import Batch
 from tests.race.schedule import STEPS, Alike, Told, schedules, shared_schedules, trace
 from tests.sweeps import few
 

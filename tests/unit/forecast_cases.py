@@ -10,8 +10,9 @@ from transformers import LlamaConfig, MixtralConfig
 from megatrain.base.units import GIB
 from megatrain.machine import Machine
 from megatrain.model.capture import Rows
+from megatrain.model.micro_batch import Activations, MicroBatch
 from megatrain.model.probe import spec
-from megatrain.model.program import Activations, MicroBatch, ModelProgram
+from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
 from megatrain.source.source import open_source
 

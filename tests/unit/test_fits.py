@@ -22,9 +22,9 @@ from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO
 from megatrain.machine import mapping_bytes
 from megatrain.model.probe import spec
-from megatrain.model.program import ModelProgram
 from megatrain.placement import ActivationPolicy, Planned
-from megatrain.source.source import EngineSetup, Model, open_source
+from megatrain.source.source import EngineSetup, open_source
+from megatrain.source.tiles import Model
 from megatrain.telemetry import host
 from megatrain.telemetry.host import process_bytes
 from tests.counted import CountedDevice
@@ -68,8 +68,7 @@ def trained(config):
 
 def needs(model, placement):
     """Of a step in bf16 with clipping."""
-    program = ModelProgram(model.spec, torch.device("cpu"), torch.bfloat16)
-    return needs_of(model, program, placement, clip=True, tokens=None)
+    return needs_of(model, placement, clip=True, tokens=None)
 
 
 def open_engine(device, **options):
@@ -130,9 +129,9 @@ def test_the_least_is_enough_and_less_is_refused(config):
     model, placement = trained(config), Placement(slots=2)
     needed = needs(model, placement)
     least = sum(needed.device.values()) + mapping_bytes(sum(needed.host.values()))
-    check_fits(Card(least + MIB), model, placement, torch.bfloat16, None, clip=True)
+    check_fits(Card(least + MIB), model, placement, None, clip=True)
     with pytest.raises(DoesNotFit, match="device memory: at least"):
-        check_fits(Card(least + MIB - 1), model, placement, torch.bfloat16, None, clip=True)
+        check_fits(Card(least + MIB - 1), model, placement, None, clip=True)
 
 
 def taken(num_bytes, monkeypatch):

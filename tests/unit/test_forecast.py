@@ -25,7 +25,8 @@ from megatrain.machine import NETWORK_GBPS
 from megatrain.model.probe import spec
 from megatrain.optim.muon import is_matrix
 from megatrain.plan.planner import disk_use, tile_bytes
-from megatrain.source.source import Model, open_source, structure
+from megatrain.source.source import open_source, structure
+from megatrain.source.tiles import Model
 from megatrain.tile import TileKind
 from tests.inside import answering, parts_of, sized
 from tests.parity.cases import Noting

@@ -13,8 +13,9 @@ from transformers import Qwen2Config
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.forecast.cache import ForecastCache
+from megatrain.forecast.measure import acts_alone
 from megatrain.forecast.op_counter import OpCounter
-from megatrain.forecast.profile import Profile, acts_alone
+from megatrain.forecast.profile import Profile
 from megatrain.forecast.workload import Workload
 from megatrain.loss import CROSS_ENTROPY, DPO, JointLoss
 from megatrain.model import token_chunks

@@ -30,7 +30,7 @@ from megatrain.kernels.states import (
     stochastic_round,
 )
 from megatrain.optim import NO_DECAY, RULES, StreamedOptimizer
-from megatrain.source.source import DTYPES
+from megatrain.source.tiles import DTYPES
 from megatrain.store.store import Store
 from megatrain.tile import TileLayout
 from tests.families.plain import PlainSGD

@@ -20,7 +20,8 @@ from megatrain.placement import Placement
 from megatrain.plan import planner
 from megatrain.plan.planner import by_tier, tile_bytes
 from megatrain.plan.remedies import Planner, fits, remedies
-from megatrain.source.source import open_source, tile_layouts
+from megatrain.source.source import open_source
+from megatrain.source.tiles import tile_layouts
 from megatrain.telemetry.timeline import Span
 from tests.parity.cases import llama, qwen2
 

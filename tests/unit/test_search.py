@@ -18,7 +18,7 @@ from megatrain.device import disk
 from megatrain.device.trace import ClockDevice
 from megatrain.errors import DoesNotFit
 from megatrain.forecast import cache as forecast_cache
-from megatrain.forecast import profile, simulate
+from megatrain.forecast import measure, simulate
 from megatrain.forecast.cache import ForecastCache
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.workload import Workload
@@ -361,7 +361,7 @@ def test_layers_of_other_rows_follow_from_two_that_are_recorded(name, monkeypatc
     config: PreTrainedConfig = FAMILIES[name]
     model = spec(open_source(config).model)
     measured = Profile(model, torch.bfloat16, 16, compiled=True)
-    recorded = Counted(monkeypatch, profile, "traced")
+    recorded = Counted(monkeypatch, measure, "traced")
     for rows in (6, 4):
         measured.layer(0, rows)
     for rows in (2, 40):
@@ -375,7 +375,7 @@ def test_a_plan_follows_few_steps(monkeypatch):
     """Four layers of 7B, some of which rest on the device or keep graphs; passes are tried."""
     forecasts = ForecastCache(spec(open_source(qwen2_config("7b", layers=4)).model))
     machine = machine_for("H200", 60 * GIB, 16, 48 * GIB)
-    recorded = Counted(monkeypatch, profile, "traced")
+    recorded = Counted(monkeypatch, measure, "traced")
     followed = Counted(monkeypatch, simulate, "train_step")
     found = fastest(forecasts, machine, Workload(98304, 1024))
     assert found.placement.resident and found.placement.save_all and found.placement.passes > 1

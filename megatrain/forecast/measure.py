@@ -1,0 +1,409 @@
+"""Measures the parts of a model at one shape of micro-batch, on its own code.
+
+Each kind of layer, and the head, runs once on fake tensors (shapes without data) under a counter of
+its operations: FLOPs, bytes touched, and bytes alive. Of parts that run in tiles
+(model/token_chunks.py, with its legend of shapes) one tile is measured, and none is run.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property, partial
+from math import gcd, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megatrain.compat.torch import FakeTensorMode, current_mode, without_modes
+from megatrain.compat.transformers import unpacked
+from megatrain.device import Buffer, CpuDevice
+from megatrain.engine.head import Head, Summed
+from megatrain.engine.sink import GradAccumulator
+from megatrain.forecast.encoders import (
+    ENCODER_LAYERS,
+    Known,
+    calls_of_rows,
+    give_media,
+    in_one_call,
+    media_work,
+)
+from megatrain.forecast.inductor_model import Trace, compiled_work, eager_work, traced
+from megatrain.forecast.op_counter import (
+    LayerWork,
+    MediaWork,
+    OneAttention,
+    OpCounter,
+    Prologue,
+    Shape,
+    Work,
+    added,
+    cross_entropy,
+    foreseeing,
+)
+from megatrain.forecast.workload import MediaRow
+from megatrain.loss import Loss
+from megatrain.model.capture import Call, Ref, Rows, last_hidden, stand_in
+from megatrain.model.layer_template import LayerTemplate
+from megatrain.model.micro_batch import Activations, Batch, MicroBatch
+from megatrain.model.program import ModelProgram
+from megatrain.model.spec import ModelSpec
+from megatrain.model.token_chunks import ChunkedOverTokens, acts_on_tokens_alone, parts
+from megatrain.optim import AdamW, tile_planes
+from megatrain.placement import Precision
+from megatrain.source.tiles import Model
+from megatrain.store.store import Tile
+from megatrain.tile import TileKind, TileLayout
+
+_SIZE = 4  # of the greatest common divisor of a part's sizes, in a trial
+_MOST = 1 << 24  # parameters of a part that is tried in its own size
+
+
+Measure = Callable[[nn.Module, dict[str, Tensor], tuple[int, ...], torch.dtype], LayerWork]
+"""Of a part, its weights and buffers without data, and the sizes `[1, C, D]` and type of a tile."""
+
+
+@contextmanager
+def tiled(kind: LayerTemplate, tokens: int, measure: Measure) -> Iterator[None]:
+    """Within this context a kind's parts stand for tiles of `tokens`."""
+    before, kind.module = kind.module, copy.deepcopy(kind.module)
+    try:
+        with measured_tiles(parts(kind.module), tokens, measure):
+            yield
+    finally:
+        kind.module = before
+
+
+@contextmanager
+def measured_tiles(modules: Sequence[nn.Module], tokens: int, measure: Measure) -> Iterator[None]:
+    """Within this context some parts stand for tiles of `tokens`."""
+    before = [(part, part.__dict__.pop("forward", None)) for part in modules]
+    try:
+        for part in modules:
+            part.forward = _MeasuredTiles(part, tokens, measure)
+        yield
+    finally:
+        for part, forward in before:
+            del part.forward
+            if forward is not None:
+                part.forward = forward
+
+
+class _MeasuredTiles(ChunkedOverTokens):
+    def __init__(self, part: nn.Module, tokens: int, measure: Measure) -> None:
+        super().__init__(part, tokens, lambda function, what: function)
+        self._measure = measure
+        self._works: dict[tuple[int, torch.dtype], LayerWork] = {}
+
+    def _trial(self, bound: dict[str, Tensor], x: Tensor) -> bool:
+        return acts_alone(self._alone, bound, x.shape[-1])
+
+    def _over_tiles(self, bound: dict[str, Tensor], x: Tensor) -> Tensor:
+        key, count = (x.shape[-1], x.dtype), -(-x.shape[:-1].numel() // self._tokens)
+        if key not in self._works:
+            sizes = (1, self._tokens, x.shape[-1])
+            self._works[key] = self._measure(self._alone, bound, sizes, x.dtype)
+        return _AllTiles.apply(self._works[key], count, x, *bound.values())
+
+
+def acts_alone(part: nn.Module, bound: dict[str, Tensor], width: int) -> bool:
+    """True if a part acts on every token alone, tried without its weights.
+
+    First with random ones of smaller sizes in the same proportions; a part that knows its sizes
+    otherwise is tried in its own, if that is quick.
+    """
+    sizes = {width, *(n for value in bound.values() for n in value.shape)}
+    least = gcd(*sizes)
+
+    def tried(sizes: dict[int, int]) -> bool:
+        generator, weights = torch.Generator().manual_seed(0), {}
+        for name, value in bound.items():
+            shape = [sizes[n] for n in value.shape]
+            scale = max(1, prod(shape[1:])) ** 0.5
+            weights[name] = torch.randn(shape, generator=generator) / scale
+        return acts_on_tokens_alone(
+            lambda x: functional_call(part, weights, (x,)), torch.empty(1, 1, sizes[width])
+        )
+
+    if tried({n: n // least * _SIZE if least > _SIZE else n for n in sizes}):
+        return True
+    quick = sum(value.numel() for value in bound.values()) <= _MOST
+    return quick and tried({n: n for n in sizes})
+
+
+class _AllTiles(torch.autograd.Function):
+    """A part over all its tiles; holds what model/token_chunks.py would hold."""
+
+    @staticmethod
+    def forward(ctx: Any, work: LayerWork, count: int, x_BTD: Tensor, *values: Tensor) -> Tensor:
+        ctx.work, ctx.count, out = work, count, work.outputs[0]
+        ctx.save_for_backward(x_BTD, *values)
+        out_BTE = x_BTD.new_empty((*x_BTD.shape[:-1], out.sizes[-1]), dtype=out.dtype)
+        copied = Work(touched_bytes=2 * out.num_bytes, kernels=1)
+        # The result of the tile before is there until this one's is.
+        peak = work.forward.peak_bytes + out.num_bytes
+        _count(added(work.forward, copied), count, peak)
+        return out_BTE
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BTE: Tensor) -> tuple[Tensor | None, ...]:
+        x_BTD, *values = ctx.saved_tensors
+        work, out, needs = ctx.work, ctx.work.outputs[0], ctx.needs_input_grad[3:]
+        needed = [value for value, need in zip(values, needs, strict=True) if need]
+        sums = [torch.zeros_like(value, dtype=torch.float32) for value in needed]
+        dx_BTD = torch.empty_like(x_BTD)
+        grads = sum(value.nbytes for value in needed)
+        tile = dx_BTD.nbytes // ctx.count
+        moved = grads + 2 * sum(total.nbytes for total in sums) + 2 * tile
+        summed = Work(touched_bytes=moved, kernels=len(needed) + 1)
+        # Its gradients and results are there until those of the next tile are.
+        peak = work.backward.peak_bytes + grads + tile + out.num_bytes
+        _count(added(added(work.again, work.backward), summed), ctx.count, peak)
+        rounded = iter([s.to(v.dtype) for s, v in zip(sums, needed, strict=True)])
+        return None, None, dx_BTD, *(next(rounded) if need else None for need in needs)
+
+
+def _count(work: Work, times: int, peak_bytes: int) -> None:
+    counter = current_mode()
+    assert isinstance(counter, OpCounter), "parts in tiles are measured under a counter"
+    counter.add(work.times(times)._replace(attention_bytes=0, calls=0, peak_bytes=peak_bytes))
+
+
+_CPU = torch.device("cpu")
+
+Shapes = Mapping[Ref, Shape]
+
+
+class _AnyRows(Rows):
+    def position(self, token: int) -> int | None:
+        return 0
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return ids
+
+
+class Measurer:
+    """Runs a model's parts in rows of `tokens`; see `Profile` for the arguments."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        tokens: int,
+        *,
+        compiled: bool,
+        chunk_tokens: int | None,
+        media: MediaRow | None,
+    ) -> None:
+        self.spec, self.tokens, self._media = spec, tokens, media
+        self._compiled, self._chunk_tokens = compiled, chunk_tokens
+        self.program = ModelProgram(spec, _CPU, dtype)
+        self.program.train(True)
+        self._calls: dict[int, list[Call]] = {}  # of the layers, by rows
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.spec.capture.model.named_parameters())
+
+    def media(self, rows: int) -> MediaWork:
+        """The work of images and sounds in so many rows; with one, of the encoders' backward."""
+        assert self._media is not None
+        named = {name: self.parameters[name] for name in self.spec.media}
+        with foreseeing("an encoder"), fakes(ENCODER_LAYERS), Known(), in_one_call():
+            micro = self.micro_batch(rows)
+            give_media(micro, self._media.of(rows, self.tokens), self.program)
+            encoders = self._weights(named)
+            for name, weight in encoders.items():
+                weight.requires_grad_(named[name].requires_grad)
+            weights = encoders, self._prologue_weights()
+            work = media_work(self.program, micro, *weights, trains=rows == 1)
+        self._calls[rows] = micro.calls
+        return work
+
+    def _prologue_weights(self) -> dict[str, Tensor]:
+        """Weights of what comes before the layers, without data, within `fakes()`."""
+        return {
+            name: stand_in(self.parameters[name], _CPU, self.program.type_of(name)).requires_grad_()
+            for name in self.spec.prologue
+        }
+
+    def prologue(self, rows: int) -> Prologue:
+        with foreseeing("what comes before the layers"), fakes():
+            micro = self.micro_batch(rows)
+            with torch.enable_grad():
+                values = self.program.prologue(self._prologue_weights(), micro)
+            arguments = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
+            num_bytes = sum(v.nbytes for v in arguments.values() if isinstance(v, Tensor))
+            results = [(ref, Shape(tuple(v.shape), v.dtype)) for ref, v in values.items()]
+        self._calls[rows] = micro.calls
+        return Prologue(results, num_bytes)
+
+    def _layer_calls(self, rows: int) -> list[Call]:
+        if rows not in self._calls and self._media is None:
+            self.prologue(rows)
+        elif rows not in self._calls:
+            for measured in {1, 2} - self._calls.keys():
+                self.media(measured)
+            self._calls[rows] = calls_of_rows(self._calls[1], self._calls[2], rows)
+        return self._calls[rows]
+
+    def layer(self, visit: int, rows: int, entering: Shapes) -> LayerWork:
+        """The work of a layer that is not compiled, or only in its tiles."""
+        kind = self.spec.layers[visit].kind
+        tiles: AbstractContextManager[None] = nullcontext()
+        if self._chunk_tokens is not None:
+            tiles = tiled(kind, self._chunk_tokens, partial(self._tile, self._compiled))
+        with self._running(visit):
+            run, inputs = self._call(visit, rows, entering)
+            with tiles:
+                return eager_work(run, inputs)
+
+    def trace(self, visit: int, rows: int, entering: Shapes) -> Trace:
+        """The operations of a layer, as it would be compiled."""
+        with self._running(visit):
+            return traced(*self._call(visit, rows, entering))
+
+    @contextmanager
+    def _running(self, visit: int) -> Iterator[None]:
+        named = foreseeing(self.spec.layers[visit].name)
+        with named, fakes(), torch.enable_grad(), self.program.eager():
+            yield
+
+    def head(self, losses: bool, loss: Loss, sizes: tuple[int, int], chunk: int, h: Shapes) -> Work:
+        """The work of a head for rows and tokens of `sizes`, `chunk` tokens at a time.
+
+        Args:
+            losses: it returns losses alone, as for a loss of all tokens together.
+            h: the activations that it reads, of any rows.
+        """
+        tokens = prod(sizes)
+        layout, dtype = self._head_layout, self.program.dtype
+        with self._measuring_head(chunk):
+            planes = dict.fromkeys(tile_planes(None, dtype), Buffer("", torch.empty(0)))
+            tile = Tile(0, layout, planes)
+            slot = Buffer("slot", torch.empty(layout.numel, dtype=dtype))
+            sums = Buffer("sums", torch.empty(layout.trainable_numel))
+            beside = [torch.empty(sizes) for _ in loss.inputs]
+            micro = replace(self.micro_batch(*sizes), loss=loss, extras=beside)
+            routed = set(self.spec.routed)  # sums over tokens
+            shapes = {r: (1,) if r in routed else sizes for r in h}
+            values = {
+                ref: Shape((*shapes[ref], *s.sizes[len(shapes[ref]) :]), s.dtype).empty()
+                for ref, s in h.items()
+            }
+            batch = Batch([micro], 1, tokens, torch.zeros(1), 0)
+            head = Head(CpuDevice(), self.program, tile, chunk, self._summed)
+            counter = OpCounter()
+            counter.ignore((slot.data, sums.data, values, micro.inputs, micro.targets, beside))
+            with counter:
+                if losses:
+                    result: Any = head.losses(slot, batch, [values])
+                else:
+                    result = head.loss_and_vjp(slot, batch, [values], GradAccumulator(tile, sums))
+            del result
+            return counter.with_peak
+
+    @cached_property
+    def _head_layout(self) -> TileLayout:
+        precision: Precision = "fp32" if self.program.dtype == torch.float32 else "bf16"
+        layouts = Model.trained(self.spec, AdamW(), precision=precision).layouts
+        return next(layout for layout in layouts if layout.kind is TileKind.HEAD)
+
+    def projected(self, rows: int, chunk: int, h: Shapes) -> LayerWork:
+        """The work of what comes before the projection, whose only result is leaf 0."""
+        with self._measuring_head(chunk):
+            micro, spec = self.micro_batch(rows), self.spec
+            values = {ref: shape.empty().requires_grad_() for ref, shape in h.items()}
+            names = [name for name in spec.epilogue if name not in spec.head]
+            parameters = self._weights({name: self.parameters[name] for name in names})
+            weights = {name: weight.requires_grad_() for name, weight in parameters.items()}
+
+            def run() -> Activations:
+                hidden = last_hidden(self.program.epilogue(weights, micro, values))
+                return {Ref(len(spec.layers), 0): hidden.contiguous()}
+
+            return eager_work(run, [*values.values(), *weights.values()])
+
+    def micro_batch(self, rows: int, tokens: int | None = None) -> MicroBatch:
+        """One without data, within `fakes()`; of `tokens` a row."""
+        ids = torch.zeros(rows, tokens or self.tokens, dtype=torch.long)
+        tables = {
+            name: torch.empty(1, *self.parameters[name].shape[1:], dtype=self.program.dtype)
+            for name in self.spec.gathered
+        }
+        tables = {name: table.requires_grad_() for name, table in tables.items()}
+        return MicroBatch({"input_ids": ids}, ids, _AnyRows(ids, ids, tables, ids.view(-1)[:1]))
+
+    def _weights(self, parameters: dict[str, nn.Parameter], prefix: str = "") -> dict[str, Tensor]:
+        """Weights without data; parameters' names behind `prefix` are those of the model."""
+        type_of = self.program.type_of
+        return {n: torch.empty(p.shape, dtype=type_of(prefix + n)) for n, p in parameters.items()}
+
+    def _call(
+        self, visit: int, rows: int, entering: Shapes
+    ) -> tuple[Callable[[], Activations], list[Any]]:
+        """A function that runs a layer, and all its inputs, within `fakes()`."""
+        layer, calls = self.spec.layers[visit], self._layer_calls(rows)
+        # Fake tensors belong to the mode they were made in: arguments are made anew, each once.
+        known = {id(leaf): leaf for call in calls for leaf in call.leaves}
+        made = {i: _anew(leaf) if torch.is_tensor(leaf) else leaf for i, leaf in known.items()}
+        calls = [Call([made[id(leaf)] for leaf in call.leaves], call.spec) for call in calls]
+        micro = replace(self.micro_batch(rows), calls=calls)
+        # Also what is added of images.
+        refs = sorted({*layer.inputs, *calls[visit].entering})
+        values = {ref: entering[ref].empty() for ref in refs}
+        for value in values.values():
+            value.requires_grad_(value.is_floating_point())
+        parameters = dict(layer.module.named_parameters())
+        weights = self._weights(parameters, f"{layer.name}.")
+        for name, weight in weights.items():
+            weight.requires_grad_(parameters[name].requires_grad)
+        inputs = [*values.values(), *weights.values(), *micro.calls[visit].leaves]
+        return partial(self.program.layer, visit, weights, micro, values), inputs
+
+    def _tile(
+        self,
+        compiled: bool,
+        part: nn.Module,
+        bound: dict[str, Tensor],
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> LayerWork:
+        trained = {name for name, _ in part.named_parameters()}
+        with fakes(), torch.enable_grad():
+            x = torch.empty(sizes, dtype=dtype).requires_grad_()
+            weights = {n: _anew(v).requires_grad_(n in trained) for n, v in bound.items()}
+
+            def run() -> Activations:
+                return {Ref(0, 0): functional_call(part, weights, (x,))}
+
+            inputs = [x, *weights.values()]
+            return compiled_work(traced(run, inputs)) if compiled else eager_work(run, inputs)
+
+    @contextmanager
+    def _measuring_head(self, tokens: int) -> Iterator[None]:
+        """Within this context what follows the layers runs over so many tokens at a time."""
+        tiles = measured_tiles(self.program.rest, tokens, partial(self._tile, False))
+        with foreseeing("the head"), tiles, fakes(), torch.enable_grad():
+            yield
+
+    def _summed(self, loss: Loss) -> Summed:
+        """A compiled loss is one operation, whichever it is."""
+        if not self._compiled:
+            return loss.summed
+        return lambda logits_NV, targets_N, *given: cross_entropy(logits_NV, targets_N)
+
+
+def _anew(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+@contextmanager
+def fakes(layers: int = 1) -> Iterator[None]:
+    """Tensors made within this context have no data; operations may be those of `layers`."""
+    # A forecast may be in the middle of its own counting.
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_modes(), unpacked(), mode, OneAttention(layers):
+        yield

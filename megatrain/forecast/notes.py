@@ -1,0 +1,266 @@
+"""What is learnt of a model, kept in the user's cache folder by its configuration and versions.
+
+With it a plan needs no model: its outline and the works of its parts are read from a JSON file. A
+file that is damaged, or of other versions, is made anew.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.base.json_yaml import read_json
+from megatrain.base.whole_files import write_file
+from megatrain.compat.torch import children_of, parameters_of
+from megatrain.errors import InputError
+from megatrain.forecast.op_counter import Shape
+from megatrain.model.capture import Capture, Ref
+from megatrain.model.layer_template import LayerTemplate
+from megatrain.model.media import of_media
+from megatrain.model.routers import RouterLoss
+from megatrain.model.spec import Layer, ModelSpec
+from megatrain.tile.layout import PACKINGS
+
+Value = TypeVar("Value")
+
+_PACKAGES = ("torch", "transformers", "peft")
+
+
+class Once:
+    """Remembers values by key."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+@dataclass
+class Outline:
+    """A model's structure without its code; parameters and layers as `ModelSpec` has them.
+
+    Attributes:
+        parameters: name, sizes, and whether it requires gradients.
+        norms: names of its LayerNorms.
+        wide_in_bf16: parameters that a model in bf16 computes with in fp32.
+        kinds: the outputs of a layer of each kind in the structure run, and whether it routes.
+        layers: name, kind, inputs, names of parameters.
+        named: the lists of names of a `ModelSpec`.
+    """
+
+    parameters: list[tuple[str, tuple[int, ...], bool]]
+    norms: list[str]
+    wide_in_bf16: list[str]
+    kinds: list[tuple[list[Shape | None], bool]]
+    layers: list[tuple[str, int, list[Ref], list[str]]]
+    named: dict[str, list[str]]
+    constants: list[int]
+    epilogue_inputs: list[Ref]
+    num_logits: int
+    label_shift: int
+    packed: dict[str, str]
+    router_loss: RouterLoss | None
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "Outline":
+        model = spec.capture.model
+        kinds = list({id(layer.kind): layer.kind for layer in spec.layers}.values())
+        numbers = {id(kind): number for number, kind in enumerate(kinds)}
+        examples = [
+            [Shape(tuple(x.shape), x.dtype) if torch.is_tensor(x) else None for x in kind.example]
+            for kind in kinds
+        ]
+        names = ["gathered", "prologue", "epilogue", "head", "fixed", "unused", "media", "wide"]
+        return cls(
+            [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()],
+            [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm)],
+            sorted(spec.in_fp32(torch.bfloat16)),
+            [(example, kind.routes) for example, kind in zip(examples, kinds, strict=True)],
+            [
+                (v.name, numbers[id(v.kind)], v.inputs, [n for n, _ in v.module.named_parameters()])
+                for v in spec.layers
+            ],
+            {name: [*getattr(spec, name)] for name in names},
+            spec.constants,
+            spec.epilogue_inputs,
+            spec.num_logits,
+            spec.label_shift,
+            {name: packing.name for name, packing in spec.packed.items()},
+            spec.router_loss,
+        )
+
+    def spec(self, config: Any) -> ModelSpec:
+        """The structure of the model of this configuration; it can be counted, and not be run."""
+        parameters = {
+            name: nn.Parameter(torch.empty(sizes, device="meta"), requires_grad=trained)
+            for name, sizes, trained in self.parameters
+        }
+        model = _holding(parameters)
+        children_of(model).update(
+            {name: nn.LayerNorm(0, elementwise_affine=False) for name in self.norms}
+        )
+        model.config = config
+        capture = SimpleNamespace(model=model, is_media=of_media)
+        kinds = [
+            LayerTemplate(nn.Module(), example=[s and s.empty() for s in example], routes=routes)
+            for example, routes in self.kinds
+        ]
+        layers = [
+            Layer(name, _holding({n: parameters[f"{name}.{n}"] for n in names}), kinds[kind], refs)
+            for name, kind, refs, names in self.layers
+        ]
+        spec = _Outlined(
+            cast(Capture, capture),
+            layers,
+            self.epilogue_inputs,
+            constants=self.constants,
+            num_logits=self.num_logits,
+            trunk=None,
+            label_shift=self.label_shift,
+            packed={name: PACKINGS[packing] for name, packing in self.packed.items()},
+            router_loss=self.router_loss,
+            **cast(Any, self.named),
+        )
+        spec.wide_in_bf16 = {*self.wide_in_bf16}
+        return spec
+
+
+class _Outlined(ModelSpec):
+    wide_in_bf16: set[str]
+
+    def in_fp32(self, dtype: torch.dtype) -> set[str]:
+        return set() if dtype == torch.float32 else self.wide_in_bf16
+
+
+def _holding(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A module whose parameters have these names, which may have dots."""
+    module = nn.Module()
+    parameters_of(module).update(parameters)
+    return module
+
+
+class Notes(Once):
+    """Values that are measured of a model, in memory and in a file.
+
+    Attributes:
+        opened: returns the model's structure, with its code.
+    """
+
+    def __init__(self, opened: Callable[[], ModelSpec], key: Mapping[str, Any] | None = None):
+        """Args: `key`: what is learnt depends on it alone; None: nothing is kept."""
+        super().__init__()
+        self.opened = cache(opened)
+        self._file: Path | None = None
+        self._values: dict[str, Any] = {}
+        self._is_new = False
+        if key is None:
+            return
+        with suppress(TypeError):  # what no JSON has, no file has
+            text = json.dumps(key, sort_keys=True, default=sorted)  # of sets
+            name = hashlib.sha256(text.encode()).hexdigest()[:16]
+            root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            self._file = root / "megatrain" / "models" / f"{name}.json"
+            self._record = {"key": json.loads(text), "versions": versions()}
+        with suppress(InputError, OSError, KeyError, TypeError, AttributeError):
+            record = read_json(cast(Path, self._file))
+            trusted = cast(Path, self._file).stat().st_uid == os.getuid()
+            if trusted and all(record[name] == self._record[name] for name in self._record):
+                self._values = {**record["values"]}
+
+    def noted(self, kind: type[Value], key: tuple, make: Callable[[], Value]) -> Value:
+        """The value of this key, of this type; it is made if it is not known."""
+
+        def value() -> Value:
+            if self._file is None:
+                return make()
+            name = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+            with suppress(KeyError, TypeError, ValueError, AttributeError):
+                return cast(Value, decoded(kind, self._values[name]))
+            new = make()
+            self._values[name], self._is_new = encoded(new), True
+            return new
+
+        return self.once(key, value)
+
+    def spec(self, config: Any) -> ModelSpec:
+        """The model's structure: as it is opened, or outlined where that is known."""
+        outline = self.noted(Outline, ("outline",), lambda: Outline.of(self.opened()))
+        return self.opened() if self._is_new or self._file is None else outline.spec(config)
+
+    def keep(self) -> None:
+        """Write what is new; where that is impossible, the next plan learns it again."""
+        if self._file is None or not self._is_new:
+            return
+        with suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_file(self._file, json.dumps(self._record | {"values": self._values}))
+            self._is_new = False
+
+
+def encoded(value: Any) -> Any:
+    """A value for JSON: a dataclass as the list of its fields, a dict as pairs, a type by name."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if is_dataclass(value):
+        return [encoded(getattr(value, field.name)) for field in fields(value)]
+    if isinstance(value, dict):
+        return [[encoded(key), encoded(inner)] for key, inner in value.items()]
+    if isinstance(value, set):
+        return sorted(value)
+    return [*map(encoded, value)] if isinstance(value, list | tuple) else value
+
+
+def decoded(kind: Any, value: Any) -> Any:
+    """The value of this type that `encoded` made this of. Raises TypeError, ValueError: it is not.
+
+    Types are numbers, text, dtypes, containers, dataclasses and named tuples of them.
+    """
+    origin, inside = get_origin(kind), get_args(kind)
+    if kind is torch.dtype and isinstance(dtype := getattr(torch, value), kind):
+        return dtype
+    if kind in (int, float, str, bool):
+        if type(value) not in (kind, int if kind is float else kind):
+            raise TypeError(f"{value!r} is no {kind.__name__}")
+        return value
+    if type(None) in inside:
+        return None if value is None else decoded(inside[0], value)
+    if type(value) is not list:
+        raise TypeError(f"{value!r} is no list")
+    if origin is dict:
+        return {decoded(inside[0], key): decoded(inside[1], inner) for key, inner in value}
+    if origin in (list, set) or inside[1:] == (...,):
+        return origin(decoded(inside[0], inner) for inner in value)
+    kinds = inside or _fields_of(kind)
+    values = [decoded(inner, part) for inner, part in zip(kinds, value, strict=True)]
+    return tuple(values) if inside else kind(*values)
+
+
+@cache
+def _fields_of(kind: Any) -> tuple[Any, ...]:
+    return tuple(get_type_hints(kind).values())
+
+
+@cache
+def versions() -> dict[str, str]:
+    """The versions of all code on which measurements depend; ours by its files."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    files = sorted(Path(megatrain.__file__).parent.rglob("*.py"))
+    stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return found | {"megatrain": hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]}

@@ -1,0 +1,50 @@
+"""Sizes of a model that its configuration tells."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedConfig
+
+from megatrain.errors import InputError
+
+_EVERY = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_OF_A_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_top_k", "moe_k"),
+)
+
+
+def share_of_a_token(config: PreTrainedConfig, shape: Sequence[int]) -> float:
+    """The share of a parameter that one token uses: the chosen ones of experts `[E, I, O]`."""
+    num_chosen, num_experts = experts_of_a_token(config)
+    return (
+        num_chosen / num_experts
+        if num_chosen and len(shape) == 3 and shape[0] == num_experts
+        else 1.0
+    )
+
+
+def experts_of_a_token(config: PreTrainedConfig) -> tuple[int, int]:
+    """The number of experts that a token chooses in a layer, and of all there; 0: none."""
+    text = config.get_text_config(decoder=True)
+    num_chosen, num_experts = (
+        next((n for name in names if type(n := getattr(text, name, None)) is int), 0)
+        for names in (_OF_A_TOKEN, _EVERY)
+    )
+    return num_chosen, num_experts
+
+
+def most_tokens(config: PreTrainedConfig) -> int | None:
+    """The most tokens that a row may have in this model; None: any number."""
+    text = config.get_text_config(decoder=True)
+    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    return next((n for n in limits if isinstance(n, int) and n > 0), None)
+
+
+def check_sequence_length(config: PreTrainedConfig, sequence_length: int) -> None:
+    """Raises InputError when rows are longer than the positions the model has."""
+    allowed = most_tokens(config)
+    if allowed is not None and sequence_length > allowed:
+        raise InputError(
+            f"data.sequence_length: {sequence_length} is longer than the model allows "
+            f"({allowed}, its max_position_embeddings)"
+        )

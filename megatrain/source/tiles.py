@@ -1,0 +1,108 @@
+"""The tiles of a model, and how much of it computes with a token."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm, prod
+
+import torch
+
+from megatrain.model.sizes import share_of_a_token
+from megatrain.model.spec import ModelSpec
+from megatrain.optim import Rule, StreamedOptimizer
+from megatrain.placement import Precision
+from megatrain.tile import TileKind, TileLayout
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.bfloat16}
+
+
+def tile_layouts(
+    spec: ModelSpec,
+    groups: dict[str, int],
+    ranks: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    operands: Collection[str] = (),
+) -> list[TileLayout]:
+    """Tiles in the order in which a forward needs them; the head, then what nothing reads, last.
+
+    `groups` gives each trainable parameter's optimizer group; all others are frozen. Between
+    `ranks` no row of a table that is gathered is cut, and a head begins with one that it shares.
+    Layers are computed in `dtype`, but for what transformers keeps in fp32; they multiply by
+    `operands` in float8.
+    """
+    shapes = {name: p.shape for name, p in spec.capture.model.named_parameters()}
+    unmoved, wide = {*spec.unused, *spec.fixed}, spec.in_fp32(dtype)
+
+    def layout(kind: TileKind, names: list[str], visit: str = "") -> TileLayout:
+        parameters = [(n, shapes[n], None if n in unmoved else groups.get(n)) for n in names]
+        rows = lcm(*(prod(shapes[n][1:]) for n in names if n in spec.gathered))
+        name, how = kind.value + visit, (spec.wide, spec.packed, wide.intersection(names))
+        return TileLayout(name, parameters, kind, *how, operands, ranks=ranks, row=rows)
+
+    tiles = [
+        layout(TileKind.EMBEDDING, [n for n in spec.gathered if n not in spec.epilogue]),
+        layout(TileKind.PROLOGUE, spec.prologue),
+    ]
+    for visit, layer in enumerate(spec.layers):
+        names = [f"{layer.name}.{n}" for n, _ in layer.module.named_parameters()]
+        tiles.append(layout(TileKind.LAYER, names, f" {visit}"))
+    head = spec.epilogue
+    if ranks > 1:
+        head = sorted(head, key=lambda name: name not in spec.gathered)
+    tiles.append(layout(TileKind.HEAD, head))
+    if spec.media:
+        tiles.append(layout(TileKind.MEDIA, spec.media))
+    return [*tiles, layout(TileKind.UNUSED, spec.unused)]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's structure, its optimizer (None: it is only run), and its tiles.
+
+    `ranks` share the tiles, on each of the `hosts`. Layers are computed in `precision`.
+    """
+
+    spec: ModelSpec
+    optimizer: StreamedOptimizer | None
+    ranks: int = 1
+    hosts: int = 1
+    precision: Precision = "bf16"
+
+    @classmethod
+    def trained(
+        cls,
+        spec: ModelSpec,
+        rule: Rule | None,
+        ranks: int = 1,
+        hosts: int = 1,
+        precision: Precision = "bf16",
+    ) -> "Model":
+        """A model that so many ranks train with an optimizer of this rule; None: run."""
+        optimizer = None if rule is None else StreamedOptimizer(rule, spec.capture.model)
+        return cls(spec, optimizer, ranks, hosts, precision)
+
+    @property
+    def rule(self) -> Rule | None:
+        """The optimizer's; None: the model is only run."""
+        return None if self.optimizer is None else self.optimizer.rule
+
+    @cached_property
+    def layouts(self) -> list[TileLayout]:
+        """The model's tiles, in the order in which a forward needs them."""
+        groups = {} if self.optimizer is None else self.optimizer.group_of()
+        operands: Collection[str] = ()
+        if self.precision == "fp8":
+            from megatrain.model.float8 import multiplied
+
+            operands = multiplied(self.spec)
+        return tile_layouts(self.spec, groups, self.ranks, DTYPES[self.precision], operands)
+
+    @cached_property
+    def computing(self) -> tuple[int, int]:
+        """Parameters that compute with a token, and those of them that are trained."""
+        config = self.spec.capture.model.config
+        used = (layout for layout in self.layouts if layout.kind.in_every_step)
+        entries = [entry for layout in used for entry in layout.entries]
+        sizes = [entry.numel * share_of_a_token(config, entry.shape) for entry in entries]
+        trained = (n for n, entry in zip(sizes, entries, strict=True) if entry.group is not None)
+        return int(sum(sizes)), int(sum(trained))
