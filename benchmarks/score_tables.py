@@ -78,11 +78,12 @@ def lines() -> list[str]:
     """A table for each machine."""
     text: list[str] = []
     for where, of_machine in results().items():
-        tasks, case = sorted(of_machine[0]["seeds"][0]["of"]), of_machine[-1]["case"]
+        tasks, case = sorted(of_machine[0]["seeds"][0]["of"]), of_machine[0]["case"]
         count = sum(of_machine[0]["seeds"][0]["of"].values())
+        steps = f"{case['rows']} rows, {case['steps']} steps"
         columns = ["variant", "right (95 %)", "seeds", *tasks, "loss"]
         text += [
-            f"**{where}**: {case['rows']} rows for training, {count} questions held out.",
+            f"**{where}**: {steps} of {case['batch_size']}; {count} questions held out.",
             "",
             "| " + " | ".join(columns) + " |",
             "|---" * len(columns) + "|",
