@@ -1,12 +1,13 @@
 """The CPU as a device whose memory is counted, and may be limited."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import finalize
 
 import torch
 from torch import Tensor
 
-from megatrain.compat.torch import TorchDispatchMode, memory_of, pytree
+from megatrain.compat.torch import TorchDispatchMode, memory_of
 from megatrain.device import Buffer, CpuDevice
 from megatrain.device.base import COMPUTE
 
@@ -64,9 +65,19 @@ class Watch(TorchDispatchMode):
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {memory_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, Tensor) and not leaf.is_meta and memory_of(leaf) not in given:
-                self._device.count(leaf)
+        kwargs = kwargs or {}
+        known = {memory_of(tensor) for tensor in tensors((*args, *kwargs.values()))}
+        out = func(*args, **kwargs)
+        for tensor in tensors([out]):
+            if not tensor.is_meta and memory_of(tensor) not in known:
+                self._device.count(tensor)
         return out
+
+
+def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those of an operation, in lists or not; torch's pytree takes as long as the operations."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors(value)
