@@ -76,6 +76,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
         "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 8192,
     },
+    "qwen3-8b": {
+        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6,
+        "max_position_embeddings": 40960, "tie_word_embeddings": False,
+    },
+    "mistral-small-24b": {
+        "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768,
+        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 131072, "rope_theta": 1e8, "sliding_window": None,
+        "max_position_embeddings": 32768, "tie_word_embeddings": False,
+    },
     "qwen3-30b-a3b": {"model_type": "qwen3_moe", **_QWEN_MOE, "rope_theta": 1e6},
     "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
