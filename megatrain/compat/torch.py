@@ -26,7 +26,6 @@ FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
 GROUPED_PRODUCT = torch._grouped_mm
-SCALED_PRODUCT = torch._scaled_mm
 
 without_modes = _disable_current_modes
 without_torch_function = torch._C.DisableTorchFunction
@@ -48,6 +47,17 @@ def contiguous_copy(tensor: Tensor) -> Tensor:
 
 contiguous_copy.register_fake(lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device))
 contiguous_copy.register_autograd(lambda ctx, gradient: gradient)
+
+
+def scaled_product(rows: Tensor, columns: Tensor, of_rows: Tensor, of_columns: Tensor) -> Tensor:
+    """The product of float8 codes `[N, I]` and `[I, O]` with scales `[N, 1]` and `[1, O]`, in bf16.
+
+    A CPU computes it in fp32: before 2.13, torch's own has no scales of rows there.
+    """
+    if rows.device.type == "cpu":
+        return (rows.float() @ columns.float() * of_rows * of_columns).bfloat16()
+    sums: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    return torch._scaled_mm(rows, columns, of_rows, of_columns, **sums)
 
 
 def memory_of(tensor: Tensor) -> int:

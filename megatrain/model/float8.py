@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.compat.torch import SCALED_PRODUCT
+from megatrain.compat.torch import scaled_product
 from megatrain.errors import InputError
 from megatrain.model.adapters import adapted
 from megatrain.model.build import loaded_types
@@ -53,8 +53,7 @@ class FrozenProduct(torch.autograd.Function):
 def _product(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """`x [..., I]`, quantised by rows, times codes `[O, I]` with scales `[1, O]`."""
     quantised, of_rows = fp8_rows(x.reshape(-1, x.shape[-1]))
-    sums: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    y = SCALED_PRODUCT(quantised.contiguous(), codes.t(), of_rows[:, None], scales, **sums)
+    y = scaled_product(quantised.contiguous(), codes.t(), of_rows[:, None], scales)
     return y.view(*x.shape[:-1], -1)
 
 

@@ -60,15 +60,14 @@ class Quantised(torch.autograd.Function):
     def forward(ctx, x, weight):
         ctx.codes, ctx.scales = weight if isinstance(weight, tuple) else by_rows(weight)
         codes, scales = by_rows(x.reshape(-1, x.shape[-1]))
-        y = torch._scaled_mm(codes, ctx.codes.T, scales, ctx.scales.T, out_dtype=torch.bfloat16)
-        return y.view(*x.shape[:-1], -1)
+        y = codes.float() @ ctx.codes.float().T * scales * ctx.scales.T
+        return y.bfloat16().view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx, dy):
         codes, scales = by_rows((dy.float() * ctx.scales.T).reshape(-1, dy.shape[-1]))
-        turned, one = ctx.codes.T.contiguous(), torch.ones(1, ctx.codes.shape[1])
-        dx = torch._scaled_mm(codes, turned.T, scales, one, out_dtype=torch.bfloat16)
-        return dx.view(*dy.shape[:-1], -1), None
+        dx = codes.float() @ ctx.codes.float() * scales
+        return dx.bfloat16().view(*dy.shape[:-1], -1), None
 
 
 class Reference(nn.Module):
