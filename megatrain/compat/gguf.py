@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from megatrain.base.whole_files import known_by, user_cache, whole_folder
 from megatrain.errors import InputError, in_one_line
 
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16}
 
 
@@ -31,10 +32,8 @@ def unpacked(path: Path) -> Path:
     ~/.cache/megatrain/gguf; its files have the GGUF's time. Raises InputError: as `read_gguf`.
     """
     path = Path(os.path.expanduser(path)).resolve()
-    time, key = (
-        path.stat().st_mtime_ns,
-        hashlib.blake2b(str(known_by(path)).encode(), digest_size=8),
-    )
+    time = path.stat().st_mtime_ns
+    key = hashlib.blake2b(str(known_by(path)).encode(), digest_size=8)
     kept = user_cache("gguf") / f"{path.stem}-{key.hexdigest()}"
     kept.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{kept}.lock"):
@@ -50,7 +49,12 @@ def _unpack(path: Path, folder: Path) -> None:
     config, tokenizer = read_gguf(path, AutoConfig), read_gguf(path, AutoTokenizer)
     from gguf import GGUFReader
 
-    largest = max(GGUFReader(path).tensors, key=lambda tensor: int(tensor.n_bytes))
+    reader = GGUFReader(path)
+    for token, name in _SPECIAL.items():  # some versions of transformers take others
+        number = reader.fields.get(f"tokenizer.ggml.{name}_token_id")
+        if number is not None:
+            setattr(tokenizer, token, tokenizer.convert_ids_to_tokens(int(number.contents())))
+    largest = max(reader.tensors, key=lambda tensor: int(tensor.n_bytes))
     dtype = _PLAIN.get(largest.tensor_type.name, torch.bfloat16)
     packed = getattr(transformers, "GgufConfig", None)  # older versions always dequantise
     how = {} if packed is None else {"quantization_config": packed(dequantize=True)}
