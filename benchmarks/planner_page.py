@@ -168,10 +168,10 @@ def planned(planner: Planner, where: Machine, step: Workload, made: int) -> list
     return [True, round(forecast.seconds, 4), forecast.binds, *sizes, forecast.micro_batch, made]
 
 
-def kept() -> dict[str, Any]:
+def kept(path: Path = KEPT) -> dict[str, Any]:
     """What is kept, less the plans of GPUs whose figures have changed."""
     empty: dict[str, Any] = {"fields": FIELDS, "made": [], "gpus": {}, "plans": {}}
-    data = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else empty
+    data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else empty
     stale = [gpu for gpu, then in data["gpus"].items() if then != figures(gpu)]
     for gpu in stale:
         del data["gpus"][gpu]
@@ -181,15 +181,15 @@ def kept() -> dict[str, Any]:
     return data
 
 
-def keep(data: dict[str, Any]) -> None:
+def keep(data: dict[str, Any], path: Path = KEPT) -> None:
     """Write what is kept, a column a line."""
     plans = data["plans"]
     lines = [f"{json.dumps(name)}: {json.dumps(plans[name])}" for name in sorted(plans)]
     rest = json.dumps({name: value for name, value in data.items() if name != "plans"}, indent=1)
     text = f'{rest[:-2]},\n "plans": {{\n' + ",\n".join(lines) + "\n}}\n"
-    fresh = KEPT.with_suffix(".new")
+    fresh = path.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")
-    fresh.replace(KEPT)
+    fresh.replace(path)
 
 
 def column(planner: Planner, gpu: str, step: Workload, made: int) -> dict[str, list[Any]]:

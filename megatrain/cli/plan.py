@@ -274,7 +274,7 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
 
 
 def _notes(named: NamedModel, workload: Workload) -> Notes:
-    """What is known of the model; kept unless its code is not transformers' own, or in fp8."""
+    """Notes about the model; kept unless its code is not transformers' own, or it is in fp8."""
 
     def opened() -> "ModelSpec":
         from megatrain.model.sinks import attend_with_sinks

@@ -50,6 +50,18 @@ def _unpack(path: Path, folder: Path) -> None:
     from gguf import GGUFReader
 
     reader = GGUFReader(path)
+    parts = reader.fields.get("split.count")
+    if parts is not None and int(parts.contents()) > 1:
+        raise InputError(
+            f"{path}: is one part of {int(parts.contents())}; merge them first: llama-gguf-split "
+            "--merge FIRST_PART WHOLE.gguf"
+        )
+    for tensor in reader.tensors:
+        if tensor.name.startswith("rope_"):
+            raise InputError(
+                f"{path}: holds {tensor.name}, scaled positions that transformers does not read; "
+                "take the model's safetensors folder"
+            )
     for token, name in _SPECIAL.items():  # some versions of transformers take others
         number = reader.fields.get(f"tokenizer.ggml.{name}_token_id")
         if number is not None:
@@ -58,7 +70,12 @@ def _unpack(path: Path, folder: Path) -> None:
     dtype = _PLAIN.get(largest.tensor_type.name, torch.bfloat16)
     packed = getattr(transformers, "GgufConfig", None)  # older versions always dequantise
     how = {} if packed is None else {"quantization_config": packed(dequantize=True)}
-    model = read_gguf(path, AutoModelForCausalLM, config=config, dtype=dtype, **how)
+    options = {"config": config, "dtype": dtype, "output_loading_info": True, **how}
+    model, report = read_gguf(path, AutoModelForCausalLM, **options)
+    for name in sorted(map(str, report["missing_keys"])):
+        raise InputError(
+            f"{path}: lacks the tensor of {name!r}; fetch it again, or convert it anew"
+        )
     vars(model.config).pop("quantization_config", None)
     model.hf_quantizer = None
     model.save_pretrained(folder)
@@ -66,7 +83,7 @@ def _unpack(path: Path, folder: Path) -> None:
 
 
 def read_gguf(path: Path, kind: Any, **options: Any) -> Any:
-    """What a class of transformers reads of a GGUF file.
+    """Read a GGUF file by an Auto class of transformers.
 
     Raises InputError: it cannot read the file, or the package `gguf` is missing.
     """

@@ -45,7 +45,7 @@ class ModelSection(Section):
 
     @property
     def routers(self) -> dict[str, float | None]:
-        """What is asked of the routers of a mixture of experts, by key."""
+        """The settings of routers in this section, by key."""
         names = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update")
         return {name: getattr(self, name) for name in names}
 

@@ -31,7 +31,7 @@ from megatrain.data.refused_fields import empty
 from megatrain.errors import InputError, in_one_line
 
 PLACES = {"image": "\ufdd0", "video": "\ufdd1", "audio": "\ufdd2"}
-"""What stands for each kind in a message's content: no characters, so in no text."""
+"""Marks of each kind in a message's content: no characters, so in no text."""
 KINDS = {place: kind for kind, place in PLACES.items()}
 PARTS = {
     **{name: kind for kind in PLACES for name in (kind, f"{kind}_url")}, "input_audio": "audio",
@@ -225,7 +225,7 @@ def _digest(data: bytes) -> str:
 
 
 def _decoded(kind: str, data: Sequence[bytes], name: str, rate: int) -> Any:
-    """As of `Medium.decoded`. Raises InputError: it is broken, moves, or is huge."""
+    """Decode an image, as `Medium.decoded`. Raises InputError: it is broken, moves, or is huge."""
     try:
         if kind == "audio":
             return _wave(data[0], rate)
@@ -252,7 +252,7 @@ def _decoded(kind: str, data: Sequence[bytes], name: str, rate: int) -> Any:
 
 
 def _image(data: bytes) -> Image.Image:
-    """As transformers' `load_image` decodes."""
+    """Decode an image as transformers' `load_image` does."""
     image = Image.open(io.BytesIO(data))
     if image.width * image.height > MOST_PIXELS:
         raise Image.DecompressionBombError
@@ -318,7 +318,7 @@ class ImageProcessor:
         return int(getattr(_hearing(self._processor()), "sampling_rate", 0))
 
     def token(self, kind: str) -> str:
-        """What stands for an image, a film or a sound in a chat template's text."""
+        """The text of a chat template that stands for an image, a film or a sound."""
         return str(getattr(self._processor(), f"{kind}_token"))
 
     def replacement(self, kind: str, size: tuple[int, ...]) -> str:
@@ -373,7 +373,7 @@ class ImageProcessor:
         return dict(self._processed(blank, 1))
 
     def _processed(self, media: Mapping[str, list[list[Any]]], rows: int, **options: Any) -> Any:
-        """What the processor makes of the media of rows, by kind: their tokens, and tensors."""
+        """The processor's tokens and tensors of the media of rows, by kind."""
         processor, text = self._processor(), [""] * rows
         inputs: dict[str, Any] = {}
         for kind, of_rows in media.items():

@@ -61,7 +61,7 @@ def summary(data: PackedDataset) -> list[str]:
 
 
 def _warnings(data: PackedDataset, what: str, *, is_chat: bool) -> Iterator[str]:
-    """What is cut off, left out, or there twice."""
+    """Notes on rows that are cut off, left out, or there twice."""
     store, documents = data.store, data.documents
     records, folder = store.documents(), folder_of(store.names)
     full_lengths = (records["end"] - records["begin"])[documents.document]

@@ -49,7 +49,7 @@ def prompt_and_images(
     where: str,
     images: ImageProcessor | None,
 ) -> tuple[list[int], list[Medium]]:
-    """As `prompt_ids`, and the images of messages; without a processor there may be none."""
+    """The result of `prompt_ids`, and the images of messages; only a processor takes images."""
     pictures: list[Medium] = []
     if isinstance(prompt, str):
         text, (lead, _) = prompt, surroundings(tokenizer)

@@ -1,4 +1,4 @@
-"""What waits from the forward to the backward: layer inputs, graphs, attention results; and where.
+"""Tensors that wait from the forward to the backward, and where: layer inputs, graphs, attention.
 
 A kept graph holds no weights and no inputs of its own: in the backward its layer's weights are in a
 slot again, and its inputs are given again. All else that it saved either stays on the device or

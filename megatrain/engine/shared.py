@@ -1,4 +1,4 @@
-"""What the parts of a step have in common."""
+"""The values that the parts of a step share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from megatrain.store.store import Tile
 
 @dataclass(frozen=True)
 class Shared:
-    """What the parts of a step have in common.
+    """The values that the parts of a step share.
 
     Attributes:
         tiles: all of them.

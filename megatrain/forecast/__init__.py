@@ -1,1 +1,1 @@
-"""What a step will cost: the engine's own step on a device that keeps time (`simulate.py`)."""
+"""Forecasts of a step's cost: the engine's step on a device that keeps time (`simulate.py`)."""

@@ -310,7 +310,7 @@ class Compiled:
         return ops
 
     def _knapsack(self, share: float) -> set[int]:
-        """As many FLOPs' results as fit in a share of what a graph holds by default.
+        """Results of as many FLOPs as fit in a share of what a graph holds by default.
 
         As in torch._functorch.partitioners (dp_knapsack): 1 / 10,000 of the default is the unit in
         which sizes count. Attention is no part of it: cuDNN's is missing among the operations that

@@ -1,4 +1,4 @@
-"""What is learnt of a model, kept in the user's cache folder by its configuration and versions.
+"""Measurements of a model, kept in the user's cache folder by its configuration and versions.
 
 With it a plan needs no model: its outline and the works of its parts are read from a JSON file. A
 file that is damaged, or of other versions, is made anew.
@@ -34,7 +34,8 @@ from megatrain.tile.layout import PACKINGS
 
 Value = TypeVar("Value")
 
-_PACKAGES = ("torch", "transformers", "peft")
+_PACKAGES = ("torch", "transformers", "peft", "causal_conv1d", "mamba_ssm", "kernels",
+             "flash_linear_attention")  # fmt: skip
 
 
 class Once:

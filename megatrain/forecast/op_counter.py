@@ -129,7 +129,7 @@ class Shape:
 
 
 class Prologue(NamedTuple):
-    """What comes before the layers: its results, and the bytes of the layers' arguments."""
+    """The results of the part before the layers, and the bytes of the layers' arguments."""
 
     results: list[tuple[Ref, Shape]]
     argument_bytes: int

@@ -240,9 +240,9 @@ class Profile(Once):
         if chunks == 1 and rows > 1:
             pairs = [
                 run(size, largest).between(run(2 * size, largest), tokens - size, size)
-                for size in (512, largest // 2)
+                for size in (32, 512, largest // 2)
             ]
-            return pairs[1]._replace(peak_bytes=max(work.peak_bytes for work in pairs))
+            return pairs[-1]._replace(peak_bytes=max(work.peak_bytes for work in pairs))
         if chunks <= 2:
             return run(tokens, chunk)
         wider, grown = large - small, chunk - small

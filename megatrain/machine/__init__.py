@@ -1,4 +1,4 @@
-"""What a machine can do: the rates that predictions are made of, listed for GPUs in `gpus.json`."""
+"""Rates of a machine, of which predictions are made; `gpus.json` lists those of GPUs."""
 
 import hashlib
 import json

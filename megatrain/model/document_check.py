@@ -61,7 +61,8 @@ _MIXED = (
     "without packing (data.packing: false)"
 )
 Micro = Mapping[str, Tensor]
-RowKind = tuple[bool, int, frozenset[str]]  # several rows, length, names of media
+# Several rows, length, names of media, and whether media touch where a document begins.
+RowKind = tuple[bool, int, frozenset[str], bool]
 
 
 class DocumentCheck:
@@ -124,10 +125,13 @@ class DocumentCheck:
     def _kind(self, micro: Micro) -> RowKind:
         rows, tokens = micro["position_ids"].shape
         media = frozenset(filter(self._program.spec.capture.is_media, micro))
-        return rows > 1, bisect(self._limits, tokens), media
+        placed_BT = torch.isin(micro["input_ids"], self._placeholders)
+        begins_BT = document_starts(micro["position_ids"])[:, 1:]
+        touch = bool((begins_BT & placed_BT[:, 1:] & placed_BT[:, :-1]).any())
+        return rows > 1, bisect(self._limits, tokens), media, touch
 
     def _trials(self, micro: Micro, seed: int = 0) -> list["Comparison"]:
-        *_, media = self._kind(micro)
+        _, _, media, _ = self._kind(micro)
         if not media:
             return comparisons(micro, seed)
         accepts = self._program.spec.capture.accepts

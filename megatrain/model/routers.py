@@ -1,4 +1,4 @@
-"""What a step asks of routers: the loss that balances experts, the z-loss, the experts' loads.
+"""Losses of routers (balance of experts, z-loss), their biases, and the loads of experts.
 
 The balance is as the models of transformers define it (Fedus et al., 2021,
 https://arxiv.org/abs/2101.03961, equations 4 to 6, `load_balancing_loss_func`): over the routers of
@@ -32,7 +32,7 @@ BIASES = ("e_score_correction_bias", "expert_bias")
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """What a step adds for its routers, and counts of their choices.
+    """The losses and counts of a step's routers.
 
     Attributes:
         weight: of the balance of experts.
@@ -190,7 +190,7 @@ def _ask_for_balance(model: "PreTrainedModel", weight: float) -> None:
 
 
 def router_loss(model: "PreTrainedModel") -> RouterLoss:
-    """What the model's configuration asks of its routers (`output_router_logits`, `ask_for`).
+    """The losses that a configuration asks of routers (`output_router_logits`, `ask_for`).
 
     Raises Unsupported: it asks for the loss, and the model does not name its routers.
     """

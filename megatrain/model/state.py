@@ -109,7 +109,7 @@ def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwar
 
 
 def _written(tensor: Tensor) -> tuple[int, int]:
-    """What differs once a tensor has been written to, or has got other memory."""
+    """A key that changes when a tensor is written to, or gets other memory."""
     return memory_of(tensor), version_of(tensor)
 
 

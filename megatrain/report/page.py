@@ -360,5 +360,5 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
         samples=run.samples,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_file(output, page)
+    write_file(output, page.encode("utf-8", "replace").decode())  # names of files may be no UTF-8
     return output

@@ -243,7 +243,7 @@ NF4 = WeightFormat("nf4", _nf4_bytes, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_v
 NF4_WIDE = WeightFormat("nf4_wide", _wide_bytes, _pack_wide, _wide_parts, _expand_nf4, _nf4_values)
 FP8 = WeightFormat("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
 OPERANDS = replace(FP8, name="operands", bytes_of=lambda shape: _fp8_bytes(shape) + prod(shape))
-"""What products in float8 read: FP8, and the codes turned, since they read along the sum."""
+"""The operands of products in float8: FP8, and the codes turned, since they read along the sum."""
 BASES = {each.name: each for each in (NF4, FP8)}
 FP32 = WeightFormat(
     "fp32",
@@ -433,7 +433,7 @@ class TileLayout:
         return start + self.ranks * length
 
     def computed(self, flat: Tensor) -> dict[str, Tensor]:
-        """What layers compute with, in the memory that `unpack` writes."""
+        """The weights that layers compute with, in the memory that `unpack` writes."""
         views = self.unpacked.views(flat)
         for entry in self.multiplied:
             del views[entry.name]

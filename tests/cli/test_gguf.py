@@ -6,13 +6,13 @@ import stat
 import sys
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from megatrain import AdamW, Engine, InputError
-from megatrain.compat import gguf as reader
 from tests.cli.cases import TALK, TEMPLATE, sets, write_run_file
 
 WIDTH, MLP, LAYERS, TOKENS = 32, 64, 2, 300
@@ -26,7 +26,7 @@ LORA = {"r": 4, "target_modules": "all-linear"}
 F32, F16, Q8 = (getattr(gguf.GGMLQuantizationType, name) for name in ("F32", "F16", "Q8_0"))
 
 
-def write_gguf(path, tokenizer_folder, kind=Q8, seed=0, positions=64):
+def write_gguf(path, tokenizer_folder, kind=Q8, seed=0, positions=64, without=None, change=None):
     """A tiny Qwen2 with a tokenizer and a chat template; returns its matrices as they are read."""
     draw = torch.Generator().manual_seed(seed)
     tree = json.loads((tokenizer_folder / "tokenizer.json").read_text())["model"]
@@ -54,7 +54,8 @@ def write_gguf(path, tokenizer_folder, kind=Q8, seed=0, positions=64):
     def add(name, shape, kind):
         values = torch.randn(shape, generator=draw).mul(0.2).numpy()
         data = gguf.quantize(values, kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
+        if name != without:
+            writer.add_tensor(name, data, raw_dtype=kind)
         read[name] = torch.from_numpy(gguf.dequantize(data, kind).reshape(shape).copy())
 
     add("token_embd.weight", (TOKENS, WIDTH), kind)
@@ -64,6 +65,8 @@ def write_gguf(path, tokenizer_folder, kind=Q8, seed=0, positions=64):
             add(f"blk.{layer}.{name}", (WIDTH,), F32)
         for name, shape in SHAPES.items():
             add(f"blk.{layer}.{name}.weight", shape, kind)
+    if change is not None:
+        change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -158,10 +161,29 @@ def test_what_cannot_be_read_is_refused_in_a_line(megatrain, model, tmp_path, mo
     (tmp_path / "text.gguf").write_text("no model")
     for name in ("cut.gguf", "text.gguf"):
         megatrain.refused(f"{name}: transformers cannot read it", "export", name, "out")
-    monkeypatch.setattr(reader, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
     told = "needs the package gguf: pip install gguf"
     megatrain.refused(told, "generate", model, "--prompt", "a")
     assert not (tmp_path / "out").exists()
+
+
+SCALED = np.ones(4, np.float32)
+PARTIAL = {
+    "lacks the tensor of 'model.layers.1.mlp.up_proj.weight'": {"without": "blk.1.ffn_up.weight"},
+    "is one part of 2; merge them": {"change": lambda writer: writer.add_uint16("split.count", 2)},
+    "holds rope_freqs.weight, scaled positions": {
+        "change": lambda writer: writer.add_tensor("rope_freqs.weight", SCALED)
+    },
+}
+
+
+@pytest.mark.parametrize("reason", PARTIAL)
+def test_a_file_of_which_a_part_would_not_be_read_is_refused(
+    reason, megatrain, tmp_path, tokenizer_folder
+):
+    write_gguf(tmp_path / "part.gguf", tokenizer_folder, **PARTIAL[reason])
+    for _ in range(2):  # nothing is kept
+        megatrain.refused(reason, "export", "part.gguf", "out")
 
 
 def converter(folder, body):

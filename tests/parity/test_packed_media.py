@@ -81,6 +81,19 @@ def test_models_that_mix_documents_are_refused(family):
         engine.step([packed(*alone(model, family, 0))])
 
 
+def test_images_that_touch_across_documents_are_tried_apart_from_others():
+    model = tiny_multimodal("gemma3")
+    micro = packed(*alone(model, "gemma3", 0))
+    inside = int(micro["token_type_ids"][0].nonzero()[1])  # the second token of an image
+    places = micro["position_ids"].clone()
+    until = inside + int((places[0, inside:] == 0).nonzero()[0])
+    places[0, inside:until] = torch.arange(until - inside)
+    with engine_of(model) as engine:
+        engine.step([micro])
+        with pytest.raises(InputError, match="train it without packing"):
+            engine.step([micro | {"position_ids": places}])
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_other_positions_than_the_model_gives_a_document_alone_are_refused(precision, monkeypatch):
     """As those of text, which keep the documents apart."""

@@ -213,11 +213,12 @@ def test_an_mlp_s_three_results_are_alive_with_what_they_are_computed_from(measu
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for the CPU with g++")
 def test_compiled_code_works_with_what_is_foretold(measured, saves, tmp_path):
     torch.compiler.reset()
-    measured.program.compile()
-    _, weights, micro, values = layer_call(measured.program, 0, (MLP_ROWS, MLP_TOKENS))
+    program = measured._measurer.program
+    program.compile()
+    _, weights, micro, values = layer_call(program, 0, (MLP_ROWS, MLP_TOKENS))
 
     def step():
-        made = list(measured.program.layer(0, weights, micro, values, saves).values())
+        made = list(program.layer(0, weights, micro, values, saves).values())
         leaves = [*values.values(), *weights.values()]
         torch.autograd.grad(made, leaves, [torch.randn_like(value) for value in made])
 

@@ -89,13 +89,12 @@ def test_what_is_kept_has_its_shape(kept):
     assert all({"commit", "torch", "transformers"} <= made.keys() for made in kept["made"])
 
 
-def test_plans_of_a_gpu_whose_figures_have_changed_do_not_count(kept, monkeypatch, tmp_path):
+def test_plans_of_a_gpu_whose_figures_have_changed_do_not_count(kept, tmp_path):
     then = dict(kept, gpus={name: dict(figures) for name, figures in kept["gpus"].items()})
     gpu = next(iter(then["gpus"]))
     then["gpus"][gpu]["matmul_tflops"] += 1
-    monkeypatch.setattr(planner_page, "KEPT", tmp_path / "planner.json")
-    planner_page.keep(then)
-    left = planner_page.kept()["plans"]
+    planner_page.keep(then, tmp_path / "planner.json")
+    left = planner_page.kept(tmp_path / "planner.json")["plans"]
     assert left == {name: plans for name, plans in kept["plans"].items() if parts(name)[2] != gpu}
     assert left != kept["plans"]
 
