@@ -139,6 +139,7 @@ def samples(data: PackedDataset, tokenizer: Any) -> list[dict[str, Any]]:
             "runs": [[run.text[:_CHARACTERS], run.learnt] for run in piece.runs[:_CHARACTERS]],
         }
         for row in range(len(data))
+        if data.images(row, slice(None), whole=False)  # texts of other rows are not decoded
         for line, piece in enumerate(shown(data, row, tokenizer))
         if (media := data.images(row, slice(line, line + 1)))
     )

@@ -21,7 +21,7 @@ from torch import nn
 
 import megatrain
 from megatrain.base.json_yaml import read_json
-from megatrain.base.whole_files import write_file
+from megatrain.base.whole_files import user_cache, write_file
 from megatrain.compat.torch import children_of, parameters_of
 from megatrain.errors import InputError
 from megatrain.forecast.op_counter import Shape
@@ -173,8 +173,7 @@ class Notes(Once):
         with suppress(TypeError):  # what no JSON has, no file has
             text = json.dumps(key, sort_keys=True, default=sorted)  # of sets
             name = hashlib.sha256(text.encode()).hexdigest()[:16]
-            root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            self._file = root / "megatrain" / "models" / f"{name}.json"
+            self._file = user_cache("models") / f"{name}.json"
             self._record = {"key": json.loads(text), "versions": versions()}
         with suppress(InputError, OSError, KeyError, TypeError, AttributeError):
             record = read_json(cast(Path, self._file))

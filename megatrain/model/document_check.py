@@ -125,6 +125,8 @@ class DocumentCheck:
     def _kind(self, micro: Micro) -> RowKind:
         rows, tokens = micro["position_ids"].shape
         media = frozenset(filter(self._program.spec.capture.is_media, micro))
+        if not media:
+            return rows > 1, bisect(self._limits, tokens), media, False
         placed_BT = torch.isin(micro["input_ids"], self._placeholders)
         begins_BT = document_starts(micro["position_ids"])[:, 1:]
         touch = bool((begins_BT & placed_BT[:, 1:] & placed_BT[:, :-1]).any())
