@@ -183,7 +183,7 @@ class Engine(PlacedEngine):
             ranks = open_ranks(group, recording.torch_device)
             sequence_ranks = open_sequence_ranks(ranks, recording.torch_device, sequence_parallel)
             model = open_structure(source, optimizer, ranks, precision, saveable=saveable)
-            if recording.torch_device.type == "cuda":
+            if recording.can.attends_with_sums:
                 attend_with_sinks(model.spec, precision)
             setup = EngineSetup(
                 source,

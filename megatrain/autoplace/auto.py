@@ -98,14 +98,11 @@ def settle(
             "disk: nothing rests in %s; placement.disk_moments says of how many tiles moments do",
             opened.disk,
         )
-    if trained and opened.device.kind == "cpu":
-        capability = torch.backends.cpu.get_cpu_capability()
-        if opened.dtype == torch.bfloat16 and capability in ("NO AVX", "AVX2"):
-            _log.warning(  # torch falls back to plain loops there
-                "precision bf16 on a CPU with %s: products take many times as long as in fp32; "
-                "take precision fp32 there",
-                capability,
-            )
+    if trained and opened.dtype in opened.device.can.slow_dtypes:
+        _log.warning(
+            "precision bf16 on this CPU, which lacks instructions for it: products take many times "
+            "as long as in fp32; take precision fp32 there"
+        )
     reference = None
     if generation is not None and generation.reference:
         tokens = workload.tokens_per_step
@@ -124,7 +121,7 @@ def settle(
 
 
 def _chosen(opened: EngineSetup, workload: Workload) -> Settled:
-    if opened.device.kind != "cuda":
+    if not opened.device.can.overlaps:
         return Settled(CPU_PLACEMENT, workload.micro_batch)
     if opened.model.optimizer is None:
         # A model that is only run rests on the device, or is streamed; it is not compiled: each
@@ -218,7 +215,7 @@ def check_fits(
     more = reference or Needs()
     needs.device["reference model"] += sum(more.device.values())
     needs.host["reference model"] += sum(more.host.values())
-    memory, has_memory = device.memory(), device.kind == "cuda"
+    memory, has_memory = device.memory(), device.can.counts_memory
     if has_memory:
         mapping = mapping_bytes(sum(needs.host.values()))
         allowed = memory["device_free_bytes"] + memory["device_bytes"] - mapping

@@ -189,8 +189,8 @@ def _machine(
     """
     gpu = options["gpu"] and named_gpu(options["gpu"])
     cores, space = options["cores"], workload.disk_bytes
-    cuda = device if device and device.startswith("cuda") else "cuda"
-    here = find_gpu(cuda)
+    of_gpu = "auto" if device in (None, "cpu") else device
+    here = find_gpu(of_gpu)
     if gpu and (here is None or by_driver_name(here.name) != gpu):
         host = workload.host_memory
         if host is None:
@@ -205,7 +205,7 @@ def _machine(
         return replace(machine, disk_space_bytes=space)
     if not gpu and device == "cpu":
         raise InputError("plans are for GPUs, and the device is cpu; name one with --gpu 4090, say")
-    present = present_machine(cuda, precision=workload.precision)
+    present = present_machine(of_gpu, precision=workload.precision)
     if present is None:
         why = "there is no GPU here"
         if here is not None:
@@ -213,7 +213,7 @@ def _machine(
         raise InputError(f"{why}; name one with --gpu, such as --gpu 4090 --device-memory 24GiB")
     machine = present
     if workload.device_memory is None:
-        machine = _without_others(machine, cuda, warnings)
+        machine = _without_others(machine, of_gpu, warnings)
     limits = {}
     for name in ("host_memory", "device_memory"):
         limit, most = getattr(workload, name), getattr(machine, f"{name}_bytes")

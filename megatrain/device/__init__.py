@@ -50,3 +50,9 @@ def open_device(name: str | None = None, local_rank: int | None = None) -> Devic
     from megatrain.device import cuda
 
     return cuda.CudaDevice(device.index, shared=local_rank is not None)
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """The version of a GPU's instructions; None for other devices."""
+    gpus = torch.get_device_module("cuda")
+    return gpus.get_device_capability(device) if device.type == "cuda" else None

@@ -127,6 +127,25 @@ class Buffer:
         yield self.data[place]
 
 
+@dataclass(frozen=True)
+class Abilities:
+    """All that code outside this folder may ask of a device, rather than its name.
+
+    Attributes:
+        counts_memory: it has memory of its own, of which `memory` tells.
+        overlaps: copies and host threads run beside its work, not in program order.
+        attends_with_sums: its attention also returns the logarithms of the softmax's sums.
+        slow_dtypes: it computes in them without instructions for them.
+        generators: torch's, beside the CPU's, that its work draws from.
+    """
+
+    counts_memory: bool = False
+    overlaps: bool = False
+    attends_with_sums: bool = False
+    slow_dtypes: tuple[torch.dtype, ...] = ()
+    generators: tuple[torch.device, ...] = ()
+
+
 Buffers = Sequence[Buffer]
 Work = Callable[[], Any]
 
@@ -142,7 +161,8 @@ class Device(Protocol):
     What a device that derives from this leaves out does nothing.
     """
 
-    kind: str
+    kind: str  # its name, for people and in checkpoints
+    can: Abilities
     torch_device: torch.device
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:
@@ -222,7 +242,7 @@ def available_bytes(device: Device) -> int:
 
 def free_bytes(device: Device, host_limit: int | None = None) -> int:
     """Unused bytes of the memory in which the device computes."""
-    if device.kind != "cuda":
+    if not device.can.counts_memory:
         return host_available_bytes(host_limit)
     memory = device.memory()
     return memory["device_free_bytes"] + memory["device_bytes"] - memory["device_used_bytes"]

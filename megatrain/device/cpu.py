@@ -9,10 +9,13 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.base import huge_pages
 from megatrain.base.units import size
-from megatrain.device.base import Buffer, Buffers, Device, Work
+from megatrain.device.base import Abilities, Buffer, Buffers, Device, Work
 from megatrain.device.disk import move
 from megatrain.errors import DoesNotFit, InputError
 from megatrain.telemetry.host import host_available_bytes, usable_cores
+
+# torch falls back to plain loops there.
+_SLOW = (torch.bfloat16,) * (torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2"))
 
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14, for which Python has no name
 
@@ -53,6 +56,7 @@ class CpuDevice(Device):
 
     kind = "cpu"
     torch_device = torch.device("cpu")
+    can = Abilities(slow_dtypes=_SLOW)
     _host_limit: int | None = None
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.base.units import MIB, gib
-from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer, Buffers, Work
+from megatrain.device.base import COMPUTE, HOST_STREAMS, Abilities, Buffer, Buffers, Work
 from megatrain.device.cpu import host_range
 from megatrain.device.disk import move
 from megatrain.device.host_stream import HostStream, LaunchThrottle
@@ -60,6 +60,8 @@ class CudaDevice:
         if shared:  # what waits on one stream holds up those that have its connection
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self.torch_device = torch.device("cuda", index)
+        generators = (self.torch_device,)
+        self.can = Abilities(True, True, attends_with_sums=True, generators=generators)
         torch.cuda.set_device(self.torch_device)
         # What an earlier engine has left, in cycles and in torch's cache, is not this one's.
         gc.collect()

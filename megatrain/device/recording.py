@@ -34,7 +34,7 @@ class Recording(_Passing):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.kind, self.torch_device = device.kind, device.torch_device
+        self.kind, self.torch_device, self.can = device.kind, device.torch_device, device.can
         self._on = self._closed = False
         self._marks: list[tuple[str, str, Any, Any, tuple[str, ...], int]] = []
         self._host: list[Span] = []

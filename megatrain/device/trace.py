@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatrain.device.base import COMPUTE, HOST_STREAMS, Buffer, Buffers, Device, Work
+from megatrain.device.base import COMPUTE, HOST_STREAMS, Abilities, Buffer, Buffers, Device, Work
 from megatrain.telemetry.timeline import Span
 
 CALLER = "caller"  # the thread that puts work on streams is a stream, too
@@ -14,7 +14,7 @@ CALLER = "caller"  # the thread that puts work on streams is a stream, too
 class MetaDevice(Device):
     """Computes nothing: its buffers have no memory, and its streams no order."""
 
-    kind = "trace"
+    kind, can = "trace", Abilities()
     torch_device = torch.device("meta")
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:

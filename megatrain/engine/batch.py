@@ -226,7 +226,7 @@ class Intake:
 
     def _check_masks(self, micro_batches: MicroBatches) -> None:
         device = self._setup.device
-        if device.kind == "cuda":
+        if device.can.counts_memory:
             text = self._config.get_text_config(decoder=True)
             itemsize = self._program.dtype.itemsize
             check_masks(micro_batches, text, itemsize, available_bytes(device))

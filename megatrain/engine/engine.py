@@ -382,9 +382,8 @@ class PlacedEngine:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        gpus = [self.device.torch_device] if self.device.kind == "cuda" else []
-        random = torch.random.fork_rng(devices=gpus)
-        autocast = torch.autocast("cuda" if gpus else "cpu", enabled=False)
+        random = torch.random.fork_rng(devices=self.device.can.generators)
+        autocast = torch.autocast(self.device.torch_device.type, enabled=False)
         try:
             with random, torch.inference_mode(False), autocast, cpu_by_default():
                 yield

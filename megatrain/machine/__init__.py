@@ -237,7 +237,7 @@ def _checked(values: dict[str, Any]) -> Machine:
     return replace(machine, name=machine.name[:200])
 
 
-def present_machine(device: str = "cuda", *, precision: Precision = "bf16") -> Machine | None:
+def present_machine(device: str = "auto", *, precision: Precision = "bf16") -> Machine | None:
     """The rates of this machine with GPU `device`, and the memory that it may use now.
 
     None without a GPU, or with one that was neither measured nor is listed.

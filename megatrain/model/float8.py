@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.compat.torch import scaled_product
+from megatrain.device import compute_capability
 from megatrain.errors import InputError
 from megatrain.model.adapters import adapted
 from megatrain.model.build import loaded_types
@@ -114,18 +115,18 @@ def convert(module: nn.Module, device: torch.device, wide: Collection[str] = ())
         return f"{name}.weight" not in wide and _takes(child, name)
 
     names = [name for name, child in module.named_modules() if takes(child, name)]
-    config = Float8LinearConfig(emulate=device.type != "cuda", pad_inner_dim=True)
+    config = Float8LinearConfig(emulate=compute_capability(device) is None, pad_inner_dim=True)
     convert_to_float8_training(module, config=config, module_filter_fn=takes)
     return [module.get_submodule(name) for name in names]
 
 
 def require_float8(device: torch.device) -> None:
     """Raises InputError: the GPU has no float8."""
-    gpu = torch.get_device_module(device)
-    if device.type == "cuda" and gpu.get_device_capability(device) < _CAPABILITY:
+    capability = compute_capability(device)
+    if capability is not None and capability < _CAPABILITY:
         raise InputError(
-            f"precision is 'fp8', but {gpu.get_device_name(device)} has no float8 products "
-            "(compute capability 8.9 or newer has); take bf16"
+            f"precision is 'fp8', but the GPU's compute capability is {capability[0]}."
+            f"{capability[1]}, which has no float8 products (8.9 or newer has); take bf16"
         )
 
 

@@ -478,8 +478,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     """
     started = time.perf_counter()
     sizes = sizes or Sizes()
-    name = "cuda:0" if device_name in ("auto", "cuda") else device_name
-    before = gpu_state(name)
+    before = gpu_state(device_name)
     unusable = []
     try:
         device = open_device(device_name)
@@ -489,15 +488,15 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         what = f"the GPU cannot be used ({first_line(error)})"
         remedy = "look at nvidia-smi for a process that holds it alone, and at the driver's state"
         device, unusable = open_device("cpu"), [Diagnostic(True, what, remedy)]
-    facts = collect(name, folder)
+    facts = collect(device_name, folder)
     log.info("measuring the update on the host and the disk")
     measured = host_measurements(Path(facts.folder))
-    has_gpu = device.kind == "cuda"
+    has_gpu = device.can.counts_memory
     if has_gpu:
         log.info("measuring the bus, matrix products and attention")
         measured += bus_measurements(device, sizes.copy_bytes)
         measured += device_measurements(device, sizes)
-        after = gpu_state(name)  # clocks and links of a GPU that was idle would read too low
+        after = gpu_state(device_name)  # clocks and links of a GPU that was idle would read too low
         facts = replace(facts, gpu=after or facts.gpu)
 
         def context() -> float:
@@ -516,7 +515,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         memory = device.memory()["device_total_bytes"]
         try:
             machines = {p: machine_of(facts, rates, p, memory) for p in PRECISIONS}
-            saved = str(machine_rates.write(machine_rates.key_of(name), machines))
+            saved = str(machine_rates.write(machine_rates.key_of(device_name), machines))
         except KeyError as missing:
             not_kept = f"{missing.args[0]} could not be measured"
         except OSError as error:

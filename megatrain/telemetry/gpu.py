@@ -51,8 +51,8 @@ class GpuState:
     used_bytes: int | None
 
 
-def find_gpu(device: str) -> Gpu | None:
-    """The GPU that torch calls `device` (`cuda` or `cuda:N`); None without one or without NVML."""
+def find_gpu(device: str = "auto") -> Gpu | None:
+    """The GPU that torch calls `device`, else the first one; None without one or without NVML."""
     with driver(device) as nvml_and_handle:
         if nvml_and_handle is None:
             return None
@@ -115,7 +115,7 @@ def driver(device: str) -> Iterator[tuple[Any, Any] | None]:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(int(name or index))
             else:
                 handle = pynvml.nvmlDeviceGetHandleByUUID(name)
-        yield (pynvml, handle) if handle is not None and device.startswith("cuda") else None
+        yield (pynvml, handle) if handle is not None and device != "cpu" else None
     finally:
         pynvml.nvmlShutdown()
 

@@ -46,7 +46,7 @@ def begun_model(
     if isinstance(placement, dict):  # its layers are of the same kinds as the trained model's
         compiled = bool(placement.get("compile", False))
     else:
-        on_gpu = config.engine.device != "cpu" and find_gpu("cuda") is not None
+        on_gpu = config.engine.device != "cpu" and find_gpu() is not None
         compiled = on_gpu and can_compile()
     return _frozen_engine(
         config,

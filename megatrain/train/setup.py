@@ -356,7 +356,7 @@ def _engine(
             )
             stack.enter_context(engine)
     except DoesNotFit as error:
-        if config.engine.device != "cpu" and find_gpu("cuda") is None:
+        if config.engine.device != "cpu" and find_gpu() is None:
             raise  # no plan for a CPU that nobody asked for
         plan = "`megatrain plan` with this run file names what would make it fit"
         raise DoesNotFit(f"{error}; {plan}") from error

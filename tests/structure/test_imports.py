@@ -1,6 +1,7 @@
 """Imports go one way, and each device and heavy library stays behind its door."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -78,6 +79,31 @@ def says_torch_cuda(node):
 def test_torch_cuda_appears_in_one_file():
     found = {name for name, path in MODULES.items() if any(map(says_torch_cuda, nodes(path)))}
     assert found == {CUDA_FILE}
+
+
+NAMES_DEVICES = ("megatrain.device", "megatrain.config.schema")  # schema: of run files
+
+
+def asks_for_a_kind(node):
+    """Compares a device's kind, or writes the name of a GPU's kind."""
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        kinds = [side for side in sides if isinstance(side, ast.Attribute) and side.attr == "kind"]
+        return any("device" in ast.unparse(side.value) for side in kinds)
+    return isinstance(node, ast.Constant) and re.fullmatch(
+        r"(cuda|mps|hip)(:\d+)?", str(node.value)
+    )
+
+
+def test_devices_are_asked_what_they_can_and_not_what_they_are_called():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
+        for name, path in MODULES.items()
+        if not name.startswith(NAMES_DEVICES)
+        for node in nodes(path)
+        if asks_for_a_kind(node)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 LIBRARIES = ("torch", "transformers", "accelerate")

@@ -14,6 +14,7 @@ from megatrain.autoplace import auto
 from megatrain.autoplace.auto import check_fits
 from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
+from megatrain.device.base import Abilities
 from megatrain.engine.batch import halved
 from megatrain.engine.step import TrainingParts
 from megatrain.forecast.cache import UNSUMMED, ForecastCache, needs_of
@@ -40,7 +41,7 @@ from tests.unit.forecast_cases import H200, experts_config, small_machine, tiny_
 class Card(CpuDevice):
     """A GPU as far as its memory goes; counts what it has handed out."""
 
-    kind = "cuda"
+    can = Abilities(counts_memory=True, overlaps=True)
 
     def __init__(self, size):
         self.size, self.taken, self.on_host = size, 0, 0
@@ -90,7 +91,6 @@ def test_a_card_that_is_too_small_is_refused_with_nothing_allocated():
 
 def test_what_is_counted_is_what_is_taken():
     device = Card(8 * GIB)
-    device.kind = "cpu"  # there is no GPU to draw weights on
     needed = needs(trained(MID), Placement(slots=3))
     with open_engine(device):
         temporary = needed.device.pop(UNSUMMED)
@@ -161,7 +161,7 @@ FREE = 20 << 20
 class Gpu(CpuDevice):
     """A GPU as far as its memory goes."""
 
-    kind = "cuda"
+    can = Abilities(counts_memory=True, overlaps=True)
 
     def memory(self):
         return {"device_free_bytes": FREE, "device_bytes": 0, "device_total_bytes": 1 << 40}

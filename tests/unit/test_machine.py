@@ -14,6 +14,7 @@ import pytest
 from megatrain import machine as rates
 from megatrain.base.units import GIB, MIB
 from megatrain.device import CpuDevice
+from megatrain.device.base import Abilities
 from megatrain.errors import InputError
 from megatrain.machine import Machine, machine_for, present_machine
 from megatrain.plan import doctor
@@ -234,9 +235,9 @@ def test_the_disk_is_left_as_it_was(tmp_path, monkeypatch):
 
 
 class FakeGpu(CpuDevice):
-    """Computes on the CPU and says that it is a GPU."""
+    """Computes on the CPU and says that it has memory of its own."""
 
-    kind = "cuda"
+    can = Abilities(counts_memory=True)
 
     def memory(self):
         return super().memory() | {"device_total_bytes": 100 * GIB, "device_bytes": 0}
