@@ -512,8 +512,9 @@ class OpCounter(Ledger, TorchDispatchMode):
         return self.work._replace(peak_bytes=self.peak_bytes)
 
     def ignore(self, values: Any) -> None:
-        """Do not count the storages of some tensors."""
-        self._known.update((memory_of(tensor), None) for tensor in tensors(values, real=self._real))
+        """Do not count the storages of some tensors; once they end, others may lie there."""
+        for tensor in tensors(values, real=self._real):
+            self.count(tensor, Place.WORKING_SET, 0)
 
     def add(self, work: Work) -> None:
         """Count work that was measured before; its peak lies on top of what is alive now."""

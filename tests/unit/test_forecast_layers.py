@@ -13,7 +13,7 @@ from transformers import Qwen2Config
 
 from megatrain import AdamW, Engine, Placement
 from megatrain.forecast.cache import ForecastCache
-from megatrain.forecast.measure import acts_alone
+from megatrain.forecast.measure import acts_alone, fakes
 from megatrain.forecast.op_counter import OpCounter
 from megatrain.forecast.profile import Profile
 from megatrain.forecast.workload import Workload
@@ -240,3 +240,15 @@ def _peak_bytes(run, trace):
         live += event["args"]["Bytes"]
         peak = max(peak, live)
     return peak
+
+
+def test_what_lies_where_an_uncounted_tensor_ended_is_counted():
+    """A head lets go of its routers' activations, and the next logits often lie there."""
+    counter = OpCounter()
+    with fakes():
+        ended = [torch.empty(1) for _ in range(100)]
+        counter.ignore(ended)
+        del ended
+        with counter:
+            kept = [torch.empty(1) for _ in range(100)]
+    assert counter.total_bytes == len(kept) * 256
