@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import count
 from operator import attrgetter
 from typing import Any
@@ -158,6 +159,25 @@ def takes_grouped_products(experts: nn.Module, names: list[str]) -> bool:
     return weights.issuperset(names) and all(hasattr(experts, mark) for mark in marks)
 
 
+class _Rearranged(torch.autograd.Function):
+    """Rows taken by their places, so that the gradient is taken by places, too.
+
+    Indexing alone adds gradients up with atomic operations, in bf16 and in no fixed order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, taken: Tensor, back: Tensor) -> Tensor:
+        """`rows[taken]`; `back`, `[N, K]`, says where each row's K copies are in the result."""
+        ctx.save_for_backward(back)
+        return rows[taken]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """The sum of the gradients of each row's copies."""
+        (back,) = ctx.saved_tensors
+        return grads[0][back].sum(dim=1), None, None
+
+
 def experts_forward(
     experts: Any,
     beside: Mapping[str, tuple[Tensor, Tensor, float]],
@@ -179,6 +199,8 @@ def experts_forward(
     counted = of_rows.float() if of_rows.device.type == "cpu" else of_rows.int()
     counts = counted.histc(experts.num_experts, 0, experts.num_experts - 1)
     ends = counts.cumsum(0, dtype=torch.int32)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
 
     def product(name: str, rows: Tensor) -> Tensor:
         bias = getattr(experts, f"{name}_bias")[of_rows] if experts.has_bias else None
@@ -192,18 +214,24 @@ def experts_forward(
         inner = moe._grouped_mm(rows, left, offs=ends)
         return torch.add(out, moe._grouped_mm(inner, right, offs=ends), alpha=scale)
 
-    rows = product(
-        "gate_up_proj" if experts.has_gate else "up_proj", hidden_states[order // chosen]
-    )
+    rows = _Rearranged.apply(hidden_states, order // chosen, places.view(-1, chosen))
+    rows = product("gate_up_proj" if experts.has_gate else "up_proj", rows)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
     rows = product("down_proj", rows)
     if getattr(experts, "has_post_expert_norm", False):
         rows = experts.post_expert_norm(rows)
-    rows = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    out = rows[places].view(len(hidden_states), chosen, -1).sum(dim=1)
+    weights = _Rearranged.apply(top_k_weights.reshape(-1), order, places.unsqueeze(1))
+    rows = rows * weights.unsqueeze(-1)
+    rows = _Rearranged.apply(rows, places, order.unsqueeze(1))
+    out = rows.view(len(hidden_states), chosen, -1).sum(dim=1)
     return out.to(hidden_states.dtype)
+
+
+def without_atomic_sums(layer: nn.Module) -> None:
+    """Let a layer's grouped products run through `experts_forward`, in place."""
+    for part in layer.modules():
+        if takes_grouped_products(part, []) and experts_of(part.config) == "grouped_mm":
+            part.forward = partial(experts_forward, part, {})
 
 
 def model_of(kind: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> Any:

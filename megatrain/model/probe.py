@@ -16,6 +16,7 @@ from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 
 from megatrain.compat.torch import has_gradient_hooks, pytree
+from megatrain.compat.transformers import without_atomic_sums
 from megatrain.errors import Unsupported, first_line
 from megatrain.model.capture import (
     PROLOGUE,
@@ -372,6 +373,7 @@ class _Probe:
     def _template(self, module: nn.Module, path: str, *, numbered: bool = True) -> LayerTemplate:
         template, loss = self.capture.template(module), self.router_loss
         refuse_grad_modes(template, path)
+        without_atomic_sums(template)
         template = template if numbered else without_index(template)
         if loss is not None:
             tap(template, path, self.model, loss)

@@ -6,6 +6,7 @@ import torch
 from megatrain import Placement, RunFailed, kernels
 from megatrain.kernels import reference
 from megatrain.kernels.reference import SUMMED_BYTES
+from tests.families.tiny import tiny_model
 from tests.inside import store_of
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 
@@ -38,6 +39,16 @@ def test_bits_are_compared_and_nothing_changes(rule, resident):
                 with pytest.raises(RunFailed, match="layer 1: the plane of .*one flipped bit"):
                     for step in steps[1:]:
                         engine.step(step)
+
+
+def test_a_mixture_of_experts_repeats_to_the_bit():
+    steps, results = make_batches(3, [(8, 64)]), []
+    for _ in range(2):
+        with make_engine(tiny_model("qwen3_moe"), precision="bf16", device="cuda") as engine:
+            for step in steps:
+                engine.step(step)
+            results.append(masters(engine))
+    assert same(*results)
 
 
 @pytest.mark.parametrize("at", [0, 8, SUMMED_BYTES - 16, 3 * SUMMED_BYTES + 4096, 4])

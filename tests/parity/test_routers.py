@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -90,6 +91,28 @@ def test_value_and_gradients_are_those_of_transformers(family):
         assert relative_error(got, exact) < 1.5 * relative_error(wanted, exact)
     else:
         assert not far
+
+
+class Additions(TorchDispatchMode):
+    """Counts sums over indices, which a GPU makes in no fixed order."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "index_put" in func.name() and (*args, False)[3]:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", few(["qwen3_moe", "mixtral"], 0))
+def test_gradients_of_routed_tokens_are_added_in_a_fixed_order(family):
+    model = tiny_model(family)
+    with Additions() as plain_model:
+        model.train()(**a_step()[1]).loss.backward()
+    engine = make_engine(model)
+    with Additions() as streamed:
+        engine.step(a_step())
+    assert plain_model.count and not streamed.count
 
 
 PLACEMENTS = {
