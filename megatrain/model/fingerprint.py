@@ -61,14 +61,15 @@ class Reader:
             left_out: names of modules' attributes to ignore.
             by_identity: also an equal object in another's place counts as a difference.
         """
-        from megatrain.compat.transformers import MODULE_MARKS
-
-        of_every_module = {*vars(nn.Module()), *MODULE_MARKS}
-        self._left_out, self._by_identity = of_every_module | {*left_out}, by_identity
-        self._own = {id(p) for p in root.parameters()}
+        self._left_out, self._by_identity = _of_every_module().union(left_out), by_identity
+        self._root = root
         self._seen: dict[int, tuple[int, Any]] = {}
         self.strays: list[Tensor] = []
         self.reads_dictionaries = False
+
+    @functools.cached_property
+    def _own(self) -> set[int]:
+        return {id(p) for p in self._root.parameters()}
 
     def of(self, value: Any) -> Any:
         """The value to compare for an object."""
@@ -158,18 +159,31 @@ class Reader:
     def attributes(self, module: nn.Module) -> Iterator[tuple[str, Any]]:
         """A module's plain attributes by name, and attributes that its class keeps."""
         self._met(module)
-        for name, value in sorted(vars(module).items()):
-            if name not in self._left_out:
-                yield name, self.of(value)
-        for cls in type(module).__mro__:
-            if cls.__module__.split(".")[0] not in (*_LIBRARIES, "builtins", "abc", "typing"):
-                kept = {
-                    name: value
-                    for name, value in vars(cls).items()
-                    if (name[:2] != "__" or name == "__call__")
-                    and (_may_be_state(value) or isinstance(value, FunctionType))
-                }
-                yield cls.__qualname__, self._named(kept)
+        held = vars(module)
+        for name in sorted(held.keys() - self._left_out):
+            yield name, self.of(held[name])
+        for cls in _of_users(type(module).__mro__):
+            kept = {
+                name: value
+                for name, value in vars(cls).items()
+                if (name[:2] != "__" or name == "__call__")
+                and (_may_be_state(value) or isinstance(value, FunctionType))
+            }
+            yield cls.__qualname__, self._named(kept)
+
+
+@functools.cache
+def _of_every_module() -> frozenset[str]:
+    from megatrain.compat.transformers import MODULE_MARKS
+
+    return frozenset([*vars(nn.Module()), *MODULE_MARKS])
+
+
+@functools.cache
+def _of_users(classes: tuple[type, ...]) -> list[type]:
+    """Those of a class and its bases that are no library's."""
+    of_libraries = (*_LIBRARIES, "builtins", "abc", "typing")
+    return [cls for cls in classes if cls.__module__.split(".")[0] not in of_libraries]
 
 
 def value_of(tensor: Tensor) -> Any:

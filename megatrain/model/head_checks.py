@@ -246,11 +246,12 @@ def mixes_tokens(head: Head, shapes: dict[str, torch.Size], num_logits: int, wid
         taken = shapes if tried[0] is None else few
         zeros = {name: zero_pages(shape) for name, shape in taken.items()}
         hidden = torch.zeros(2, _TOKENS, width)
-        if bool(head(zeros, hidden).isnan().any()):  # it divides by a weight
-            return any(tried) or tried == [None, None]
         hidden[0, 1] = torch.nan
-        spoiled = head(zeros, hidden).isnan().any(-1)
-        return any(tried) or not torch.equal(spoiled, hidden.isnan().any(-1))
+        if torch.equal(head(zeros, hidden).isnan().any(-1), hidden.isnan().any(-1)):
+            return any(tried)
+        if bool(head(zeros, torch.zeros_like(hidden)).isnan().any()):  # it divides by a weight
+            return any(tried) or tried == [None, None]
+        return True
 
 
 def _knows_the_place(head: Head, shapes: dict[str, torch.Size], width: int) -> bool | None:

@@ -205,9 +205,8 @@ class _Probe:
 
     def run(self) -> ModelSpec:
         randomness = OtherRandomness()
-        settle(self.capture, self.stack, {name: p.shape for name, p in self.outer.items()})
-        watch = Watch(self.model, "", [*self.stack])
         self._find_trunk()
+        watch = Watch(self.model, "", [*self.stack])
         weights = {name: zero_pages(p.shape, requires_grad=True) for name, p in self.outer.items()}
         ids = torch.arange(PROBE_SHAPE[0] * PROBE_SHAPE[1]).remainder(4).view(PROBE_SHAPE)
         inputs = self.capture.inputs({"input_ids": ids})
@@ -250,24 +249,19 @@ class _Probe:
         return [*seen, self._logits(weights, output, inputs)]
 
     def _find_trunk(self) -> None:
+        """Find the module around the layers, in the runs that settle the model."""
         path = self.stack_name.split(".")
         called: list[nn.Module] = []
-
-        def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
-            raise Reached(True)
-
-        weights = {name: zero_pages(p.shape) for name, p in self.outer.items()}
-        inputs = self.capture.inputs({"input_ids": torch.zeros(PROBE_SHAPE, dtype=torch.long)})
-        with torch.no_grad(), ExitStack() as hooks:
+        with ExitStack() as hooks:
             for n in range(1, len(path)):
                 ancestor = self.model.get_submodule(".".join(path[:n]))
                 note = ancestor.register_forward_pre_hook(
                     lambda module, args: called.append(module)
                 )
                 hooks.enter_context(note)
-            reached = self.capture.forward(stop, weights, inputs)
-        if reached is not True:
-            raise NotCalled
+            shapes = {name: p.shape for name, p in self.outer.items()}
+            if not settle(self.capture, self.stack, shapes):
+                raise NotCalled
         if not called:
             raise Unsupported(
                 f"{type(self.model).__name__} calls the layers of {self.stack_name} itself, with "

@@ -26,8 +26,10 @@ from megatrain.model.unsupported import Change, Watch
 from megatrain.model.zeros import ZeroProducts, zero_pages
 
 
-def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Size]) -> None:
+def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Size]) -> bool:
     """Let the model make what it makes only once, such as the frequencies for long rows.
+
+    Returns True if its forward calls the layers of the stack.
 
     Raises Unsupported: that is no tensor, or depends on what the first batch holds.
     """
@@ -35,10 +37,9 @@ def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Si
     outer = [module for module in capture.model.modules() if id(module) not in inside]
     watch = Watch(capture.model, "", [*stack])
     before = [(vars(m).copy(), buffers_of(m).copy()) for m in outer]
-    _run_to_the_layers(capture, shapes, 0.0)
-    changes = watch.changes()
+    reached, changes = _run_to_the_layers(capture, shapes, 0.0, watch)
     if not changes:
-        return
+        return reached
     settled = [_value(change) for change in changes]
     for module, (held, buffers) in zip(outer, before, strict=True):
         vars(module).clear()
@@ -46,11 +47,12 @@ def settle(capture: Capture, stack: nn.ModuleList, shapes: Mapping[str, torch.Si
         buffers_of(module).clear()
         buffers_of(module).update(buffers)
     kept = [_value(change) for change in changes]
-    _run_to_the_layers(capture, shapes, torch.nan)
+    _run_to_the_layers(capture, shapes, torch.nan, watch)
     for change, old, one in zip(changes, kept, settled, strict=True):
         is_new = old is None or change.name in buffers_of(change.module)
         if not is_new or one is None or _value(change) != one:
             raise change.refusal()
+    return reached
 
 
 def _value(change: Change) -> Any:
@@ -58,11 +60,16 @@ def _value(change: Change) -> Any:
     return value_of(value) if isinstance(value, Tensor) else None
 
 
-def _run_to_the_layers(capture: Capture, shapes: Mapping[str, torch.Size], weight: float) -> None:
-    """Run short rows, the model's last positions, and short rows again."""
+def _run_to_the_layers(
+    capture: Capture, shapes: Mapping[str, torch.Size], weight: float, watch: Watch
+) -> tuple[bool, list[Change]]:
+    """Run short rows, the model's last positions, and after a change short rows again.
+
+    Returns whether the layers are reached, and what has changed.
+    """
 
     def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
-        raise Reached(None)
+        raise Reached(True)
 
     weights = {
         name: zero_pages(shape) if weight == 0 else torch.full((), weight).expand(shape)
@@ -72,12 +79,16 @@ def _run_to_the_layers(capture: Capture, shapes: Mapping[str, torch.Size], weigh
     short = {"input_ids": ids if weight == 0 else ids.remainder(3)}
     most, tokens = most_tokens(capture.model.config) or 0, PROBE_SHAPE[1]
     with torch.no_grad():
-        capture.forward(stop, weights, capture.inputs(short))
-        if most > tokens and capture.takes("position_ids"):
+        reached = capture.forward(stop, weights, capture.inputs(short)) is True
+        if longer := most > tokens and capture.takes("position_ids"):
             last = {"position_ids": torch.arange(most - tokens, most).expand(PROBE_SHAPE)}
             with suppress(Exception):  # not every model takes positions that begin anywhere
                 capture.forward(stop, weights, capture.inputs(short | last))
+        changes = watch.changes()
+        if changes and longer:
             capture.forward(stop, weights, capture.inputs(short))
+            changes = watch.changes()
+    return reached, changes
 
 
 def example(kind: LayerTemplate, path: str, module: nn.Module, args: tuple, kwargs: dict) -> None:

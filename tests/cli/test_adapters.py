@@ -108,8 +108,6 @@ def test_a_plan_knows_the_adapter(megatrain, adapter_file):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"adapter__method": None}, "r needs method: lora"),
-        ({"adapter__rank": 4}, "adapter"),
         ({"adapter__target_modules": ["nope"]}, "nope"),
         ({"engine__precision": "fp8", "adapter__use_dora": True}, "use_dora needs"),
         ({"model__train_only": ["lora", "norm"]}, "trained beside the adapter"),

@@ -8,7 +8,6 @@ import pytest
 from safetensors.torch import load_file
 
 from megatrain import config
-from megatrain.errors import InputError
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.evaluations import Watch
 from tests.cli.cases import sets, write_rows
@@ -118,22 +117,3 @@ def test_named_sets_have_metrics_of_their_own(megatrain, run_file, tmp_path):
     assert 0 <= last["eval_long_accuracy"] <= 1
     assert f"short {parts[0]:.4f}  long {parts[1]:.4f}" in result.stdout
     assert " (training " in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("mistakes", "told"),
-    [
-        (["checkpoint.best=eval_los"], "checkpoint.best: there is no 'eval_los'; did you mean"),
-        (["checkpoint.load_best=true"], "load_best needs best"),
-        (["checkpoint.best=eval_loss", "training.eval_every=null"], "needs evaluations: set"),
-        (["training.early_stopping={patience: 1}", "data.eval_fraction=0"], "needs evaluations"),
-        (["training.early_stopping={patienc: 1}"], "early_stopping.patienc: unknown key; did you"),
-        (["training.early_stopping={}"], "training.early_stopping.patience: missing"),
-        (["data.eval_fraction=0", "data.eval_path={a b: x}"], "name a set with letters"),
-        (["data.eval_fraction=0", "data.eval_path={}"], "names no set"),
-    ],
-)
-def test_mistakes_are_named(run_file, mistakes, told):
-    with pytest.raises(InputError) as caught:
-        config.load(run_file, mistakes)
-    assert told in str(caught.value)

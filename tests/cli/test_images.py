@@ -192,8 +192,20 @@ def steps(folder):
     return [r for r in map(json.loads, lines) if "loss" in r or "eval_loss" in r]
 
 
+def labelled(processor, question, reply, **media):
+    """One talk as its model's processor makes it, with labels of the reply."""
+    talk = [{"role": "user", "content": question}]
+    asked = processor.apply_chat_template(talk, add_generation_prompt=True)
+    options = media | {"return_tensors": "pt", "add_special_tokens": False}
+    batch = processor(text=[asked + reply + "<|im_end|>\n"], **options)
+    prompt = processor(text=[asked], **options)["input_ids"].shape[1]
+    labels = batch["input_ids"].clone()
+    labels[:, :prompt] = -100
+    labels[:, -1] = -100  # the line's end after the turn's
+    return {**batch, "labels": labels}
+
+
 def plain_batches(folder, processor):
-    """Each row as its model's processor makes it, with labels of the reply."""
     folder = folder.resolve()
     for row, numbers in conversations(folder):
         question, reply = (message["content"] for message in row["messages"])
@@ -206,16 +218,19 @@ def plain_batches(folder, processor):
             question += [p for text in texts for p in ({"type": "image"}, text)]
         elif numbers:
             question = [p if p["type"] == "text" else {"type": "image"} for p in question]
-        talk = [{"role": "user", "content": question}]
-        asked = processor.apply_chat_template(talk, add_generation_prompt=True)
         images = [Image.open(folder / f"pictures/{n}.png") for n in numbers] or None
-        options = {"images": images, "return_tensors": "pt", "add_special_tokens": False}
-        batch = processor(text=[asked + reply + "<|im_end|>\n"], **options)
-        prompt = processor(text=[asked], **options)["input_ids"].shape[1]
-        labels = batch["input_ids"].clone()
-        labels[:, :prompt] = -100
-        labels[:, -1] = -100  # the line's end after the turn's
-        yield {**batch, "labels": labels}
+        yield labelled(processor, question, reply, images=images)
+
+
+def assert_plain(run, model, batches, tower):
+    """The losses of a run are those of plain training whose steps have these batches."""
+    ours = [record["loss"] for record in steps(run)]
+    kind = transformers.AutoConfig.from_pretrained(model).architectures[0]
+    plain = getattr(transformers, kind).from_pretrained(model, dtype=torch.float32)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(tower not in name)
+    trained = train_in_place(plain, [batches] * len(ours), lr=LR, eps=1e-8, weight_decay=0.0)
+    assert ours == pytest.approx(trained.losses, rel=1e-6)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -231,12 +246,7 @@ def test_a_run_with_images_is_plain_training(megatrain, tmp_path, caplog, name, 
     page = write_report(tmp_path / "run").read_text()
     assert "data:image/jpeg;base64," in page and "<mark>The sea was calm." in page
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    loaded = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    batches = list(plain_batches(tmp_path, processor))
-    for part, parameter in loaded.named_parameters():
-        parameter.requires_grad_(tower not in part)
-    losses = train_in_place(loaded, [batches] * 4, lr=LR, eps=1e-8, weight_decay=0.0).losses
-    assert [record["loss"] for record in steps(tmp_path / "run")] == pytest.approx(losses, rel=1e-6)
+    assert_plain(tmp_path / "run", folder, list(plain_batches(tmp_path, processor)), tower)
     exported = load_file(tmp_path / "run" / FILE)
     assert exported.keys() == load_file(folder / "model.safetensors").keys()
     for kept in ("processor_config.json", "chat_template.jinja", "tokenizer.json"):
@@ -288,6 +298,13 @@ WRONG = {
 }
 
 
+def assert_named(result, problem):
+    """A command has ended with one line of error that matches `problem`."""
+    assert result.exit_code == 2
+    [line] = [line for line in result.output.splitlines() if "error" in line]
+    assert re.search(problem, line), line
+
+
 @pytest.mark.parametrize("case", few(WRONG, 0, 1, 3, 4, 6))
 def test_an_image_that_cannot_be_trained_on_is_named_in_one_line(megatrain, model, tmp_path, case):
     make, problem = WRONG[case]
@@ -296,10 +313,7 @@ def test_an_image_that_cannot_be_trained_on_is_named_in_one_line(megatrain, mode
     row = talk([part(make(tmp_path / name) or name)], "It is 42.")
     with (tmp_path / "rows.jsonl").open("a") as rows:
         rows.write(json.dumps(row) + "\n")
-    result = megatrain("train", file)
-    assert result.exit_code == 2
-    [line] = [line for line in result.output.splitlines() if "error" in line]
-    assert re.search(f"rows.jsonl:8: .*{problem}", line), line
+    assert_named(megatrain("train", file), f"rows.jsonl:8: .*{problem}")
     shown = megatrain.done("data", file, *sets(data__bad_rows="skip")).output
     assert "1 bad rows are left out" in shown
 
@@ -363,6 +377,17 @@ def test_plans_count_the_encoder_of_images(megatrain, model):
         assert result.exit_code == 2 and problem in result.output
 
 
+def opened(path, model, cache):
+    return open_dataset(
+        path,
+        tokenizer=transformers.AutoTokenizer.from_pretrained(model),
+        sequence_length=224,
+        cache_dir=cache,
+        packing=False,
+        images=ImageProcessor(model),
+    )
+
+
 def test_tables_with_bytes_are_the_rows_with_files(model, tmp_path, monkeypatch):
     names = [picture(tmp_path, f"{n}.png", n, (8, 8 + n)) for n in range(3)]
     images = [names[:2], [], names[2:]]
@@ -374,18 +399,10 @@ def test_tables_with_bytes_are_the_rows_with_files(model, tmp_path, monkeypatch)
     table = datasets.Dataset.from_dict(columns).cast_column("images", features)
     table.to_parquet(tmp_path / "rows.parquet")
     answering(monkeypatch, datasets, load_dataset=table)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     batches = []
     for path in (tmp_path / "rows.jsonl", tmp_path / "rows.parquet", "some/where"):
-        opened = open_dataset(
-            path,
-            tokenizer=tokenizer,
-            sequence_length=64,
-            cache_dir=tmp_path / "cache",
-            packing=False,
-            images=ImageProcessor(model),
-        )
-        batches.append(opened.with_images(opened.batch(range(3))))
+        data = opened(path, model, tmp_path / "cache")
+        batches.append(data.with_images(data.batch(range(3))))
     assert same(batches[0], batches[1]) and same(batches[0], batches[2])
     assert batches[0]["pixel_values"].shape == (3, 3, 8, 8)
 
@@ -411,15 +428,7 @@ def test_an_image_that_changes_is_read_anew_or_ends_the_run(megatrain, model, tm
 
 def test_ranks_read_the_images_of_their_own_rows(model, tmp_path):
     file = write_run(tmp_path, model, "vision_tower")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    data = open_dataset(
-        tmp_path / "rows.jsonl",
-        tokenizer=tokenizer,
-        sequence_length=224,
-        cache_dir=tmp_path / "cache",
-        packing=False,
-        images=ImageProcessor(model),
-    )
+    data = opened(tmp_path / "rows.jsonl", model, tmp_path / "cache")
     rows = [row for row in range(7) if data.images(row, slice(None))]
     parts = []
     for rank in range(2):

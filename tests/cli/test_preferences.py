@@ -197,22 +197,6 @@ def test_a_run_goes_on_with_its_references_alone(megatrain, preference_file, tmp
     assert references.read_text() == kept
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"loss__name": "sft"}, "a better and a worse reply need loss.name: dpo"),
-        ({"loss__epsilon": 1.0}, "dpo has no epsilon; it has beta"),
-        ({"loss__loss_type": "exo"}, "loss_type is 'exo'; it must be one of sigmoid"),
-        ({"data__kind": "chat"}, "loss.name dpo cannot have data.kind"),
-        ({"data__weights": [1.0]}, "loss.name dpo cannot have data.weights"),
-        ({"checkpoint__best": "eval_accuracy"}, "there is no 'eval_accuracy'"),
-    ],
-)
-def test_what_a_loss_cannot_have_is_refused(megatrain, preference_file, changes, message):
-    file = preference_file([pair(number) for number in range(8)], name="dpo")
-    megatrain.refused(message, "train", file, *sets(**changes))
-
-
 def test_what_the_page_shows_runs(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
     shown = {

@@ -1,28 +1,26 @@
 """Run files on conversations with sounds and films: what is trained is plain transformers' own."""
 
 import base64
-import re
 import wave
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from PIL import Image
 
 from tests.cli.cases import sets
 from tests.cli.test_images import (
-    LR,
     TEMPLATE,
     TEXT,
+    assert_named,
+    assert_plain,
+    labelled,
     picture,
     rows_of,
-    steps,
     talk,
     write_model,
     write_run,
 )
-from tests.families.plain import train_in_place
 from tests.unit.data_cases import make_tokenizer
 
 RATE = 800  # samples a second, of which the model hears one second
@@ -77,21 +75,6 @@ def conversations(folder):
     ]  # fmt: skip
 
 
-def plain_batches(folder, processor):
-    for row, question, waves in conversations(folder):
-        reply = row["messages"][1]["content"]
-        asked = processor.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True
-        )
-        options = {"audio": waves, "audio_kwargs": {"sampling_rate": RATE}} if waves else {}
-        options |= {"return_tensors": "pt", "add_special_tokens": False}
-        batch = processor(text=[asked + reply + "<|im_end|>\n"], **options)
-        prompt = processor(text=[asked], **options)["input_ids"].shape[1]
-        labels = batch["input_ids"].clone()
-        labels[:, :prompt] = labels[:, -1:] = -100
-        yield {**batch, "labels": labels}
-
-
 @pytest.fixture
 def run(tmp_path):
     """The folder of a model that hears, and a run file on sounds."""
@@ -104,21 +87,14 @@ def run(tmp_path):
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_run_with_sounds_is_plain_training(megatrain, run, tmp_path, packing):
     model, file = run
-    rows = (
-        {"data__packing": True, "training__batch_size": 1, "training__micro_batch_size": 1}
-        if packing
-        else {}
-    )
-    megatrain.done("train", file, *sets(**rows))
+    alone = {"data__packing": True, "training__batch_size": 1, "training__micro_batch_size": 1}
+    megatrain.done("train", file, *sets(**alone if packing else {}))
     processor = transformers.AutoProcessor.from_pretrained(model)
-    loaded = transformers.Qwen2AudioForConditionalGeneration.from_pretrained(
-        model, dtype=torch.float32
-    )
-    batches = list(plain_batches(tmp_path, processor))
-    for name, parameter in loaded.named_parameters():
-        parameter.requires_grad_("audio_tower" not in name)
-    losses = train_in_place(loaded, [batches] * 3, lr=LR, eps=1e-8, weight_decay=0.0).losses
-    assert [record["loss"] for record in steps(tmp_path / "run")] == pytest.approx(losses, rel=1e-6)
+    batches = []
+    for row, question, waves in conversations(tmp_path):
+        heard = {"audio": waves, "audio_kwargs": {"sampling_rate": RATE}} if waves else {}
+        batches.append(labelled(processor, question, row["messages"][1]["content"], **heard))
+    assert_plain(tmp_path / "run", model, batches, "audio_tower")
 
 
 def cut_off(path):
@@ -141,10 +117,7 @@ def test_a_sound_that_cannot_be_trained_on_is_named_in_one_line(megatrain, run, 
     make, problem = WRONG[case]
     make(tmp_path / "a.wav")
     rows_of(tmp_path, [talk("What is it?", "calm", audio="a.wav")])
-    result = megatrain("train", run[1])
-    assert result.exit_code == 2
-    [line] = [line for line in result.output.splitlines() if "error" in line]
-    assert re.search(f"rows.jsonl:1: .*{problem}", line), line
+    assert_named(megatrain("train", run[1]), f"rows.jsonl:1: .*{problem}")
 
 
 def test_the_data_command_shows_sounds(megatrain, run):
@@ -207,20 +180,7 @@ def test_a_run_with_films_is_plain_training(megatrain, tmp_path, packing):
     processor = transformers.AutoProcessor.from_pretrained(model)
     batches = []
     for row, films in talks:
-        question = [*[place] * len(films), text]
-        asked = processor.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True
-        )
         seen = [np.stack([np.asarray(Image.open(tmp_path / f)) for f in film]) for film in films]
-        options = {"videos": seen or None, "return_tensors": "pt", "add_special_tokens": False}
-        reply = row["messages"][1]["content"]
-        batch = processor(text=[asked + reply + "<|im_end|>\n"], **options)
-        prompt = processor(text=[asked], **options)["input_ids"].shape[1]
-        labels = batch["input_ids"].clone()
-        labels[:, :prompt] = labels[:, -1:] = -100
-        batches.append({**batch, "labels": labels})
-    plain = transformers.AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
-    for name, parameter in plain.named_parameters():
-        parameter.requires_grad_("visual" not in name)
-    losses = train_in_place(plain, [batches] * 3, lr=LR, eps=1e-8, weight_decay=0.0).losses
-    assert [record["loss"] for record in steps(tmp_path / "run")] == pytest.approx(losses, rel=1e-6)
+        question, reply = [*[place] * len(films), text], row["messages"][1]["content"]
+        batches.append(labelled(processor, question, reply, videos=seen or None))
+    assert_plain(tmp_path / "run", model, batches, "visual")

@@ -6,7 +6,6 @@ import pytest
 from accelerate.tracking import TensorBoardTracker
 
 from megatrain import config
-from megatrain.errors import InputError
 from megatrain.telemetry.metrics import read_metrics
 from megatrain.train.trackers import Trackers
 from tests.cli.cases import assert_refused
@@ -60,18 +59,6 @@ def test_a_tracker_that_does_not_start_is_refused_and_leaves_nothing(
     assert_refused(result, "tracking.to: tensorboard does not start: not logged in")
     assert [path.name for path in (run_file.parent / "run").iterdir()] == [".lock"]
     megatrain.done("train", run_file, *TENSORBOARD)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "told"),
-    [
-        ("tracking.to=tensorbord", "tracking.to: "),
-        ("tracking={to: wandb, options: {mlflow: {}}}", "given for mlflow, which is not in"),
-    ],
-)
-def test_mistakes_of_the_section_are_named(run_file, mistake, told):
-    with pytest.raises(InputError, match=told):
-        config.load(run_file, [mistake])
 
 
 def logged_twice(run_file, tmp_path, name):

@@ -173,10 +173,10 @@ def encode_row(tokenizer: Any, row: dict[str, Any], where: str = "rows.jsonl:1")
 
 
 @contextmanager
-def refused(problem: str) -> Iterator[None]:
+def refused(problem: str) -> Iterator[Any]:
     """The block ends in an InputError of one line that matches `problem`."""
     with pytest.raises(InputError, match=problem) as caught:
-        yield
+        yield caught
     assert "\n" not in str(caught.value)
 
 

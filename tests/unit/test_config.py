@@ -238,6 +238,8 @@ OURS = {
         ({"resume_from_checkpoint": True}, "take megatrain train run.yaml --resume"),
         ({"dataset_processes": 3}, "dataset_processes: unknown key; it is always so"),
         ({"training": {"gradient_accumulation_steps": 4}}, "is training.batch_size (rows of"),
+        ({"data": {"streaming": True}}, "data.streaming: unknown key; leave it out: tokens are"),
+        ({"data": {"text_field": "a"}}, "text_field: unknown key; its name here is data.fields"),
     ],
 )
 def test_a_key_of_another_trainer_is_refused_with_ours(tree, told):

@@ -335,33 +335,6 @@ def test_nulls_that_tables_fill_in_are_not_arguments(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "problem"),
-    [
-        ("a.json", '[{"text": "a"}', "a.json:2: the list of rows is cut off"),
-        ("a.json", '[{"text": "a"}, {"text": ', "a.json:2: not JSON"),
-        ("a.json", '[{"text": "a"}] {"text": "b"}', "more after the list"),
-        ("a.json", '[{"text": "a"}, 3]', "a.json:2: a row must be a JSON object, this is a int"),
-        ("a.json", '{"of": 1, "data": [{"text": "a"}]}', "'data' has the rows: jq -c '.data"),
-        ("a.json", '{"text": "a", "text": "b"}', "a.json:1: .*there twice"),
-        ("a.json", "[]", "a.json: no rows in it"),
-        ("a.json", "[" * 10**5, "nested too deeply|must be a JSON object"),
-        ("a.json", b'[{"text": "caf\xe9"}]', "a.json: not UTF-8"),
-        ("a.csv", "text,text\na,b\n", "column 'text' is there twice"),
-        ("a.csv", "text,id\na,b\na\n", "a.csv:2: 1 values for 2 columns"),
-        ("a.csv", 'text,id\n"a,b\n', "a.csv:1: not CSV"),
-        ("a.csv", "text\n", "a.csv: no rows"),
-        ("a.csv", "text\0;id\na;b\n", "a.csv: NUL in its header"),
-        ("a.arrow", "text", "a.arrow: not a readable Arrow file"),
-    ],
-)  # fmt: skip
-def test_malformed_files_are_refused_with_the_row(tmp_path, name, content, problem):
-    path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with refused(problem):
-        opened(path, tmp_path, make_tokenizer())
-
-
 def test_what_was_found_is_said_in_a_line_also_from_kept_tokens(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     rows = [{"instruction": ASK, "input": "", "output": TELL, "text": "x", "id": 3}]
@@ -411,19 +384,6 @@ ROW = {"question": "What is 12 + 30?", "answer": "It is 42."}
 PAIRS = [ROW, {"question": "And the sea?", "answer": "Calm; it was."}]
 
 
-@pytest.fixture
-def opened_here(tmp_path):
-    tokenizer = chat_tokenizer("qwen")
-
-    def opened_here(source=None, **options):
-        return open_dataset(
-            tmp_path if source is None else source, tokenizer=tokenizer, sequence_length=64,
-            cache_dir=tmp_path.parent / f"{tmp_path.name}-cache", **options,
-        )  # fmt: skip
-
-    return opened_here
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -436,15 +396,30 @@ def opened_here(tmp_path):
          "And the sea?,Calm; it was.\r\n"),
     ],
 )  # fmt: skip
-def test_what_can_only_be_meant_as_rows_is_read(tmp_path, opened_here, name, content):
-    same = opened_here(write_jsonl(tmp_path / "same.jsonl", PAIRS)).fingerprint
+def test_what_can_only_be_meant_as_rows_is_read(tmp_path, name, content):
+    same = opened(write_jsonl(tmp_path / "same.jsonl", PAIRS), tmp_path).fingerprint
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert opened_here(tmp_path / name).fingerprint == same
+    assert opened(tmp_path / name, tmp_path).fingerprint == same
 
 
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
+        ("a.json", '[{"text": "a"}', "a.json:2: the list of rows is cut off"),
+        ("a.json", '[{"text": "a"}, {"text": ', "a.json:2: not JSON"),
+        ("a.json", '[{"text": "a"}] {"text": "b"}', "more after the list"),
+        ("a.json", '[{"text": "a"}, 3]', "a.json:2: a row must be a JSON object, this is a int"),
+        ("a.json", '{"of": 1, "data": [{"text": "a"}]}', "'data' has the rows: jq -c '.data"),
+        ("a.json", '{"text": "a", "text": "b"}', "a.json:1: .*there twice"),
+        ("a.json", "[]", "a.json: no rows in it"),
+        ("a.json", "[" * 10**5, "nested too deeply|must be a JSON object"),
+        ("a.json", b'[{"text": "caf\xe9"}]', "a.json: not UTF-8"),
+        ("a.csv", "text,text\na,b\n", "column 'text' is there twice"),
+        ("a.csv", "text,id\na,b\na\n", "a.csv:2: 1 values for 2 columns"),
+        ("a.csv", 'text,id\n"a,b\n', "a.csv:1: not CSV"),
+        ("a.csv", "text\n", "a.csv: no rows"),
+        ("a.csv", "text\0;id\na;b\n", "a.csv: NUL in its header"),
+        ("a.arrow", "text", "a.arrow: not a readable Arrow file"),
         ("a.jsonl", b"\xff\xd8\xff\xe0\0\x10JFIF\0", "a.jsonl: a picture"),
         ("a.txt", b"\x89PNG\r\n\x1a\n\0", "a.txt: a picture"),
         ("a.csv", b"PK\3\4\0\0", "a.csv: a zip archive"),
@@ -469,35 +444,36 @@ def test_what_can_only_be_meant_as_rows_is_read(tmp_path, opened_here, name, con
         ("a.json", b'{"question": {"0": "a"}, "answer": {"0": "b"}}', "a table by columns"),
     ],
 )  # fmt: skip
-def test_what_a_file_is_instead_is_said_in_a_line(tmp_path, opened_here, name, content, problem):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=problem) as caught:
-        opened_here(tmp_path / name)
-    assert "\n" not in str(caught.value) and name in str(caught.value)
+def test_what_is_wrong_with_a_file_is_said_in_a_line(tmp_path, name, content, problem):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with refused(problem) as caught:
+        opened(path, tmp_path)
+    assert name in str(caught.value)
 
 
 @pytest.mark.parametrize("pattern", ["", "*.jsonl", "data/*.jsonl"])
-def test_splits_beside_one_another_are_never_trained_on_together(tmp_path, opened_here, pattern):
+def test_splits_beside_one_another_are_never_trained_on_together(tmp_path, pattern):
     folder = tmp_path / pattern.rpartition("/")[0]
     folder.mkdir(exist_ok=True)
     for name in ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"):
         write_jsonl(folder / name, PAIRS)
     source = str(tmp_path / pattern)
     with pytest.raises(InputError, match=r"train-.*, .*test-.*\): name the files to train on"):
-        opened_here(source)
+        opened(source, tmp_path)
     (folder / "test-00000-of-00001.jsonl").unlink()
     write_jsonl(folder / "latest-tests.jsonl", PAIRS)
-    assert len(opened_here(source).store.documents()) == 4
+    assert len(opened(source, tmp_path).store.documents()) == 4
 
 
-def test_empty_replies_are_counted_and_said(tmp_path, opened_here, caplog):
+def test_empty_replies_are_counted_and_said(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     (tmp_path / "a.csv").write_text("question,answer\na,b\nc,\nd, \n")
-    opened_here(tmp_path / "a.csv")
-    opened_here(tmp_path / "a.csv")  # from kept tokens
+    opened(tmp_path / "a.csv", tmp_path)
+    opened(tmp_path / "a.csv", tmp_path)  # from kept tokens
     assert caplog.text.count(f"2 rows teach an empty reply (first: {tmp_path}/a.csv:2)") == 2
     silent = [{"messages": [*talk("a"), {"role": "assistant", "content": ""}, *talk("b", "c")]}]
     silent[0]["messages"][1]["weight"] = 0
     caplog.clear()
-    opened_here(write_jsonl(tmp_path / "b.jsonl", silent))
+    opened(write_jsonl(tmp_path / "b.jsonl", silent), tmp_path)
     assert "empty reply" not in caplog.text

@@ -43,6 +43,10 @@ def reply(text):
     return [{"role": "assistant", "content": text}]
 
 
+def pair(prompt, chosen, rejected):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -68,15 +72,14 @@ def test_only_the_reply_is_compared(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "prompt", "good", "bad"),
+    "row",
     [
-        ({"prompt": "The sea", "chosen": " was calm", "rejected": " is 42"},
-         "The sea", " was calm", " is 42"),
-        ({"chosen": "The sea was calm", "rejected": "The sea is 42"},
-         "The sea", " was calm", " is 42"),
+        {"prompt": "The sea", "chosen": " was calm", "rejected": " is 42"},
+        {"chosen": "The sea was calm", "rejected": "The sea is 42"},
     ],
-)  # fmt: skip
-def test_a_pair_of_texts_is_two_completions(tmp_path, row, prompt, good, bad):
+)
+def test_a_pair_of_texts_is_two_completions(tmp_path, row):
+    prompt, good, bad = "The sea", " was calm", " is 42"
     data = lines(opened(tmp_path, [row]))
     path = write_jsonl(
         tmp_path / "x.jsonl", [{"prompt": prompt, "completion": t} for t in (good, bad)]
@@ -88,14 +91,7 @@ def test_a_pair_of_texts_is_two_completions(tmp_path, row, prompt, good, bad):
 
 
 def test_rows_have_what_losses_ask(tmp_path):
-    rows = [
-        {
-            "prompt": talk(f"What is {i}?"),
-            "chosen": reply(GOOD),
-            "rejected": reply(f"No {i} or {i}"),
-        }
-        for i in range(3)
-    ]
+    rows = [pair(talk(f"What is {i}?"), reply(GOOD), reply(f"No {i} or {i}")) for i in range(3)]
     data = opened(tmp_path, rows)
     micro = data.batch([1, 0])
     labels = micro["labels"]
@@ -106,10 +102,7 @@ def test_rows_have_what_losses_ask(tmp_path):
 
 
 def test_pairs_stay_whole_in_steps_and_parts(tmp_path):
-    rows = [
-        {"prompt": talk(f"What is {i}?"), "chosen": reply(GOOD), "rejected": reply(f"No {i}")}
-        for i in range(9)
-    ]
+    rows = [pair(talk(f"What is {i}?"), reply(GOOD), reply(f"No {i}")) for i in range(9)]
     rows[4]["rejected"] = reply("")  # nothing to learn would be half of a pair
     rows[5]["chosen"] = reply("a very long story about the sea " * 20)
     data = opened(tmp_path, rows, overlong="drop")
@@ -145,8 +138,7 @@ def test_a_prompt_of_another_name_is_not_passed_over(tmp_path, name, kind, made)
 
 @pytest.mark.parametrize("name", ["question", "input"])
 def test_a_prompt_of_another_name_may_be_mapped_or_be_there_or_be_passed_over(tmp_path, name):
-    there = {"prompt": ASK, "chosen": reply(GOOD), "rejected": reply(BAD)}
-    same = lines(opened(tmp_path, [there]))
+    same = lines(opened(tmp_path, [pair(ASK, reply(GOOD), reply(BAD))]))
     renamed = {name: ASK, "chosen": reply(GOOD), "rejected": reply(BAD)}
     assert lines(opened(tmp_path, [renamed], fields={"prompt": name})) == same
     both = {name: "Where?", "chosen": talk(ASK, GOOD), "rejected": talk(ASK, BAD)}
@@ -154,10 +146,6 @@ def test_a_prompt_of_another_name_may_be_mapped_or_be_there_or_be_passed_over(tm
     said = {"question": f"{ASK}\n", "chosen": talk(ASK, GOOD), "rejected": talk(ASK, BAD)}
     with refused(r"rows.jsonl:1: " + UNREAD.format("question")):
         opened(tmp_path, [said])
-
-
-def pair(prompt, chosen, rejected):
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 TWICE = "'chosen' and 'rejected' repeat the prompt, .*: leave what 'prompt' has out of them"
@@ -191,7 +179,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, kind, rows, problem):
 
 
 def test_a_bad_row_takes_both_replies_along(tmp_path):
-    fine = {"prompt": talk(ASK), "chosen": reply(GOOD), "rejected": reply(BAD)}
+    fine = pair(talk(ASK), reply(GOOD), reply(BAD))
     wrong = fine | {"rejected": [{"role": "assistant", "content": BAD, "images": ["a.png"]}]}
     data = opened(tmp_path, [wrong, fine], bad_rows="skip")
     assert lines(data) == [encoded({"messages": talk(ASK, text)}) for text in (GOOD, BAD)]
@@ -211,13 +199,12 @@ def test_margins_tell_data_apart_only_where_there_are_any(tmp_path):
 
 # Rows that are prompts: what is read of them, what is refused, which are held out.
 
-TOKENIZER = chat_tokenizer("qwen")
 PROMPT = talk("What is 12 + 30?")
 
 
 def prompts(path, **options):
     how = {"fields": {}, "bad_rows": "stop", "drop": False, "longest": 400, "vocab_size": 600}
-    return open_prompts(path, tokenizer=TOKENIZER, **how | options)
+    return open_prompts(path, tokenizer=QWEN, **how | options)
 
 
 def test_messages_that_a_table_keeps_as_json_are_messages(tmp_path):

@@ -342,17 +342,6 @@ def test_each_key_has_an_effect(tmp_path, monkeypatch, caplog, key):
     assert seen[0] != seen[1]
 
 
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        ({"streaming": True}, "data.streaming: unknown key; leave it out: tokens are made once"),
-        ({"text_field": "a"}, "data.text_field: unknown key; its name here is data.fields"),
-    ],
-)
-def test_keys_that_would_mean_nothing_are_refused(tmp_path, caplog, data, problem):
-    assert problem in opened(tmp_path, caplog, **data)
-
-
 # The demo's corpus and tokenizer: found beside the interpreter, the same every time.
 
 
