@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from benchmarks.configurations import CONFIGS, configuration
 from benchmarks.options import case_of, parse, peak_process_bytes, write
 from benchmarks.rivals.common import next_token_loss
 from benchmarks.step import SHOWN_LINES
@@ -58,99 +59,11 @@ class Picture:
     types: str
 
 
-_QWEN_MOE: dict[str, Any] = {
-    "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "vocab_size": 151936,
-    "norm_topk_prob": True, "tie_word_embeddings": False,
-}  # fmt: skip
-_GPT_OSS: dict[str, Any] = {
-    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
-    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-    "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128,
-    "max_position_embeddings": 131072,
-}  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 8192,
-    },
-    "qwen3-8b": {
-        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6,
-        "max_position_embeddings": 40960, "tie_word_embeddings": False,
-    },
-    "mistral-small-24b": {
-        "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768,
-        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "head_dim": 128, "vocab_size": 131072, "rope_theta": 1e8, "sliding_window": None,
-        "max_position_embeddings": 32768, "tie_word_embeddings": False,
-    },
-    "qwen3-30b-a3b": {"model_type": "qwen3_moe", **_QWEN_MOE, "rope_theta": 1e6},
-    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
-    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
-    "qwen2.5-vl-7b": {
-        "model_type": "qwen2_5_vl", "image_token_id": 151655, "tie_word_embeddings": False,
-        "text_config": {
-            "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-            "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]
-            },
-        },
-        "vision_config": {
-            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
-            "out_hidden_size": 3584,
-        },
-    },
-    "gemma-3-12b": {
-        "model_type": "gemma3", "mm_tokens_per_image": 256, "image_token_index": 262144,
-        "text_config": {
-            "hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48,
-            "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
-            "sliding_window": 1024, "vocab_size": 262208,
-        },
-        "vision_config": {
-            "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304,
-            "num_hidden_layers": 27, "num_attention_heads": 16, "patch_size": 14,
-            "image_size": 896, "vision_use_head": False,
-        },
-    },
-    "qwen3-vl-30b-a3b": {
-        "model_type": "qwen3_vl_moe", "image_token_id": 151655, "tie_word_embeddings": False,
-        "text_config": {
-            **_QWEN_MOE,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20],
-                "mrope_interleaved": True,
-            },
-        },
-        "vision_config": {
-            "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
-            "patch_size": 16, "out_hidden_size": 2048, "deepstack_visual_indexes": [8, 16, 24],
-        },
-    },
-}  # fmt: skip
 PICTURES = {  # of 1,024 x 1,024, as their processors resize it
     "qwen2.5-vl-7b": Picture(37 * 37, (74 * 74, 3 * 2 * 14 * 14), (1, 74, 74), "mm_token_type_ids"),
     "gemma-3-12b": Picture(256, (3, 896, 896), None, "token_type_ids"),
     "qwen3-vl-30b-a3b": Picture(1024, (64 * 64, 3 * 2 * 16 * 16), (1, 64, 64), "mm_token_type_ids"),
 }
-
-
-def configuration(name: str, layers: int | None = None) -> Any:
-    """The configuration of a model, of all its decoder layers or the first `layers`."""
-    values = dict(CONFIGS[name])
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    text = config.get_text_config()
-    if layers is not None:
-        text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:layers]
-    text.use_cache = False
-    return config
 
 
 def random_step(chosen: argparse.Namespace, config: Any, rows: int, seed: int) -> Iterator[Batch]:
