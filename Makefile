@@ -17,7 +17,7 @@ OLDEST_VERSIONS := torch==2.10.0 transformers==5.6.0
 # says: without it each worker compiles all tests anew, 6 seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-part test-all test-extras test-tutorial compat fuzz soak check lint format bench-cpu bench-regression native wheel models clean
+.PHONY: help demo test test-part test-all test-extras test-tutorial compat fuzz soak check lint format bench-cpu bench-regression native wheel models site clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -36,7 +36,7 @@ test-part: $(STAMP)  ## of the exhaustive tests those near the change, and a ten
 test-all: test-extras test-tutorial  ## every model family and every exhaustive sweep
 	$(PYTEST) -m "exhaustive and not gpu"
 
-test-extras: $(STAMP)  ## bases and folders in the formats of torchao and bitsandbytes
+test-extras: site  ## the site, and bases and folders in the formats of torchao and bitsandbytes
 	$(RUN) pip install --quiet --no-deps --upgrade --target build/extras --constraint constraints.txt \
 		torchao bitsandbytes
 	PYTHONPATH=build/extras $(PYTEST) tests/parity/test_float8.py \
@@ -91,6 +91,14 @@ wheel: $(STAMP)  ## a wheel in dist/
 
 models: $(STAMP)  ## regenerate docs/models.md by trying every family
 	$(RUN) tests.families.report
+
+# Pages lie in build/pages as they do here, so that their links hold in both places.
+PAGES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE constraints.txt docs examples benchmarks tests
+
+site: $(STAMP)  ## the documents as a site in build/site
+	$(RUN) pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
+	mkdir -p build/pages && cd build/pages && ln -sfn $(addprefix ../../,$(PAGES)) .
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet
 
 clean:  ## remove what was built, and the environment
 	rm -rf build dist $(VENV) $(OLDEST) $(LIBRARY)

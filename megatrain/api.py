@@ -78,11 +78,13 @@ class Engine(PlacedEngine):
         generation: replies that the model makes between steps, for which `auto` leaves room.
         media: `input_ids` `[1, T]` and what a processor makes beside it, of a row with as many
             images or sounds as any will have; `auto` leaves room for encoding them in every row.
-        trust_remote_code, attn_implementation: as for `from_pretrained` of transformers.
+        trust_remote_code: as for `from_pretrained` of transformers.
+        attn_implementation: likewise.
         trained: the trained parameters, by patterns of their names. By default those that
             require gradients.
-        device_memory, host_memory: limits for the process, such as `"10GiB"`, or a number of
-            bytes. None: all of the machine's.
+        device_memory: a limit for the process, such as `"10GiB"`, or a number of bytes. None: all
+            of the machine's.
+        host_memory: likewise.
         disk: a folder on a fast disk where state may rest that the host has no room for.
         disk_space: bytes of it at most. None: what is free.
         saveable: False also trains a model that code has changed so that no folder could hold it;

@@ -145,6 +145,7 @@ def doctor(
         Path, Option(help="Measure the disk of this folder, where runs are written.")
     ] = Path("runs"),
     as_json: AsJson = False,
+    share: Annotated[bool, Option("--share", help="Print anonymous JSON, for an issue.")] = False,
 ) -> None:
     """Measure this machine and say what is wrong or slow.
 
@@ -152,7 +153,7 @@ def doctor(
     """
     from megatrain.cli.doctor import run_doctor
 
-    run_doctor(device, folder, as_json)
+    run_doctor(device, folder, as_json, share)
 
 
 @app.command()

@@ -1,6 +1,8 @@
 """The commands `doctor`, on a machine without a GPU, `init` and `report`."""
 
+import getpass
 import json
+import platform
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,17 @@ def test_json_for_programs(megatrain):
     assert told["measurements"][0]["value"] == 1.25
     assert told["facts"]["gpu"] is None and told["machines"] == {} and told["kept"] is None
     assert all(finding["remedy"] for finding in told["findings"])
+
+
+def test_a_block_for_an_issue_names_no_place(megatrain, tmp_path):
+    result = megatrain.done("doctor", "--device", "cpu", "--share", "--folder", tmp_path)
+    told = json.loads(result.stdout)
+    assert told["measured"]["AdamW on the host"] == [1.25, "Gparam/s"]
+    assert told["cores"] > 0 and told["memory_gib"] > 0 and told["gpu"] is None
+    for private in (str(tmp_path), platform.node(), getpass.getuser()):
+        assert f'"{private}"' not in result.stdout and f"/{private}/" not in result.stdout
+    issue = Path(__file__).parents[2] / ".github/ISSUE_TEMPLATE/machine.yml"
+    assert "megatrain doctor --share" in issue.read_text(encoding="utf-8")
 
 
 def test_a_wrong_device_is_refused(megatrain):
