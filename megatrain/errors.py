@@ -1,5 +1,8 @@
 """Everything a user can run into, each with its documented exit code."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class MegatrainError(Exception):
     """Base of all errors that are reported as one line; `exit_code` is what the command returns.
@@ -60,6 +63,19 @@ def in_one_line(said: object, most: int | None = None) -> str:
     if not text and isinstance(said, BaseException):
         text = type(said).__name__
     return text if most is None or len(text) <= most else text[: most - 3] + "..."
+
+
+@contextmanager
+def explained(
+    problem: str, remedy: str = "", *, of: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
+    """In the block, errors `of` these kinds become one InputError: problem, reason and remedy."""
+    try:
+        yield
+    except of as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        reason = reason or in_one_line(error, None if isinstance(error, InputError) else 400)
+        raise InputError(f"{problem}: {reason}{remedy and f'; {remedy}'}") from error
 
 
 def os_reason(error: OSError) -> str:

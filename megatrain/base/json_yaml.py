@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megatrain.base.units import MIB
-from megatrain.errors import InputError, first_line
+from megatrain.errors import InputError, explained, first_line
 
 # The largest published index (a trillion parameters, expert by expert) is 15 MB; parsed JSON takes
 # some twenty times its text, and a hostile file must not take the memory.
@@ -34,10 +34,8 @@ def parse_object(text: bytes, path: Path) -> dict[str, Any]:
 
     Raises InputError: not JSON, nested too deeply, a key twice or too long, or not an object.
     """
-    try:
+    with explained(f"{path}: its JSON cannot be read", DAMAGED, of=ValueError):
         content = parse_json(text, _short_keys)
-    except ValueError as error:
-        raise InputError(f"{path}: its JSON cannot be read ({error}); {DAMAGED}") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: its JSON is not an object; {DAMAGED}")
     return content
@@ -74,12 +72,8 @@ def parse_json(
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML mapping, maybe from a pipe. Raises InputError: none, too large, or refused."""
-    try:
-        tree = parse_yaml(_read(path, MAX_YAML_BYTES, regular=False).decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 ({error.reason}): save it as UTF-8") from error
-    except ValueError as error:
-        raise InputError(f"{path}: {error}") from error
+    with explained(str(path), of=ValueError):
+        tree = parse_yaml(read_text(path, MAX_YAML_BYTES, regular=False))
     if not isinstance(tree, dict):
         raise InputError(f"{path}: not a mapping of sections such as model, data and training")
     return tree
@@ -161,14 +155,19 @@ def _refusal(problem: str, mark: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(None, None, problem, mark)
 
 
+def read_text(path: Path, max_bytes: int, *, regular: bool = True) -> str:
+    """A small UTF-8 text; `regular`: not from a pipe. Raises InputError: unreadable, too large."""
+    problem = f"{path}: cannot be read: not UTF-8"
+    with explained(problem, "save it as UTF-8", of=UnicodeDecodeError):
+        return _read(path, max_bytes, regular=regular).decode("utf-8-sig")
+
+
 def _read(path: Path, max_bytes: int, *, regular: bool) -> bytes:
-    try:
-        if regular and not path.is_file():  # a pipe would be waited for
-            raise InputError(f"{path}: not a file")
+    with explained(f"{path}: cannot be read", of=OSError):
+        if regular and path.exists() and not path.is_file():  # a pipe would be waited for
+            raise InputError(f"{path}: not a plain file")
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
     if len(content) > max_bytes:
         raise InputError(f"{path}: larger than {max_bytes // MIB} MiB, that cannot be right")
     return content

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatrain.errors import InputError
+from megatrain.errors import InputError, explained
 
 
 def flush(path: Path) -> None:
@@ -31,17 +31,22 @@ _HEAD_BYTES, _PAGE_BYTES, _PAGES = 1 << 20, 4096, 64  # the parts of a file that
 def known_by(path: Path) -> tuple[int, int, str]:
     """Size, time, and a hash of the sampled bytes of a file."""
     seen = hashlib.blake2b(digest_size=12)
-    try:
+    with explained(f"{path}: cannot be read", of=OSError), path.open("rb") as file:
         status = path.stat()
-        with path.open("rb") as file:
-            seen.update(file.read(_HEAD_BYTES))
-            rest = max(0, status.st_size - _HEAD_BYTES - _PAGE_BYTES)
-            for number in range(_PAGES if status.st_size > _HEAD_BYTES else 0):
-                file.seek(_HEAD_BYTES + rest * number // (_PAGES - 1))
-                seen.update(file.read(_PAGE_BYTES))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        seen.update(file.read(_HEAD_BYTES))
+        rest = max(0, status.st_size - _HEAD_BYTES - _PAGE_BYTES)
+        for number in range(_PAGES if status.st_size > _HEAD_BYTES else 0):
+            file.seek(_HEAD_BYTES + rest * number // (_PAGES - 1))
+            seen.update(file.read(_PAGE_BYTES))
     return status.st_size, status.st_mtime_ns, seen.hexdigest()
+
+
+def fill(room: memoryview, descriptor: int, offset: int) -> None:
+    """Fill `room` with a file's bytes from `offset` on. Raises EOFError: the file ends before."""
+    while len(room) > 0:  # one call reads 2 GiB at most
+        if (count := os.preadv(descriptor, [room], offset)) == 0:
+            raise EOFError(f"it ends at byte {offset}")
+        room, offset = room[count:], offset + count
 
 
 PARTIAL = ".partial"

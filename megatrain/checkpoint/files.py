@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from megatrain.base import huge_pages
-from megatrain.base.whole_files import hidden
-from megatrain.errors import InputError, RunFailed, os_reason
+from megatrain.base.whole_files import fill, hidden
+from megatrain.errors import InputError, RunFailed, explained, os_reason
 
 try:
     import xxhash
@@ -164,27 +164,18 @@ class OldFile:
     def __init__(self, path: Path, algorithm: str) -> None:
         """Raises InputError: it cannot be opened."""
         self.path, self._algorithm = path, algorithm
-        try:
+        with explained(f"{path}: cannot read it", of=OSError):
             self._handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError as error:
-            raise InputError(f"{path}: cannot read it: {error.strerror}") from error
 
     def read(self, room: memoryview, offset: int, checksum: str) -> None:
         """Fill `room` from `offset`; several threads may call this. Raises InputError: damaged."""
-        left, start, size = room, offset, len(room)
-        try:
-            while len(left) > 0:
-                count = os.preadv(self._handle, [left], offset)
-                if count == 0:
-                    raise InputError(f"{self.path}: truncated: it ends at byte {offset}")
-                left, offset = left[count:], offset + count
-            _drop_pages(self._handle, start, size)
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot read it: {error.strerror}") from error
+        with explained(f"{self.path}: cannot read it", of=(OSError, EOFError)):
+            fill(room, self._handle, offset)
+            _drop_pages(self._handle, offset, len(room))
         if ALGORITHMS[self._algorithm](room) != checksum:
             raise InputError(
-                f"{self.path}: bytes {start} to {start + size} are not those that were saved "
-                "(their checksum differs); the file is damaged or another one"
+                f"{self.path}: bytes {offset} to {offset + len(room)} are not those that were "
+                "saved (their checksum differs); the file is damaged or another one"
             )
 
     def __enter__(self) -> "OldFile":
@@ -197,10 +188,8 @@ class OldFile:
 def regular_size(folder: Path, name: str) -> int:
     """The size of the regular file `name` below `folder`. Raises InputError: a link, or none."""
     path = folder / name
-    try:
+    with explained(f"{path}: missing", of=OSError):
         status = os.lstat(path)
-    except OSError as error:
-        raise InputError(f"{path}: missing ({error.strerror})") from error
     if not stat.S_ISREG(status.st_mode) or path.resolve() != folder.resolve() / name:
         raise InputError(f"{path}: not a regular file; links are not followed")
     return status.st_size

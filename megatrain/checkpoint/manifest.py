@@ -16,7 +16,7 @@ from annotated_types import Interval, Len, Predicate
 
 from megatrain.base.json_yaml import MAX_JSON_BYTES, MAX_NAME_LENGTH, parse_object, read_json
 from megatrain.checkpoint import files
-from megatrain.errors import InputError, in_one_line
+from megatrain.errors import InputError, explained, in_one_line
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.safetensors_io import DTYPES, MAX_DIMENSIONS
 from megatrain.placement import Precision
@@ -186,10 +186,9 @@ def signed(content: dict[str, Any]) -> dict[str, Any]:
 def as_json(extra: dict[str, Any]) -> str:
     """The caller's dictionary as JSON text. Raises InputError: it could not be read back."""
     where = Path("the extra state of a checkpoint")
-    try:
+    refusals = TypeError, ValueError, RecursionError
+    with explained(f"{where} cannot be saved", "give plain JSON values", of=refusals):
         text = json.dumps(extra, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{where} cannot be saved: {error}; give plain JSON values") from error
     if len(text) > MAX_JSON_BYTES:
         raise InputError(f"{where} takes {len(text)} bytes; {MAX_JSON_BYTES} are allowed")
     parse_object(text.encode(), where)

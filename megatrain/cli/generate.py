@@ -9,12 +9,13 @@ from typing import Any
 from transformers import TextStreamer
 
 from megatrain.api import Engine
-from megatrain.base.json_yaml import parse_json
+from megatrain.base.json_yaml import parse_json, read_text
+from megatrain.base.units import GIB
 from megatrain.checkpoint import Checkpoint
 from megatrain.data import ImageProcessor, load_tokenizer
 from megatrain.data.prompts import Prompt
 from megatrain.data.refused_fields import empty
-from megatrain.errors import InputError
+from megatrain.errors import InputError, explained
 from megatrain.generate import Sampling, generate
 from megatrain.model.weights import resolve_model
 from megatrain.placement import Precision
@@ -147,12 +148,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 
     Raises InputError: it cannot be read, a line has neither, or has fields that change a prompt.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise InputError(f"{path}: cannot be read: {reason}; name a file of prompts") from error
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    lines = enumerate(read_text(path, GIB, regular=False).splitlines(), 1)
+    numbered = [(number, line) for number, line in lines if line.strip()]
     if not numbered:
         raise InputError(f"{path}: holds no prompt; write one on each line")
     if path.suffix != ".jsonl":
@@ -161,10 +158,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _prompt(line: str, where: str) -> Prompt:
-    try:
+    with explained(f"{where}: not JSON", "write one object on each line", of=ValueError):
         row = parse_json(line)
-    except ValueError as error:
-        raise InputError(f"{where}: not JSON: {error}; write one object on each line") from error
     row = row if isinstance(row, dict) else {}
     unread = [name for name in _UNREAD if not empty(row.get(name))]
     if unread:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.errors import InputError, first_line
+from megatrain.errors import InputError, explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Qwen2Config
@@ -168,13 +168,9 @@ def named_config(
         )
     from megatrain.model.build import read_config
 
-    try:
+    problem = f"{name}: no such folder, and its config.json cannot be had from the hub"
+    with explained(problem, "check the spelling and the network, or give a config.json file"):
         return read_config(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # those of the hub's and the HTTP library differ between versions
-        raise InputError(
-            f"{name}: no such folder, and its config.json cannot be had from the hub "
-            f"({first_line(error)}); check the spelling and the network, or give a config.json file"
-        ) from error
 
 
 # Width, width of the MLP, layers, heads, heads of keys, tokens of the vocabulary, tied.

@@ -4,7 +4,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +15,7 @@ from rich.table import Table
 from megatrain.base.units import GIB, duration, gib, parse_bytes, size
 from megatrain.cli.models import NamedModel, lora_adapter, model_of_run, named_config
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT
-from megatrain.errors import DoesNotFit, InputError
+from megatrain.errors import DoesNotFit, InputError, explained
 from megatrain.forecast.notes import Notes
 from megatrain.forecast.simulate import Forecast
 from megatrain.forecast.workload import LIMITS, SEQUENCE_LENGTH, MediaRow, Second, Workload
@@ -23,7 +23,7 @@ from megatrain.machine import Machine, machine_for, present_machine, update_gbps
 from megatrain.plan.planner import PLANES, Plan, by_tier, make_plan
 from megatrain.plan.remedies import compute_bound_tokens
 from megatrain.telemetry.console import end_passing, passing, say
-from megatrain.telemetry.gpu import by_driver_name, find_gpu, gpu_state, named_gpu
+from megatrain.telemetry.gpu import Gpu, by_driver_name, find_gpu, named_gpu
 from megatrain.telemetry.host import host_limit_bytes, usable_cores
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def run_plan(options: Options) -> None:
             teacher = model_of_run("the teacher", section).spec()
             workload = replace(workload, second=Second("teacher", teacher))
     workload = changed(workload, {name: options[name] for name in _OF_WORKLOAD})
-    workload = replace(workload, media=_images(options))
+    workload = replace(workload, media=_images(options["image"], options["model"], run))
     workload.check()
     check_sequence_length(named.config, workload.sequence_length)
     warnings: list[str] = []
@@ -140,18 +140,14 @@ def _opened(options: Options) -> "tuple[NamedModel, Config | None]":
     return model_of_run(run.name, config.model, config.adapter.keys, scores=scores), config
 
 
-def _images(options: Options) -> MediaRow | None:
+def _images(sizes: Sequence[str], path: str | None, run: "Config | None") -> MediaRow | None:
     """A row with images of the sizes of `--image`. Raises InputError: no model can have it."""
-    sizes = options["image"]
     if not sizes:
         return None
-    from megatrain.config import load
     from megatrain.data import ImageProcessor
 
-    path, trusted = options["model"], False
-    if path is None:
-        section = load(options["run"], options["overrides"] or []).model
-        path, trusted = section.path, section.trust_remote_code
+    trusted = run is not None and run.model.trust_remote_code
+    path = path if run is None else run.model.path
     processor = ImageProcessor(Path(path or "").expanduser(), trust_remote_code=trusted)
     if not path or not processor.identity:
         raise InputError(
@@ -161,9 +157,9 @@ def _images(options: Options) -> MediaRow | None:
     parsed = [re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text) for text in sizes]
     for text, match in zip(sizes, parsed, strict=True):
         if match is None:
-            large = re.fullmatch(r"[1-9]\d*x[1-9]\d*", text)
-            problem = "too large: sides are 99999 at most" if large else "no size"
-            raise InputError(f"--image: {text!r} is {problem}; write it like 1024x768")
+            raise InputError(
+                f"--image: {text!r} is no size; write it like 1024x768 (99999 at most)"
+            )
     return MediaRow(processor.example([("image", (int(m[1]), int(m[2]))) for m in parsed if m]))
 
 
@@ -212,8 +208,8 @@ def _machine(
             why = f"the GPU here ({here.name}) is neither measured (megatrain doctor) nor listed"
         raise InputError(f"{why}; name one with --gpu, such as --gpu 4090 --device-memory 24GiB")
     machine = present
-    if workload.device_memory is None:
-        machine = _without_others(machine, of_gpu, warnings)
+    if here is not None and workload.device_memory is None:
+        machine = _without_others(machine, here, warnings)
     limits = {}
     for name in ("host_memory", "device_memory"):
         limit, most = getattr(workload, name), getattr(machine, f"{name}_bytes")
@@ -231,13 +227,12 @@ def _machine(
     return replace(machine, name=name, cores=cores, update_gbps=machine.update_gbps * share)
 
 
-def _without_others(machine: Machine, device: str, warnings: list[str]) -> Machine:
+def _without_others(machine: Machine, gpu: Gpu, warnings: list[str]) -> Machine:
     """The machine with the memory of its GPU that other processes leave."""
-    state = gpu_state(device)
-    if state is None or (state.used_bytes or 0) <= _USUAL_BYTES:
+    used = gpu.used_bytes or 0
+    if used <= _USUAL_BYTES:
         return machine
-    used = state.used_bytes or 0
-    pids = ", ".join(str(pid) for pid, _ in state.other_processes)
+    pids = ", ".join(str(pid) for pid, _ in gpu.other_processes)
     warnings.append(
         f"other processes{f' ({pids})' if pids else ''} hold {gib(used)} of the GPU's memory; the "
         "plan leaves it to them (--device-memory plans with another amount)"
@@ -253,22 +248,19 @@ def _plan(named: NamedModel, machine: Machine, workload: Workload, **further: An
     notes = _notes(named, workload)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads wait for each other, long if the machine is busy
+    remedy = "megatrain train streams all of it, and fewer tokens in a row may help"
     try:
-        spec = notes.spec(named.config)
-        if spec.media and workload.media is None:
-            further["warnings"].append(
-                "the plan is for text: --image 1024x1024 counts such an image in every row"
-            )
-        if workload.media is not None and not spec.media:
-            raise InputError(f"--image: {named.name} takes no images; leave it out")
-        plan = make_plan(spec, machine, workload, **further, notes=notes)
-        notes.keep()
-        return plan
-    except NotForeseeable as error:
-        raise InputError(
-            f"{named.name} cannot be planned: {error}; megatrain train streams all of it, "
-            "and fewer tokens in a row may help"
-        ) from error
+        with explained(f"{named.name} cannot be planned", remedy, of=NotForeseeable):
+            spec = notes.spec(named.config)
+            if spec.media and workload.media is None:
+                further["warnings"].append(
+                    "the plan is for text: --image 1024x1024 counts such an image in every row"
+                )
+            if workload.media is not None and not spec.media:
+                raise InputError(f"--image: {named.name} takes no images; leave it out")
+            plan = make_plan(spec, machine, workload, **further, notes=notes)
+            notes.keep()
+            return plan
     finally:
         torch.set_num_threads(threads)
 
@@ -484,10 +476,8 @@ def changed(workload: Workload, options: Mapping[str, Any]) -> Workload:
     values = {name: value for name, value in options.items() if value is not None}
     for name in values.keys() & LIMITS:
         option = f"--{name.replace('_', '-')}"
-        try:
+        with explained(option, of=ValueError):
             num_bytes = parse_bytes(values[name])
-        except ValueError as error:
-            raise InputError(f"{option}: {error}") from error
         if num_bytes < 1:
             raise InputError(f"{option}: {values[name]} is no memory at all")
         values[name] = num_bytes

@@ -13,7 +13,7 @@ from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.base.whole_files import known_by, user_cache, whole_folder
-from megatrain.errors import InputError, in_one_line
+from megatrain.errors import InputError, explained
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16}
@@ -89,12 +89,7 @@ def read_gguf(path: Path, kind: Any, **options: Any) -> Any:
     """
     if find_spec("gguf") is None:
         raise InputError(f"{path}: a GGUF file needs the package gguf: pip install gguf")
-    try:
-        with TemporaryDirectory() as alone:  # transformers would mix in other files beside it
-            os.symlink(path.resolve(), os.path.join(alone, path.name))
-            return kind.from_pretrained(alone, gguf_file=path.name, **options)
-    except Exception as error:  # of the reader, of transformers, of the architecture's class
-        raise InputError(
-            f"{path}: transformers cannot read it ({in_one_line(error, 200)}); fetch it again, or "
-            "take the model's safetensors folder"
-        ) from error
+    remedy = "fetch it again, or take the model's safetensors folder"
+    with explained(f"{path}: transformers cannot read it", remedy), TemporaryDirectory() as alone:
+        os.symlink(path.resolve(), os.path.join(alone, path.name))  # other files would be mixed in
+        return kind.from_pretrained(alone, gguf_file=path.name, **options)

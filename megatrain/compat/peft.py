@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.compat.transformers import experts_forward, takes_grouped_products
-from megatrain.errors import InputError, in_one_line
+from megatrain.errors import InputError, explained
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -34,7 +34,6 @@ FILE_PREFIX = "base_model.model."  # of the parameters' names in an adapter's fi
 _SCORES, _HEAD = "SEQ_CLS", "score"  # PEFT's task of models that score rows; their head
 _HEADS = {"classifier", _HEAD}  # names that PEFT adds to modules_to_save for this task
 _INITS = (True, False, "gaussian")  # others change the base's weights, or need data
-_LONGEST = 300
 
 
 def _library() -> Any:
@@ -77,10 +76,8 @@ def lora_config(keys: Mapping[str, Any]) -> Any:
         raise InputError(
             f"adapter: {unknown[0]!r} is not supported; there are {', '.join(sorted(KEYS))}"
         )
-    try:
+    with explained("adapter", of=(TypeError, ValueError)):
         config = _library().LoraConfig(**keys)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"adapter: {in_one_line(error, _LONGEST)}") from error
     check(config)
     return config
 
@@ -159,17 +156,16 @@ def heads_named(config: Any) -> set[str]:
 
 def inject(model: nn.Module, configs: Mapping[str, Any], active: str) -> None:
     """Put adapters into a model without weights, in place. Raises InputError: PEFT refuses."""
+    refusals = ValueError, TypeError, RuntimeError, NotImplementedError
     try:
-        with warnings.catch_warnings():  # PEFT misses patterns of parameters; callers check them
+        with explained("adapter", of=refusals), warnings.catch_warnings():
+            # PEFT misses patterns of parameters; callers check them.
             warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)
             for name, config in configs.items():
                 _library().inject_adapter_in_model(config, model, name, low_cpu_mem_usage=True)
     except re.error as error:
-        raise InputError(
-            f"adapter: {error.pattern!r} is not a regular expression: {error}"
-        ) from error
-    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-        raise InputError(f"adapter: {in_one_line(error, _LONGEST)}") from error
+        message = f"adapter: {error.pattern!r} is not a regular expression: {error}"
+        raise InputError(message) from error
     adapted = [f".{base_path(path)}.{parameter_of(module)}" for path, module in wrappers(model)]
     for config in configs.values():
         for name in getattr(config, "target_parameters", None) or ():

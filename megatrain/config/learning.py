@@ -197,11 +197,13 @@ class LossSection(NamedSection):
 
     def loss(self) -> "Loss":
         """The loss for `Engine.step`."""
-        from megatrain.loss import CROSS_ENTROPY, LabelSmoothing
+        from megatrain import loss
 
         if self.name != "sft":
-            return _loss_class(self.name)(**{n: getattr(self, n) for n in _loss_fields(self.name)})
-        return LabelSmoothing(self.label_smoothing) if self.label_smoothing else CROSS_ENTROPY
+            kind = getattr(loss, _LOSSES[self.name][0])
+            return kind(**{n: getattr(self, n) for n in _loss_fields(self.name)})
+        smoothing = self.label_smoothing
+        return loss.LabelSmoothing(smoothing) if smoothing else loss.CROSS_ENTROPY
 
     @property
     def kind(self) -> Literal["pairs", "margins", "prompts"] | None:
@@ -226,19 +228,15 @@ class LossSection(NamedSection):
         return "loss", *(f"rewards/{kind}" for kind in kinds)
 
 
-def _loss_class(name: str) -> Any:
-    from megatrain import loss
-
-    return getattr(loss, _LOSSES[name][0])
-
-
 def _loss_fields(name: str) -> dict[str, Any]:
     """The fields of a loss's class that are keys of a run file, with their defaults."""
+    from megatrain import loss
+
     known = LossSection.model_fields.keys()
     elsewhere = () if name == "distill" else ("temperature",)  # in `rollout`
     return {
         field.name: field.default
-        for field in fields(_loss_class(name))
+        for field in fields(getattr(loss, _LOSSES[name][0]))
         if field.name in known and field.name not in elsewhere
     }
 

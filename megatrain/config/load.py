@@ -14,7 +14,7 @@ from megatrain.base.json_yaml import parse_yaml, read_yaml
 from megatrain.base.shipped import shipped
 from megatrain.config.schema import Config
 from megatrain.config.section import Section, nearest, shown
-from megatrain.errors import InputError
+from megatrain.errors import InputError, explained
 
 # Endings of rows in `megatrain.data.sources`, except .json: a run file may be JSON.
 _DATA = re.compile(
@@ -102,10 +102,8 @@ def _apply_override(tree: dict[str, Any], text: str) -> str:
         if not isinstance(node.get(key), dict):
             node[key] = {}
         node = node[key]
-    try:
+    with explained(f"--set {text}", of=ValueError):
         node[keys[-1]] = parsed = parse_yaml(value)
-    except ValueError as error:
-        raise InputError(f"--set {text}: {error}") from error
     if value.count("#") != str(parsed).count("#"):
         quoted = f"{path}='{value}'"
         raise InputError(f'--set {text}: YAML ends at " #"; put the value in quotes: "{quoted}"')

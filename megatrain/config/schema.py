@@ -270,7 +270,6 @@ class Config(Section):
         """Messages for values of different sections that do not go together."""
         yield from self._of_the_loss()
         yield from self._of_rollouts()
-        yield from self._of_shared_rows()
         precision, training = self.engine.precision, self.training
         if self.adapter.method is not None and self.model.path is None:
             yield "adapter needs model.path: a base that can be loaded again"
@@ -288,13 +287,20 @@ class Config(Section):
         yield from self._of_watched_metrics()
 
     def _of_the_loss(self) -> Iterator[str]:
-        data, name, kind = self.data, self.loss.name, self.loss.kind
-        refused = {
-            "data.kind": data.kind != "auto" and kind != "prompts",
-            "data.weights": data.weights,
-        }
-        for key in (key for key, is_set in refused.items() if is_set and kind is not None):
-            yield f"loss.name {name} cannot have {key}; leave it out"
+        data, name, kind = self.data, f"loss.name {self.loss.name}", self.loss.kind
+        shared = "engine.sequence_parallel" if self.engine.sequence_parallel > 1 else None
+        for one, other, both in (
+            (
+                name,
+                "data.kind; leave it out",
+                kind not in (None, "prompts") and data.kind != "auto",
+            ),
+            (name, "data.weights; leave it out", kind is not None and data.weights),
+            (shared, "data.packing (set it to false) yet", data.packing),
+            (shared, f"{name} yet", kind is not None or self.loss.name == "distill"),
+        ):
+            if one and both:
+                yield f"{one} cannot have {other}"
 
     def _of_rollouts(self) -> Iterator[str]:
         loss, rollout, length = self.loss, self.rollout, self.data.sequence_length
@@ -309,15 +315,6 @@ class Config(Section):
                 f"data.sequence_length ({length}) is of a prompt and its reply together: it must "
                 f"be above loss.max_completion_length ({most})"
             )
-
-    def _of_shared_rows(self) -> Iterator[str]:
-        refused = {
-            "data.packing (set it to false)": self.data.packing,
-            f"loss.name {self.loss.name}": self.loss.kind or self.loss.name == "distill",
-        }
-        for key in (key for key, is_set in refused.items() if is_set):
-            if self.engine.sequence_parallel > 1:
-                yield f"engine.sequence_parallel cannot have {key} yet"
 
     @property
     def updates_wait_for_the_norm(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from megatrain.base.json_yaml import parse_json
 from megatrain.data.images import PARTS, PLACES, source_of
 from megatrain.data.refused_fields import empty, refuse_unheeded_of_message
-from megatrain.errors import InputError
+from megatrain.errors import InputError, explained
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -64,10 +64,8 @@ def from_json(value: object, name: str, where: str) -> object:
     """A list or object, decoded if a table stores it as JSON."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
-    try:
+    with explained(f"{where}: {name!r} is not JSON", "write it as a list", of=ValueError):
         return parse_json(value)
-    except ValueError as error:
-        raise InputError(f"{where}: {name!r} is not JSON: write it as a list") from error
 
 
 def tools(value: object, where: str, *, wrap: bool = False) -> list[Any] | None:
@@ -176,29 +174,13 @@ def _call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InputError(f"{where}: 'tool_calls' must each have a function with a name")
     assert isinstance(call, Mapping)
-    named = {**function, "arguments": _arguments(function.get("arguments"), where)}
-    if function is call:
-        return {"type": "function", "function": named}
-    return {
-        "type": "function",
-        **{k: v for k, v in call.items() if v is not None},
-        "function": named,
-    }
-
-
-def _arguments(arguments: object, where: str) -> dict[str, Any]:
-    if isinstance(arguments, str) and arguments:
-        try:
-            arguments = parse_json(arguments)
-        except ValueError as error:
-            raise InputError(
-                f"{where}: 'arguments' of a call are not JSON: correct them"
-            ) from error
-    if empty(arguments):
-        return {}
+    arguments = from_json(function.get("arguments"), "arguments", where)
+    if arguments == "null" or empty(arguments):
+        arguments = {}
     if not isinstance(arguments, dict):
         raise InputError(f"{where}: 'arguments' of a call must be an object: name each of them")
-    return arguments
+    beside = {} if function is call else {k: v for k, v in call.items() if v is not None}
+    return {"type": "function", **beside, "function": {**function, "arguments": arguments}}
 
 
 _BEGINS = re.compile(r"\s*\[\s*\{")

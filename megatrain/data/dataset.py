@@ -150,10 +150,6 @@ class PackedDataset:
         """[rows] tokens in each, padding not counted."""
         return np.add.reduceat(self._rows.segments.lengths, self._rows.first[:-1])
 
-    def row_length(self, row: int) -> int:
-        """Tokens in a row, padding not counted."""
-        return int(self.row_lengths[row])
-
     @cached_property
     def num_tokens(self) -> int:
         """Tokens in all rows, padding not counted."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.errors import InputError
+from megatrain.errors import InputError, explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -83,7 +83,5 @@ def train_bpe_tokenizer(
 
 
 def _read(path: str | Path) -> str:
-    try:
+    with explained(f"{path}: cannot be read as text", of=(OSError, UnicodeDecodeError)):
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as text: {error}") from error

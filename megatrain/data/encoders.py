@@ -188,13 +188,13 @@ class ChatEncoder:
         if is_marked and talk.learnt == [m["role"] == "assistant" for m in talk.messages]:
             return document
         for turn in np.flatnonzero(talk.learnt).tolist():
-            for begin, end in (map(moved, span) for span in replies.spans(turn)):
-                first = first_token(text, offsets, ids, self._added, begin)
-                # What follows the closing special token is white space between two turns.
-                visible = begin + len(text[begin:end].rstrip())
-                last, closing = np.searchsorted(starts, (end, visible))
-                closed = closing > first and int(ids[closing - 1]) in self._added
-                targets[first : closing if closed else last] = True
+            begin, end = map(moved, replies.span(turn))
+            first = first_token(text, offsets, ids, self._added, begin)
+            # What follows the closing special token is white space between two turns.
+            visible = begin + len(text[begin:end].rstrip())
+            last, closing = np.searchsorted(starts, (end, visible))
+            closed = closing > first and int(ids[closing - 1]) in self._added
+            targets[first : closing if closed else last] = True
         return document._replace(targets=targets & marked if is_marked else targets)
 
     def _refuse_tokens(self, text: str, where: str) -> None:
@@ -285,7 +285,7 @@ class Encoder:
         try:
             for talk in conversations:
                 examples.pass_over(f"{name} (of messages)" for name in self._chat.unread(talk))
-            documents = [self._encoded(self._with_images(placed, t, examples)) for t in talks]
+            documents = [self._encoded(placed, talk, examples) for talk in talks]
             if not isinstance(example, Pair):
                 return documents
             return [
@@ -296,10 +296,12 @@ class Encoder:
             examples.bad(error)
             return []
 
-    def _with_images(self, placed: PlacedExample, talk: Any, examples: Examples) -> PlacedExample:
-        """A conversation or completion in its row's place, its images read."""
-        if not isinstance(talk, Conversation) or not talk.images:
-            return placed._replace(example=talk)
+    def _encoded(self, placed: PlacedExample, talk: Any, examples: Examples) -> Document:
+        """A conversation, whose images are read, or a completion, as a document."""
+        if not isinstance(talk, Conversation):
+            return self._text.completion(placed._replace(example=talk))
+        if not talk.images:
+            return self._chat.conversation(placed._replace(example=talk))
         if self._images is None or not self._images.identity:
             kind = talk.images[0][0]
             raise InputError(
@@ -311,8 +313,4 @@ class Encoder:
             read_medium(kind, source, folder, placed.where, self._images)
             for kind, source in talk.images
         ]
-        return placed._replace(example=talk._replace(images=images))
-
-    def _encoded(self, placed: PlacedExample) -> Document:
-        is_chat = isinstance(placed.example, Conversation)
-        return self._chat.conversation(placed) if is_chat else self._text.completion(placed)
+        return self._chat.conversation(placed._replace(example=talk._replace(images=images)))

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from megatrain.data.conversation import Conversation
 from megatrain.data.readers import TextPiece, read_rows, read_text, split_text
 from megatrain.data.rows import TEXT, Completion, Example, Format, Pair, Reading
-from megatrain.data.sources import DataSource, SourceFile
+from megatrain.data.sources import DataSource
 from megatrain.data.template import SAID
 from megatrain.data.tokenizer import check_encodable
 from megatrain.errors import InputError
@@ -67,7 +67,7 @@ class Examples:
 
     def __iter__(self) -> Iterator[PlacedExample]:
         for index, source in enumerate(self.sources):
-            if isinstance(source, SourceFile) and source.format == "text":
+            if source.format == "text":
                 self._note("text files", TEXT, source)
                 for piece in read_text(source):
                     yield PlacedExample(index, piece.line, f"{source.name}:{piece.line}", piece)

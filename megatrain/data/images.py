@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatrain.compat.transformers import has_decoder_of_sound, load_audio
 from megatrain.data.refused_fields import empty
-from megatrain.errors import InputError, in_one_line
+from megatrain.errors import InputError, explained, in_one_line
 
 PLACES = {"image": "\ufdd0", "video": "\ufdd1", "audio": "\ufdd2"}
 """Marks of each kind in a message's content: no characters, so in no text."""
@@ -119,12 +119,8 @@ def _source(value: object, kind: str, where: str) -> Source:
             raise InputError(f"{where}: a film is a list of files of its frames: name these")
         return paths
     if isinstance(value, str) and value.startswith("data:"):
-        try:
+        with explained(f"{where}: an {kind}'s data: address is not base64", of=binascii.Error):
             value = base64.b64decode(value.partition(",")[2], validate=True)
-        except binascii.Error as error:
-            raise InputError(
-                f"{where}: an {kind}'s data: address is not base64: {error}"
-            ) from error
     if not isinstance(value, str | bytes) or not value:
         raise InputError(
             f"{where}: an {kind} must be a path, a data: address or bytes, not "
@@ -204,20 +200,13 @@ def _state(paths: Sequence[str]) -> tuple[int, ...]:
 
 
 def _read(path: str, name: str) -> bytes:
-    try:
+    remedy = "correct the path (relative to the data file's folder), or leave the row out"
+    with explained(f"{name}: cannot be read", remedy, of=(OSError, ValueError)):
         status = Path(path).stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
-            raise InputError(
-                f"{name}: not a plain file of at most {MOST_BYTES >> 20} MiB: name one, or leave "
-                "the row out"
-            )
+            limit = MOST_BYTES >> 20
+            raise InputError(f"{name}: not a plain file of at most {limit} MiB: leave the row out")
         return Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(
-            f"{name}: cannot be read: {reason.lower()} (paths are relative to the data file's "
-            "folder): correct the path, or leave the row out"
-        ) from error
 
 
 def _digest(data: bytes) -> str:
@@ -237,11 +226,6 @@ def _decoded(kind: str, data: Sequence[bytes], name: str, rate: int) -> Any:
                 "them: name these, or leave the row out"
             )
         return np.stack([np.asarray(_image(frame)) for frame in data])
-    except Image.DecompressionBombError as error:
-        raise InputError(
-            f"{name}: it has more than {MOST_PIXELS:,} pixels: make it smaller, or leave the row "
-            "out"
-        ) from error
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
     except Exception as error:  # decoders raise errors of many types
@@ -254,8 +238,8 @@ def _decoded(kind: str, data: Sequence[bytes], name: str, rate: int) -> Any:
 def _image(data: bytes) -> Image.Image:
     """Decode an image as transformers' `load_image` does."""
     image = Image.open(io.BytesIO(data))
-    if image.width * image.height > MOST_PIXELS:
-        raise Image.DecompressionBombError
+    if image.width * image.height > MOST_PIXELS:  # Pillow refuses those of twice as many
+        raise InputError(f"it has more than {MOST_PIXELS:,} pixels: make it smaller")
     if getattr(image, "is_animated", False) and image.format != "MPO":
         raise InputError("it has several frames: save the one to train on")
     return ImageOps.exif_transpose(image).convert("RGB")
@@ -288,7 +272,7 @@ class ImageProcessor:
         self._folder, self._trusted = folder, trust_remote_code
         self._lock, self._of_thread = threading.Lock(), threading.local()
         self._loaded: Any = None
-        self._replacement = lru_cache(_SIZES)(self._replacement_of)
+        self.replacement = lru_cache(_SIZES)(self._replacement)
 
     @property
     def identity(self) -> list[str]:
@@ -321,11 +305,8 @@ class ImageProcessor:
         """The text of a chat template that stands for an image, a film or a sound."""
         return str(getattr(self._processor(), f"{kind}_token"))
 
-    def replacement(self, kind: str, size: tuple[int, ...]) -> str:
+    def _replacement(self, kind: str, size: tuple[int, ...]) -> str:
         """The text in place of a medium, which follows from its kind and size alone."""
-        return self._replacement(kind, size)
-
-    def _replacement_of(self, kind: str, size: tuple[int, ...]) -> str:
         blank = {kind: [[_blank(kind, size)]]}
         processed = self._processed(blank, 1, return_text_replacement_offsets=True)
         text = str(processed["text_replacement_offsets"][0][0]["replacement"])
@@ -342,26 +323,24 @@ class ImageProcessor:
             )
         return text
 
-    def token_types(self, ids: list[list[int]]) -> dict[str, Tensor]:
-        """The type of each token `[B, T]`, 0 for text, 1 for an image, by the model's names."""
-        processor = self._processor()
-        if not processor.return_mm_token_type_ids:
-            return {}
-        types = torch.tensor(processor.create_mm_token_type_ids(ids))
-        return dict.fromkeys(self._type_names, types)
+    def inputs(self, ids: Any, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
+        """The tensors of rows of tokens `[B, T]` with media, beside those of their text.
 
-    def tensors(self, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
-        """The tensors of media of the rows that have some, as the processor makes them."""
+        These are the processor's of all media, and the type of each token `[B, T]`.
+        """
+        processor, rate, types = self._processor(), self.rate, dict[str, Tensor]()
+        if processor.return_mm_token_type_ids:
+            of_ids = torch.tensor(processor.create_mm_token_type_ids(ids))
+            types = dict.fromkeys(self._type_names, of_ids)
         rows = [row for row in rows if row]
         if not rows:
-            return {}
-        rate = self.rate
+            return types
         decoded = {
             kind: [[m.decoded(rate) for m in row if m.kind == kind] for row in rows]
             for kind in {medium.kind for row in rows for medium in row}
         }
         of_text = ("input_ids", "attention_mask")
-        return {
+        return types | {
             name: value
             for name, value in self._processed(decoded, len(rows)).items()
             if name not in of_text and not name.endswith("token_type_ids")
@@ -386,10 +365,6 @@ class ImageProcessor:
         options |= {} if options else {"padding": True, "return_tensors": "pt"}
         return processor(text=text, **inputs, **options)
 
-    def inputs(self, ids: Any, rows: Sequence[Sequence[Medium]]) -> dict[str, Tensor]:
-        """The tensors of rows of tokens `[B, T]` with media, beside those of their text."""
-        return self.token_types(ids) | self.tensors(rows)
-
     def _processor(self) -> Any:
         """This thread's copy: tokenizers are not for several threads."""
         if not hasattr(self._of_thread, "processor"):
@@ -401,11 +376,8 @@ class ImageProcessor:
     def _load(self) -> Any:
         from transformers import AutoProcessor
 
-        try:
+        with explained(f"{self._folder}: cannot load its processor"):  # or packages that it needs
             processor = AutoProcessor.from_pretrained(self._folder, trust_remote_code=self._trusted)
-        except Exception as error:  # of files, of packages that are not installed
-            reason = in_one_line(error, 300)
-            raise InputError(f"{self._folder}: cannot load its processor: {reason}") from error
         if processor.return_mm_token_type_ids:
             named = processor(text=["a"]).keys()
             self._type_names = [name for name in named if name.endswith("token_type_ids")]
@@ -439,12 +411,10 @@ def with_media(
     if not media or processor is None:
         return text, lambda place: place, 0
     of_kind: dict[str, list[str]] = {}
-    try:
+    with explained(where):
         for medium in media:
             token = processor.token(medium.kind)
             of_kind.setdefault(token, []).append(processor.replacement(medium.kind, medium.size))
-    except Exception as error:
-        raise InputError(f"{where}: {in_one_line(error, 300)}") from error
     matches = [*re.finditer("|".join(map(re.escape, of_kind)), text)]
     for token, parts in of_kind.items():
         if (number := sum(match[0] == token for match in matches)) != len(parts):

@@ -11,6 +11,7 @@ from array import array
 from pathlib import Path
 
 from megatrain.base.units import KIB
+from megatrain.base.whole_files import fill
 from megatrain.errors import RunFailed
 
 # Bytes for one checksum: a row of 4,096 tokens touches two blocks at most, sums take 0.01 %.
@@ -87,12 +88,11 @@ class KeptFile:
         )
 
     def _read(self, offset: int, num_bytes: int) -> memoryview:
-        data, descriptor = bytearray(), self._file.fileno()
+        data, descriptor = memoryview(bytearray(num_bytes)), self._file.fileno()
         try:
-            while len(data) < num_bytes:  # one call reads 2 GiB at most
-                data += (more := os.pread(descriptor, num_bytes - len(data), offset + len(data)))
-                if not more or os.fstat(descriptor).st_size != self.identity[0]:
-                    raise self.damage("its size", 0, self.identity[0])
-        except OSError as error:
-            raise RunFailed(f"{self._path}: cannot be read any more: {error.strerror}") from error
-        return memoryview(data)
+            if os.fstat(descriptor).st_size != self.identity[0]:
+                raise self.damage("its size", 0, self.identity[0])
+            fill(data, descriptor, offset)
+        except (OSError, EOFError) as error:
+            raise RunFailed(f"{self._path}: cannot be read any more: {error}") from error
+        return data

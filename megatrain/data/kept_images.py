@@ -9,7 +9,7 @@ import numpy as np
 from megatrain.data.images import Medium
 from megatrain.data.kept_file import KeptFile
 
-_LINES, _PLACES, _BYTES = "images.jsonl", "image_places.bin", "image_bytes.bin"
+_LINES, PLACES_FILE, _BYTES = "images.jsonl", "image_places.bin", "image_bytes.bin"
 
 
 class ImageWriter:
@@ -38,7 +38,7 @@ class ImageWriter:
     def finish(self) -> None:
         """Write where each document's line begins, if any has images."""
         if self._ends[-1]:
-            np.array(self._ends, "<i8").tofile(self._folder / _PLACES)
+            np.array(self._ends, "<i8").tofile(self._folder / PLACES_FILE)
 
 
 class KeptImages:
@@ -46,13 +46,8 @@ class KeptImages:
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError: the files cannot be read."""
-        self._ends = np.fromfile(folder / _PLACES, "<i8")
+        self._ends = np.fromfile(folder / PLACES_FILE, "<i8")
         self._lines, self._bytes = (KeptFile(folder / name) for name in (_LINES, _BYTES))
-
-    @staticmethod
-    def of_store(folder: Path) -> "KeptImages | None":
-        """The images of a store's folder; None: it has none. Raises OSError."""
-        return KeptImages(folder) if (folder / _PLACES).is_file() else None
 
     def end(self, document: int) -> int:
         """Tokens of a document up to, with, the last one of its last image; 0: it has none."""

@@ -103,14 +103,12 @@ class StepLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last step returned, and the loader's settings, for JSON."""
-        return {**self._position(), "rows_per_micro_batch": self._rows_per_micro_batch}
-
-    def _position(self) -> dict[str, int | str]:
         return {
             "steps": self._steps,
             "rows": self._first_row(self._steps),
             "seed": self._seed,
             "fingerprint": self.dataset.fingerprint,
+            "rows_per_micro_batch": self._rows_per_micro_batch,
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -118,7 +116,8 @@ class StepLoader:
 
         Raises InputError: the state is malformed, or of other data or another seed.
         """
-        expected = self._position()
+        expected = self.state_dict()
+        del expected["rows_per_micro_batch"]
         for name, value in expected.items():
             saved = state.get(name) if isinstance(state, Mapping) else None
             if type(saved) is not type(value) or (
@@ -168,17 +167,15 @@ class StepLoader:
     def _plan(self, step: int) -> list[list[int]]:
         """The rows of each micro-batch of a step."""
         first = self._first_row(step)
-        rows = [self._row(place) for place in range(first, first + self._rows_per_step)]
+        places = range(first, first + self._rows_per_step)
+        epochs = [divmod(place, self._num_rows) for place in places]
+        rows = [int(self._order(epoch)[offset]) for epoch, offset in epochs]
         if not self.dataset.packing:
             # Rows of like length together need less padding; the step's mean loss is the same.
-            rows.sort(key=lambda row: -self.dataset.row_length(row))
+            rows.sort(key=lambda row: -self.dataset.row_lengths[row])
         size = self._rows_per_micro_batch
         return [rows[i : i + size] for i in range(0, len(rows), size)]
 
     def _first_row(self, step: int) -> int:
         steps, rows = self._resumed_at
         return rows + (step - steps) * self._rows_per_step
-
-    def _row(self, place: int) -> int:
-        epoch, offset = divmod(place, self._num_rows)
-        return int(self._order(epoch)[offset])

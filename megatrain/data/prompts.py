@@ -137,9 +137,10 @@ class Prompts:
             digest.update(json.dumps([row.ids, row.beside], default=str).encode())
         return digest.hexdigest()
 
-    def row_length(self, row: int) -> int:
-        """Tokens of a prompt."""
-        return len(self._rows[row].ids)
+    @cached_property
+    def row_lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(row.ids) for row in self._rows]
 
     def batch(self, rows: Sequence[int]) -> list[PromptRow]:
         """The prompts of these rows."""

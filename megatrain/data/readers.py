@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 from megatrain.base.json_yaml import each_key_once, parse_json
 from megatrain.base.units import MIB
-from megatrain.data.sources import DataSource, HubSplit, SourceFile
+from megatrain.data.sources import DataSource
 from megatrain.errors import InputError, first_line
 
 DataRow = Mapping[str, Any]
@@ -52,23 +52,20 @@ _PAGES = (b"<!doctype", b"<html")
 _UNPACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
-def open_file(file: SourceFile) -> IO[bytes]:
+def open_file(file: DataSource) -> IO[bytes]:
     """A file's bytes, unpacked. Raises InputError: the library that unpacks it is missing."""
     packed = file.path.suffix.lower()
     if packed in _UNPACKED:
         unpacked: IO[bytes] = _UNPACKED[packed](file.path, "rb")
         return unpacked
     if packed == ".zst":
-        try:
-            arrow = importlib.import_module("pyarrow")
-        except ImportError as error:
-            raise InputError(f"{file.name}: reading it needs pyarrow: install datasets") from error
-        return io.BufferedReader(arrow.input_stream(str(file.path), compression="zstd"))
+        with _arrow(file, "zstd") as arrow:
+            return io.BufferedReader(arrow.input_stream(str(file.path), compression="zstd"))
     return file.path.open("rb")
 
 
 @contextmanager
-def reading(file: SourceFile) -> Iterator[None]:
+def reading(file: DataSource) -> Iterator[None]:
     """Turns read errors, also of a wrong format, into one line that names the file.
 
     Raises InputError: it cannot be read, or is plainly something else.
@@ -76,12 +73,14 @@ def reading(file: SourceFile) -> Iterator[None]:
     try:
         _refuse_other(file)
         yield
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file.name}: not UTF-8: {error.reason}: convert it to UTF-8") from error
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"{file.name}: cannot be read: {reason.lower()}") from error
 
 
-def _refuse_other(file: SourceFile) -> None:
+def _refuse_other(file: DataSource) -> None:
     """Raises InputError: the file's first bytes contradict its name."""
     with file.path.open("rb") as stream:
         begins = stream.read(64)
@@ -115,7 +114,7 @@ class TextPiece(NamedTuple):
     last: bool
 
 
-def read_text(file: SourceFile) -> Iterator[TextPiece]:
+def read_text(file: DataSource) -> Iterator[TextPiece]:
     """The pieces of a UTF-8 text file, which is one document; cut at line ends if possible.
 
     Raises InputError: unreadable, not UTF-8, or with NUL bytes; with the offset in the file.
@@ -162,15 +161,14 @@ def read_rows(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow
 
     Raises InputError: the source is unreadable, malformed or empty.
     """
-    number = 0
-    read: Any = read_hub if isinstance(source, HubSplit) else _read_file
+    number, read = 0, read_hub if source.format == "hub" else _read_file
     for number, row in read(source, wanted):
         yield number, row
     if number == 0 and source.named:
         raise InputError(f"{source.name}: no rows in it: give data that has some")
 
 
-def _read_file(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow | InputError]]:
+def _read_file(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow | InputError]]:
     with reading(file):
         if file.format == "parquet":
             yield from read_parquet(file, wanted)
@@ -188,7 +186,7 @@ def _read_file(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow 
 
 
 def _decode(
-    decoder: codecs.IncrementalDecoder, block: bytes, offset: int, file: SourceFile, *, final: bool
+    decoder: codecs.IncrementalDecoder, block: bytes, offset: int, file: DataSource, *, final: bool
 ) -> str:
     nul = block.find(b"\0")
     if nul >= 0:
@@ -211,7 +209,7 @@ def _not_utf8(where: str, offset: int, error: UnicodeDecodeError) -> InputError:
     )
 
 
-def _read_jsonl(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, DataRow | InputError]]:
+def _read_jsonl(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataRow | InputError]]:
     number, offset = 0, 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -226,11 +224,11 @@ def _read_jsonl(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, Data
         offset += len(line)
 
 
-def _read_json(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, DataRow]]:
+def _read_json(file: DataSource, stream: IO[bytes]) -> Iterator[tuple[int, DataRow]]:
     """The objects of a list, or consecutive objects; one at a time is in memory."""
     decode = json.JSONDecoder(object_pairs_hook=each_key_once).raw_decode
     reader = codecs.getreader("utf-8-sig")(stream)
-    text, number, ended = _more(reader, file), 0, False
+    text, number, ended = reader.read(PIECE_BYTES), 0, False
     place = len(text) - len(text.lstrip())
     listed = text[place : place + 1] == "["
     place += listed
@@ -238,7 +236,7 @@ def _read_json(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, DataR
         place = _BLANK.match(text, place).end()  # type: ignore[union-attr]
         begins = text[place : place + 1]
         if begins == "]" and listed:
-            if (text[place + 1 :] + _more(reader, file)).strip():
+            if (text[place + 1 :] + reader.read(PIECE_BYTES)).strip():
                 raise InputError(f"{file.name}: more after the list of rows: correct the file")
             return
         where = f"{file.name}:{number + 1}"
@@ -253,7 +251,7 @@ def _read_json(file: SourceFile, stream: IO[bytes]) -> Iterator[tuple[int, DataR
             return
         if len(text) - place > MAX_LINE_BYTES:
             raise _too_long(f"{where}: the row")
-        more = _more(reader, file, max(PIECE_BYTES, len(text) - place))
+        more = reader.read(max(PIECE_BYTES, len(text) - place))
         text, place, ended = text[place:] + more, 0, not more
 
 
@@ -270,13 +268,6 @@ def _decoded(
     except (RecursionError, ValueError) as error:
         raise _unusable(where, error) from error
     return _row(row, where), end
-
-
-def _more(reader: codecs.StreamReader, file: SourceFile, num_chars: int = PIECE_BYTES) -> str:
-    try:
-        return reader.read(num_chars)
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file.name}: not UTF-8: {error.reason}: convert it to UTF-8") from error
 
 
 def _too_long(what: str) -> InputError:
@@ -312,33 +303,30 @@ def _row(row: object, where: str) -> DataRow:
     return row
 
 
-def read_hub(source: HubSplit, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
+def read_hub(source: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
     """The rows of a hub data set."""
     names = source.rows.column_names
-    others = [n for n in names if not wanted(n)]
     present = [n for n in names if wanted(n)]
     if present:
         rows = source.rows.select_columns(present).with_format("arrow")  # images stay encoded
-        yield from _rows(rows.iter(_BATCH_ROWS), others)
+        yield from _rows(rows.iter(_BATCH_ROWS), names, wanted)
     elif len(source.rows):  # reading no columns gives no rows, and an error is to name the columns
-        yield 1, dict.fromkeys(others, UNREAD)
+        yield 1, dict.fromkeys(names, UNREAD)
 
 
-def read_parquet(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
+def read_parquet(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
     """The rows of a Parquet file."""
-    parquet = _pyarrow(file, "pyarrow.parquet")
-    with _arrow_errors(file, "Parquet"), parquet.ParquetFile(file.path) as table:
+    with _arrow(file, "Parquet") as arrow, arrow.parquet.ParquetFile(file.path) as table:
         names = table.schema_arrow.names
         _once(names, file)
         present = [n for n in names if wanted(n)]
         batches = table.iter_batches(batch_size=_BATCH_ROWS, columns=present)
-        yield from _rows(batches, [n for n in names if not wanted(n)])
+        yield from _rows(batches, names, wanted)
 
 
-def read_arrow(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
+def read_arrow(file: DataSource, wanted: Wanted) -> Iterator[tuple[int, DataRow]]:
     """The rows of an Arrow file, as a stream (what `datasets` saves) or with random access."""
-    arrow = _pyarrow(file, "pyarrow")
-    with _arrow_errors(file, "Arrow"), arrow.memory_map(str(file.path)) as stream:
+    with _arrow(file, "Arrow") as arrow, arrow.memory_map(str(file.path)) as stream:
         try:
             table: Any = arrow.ipc.open_stream(stream)
             batches: Iterable[Any] = table
@@ -354,11 +342,11 @@ def read_arrow(file: SourceFile, wanted: Wanted) -> Iterator[tuple[int, DataRow]
             for batch in batches
             for start in range(0, batch.num_rows, _BATCH_ROWS)
         )
-        yield from _rows(parts, [n for n in names if not wanted(n)])
+        yield from _rows(parts, names, wanted)
 
 
 def read_csv(
-    file: SourceFile, wanted: Wanted, stream: IO[bytes], longest: int
+    file: DataSource, wanted: Wanted, stream: IO[bytes], longest: int
 ) -> Iterator[tuple[int, DataRow]]:
     """The rows of a CSV or TSV file with a header; every value is the string that is written."""
     text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
@@ -384,8 +372,6 @@ def read_csv(
                 yield number, dict(zip(names, values, strict=True))
     except csv.Error as error:
         raise InputError(f"{file.name}:{number + 1}: not CSV: {error}: correct the row") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file.name}: not UTF-8: {error.reason}: convert it to UTF-8") from error
 
 
 def _without_nulls(value: Any) -> Any:
@@ -395,33 +381,29 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _once(names: list[str], file: SourceFile) -> None:
+def _once(names: list[str], file: DataSource) -> None:
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise InputError(f"{file.name}: column {twice!r:.40} is there twice: rename one")
 
 
-def _rows(batches: Iterable[Any], unread: list[str]) -> Iterator[tuple[int, DataRow]]:
-    number, others = 0, dict.fromkeys(unread, UNREAD)
+def _rows(
+    batches: Iterable[Any], names: list[str], wanted: Wanted
+) -> Iterator[tuple[int, DataRow]]:
+    number, others = 0, dict.fromkeys((n for n in names if not wanted(n)), UNREAD)
     for batch in batches:
         for row in batch.to_pylist():
             number += 1
             yield number, {**_without_nulls(row), **others}
 
 
-def _pyarrow(file: SourceFile, module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise InputError(f"{file.name}: reading it needs pyarrow: install datasets") from error
-
-
 @contextmanager
-def _arrow_errors(file: SourceFile, what: str) -> Iterator[None]:
-    """Turns pyarrow's errors into one line that names the file."""
-    arrow = _pyarrow(file, "pyarrow")
+def _arrow(file: DataSource, what: str) -> Iterator[Any]:
+    """Within this context pyarrow's errors are one line that names the file."""
+    arrow = importlib.import_module("pyarrow")
+    importlib.import_module("pyarrow.parquet")
     try:
-        yield
+        yield arrow
     except (arrow.ArrowException, UnicodeDecodeError) as error:
         reason = first_line(error)
         raise InputError(f"{file.name}: not a readable {what} file: {reason}") from error

@@ -52,10 +52,6 @@ class ReplySpans:
         if tool_names(talk):
             self._refuse_tools_left_out()
 
-    def spans(self, turn: int) -> list[TextRange]:
-        """The reply `messages[turn]` in the text, in one part. Raises InputError: as `span`."""
-        return [self.span(turn)]
-
     def span(self, turn: int) -> TextRange:
         """The reply `messages[turn]` in the text, with its end of turn.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain.errors import InputError, first_line
+from megatrain.errors import InputError, explained
 
 _log = logging.getLogger("megatrain.data")
 
@@ -39,73 +39,40 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
-class SourceFile:
-    """A file to read. `named`: the user wrote this very path, so an empty file is an error."""
+class DataSource:
+    """A file to read, or a data set of the hub, which `datasets` keeps in memory-mapped files.
 
-    path: Path
-    format: FileFormat
-    named: bool
-    size: int
-    mtime_ns: int
-
-    @property
-    def name(self) -> str:
-        """The name in errors and descriptions of rows."""
-        return str(self.path)
-
-    @property
-    def place(self) -> str:
-        """A key that is equal for all names of one file: links, other spellings of its path."""
-        return str(self.path.resolve())
-
-    @property
-    def identity(self) -> tuple[str | int, ...]:
-        """A key that stays equal as long as the file does not change."""
-        return (str(self.path.absolute()), self.size, self.mtime_ns)
-
-
-@dataclass(frozen=True)
-class HubSplit:
-    """A data set of the hub, which `datasets` keeps in memory-mapped files."""
+    Attributes:
+        name: in errors and descriptions of rows.
+        place: equal for all names of one file: links, other spellings of its path.
+        identity: equal as long as the source does not change.
+        named: the user wrote this very path, so an empty file is an error.
+        rows: of the hub's data set.
+    """
 
     name: str
-    rows: Any
-    format: FileFormat = "hub"
+    format: FileFormat
+    place: str
+    identity: tuple[str | int, ...]
     named: bool = True
-
-    @property
-    def place(self) -> str:
-        """A key that differs between sources."""
-        return self.name
-
-    @property
-    def identity(self) -> tuple[str | int, ...]:
-        """A key that stays equal as long as the data set does not change."""
-        return (self.name, self.rows._fingerprint, len(self.rows))
+    path: Path = Path()
+    size: int = 0
+    rows: Any = None
 
 
-DataSource = SourceFile | HubSplit
-
-
-def load_hub(name: str, config: str | None, split: str) -> HubSplit:
+def load_hub(name: str, config: str | None, split: str) -> DataSource:
     """A hub data set through `datasets`: downloaded if there is a network, else from its cache.
 
     Raises InputError: no such data set, configuration or split, or it cannot be reached.
     """
-    try:
+    problem = f"{name!r}: no such file or folder, nor a hub data set that can be loaded"
+    remedy = "check the path, install the package datasets, or fetch it once with a network"
+    with explained(problem, remedy):  # datasets raises its back ends' errors
         import datasets
-    except ImportError as error:
-        raise InputError(
-            f"{name!r}: no such file, and hub data sets need the package datasets: install it"
-        ) from error
-    try:
+
         rows = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # datasets raises its back ends' errors
-        raise InputError(
-            f"{name!r}: no such file or folder, nor a hub data set that can be loaded "
-            f"({first_line(error).rstrip('.')}): check the path, or fetch it once with a network"
-        ) from error
-    return HubSplit(f"{name}[{split}]", rows)
+    whole = f"{name}[{split}]"
+    return DataSource(whole, "hub", whole, (whole, rows._fingerprint, len(rows)), rows=rows)
 
 
 def open_sources(
@@ -127,18 +94,17 @@ def open_sources(
         raise InputError("the data has no path: name at least one file, folder or glob")
     chosen: dict[str, tuple[DataSource, int]] = {}
     for group, entry in enumerate(entries):
-        files: Sequence[DataSource] | None = find_files(entry, kind)
+        files = find_files(entry, kind)
         if files and (hub_config is not None or hub_split != "train"):
             _log.warning("%s: hub_config and hub_split choose nothing here: these are files", entry)
-        hub = () if files else (load_hub(str(entry), hub_config, hub_split),)
-        for one in files or hub:
+        for one in files or [load_hub(str(entry), hub_config, hub_split)]:
             if weighted and one.place in chosen:
                 raise InputError(f"{one.name}: named twice: a weight is for one of them, keep one")
             chosen.setdefault(one.place, (one, group))
     return [one for one, _ in chosen.values()], [group for _, group in chosen.values()]
 
 
-def find_files(source: str | Path, kind: DataKind) -> list[SourceFile] | None:
+def find_files(source: str | Path, kind: DataKind) -> list[DataSource] | None:
     """The files that a path or glob names; None: it can only be a hub id.
 
     Folders are searched in sorted order for everything but hidden files and what `datasets` writes
@@ -154,14 +120,13 @@ def find_files(source: str | Path, kind: DataKind) -> list[SourceFile] | None:
     known_file = Path(text).suffix in (*_SUFFIXES, *_PACKED, ".txt", ".py", ".md")
     if not (os.path.lexists(text) or known_file) and _HUB_ID.fullmatch(text):
         return None
-    files: dict[str, SourceFile] = {}
+    files: dict[str, DataSource] = {}
     for file in _expand(text, kind):
         files.setdefault(file.place, file)
     return list(files.values())
 
 
-def _expand(text: str, kind: DataKind) -> list[SourceFile]:
-    """The files of a path, folder or glob. Raises InputError: as `find_files`."""
+def _expand(text: str, kind: DataKind) -> list[DataSource]:
     path = Path(text).expanduser()
     if re.match(r"[a-z][a-z0-9+.-]*://", text) and not os.path.lexists(path):
         raise InputError(f"{text}: an address, not a path: fetch it, and name the file or folder")
@@ -190,7 +155,7 @@ def _expand(text: str, kind: DataKind) -> list[SourceFile]:
     return files
 
 
-def _refuse_splits(text: str, folder: Path, files: list[SourceFile]) -> None:
+def _refuse_splits(text: str, folder: Path, files: list[DataSource]) -> None:
     """Raises InputError: file names say that some rows are for training, others for tests."""
     split: dict[str, str] = {}
     for file in files:
@@ -204,7 +169,7 @@ def _refuse_splits(text: str, folder: Path, files: list[SourceFile]) -> None:
         )
 
 
-def _describe(path: Path, *, named: bool) -> SourceFile:
+def _describe(path: Path, *, named: bool) -> DataSource:
     status = _status(path)
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"{path}: not a plain file (a device or a pipe?): copy its data to a file")
@@ -217,7 +182,8 @@ def _describe(path: Path, *, named: bool) -> SourceFile:
             f"{path}: {path.suffix} files are not read: make .jsonl of its rows, or leave it out "
             "(a folder's text files alone: folder/**/*.txt)"
         )
-    return SourceFile(path, form, named, status.st_size, status.st_mtime_ns)
+    identity = str(path.absolute()), status.st_size, status.st_mtime_ns
+    return DataSource(str(path), form, str(path.resolve()), identity, named, path, status.st_size)
 
 
 def _status(path: Path) -> os.stat_result:
@@ -249,11 +215,9 @@ def _walk(folder: Path) -> Iterator[Path]:
 def _glob(pattern: Path) -> list[Path]:
     magic = next(i for i, part in enumerate(pattern.parts) if any(m in part for m in "*?["))
     base = Path(*pattern.parts[:magic])
-    try:
+    with explained(f"{pattern}: not a usable pattern", of=(OSError, ValueError)):
         matches = [p for p in base.glob(str(Path(*pattern.parts[magic:]))) if not p.is_dir()]
         return sorted(p for p in matches if all(map(_visible, p.relative_to(base).parts)))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{pattern}: not a usable pattern: {_reason(error)}") from error
 
 
 def _visible(name: str) -> bool:

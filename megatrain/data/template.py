@@ -14,7 +14,7 @@ from typing import Any
 
 from megatrain.data.conversation import Conversation, Message
 from megatrain.data.images import KINDS
-from megatrain.errors import InputError, first_line
+from megatrain.errors import InputError, explained
 
 _LONGEST = 64 << 20  # characters, twice a row's limit; tokenising takes 50 times as many bytes
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -117,15 +117,13 @@ class Template:
 
         Raises InputError: the template refuses the conversation, or takes too long.
         """
-        try:
+        remedy = (
+            "what it asks for may be the row's tools or chat_template_kwargs; model.chat_template "
+            "takes another"
+        )
+        with explained(f"{where}: the chat template refuses the row", remedy):
             messages = self._put(talk, talk.messages)
             text, marks = self._rendered(talk._replace(messages=messages), **options)
-        except Exception as error:  # templates raise errors of any type
-            reason = first_line(error)
-            raise InputError(
-                f"{where}: the chat template refuses the row: {reason} (what it asks for may be "
-                "the row's tools or chat_template_kwargs; model.chat_template takes another)"
-            ) from error
         if len(text) > _LONGEST:
             raise InputError(
                 f"{where}: the chat template makes {len(text):,} characters of the row: check it"

@@ -25,8 +25,8 @@ from megatrain.base.units import MIB
 from megatrain.base.whole_files import whole_folder
 from megatrain.data.encoders import Document
 from megatrain.data.kept_file import BlockSums, KeptFile
-from megatrain.data.kept_images import ImageWriter, KeptImages
-from megatrain.errors import InputError, RunFailed
+from megatrain.data.kept_images import PLACES_FILE, ImageWriter, KeptImages
+from megatrain.errors import InputError, RunFailed, explained
 
 Progress = Callable[[int, int], None]
 _log = logging.getLogger("megatrain.data")
@@ -104,16 +104,13 @@ def open_store(
 
     Raises InputError: the folder cannot be written, or whatever reading the documents raises.
     """
-    try:
+    with explained(f"{folder.parent}: cannot keep tokens there", of=OSError):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with alone(folder.with_suffix(".lock"), "making these tokens"):
             store = _load(folder)
             if store is None:
                 _build(folder, names, documents(), notes, progress)
                 store = _load(folder)
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(f"{folder.parent}: cannot keep tokens there: {reason}") from error
     assert store is not None
     return store
 
@@ -162,7 +159,7 @@ def _load(folder: Path) -> TokenStore | None:
                 meta["num_documents"],
                 tokens.read,
                 records.read,
-                KeptImages.of_store(folder),
+                KeptImages(folder) if (folder / PLACES_FILE).is_file() else None,
             )
             for start in range(0, records.identity[0], 32 * MIB):  # damage is repaired at once
                 records.read(start, min(32 * MIB, records.identity[0] - start))
@@ -206,14 +203,15 @@ def _write(part: Path, documents: Iterable[Document], progress: Progress | None)
     images = ImageWriter(part)
     with (part / _FILES[0]).open("wb") as tokens, (part / _FILES[1]).open("wb") as index:
         for document in documents:
-            size = len(document.ids)
-            stored, record = _stored(document), _record(document, num_tokens)
+            stored, record = _encoded(document, num_tokens)
             for file, sums, array in ((tokens, token_sums, stored), (index, record_sums, record)):
                 file.write(array.tobytes())
                 sums.add(array.tobytes())
-            digest.update(stored.tobytes() + _told_apart(record))
+            # Without a margin of 0, the last field, as in old runs.
+            end = None if document.margin else -_RECORD["margin"].itemsize
+            digest.update(stored.tobytes() + record.tobytes()[:end])
             digest.update(images.add(document.images, document.images_end))
-            num_documents, num_tokens = num_documents + 1, num_tokens + size
+            num_documents, num_tokens = num_documents + 1, num_tokens + len(stored)
             if progress is not None:
                 progress(num_documents, num_tokens)
     images.finish()
@@ -231,30 +229,11 @@ def _crc32(meta: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(meta).encode())
 
 
-def _stored(document: Document) -> NDArray[np.int32]:
-    """[n] tokens in their stored form."""
-    return np.where(_targets(document), document.ids, ~document.ids).astype(_TOKEN)
-
-
-def _record(document: Document, begin: int) -> NDArray[Any]:
-    """[1] the record of a document whose tokens begin at `begin`."""
-    targets = _targets(document)
-    first = int(targets.argmax()) if targets.any() else -1
-    end = begin + len(document.ids)
-    of_row = document.line, document.source, document.good, document.margin
-    values = begin, end, first, *of_row
-    return np.array([values], _RECORD)
-
-
-def _told_apart(records: NDArray[Any]) -> bytes:
-    """The records' bytes for the digest: without margins if all are 0, as in old runs."""
-    rows = records.view(np.uint8).reshape(len(records), -1)
-    if not records["margin"].any():
-        rows = rows[:, : _RECORD.itemsize - _RECORD["margin"].itemsize]
-    return rows.tobytes()
-
-
-def _targets(document: Document) -> NDArray[np.bool_]:
-    targets = document.targets.copy()
+def _encoded(document: Document, begin: int) -> tuple[NDArray[np.int32], NDArray[Any]]:
+    """The stored tokens [n] of a document, which begin at `begin`, and its record [1]."""
+    ids, targets = document.ids, document.targets.copy()
     targets[:1] = False  # no token before it predicts it
-    return targets
+    first = int(targets.argmax()) if targets.any() else -1
+    of_row = document.line, document.source, document.good, document.margin
+    record = np.array([(begin, begin + len(ids), first, *of_row)], _RECORD)
+    return np.where(targets, ids, ~ids).astype(_TOKEN), record

@@ -71,7 +71,11 @@ def open_dataset(
 
     Raises InputError: data or tokenizer cannot be used; names the file and line, and the remedy.
     """
-    reading = _reading(kind, fields, sequence_length, seed)
+    if sequence_length < 2:
+        raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
+    if seed < 0:
+        raise InputError(f"seed is {seed}: it must not be negative")
+    reading = Reading(kind, fields or {})
     weighted = weights is not None
     sources, groups = open_sources(source, kind, hub_config, hub_split, weighted=weighted)
     examples = Examples(sources, reading, bad_rows)
@@ -102,15 +106,6 @@ def open_dataset(
     dataset = (ReplyDataset if kind in REPLIES else PackedDataset)(store, documents, layout, part)
     dataset.image_processor = images
     return dataset
-
-
-def _reading(kind: DataKind, fields: Fields | None, sequence_length: int, seed: int) -> Reading:
-    """How to read rows. Raises InputError: a field's name or a number cannot be used."""
-    if sequence_length < 2:
-        raise InputError(f"sequence_length is {sequence_length}: a row needs at least 2 tokens")
-    if seed < 0:
-        raise InputError(f"seed is {seed}: it must not be negative")
-    return Reading(kind, fields or {})
 
 
 def _say(notes: Mapping[str, Any]) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.base.json_yaml import parse_json
+from megatrain.base.json_yaml import read_json, read_text
 from megatrain.base.units import MIB
 from megatrain.compat.gguf import is_gguf, unpacked
-from megatrain.errors import InputError, first_line, in_one_line
+from megatrain.errors import InputError, in_one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,27 +39,20 @@ def load_tokenizer(
     if local and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         raise InputError(f"{folder}: no tokenizer in this folder: copy its tokenizer.json there")
     name = str(folder if local else path_or_id)
-    try:
+    remedy = "check the files" if local else "check the name, or fetch it once with a network"
+    with tokenising(f"cannot load a tokenizer from {str(path_or_id)!r}", remedy):
         if not local:
             files = [*_VOCABULARIES, *_SETTINGS]
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
         _refuse_endless(folder)
-        _refuse_ambiguous(folder)
+        for file in _SETTINGS:
+            if (folder / file).exists():  # of a key that is there twice the last value would count
+                read_json(folder / file)
         for file in _VOCABULARIES:
             _refuse_aborting(folder / file)
         tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, revision=revision or "main"
         )
-    except InputError:
-        raise
-    except BaseException as error:
-        if not _is_failure(error):
-            raise
-        remedy = "check the files" if local else "check the name, or fetch it once with a network"
-        reason = in_one_line(error, 300)
-        raise InputError(
-            f"cannot load a tokenizer from {str(path_or_id)!r}: {reason} ({remedy})"
-        ) from error
     kind, template = type(tokenizer).__name__, getattr(tokenizer, "chat_template", None)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError(f"{path_or_id}: a {kind} is not one tokenizer: name the folder of one")
@@ -92,37 +85,24 @@ def _stop_sampling(tokenizer: Any, path_or_id: str | Path) -> None:
 
 def read_template(path: Path) -> str:
     """The chat template in a file. Raises InputError: it cannot be read, or is no text."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > _LARGEST_TEMPLATE:
-            limit = _LARGEST_TEMPLATE // MIB
-            raise InputError(f"{path}: not a plain file of at most {limit} MiB: name a template")
-        text = path.read_bytes().decode()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise InputError(f"{path}: cannot be read: {reason}: name a Jinja template") from error
+    text = read_text(path, _LARGEST_TEMPLATE)
     if not text.strip():
         raise InputError(f"{path}: the file is empty: name a Jinja template")
     return text
 
 
 @contextmanager
-def tokenising(where: str) -> Iterator[None]:
-    """Within this context a tokenizer's failures become errors that name it.
-
-    Raises InputError: the tokenizer has failed.
-    """
+def tokenising(where: str, remedy: str = "check the tokenizer's files") -> Iterator[None]:
+    """Within this context a tokenizer's failures become an InputError with the remedy."""
     try:
         yield
+    except InputError:
+        raise
     except BaseException as error:
-        if not _is_failure(error):
+        # The Rust library's are bare Exceptions, or a panic, which is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = first_line(error)
-        raise InputError(f"{where}: the tokenizer fails: {reason} (check its files)") from error
-
-
-def _is_failure(error: BaseException) -> bool:
-    """True for errors of the Rust library: bare Exception, or a panic, which is no Exception."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        raise InputError(f"{where}: {in_one_line(error, 300)} ({remedy})") from error
 
 
 _TOKENIZER_FILES = (
@@ -147,18 +127,6 @@ def _refuse_endless(folder: Path) -> None:
             if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_BYTES:
                 limit = _LARGEST_BYTES // MIB
                 raise InputError(f"{path}: not a plain file of at most {limit} MiB: replace it")
-
-
-def _refuse_ambiguous(folder: Path) -> None:
-    """Refuse a key that is there twice: transformers would take its last value."""
-    for name in _SETTINGS:
-        path = folder / name
-        if not path.exists():
-            continue
-        try:
-            parse_json(path.read_bytes())
-        except ValueError as error:
-            raise InputError(f"{path}: not usable JSON: {error}: replace it") from error
 
 
 def _refuse_aborting(path: Path) -> None:

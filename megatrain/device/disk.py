@@ -23,7 +23,7 @@ from torch import Tensor
 from megatrain import kernels
 from megatrain.base.units import align, size
 from megatrain.device.base import Buffer
-from megatrain.errors import DoesNotFit, InputError, RunFailed, os_reason
+from megatrain.errors import DoesNotFit, InputError, RunFailed, explained, os_reason
 
 _log = logging.getLogger(__name__)
 
@@ -80,12 +80,8 @@ class PlaneFile:
             DoesNotFit: the disk has less room.
         """
         folder, num_bytes = Path(folder).expanduser(), align(num_bytes, BLOCK)
-        try:
+        with explained(f"{folder}: no file for planes can be made there", of=OSError):
             handle = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise InputError(
-                f"{folder}: no file for planes can be made there: {error.strerror}"
-            ) from error
         try:
             _take_room(handle.fileno(), folder, num_bytes)
         except BaseException:

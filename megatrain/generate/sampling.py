@@ -66,7 +66,9 @@ class Sampling:
             cached: keys and values of earlier tokens are kept.
         """
         settings = copy.deepcopy(of_model)
-        for name in _not_followed(of_model):
+        if left := [n for n in _NOT_FOLLOWED if getattr(of_model, n, None) not in _NEUTRAL]:
+            _say(", ".join(left))
+        for name in left:
             setattr(settings, name, None)
         fallback = {} if of_model.do_sample else _USUAL
         for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
@@ -81,14 +83,6 @@ class Sampling:
         settings.eos_token_id, settings.pad_token_id = sorted(stops) or None, pad
         settings.return_dict_in_generate = True
         return settings
-
-
-def _not_followed(config: transformers.GenerationConfig) -> list[str]:
-    """The settings that generation here does not follow; they are logged once."""
-    names = [n for n in _NOT_FOLLOWED if getattr(config, n, None) not in _NEUTRAL]
-    if names:
-        _say(", ".join(names))
-    return names
 
 
 @cache

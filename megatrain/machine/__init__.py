@@ -243,7 +243,7 @@ def present_machine(device: str = "auto", *, precision: Precision = "bf16") -> M
     None without a GPU, or with one that was neither measured nor is listed.
     """
     gpu = find_gpu(device)
-    if gpu is None:
+    if gpu is None or not gpu.memory_bytes:
         return None
     memory = host_limit_bytes()
     measured = read(key_of(device), "fp32" if precision == "fp32" else "bf16")

@@ -38,15 +38,12 @@ from megatrain.compat.transformers import (
     in_fp32,
     model_of,
 )
-from megatrain.errors import InputError, in_one_line
+from megatrain.errors import InputError, explained, in_one_line
 from megatrain.model.adapters import adapted
 
 MAX_COUNT = 10_000  # of layers and of experts; known models have up to some hundreds
-LONGEST_REASON = 400
 _COUNTED = re.compile(r"(layers?|experts)$")
 _LARGE = 1 << 28  # values; no buffer of a known model has nearly as many
-# How configurations name the number of a layer's experts, and of those that a token chooses.
-
 _BY_ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}
 
 _loaded: WeakKeyDictionary[nn.Module, dict[torch.dtype, dict[str, torch.dtype]]]
@@ -60,11 +57,8 @@ def load_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     """
     if (path := folder / "config.json").exists():
         _refuse_nan(read_json(path), path)  # bounded in size and nesting, each key once
-    try:
+    with explained(f"cannot read the model configuration in {folder}"):  # errors of many types
         return read_config(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # each configuration class has its own checks and error types
-        reason = in_one_line(error, LONGEST_REASON)
-        raise InputError(f"cannot read the model configuration in {folder}: {reason}") from error
 
 
 def read_config(place: Path | str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -188,7 +182,7 @@ def build(
         with weightless():
             model = make(copy.deepcopy(config), **options)
     except Exception as error:  # whatever a model makes of impossible sizes
-        reason = in_one_line(error, LONGEST_REASON)
+        reason = in_one_line(error, 400)
         text = config.get_text_config(decoder=True)
         if "padding_idx" in reason.lower():  # torch's word for a token that no user has named so
             last = getattr(text, "vocab_size", 0) - 1

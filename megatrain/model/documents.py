@@ -35,7 +35,7 @@ from megatrain.compat.transformers import (
     set_attention,
     takes_flash_attention,
 )
-from megatrain.errors import InputError, first_line
+from megatrain.errors import explained
 from megatrain.loss import IGNORED
 from megatrain.model.media import of_media
 
@@ -111,13 +111,9 @@ def packed_positions(model: nn.Module, micro: Mapping[str, Tensor]) -> Tensor:
     if not any(map(of_media, micro)):
         return places.expand(4, -1, -1)
     alone, names = unpacked(micro), inspect.signature(index).parameters
-    try:
+    problem = "packed rows with images or sounds: the model has no positions for these documents"
+    with explained(problem, "train them without packing (data.packing: false)"):
         of_media_3NL, _ = index(**{name: alone[name] for name in names if name in alone})
-    except Exception as error:  # of the model's code
-        raise InputError(
-            f"packed rows with images or sounds: the model has no positions for these documents "
-            f"({first_line(error)}); train them without packing (data.packing: false)"
-        ) from error
     of_media_3BT = of_media_3NL[:, alone["attention_mask"].bool()].view(-1, *places.shape)
     return torch.cat([places[None], of_media_3BT])
 

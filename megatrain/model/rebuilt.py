@@ -27,9 +27,9 @@ from megatrain.compat.transformers import (
     set_experts,
     without_checkpointing,
 )
-from megatrain.errors import InputError, Unsupported, first_line, in_one_line
+from megatrain.errors import InputError, Unsupported, explained, first_line
 from megatrain.model.adapters import adapted, with_adapters
-from megatrain.model.build import LONGEST_REASON, build, loaded_types, model_class, weightless
+from megatrain.model.build import build, loaded_types, model_class, weightless
 from megatrain.model.export import saved_config
 from megatrain.model.fingerprint import Reader
 from megatrain.model.probe import forget
@@ -249,18 +249,10 @@ def emptied(model: PreTrainedModel, *, attn_implementation: str | None = None) -
         for value in (v for module in model.modules() for v in vars(module).values()):
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
-        try:
+        with explained("the model given cannot be copied"):  # a user's attributes may fail
             copied = copy.deepcopy(model, memo)
-        except Exception as error:  # copying a user's attributes may fail in any way
-            raise InputError(
-                f"the model given cannot be copied: {in_one_line(error, LONGEST_REASON)}"
-            ) from error
     without_checkpointing(copied)
     if attn_implementation is not None:
-        try:
+        with explained("attn_implementation", of=(ValueError, ImportError, KeyError)):
             copied.set_attn_implementation(attn_implementation)
-        except (ValueError, ImportError, KeyError) as error:
-            raise InputError(
-                f"attn_implementation: {in_one_line(error, LONGEST_REASON)}"
-            ) from error
     return copied.train()

@@ -7,7 +7,6 @@ Format: eight bytes of header length, a JSON header, the data without holes
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -22,7 +21,8 @@ from torch import Tensor
 from megatrain.base import huge_pages
 from megatrain.base.json_yaml import DAMAGED, MAX_JSON_BYTES, parse_object, read_json
 from megatrain.base.units import MIB, align
-from megatrain.errors import InputError, first_line, in_one_line
+from megatrain.base.whole_files import fill
+from megatrain.errors import InputError, explained, first_line, in_one_line
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -70,17 +70,12 @@ class Stored:
         Raises InputError: the file became unreadable or shorter since its header was checked.
         """
         data = _room_for(num_bytes)
-        room = data.numpy().data
-        try:
-            with nullcontext(self.opened) if self.opened else self.file.open("rb") as file:
-                at = self.start + offset
-                while len(room) > 0:  # one call reads 2 GiB at most
-                    count = os.preadv(file.fileno(), [room], at)
-                    if not count:
-                        raise InputError(f"{self.file}: it ends inside {self.name!r}; {DAMAGED}")
-                    room, at = room[count:], at + count
-        except OSError as error:
-            raise InputError(f"{self.file}: cannot read {self.name!r}: {error.strerror}") from error
+        problem = f"{self.file}: cannot read {self.name!r}"
+        with (
+            explained(problem, DAMAGED, of=(OSError, EOFError)),
+            nullcontext(self.opened) if self.opened else self.file.open("rb") as file,
+        ):
+            fill(data.numpy().data, file.fileno(), self.start + offset)
         return data
 
     def kept_open(self, opened: Callable[[Path], BinaryIO]) -> "Stored":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megatrain.errors import InputError
+from megatrain.errors import InputError, explained
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,8 @@ class Trained:
             if not isinstance(patterns, tuple | list):
                 raise InputError(f"{key} is {patterns!r}; it must be a list of patterns")
             for pattern in patterns:
-                try:
+                with explained(f"{key} has a bad pattern {pattern!r}", of=(re.error, TypeError)):
                     re.compile(pattern)
-                except (re.error, TypeError) as error:
-                    raise InputError(f"{key} has a bad pattern {pattern!r}: {error}") from error
 
     def choose(self, model: nn.Module) -> None:
         """Set `requires_grad` of a model's parameters.

@@ -41,7 +41,7 @@ from megatrain.optim import (
     tile_planes,
 )
 from megatrain.placement import Precision
-from megatrain.telemetry.gpu import GpuState, gpu_state, pcie_gbps
+from megatrain.telemetry.gpu import Gpu, find_gpu, pcie_gbps
 from megatrain.telemetry.host import (
     cgroup_files,
     cpu_name,
@@ -337,7 +337,7 @@ class Facts:
     native_kernels: bool
     compiles: bool
     torch_cuda: str | None
-    gpu: GpuState | None
+    gpu: Gpu | None
 
 
 def collect(device: str, folder: Path) -> Facts:
@@ -363,7 +363,7 @@ def collect(device: str, folder: Path) -> Facts:
         native_kernels=kernels.is_native,
         compiles=can_compile(),
         torch_cuda=torch.version.cuda,
-        gpu=gpu_state(device),
+        gpu=find_gpu(device),
     )
 
 
@@ -423,9 +423,7 @@ def _of_host(facts: Facts) -> Iterator[tuple[str, str]]:
         )
 
 
-def _of_gpu(
-    facts: Facts, gpu: GpuState, rates: Mapping[str, float | None]
-) -> Iterator[tuple[str, str]]:
+def _of_gpu(facts: Facts, gpu: Gpu, rates: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
     if not facts.compiles:
         yield (
             "no Triton or no C compiler, so layers stay eager and no tile rests on the GPU",
@@ -478,7 +476,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
     """
     started = time.perf_counter()
     sizes = sizes or Sizes()
-    before = gpu_state(device_name)
+    before = find_gpu(device_name)
     unusable = []
     try:
         device = open_device(device_name)
@@ -496,7 +494,7 @@ def diagnose(device_name: str, folder: Path, sizes: Sizes | None = None) -> Diag
         log.info("measuring the bus, matrix products and attention")
         measured += bus_measurements(device, sizes.copy_bytes)
         measured += device_measurements(device, sizes)
-        after = gpu_state(device_name)  # clocks and links of a GPU that was idle would read too low
+        after = find_gpu(device_name)  # clocks and links of a GPU that was idle would read too low
         facts = replace(facts, gpu=after or facts.gpu)
 
         def context() -> float:

@@ -29,9 +29,7 @@ from megatrain.run_folder.layout import (
     MODEL,
     SAMPLES,
     TIMELINE,
-    early_end,
-    model_state,
-    model_steps,
+    ending,
 )
 from megatrain.telemetry.metrics import is_evaluation, read_metrics
 from megatrain.telemetry.pictures import Chart, Line, Values, draw_charts, draw_step
@@ -147,37 +145,18 @@ def number(value: Any) -> float:
         return math.nan
 
 
-@dataclass
-class Run:
-    """The content of a run's folder.
+def read_run(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """The contents of a run's files by name, and sentences on what is missing or damaged.
 
-    Attributes:
-        environment: machine and versions (telemetry/host.py).
-        config: the run file.
-        spans: the recorded step.
-        samples: documents with images: place, images, runs of text and whether they are learnt.
-        notes: sentences on what is missing or damaged.
+    Raises InputError: it is no run's folder.
     """
-
-    name: str
-    status: str
-    metrics: Metrics
-    environment: Mapping[str, Any]
-    config: Mapping[str, Any]
-    notes: list[str]
-    spans: list[Span] = field(default_factory=list)
-    recorded_step: int | None = None
-    samples: Sequence[Mapping[str, Any]] = ()
-
-
-def read_run(folder: Path) -> Run:
-    """Read a run's folder. Raises InputError: it is no run's folder."""
     if not any((folder / name).is_file() for name in (METRICS, CONFIG, ENVIRONMENT)):
         problem = "does not exist" if not folder.exists() else "is no run's folder"
         raise InputError(
             f"{folder} {problem}; name a folder that holds {METRICS}, {CONFIG} or {ENVIRONMENT}"
         )
-    contents: dict[str, Any] = {}
+    contents: dict[str, Any] = {ENVIRONMENT: {}, CONFIG: {}, METRICS: collect([])}
+    contents |= {TIMELINE: ([], None), SAMPLES: ()}
     notes = []
     for name, read in (
         (ENVIRONMENT, read_yaml),
@@ -190,21 +169,9 @@ def read_run(folder: Path) -> Run:
             contents[name] = read(folder / name)
         except (InputError, OSError, ValueError, KeyError, TypeError) as error:
             notes.append(f"{name} is missing or damaged: {first_line(error)}")
-    metrics, config = contents.get(METRICS) or collect([]), contents.get(CONFIG, {})
-    spans, step = contents.get(TIMELINE, ([], None))
-    if not metrics.num_steps:
+    if not contents[METRICS].num_steps:
         notes.append(f"{METRICS} holds no finished step.")
-    return Run(
-        name=folder.resolve().name,
-        status=_status(metrics, config, folder),
-        metrics=metrics,
-        environment=contents.get(ENVIRONMENT, {}),
-        config=config,
-        notes=notes,
-        spans=spans,
-        recorded_step=step,
-        samples=contents.get(SAMPLES, ()),
-    )
+    return contents, notes
 
 
 def _read_timeline(path: Path) -> tuple[list[Span], int | None]:
@@ -237,7 +204,7 @@ def _status(metrics: Metrics, config: Mapping[str, Any], folder: Path) -> str:
     done = f"{last:,.0f}{of} steps" if last else f"no step{of} done"
     if metrics.failed is not None:
         return f"Failed after {done}: {metrics.failed}"
-    early, state, whole = early_end(folder), model_state(folder), model_steps(folder)
+    whole, state, early = ending(folder)
     longer = bool(total and last and last < total) and (early is None or whole != last)
     if (folder / MODEL).is_dir() and not longer:
         why = f", stopped early: {early}" if early else ""
@@ -253,24 +220,18 @@ def at(tree: Any, *keys: str) -> Any:
     return tree
 
 
-def real(value: Any) -> float | None:
-    """The value if it is a positive number, else None."""
-    return float(value) if type(value) in (int, float) and 0 < value < 1e30 else None
-
-
 def count(value: Any) -> int | None:
     """The value if it is a positive whole number, else None."""
     return value if type(value) is int and 0 < value < 1e18 else None
 
 
-def figures(run: Run) -> dict[str, str]:
+def figures(metrics: Metrics, environment: Mapping[str, Any]) -> dict[str, str]:
     """The main numbers of a run by their titles."""
-    metrics, environment = run.metrics, run.environment
     evaluated = [float(line.y[-1]) for line in metrics.evaluated("loss")[:1]]
     sizes = {
         "Device memory, at peak": metrics.largest("device_peak_bytes"),
         "Host memory, at peak": metrics.largest("host_bytes"),
-        "Disk": real(environment.get("disk_bytes")),
+        "Disk": count(environment.get("disk_bytes")),
     }
     numbers = {
         "Loss": metrics.last("loss"),
@@ -334,30 +295,29 @@ def write_report(folder: Path, output: Path | None = None) -> Path:
     Raises InputError: `folder` is no run's folder, or `output` is another kind of file. The page
     itself says which files the run lacks.
     """
-    run = read_run(folder)
+    contents, notes = read_run(folder)
+    metrics, config, environment = (contents[name] for name in (METRICS, CONFIG, ENVIRONMENT))
+    spans, recorded_step = contents[TIMELINE]
     output = output or folder / "report.html"
     if output.suffix.lower() not in (".html", ".htm"):  # it may be a file of data
         raise InputError(f"{output}: the page would replace it; name one that ends in .html")
     template = Environment(loader=_TEMPLATES, autoescape=True).get_template("run.html")
-    files = {
-        "Machine, versions and placement": run.environment,
-        "Configuration": run.config,
-    }
+    files = {"Machine, versions and placement": environment, "Configuration": config}
     page = template.render(
-        name=run.name,
-        status=run.status,
-        notes=run.notes,
-        figures=figures(run),
-        charts=picture(draw_charts, charts(run.metrics)),
-        timeline=picture(draw_step, run.spans),
-        recorded_step=run.recorded_step or "",
+        name=folder.resolve().name,
+        status=_status(metrics, config, folder),
+        notes=notes,
+        figures=figures(metrics, environment),
+        charts=picture(draw_charts, charts(metrics)),
+        timeline=picture(draw_step, spans),
+        recorded_step=recorded_step or "",
         files={
             title: yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)
             for title, content in files.items()
             if content
         },
-        work=_where_time_went(run.spans),
-        samples=run.samples,
+        work=_where_time_went(spans),
+        samples=contents[SAMPLES],
     )
     output.parent.mkdir(parents=True, exist_ok=True)
     write_file(output, page.encode("utf-8", "replace").decode())  # names of files may be no UTF-8

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatrain import config as run_files
-from megatrain.base.json_yaml import parse_json
+from megatrain.base.json_yaml import read_json
 from megatrain.base.whole_files import hidden, write_file
 from megatrain.config import Config
 from megatrain.errors import InputError
@@ -33,7 +33,6 @@ LOCK = ".lock"
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_NOTE_BYTES = 1 << 16
 
 log = logging.getLogger(__name__)
 
@@ -219,36 +218,34 @@ def finished_steps(run: Path, config: Config) -> int | None:
     return done if note == _length(config) and metric == wanted else None
 
 
-def early_end(run: Path) -> str | None:
-    """The reason why the run that wrote `model/` ended before its last step; None: it did not."""
-    reason = _note(run).get("early")
-    return reason if isinstance(reason, str) else None
+class Ending(NamedTuple):
+    """The end of the run that wrote `model/`; None: there is no model, or it is unknown.
+
+    done: steps taken before. state: the step of the model, the best or the last. early: why it
+    ended before its last step.
+    """
+
+    done: int | None
+    state: int | None
+    early: str | None
 
 
-def model_steps(run: Path) -> int | None:
-    """The number of steps after which `model/` was written; None: there is none, or unknown."""
-    return _note(run).get("done")
-
-
-def model_state(run: Path) -> int | None:
-    """The step of the state in `model/`, the best or the last; None: unknown."""
-    note = _note(run)
-    best = note.get("best")
+def ending(run: Path) -> Ending:
+    """The end of a run, as its note says."""
+    done, best, early = map(_note(run).get, ("done", "best", "early"))
     step = best.get("step") if isinstance(best, dict) else None
-    return step if type(step) is int else note.get("done")
+    return Ending(
+        done, step if type(step) is int else done, early if isinstance(early, str) else None
+    )
 
 
 def _note(run: Path) -> dict[str, Any]:
     """The note of a run; empty without one, or without a number of steps `done`."""
-    path = run / FINISHED
-    if not (run / MODEL).is_dir() or not path.is_file():
-        return {}
-    try:
-        with path.open("rb") as file:
-            note = parse_json(file.read(_NOTE_BYTES))
-    except (OSError, ValueError):
-        return {}
-    return note if isinstance(note, dict) and type(note.get("done")) is int else {}
+    note: dict[str, Any] = {}
+    if (run / MODEL).is_dir():
+        with suppress(InputError):
+            note = read_json(run / FINISHED)
+    return note if type(note.get("done")) is int else {}
 
 
 def _length(config: Config) -> dict[str, Any]:

@@ -4,9 +4,9 @@ Checkpoints leave the base of an adapter out: it is read again from where it was
 values are others is refused: training would go on, on another model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from megatrain.checkpoint.manifest import (
 )
 from megatrain.checkpoint.read import masters
 from megatrain.compat.transformers import configs, set_attention, set_experts
-from megatrain.errors import InputError
+from megatrain.errors import InputError, explained
 from megatrain.model import weights
 from megatrain.model.adapters import Values, adapted, plain, restored
 from megatrain.model.build import empty_model, load_config
@@ -212,13 +212,9 @@ def resumed_placement(
     # What an earlier version left unset, and this one has given up, is no choice.
     known, choices = {setting.name for setting in fields(Placement)}, checkpoint.settings.placement
     saved = {n: v for n, v in choices.items() if n in known or v is not None}
-    try:
+    problem, remedy = "its placement is of another version", "give one: placement='auto'"
+    with explained(f"{checkpoint.folder}: {problem}", remedy, of=(LookupError, TypeError)):
         return Placement(**renamed(saved) | {"resident": tuple(saved["resident"])})
-    except (LookupError, TypeError) as error:
-        raise InputError(
-            f"{checkpoint.folder}: its placement is of another version ({error}); give one: "
-            "placement='auto'"
-        ) from error
 
 
 def check_precision(checkpoint: Checkpoint, wanted: str | None) -> Any:
@@ -346,14 +342,10 @@ def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) 
     return {*names.values()} - seen.sums.keys()
 
 
-@contextmanager
-def _another_base(checkpoint: Checkpoint, left: BaseReference) -> Iterator[None]:
+def _another_base(checkpoint: Checkpoint, left: BaseReference) -> AbstractContextManager[None]:
     """Within this context errors say that the base is not the one that the checkpoint had."""
-    try:
-        yield
-    except InputError as error:
-        another = f"{left.path}: is not the base that {checkpoint.folder} was trained on"
-        raise InputError(f"{another} ({error}); {_PUT_BACK}") from error
+    another = f"{left.path}: is not the base that {checkpoint.folder} was trained on"
+    return explained(another, _PUT_BACK, of=InputError)
 
 
 def _require_same(
@@ -428,13 +420,10 @@ def carried(place: Checkpoint | Path, model: PreTrainedModel) -> dict[str, Store
 
 def _open(checkpoint: Checkpoint, left: BaseReference) -> Checkpoint | Path:
     path = Path(left.path)
-    try:
+    problem = f"{checkpoint.folder}: has an adapter alone, and its base cannot be read"
+    with explained(problem, of=InputError):
         if path.is_absolute() and not path.exists():
             raise InputError(f"{path} is not there; {_PUT_BACK}")
         if is_checkpoint(path):
             return open_checkpoint(path)
         return weights.resolve_model(left.path, left.revision)
-    except InputError as error:
-        raise InputError(
-            f"{checkpoint.folder}: has an adapter alone, and its base cannot be read: {error}"
-        ) from error

@@ -27,48 +27,25 @@ _OTHER = {"ti", "super"}
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: product name, memory in bytes, driver version, unique number."""
+    """One GPU: product name, bytes of memory (0: unknown), driver version, unique number.
+
+    At this moment: the link, which looks slower when it is idle; `other_processes` with their
+    numbers and bytes (most containers see none); `used_bytes` of all processes and the driver.
+    None where the driver does not say.
+    """
 
     name: str
     memory_bytes: int
     driver: str
     uuid: str = ""
-
-
-@dataclass(frozen=True)
-class GpuState:
-    """A GPU at one moment; None where the driver does not say. Idle links look slower.
-
-    `other_processes` have numbers and bytes (most containers see none); `used_bytes` are of all
-    processes and the driver.
-    """
-
-    name: str
-    driver: str
-    pcie_generation: int | None
-    pcie_lanes: int | None
-    other_processes: tuple[tuple[int, int], ...]
-    used_bytes: int | None
+    pcie_generation: int | None = None
+    pcie_lanes: int | None = None
+    other_processes: tuple[tuple[int, int], ...] = ()
+    used_bytes: int | None = None
 
 
 def find_gpu(device: str = "auto") -> Gpu | None:
     """The GPU that torch calls `device`, else the first one; None without one or without NVML."""
-    with driver(device) as nvml_and_handle:
-        if nvml_and_handle is None:
-            return None
-        nvml, handle = nvml_and_handle
-        with suppress(nvml.NVMLError):
-            return Gpu(
-                name=nvml.nvmlDeviceGetName(handle),
-                memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
-                driver=nvml.nvmlSystemGetDriverVersion(),
-                uuid=nvml.nvmlDeviceGetUUID(handle),
-            )
-        return None
-
-
-def gpu_state(device: str) -> GpuState | None:
-    """The state of the GPU that torch calls `device`; None without one or without NVML."""
     with driver(device) as nvml_and_handle:
         if nvml_and_handle is None:
             return None
@@ -82,9 +59,11 @@ def gpu_state(device: str) -> GpuState | None:
 
         memory = ask("nvmlDeviceGetMemoryInfo")
         processes = ask("nvmlDeviceGetComputeRunningProcesses") or ()
-        return GpuState(
+        return Gpu(
             name=str(ask("nvmlDeviceGetName")),
+            memory_bytes=0 if memory is None else int(memory.total),
             driver=str(nvml.nvmlSystemGetDriverVersion()),
+            uuid=str(ask("nvmlDeviceGetUUID") or ""),
             pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
             pcie_lanes=ask("nvmlDeviceGetCurrPcieLinkWidth"),
             other_processes=tuple(

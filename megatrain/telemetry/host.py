@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from megatrain.base.units import parse_bytes
-from megatrain.errors import InputError
+from megatrain.errors import explained
 from megatrain.telemetry.gpu import find_gpu
 
 HOST_MEMORY = "MEGATRAIN_HOST_MEMORY"
@@ -101,10 +101,8 @@ def host_limit_bytes() -> int:
     MEGATRAIN_HOST_MEMORY in the environment says how much (`503GiB`). Raises InputError: no size.
     """
     if HOST_MEMORY in os.environ:
-        try:
+        with explained(f"{HOST_MEMORY} in the environment", of=ValueError):
             return parse_bytes(os.environ[HOST_MEMORY])
-        except ValueError as error:
-            raise InputError(f"{HOST_MEMORY} in the environment is {error}") from error
     limits = [*cgroup_files("memory.max"), *cgroup_files("memory.limit_in_bytes", "memory")]
     total = int(psutil.virtual_memory().total)
     return min([total, *(int(limit) for limit in limits if limit.isdigit())])

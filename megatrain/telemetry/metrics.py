@@ -1,9 +1,9 @@
 """`metrics.jsonl`: one JSON object a line, written as it happens."""
 
 import json
+import logging
 import math
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,28 +15,22 @@ from megatrain.base.json_yaml import parse_json
 _LONGEST_LINE = 1 << 20  # bytes; a step's places may be many
 
 
-def _warn(message: str) -> None:
-    print(message, file=sys.stderr)
+log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
     """Appends lines to a file; a full disk delays lines, it never ends the run.
 
-    The first line that cannot be written is reported through `warn`; it and those after it are kept
-    (the newest 100,000) and written when there is room. The file is opened for each attempt: a file
+    The first line that cannot be written is named in the log; it and those after it are kept (the
+    newest 100,000) and written when there is room. The file is opened for each attempt: a file
     object whose flush has failed keeps the unwritten bytes and fails for ever.
     """
 
     def __init__(
-        self,
-        path: Path,
-        warn: Callable[[str], None] = _warn,
-        also: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+        self, path: Path, also: Sequence[Callable[[Mapping[str, Any]], None]] = ()
     ) -> None:
         """Args: `also`: functions that get each line's values once it is written."""
-        self._path, self._also = path, also
-        self._warn = warn
-        self._warned = False
+        self._path, self._also, self._warned = path, also, False
         self._unwritten: deque[bytes] = deque(maxlen=100_000)
 
     def write(self, **values: Any) -> None:
@@ -51,7 +45,8 @@ class MetricsWriter:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                self._warn(f"{self._path}: cannot be written ({error.strerror}); the run goes on")
+                reason = error.strerror
+                log.warning("%s: cannot be written (%s); the run goes on", self._path, reason)
         else:
             self._unwritten.clear()
         for tell in self._also:

@@ -262,7 +262,8 @@ def train(
             check_trackers(config)
             job = _open(config, name, stack, ranks, resume=resume)
         if isinstance(job, Path):
-            return Outcome(job, layout.model_steps(job) or 0, early=layout.early_end(job))
+            ending = layout.ending(job)
+            return Outcome(job, ending.done or 0, early=ending.early)
         try:
             return _run(job, signals, on_record)
         except OSError as error:

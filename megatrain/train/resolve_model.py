@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedTokenizerBa
 from megatrain.base.whole_files import known_by
 from megatrain.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from megatrain.config import ModelSection, nearest
-from megatrain.errors import InputError, in_one_line
+from megatrain.errors import InputError, explained
 from megatrain.model.build import load_config
 from megatrain.model.companions import tokenizer_files
 from megatrain.model.weights import resolve_model
@@ -23,8 +23,8 @@ from megatrain.run_folder.layout import (
     MODEL,
     checkpoint_folder,
     checkpoints,
+    ending,
     model_folder,
-    model_steps,
 )
 from megatrain.source.source import adapter_folder, folder_adapter
 
@@ -51,7 +51,7 @@ def trained_model(run: str) -> Checkpoint | str:
     if newest is not None:
         log.info("the run has not ended: this is %s", newest.folder)
         return newest
-    done, saved = model_steps(path), checkpoints(path)
+    done, saved = ending(path).done, checkpoints(path)
     if done is not None and saved and saved[-1] > done:
         log.warning(
             "%s is of step %d; the run has gone on: its newest state is %s",
@@ -147,11 +147,9 @@ def _written_out(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
             raise InputError(f"model.config.{name}: should be a positive integer, got {value!r}")
     derived = {name: getattr(tokenizer, name) for name in _SPECIAL}
     derived["vocab_size"] = len(tokenizer)
-    try:
+    # Each class has its own checks and types of errors.
+    with explained(f"model.config: not a {model_type} configuration"):
         return config_class(**(derived | fields))
-    except Exception as error:  # each configuration class has its own checks and error types
-        reason = in_one_line(error)
-        raise InputError(f"model.config: not a {model_type} configuration: {reason}") from error
 
 
 def _newest_checkpoint(parent: Path) -> Checkpoint | None:

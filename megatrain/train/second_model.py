@@ -21,7 +21,7 @@ from megatrain.base.whole_files import write_file
 from megatrain.checkpoint import Checkpoint
 from megatrain.config import Config, ModelSection
 from megatrain.data import PackedDataset, ReplyDataset, Step, load_tokenizer, plain_rows
-from megatrain.errors import InputError
+from megatrain.errors import InputError, explained
 from megatrain.loss import DPO, IGNORED, Distillation, PairLoss, Reward
 from megatrain.model.sizes import check_sequence_length
 from megatrain.model.weights import resolve_model
@@ -93,17 +93,13 @@ class References:
     def read(cls, run: Path) -> "References":
         """Read the record of a run. Raises InputError: it is missing or damaged."""
         path = run / REFERENCES
-        try:
+        remedy = "put the file back, or begin a new run with model.path: this one"
+        with explained(f"{path}: what the run keeps of its reference cannot be read", remedy):
             kept = json.loads(path.read_text())
             if kept.pop("crc32") != _crc32(kept):
                 raise ValueError("it is not as it was written")
             sums = {name: torch.tensor(values) for name, values in kept["sums"].items()}
             return cls(sums, dict(kept["keys"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"{path}: what the run keeps of its reference cannot be read ({error}); put the "
-                "file back, or begin a new run with model.path: this one"
-            ) from error
 
 
 def _crc32(kept: dict[str, Any]) -> int:
@@ -242,15 +238,13 @@ def find_teacher(
     name, trusted = config.loss.teacher, config.model.trust_remote_code
     if name is None:
         return None
-    try:
+    with explained("loss.teacher", of=InputError):
         resolved = ResolvedModel.of(ModelSection(path=name, trust_remote_code=trusted))
         theirs = model_config(resolved.section, tokenizer)
         check_sequence_length(theirs, config.data.sequence_length)
         assert resolved.section.path is not None and resolved.source is not None
         folder = resolve_model(resolved.section.path)
         vocab = load_tokenizer(str(folder), trust_remote_code=trusted).get_vocab()
-    except InputError as error:
-        raise InputError(f"loss.teacher: {error}") from error
     sizes = theirs.get_text_config(decoder=True).vocab_size, text_config.vocab_size
     if vocab != tokenizer.get_vocab():
         raise InputError(

@@ -231,15 +231,11 @@ def _check_images(config: Config, sets: Sequence[Any]) -> None:
         trusted = config.model.trust_remote_code
         section = ModelSection(path=config.loss.teacher, trust_remote_code=trusted)
         theirs = run_images(ResolvedModel.of(section).section)
-        if not theirs.identity:
-            raise InputError(
-                f"loss.teacher: {config.loss.teacher} has no processor of images; add the files of "
-                "model.path (processor_config.json or preprocessor_config.json)"
-            )
         if theirs.digest != pictured[0].image_processor.digest:
             raise InputError(
-                f"loss.teacher: {config.loss.teacher} has another processor of images than "
-                "model.path: leave the images out, or take another teacher"
+                f"loss.teacher: {config.loss.teacher} has {'another' if theirs.identity else 'no'} "
+                "processor of images; add the files of model.path (processor_config.json or "
+                "preprocessor_config.json), take another teacher, or leave the images out"
             )
     if config.engine.sequence_parallel > 1:
         raise InputError(
@@ -248,27 +244,22 @@ def _check_images(config: Config, sets: Sequence[Any]) -> None:
 
 
 def _loader(config: Config, training: PackedDataset | Prompts, ranks: Ranks) -> StepLoader:
-    rows = config.training.batch_size
-    settings: dict[str, Any] = {
-        "rows_per_step": rows,
-        "rows_per_micro_batch": rows,
-        "seed": config.training.seed,
-    }
+    rows, seed, finish = config.training.batch_size, config.training.seed, None
     if isinstance(training, Prompts):
         log.info("data: %s prompts", f"{len(training):,}")
     else:
         size = f"{training.num_tokens:,} tokens in {len(training):,} rows"
         log.info("data: %s, %.0f%% full", size, 100 * training.fill)
+        finish = partial(with_own_images, training, ranks) if training.has_images else None
     if rows > len(training):
         log.warning(
             "a step takes training.batch_size %d rows, and the data has only %d: it takes each "
             "more than once; lower batch_size, or data.sequence_length for more rows",
-            rows,
-            len(training),
-        )
-    if isinstance(training, PackedDataset) and training.has_images:
-        settings["finish"] = partial(with_own_images, training, ranks)
-    return StepLoader(training, **settings, workers=2)
+            rows, len(training),
+        )  # fmt: skip
+    return StepLoader(
+        training, rows_per_step=rows, rows_per_micro_batch=rows, seed=seed, workers=2, finish=finish
+    )
 
 
 def _rows_per_micro_batch(config: Config, engine: Engine, start: Start | None) -> int:
@@ -543,8 +534,5 @@ def check_schedule(config: Config, total_steps: int) -> None:
         log.warning(
             "the learning rate never gets to optimizer.lr in %d steps (warm-up %d, largest rate "
             "%g): lower schedule.warmup_steps or warmup_ratio, correct its options, or train "
-            "for more steps",
-            total_steps,
-            warmup,
-            max(rates),
-        )
+            "for more steps", total_steps, warmup, max(rates),
+        )  # fmt: skip

@@ -286,7 +286,7 @@ def address(path):
 
 
 WRONG = {
-    "missing": (lambda path: None, "a.png: cannot be read: no such file"),
+    "missing": (lambda path: None, "a.png: cannot be read: No such file"),
     "cut off": (cut_off, "a.png: not a whole image: .*truncated"),
     "of something else": (lambda path: path.write_text("a") and None, "a.png: not a whole image"),
     "moving": (gif, "a.gif: it has several frames"),
@@ -370,7 +370,7 @@ def test_plans_count_the_encoder_of_images(megatrain, model):
     seen = json.loads(megatrain.done("plan", *options, "--image", "9x12", "--image", "8x8").stdout)
     assert not seen["warnings"] and seen["forecast"]["seconds"] > text["forecast"]["seconds"]
     assert seen["forecast"]["device_bytes"]["images"] == 1024 // 128 * 2 * 3 * 8 * 8 * 2
-    problems = {"9": "is no size", "9x123456": "is too large"}
+    problems = {"9": "is no size", "9x123456": "99999 at most"}
     problems["8x8"] = "the images of a row take 4 tokens"
     for image, problem in problems.items():
         result = megatrain("plan", *options, "--image", image, "--sequence-length", 2)

@@ -3,7 +3,6 @@
 import json
 import mmap
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -169,9 +168,8 @@ def test_a_configuration_that_cannot_be_is_told_with_the_reason(megatrain, model
 
 def test_what_other_processes_hold_is_left_to_them(megatrain, model_file, monkeypatch):
     machine = machine_for("4090", 64 * GIB, 16)
-    answering(monkeypatch, command, find_gpu=Gpu("NVIDIA H200", 1, "580"), present_machine=machine)
-    state = SimpleNamespace(used_bytes=20 * GIB, other_processes=((77, 19 * GIB),))
-    answering(monkeypatch, command, gpu_state=state)
+    gpu = Gpu("NVIDIA H200", 1, "580", used_bytes=20 * GIB, other_processes=((77, 19 * GIB),))
+    answering(monkeypatch, command, find_gpu=gpu, present_machine=machine)
     sizes = ["--tokens", 64, "--sequence-length", 32, "--json"]
     told = json.loads(megatrain("plan", "--model", model_file, *sizes).stdout)
     assert told["device_memory_bytes"] == machine.device_memory_bytes - 20 * GIB

@@ -103,7 +103,7 @@ def cut_off(path):
 
 
 WRONG = {
-    "missing": (lambda path: None, "a.wav: cannot be read: no such file"),
+    "missing": (lambda path: None, "a.wav: cannot be read: No such file"),
     "broken": (cut_off, "a.wav: not a whole audio"),
     "at another rate": (lambda path: sound(path.parent, path.name, 1, 300, 1600),
                         "a.wav: 1600 Hz in 16 bits: write it in 800 Hz"),

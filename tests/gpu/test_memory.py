@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from megatrain import AdamW, DoesNotFit, Engine, Placement
 from megatrain.base.units import MIB
-from megatrain.telemetry.gpu import gpu_state
+from megatrain.telemetry.gpu import find_gpu
 from tests.gpu.test_cuda import model, steps, train
 from tests.parity.cases import gradients, llama, make_batches, make_engine, relative_error
 
@@ -61,7 +61,7 @@ def test_tiles_of_tokens_change_rounding_only(compiled):
 
 def gpu_bytes():
     """What all processes take of the GPU."""
-    state = gpu_state("cuda:0")
+    state = find_gpu("cuda:0")
     return (state and state.used_bytes) or 0
 
 

@@ -27,7 +27,7 @@ from megatrain.plan.doctor import (
     findings,
 )
 from megatrain.telemetry import gpu
-from megatrain.telemetry.gpu import Gpu, GpuState, known_gpus, named_gpu
+from megatrain.telemetry.gpu import Gpu, known_gpus, named_gpu
 from tests.inside import answering, sized
 
 KEY = rates.Key("GPU-1234", "580.1", "Some CPU", 16)
@@ -159,7 +159,7 @@ SMALL = Sizes(
     head_size=16,
     launches=3,
 )
-GPU = GpuState("NVIDIA H200", "580.1", 5, 16, other_processes=(), used_bytes=1 << 30)
+GPU = Gpu("NVIDIA H200", 140 * GIB, "580.1", "", 5, 16, used_bytes=1 << 30)
 HEALTHY = Facts(
     cpu="Some CPU", cores=16, quota_cores=None, memory_bytes=128 * GIB, allowed_bytes=128 * GIB,
     free_bytes=125 * GIB, huge_pages="madvise", folder="/data", disk_free_bytes=900 * GIB,
@@ -209,7 +209,7 @@ def test_a_driver_may_leave_questions_unanswered(monkeypatch):
     for name, answer in answers.items():
         getattr(library, name).configure_mock(side_effect=None, return_value=answer)
     answering(monkeypatch, gpu, driver=nullcontext((library, None)))
-    state = gpu.gpu_state("cuda")
+    state = gpu.find_gpu("cuda")
     assert (state.name, state.driver) == ("NVIDIA H200", "580.1")
     assert (state.pcie_lanes, state.pcie_generation, state.used_bytes) == (None,) * 3
     assert state.other_processes == ((1, 0),)
@@ -252,7 +252,7 @@ def gpu_machine(monkeypatch, tmp_path):
     answering(monkeypatch, rates, key_of=key)
     answering(monkeypatch, doctor, open_device=device, collect=HEALTHY)
     used = iter(range(1 << 30, 1 << 40, 500 * MIB))
-    monkeypatch.setattr(doctor, "gpu_state", lambda name: replace(GPU, used_bytes=next(used)))
+    monkeypatch.setattr(doctor, "find_gpu", lambda name: replace(GPU, used_bytes=next(used)))
     host = {"update_gparams": 4.0, "disk_write_gbps": None, "disk_read_gbps": 2.5,
             "disk_both_gbps": 1.5}  # fmt: skip
     measured = [Measurement(name, name, value, "") for name, value in host.items()]
