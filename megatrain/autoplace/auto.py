@@ -9,6 +9,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -62,9 +63,8 @@ def settle(
         InputError: a size is not a number of 1 or more; on any rank, there is no such disk.
         DoesNotFit: nothing does, or the given placement does not.
     """
-    sizes = (tokens_per_step, sequence_length, micro_batch)
-    names = ("tokens_per_step", "sequence_length", "micro_batch")
-    for name, value in zip(names, sizes, strict=True):
+    sizes = {"tokens_per_step": tokens_per_step, "sequence_length": sequence_length}
+    for name, value in {**sizes, "micro_batch": micro_batch}.items():
         if value is not None and (type(value) is not int or value < 1):
             raise InputError(f"{name} is {value!r}; it must be an integer of at least 1, or None")
     ranks, model, trained = opened.ranks, opened.model, opened.model.optimizer is not None
@@ -261,10 +261,8 @@ def parse_limit(name: str, value: Any) -> int | None:
     """A limit in bytes, given as the user writes it; None for none. Raises InputError."""
     if value is None:
         return None
-    try:
-        parsed = parse_bytes(value) if isinstance(value, (str, int)) else -1
-    except ValueError as error:
-        raise InputError(f"{name} is {error}") from error
-    if parsed <= 0 or isinstance(value, bool):
-        raise InputError(f"{name} is {value!r}; write it like 10GiB, or a number of bytes")
-    return parsed
+    with suppress(ValueError):
+        parsed = parse_bytes(value) if isinstance(value, str) or type(value) is int else 0
+        if parsed > 0:
+            return parsed
+    raise InputError(f"{name} is not a size: {value!r}; write it like 10GiB, or a number of bytes")

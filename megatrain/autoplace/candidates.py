@@ -89,11 +89,7 @@ class Candidates:
             base = Placement(**choices, **self.spilled, compile=self.workload.compile)
             lanes = base.layer_input_lanes // (2 if long and base.slots < MOST_SLOTS else 1)
             whole.append(
-                replace(
-                    base,
-                    head_tokens=max(least, base.head_tokens),
-                    layer_input_lanes=lanes,
-                )
+                replace(base, head_tokens=max(least, base.head_tokens), layer_input_lanes=lanes)
             )
         tiled = [
             [replace(candidate, chunk_tokens=_TILE, save_attention=where) for candidate in whole]

@@ -72,11 +72,9 @@ def fastest(
 def least(forecasts: ForecastCache, machine: Machine, workload: Workload) -> Forecast:
     """The forecast that lacks least memory; where the host lacks some, all is on the disk."""
     *_, most = _spills(forecasts, machine, workload)
-    without = Search(forecasts, machine, workload)
-    if not most or not without.host_is_short():
-        forecast = without.least()
-        if not most or forecast.machine.host_memory_bytes <= machine.host_memory_bytes:
-            return forecast
+    forecast = Search(forecasts, machine, workload).least()
+    if not most or forecast.machine.host_memory_bytes <= machine.host_memory_bytes:
+        return forecast
     return Search(forecasts, machine, workload, most).least()
 
 
@@ -159,14 +157,6 @@ class Search:
             self._first_look(family, rows)
             for rows in dict.fromkeys((most, fewest))
             for family in self._families(rows)
-        )
-
-    def host_is_short(self) -> bool:
-        """True if what lasts as long as an engine has no room on the host; no step is followed."""
-        return all(
-            self._with_tiles(placement)[1][1] > self._budget.host
-            for family in self._families(self._candidates.sizes()[-1])
-            for placement in self._most_sparing(family)
         )
 
     def least(self) -> Forecast:

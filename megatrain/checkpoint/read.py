@@ -50,17 +50,13 @@ def read_tiles(checkpoint: Checkpoint, tiles: Sequence[Tile], threads: int) -> N
             pool.shutdown(cancel_futures=True)
             raise
     records = checkpoint.manifest.tiles
-    tile_versions = {record.name: record.version for record in records}
-    parameter_versions = {
-        parameter.name: record.version for record in records for parameter in record.parameters
-    }
+    versions = {record.name: record.version for record in records}
+    versions |= {p.name: record.version for record in records for p in record.parameters}
     skipped = {p.name: p.skipped for p in checkpoint.manifest.parameters if p.skipped}
     for tile in tiles:
         tile.skipped = Counter({n: skipped[n] for n in tile.layout.by_name if n in skipped})
-        first = next((entry.name for entry in tile.layout.entries), None)
-        tile.version = (
-            tile_versions.get(tile.name, 0) if first is None else parameter_versions.get(first, 0)
-        )
+        first = next((entry.name for entry in tile.layout.entries), tile.name)
+        tile.version = versions.get(first, 0)
 
 
 def _mismatches(checkpoint: Checkpoint, tiles: Sequence[Tile]) -> Iterator[str]:

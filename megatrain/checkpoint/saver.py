@@ -74,12 +74,7 @@ class Saving:
         self._device, self._contents, self._jobs = device, contents, jobs
         self._started = time.perf_counter()
         # No daemon: a program that ends without `close` still has its checkpoint.
-        try:
-            self._thread = start_thread("megatrain save", self._run)
-        except RunFailed as error:
-            raise RunFailed(
-                f"{folder}: cannot save the checkpoint of step {self.step}: {error}"
-            ) from error
+        self._thread = start_thread(f"save of step {self.step} to {folder}", self._run)
 
     @property
     def done(self) -> bool:

@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -47,7 +47,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Assembly:
     """Everything that `inference` and `training` build the parts of a step from.
 
-    The forecast moves gradients and planes in fewer pieces (forecast/simulate.py).
+    A forecast (forecast/simulate.py) gives other `sinks` and `staging`, which move gradients and
+    planes in fewer pieces, and a function that stands for the unpacking of weights.
     """
 
     device: Device
@@ -57,7 +58,9 @@ class Assembly:
     placement: Placement
     ranks: Ranks = ALONE
     verify: Verify = "off"
-    sinks: ClassVar[type[Sink]] = Sink
+    sinks: type[Sink] = Sink
+    staging: type[DiskStaging] = DiskStaging
+    unpacking: Unpack | None = None
 
     def __post_init__(self) -> None:
         tiles, threads = self.store.tiles, update_threads() // self.ranks.on_host
@@ -92,18 +95,12 @@ class Assembly:
         policies = self.placement.policies(len(self.layers))
         return [policy if allowed[policy.where] else RECOMPUTE for policy in policies]
 
-    def unpack(self) -> Unpack:
-        """A function that unpacks a tile's weights on the device."""
-
+    def _unpack(self) -> Unpack:
         @cache
         def fast(expand: Expand) -> Expand:
             return self._compiled(expand, "the unpacking of weights")
 
         return lambda layout, *memory: layout.unpack(*memory, fast)
-
-    def disk_staging(self) -> DiskStaging:
-        """Moves planes from a disk to their updates, and back."""
-        return DiskStaging(self.device, self.store.tiles)
 
     def inference(self) -> Parts:
         """Parts of a forward-only pass."""
@@ -113,7 +110,7 @@ class Assembly:
         """Parts of a training step."""
         device, placement, tiles = self.device, self.placement, self.store.tiles
         visited = self.shared.visited
-        update = Update(self.shared, optimizer, max_grad_norm, self.disk_staging())
+        update = Update(self.shared, optimizer, max_grad_norm, self.staging(device, tiles))
         passes, spec = placement.passes, self.program.spec
         on_device = {tile for tile in tiles if tile.rests.gradient is Tier.DEVICE}
         waiting = {*on_device, *(tile for tile in tiles if update.waits(tile))}
@@ -137,7 +134,8 @@ class Assembly:
         trunk, head = self._units(embedding)
         encoded = self._encoded(trunk, embedding)
         _end_backward(trunk)
-        return Parts(trunk, head, embedding, Stream(self.shared, self.unpack()), encoded)
+        stream = Stream(self.shared, self.unpacking or self._unpack())
+        return Parts(trunk, head, embedding, stream, encoded)
 
     def _units(self, embedding: Embedding) -> tuple[list[Unit], Head]:
         device, program = self.device, self.program

@@ -14,12 +14,7 @@ from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, IGNORED, TOKEN_SCORE, JointLoss, Loss, targets_of
 from megatrain.model.capture import Call, Rows
 from megatrain.model.document_check import DocumentCheck, check_masks
-from megatrain.model.documents import (
-    is_packed,
-    packed_positions,
-    starts_anew,
-    told_by_lengths,
-)
+from megatrain.model.documents import is_packed, packed_positions, starts_anew, told_by_lengths
 from megatrain.model.float8 import in_own_type
 from megatrain.model.media import as_computed
 from megatrain.model.micro_batch import Batch, MicroBatch
@@ -33,12 +28,6 @@ MicroBatches = Sequence[Mapping[str, Tensor]]
 
 # Integers that int64 holds without loss.
 _NARROW = (torch.int8, torch.int16, torch.int32, torch.uint8)
-
-# Of a forward: how it is run, or what stands in place of token ids.
-_NOT_HEEDED = (
-    *("use_cache", "past_key_values", "cache_params", "logits_to_keep", "num_logits_to_keep"),
-    "inputs_embeds",
-)
 
 
 class Intake:
@@ -181,16 +170,12 @@ class Intake:
         for key in needed:
             if key not in micro:
                 raise InputError(f"{where} has no {key}")
-        for key in (key for key in micro if key in _NOT_HEEDED):
-            raise InputError(
-                f"{where} has {key!r}, and rows are given by input_ids, whose labels say which "
-                "tokens count (-100: none), without a cache; leave it out"
-            )
         known, accepts = {*needed, "labels"}, self._program.spec.capture.accepts
         if unknown := sorted(key for key in micro if key not in known and not accepts(key)):
             raise InputError(
                 f"{where} has {unknown[0]!r}, which neither the model's forward nor the loss "
-                f"takes; known: {', '.join(needed)}, and what else the forward takes"
+                f"takes of tokens; known: {', '.join(needed)} (labels say which tokens count, -100:"
+                " none), and what else the forward takes of each token"
             )
         for key, value in micro.items():
             if not isinstance(value, Tensor):
@@ -263,18 +248,16 @@ def halved(
 
     So do rows with images or sounds, whose tensors do not say which row they are of.
     """
-    whole = [any(map(is_media, micro)) for micro in micro_batches]
-    parts = [
-        (micro, len(micro["input_ids"]) if has_media else -(-len(micro["input_ids"]) // 2))
-        for micro, has_media in zip(micro_batches, whole, strict=True)
-    ]
-    return [
-        {name: value[at : at + rows] for name, value in micro.items()}
-        if rows < len(micro["input_ids"])
-        else micro
-        for micro, rows in parts
-        for at in range(0, len(micro["input_ids"]), rows)
-    ]
+    parts: list[Mapping[str, Tensor]] = []
+    for micro in micro_batches:
+        rows = len(micro["input_ids"])
+        half = -(-rows // 2)
+        if half == rows or any(map(is_media, micro)):
+            parts.append(micro)
+        else:
+            cuts = slice(half), slice(half, rows)
+            parts += [{name: value[cut] for name, value in micro.items()} for cut in cuts]
+    return parts
 
 
 def _by_owner(ids: Sequence[Tensor], ranks: Ranks, rows_each: int) -> tuple[Tensor, slice]:
@@ -318,10 +301,11 @@ def _without_media(where: str, micro: Any, is_media: Callable[[str], bool]) -> A
     media = [key for key in micro if is_media(key)] if isinstance(micro, Mapping) else []
     for key in media:
         value = micro[key]
-        if not isinstance(value, Tensor) or value.device.type != "cpu" or not value.numel():
-            raise InputError(f"{where}: {key} must be a tensor on the cpu, and not empty")
-        if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise InputError(f"{where}: {key} holds a number that is not finite")
+        fits = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel()
+        if not fits or not bool(value.isfinite().all()):
+            raise InputError(
+                f"{where}: {key} must be a tensor of finite numbers on the cpu, and not empty"
+            )
     return {key: micro[key] for key in micro if key not in media} if media else micro
 
 

@@ -14,7 +14,7 @@ from megatrain.device import Buffer, Device
 from megatrain.device.base import COMPUTE, COPY_IN, COPY_OUT, Kind, Memory, Name
 from megatrain.engine.shared import Shared
 from megatrain.optim import gradient_plane
-from megatrain.store.store import Tier, Tile, planes
+from megatrain.store.store import Lane, Tier, Tile, planes
 from megatrain.tile import TileKind
 
 _STEP = 128  # fp32 elements: every piece starts on a boundary that the widest loads like
@@ -98,12 +98,8 @@ def _in_a_row(lengths: Sequence[int], offset: int) -> tuple[list[int], int]:
     return starts, offset
 
 
-@dataclass
-class HostGrad:
-    """Host room for one tile's gradient."""
-
-    buffer: Buffer
-    free: Any = None  # the update that read it is done
+HostGrad = Lane
+"""Host room for one tile's gradient."""
 
 
 @dataclass
@@ -125,12 +121,6 @@ class GradAccumulator:
         if parts:
             add_each([self.views[name] for name in parts], [*parts.values()])
             self.reached.update(parts)
-
-
-@dataclass
-class _Lane:
-    buffer: Buffer
-    left: Any = None  # the copy to the host is done
 
 
 class Updates(Protocol):
@@ -169,7 +159,7 @@ class Sink:
         layer = max((t.layout.trainable_numel for t in layers), default=0)
         self._piece = min(self._most_at_once(layer, placement.gradient_lanes), largest)
         self._lanes = [
-            _Lane(device.empty(Name(Memory.GRADIENTS, f"leaving gradient {i}"), self._piece, dtype))
+            Lane(device.empty(Name(Memory.GRADIENTS, f"leaving gradient {i}"), self._piece, dtype))
             for i in range(placement.gradient_lanes or max(1, -(-layer // self._piece)))
         ]
         self._sums = {
@@ -272,12 +262,12 @@ class Sink:
             left = max(0, min(span.numel, numel - span.at))  # the rest is frozen
             for start, stop in self._pieces(left):
                 lane = self._next_lane()
-                device.wait(COMPUTE, lane.left, "outgoing buffer free")
+                device.wait(COMPUTE, lane.free, "outgoing buffer free")
                 self._round(accumulator, slice(span.at + start, span.at + stop), lane.buffer)
                 device.wait(COPY_OUT, device.record(COMPUTE), "gradient ready")
                 to = host_grad.buffer.piece(span.start + start, span.start + stop)
                 device.copy(COPY_OUT, to, lane.buffer, stop - start)
-                lane.left = device.record(COPY_OUT)
+                lane.free = device.record(COPY_OUT)
         return device.record(COPY_OUT)
 
     def recall(self, tile: Tile, host_grad: HostGrad) -> GradAccumulator:
@@ -292,17 +282,17 @@ class Sink:
             lane = None
             if tile.rests.gradient is not Tier.DEVICE:
                 lane = self._next_lane()
-                device.wait(COPY_IN, lane.left, "outgoing buffer free to return")
+                device.wait(COPY_IN, lane.free, "outgoing buffer free to return")
                 device.copy(COPY_IN, lane.buffer, source, len(source.data))
                 device.wait(COMPUTE, device.record(COPY_IN), "gradient returned")
                 source = lane.buffer.piece(0, len(source.data))
             work = partial(to.data.copy_, source.data)
             device.run(COMPUTE, Name(Kind.ROUND, f"return {tile.name}"), work, [source], [to])
             if lane is not None:
-                lane.left = device.record(COMPUTE)
+                lane.free = device.record(COMPUTE)
         return GradAccumulator(tile, sums)
 
-    def _next_lane(self) -> _Lane:
+    def _next_lane(self) -> Lane:
         self._lane_index += 1
         return self._lanes[self._lane_index % len(self._lanes)]
 

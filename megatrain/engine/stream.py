@@ -15,22 +15,16 @@ from megatrain.device import Buffer
 from megatrain.device.base import COMPUTE, COPY_IN, DISK_WEIGHTS, Kind, Memory, Name
 from megatrain.engine.modules import StreamedModule
 from megatrain.engine.shared import Shared
-from megatrain.store.store import DiskReader, Tier, Tile
+from megatrain.store.store import DiskReader, Lane, Tier, Tile
 from megatrain.tile import TileKind, TileLayout
 
 Unit = TypeVar("Unit", bound=StreamedModule)
 Unpack = Callable[[TileLayout, torch.Tensor, torch.Tensor], None]
 
 
-@dataclass(eq=False)
-class _Slot:
-    buffer: Buffer
-    free: Any  # the work that read it is done
-
-
 @dataclass
 class _Place:
-    slots: list[_Slot]
+    slots: list[Lane]
     buffer: Buffer
     ready: Any = None  # they have arrived
     version: int | None = None  # of weights that stay
@@ -66,8 +60,8 @@ class Stream:
         # Device memory is free to use only in the order of COMPUTE, where it was given.
         device.run(COMPUTE, "allocate slots", lambda: None, writes=pieces)
         allocated = device.record(COMPUTE)
-        self._slots = [_Slot(piece, allocated) for piece in pieces]
-        self._staying = {i: _Place([_Slot(b, allocated)], b) for i, b in kept.items()}
+        self._slots = [Lane(piece, allocated) for piece in pieces]
+        self._staying = {i: _Place([Lane(b, allocated)], b) for i, b in kept.items()}
         unpacked = [tile.layout.unpacked.numel for tile in layers if tile.layout.is_packed]
         name = Name(Memory.SLOTS, "unpacked weights")
         self._unpacked = device.empty(name, max(unpacked, default=0), dtype)

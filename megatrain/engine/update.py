@@ -21,7 +21,7 @@ from megatrain.engine.shared import Shared
 from megatrain.engine.sink import HostGrad, Sink
 from megatrain.errors import InputError, RunFailed, StepRefused
 from megatrain.optim import Plane, Rule, StreamedOptimizer, TileRange, UpdateOptions
-from megatrain.store.store import DiskStaging, Tier, Tile
+from megatrain.store.store import DiskStaging, Lane, Tier, Tile
 from megatrain.tile import Entry, TileKind
 from megatrain.tile.layout import MOST_ELEMENTS
 
@@ -29,13 +29,6 @@ from megatrain.tile.layout import MOST_ELEMENTS
 _ROOMS = 2
 
 Settings = Mapping[str, Any]
-
-
-@dataclass
-class _Room:
-    buffer: Buffer
-    free: Any
-    ready: Any = None
 
 
 def give_way(device: Device, tile: Tile, stream: str) -> None:
@@ -72,7 +65,7 @@ class Directions:
         moving = [tile for tile in with_state if tile.rests.moments is not Tier.DEVICE]
         numels = [stop - start for start, stop in map(self._range, moving)]
         self._rooms = [
-            _Room(device.empty(Name(Memory.GRADIENTS, name), max(numels), torch.float32), None)
+            Lane(device.empty(Name(Memory.GRADIENTS, name), max(numels), torch.float32))
             for name in (f"state {i} of directions" for i in range(_ROOMS if numels else 0))
         ]
         for room in self._rooms:

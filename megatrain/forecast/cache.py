@@ -138,14 +138,9 @@ class ForecastCache(Once):
         return planes + later + process
 
     def measured(self, workload: Workload, chunk_tokens: int | None = None) -> Profile:
+        shape = workload.precision, workload.sequence_length, workload.compile, workload.media
         return self.once(
-            (
-                workload.precision,
-                workload.sequence_length,
-                workload.compile,
-                workload.media,
-                chunk_tokens,
-            ),
+            (*shape, chunk_tokens),
             lambda: Profile(
                 self.spec,
                 workload.dtype,

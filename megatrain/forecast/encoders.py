@@ -15,14 +15,7 @@ from transformers import AttentionInterface
 
 from megatrain.compat.torch import FakeTensor, TorchDispatchMode, pytree, without_modes
 from megatrain.compat.transformers import sdpa_attention_forward
-from megatrain.forecast.op_counter import (
-    MediaWork,
-    OpCounter,
-    Shape,
-    Work,
-    sizes_of_rows,
-    tensors,
-)
+from megatrain.forecast.op_counter import MediaWork, OpCounter, Shape, Work, on_line, tensors
 from megatrain.model.capture import Call
 from megatrain.model.documents import BY_IMAGES, attention_within_images
 from megatrain.model.media import FrozenParts, as_computed
@@ -89,7 +82,7 @@ def calls_of_rows(one: Sequence[Call], two: Sequence[Call], rows: int) -> list[C
     for single, other in zip(one, two, strict=True):
         for leaf, double in zip(single.leaves, other.leaves, strict=True):
             if isinstance(leaf, Tensor) and id(leaf) not in made:
-                shape = sizes_of_rows(leaf.shape, double.shape, rows)
+                shape = on_line(leaf.shape, double.shape, rows - 1, 1)
                 made[id(leaf)] = torch.empty(shape, dtype=leaf.dtype, device="meta")
     return [Call([made.get(id(x), x) for x in call.leaves], call.spec) for call in one]
 

@@ -142,32 +142,9 @@ class Trace:
     random: bool
     outputs: dict[int, Shape]
 
-    def of_rows(self, rows: int, first: int, other: "Trace", second: int) -> "Trace | None":
-        """The trace of so many rows, from those of `first` and `second`; None: other operations."""
-        if self._structure != other._structure:
-            return None
-        way, whole = rows - first, second - first
-
-        def at(one: int, two: int) -> int:
-            return one + (two - one) * way // whole
-
-        ops = [
-            replace(
-                op,
-                work=op.work.between(like.work, way, whole),
-                scratch_bytes=at(op.scratch_bytes, like.scratch_bytes),
-                product_bytes=at(op.product_bytes, like.product_bytes),
-            )
-            for op, like in zip(self.ops, other.ops, strict=True)
-        ]
-        outputs = {
-            leaf: Shape(tuple(map(at, shape.sizes, other.outputs[leaf].sizes)), shape.dtype)
-            for leaf, shape in self.outputs.items()
-        }
-        return replace(self, ops=ops, sizes=[*map(at, self.sizes, other.sizes)], outputs=outputs)
-
     @property
-    def _structure(self) -> tuple:
+    def structure(self) -> tuple:
+        """All of it but sizes and works, which are affine in the rows."""
         ops = [(op.reads, op.writes, op.extern) for op in self.ops]
         return ops, self.split, self.inputs, self.results, self.gradients, self.random
 

@@ -5,8 +5,7 @@ its operations: FLOPs, bytes touched, and bytes alive. Of parts that run in tile
 (model/token_chunks.py, with its legend of shapes) one tile is measured, and none is run.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -45,8 +44,7 @@ from megatrain.forecast.op_counter import (
 )
 from megatrain.forecast.workload import MediaRow
 from megatrain.loss import Loss
-from megatrain.model.capture import Call, Ref, Rows, last_hidden, stand_in
-from megatrain.model.layer_template import LayerTemplate
+from megatrain.model.capture import Call, Ref, Rows, last_hidden
 from megatrain.model.micro_batch import Activations, Batch, MicroBatch
 from megatrain.model.program import ModelProgram
 from megatrain.model.spec import ModelSpec
@@ -63,17 +61,6 @@ _MOST = 1 << 24  # parameters of a part that is tried in its own size
 
 Measure = Callable[[nn.Module, dict[str, Tensor], tuple[int, ...], torch.dtype], LayerWork]
 """Of a part, its weights and buffers without data, and the sizes `[1, C, D]` and type of a tile."""
-
-
-@contextmanager
-def tiled(kind: LayerTemplate, tokens: int, measure: Measure) -> Iterator[None]:
-    """Within this context a kind's parts stand for tiles of `tokens`."""
-    before, kind.module = kind.module, copy.deepcopy(kind.module)
-    try:
-        with measured_tiles(parts(kind.module), tokens, measure):
-            yield
-    finally:
-        kind.module = before
 
 
 @contextmanager
@@ -210,30 +197,21 @@ class Measurer:
     def media(self, rows: int) -> MediaWork:
         """The work of images and sounds in so many rows; with one, of the encoders' backward."""
         assert self._media is not None
-        named = {name: self.parameters[name] for name in self.spec.media}
         with foreseeing("an encoder"), fakes(ENCODER_LAYERS), Known(), in_one_call():
             micro = self.micro_batch(rows)
             give_media(micro, self._media.of(rows, self.tokens), self.program)
-            encoders = self._weights(named)
-            for name, weight in encoders.items():
-                weight.requires_grad_(named[name].requires_grad)
-            weights = encoders, self._prologue_weights()
-            work = media_work(self.program, micro, *weights, trains=rows == 1)
+            encoders = self._weights(self.spec.media)
+            prologue = self._weights(self.spec.prologue, all_trained=True)
+            work = media_work(self.program, micro, encoders, prologue, trains=rows == 1)
         self._calls[rows] = micro.calls
         return work
-
-    def _prologue_weights(self) -> dict[str, Tensor]:
-        """Weights of what comes before the layers, without data, within `fakes()`."""
-        return {
-            name: stand_in(self.parameters[name], _CPU, self.program.type_of(name)).requires_grad_()
-            for name in self.spec.prologue
-        }
 
     def prologue(self, rows: int) -> Prologue:
         with foreseeing("what comes before the layers"), fakes():
             micro = self.micro_batch(rows)
             with torch.enable_grad():
-                values = self.program.prologue(self._prologue_weights(), micro)
+                weights = self._weights(self.spec.prologue, all_trained=True)
+                values = self.program.prologue(weights, micro)
             arguments = {id(leaf): leaf for call in micro.calls for leaf in call.leaves}
             num_bytes = sum(v.nbytes for v in arguments.values() if isinstance(v, Tensor))
             results = [(ref, Shape(tuple(v.shape), v.dtype)) for ref, v in values.items()]
@@ -254,7 +232,8 @@ class Measurer:
         kind = self.spec.layers[visit].kind
         tiles: AbstractContextManager[None] = nullcontext()
         if self._chunk_tokens is not None:
-            tiles = tiled(kind, self._chunk_tokens, partial(self._tile, self._compiled))
+            measure = partial(self._tile, self._compiled)
+            tiles = measured_tiles(parts(kind.module), self._chunk_tokens, measure)
         with self._running(visit):
             run, inputs = self._call(visit, rows, entering)
             with tiles:
@@ -317,8 +296,7 @@ class Measurer:
             micro, spec = self.micro_batch(rows), self.spec
             values = {ref: shape.empty().requires_grad_() for ref, shape in h.items()}
             names = [name for name in spec.epilogue if name not in spec.head]
-            parameters = self._weights({name: self.parameters[name] for name in names})
-            weights = {name: weight.requires_grad_() for name, weight in parameters.items()}
+            weights = self._weights(names, all_trained=True)
 
             def run() -> Activations:
                 hidden = last_hidden(self.program.epilogue(weights, micro, values))
@@ -336,10 +314,16 @@ class Measurer:
         tables = {name: table.requires_grad_() for name, table in tables.items()}
         return MicroBatch({"input_ids": ids}, ids, _AnyRows(ids, ids, tables, ids.view(-1)[:1]))
 
-    def _weights(self, parameters: dict[str, nn.Parameter], prefix: str = "") -> dict[str, Tensor]:
-        """Weights without data; parameters' names behind `prefix` are those of the model."""
-        type_of = self.program.type_of
-        return {n: torch.empty(p.shape, dtype=type_of(prefix + n)) for n, p in parameters.items()}
+    def _weights(
+        self, names: Iterable[str], prefix: str = "", *, all_trained: bool = False
+    ) -> dict[str, Tensor]:
+        """The model's parameters without data, by their names behind a `prefix`."""
+        weights = {}
+        for name in names:
+            parameter = self.parameters[prefix + name]
+            weight = torch.empty(parameter.shape, dtype=self.program.type_of(prefix + name))
+            weights[name] = weight.requires_grad_(all_trained or parameter.requires_grad)
+        return weights
 
     def _call(
         self, visit: int, rows: int, entering: Shapes
@@ -356,10 +340,8 @@ class Measurer:
         values = {ref: entering[ref].empty() for ref in refs}
         for value in values.values():
             value.requires_grad_(value.is_floating_point())
-        parameters = dict(layer.module.named_parameters())
-        weights = self._weights(parameters, f"{layer.name}.")
-        for name, weight in weights.items():
-            weight.requires_grad_(parameters[name].requires_grad)
+        names = [name for name, _ in layer.module.named_parameters()]
+        weights = self._weights(names, f"{layer.name}.")
         inputs = [*values.values(), *weights.values(), *micro.calls[visit].leaves]
         return partial(self.program.layer, visit, weights, micro, values), inputs
 

@@ -1,9 +1,9 @@
 """Counts the cost of operations on tensors without data: FLOPs, bytes touched, bytes alive."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from math import prod
 from operator import add
@@ -88,11 +88,6 @@ class Work(NamedTuple):
     kept_bytes: int = 0
     calls: int = 0
 
-    def between(self, other: "Work", way: int, whole: int) -> "Work":
-        """The work that is `way` of the `whole` way from this one to another one, or beyond it."""
-        pairs = zip(self, other, strict=True)
-        return Work(*(one + (two - one) * way // whole for one, two in pairs))
-
     def times(self, count: int) -> "Work":
         """The work of `count` micro-batches, one after the other; memory is that of one."""
         if count == 1:
@@ -117,13 +112,6 @@ class Shape:
     def num_bytes(self) -> int:
         return prod(self.sizes) * self.dtype.itemsize
 
-    def of_rows(self, rows: int, measured: int) -> "Shape":
-        """The shape for another number of rows than was measured."""
-        first, *others = self.sizes
-        if first % measured:  # sums over tokens
-            return self
-        return Shape((first * rows // measured, *others), self.dtype)
-
     def empty(self) -> Tensor:
         return torch.empty(self.sizes, dtype=self.dtype)
 
@@ -133,12 +121,6 @@ class Prologue(NamedTuple):
 
     results: list[tuple[Ref, Shape]]
     argument_bytes: int
-
-    def of_rows(self, rows: int, other: "Prologue", first: int, second: int) -> "Prologue":
-        """That of so many rows, from this one of `first` and another one of `second`."""
-        results = [(ref, shape.of_rows(rows, first)) for ref, shape in self.results]
-        more = (other.argument_bytes - self.argument_bytes) * (rows - first) // (second - first)
-        return Prologue(results, self.argument_bytes + more)
 
 
 class MediaWork(NamedTuple):
@@ -166,21 +148,28 @@ class MediaWork(NamedTuple):
 
         That of encoders grows with the rows: they may take long to follow, and are for one alone.
         """
-        pairs: list[Any] = [*zip(self, two, strict=True)]
-        works = [Work().between(work, rows, 1) for work in self[:2]]
-        works += [a.between(b, rows - 1, 1) for a, b in pairs[2:4]]
-        sizes = [self.kept_bytes * rows, *(a + (b - a) * (rows - 1) for a, b in pairs[5:7])]
-        shapes = zip(self.results, two.results, strict=True)
-        results = [
-            (ref, Shape(sizes_of_rows(one.sizes, other.sizes, rows), one.dtype))
-            for (ref, one), (_, other) in shapes
-        ]
-        return MediaWork._make((*works, *sizes, results))
+        rest: MediaWork = on_line(self, two, rows - 1, 1)
+        works = [on_line(Work(), work, rows, 1) for work in (self.encoding, self.again)]
+        kept = self.kept_bytes * rows
+        return rest._replace(encoding=works[0], again=works[1], kept_bytes=kept)
 
 
-def sizes_of_rows(one: Sequence[int], two: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Sizes for so many rows, by those for one and for two."""
-    return tuple(a + (b - a) * (rows - 1) for a, b in zip(one, two, strict=True))
+def on_line(one: Any, two: Any, way: int, whole: int) -> Any:
+    """The value that is `way` of the `whole` way from one to another of its form, or beyond it.
+
+    Integers are, inside of tuples, lists, dictionaries and dataclasses; all else is as in `one`.
+    """
+    if type(one) is int:
+        return one + (two - one) * way // whole
+    if isinstance(one, dict):
+        return {key: on_line(value, two[key], way, whole) for key, value in one.items()}
+    if isinstance(one, tuple | list):
+        make = getattr(one, "_make", type(one))  # of a named tuple
+        return make([on_line(*pair, way, whole) for pair in zip(one, two, strict=True)])
+    if is_dataclass(one) and not isinstance(one, type):
+        pairs = {f.name: (getattr(one, f.name), getattr(two, f.name)) for f in fields(one)}
+        return type(one)(**{name: on_line(*pair, way, whole) for name, pair in pairs.items()})
+    return one
 
 
 @dataclass(frozen=True)
@@ -373,8 +362,7 @@ def _experts_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _experts_product.register_autograd(
-    _experts_gradients,
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    _experts_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
 )
 
 _ATTENTION = torch.ops.megatrain.attention.default

@@ -248,17 +248,12 @@ class CostModel:
                 self._rate[stream] * _overlap(by_stream[base.UPDATE], by_stream[stream])
                 for stream in (base.COPY_IN, base.COPY_OUT)
             )
-            self._rate[base.UPDATE] = (
-                self._alone[base.UPDATE] - _TAKEN_PER_BUS_BYTE * moved / busy[base.UPDATE]
-            )
-
+            taken = _TAKEN_PER_BUS_BYTE * moved / busy[base.UPDATE]
+            self._rate[base.UPDATE] = self._alone[base.UPDATE] - taken
         # Sweeps read weights beside updates that read and write: each gets a third of the disk.
         for stream in base.DISK_STREAMS:
-            others = (
-                (base.DISK_IN, base.DISK_OUT)
-                if stream == base.DISK_WEIGHTS
-                else (base.DISK_WEIGHTS,)
-            )
+            weights = stream == base.DISK_WEIGHTS
+            others = (base.DISK_IN, base.DISK_OUT) if weights else (base.DISK_WEIGHTS,)
             beside = max(_overlap(by_stream[stream], by_stream[other]) for other in others)
             share = beside / busy[stream] if busy[stream] else 0.0
             third = self._alone[base.DISK_IN] * 2 / 3
@@ -476,8 +471,7 @@ class Declared:
         ledger.add_bytes(Place.WORKING_SET, -visit.gradient_bytes)
         before = done
         done = visit.once(
-            (before, second, count),
-            lambda: added(before, added(second, visit.summed).times(count)),
+            (before, second, count), lambda: added(before, added(second, visit.summed).times(count))
         )
         for ref in input_grads.keys() & rest.keys():
             input_grads[ref] = ledger.hold(Place.WORKING_SET, input_grads[ref].nbytes)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from megatrain.forecast.notes import Notes, Once
-from megatrain.forecast.op_counter import LayerWork, MediaWork, Prologue, Shape, Work
+from megatrain.forecast.notes import Notes, Once, Value
+from megatrain.forecast.op_counter import LayerWork, MediaWork, Prologue, Shape, Work, on_line
 from megatrain.forecast.workload import MediaRow
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.model.capture import Ref, Rows
@@ -23,7 +23,6 @@ from megatrain.model.micro_batch import Batch, MicroBatch
 from megatrain.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from megatrain.forecast.inductor_model import Trace
     from megatrain.forecast.measure import Measurer
 
 _CHUNKS_RUN = 3  # of a head: the logits of so many take more memory than what is of all tokens
@@ -167,14 +166,26 @@ class Profile(Once):
             work = self.media_work(rows)
             return Prologue(work.results, work.argument_bytes)
 
-        def measured(rows: int) -> Prologue:
-            key = *self._key, "prologue", rows
-            return self._notes.noted(Prologue, key, lambda: self._measurer.prologue(rows))
+        return self._of_rows(Prologue, ("prologue",), rows, lambda n: self._measurer.prologue(n))
 
-        if rows in (1, *_ROWS):
-            return measured(rows)
-        one, two = map(measured, _ROWS)
-        return self.once(("prologue", rows), lambda: one.of_rows(rows, two, *_ROWS))
+    def _of_rows(
+        self, kind: type[Value], part: tuple, rows: int, measure: Callable[[int], Value]
+    ) -> Value:
+        """A part's work, measured with a few rows; that of others follows: all is affine in them.
+
+        Of a trace only where it has the same operations with more rows.
+        """
+
+        def measured(rows: int) -> Value:
+            return self._notes.noted(kind, (*self._key, *part, rows), lambda: measure(rows))
+
+        def followed() -> Value:
+            one, two = map(measured, _ROWS)
+            if getattr(one, "structure", None) != getattr(two, "structure", None):
+                return measured(rows)
+            return cast(Value, on_line(one, two, rows - _ROWS[0], 1))
+
+        return measured(rows) if rows in (1, *_ROWS) else self.once((*part, rows), followed)
 
     def layer(self, visit: int, rows: int) -> LayerWork:
         """The work of a layer, from that of its kind."""
@@ -183,9 +194,12 @@ class Profile(Once):
 
         def measure() -> LayerWork:
             if self.compiled and self._chunk_tokens is None:
-                from megatrain.forecast.inductor_model import compiled_work
+                from megatrain.forecast.inductor_model import Trace, compiled_work
 
-                return compiled_work(self._trace(visit, rows))
+                def trace(rows: int) -> Trace:
+                    return self._measurer.trace(visit, rows, self._entering(visit, rows))
+
+                return compiled_work(self._of_rows(Trace, ("trace", visit), rows, trace))
             return self._measurer.layer(visit, rows, self._entering(visit, rows))
 
         key = *self._key, "layer", visit, rows
@@ -195,21 +209,6 @@ class Profile(Once):
             return work.in_float8 if self._float8 else work
 
         return self.once(("layer", visit, rows), noted)
-
-    def _trace(self, visit: int, rows: int) -> "Trace":
-        """The trace of a layer. A few are recorded, others follow: all is affine in the rows."""
-        from megatrain.forecast.inductor_model import Trace
-
-        def recorded(rows: int) -> Trace:
-            def record() -> Trace:
-                return self._measurer.trace(visit, rows, self._entering(visit, rows))
-
-            return self._notes.noted(Trace, (*self._key, "trace", visit, rows), record)
-
-        if rows in (1, *_ROWS):
-            return recorded(rows)
-        one, two = map(recorded, _ROWS)
-        return one.of_rows(rows, _ROWS[0], two, _ROWS[1]) or recorded(rows)
 
     def _entering(self, visit: int, rows: int) -> dict[Ref, Shape]:
         """The shapes of the activations that enter a layer."""
@@ -239,7 +238,7 @@ class Profile(Once):
         small, large, largest = min(512, chunk), 2048, 8192  # chunks that are run
         if chunks == 1 and rows > 1:
             pairs = [
-                run(size, largest).between(run(2 * size, largest), tokens - size, size)
+                on_line(run(size, largest), run(2 * size, largest), tokens - size, size)
                 for size in (32, 512, largest // 2)
             ]
             return pairs[-1]._replace(peak_bytes=max(work.peak_bytes for work in pairs))

@@ -6,7 +6,8 @@ It is the engine's own step, on a device that keeps time, for `auto` and for `me
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -17,14 +18,12 @@ from megatrain.device.trace import ClockDevice
 from megatrain.engine.assemble import Assembly, host_bytes
 from megatrain.engine.sink import PIECE, GradAccumulator, Sink
 from megatrain.engine.step import TrainingParts, train_step
-from megatrain.engine.stream import Unpack
 from megatrain.forecast.op_counter import Ledger, Place
 from megatrain.forecast.prices import CostModel, Declared
 from megatrain.forecast.profile import TWO_VISITS, Profile, grouped
 from megatrain.loss import CROSS_ENTROPY, JointLoss, Loss
 from megatrain.machine import Machine, mapping_bytes
 from megatrain.model.micro_batch import MicroBatch, Weights
-from megatrain.model.spec import ModelSpec
 from megatrain.optim import Plane
 from megatrain.parallel.distributed import ALONE, Foreseen
 from megatrain.placement import Placement
@@ -272,14 +271,16 @@ def _assemble(
 ) -> tuple[Store, TrainingParts]:
     store = Store(device, model.layouts, measured.dtype, rule=model.rule, placement=placement)
     ranks = model.ranks * model.hosts
-    assembly = ForecastAssembly(
+    assembly = Assembly(
         device,
         unrun(model, measured),
         store,
         measured.dtype,
         replace(placement, compile=False, chunk_tokens=None),  # nothing is run
         Foreseen(0, ranks, model.ranks, hosts=model.hosts) if ranks > 1 else ALONE,
-        declared=declared,
+        sinks=CoarseSink,
+        staging=_CoarseDiskStaging,
+        unpacking=declared.unpack,
     )
     assert model.optimizer is not None
     parts = assembly.training(model.optimizer, 1.0 if clip else None)
@@ -288,18 +289,16 @@ def _assemble(
     return store, parts
 
 
-class _UnrunProgram:
-    def __init__(self, spec: ModelSpec, measured: Profile | None) -> None:
-        self.spec, self.capture, self._measured = spec, spec.capture, measured
-
-    def repeats(self, visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
-        assert self._measured is not None
-        return self._measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
-
-
 def unrun(model: Model, measured: Profile | None = None) -> "ModelProgram":
     """The program of a model whose units are assembled, and do not compute."""
-    return cast("ModelProgram", _UnrunProgram(model.spec, measured))
+
+    def repeats(visit: int, weights: Callable[[], Weights], batch: MicroBatch) -> bool:
+        assert measured is not None
+        return measured.layer(visit, len(batch.inputs["input_ids"])).repeating is not None
+
+    spec = model.spec
+    unrun_program = SimpleNamespace(spec=spec, capture=spec.capture, repeats=repeats)
+    return cast("ModelProgram", unrun_program)
 
 
 class CoarseSink(Sink):
@@ -334,17 +333,3 @@ class _CoarseDiskStaging(DiskStaging):
 
     def _rooms(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
         return {plane: Buffer(lane.buffer.name, part.data) for plane, part in parts.items()}
-
-
-@dataclass(kw_only=True)
-class ForecastAssembly(Assembly):
-    """The assembly of a step that computes nothing and moves bytes in few pieces."""
-
-    declared: Declared
-    sinks: ClassVar[type[Sink]] = CoarseSink
-
-    def unpack(self) -> Unpack:
-        return self.declared.unpack
-
-    def disk_staging(self) -> DiskStaging:
-        return _CoarseDiskStaging(self.device, self.store.tiles)

@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from ctypes import CDLL, c_char_p, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,24 +161,14 @@ def join(weights: Tensor, remainder: Tensor, master_fp32: Tensor, *, threads: in
     _call["join"](*map(_address, planes), size, remainder.numel(), threads)
 
 
-def gather_rows(
-    table_2d: Tensor, row_ids_int64: Tensor, out_2d: Tensor, *, threads: int = 1
-) -> None:
-    """See `reference.gather_rows`."""
-    _rows("gather_rows", table_2d, row_ids_int64, out_2d, threads)
-
-
-def scatter_rows(
-    table_2d: Tensor, row_ids_int64: Tensor, rows_2d: Tensor, *, threads: int = 1
-) -> None:
-    """See `reference.scatter_rows`."""
-    _rows("scatter_rows", table_2d, row_ids_int64, rows_2d, threads)
-
-
-def _rows(name: str, table: Tensor, row_ids: Tensor, rows: Tensor, threads: int) -> None:
+def _rows(name: str, table: Tensor, row_ids: Tensor, rows: Tensor, *, threads: int = 1) -> None:
     check_rows(table, row_ids, rows)
     row_bytes = table.shape[1] * table.element_size()
     _call[name](*map(_address, (table, row_ids, rows)), row_ids.numel(), row_bytes, threads)
+
+
+gather_rows, scatter_rows = partial(_rows, "gather_rows"), partial(_rows, "scatter_rows")
+"""See `reference.gather_rows` and `reference.scatter_rows`."""
 
 
 def first_touch(bytes_uint8: Tensor, *, threads: int = 1) -> None:

@@ -41,14 +41,11 @@ class _Labels(NamedTuple):
         return self.summed(values / self.length)
 
 
-def _deviation(values: Tensor, dim: int | None = None) -> Tensor:
-    """The sample's standard deviation, without its NaNs; NaN for less than two values."""
-    is_number = ~values.isnan()
-    mean = values.nanmean() if dim is None else values.nanmean(dim, keepdim=True)
-    squares = torch.where(is_number, values - mean, 0).square()
-    total = squares.sum() if dim is None else squares.sum(dim, keepdim=True)
-    count = is_number.sum() if dim is None else is_number.sum(dim, keepdim=True)
-    return (total / (count - 1)).sqrt()
+def _deviation(samples: Tensor) -> Tensor:
+    """Each row's standard deviation `[R, 1]`, without its NaNs; NaN for less than two values."""
+    is_number = ~samples.isnan()
+    squares = torch.where(is_number, samples - samples.nanmean(1, keepdim=True), 0).square()
+    return (squares.sum(1, keepdim=True) / (is_number.sum(1, keepdim=True) - 1)).sqrt()
 
 
 @dataclass(frozen=True)
@@ -143,8 +140,8 @@ class GRPO(JointLoss):
         grouped = rewards_R.double().view(-1, self.num_generations)
         centred = grouped - grouped.nanmean(1, keepdim=True)
         if self.scale_rewards != "none":
-            deviation = _deviation(grouped, 1 if self.scale_rewards == "group" else None)
-            centred = centred / (deviation + _SMALL)
+            samples = grouped if self.scale_rewards == "group" else grouped.view(1, -1)
+            centred = centred / (_deviation(samples) + _SMALL)
         return centred.nan_to_num(0.0).flatten().float()
 
     def _labels(self, log_prob_N: Tensor, targets_N: Tensor, *extras: Tensor) -> _Labels:

@@ -27,6 +27,12 @@ from megatrain.model.unsupported import refuse_lookup
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# How a forward is run, or what stands in place of token ids.
+_NOT_OF_TOKENS = (
+    *("labels", "use_cache", "past_key_values", "cache_params", "logits_to_keep"),
+    *("num_logits_to_keep", "inputs_embeds"),
+)
+
 PROLOGUE = -1  # the "visit" of all that runs before the first layer
 MEDIA = -2  # that of the encoders of images and sounds
 ADDED = -3  # of what a forward adds to activations between two layers, where it has images
@@ -92,11 +98,12 @@ def _memory(tensor: Tensor) -> tuple:
 
 
 class Reached(Exception):
-    """Raised by a recorder or the trunk to end a run of the forward; not an error."""
+    """Raised with a result by a recorder or the trunk to end a run; not an error."""
 
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.result = result
+
+def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Ends a run at its first layer, with True: a handler of `Capture.forward`."""
+    raise Reached(True)
 
 
 @dataclass
@@ -290,7 +297,7 @@ class Capture:
     def accepts(self, name: str) -> bool:
         """True if the model's forward can use a micro-batch's tensor of this name."""
         common = self.takes_any and name in ("attention_mask", "position_ids")
-        return (self.takes(name) or common) and name != "labels"
+        return (self.takes(name) or common) and name not in _NOT_OF_TOKENS
 
     def is_media(self, name: str) -> bool:
         """True if a micro-batch's tensor of this name describes images or sounds."""
@@ -329,7 +336,7 @@ class Capture:
             with Lookups(names, rows, uses):
                 return self._call(weights, inputs)
         except Reached as reached:
-            return reached.result
+            return reached.args[0]
         finally:
             self._handler = None
 

@@ -85,7 +85,13 @@ def write_weights(
         file_dtype = usual_types.get(name, dtype) if is_parameter else reference.dtype
         file_dtype = (as_came or {}).get(first, file_dtype)
         metas[name] = torch.empty(reference.shape, dtype=file_dtype, device="meta")
-    pieces = _pieces(model, metas, lambda name: _value(model, tensors, saved[name]))
+
+    def value(name: str) -> Tensor:
+        first = saved[name]
+        known = tensors[first]() if first in tensors else model.get_parameter_or_buffer(first)
+        return known.detach()
+
+    pieces = _pieces(model, metas, value)
     pieces += [
         ([Described(name, tensor.dtype, tensor.shape)], partial(lambda t: [t.values()], tensor))
         for name, tensor in (carried or {}).items()
@@ -184,14 +190,6 @@ def _saved_names(model: PreTrainedModel, tensors: Values) -> dict[str, str]:
         next((n for n in names if n not in tied), names[0]): names[0] for names in aliases.values()
     }
     return {name: first for name, first in saved.items() if name not in ignored}
-
-
-def _value(model: PreTrainedModel, tensors: Values, name: str) -> Tensor:
-    reference = model.get_parameter_or_buffer(name)
-    value = tensors[name]() if name in tensors else reference
-    if value.shape != reference.shape or value.is_floating_point() != reference.is_floating_point():
-        raise ValueError(f"{name!r} was given as {value.dtype} of shape {list(value.shape)}")
-    return value.detach()
 
 
 def saved_config(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedConfig:

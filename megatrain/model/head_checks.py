@@ -127,15 +127,12 @@ def _is_known(function: Callable[..., Any]) -> bool:
 
 def _try_routers(spec: ModelSpec, loss: RouterLoss, shift: int, name: str) -> None:
     """Raises Unsupported: the loss that the model adds for its routers is unknown or another."""
-    if (loss.is_loss or loss.bias_rate) and not spec.routed:
+    asked = loss.is_loss or loss.bias_rate
+    if asked and (not spec.routed or (loss.bias_rate and not spec.router_biases)):
         raise Unsupported(
             "output_router_logits, router_z_loss_coef or router_bias_update is on, and no layer of "
-            f"{name} has a router (or they differ in experts); turn it off"
-        )
-    if loss.bias_rate and not spec.router_biases:
-        raise Unsupported(
-            f"router_bias_update is {loss.bias_rate}, and {name} has no bias of routers that it "
-            "could move (e_score_correction_bias); leave it out"
+            f"{name} has a router (or they differ in experts), or none has a bias that could be "
+            "moved (e_score_correction_bias); turn it off"
         )
     if not loss.weight:
         return

@@ -33,10 +33,7 @@ _numbers = count()  # of what is compiled in this process
 PURPOSES = ("forward", "recompute", "repeat", "keep", "keep_all")
 FORWARD, RECOMPUTE, REPEAT, KEEP, KEEP_ALL = PURPOSES
 _NEWS = (
-    "forward without a backward",
-    "backward",
-    "forward and backward",
-    "kept graph",
+    *("forward without a backward", "backward", "forward and backward", "kept graph"),
     "graph kept whole",
 )
 
@@ -64,9 +61,8 @@ class LayerTemplate:
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
     routes: bool = False  # a call's last output is its routers' sums (model/routers.py)
     random: bool | None = None  # whether it draws random numbers in training; None: not tried yet
-    states: list[tuple[nn.Module, str]] | None = (
-        None  # that a call leaves in modules; None: unknown
-    )
+    # that a call leaves in modules; None: unknown
+    states: list[tuple[nn.Module, str]] | None = None
 
     def call(
         self,

@@ -134,7 +134,7 @@ def forget(model: PreTrainedModel, fresh: PreTrainedModel) -> None:
 def _first_arguments(model: PreTrainedModel) -> list[Tensor]:
     """The tensors that a run on text gives the first layer, where all weights are ones."""
 
-    def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def first(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         raise Reached([leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
@@ -143,7 +143,7 @@ def _first_arguments(model: PreTrainedModel) -> list[Tensor]:
     for _, stack in find_stacks(model):
         capture = Capture(model, stack)
         try:
-            reached = capture.forward(stop, weights, capture.inputs({"input_ids": ids}))
+            reached = capture.forward(first, weights, capture.inputs({"input_ids": ids}))
         finally:
             capture.restore()
         if isinstance(reached, list):

@@ -28,6 +28,7 @@ from megatrain.model.capture import (
     identity,
     last_hidden,
     stand_in,
+    stop,
 )
 from megatrain.model.documents import (
     BY_LENGTHS,
@@ -38,14 +39,7 @@ from megatrain.model.documents import (
 )
 from megatrain.model.float8 import convert, multiplied, multiply
 from megatrain.model.layer_template import move_buffers
-from megatrain.model.media import (
-    FrozenParts,
-    Recorder,
-    calls_of,
-    in_one_row,
-    replaced,
-    replayed,
-)
+from megatrain.model.media import FrozenParts, Recorder, calls_of, in_one_row, replaced, replayed
 from megatrain.model.micro_batch import Activations, MicroBatch, Weights
 from megatrain.model.probe import reach
 from megatrain.model.spec import PROBE_SHAPE, Layer, ModelSpec
@@ -76,9 +70,7 @@ class ModelProgram:
         may = device.type == "cpu" or dtype != torch.float32  # kernels for documents are of bf16
         self.may_attend_by_lengths = may and self.capture.takes_any and takes_lengths(model)
         self.attends_by_lengths = False
-        self._followed: set[frozenset[str]] = (
-            set()
-        )  # kinds of media that the layers are followed with
+        self._followed = set[frozenset[str]]()  # kinds of media that layers are followed with
         self._encoder_calls = calls_of(model, spec.media)
         if self._encoder_calls:
             attend_by_images(model)
@@ -171,14 +163,9 @@ class ModelProgram:
         Raises InputError: the encoders compute with weights that text uses as well.
         """
         uses = Uses()
-        parts = (
-            nullcontext()
-            if frozen is None
-            else frozen.keeping(batch.media, batch.kept, uses.touched)
-        )
-
-        def stop(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-            raise Reached(None)
+        parts: AbstractContextManager[Recorder | None] = nullcontext()
+        if frozen is not None:
+            parts = frozen.keeping(batch.media, batch.kept, uses.touched)
 
         with parts as inner:
             recorder = Recorder(uses.touched, uses.read, inner)
@@ -187,10 +174,7 @@ class ModelProgram:
         self._require_apart(recorder.inside, {*self._outer} - {*self.spec.media})
         batch.encoded, features = recorder.finish()
         if recorder.changed:
-            raise InputError(
-                "the forward changes features of images or sounds in place: such a model is "
-                "trained on text alone; leave the media out"
-            )
+            raise _text_alone("the forward changes features of images or sounds in place")
         return in_one_row(features, batch.inputs["input_ids"])
 
     def prologue(
@@ -246,9 +230,8 @@ class ModelProgram:
         def record(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             visit = len(calls)
             if batch.media and module not in self._modules[visit : visit + 1]:
-                raise InputError(
-                    "with images or sounds, the forward calls other layers than for text: such a "
-                    "model is trained on text alone; leave the media out"
+                raise _text_alone(
+                    "with images or sounds, the forward calls other layers than for text"
                 )
             _expect(self.spec.layers[visit], module)
             leaves, tree_spec = pytree.tree_flatten((args, kwargs))
@@ -319,10 +302,7 @@ class ModelProgram:
     def _encoded(self, batch: MicroBatch, features_N: Tensor) -> AbstractContextManager[None]:
         def refuse_text(value: Tensor) -> None:
             if value.requires_grad and not reach([value]).leaves <= {id(features_N)}:
-                raise InputError(
-                    "an encoder of images or sounds is given features of text: a model that mixes "
-                    "them so is trained on text alone; leave the images out"
-                )
+                raise _text_alone("an encoder of images or sounds is given features of text")
 
         return replayed(self._encoder_calls, batch.encoded, features_N, refuse_text)
 
@@ -330,9 +310,8 @@ class ModelProgram:
         """Raises InputError: a run computed with weights of these names, which it does not have."""
         for name in names:
             if id(self._outer[name]) in used:
-                raise InputError(
-                    f"{name} is used for text and by the encoders of images or sounds, or between "
-                    "them: such a model is trained on text alone; leave the images out"
+                raise _text_alone(
+                    f"{name} is used for text and by the encoders of images or sounds, or between"
                 )
 
     def layer(
@@ -433,10 +412,14 @@ def _expect(layer: Layer, called: nn.Module | None) -> None:
 
 
 def _beyond_sums(layer: Layer) -> InputError:
-    return InputError(
-        f"at {layer.name}, the forward does more with features of images or sounds than to "
-        "add them to the hidden states: such a model is trained on text alone; leave the media out"
+    return _text_alone(
+        f"at {layer.name}, the forward does more with features of images or sounds than to add "
+        "them to the hidden states"
     )
+
+
+def _text_alone(why: str) -> InputError:
+    return InputError(f"{why}: such a model is trained on text alone; leave the media out")
 
 
 def _own_buffers(

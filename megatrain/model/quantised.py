@@ -5,8 +5,7 @@ value changes. https://github.com/bitsandbytes-foundation/bitsandbytes (QuantSta
 https://github.com/pytorch/ao (prototype/safetensors).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -18,30 +17,14 @@ from torch import Tensor
 from megatrain.base.json_yaml import DAMAGED, parse_object, read_json
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import Stored
-from megatrain.model.unpacked import unpacked, unpacked_from, untaken
-from megatrain.tile.layout import FP8, NF4, NF4_WIDE, WeightFormat, is_nf4
+from megatrain.model.unpacked import Unpacked, unpacked, unpacked_from, untaken
+from megatrain.tile.layout import FP8, NF4, NF4_WIDE, is_nf4
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _QDATA, _SCALE = "._weight_qdata", "._weight_scale"
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _REMEDY = "take the unquantised model, with `base: nf4` or `base: fp8` it is packed as it is read"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quantised(Stored):
-    """A weight of several tensors; its dtype and shape are those of its values."""
-
-    packing: WeightFormat
-    pack: Callable[[], Tensor]
-
-    def read(self) -> Tensor:
-        """The bytes in which a tile keeps the weight, uint8."""
-        return self.pack()
-
-    def values(self) -> Tensor:
-        """The values that the weight's library unpacks, in their dtype."""
-        return self.packing.unpacked(self.pack(), self.shape).to(self.dtype)
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -147,10 +130,9 @@ def _nf4(
         raise InputError(f"{file}: {name!r} is quantised with other codes than NF4's; {_REMEDY}")
     mean = torch.tensor([offset] if nested else [], dtype=torch.float32)
 
-    def pack() -> Tensor:
-        return torch.cat((mean.view(torch.uint8), _joined(*(pieces[part] for part in order))))
-
-    return Quantised(name, file, dtype, shape, 0, size, packing=packing, pack=pack)
+    parts = tuple(pieces[part] for part in order)
+    join = partial(_joined, mean)
+    return Unpacked(name, file, dtype, shape, 0, size, parts=parts, unpack=join, packing=packing)
 
 
 def _fp8_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
@@ -172,14 +154,11 @@ def _fp8_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[s
                 f"{data.file}: {weight!r} has no float8 (e4m3) values with an fp32 scale for each "
                 f"row; {_REMEDY}"
             )
-        size = data.num_bytes + scale.num_bytes
-        pack = partial(_joined, scale, data)
-        weights[weight] = Quantised(
-            weight, data.file, torch.bfloat16, data.shape, 0, size, packing=FP8, pack=pack
-        )
+        place = weight, data.file, torch.bfloat16, data.shape, 0, data.num_bytes + scale.num_bytes
+        weights[weight] = Unpacked(*place, parts=(scale, data), unpack=_joined, packing=FP8)
         parts |= {name, scale.name}
     return weights, parts
 
 
-def _joined(*parts: Stored) -> Tensor:
-    return torch.cat([part.read().view(-1).view(torch.uint8) for part in parts])
+def _joined(*parts: Tensor) -> Tensor:
+    return torch.cat([part.view(-1).view(torch.uint8) for part in parts])

@@ -164,29 +164,21 @@ def ask_for(model: "PreTrainedModel", settings: Mapping[str, float | None]) -> N
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
             raise InputError(f"{name} is {value!r}; it must be a number from 0 on")
-        if name == "router_aux_loss_coef":
-            _ask_for_balance(model, value)
-        elif value and not recorded_routers(model):
+        is_balance = name == "router_aux_loss_coef"
+        parts = [p for p in (text, model.config) if hasattr(p, "output_router_logits")]
+        holders = [(p, n) for p in (model, text, model.config) for n in _WEIGHTS if hasattr(p, n)]
+        if not (parts and holders) if is_balance else value and not recorded_routers(model):
             raise InputError(
-                f"{name} is {value}, and {type(model).__name__} has no routers; leave it out"
+                f"{name} is {value}, and {type(model).__name__} has no "
+                f"{'loss of ' * is_balance}routers; leave it out"
             )
-        else:
+        if not is_balance:
             setattr(text, _OWN, {**getattr(text, _OWN, {}), name: value})
-
-
-def _ask_for_balance(model: "PreTrainedModel", weight: float) -> None:
-    text = model.config.get_text_config(decoder=True)
-    parts = [p for p in (text, model.config) if hasattr(p, "output_router_logits")]
-    holders = [(p, n) for p in (model, text, model.config) for n in _WEIGHTS if hasattr(p, n)]
-    if not (parts and holders):
-        raise InputError(
-            f"router_aux_loss_coef is {weight}, and {type(model).__name__} has no loss of routers; "
-            "leave it out"
-        )
-    for part in parts:
-        part.output_router_logits = weight > 0
-    for holder, name in holders:
-        setattr(holder, name, weight)
+            continue
+        for part in parts:
+            part.output_router_logits = value > 0
+        for holder, attribute in holders:
+            setattr(holder, attribute, value)
 
 
 def router_loss(model: "PreTrainedModel") -> RouterLoss:

@@ -104,29 +104,24 @@ class SequenceShare:
     ) -> None:
         """Raises InputError: ranks cannot share the rows of this micro-batch."""
         tokens = micro["input_ids"].shape[1]
-        if other := [name for name in micro if name not in taken]:
-            raise InputError(
-                f"{where} has {other[0]!r}, which ranks that share rows do not take yet; leave it "
-                "or sequence_parallel out"
-            )
         filled = self.tokens(tokens) * self._size
         if max_tokens is not None and filled > max_tokens:
             raise InputError(
                 f"{where} has rows of {tokens} tokens, which {self._size} ranks fill up to "
                 f"{filled}, and the model has {max_tokens} positions; cut the rows"
             )
+        unlike = [repr(name) for name in micro if name not in taken]
         places = micro.get("position_ids", torch.arange(tokens))
         if bool((places != torch.arange(tokens)).any()):
-            raise InputError(
-                f"{where} has position_ids other than 0, 1, 2, ..., as packed rows do, which ranks "
-                "cannot share yet; leave packing (data.packing) or sequence_parallel out"
-            )
+            unlike.append("position_ids other than 0, 1, 2, ... (as packed rows have)")
         mask = micro.get("attention_mask", torch.ones_like(micro["input_ids"]))
         predicts = targets is not None and bool(((mask == 0) & (targets != IGNORED)).any())
         if predicts or bool((mask[:, 1:] > mask[:, :-1]).any()):
+            unlike.append("an attention_mask that hides more than the end of rows, without labels")
+        if unlike:
             raise InputError(
-                f"{where} has an attention_mask that hides more than the end of rows, without "
-                "labels, which ranks cannot share; fill rows up at their end"
+                f"{where} has {unlike[0]}, which ranks that share rows do not take yet; leave it, "
+                "or data.packing, or sequence_parallel out"
             )
 
     def micro(self, micro: Micro) -> Micro:

@@ -194,10 +194,6 @@ attention_with_sinks.register_autograd(
 )
 
 
-WITH_SINKS = torch.ops.megatrain.attention_with_sinks.default
-WITH_SINKS_BACKWARD = torch.ops.megatrain.attention_with_sinks_backward.default
-
-
 def _laid_out(rows: Tensor, edges: Tensor | None) -> Tensor:
     return rows if edges is None else rows.flatten(0, 1)
 

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.compat.torch import buffers_of, is_saved, memory_of, pytree, version_of
 from megatrain.errors import Unsupported
-from megatrain.model.capture import Capture, Reached
+from megatrain.model.capture import Capture, stop
 from megatrain.model.fingerprint import value_of
 from megatrain.model.layer_template import LayerTemplate, containers
 from megatrain.model.sizes import most_tokens
@@ -67,10 +67,6 @@ def _run_to_the_layers(
 
     Returns whether the layers are reached, and what has changed.
     """
-
-    def stop(layer: nn.Module, args: tuple, kwargs: dict) -> Any:
-        raise Reached(True)
-
     weights = {
         name: zero_pages(shape) if weight == 0 else torch.full((), weight).expand(shape)
         for name, shape in shapes.items()

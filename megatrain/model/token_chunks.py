@@ -32,15 +32,13 @@ _OTHER_KERNELS = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 def parts(module: nn.Module, names: Collection[str] | None = None) -> list[nn.Module]:
     """Modules that may run in tiles; with `names`: only those with no other parameters."""
-    return [
-        part
-        for name, part in module.named_modules()
-        if name
-        and (names is None or any(n.startswith(f"{name}.") for n in names))
-        and (names is None or {f"{name}.{n}" for n, _ in part.named_parameters()} <= set(names))
-        and not _is_one_operation(part)
-        and not behaves(part)
-    ]
+    kept = []
+    for name, part in module.named_modules():
+        own = {f"{name}.{n}" for n, _ in part.named_parameters()}
+        among = names is None or (own and own <= {*names})
+        if name and among and not _is_one_operation(part) and not behaves(part):
+            kept.append(part)
+    return kept
 
 
 def behaves(part: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import Stored
+from megatrain.tile.layout import WeightFormat
 
 Settings = Mapping[str, Any]
 Block = Sequence[int | None]  # how many rows and columns share a scale; None: all
@@ -36,18 +37,29 @@ _UNUSED = (".activation_scale", ".input_scale", ".weight_shape")  # what a packe
 
 @dataclass(frozen=True, kw_only=True)
 class Unpacked(Stored):
-    """A weight of several stored parts; its dtype and shape are those of its values."""
+    """A weight of several stored parts, scales first; dtype and shape are those of its values.
+
+    Attributes:
+        unpack: what the parts hold to the values; with a `packing` to the bytes in which a tile
+            keeps the weight, uint8.
+    """
 
     parts: tuple[Stored, ...]
     unpack: Callable[..., Tensor]
+    packing: WeightFormat | None = None
 
     def read(self) -> Tensor:
-        """The values, unpacked. Raises InputError: a scale is not a finite number."""
+        """What `unpack` makes. Raises InputError: a scale is not a finite number."""
         values = [part.read() for part in self.parts]
         exponents = values[0].dtype == torch.uint8
         if not (values[0] != 255 if exponents else values[0].float().isfinite()).all():
             raise _refused(self.parts[0], "holds a scale that is NaN or infinite")
         return self.unpack(*values)
+
+    def values(self) -> Tensor:
+        """The values, in their dtype."""
+        read, packing = self.read(), self.packing
+        return read if packing is None else packing.unpacked(read, self.shape).to(self.dtype)
 
     def kept_open(self, opened: Callable[[Path], BinaryIO]) -> "Unpacked":
         """The same weight, of parts in files that stay open."""
@@ -132,13 +144,11 @@ def _mxfp4(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Unpacke
     """Weights `[E, I, O]` of two 4-bit values a byte `[E, O, G, 16]`, exponents `[E, O, G]`."""
     for name in [name for name in stored if name.endswith("_blocks")]:
         weight, blocks = name.removesuffix("_blocks"), stored[name]
-        scales = stored.get(f"{weight}_scales")
-        if scales is None:
-            raise _refused(blocks, f"lacks its '{weight}_scales'")
-        if len(scales.shape) != 3 or blocks.shape != (*scales.shape, 16):
-            raise _refused(blocks, f"of {[*blocks.shape]} has scales of {[*scales.shape]}")
-        if {blocks.dtype, scales.dtype} != {torch.uint8}:
-            raise _refused(blocks, f"has {blocks.dtype} and scales of {scales.dtype}, not uint8")
+        scales = stored.get(f"{weight}_scales", blocks)
+        fit = len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16)
+        if not fit or {blocks.dtype, scales.dtype} != {torch.uint8}:
+            what = f"{blocks.dtype} {[*blocks.shape]} lacks its '{weight}_scales'"
+            raise _refused(blocks, f"of {what} of uint8, one for 32 values")
         experts, outputs, groups = scales.shape
         shape = experts, 32 * groups, outputs
         yield _weight(weight, torch.bfloat16, shape, _from_mxfp4, scales, blocks)

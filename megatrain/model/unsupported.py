@@ -100,17 +100,14 @@ def refuse_weights(model: nn.Module) -> None:
     Raises Unsupported: hooks of gradients, other types than torch's, fp64, memory that is shared.
     """
     for name, parameter in model.named_parameters():
-        if has_gradient_hooks(parameter):
+        kind = type(parameter)
+        unlike = "has a hook of its gradient" if has_gradient_hooks(parameter) else ""
+        unlike = f"is a {kind.__name__}" if kind is not nn.Parameter else unlike
+        unlike = f"is {parameter.dtype}" if parameter.dtype.itemsize > 4 else unlike
+        if unlike:
             raise Unsupported(
-                f"{name} has a hook of its gradient, which would not be run; remove it"
-            )
-        if type(parameter) is not nn.Parameter:
-            raise Unsupported(
-                f"{name} is a {type(parameter).__name__}; only plain nn.Parameter are supported"
-            )
-        if parameter.dtype.itemsize > 4:
-            raise Unsupported(
-                f"{name} is {parameter.dtype}, but masters are fp32; convert the model first"
+                f"{name} {unlike}; convert it to a plain nn.Parameter of at most 32 bits, without "
+                "hooks, which would not be run"
             )
     # A tensor with a weight's memory changes when plain training changes the weight.
     others = [

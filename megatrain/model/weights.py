@@ -9,7 +9,6 @@ shapes alone and then run for one parameter at a time, so that no second copy of
 import copy
 import logging
 import os
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -22,12 +21,6 @@ from types import SimpleNamespace
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -47,7 +40,7 @@ from megatrain.compat.transformers import (
     set_conversions,
 )
 from megatrain.errors import InputError, first_line
-from megatrain.model.quantised import Quantised, gathered, unpacked_format
+from megatrain.model.quantised import gathered, unpacked_format
 from megatrain.model.safetensors_io import Stored, has_pickle_weights, has_weights, stored_tensors
 from megatrain.model.unpacked import Unpacked
 from megatrain.tile.layout import WeightFormat
@@ -61,15 +54,6 @@ COMPARED_BYTES = 16 * MIB
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 HUB_FILES += ["*.bpe", "*.spm", "*.vocab", "LICENSE", "LICENSE.md", "NOTICE", "USE_POLICY.md"]
 HUB_EXTRAS = ["*/*", "consolidated*"]  # other formats of the same weights
-_REFUSALS: dict[type[Exception], str] = {
-    HFValidationError: "no such folder, and not a hub id (owner/name)",
-    GatedRepoError: "its owner restricts access; accept the terms on its hub page, then log in "
-    "with `hf auth login`",
-    RepositoryNotFoundError: "no such folder and no such model on the hub; check the spelling, and "
-    "log in with `hf auth login` if it is private",
-    LocalEntryNotFoundError: "no such folder, not in the local cache, and the hub cannot be "
-    "reached; check the network or HF_HUB_OFFLINE, or give a local folder",
-}
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -102,9 +86,11 @@ def _download(model_id: str, revision: str | None) -> Path:
             )
         )
     except Exception as error:  # those of the HTTP library differ between versions
-        reasons = (text for kind, text in _REFUSALS.items() if isinstance(error, kind))
-        reason = next(reasons, f"cannot download it: {first_line(error)}")
-        raise InputError(f"{model_id}: {reason}") from error
+        raise InputError(
+            f"{model_id}: no such folder, and it cannot be had from the hub ({first_line(error)}); "
+            "check the spelling (owner/name), the network and HF_HUB_OFFLINE; accept the terms on "
+            "its hub page, and log in with `hf auth login`, if its owner restricts access"
+        ) from error
 
 
 def source_dtype(folder: Path) -> torch.dtype:
@@ -295,11 +281,9 @@ class WeightPlan:
     @property
     def packings(self) -> dict[str, WeightFormat]:
         """How the folder packs each quantised parameter, by its first name."""
-        return {
-            self.first_name[recipe.target]: recipe.sources[0][1].packing
-            for recipe in self.recipes
-            if recipe.converter is None and isinstance(recipe.sources[0][1], Quantised)
-        }
+        alone = [(r.target, r.sources[0][1]) for r in self.recipes if r.converter is None]
+        packings = {n: s.packing for n, s in alone if isinstance(s, Unpacked)}
+        return {self.first_name[n]: packing for n, packing in packings.items() if packing}
 
     def checked(self) -> tuple[list[Recipe], tuple[str, ...]]:
         """A recipe for each distinct tensor, and permitted missing names.
@@ -387,14 +371,13 @@ def _check_tensor(
             f"{where} has shape {list(tensor.shape)}, but {type(model).__name__} needs "
             f"{list(reference.shape)} for {name!r}; weights and config.json do not belong together"
         )
-    if reference.is_floating_point() and tensor.dtype not in FLOATS:
+    floats = reference.is_floating_point()
+    if tensor.dtype not in FLOATS if floats else tensor.is_floating_point():
         raise InputError(
-            f"{where} has dtype {str(tensor.dtype).removeprefix('torch.')}; only float weights "
-            "can be trained, use the unquantised model or one whose config.json has the right "
-            "quantization_config"
+            f"{where} has dtype {str(tensor.dtype).removeprefix('torch.')}, and {name!r} holds "
+            f"{'floats' if floats else reference.dtype}; use the unquantised model, or one whose "
+            "config.json has the right quantization_config"
         )
-    if not reference.is_floating_point() and tensor.dtype.is_floating_point:
-        raise InputError(f"{where} is a float, but {name!r} holds {reference.dtype}")
 
 
 def _without_tied_copies(recipes: list[Recipe], first_name: Mapping[str, str]) -> list[Recipe]:
@@ -417,7 +400,7 @@ def _without_tied_copies(recipes: list[Recipe], first_name: Mapping[str, str]) -
 
 def _same_values(one: Recipe, other: Recipe) -> bool:
     a, b = one.sources[0][1], other.sources[0][1]
-    if isinstance(a, Quantised | Unpacked) or isinstance(b, Quantised | Unpacked):
+    if isinstance(a, Unpacked) or isinstance(b, Unpacked):
         return torch.equal(a.values(), b.values())
     if one.converter or other.converter or (a.dtype, a.num_bytes) != (b.dtype, b.num_bytes):
         return False
@@ -438,8 +421,15 @@ def _check_complete(
     names = {name for name, _ in unexpected}
     report = SimpleNamespace(missing_keys=set(missing), unexpected_keys=names)
     drop_ignorable(model, report)
-    further = _further_layers(model)
-    report.unexpected_keys = {n for n in report.unexpected_keys if not further.search(n)}
+    # transformers knows how many further layers published models predict tokens with: here it is
+    # what the configuration says.
+    text = model.config.get_text_config(decoder=True)
+    count = getattr(text, "num_hidden_layers", 0)
+    more = range(count, count + (getattr(text, "num_nextn_predict_layers", None) or 0))
+    further = [f".layers.{number}." for number in more]
+    report.unexpected_keys = {
+        n for n in report.unexpected_keys if not any(layer in f".{n}" for layer in further)
+    }
     named = (read_json(folder / "config.json").get("architectures") or [""])[0]
     if scores_rows(model) and named not in SEQUENCE_CLASSES:
         report.missing_keys = {n for n in report.missing_keys if not n.startswith("score.")}
@@ -456,18 +446,6 @@ def _check_complete(
             f"unknown to {type(model).__name__}; config.json belongs to another model"
         )
     return tuple(sorted(missing))
-
-
-def _further_layers(model: PreTrainedModel) -> re.Pattern[str]:
-    """Names in layers behind the last that predict further tokens, as the configuration says.
-
-    transformers lets checkpoints have them for the numbers of layers that published models have.
-    """
-    text = model.config.get_text_config(decoder=True)
-    count = getattr(text, "num_hidden_layers", 0)
-    more = getattr(text, "num_nextn_predict_layers", None) or 0
-    numbers = "|".join(str(number) for number in range(count, count + more))
-    return re.compile(rf"(^|\.)layers\.({numbers})\." if more else "(?!)")
 
 
 def _some(names: set[str]) -> str:

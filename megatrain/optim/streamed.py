@@ -173,27 +173,19 @@ class StreamedOptimizer(torch.optim.Optimizer):
             )
 
     def _check(self, group: dict[str, Any]) -> None:
-        unknown = next((name for name in _UNKNOWN if group.get(name)), None)
-        if not group.get(_DECOUPLED, True):
-            unknown = f"{_DECOUPLED}=False"
-        if unknown is not None:
+        rule, kind = self.rule, type(self.rule).__name__
+        others = [name for name in _UNKNOWN if group.get(name)]
+        others += [] if group.get(_DECOUPLED, True) else [f"{_DECOUPLED}=False"]
+        asked = replace(rule, **{n: _scalar(group.get(n)) for n in rule.settings})
+        if asked.state_planes != rule.state_planes:
+            others.append("other state (momentum from 0, or to 0)")
+        choices = {name: getattr(rule, name) for name in rule.choices}
+        others += [f"{n} {group[n]!r}" for n in choices if group.get(n, choices[n]) != choices[n]]
+        if others:
             raise InputError(
-                f"a group of the optimizer asks for {unknown}, unknown to "
-                f"{type(self.rule).__name__}"
+                f"a group of the optimizer asks for {others[0]}, and the engine was made with "
+                f"another {kind}, or {kind} does not know it; make the engine with it, or leave it"
             )
-        rule = replace(self.rule, **{n: _scalar(group.get(n)) for n in self.rule.settings})
-        if rule.state_planes != self.rule.state_planes:
-            raise InputError(
-                f"a group of the optimizer asks {type(self.rule).__name__} to keep other state "
-                "than the engine was made with (momentum from 0, or to 0); make the engine with it"
-            )
-        for name in self.rule.choices:
-            if group.get(name, choice := getattr(self.rule, name)) != choice:
-                raise InputError(
-                    f"a group of the optimizer has {name} {group[name]!r}, and the engine was made "
-                    f"with {choice!r} for all groups; make it with another "
-                    f"{type(self.rule).__name__}"
-                )
 
     def took_step(self) -> None:
         """Count a step of the engine by calling `step`, which torch's schedulers watch."""

@@ -290,24 +290,17 @@ def open_ranks(group: ProcessGroup | DeviceMesh | None, device: torch.device) ->
     """
     if group is None:
         return ALONE
-    if not dist.is_available() or not dist.is_initialized():
-        raise InputError(
-            "group is given, but torch.distributed is not initialised; start with torchrun and "
-            "call torch.distributed.init_process_group() first"
-        )
-    hosts = 1
-    if isinstance(group, DeviceMesh) and group.ndim == 2:
-        if group.mesh.flatten().tolist() != [*range(dist.get_world_size())]:
-            raise InputError(
-                "group is a mesh of hosts and their ranks: it must have all ranks in their order"
-            )
-        hosts, group = len(group.mesh), dist.group.WORLD
-    elif isinstance(group, DeviceMesh) and group.ndim == 1:
+    hosts, asked, ready = 1, group, dist.is_available() and dist.is_initialized()
+    if ready and isinstance(group, DeviceMesh) and group.ndim == 2:
+        if group.mesh.flatten().tolist() == [*range(dist.get_world_size())]:
+            hosts, group = len(group.mesh), dist.group.WORLD
+    elif ready and isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
-    if not isinstance(group, ProcessGroup) or dist.get_rank(group) < 0:
+    if not ready or not isinstance(group, ProcessGroup) or dist.get_rank(group) < 0:
         raise InputError(
-            f"group is {group!r}; it must be a ProcessGroup, or a DeviceMesh of one or two "
-            "dimensions, that this process is in"
+            f"group is {asked!r}; it must be a ProcessGroup of torch.distributed.init_process_group"
+            " (start with torchrun), or a DeviceMesh of one dimension, or of two that has all "
+            "ranks in their order, that this process is in"
         )
     if dist.get_world_size(group) == 1:
         return ALONE
@@ -455,18 +448,14 @@ def open_sequence_ranks(ranks: Ranks, device: torch.device, number: Any) -> Rank
     or a rank has another number.
     """
     require_same(ranks.all_gather_object({"sequence_parallel": str(number)}))
-    if type(number) is not int or number not in (1, ranks.size):
+    all_here = ranks.on_host == ranks.size and ranks.hosts == 1
+    if type(number) is not int or number not in ((1, ranks.size) if all_here else (1,)):
         raise InputError(
             f"sequence_parallel is {number!r}; it must be 1 (each rank has rows of its own) or the "
-            f"number of ranks, which is {ranks.size}"
+            f"number of ranks, which is {ranks.size}, all of one host"
         )
     if number == 1:
         return ALONE
-    if ranks.on_host != number or ranks.hosts > 1:
-        raise InputError(
-            f"sequence_parallel is {number}, and these ranks are on several hosts, which cannot "
-            "share rows yet; take the ranks of one host, or 1"
-        )
     assert isinstance(ranks, ProcessGroups)
     return SequenceRanks(**vars(ranks), beneath=_communicator(ranks.host, device))
 

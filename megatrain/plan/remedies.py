@@ -154,12 +154,7 @@ class Remedy:
 
 
 def remedies(
-    plans: Planner,
-    machine: Machine,
-    asked: Workload,
-    least: Forecast,
-    *,
-    must_clip: bool = False,
+    plans: Planner, machine: Machine, asked: Workload, least: Forecast, *, must_clip: bool = False
 ) -> list[Remedy]:
     """At most three remedies that fit, those with the least hardware first.
 
@@ -180,11 +175,7 @@ def compute_bound_tokens(bounds: Mapping[str, float], tokens: int, sequence_leng
 
 
 def _fitting(
-    plans: Planner,
-    machine: Machine,
-    asked: Workload,
-    least: Forecast,
-    changes: Sequence[str],
+    plans: Planner, machine: Machine, asked: Workload, least: Forecast, changes: Sequence[str]
 ) -> Fitting:
     """Workloads that fit: by one change, several together, more memory, or another GPU."""
     helpless = []

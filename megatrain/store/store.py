@@ -413,12 +413,18 @@ def planes(
 LANES = 4  # pieces read, updated and written at once; another one for a disk that is uneven
 
 
-@dataclass
+@dataclass(eq=False)
 class Lane:
-    """Host memory for one piece of all planes of a tile that rest on the disk."""
+    """A buffer that one thing after the other passes through.
+
+    Attributes:
+        free: event after which it may be written again.
+        ready: event after which it holds what is on its way there.
+    """
 
     buffer: Buffer
-    left: Any = None  # event: the planes updated here are on the disk
+    free: Any = None
+    ready: Any = None
 
 
 def own_numel(tile: Tile) -> int:
@@ -473,7 +479,7 @@ class DiskStaging:
             self._turn += 1
             present = [plane for plane in planes if len(parts[plane].data)]  # some end earlier
             rooms = self._rooms(lane, {plane: parts[plane] for plane in present})
-            device.wait(DISK_IN, lane.left, "disk lane free")
+            device.wait(DISK_IN, lane.free, "disk lane free")
             for plane in present:
                 device.copy(DISK_IN, rooms[plane], parts[plane])
             device.wait(UPDATE, device.record(DISK_IN), "disk planes arrived")
@@ -481,7 +487,7 @@ class DiskStaging:
             device.wait(DISK_OUT, device.record(UPDATE), "disk planes updated")
             for plane in present:
                 device.copy(DISK_OUT, parts[plane], rooms[plane])
-            lane.left = tile.written = device.record(DISK_OUT)
+            lane.free = tile.written = device.record(DISK_OUT)
 
     def _rooms(self, lane: Lane, parts: Mapping[Plane, Buffer]) -> dict[Plane, Buffer]:
         rooms, at = {}, 0

@@ -253,7 +253,10 @@ REFUSED = {
     ),
     "float4": (int4(type="float"), "compressed-tensors with type float"),
     "plain beside": (mxfp4(lambda _: {"": torch.ones(2, 64, 64)}), "is stored beside its packed"),
-    "int32 scales": (mxfp4(lambda p: {"_scales": p["_scales"].int()}), "scales of torch.int32"),
+    "int32 scales": (
+        mxfp4(lambda p: {"_scales": p["_scales"].int()}),
+        "lacks its .*_scales' of uint8",
+    ),
     "NaN scale": (
         fp8(lambda stored: {f"{Q}_scale_inv": stored[f"{Q}_scale_inv"] * torch.nan}),
         f"'{Q}_scale_inv' holds a scale that is NaN or infinite",

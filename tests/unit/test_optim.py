@@ -152,7 +152,7 @@ MISUSED: dict[str, tuple[Any, str]] = {
     "in no group": (changed(lambda groups: groups.pop()), "norm.weight' in no group"),
     "amsgrad": (
         changed(lambda groups: groups[1].update(amsgrad=True)),
-        "asks for amsgrad, unknown to AdamW",
+        "asks for amsgrad, .* or AdamW does not know it",
     ),
     "no rate": (changed(lambda groups: groups[1].pop("lr")), "AdamW lr is None"),
     "step": (lambda o: o.step(), r"optimizer.step\(\) has nothing to do"),
@@ -174,11 +174,11 @@ MISUSED: dict[str, tuple[Any, str]] = {
     ),
     "coupled decay": (
         changed(lambda groups: groups[0].update(decoupled_weight_decay=False)),
-        "asks for decoupled_weight_decay=False, unknown to AdamW",
+        "asks for decoupled_weight_decay=False, .* or AdamW does not know it",
     ),
     "a choice in a group": (
         changed(lambda groups: groups[0].update(states="int8")),
-        "has states 'int8', and the engine was made with",
+        "asks for states 'int8', and the engine was made with",
     ),
 }
 
@@ -254,7 +254,7 @@ def test_a_group_that_asks_for_other_state_is_refused():
     for first, later in ((0.9, 0.0), (0.0, 0.9)):
         optimizer = StreamedOptimizer(SGD(momentum=first), tiny_model("llama"))
         optimizer.param_groups[1]["momentum"] = later
-        with pytest.raises(InputError, match="asks SGD to keep other state"):
+        with pytest.raises(InputError, match="asks for other state .* another SGD"):
             optimizer.check()
 
 
