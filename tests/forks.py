@@ -14,11 +14,11 @@ def end() -> None:
     os._exit(0)
 
 
-def forked(work: Callable[[], Any]) -> int:
-    """The exit code of a child that does `work`; 1 with a traceback if that raises."""
+def start(work: Callable[[], Any]) -> int:
+    """The process id of a child that does `work` and ends with 0; with 1 if that raises."""
     child = os.fork()
     if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return child
     gc.freeze()  # what the parent has is no garbage of this process, and looking copies its pages
     code = 1
     try:
@@ -30,6 +30,11 @@ def forked(work: Callable[[], Any]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def forked(work: Callable[[], Any]) -> int:
+    """The exit code of a child that does `work`; 1 with a traceback if that raises."""
+    return os.waitstatus_to_exitcode(os.waitpid(start(work), 0)[1])
 
 
 def forked_module(command: Sequence[str]) -> int:

@@ -1,7 +1,6 @@
 """What a checkpoint or an export could not have of a model is refused when the engine is made."""
 
 import copy
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, dynamic_module_
 
 from megatrain import AdamW, Engine, InputError
 from megatrain.compat.transformers import attention_of, experts_of, set_attention
-from tests.checkpoint.cases import batches, engine_of
+from tests.checkpoint.cases import add_code, batches, engine_of
 from tests.families.tiny import tiny_model
 from tests.inside import sized, spec_of
 from tests.parity.cases import llama
@@ -200,28 +199,11 @@ def test_a_computed_buffer_comes_back_though_it_is_computed_otherwise(tmp_path, 
     assert [again.step(s).loss for s in steps] == [engine.step(s).loss for s in steps]
 
 
-CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-
-
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-
-
-class OwnModel(LlamaForCausalLM):
-    config_class = OwnConfig
-"""
-
-
 def test_code_that_came_with_a_folder_goes_along_and_of_a_module_is_refused(tmp_path, monkeypatch):
     sized(monkeypatch, dynamic_module_utils, HF_MODULES_CACHE=str(tmp_path / "cache"))
     folder = tmp_path / "given"
     llama().save_pretrained(folder)
-    tree = json.loads((folder / "config.json").read_text())
-    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    tree |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": classes}
-    (folder / "config.json").write_text(json.dumps(tree))
-    (folder / "own.py").write_text(CODE)
+    add_code(folder)
     first, *rest = batches(3)
     engine = engine_of(model=folder, trust_remote_code=True)
     engine.step(first)

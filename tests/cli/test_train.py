@@ -5,12 +5,11 @@ import math
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.telemetry.metrics import read_metrics
-from tests.cli.cases import assert_refused, sets, tiny_llama
+from tests.cli.cases import assert_refused, sets
 
 
 def test_a_run_leaves_all_it_promises(trained):
@@ -89,55 +88,14 @@ def test_the_model_folder_is_one_that_transformers_loads(trained):
     assert loss < math.log(len(tokenizer)) - 0.5  # an untrained model knows nothing: ln(V)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_pretrained_model_keeps_its_dtype(megatrain, run_file, tmp_path, tokenizer_folder, dtype):
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    config = AutoConfig.for_model(**tiny_llama(vocab_size=len(tokenizer)))
-    source = tmp_path / "source"
-    AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(source)
-    tokenizer.save_pretrained(source)
-    tree = yaml.safe_load(run_file.read_text())
-    tree["model"] = {"path": str(source)}
-    run_file.write_text(yaml.safe_dump(tree))
-    megatrain.done("train", run_file, *sets(training__steps=1))
-    before, after = weights(source), weights(tmp_path / "run" / "model")
-    assert {name: value.dtype for name, value in before.items()} == {
-        name: value.dtype for name, value in after.items()
-    }
-    assert str(AutoConfig.from_pretrained(tmp_path / "run" / "model").dtype) == f"torch.{dtype}"
-
-
-def test_chat_with_epochs_and_no_evaluation(
-    megatrain, run_file, tmp_path, tokenizer_folder, caplog
+def test_epochs_are_passes_over_all_rows_and_nothing_need_be_evaluated(
+    megatrain, run_file, tmp_path
 ):
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
-        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
-    )
-    tokenizer.save_pretrained(tmp_path / "chat-tokenizer")
-    row = {
-        "messages": [
-            {"role": "user", "content": "where is the cat"},
-            {"role": "assistant", "content": "on the mat"},
-        ]
-    }
-    (tmp_path / "chat.jsonl").write_text((json.dumps(row) + "\n") * 12)
-    overrides = {
-        "model__tokenizer": str(tmp_path / "chat-tokenizer"),
-        "data__kind": "chat",
-        "data__path": str(tmp_path / "chat.jsonl"),
-        "data__packing": False,
-        "data__sequence_length": 64,
-        "data__eval_fraction": 0,
-        "training__eval_every": None,
-        "training__steps": None,
-        "training__epochs": 2,
-    }
-    megatrain.done("train", run_file, *sets(**overrides))
+    none = {"data__eval_fraction": 0, "training__eval_every": None}
+    megatrain.done("train", run_file, *sets(training__steps=None, training__epochs=2, **none))
     records = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]  # 12 rows, 4 a step, twice
-    assert records[-1]["epoch"] == 2
+    assert [record["step"] for record in records] == [*range(1, 20)]  # 38 rows, 4 a step, twice
+    assert records[0]["epoch"] == pytest.approx(2 / 19, abs=1e-4) and records[-1]["epoch"] == 2
 
 
 def test_export_casts_and_generate_reads_a_run(megatrain, trained, tmp_path):

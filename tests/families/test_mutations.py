@@ -473,7 +473,7 @@ NEUTRAL = {
 QUICK = {("llama", name) for name, (_, refusal) in CHANGES.items() if refusal}
 QUICK |= {("gpt2", "weight_norm"), ("llama", "an attribute of another type")}
 QUICK |= {("llama", "a method of another self"), ("llama", "a number by getattr")}
-QUICK |= {("llama", "a norm that counts positions")}
+QUICK |= {("llama", "a norm that counts positions"), ("llama", "gradient checkpointing")}
 
 
 @pytest.fixture(autouse=True)

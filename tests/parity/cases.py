@@ -78,6 +78,14 @@ def make_batches(
     return [[micro_batch(shape) for shape in shapes] for _ in range(count)]
 
 
+def padded(step: Step) -> Step:
+    """The step with a mask that hides the end of its first rows, which have no labels there."""
+    mask = torch.ones_like(step[0]["input_ids"])
+    mask[0, 7:] = 0
+    labels = step[0]["labels"].masked_fill(mask == 0, -100)
+    return [step[0] | {"attention_mask": mask, "labels": labels}, *step[1:]]
+
+
 def make_engine(
     model: Any, *, clip: float | None = 1.0, precision: Any = "fp32", lr: float = 1e-2, **options
 ) -> Engine:

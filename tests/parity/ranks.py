@@ -1,17 +1,18 @@
 """Several ranks as forked children of the tests' process, which talk by gloo."""
 
-import gc
 import os
-import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor
 import torch.distributed as dist
+
+from tests.forks import start
 
 Work = Callable[[Any], Any]
 
@@ -21,7 +22,7 @@ def run_ranks(size: int, folder: Path, work: Work, *, whole: bool = True) -> lis
 
     Nothing, if not all ranks live to the end (`whole`).
     """
-    children = [_fork(rank, size, folder, work) for rank in range(size)]
+    children = [start(partial(_rank, rank, size, folder, work)) for rank in range(size)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     errors = [folder / f"error {rank}" for rank in range(size)]
     said = [path.read_text() for path in errors if path.exists()]
@@ -30,16 +31,11 @@ def run_ranks(size: int, folder: Path, work: Work, *, whole: bool = True) -> lis
     return [torch.load(path, weights_only=False) for path in paths]
 
 
-def _fork(rank: int, size: int, folder: Path, work: Work) -> int:
-    child = os.fork()
-    if child:
-        return child
-    gc.freeze()  # what the parent has is no garbage of this process, and looking copies its pages
-    code = 1
+def _rank(rank: int, size: int, folder: Path, work: Work) -> None:
+    torch.set_num_threads(1)
+    # The parent's pool of compiling threads is inherited without its threads.
+    inductor.compile_threads = 1
     try:
-        torch.set_num_threads(1)
-        # The parent's pool of compiling threads is inherited without its threads.
-        inductor.compile_threads = 1
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder / 'rendezvous'}",
@@ -49,10 +45,6 @@ def _fork(rank: int, size: int, folder: Path, work: Work) -> int:
         )
         torch.save(work(dist.group.WORLD), folder / f"result {rank}")
         dist.destroy_process_group()
-        code = 0
     except BaseException:
         (folder / f"error {rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        raise

@@ -260,16 +260,3 @@ def test_what_is_made_once_whatever_the_batch_is_taken():
 def test_what_is_made_of_the_first_batch_is_refused(of):
     with pytest.raises(InputError, match="its forward changes .*kept as it runs"):
         make_engine(caching(of))
-
-
-def test_checkpointing_changes_no_bit():
-    steps, results = make_batches(2), []
-    for enable in (False, True):
-        model = llama()
-        if enable:
-            model.gradient_checkpointing_enable()
-        with make_engine(model) as engine:
-            losses = [engine.step(step).loss for step in steps]
-            results.append((losses, masters(engine)))
-    assert results[0][0] == results[1][0]
-    assert same(results[0][1], results[1][1])

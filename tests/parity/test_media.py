@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from typing import ClassVar
 
 import datasets
 import peft
@@ -28,8 +27,10 @@ from tests.families.tiny import tiny_multimodal
 from tests.parity.cases import masters, noisy, same
 from tests.parity.ranks import run_ranks
 from tests.sweeps import few
+from tests.unit.trainer_cases import alike, lines
 
 ALL = Trained(train_only=["."])
+OPTIONS = {"placement": Placement()}  # of a streamed trainer
 
 
 def tiny(family="qwen3_vl"):
@@ -256,68 +257,39 @@ def preferences(count):
     return datasets.Dataset.from_list(rows)
 
 
-def trained_by(kind, model, folder, config=trl.SFTConfig, **options):
-    args = config(
-        str(folder),
-        max_steps=2,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=LR,
-        max_length=None,
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        eval_strategy="steps",
-        eval_steps=1,
-    )
-    trainer = kind(model=model, args=args, **options)
-    trainer.train()
-    names = ("loss", "grad_norm", "eval_loss")
-    logs = [[log[name] for name in names if name in log] for log in trainer.state.log_history]
-    return trainer, [log for log in logs if log]
+def assert_trains_alike(plain, config, folder, **options):
+    """A trainer logs what one with the engine does; returns this."""
+    write_model(folder / "model", llava)
 
+    def make(kind):
+        model = transformers.LlavaForConditionalGeneration.from_pretrained(folder / "model")
+        model.model.vision_tower.requires_grad_(False)
+        args = config(
+            str(folder / "out"), max_steps=2, per_device_train_batch_size=2, learning_rate=LR,
+            gradient_accumulation_steps=2, max_length=None, bf16=False, use_cpu=True, report_to=[],
+            logging_steps=1, save_strategy="no", disable_tqdm=True, eval_strategy="steps",
+            eval_steps=1,
+        )  # fmt: skip
+        processor = transformers.AutoProcessor.from_pretrained(folder / "model")
+        return kind(model=model, args=args, processing_class=processor, **options)
 
-def loaded(folder):
-    model = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
-    model.model.vision_tower.requires_grad_(False)
-    return model
-
-
-def assert_trains_alike(plain, tmp_path, **options):
-    """A trainer's losses, norms and evaluations are those of one with the engine; returns this."""
-
-    class Streamed(StreamedTrainer, plain):
-        engine_options: ClassVar = {"placement": Placement()}
-
-    options["processing_class"] = transformers.AutoProcessor.from_pretrained(
-        write_model(tmp_path / "model", llava)
-    )
-    trainers, logs = [], []
-    for kind in (plain, Streamed):
-        trainer, log = trained_by(kind, loaded(tmp_path / "model"), tmp_path / "out", **options)
-        trainers.append(trainer)
-        logs.append(log)
-    assert len(logs[1]) == 4
-    for wanted, log in zip(*logs, strict=True):
-        assert log == pytest.approx(wanted, rel=1e-5)
-    return trainers[1]
+    streamed = type("Streamed", (StreamedTrainer, plain), {"engine_options": OPTIONS})
+    made = alike(make, (plain, streamed), near=1e-5)
+    assert sum("loss" in log or "eval_loss" in log for log in lines(made[1])) == 4
+    return made[1]
 
 
 def test_trl_trains_on_conversations_with_pictures_as_without_the_engine(tmp_path):
     mixed, held_out = conversations(8, without=(1, 4, 5)), conversations(3)
-    trainer = assert_trains_alike(
-        trl.SFTTrainer, tmp_path, train_dataset=mixed, eval_dataset=held_out
-    )
+    data = {"train_dataset": mixed, "eval_dataset": held_out}
+    trainer = assert_trains_alike(trl.SFTTrainer, trl.SFTConfig, tmp_path, **data)
     trainer.save_model(tmp_path / "trained")
     assert (tmp_path / "trained" / "processor_config.json").exists()
 
 
 def test_trl_prefers_replies_about_pictures_as_without_the_engine(tmp_path):
     pairs = {"train_dataset": preferences(8), "eval_dataset": preferences(3)}
-    assert_trains_alike(trl.DPOTrainer, tmp_path, config=trl.DPOConfig, **pairs)
+    assert_trains_alike(trl.DPOTrainer, trl.DPOConfig, tmp_path, **pairs)
 
 
 def test_rewards_of_pictures_train_as_in_plain_torch():

@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from megatrain import AdamW, Engine, InputError, Placement, kernels
+from megatrain import AdamW, Engine, Placement, kernels
 from megatrain.engine import sink
 from megatrain.kernels import reference
 from megatrain.model.micro_batch import Batch
@@ -213,11 +213,6 @@ def test_passes_are_even_and_hold_every_micro_batch_in_order(count, passes):
     assert [part.first for part in parts] == [part.micro[0] for part in parts]
     sizes = [len(part.micro) for part in parts]
     assert len(parts) == min(count, passes) and max(sizes) - min(sizes) <= 1
-
-
-def test_several_passes_keep_rows():
-    with pytest.raises(InputError, match=r"placement\.keep_rows"):
-        Placement(passes=2, keep_rows=False)
 
 
 @pytest.mark.parametrize("passes", [1, 2])

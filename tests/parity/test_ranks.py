@@ -28,7 +28,16 @@ from megatrain.train.sharing import part_of as run_part_of
 from tests.families.tiny import tiny_model
 from tests.forks import end
 from tests.inside import store_of
-from tests.parity.cases import VOCAB, llama, make_batches, make_engine, masters, qwen2, same
+from tests.parity.cases import (
+    VOCAB,
+    llama,
+    make_batches,
+    make_engine,
+    masters,
+    padded,
+    qwen2,
+    same,
+)
 from tests.parity.ranks import run_ranks
 from tests.parity.test_preferences import replies
 from tests.sweeps import few
@@ -59,14 +68,6 @@ def weighed(steps):
         ]
         for step in steps
     ]
-
-
-def padded(step):
-    """With a mask that hides the end of the first rows."""
-    mask = torch.ones_like(step[0]["input_ids"])
-    mask[0, 7:] = 0
-    labels = step[0]["labels"].masked_fill(mask == 0, -100)
-    return [step[0] | {"attention_mask": mask, "labels": labels}, *step[1:]]
 
 
 def pairs(loss):

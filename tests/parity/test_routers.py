@@ -23,6 +23,7 @@ from tests.parity.cases import (
     make_batches,
     make_engine,
     masters,
+    padded,
     relative_error,
     resumes,
     same,
@@ -40,10 +41,7 @@ LAYER = 60_000  # bytes, less than a layer of the tiny Mixtral has
 def a_step():
     """Uneven micro-batches, one of them padded."""
     [step] = make_batches(1)
-    mask = torch.ones_like(step[0]["input_ids"])
-    mask[0, 7:] = 0
-    step[0] |= {"attention_mask": mask, "labels": step[0]["labels"].masked_fill(mask == 0, -100)}
-    return step
+    return padded(step)
 
 
 def plain(model, step):

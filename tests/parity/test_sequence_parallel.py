@@ -16,7 +16,7 @@ from megatrain.errors import InputError
 from megatrain.loss import CROSS_ENTROPY, DPO, TOKEN_WEIGHTS, LabelSmoothing
 from megatrain.model.trained import Trained
 from tests.families.tiny import tiny_model
-from tests.parity.cases import SIZES, llama, make_batches, make_engine, masters, qwen2
+from tests.parity.cases import SIZES, llama, make_batches, make_engine, masters, padded, qwen2
 from tests.parity.ranks import run_ranks
 from tests.parity.test_preferences import replies
 from tests.parity.test_ranks import LORA, RATES, refused
@@ -64,10 +64,7 @@ def weighed(steps):
 def filled_up(steps):
     """With a mask that hides the end of the first rows, which have no labels there."""
     for step in steps:
-        mask = torch.ones_like(step[0]["input_ids"])
-        mask[0, 7:] = 0
-        labels = step[0]["labels"].masked_fill(mask == 0, -100)
-        step[0] |= {"attention_mask": mask, "labels": labels}
+        step[0] = padded(step)[0]
         rows, tokens = step[1]["input_ids"].shape
         step[1] |= {"position_ids": torch.arange(tokens).expand(rows, -1).contiguous()}
     return steps

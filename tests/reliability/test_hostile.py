@@ -17,7 +17,7 @@ from megatrain import Engine
 from megatrain.compat.transformers import attention_of, set_attention
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import InputError
-from tests.checkpoint.cases import engine_of
+from tests.checkpoint.cases import add_code, engine_of
 from tests.checkpoint.test_damage import change
 from tests.cli.cases import sets, tiny_llama
 from tests.families.tiny import tiny_config
@@ -88,17 +88,6 @@ def test_only_errors_of_our_own_come_out_of_many_inputs():
     assert "12000 inputs: no error but ours" in done.stdout
 
 
-CODE = """
-import pathlib
-pathlib.Path({mark!r}).touch()
-from transformers import LlamaConfig, LlamaForCausalLM
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-class OwnModel(LlamaForCausalLM):
-    config_class = OwnConfig
-"""
-
-
 @pytest.fixture
 def with_code(tmp_path, tokenizer_folder):
     """A run file of a model that brings code, and the file that the code would leave."""
@@ -107,11 +96,7 @@ def with_code(tmp_path, tokenizer_folder):
     model, mark = tmp_path / "model", tmp_path / "ran"
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
     tokenizer.save_pretrained(model)
-    tree = json.loads((model / "config.json").read_text())
-    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    tree |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": classes}
-    (model / "config.json").write_text(json.dumps(tree))
-    (model / "own.py").write_text(CODE.format(mark=str(mark)))
+    add_code(model, f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
     run = toy_run(tmp_path / "files", tokenizer_folder)
     tree = yaml.safe_load(run.read_text())
     tree["model"] = {"path": str(model)}

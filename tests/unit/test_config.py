@@ -288,6 +288,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"keep_rows": 1}, "keep_rows is 1; it must be true or false"),
     ({"layer_inputs": "disk"}, "layer_inputs is 'disk'; it must be 'device' or 'host'"),
     ({"resident": "head"}, "resident is 'head'; it must be a list of tile names"),
+    (
+        {"passes": 2, "keep_rows": False},
+        "keep_rows is false, but in several passes the embedding's rows stay on the device; set it "
+        "true, or set passes: 1",
+    ),
 ]
 
 

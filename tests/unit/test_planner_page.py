@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from html.parser import HTMLParser
 
 import pytest
 
@@ -15,8 +14,8 @@ from megatrain.base.units import GIB
 from megatrain.config import load
 from megatrain.plan.planner import make_plan
 from megatrain.plan.remedies import Planner
+from tests.unit.test_report import Page
 
-EMPTY = {"meta", "link", "input", "br", "hr", "img"}
 LARGEST_BYTES = 400_000
 NODE, CHROMIUM = shutil.which("node"), shutil.which("chromium")
 
@@ -102,28 +101,9 @@ def test_plans_of_a_gpu_whose_figures_have_changed_do_not_count(kept, tmp_path):
 # The page.
 
 
-class Tags(HTMLParser):
-    """Reads tags, and fails where one is closed that is not the last to be opened."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.tags = [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        self.open += [] if tag in EMPTY else [tag]
-
-    def handle_endtag(self, tag):
-        assert self.open and self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
-
-
 @pytest.fixture(scope="module")
 def tags(page):
-    parser = Tags()
-    parser.feed(page)
-    parser.close()
-    assert not parser.open
-    return parser.tags
+    return Page(page).tags
 
 
 def test_the_page_is_of_what_is_kept(kept, page):

@@ -14,13 +14,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatrain.base.units import GIB, MIB, gib, parse_bytes, size
+from megatrain.base.units import GIB, MIB, parse_bytes, size
 from megatrain.device.base import COMPUTE, COPY_IN, UPDATE
 from megatrain.device.trace import ClockDevice, Cost
 from megatrain.errors import InputError, RunFailed
 from megatrain.telemetry import host
 from megatrain.telemetry.console import PASSING, Share, StderrHandler, TrainingProgress
-from megatrain.telemetry.gpu import bf16_peak_tflops
 from megatrain.telemetry.host import environment
 from megatrain.telemetry.metrics import MetricsWriter, read_metrics
 from megatrain.telemetry.timeline import Span, breakdown, chrome_trace, critical_path, read_trace
@@ -96,22 +95,6 @@ def test_what_is_being_done_is_shown_on_a_terminal_until_more_is_said(where, mon
     erase = "\r\x1b[2K"
     passing = f"{erase}weights: 33{erase}a long line{erase}" if where == "terminal" else ""
     assert stderr.getvalue() == f"{passing}done\nmore\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.5),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA L4", 121),
-        ("NVIDIA L40", 181),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ],
-)
-def test_only_a_gpu_that_is_listed_has_a_peak(name, peak):
-    assert bf16_peak_tflops(name) == peak
 
 
 def test_process_memory_is_what_the_system_counts_children_included():
@@ -218,15 +201,6 @@ def test_what_is_said_to_be_enough_is_enough():
         needed = numbers.randrange(1, 600 * GIB)
         given = parse_bytes(size(needed))
         assert needed <= given < needed + GIB // 10 + MIB
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 bytes"), (1000, "1,000 bytes"), (3 * MIB, "3.0 MiB"), (GIB / 25, "41.0 MiB"),
-     (GIB / 20, "0.1 GiB"), (81.26 * GIB, "81.3 GiB")],
-)  # fmt: skip
-def test_what_is_small_is_not_said_to_be_nothing(num_bytes, text):
-    assert gib(num_bytes) == text
 
 
 @pytest.mark.parametrize("text", ["9" * 400, "99999999TiB", 10**400, "1e3", "-5", "", "10 gigs"])
