@@ -274,6 +274,12 @@ class Engine(PlacedEngine):
         device: str | Device | None = None,
         precision: Precision | None = None,
         max_grad_norm: float | Literal["saved"] | None = "saved",
+        tokens_per_step: int | None = None,
+        sequence_length: int | None = None,
+        micro_batch: int | None = None,
+        loss: Loss = CROSS_ENTROPY,
+        generation: Generation | None = None,
+        media: Mapping[str, Tensor] | None = None,
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         device_memory: str | int | None = None,
@@ -291,6 +297,8 @@ class Engine(PlacedEngine):
             placement: None takes the saved one, if the kind of device is the same; else `auto`.
             precision: as a check: it cannot change.
             max_grad_norm: a new value, or None, from now on.
+            tokens_per_step, sequence_length, micro_batch, loss, generation, media: of the steps
+                to come, as for `Engine`; they are not saved, and `auto` plans for them.
             attn_implementation: None: the saved one; else as for `Engine`.
             group: as for `Engine`; any number of ranks, whatever it was at the save.
 
@@ -316,6 +324,12 @@ class Engine(PlacedEngine):
             placement=resumed_placement(checkpoint, placement, opened.kind),
             device=opened,
             seed=settings.seed,
+            tokens_per_step=tokens_per_step,
+            sequence_length=sequence_length,
+            micro_batch=micro_batch,
+            loss=loss,
+            generation=generation,
+            media=media,
             device_memory=device_memory,
             host_memory=host_memory,
             disk=disk,

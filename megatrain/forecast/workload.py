@@ -166,16 +166,17 @@ class Workload:
         return replace(self, compile=compiled, **free)
 
     @property
-    def limits(self) -> dict[str, Any]:
-        """The memory that the process may take, as arguments of `Engine` and `Engine.load`."""
-        return {name: getattr(self, name) for name in ("disk", *LIMITS)}
+    def for_loading(self) -> dict[str, Any]:
+        """Arguments of `Engine` and `Engine.load`: a step's size, the memory that it may take."""
+        names = ("tokens_per_step", "sequence_length", "micro_batch", "loss", "generation", "disk")
+        return {name: getattr(self, name) for name in (*names, *LIMITS)}
 
     @property
     def for_engine(self) -> dict[str, Any]:
         """Arguments of `Engine`, without the norm to clip by."""
-        names = ("precision", "tokens_per_step", "sequence_length", "micro_batch", "loss")
-        alike = {name: getattr(self, name) for name in (*LIMITS, "disk", "generation", *names)}
-        return alike | {"optimizer": self.rule, "placement": self.placement or "auto"}
+        placement = self.placement or "auto"
+        others = {"precision": self.precision, "optimizer": self.rule, "placement": placement}
+        return self.for_loading | others
 
     @property
     def disk_bytes(self) -> int | None:

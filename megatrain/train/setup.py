@@ -5,7 +5,7 @@ import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -332,7 +332,7 @@ def _engine(
     )
     try:
         if start is not None:
-            engine = _saved_engine(config, start, options, stack)
+            engine = _saved_engine(config, start, options | {"media": media}, stack)
         else:
             assert source is not None
             engine = Engine(
@@ -356,14 +356,17 @@ def _saved_engine(
     config: Config, start: Start, options: dict[str, Any], stack: ExitStack
 ) -> Engine:
     """The engine of a checkpoint; weights are not read from the model's source again."""
-    placement = config.engine.placement_value()
+    placement, workload = config.engine.placement_value(), Workload.of_run(config)
+    rows = start.state.data.get("rows_per_micro_batch")  # which the run goes on with
+    if workload.micro_batch is None and isinstance(rows, int) and rows > 0:
+        workload = replace(workload, micro_batch=rows * config.loss.lines)
     before = start.state.config.get("engine")
     still_auto = isinstance(before, dict) and before.get("placement") == placement == "auto"
     try:
         engine = Engine.load(
             start.checkpoint,
             placement=None if still_auto else placement,
-            **Workload.of_run(config).limits,
+            **workload.for_loading,
             **options,
         )
     except InputError as error:

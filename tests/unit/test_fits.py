@@ -1,15 +1,18 @@
 """Memory limits: what cannot fit is refused first, or computed again from less."""
 
+import json
 import logging
 import re
+from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from megatrain import AdamW, DoesNotFit, Engine, Placement
+from megatrain import AdamW, DoesNotFit, Engine, Placement, config
 from megatrain.autoplace import auto
 from megatrain.autoplace.auto import check_fits
 from megatrain.base.units import GIB, MIB
@@ -28,7 +31,9 @@ from megatrain.source.source import EngineSetup, open_source
 from megatrain.source.tiles import Model
 from megatrain.telemetry import host
 from megatrain.telemetry.host import process_bytes
+from megatrain.train import setup
 from tests.counted import CountedDevice
+from tests.families.tiny import tiny_multimodal
 from tests.inside import answering
 from tests.parity.cases import llama, make_batches, make_engine, masters, same
 from tests.parity.test_memory import MID
@@ -351,3 +356,51 @@ def test_a_step_that_the_limit_refused_now_fits():
     assert 700 / 20 * taken > 200 * MIB
     engine.step(large)
     assert engine.memory()["host_kept_bytes"] == 0
+
+
+# Engines of a checkpoint, which says nothing of the steps to come.
+
+
+def test_auto_plans_a_loaded_engine_for_the_steps_it_is_told(tmp_path, monkeypatch, caplog):
+    """Of images, without which it says that it plans for text."""
+    model = tiny_multimodal("gemma3")
+    with Engine(model, optimizer=AdamW(), placement=Placement(), precision="fp32") as engine:
+        engine.save(tmp_path / "saved")
+    seen: list[Workload] = []
+    monkeypatch.setattr(auto, "_fastest", lambda opened, workload: seen.append(workload))
+    monkeypatch.setattr(Gpu, "memory", lambda _: {"device_free_bytes": 1 << 40, "device_bytes": 0,
+                                                  "device_context_bytes": 0})  # fmt: skip
+    media = {"input_ids": torch.zeros(1, 8, dtype=torch.long)}
+    steps = {"tokens_per_step": 640, "sequence_length": 64, "micro_batch": 5, "loss": DPO()}
+    with caplog.at_level(logging.INFO):
+        for told in ({}, steps | {"media": media}):
+            loaded = Engine.load(tmp_path / "saved", placement="auto", device=Gpu(), **told)
+            loaded.close()
+    assert [{name: getattr(seen[1], name) for name in steps}, seen[1].media.tensors] == [
+        steps, media
+    ]  # fmt: skip
+    assert caplog.text.count("for steps on text alone; media=") == 1 and seen[0].media is None
+
+
+class Stopped(Exception):
+    """Ends a run where it loads its engine."""
+
+
+def test_auto_plans_a_resumed_run_for_its_steps_and_micro_batches(tmp_path, monkeypatch):
+    """A run that goes on on another kind of device keeps the rows of its micro-batches."""
+    sizes = {"data": {"path": "rows.jsonl", "sequence_length": 64}, "loss": {"name": "dpo"}}
+    run = {"model": {"path": "m"}, "training": {"steps": 9, "batch_size": 6}} | sizes
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    state = SimpleNamespace(data={"rows_per_micro_batch": 3}, config={})
+    start: Any = SimpleNamespace(checkpoint=tmp_path, state=state)
+    told: dict[str, Any] = {}
+
+    def noting(folder, **arguments):
+        told.update(arguments)
+        raise Stopped
+
+    monkeypatch.setattr(Engine, "load", noting)
+    with pytest.raises(Stopped), ExitStack() as stack:
+        setup._saved_engine(config.load(tmp_path / "run.yaml"), start, {}, stack)
+    found = [told[name] for name in ("tokens_per_step", "sequence_length", "micro_batch")]
+    assert found == [6 * 2 * 64, 64, 3 * 2] and isinstance(told["loss"], DPO)
