@@ -12,11 +12,11 @@ from megatrain.errors import InputError
 
 # The least value of each choice that is a number; of those that are None by default, of others.
 _LEAST: dict[str, int] = {
-    **dict.fromkeys(("slots", "host_grad_buffers", "layer_input_lanes", "head_tokens"), 1),
+    **dict.fromkeys(("host_grad_buffers", "layer_input_lanes", "head_tokens"), 1),
     **dict.fromkeys(("update_threads", "gradient_lanes", "chunk_tokens", "passes"), 1),
     **dict.fromkeys(("save_activations", "offload_activations", "save_all", "keep_weights"), 0),
     **dict.fromkeys(("disk_moments", "disk_remainder", "disk_weights", "prefetch"), 0),
-    "save_bytes": 0,
+    **dict.fromkeys(("save_bytes", "slots"), 0),
 }
 
 # Of what is made one by one, so many are enough for any model.
@@ -82,7 +82,9 @@ class Placement:
 
     Attributes:
         slots: device buffers for the weights of one layer each; a larger tile takes several. 1
-            means no overlap of copies.
+            means no overlap of copies. 0, on a device that shares the host's memory: layers read
+            weights where they rest, and gradients are rounded, in fp32 also summed, where the
+            update reads them.
         prefetch: tiles loaded ahead of the one in use, at most `slots - 1`; None: `slots - 1`.
         gradient_lanes: pieces of a gradient (32 MiB in bf16) being sent at once; None: as
             many as the largest layer has, so that no layer waits for the bus.
@@ -172,9 +174,9 @@ class Placement:
     def _conflicts(self) -> Iterator[tuple[bool, str]]:
         """Messages for choices that exclude each other, with remedies."""
         yield (
-            self.prefetch is not None and self.prefetch >= self.slots,
+            self.prefetch is not None and self.prefetch > max(0, self.slots - 1),
             f"prefetch is {self.prefetch}; with {self.slots} slots it must be between 0 and "
-            f"{self.slots - 1}",
+            f"{max(0, self.slots - 1)}",
         )
         yield (
             self.save_attention != "none" and self.compile and self.chunk_tokens is None,
@@ -199,7 +201,7 @@ class Placement:
 
     @property
     def prefetch_distance(self) -> int:
-        return self.slots - 1 if self.prefetch is None else self.prefetch
+        return max(0, self.slots - 1) if self.prefetch is None else self.prefetch
 
     def policies(self, num_layers: int) -> tuple[ActivationPolicy, ...]:
         """The activation policy of each layer."""
@@ -249,5 +251,5 @@ def _written(value: Any) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
 
 
-CPU_PLACEMENT = Placement(slots=1)
-"""The default on a CPU: in program order nothing overlaps."""
+CPU_PLACEMENT = Placement(slots=0)
+"""The default on a CPU, which computes with the planes where they rest."""

@@ -93,6 +93,11 @@ def settle(
         settled = chosen
     else:
         settled = _chosen(opened, workload)
+    if not (settled.placement.slots or opened.device.can.reads_in_place):
+        raise InputError(
+            "placement.slots is 0, but this device cannot compute with weights in host memory; "
+            "take 1 or more"
+        )
     if trained and opened.disk is not None and not settled.placement.on_disk:
         _log.info(
             "disk: nothing rests in %s; placement.disk_moments says of how many tiles moments do",
@@ -231,7 +236,7 @@ def check_fits(
                 "auto, or what needs least (slots: 1, gradient_lanes: 1, keep_rows: false, "
                 "layer_inputs: host, resident: [])"
             )
-    planes = needs.host if has_memory else needs.host + needs.device
+    planes = needs.host + needs.device if device.can.shares_host_memory else needs.host
     grows = max(0, _GPU_PROCESS_BYTES - process_bytes()) if has_memory else 0
     if sum(planes.values()) + grows > host_available_bytes(host_memory):
         planes["the process itself"] += process_bytes() + grows

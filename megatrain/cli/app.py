@@ -169,6 +169,9 @@ def plan(
     ] = None,
     device_memory: DeviceMemory = None,
     host_memory: HostMemory = None,
+    memory: Annotated[
+        str | None, Option(help="Plan for so much memory that GPU and host share, as 128GiB.")
+    ] = None,
     cores: Annotated[int | None, Option(min=1, help="Count with so many cores of the CPU.")] = None,
     tokens: Annotated[
         int | None, Option(min=1, help="Take so many tokens a step; the default is 98304.")

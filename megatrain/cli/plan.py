@@ -55,6 +55,13 @@ def run_plan(options: Options) -> None:
     """
     from megatrain.model.sizes import check_sequence_length
 
+    if (memory := options.get("memory")) is not None:
+        if not options["gpu"] or not named_gpu(options["gpu"]).shared:
+            raise InputError(
+                "--memory is of a GPU that shares the host's (--gpu GB10, 'Strix Halo', 'M4 Max'); "
+                "give --device-memory and --host-memory"
+            )
+        options = {**options, "device_memory": memory}
     named, run = _opened(options)
     workload = Workload() if run is None else Workload.of_run(run)
     total_tokens, gpus = options["total_tokens"], options["gpus"] or 1
@@ -191,6 +198,7 @@ def _machine(
         host = workload.host_memory
         if host is None:
             host = host_limit_bytes()
+        if workload.host_memory is None and not gpu.shared:
             warnings.append(f"--host-memory is not given: this machine's {gib(host)} are taken")
         if cores is None:
             cores = usable_cores()

@@ -132,6 +132,8 @@ class Abilities:
     """All that code outside this folder may ask of a device, rather than its name.
 
     Attributes:
+        shares_host_memory: its memory is the host's: one budget.
+        reads_in_place: its work reads and writes `host` buffers as it does its own.
         counts_memory: it has memory of its own, of which `memory` tells.
         overlaps: copies and host threads run beside its work, not in program order.
         attends_with_sums: its attention also returns the logarithms of the softmax's sums.
@@ -139,6 +141,8 @@ class Abilities:
         generators: torch's, beside the CPU's, that its work draws from.
     """
 
+    shares_host_memory: bool = False
+    reads_in_place: bool = False
     counts_memory: bool = False
     overlaps: bool = False
     attends_with_sums: bool = False

@@ -1,5 +1,6 @@
 """The CPU as a device: real numbers, in program order; and memory of the host, of every device."""
 
+import sys
 import time
 from typing import Any
 
@@ -45,7 +46,8 @@ def host_range(name: str, numel: int, dtype: torch.dtype, limit_bytes: int | Non
         ) from error
     # Pinned pages would be copied for a child that is forked. It has zeros at this address instead:
     # were nothing there, the child's own memory might be, which goes when it drops the tensor.
-    mapping.madvise(_WIPE_ON_FORK)
+    if sys.platform == "linux":
+        mapping.madvise(_WIPE_ON_FORK)
     flat = torch.frombuffer(mapping, dtype=torch.uint8)
     kernels.first_touch(flat, threads=usable_cores())
     return flat.view(dtype)[:numel]
@@ -56,7 +58,7 @@ class CpuDevice(Device):
 
     kind = "cpu"
     torch_device = torch.device("cpu")
-    can = Abilities(slow_dtypes=_SLOW)
+    can = Abilities(True, reads_in_place=True, slow_dtypes=_SLOW)
     _host_limit: int | None = None
 
     def empty(self, name: str, numel: int, dtype: torch.dtype) -> Buffer:

@@ -24,6 +24,7 @@ from megatrain.device.disk import move
 from megatrain.device.host_stream import HostStream, LaunchThrottle
 from megatrain.errors import DoesNotFit, RunFailed
 from megatrain.machine import CONTEXT_BYTES, mapping_bytes
+from megatrain.telemetry.host import host_available_bytes, host_limit_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +61,14 @@ class CudaDevice:
         if shared:  # what waits on one stream holds up those that have its connection
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self.torch_device = torch.device("cuda", index)
-        generators = (self.torch_device,)
-        self.can = Abilities(True, True, attends_with_sums=True, generators=generators)
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        self.can = Abilities(
+            shares_host_memory=bool(getattr(properties, "is_integrated", False)),
+            counts_memory=True,
+            overlaps=True,
+            attends_with_sums=True,
+            generators=(self.torch_device,),
+        )
         torch.cuda.set_device(self.torch_device)
         # What an earlier engine has left, in cycles and in torch's cache, is not this one's.
         gc.collect()
@@ -80,7 +87,7 @@ class CudaDevice:
             name: HostStream(name, self._counters[64 * i : 64 * i + 1])
             for i, name in enumerate(HOST_STREAMS)
         }
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._wait_value, self._mask = _stream_wait()
         # cuDNN's attention is the fastest on Hopper (1.8 times flash at 1024 tokens).
         self._attention = sdpa_kernel(_ATTENTION, set_priority=True)
         self._attention.__enter__()
@@ -191,14 +198,15 @@ class CudaDevice:
         if not self._counters_pinned:  # the GPU cannot see them
             event.worker.wait(event.count)
             return
-        status = self._driver.cuStreamWaitValue32_v2(
+        status = self._wait_value(
             ctypes.c_void_p(self._stream(stream).cuda_stream),
             ctypes.c_uint64(event.worker.counter.data_ptr()),
             ctypes.c_uint32(event.count),
             ctypes.c_uint(_WAIT_GREATER_OR_EQUAL),
+            *self._mask,
         )
         if status != 0:
-            raise RunFailed(f"the driver refused a stream wait (cuStreamWaitValue32: {status})")
+            raise RunFailed(f"the driver refused a stream wait (StreamWaitValue32: {status})")
 
     @staticmethod
     def _block(event: Any) -> None:
@@ -242,6 +250,9 @@ class CudaDevice:
 
     def memory(self) -> dict[str, int]:
         free, total = torch.cuda.mem_get_info(self.torch_device)
+        if self.can.shares_host_memory:  # to the driver the page cache is taken
+            total = min(total, host_limit_bytes())
+            free = min(total, host_available_bytes(self._host_limit))
         taken = torch.cuda.memory_reserved(self.torch_device)
         if self._limit is not None:
             total = min(total, self._limit)
@@ -258,6 +269,13 @@ class CudaDevice:
 
     def close(self) -> None:
         self._end()
+
+
+def _stream_wait() -> tuple[Any, tuple[ctypes.c_uint32, ...]]:
+    """The driver's wait for a 32-bit counter, and its last arguments; HIP's is untested."""
+    if torch.version.hip:
+        return ctypes.CDLL("libamdhip64.so").hipStreamWaitValue32, (ctypes.c_uint32(2**32 - 1),)
+    return ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2, ()
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -60,6 +60,8 @@ class PlaneFile:
         try:
             flags = fcntl.fcntl(handle, fcntl.F_GETFL)
             fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
+        except AttributeError:  # a Mac
+            self.direct = False
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -119,8 +121,9 @@ class PlaneFile:
         try:
             kernels.move_file(file, offset, data, writes=writes, **at_once)
             if not self.direct:  # errors come late otherwise, and dirty pages grow
-                os.fdatasync(file)
-                os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)
+                getattr(os, "fdatasync", os.fsync)(file)
+                if hasattr(os, "posix_fadvise"):  # not on a Mac
+                    os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             full = "; make room there" if error.errno in _FULL else ""
             raise RunFailed(
@@ -136,7 +139,10 @@ def _take_room(handle: int, folder: Path, num_bytes: int) -> None:
     problem = f"{size(num_bytes - free)} are missing"
     if num_bytes <= free:
         try:
-            os.posix_fallocate(handle, 0, num_bytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle, 0, num_bytes)
+            else:  # a Mac: the file has holes
+                os.ftruncate(handle, num_bytes)
             return
         except OSError as error:
             problem = os_reason(error)

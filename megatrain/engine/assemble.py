@@ -18,7 +18,7 @@ from megatrain.engine.layer import Layer
 from megatrain.engine.modules import Media, Prologue
 from megatrain.engine.saved_tensors import DeviceBoundaries, HostBoundaries, HostOffload
 from megatrain.engine.shared import Shared
-from megatrain.engine.sink import ScratchArena, Sink
+from megatrain.engine.sink import ScratchArena, Sink, summed_in_place
 from megatrain.engine.step import Parts, TrainingParts, Unit
 from megatrain.engine.stream import Stream, Unpack
 from megatrain.engine.update import Update
@@ -118,8 +118,9 @@ class Assembly:
             waiting -= on_device.intersection(visited)
         if any(name in spec.epilogue for name in spec.gathered):  # waits for rows of a tied table
             waiting.add(self.head)
-        shared = [0] if passes > 1 else [t.layout.trainable_numel for t in visited]
-        before = max([shared[0], *(t.layout.trainable_numel for t in self.media)])
+        kept = visited if passes > 1 else summed_in_place(waiting, self.dtype)
+        shared = [0 if t in kept else t.layout.trainable_numel for t in visited]
+        before = max(shared[0], *shared[len(visited) - len(self.media) :], 0)
         work = ScratchArena(device, max(shared), before if passes == 1 else 0, self.dtype)
         in_order = sorted(waiting, key=lambda tile: tile.index)
         sink = self.sinks(self.shared, in_order, update, work)

@@ -27,7 +27,7 @@ from megatrain.engine.shared import Shared
 from megatrain.engine.sink import HostGrad, ScratchArena, Sink
 from megatrain.errors import InputError
 from megatrain.model.micro_batch import Batch
-from megatrain.store.store import Tier, Tile
+from megatrain.store.store import Tile
 from megatrain.tile import Entry
 
 _NOWHERE = Buffer("nowhere", torch.empty(0))
@@ -136,7 +136,7 @@ class Embedding:
         """Start copying a step's rows to the device, and give them to every micro-batch."""
         self._lay_out(len(batch.unique_U))
         for table in self._tables:
-            if table.tile.rests.weights is Tier.HOST:
+            if not table.tile.rests.local:
                 self._gather(table, table.tile.weights, table.tile.updated, batch)
             self._bring(table, batch)
             rows_UD = table.as_rows(table.rows, batch.unique_U)
@@ -163,7 +163,7 @@ class Embedding:
         rooms = self._work.tables(names, lengths, summed, kept=self._keep_rows)
         for table, room, length in zip(self._tables, rooms, lengths, strict=True):
             table.rows, table.sums = room
-            if grows and Tier.HOST in (table.tile.rests.weights, table.tile.rests.gradient):
+            if grows and not table.tile.rests.local:
                 if table.staging is not _NOWHERE:
                     self._device.free(table.staging)
                 name = Name(Memory.ROWS, f"{table.entry.name} staged rows")
@@ -172,7 +172,9 @@ class Embedding:
 
     def _bring(self, table: _Table, batch: Batch) -> None:
         stream, weights = COPY_IN, table.tile.weights
-        if table.tile.rests.weights is Tier.DEVICE:
+        if table.tile.rests.local:
+            if table.tile.rests.shared:
+                self._device.wait(COMPUTE, table.tile.updated, "rows due")
             stream, out_UD = COMPUTE, table.own_rows(table.rows, batch).data.view(-1, table.width)
 
             def gather() -> None:
@@ -232,21 +234,26 @@ class Embedding:
             index = table.tile.index
             sums = table.sums.piece(0, len(batch.unique_U) * table.width)
             self._collectives.reduce_scatter(sums, table.entry.name)
-            if table.tile.rests.gradient is Tier.DEVICE:
-                ready[index] = self._add_on_device(table, batch)
-                continue
+            local = table.tile.rests.local
             if table.tied:
                 host_grad, landed = self.sink.landed[index]
-                self._add_dense(table, host_grad, landed, batch)
+            elif index in ready:
+                host_grad = ready[index][1]
             else:
-                host_grad = ready[index][1] if index in ready else self._cleared(table)
+                host_grad = self.sink.claim(table.tile, COMPUTE) if local else self._cleared(table)
+            if local:
+                ready[index] = self._add_on_device(table, host_grad, batch)
+                continue
+            if table.tied:
+                self._add_dense(table, host_grad, landed, batch)
             self._measure(table, batch)
             ready[index] = table.tile, host_grad, self._scatter(table, host_grad, batch)
         for arguments in ready.values():
             self.sink.updates.ready(*arguments)
 
-    def _add_on_device(self, table: _Table, batch: Batch) -> tuple[Tile, HostGrad, Any]:
-        host_grad = self.sink.claim(table.tile, COMPUTE)
+    def _add_on_device(
+        self, table: _Table, host_grad: HostGrad, batch: Batch
+    ) -> tuple[Tile, HostGrad, Any]:
         sums_UD = table.own_rows(table.sums, batch).data.view(-1, table.width)
 
         def work() -> None:

@@ -123,6 +123,11 @@ class GradAccumulator:
             self.reached.update(parts)
 
 
+def summed_in_place(waiting: Iterable[Tile], dtype: torch.dtype) -> list[Tile]:
+    """The tiles whose own host gradient is their fp32 sums; the device shares its memory."""
+    return [tile for tile in waiting if tile.rests.shared and dtype == torch.float32]
+
+
 class Updates(Protocol):
     """The calls that the sink makes for each gradient (see engine/update.py)."""
 
@@ -161,7 +166,9 @@ class Sink:
         self._lanes = [
             Lane(device.empty(Name(Memory.GRADIENTS, f"leaving gradient {i}"), self._piece, dtype))
             for i in range(placement.gradient_lanes or max(1, -(-layer // self._piece)))
+            if not all(tile.rests.shared for tile in visited)
         ]
+        in_place = summed_in_place(waiting, dtype)
         self._sums = {
             id(tile): device.empty(
                 Name(Memory.KEPT_SUMS, f"{tile.name} sums"),
@@ -169,6 +176,7 @@ class Sink:
                 torch.float32,
             )
             for tile in (visited if placement.passes > 1 else ())
+            if tile not in in_place
         }
         self._first, self._last, self._lane_index = True, True, 0
         self._collectives = shared.collectives
@@ -178,6 +186,9 @@ class Sink:
         layouts, tiers = [t.layout for t in waiting], [t.rests.gradient for t in waiting]
         buffers = planes(device, gradient_plane(dtype), layouts, tiers)
         self._own = {t.index: HostGrad(b) for t, b in zip(waiting, buffers, strict=True)}
+        for tile in in_place:
+            own = self._own[tile.index].buffer
+            self._sums[id(tile)] = own.piece(0, tile.layout.trainable_numel)
         others = [tile for tile in tiles if tile.index not in self._own]
         alike = any(tile.rests.gradient is Tier.HOST for tile in others)
         self._shared = [
@@ -238,7 +249,7 @@ class Sink:
         name = Name(Kind.PLAIN, f"measure {tile.name}")
         device.run(COMPUTE, name, measure, [sums], [self.squares])
         self.updates.direct(tile, sums)
-        host_grad = self.claim(tile, COPY_OUT)
+        host_grad = self.claim(tile, COMPUTE if tile.rests.local else COPY_OUT)
         landed = self.send(accumulator, host_grad)
         if tile.index in self._with_rows:
             self.landed[tile.index] = host_grad, landed
@@ -254,8 +265,8 @@ class Sink:
     def send(self, accumulator: GradAccumulator, host_grad: HostGrad) -> Any:
         """Send a gradient to where the update reads it; returns the event of its arrival."""
         tile, numel, device = accumulator.tile, len(accumulator.sums.data), self._device
-        if tile.rests.gradient is Tier.DEVICE:
-            if tile.index in self._own:
+        if tile.rests.local:
+            if host_grad.buffer.name != accumulator.sums.name:  # else they are the same memory
                 self._round(accumulator, tile.trained, host_grad.buffer)
             return device.record(COMPUTE)
         for span in tile.spans:
@@ -275,12 +286,12 @@ class Sink:
         device, trained = self._device, tile.trained
         numel = trained.stop - trained.start
         sums = self._sums.get(id(tile)) or self._work.sums(tile.layout.trainable_numel)
-        for start in range(0, numel, self._piece):
+        for start in range(0, numel * (sums.name != host_grad.buffer.name), self._piece):
             source = host_grad.buffer.piece(start, min(start + self._piece, numel))
             first = trained.start + start
             to = sums.piece(first, first + len(source.data))
             lane = None
-            if tile.rests.gradient is not Tier.DEVICE:
+            if not tile.rests.local:
                 lane = self._next_lane()
                 device.wait(COPY_IN, lane.free, "outgoing buffer free to return")
                 device.copy(COPY_IN, lane.buffer, source, len(source.data))

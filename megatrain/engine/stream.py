@@ -2,6 +2,7 @@
 
 A slot is as large as the largest layer. A larger tile (the head) takes several neighbours. Weights
 that stay on the device have a place of their own, into which each version of them is copied once.
+Where the device shares the host's memory, a tile's slot is its plane, and nothing is copied.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,7 +72,7 @@ class Stream:
 
     def keeps(self, tile: Tile) -> bool:
         """True if the weights stay on the device until they are updated."""
-        on_device = tile.rests.weights is Tier.DEVICE or tile.index in self._staying
+        on_device = tile.rests.local or tile.index in self._staying
         return on_device and not tile.layout.is_packed
 
     def begin(self, itinerary: Sequence[StreamedModule]) -> None:
@@ -108,7 +109,11 @@ class Stream:
     def visit(self, units: Iterable[Unit]) -> Iterator[tuple[Unit, Buffer]]:
         """Yield each unit with its weights, which hold until the iterator goes on."""
         for unit in units:
-            if unit.tile.rests.weights is Tier.DEVICE and not unit.tile.rests.stays:
+            if unit.tile.rests.local and not unit.tile.rests.stays:
+                if unit.tile.rests.shared:
+                    self._device.wait(COMPUTE, unit.tile.updated, "version due")
+                    # Before the visit: its update may begin as soon as the layer has read them.
+                    self._checks.sum_copy(unit.tile, unit.tile.weights, unit.tile.version)
                 yield unit, self._as_computed(unit.tile, unit.tile.weights)
                 continue
             place, position = self._staying.get(unit.tile.index), self._visited

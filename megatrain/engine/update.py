@@ -62,7 +62,7 @@ class Directions:
                 f"{type(rule).__name__} takes {name!r} for a matrix of a layer, but it is outside "
                 "of the layers; choose another optimizer"
             )
-        moving = [tile for tile in with_state if tile.rests.moments is not Tier.DEVICE]
+        moving = [tile for tile in with_state if not tile.rests.local]
         numels = [stop - start for start, stop in map(self._range, moving)]
         self._rooms = [
             Lane(device.empty(Name(Memory.GRADIENTS, name), max(numels), torch.float32))
@@ -98,7 +98,7 @@ class Directions:
 
     def fetch_state(self, tile: Tile) -> None:
         """Start copying the state to the device, ahead of the time its gradient is complete."""
-        if not self.has_any(tile) or tile.rests.moments is Tier.DEVICE:
+        if not self.has_any(tile) or tile.rests.local:
             return
         room, device = self._rooms[self._next_room % _ROOMS], self._device
         self._next_room += 1
@@ -253,9 +253,11 @@ class Update:
         self._losses: list[Tensor] = []
         self._checked: Any = None
         self._refused = False  # updates of a step whose loss is not finite; the host stream's own
-        self._numbers = device.empty("report", len(tiles) + 3, torch.float32)
+        memory = device.empty("report", len(tiles) + 3, torch.float32).data
+        self._loss, self._norms = Buffer("loss", memory[:1]), Buffer("norms", memory[1:])
+        self._numbers = Buffer("report", memory, (self._loss, self._norms))
         self._landed = device.host("landed report", len(tiles) + 3, torch.float32, pinned=True)
-        self.directions = Directions(shared, optimizer.rule, self._numbers)
+        self.directions = Directions(shared, optimizer.rule, self._loss)
         self._unclipped = any(optimizer.rule.directs(tile.layout) for tile in tiles)
 
     def waits(self, tile: Tile) -> bool:
@@ -293,18 +295,18 @@ class Update:
 
     def guard(self, losses: list[Tensor]) -> None:
         """Sum the loss over ranks; unless all updates wait for the norm, skip them if it is bad."""
-        numbers, device = self._numbers, self._device
+        loss, device = self._loss, self._device
         self._losses = losses
 
         def collect() -> None:
-            numbers.data[0] = torch.stack(losses).sum()
+            loss.data[0] = torch.stack(losses).sum()
 
-        device.run(COMPUTE, "note loss", collect, writes=[numbers])
-        ready = self._collectives.all_reduce(numbers.piece(0, 1), "loss")
+        device.run(COMPUTE, "note loss", collect, writes=[loss])
+        ready = self._collectives.all_reduce(loss, "loss")
         if self.deferred:
             return
         device.wait(COPY_OUT, ready, "loss ready")
-        device.copy(COPY_OUT, self._landed, numbers, 1)
+        device.copy(COPY_OUT, self._landed, loss, 1)
         device.wait(UPDATE, device.record(COPY_OUT), "loss landed")
 
         def check() -> None:
@@ -329,10 +331,10 @@ class Update:
         self._checks.compare_on_device([(tile, grad.buffer) for tile, grad, _ in self._pending])
 
         def collect() -> None:
-            torch.cat((squares.data, flag.data), out=numbers.data[1:])
+            torch.cat((squares.data, flag.data), out=self._norms.data)
 
-        device.run(COMPUTE, "note norm", collect, [squares, flag], [numbers])
-        ready = self._collectives.all_reduce(numbers.piece(1, len(numbers.data)), "norm")
+        device.run(COMPUTE, "note norm", collect, [squares, flag], [self._norms])
+        ready = self._collectives.all_reduce(self._norms, "norm")
         device.wait(COPY_OUT, ready, "report ready")
         device.wait(COPY_OUT, self._checked, "loss checked")
         device.copy(COPY_OUT, self._landed, numbers)

@@ -16,7 +16,7 @@ from megatrain.base.units import GIB, MIB
 from megatrain.base.whole_files import user_cache, write_file
 from megatrain.errors import InputError
 from megatrain.placement import Precision
-from megatrain.telemetry.gpu import find_gpu, named_gpu
+from megatrain.telemetry.gpu import by_driver_name, find_gpu, named_gpu
 from megatrain.telemetry.host import cpu_name, host_limit_bytes, usable_cores
 
 # The disk of the host of an H200, which reads and writes in turn: 1.07 and 1.07 at once. It counts
@@ -41,6 +41,9 @@ _LAUNCH_SECONDS = 22e-6
 # Host memory while AdamW runs on so many cores, GB/s. To 16 cores: measured on a Xeon with 8
 # channels of DDR5; above, what such a socket gives at most.
 _SERVER_GBPS = ((1, 13.0), (2, 27.0), (4, 54.0), (8, 86.0), (16, 120.0), (32, 180.0), (64, 220.0))
+# Of the memory that host and GPU share: the process itself, and weights as they arrive.
+_PROCESS_BYTES, _PROCESS_SHARE = 3 * GIB, 16
+
 # Two channels of DDR5, four channels.
 _HOST_LIMIT_GBPS = {"desktop": 60.0, "workstation": 120.0, "server": 220.0}
 
@@ -129,11 +132,17 @@ def machine_for(
 ) -> Machine:
     """The expected rates of a GPU in `gpus.json`, by its common name or the driver's.
 
-    `device_memory` is what programs see; None: the advertised size, less 2 %. Raises InputError:
-    the GPU is not listed; the message has the nearest names.
+    `device_memory` is what programs see; None: the advertised size, less 2 %. Of a GPU that shares
+    the host's memory it is the size of the one memory, whose smaller part is left to the process:
+    all tiles can rest in the other one, and `host_memory` is not asked. Raises InputError: the GPU
+    is not listed; the message has the nearest names.
     """
     gpu = named_gpu(gpu_name)
     memory = int(gpu.memory_gib * GIB * _VISIBLE) if device_memory is None else device_memory
+    if gpu.shared:
+        memory = int(gpu.shared * (device_memory or gpu.memory_gib * GIB))
+        host_memory = max(_PROCESS_BYTES, memory // _PROCESS_SHARE)
+        memory -= host_memory
     peak = gpu.fp32_tflops if precision == "fp32" else gpu.bf16_tflops
     return Machine(
         name=f"{gpu.name}, {cores} cores",
@@ -242,16 +251,22 @@ def present_machine(device: str = "auto", *, precision: Precision = "bf16") -> M
 
     None without a GPU, or with one that was neither measured nor is listed.
     """
-    gpu = find_gpu(device)
-    if gpu is None or not gpu.memory_bytes:
+    gpu, memory = find_gpu(device), host_limit_bytes()
+    shares = gpu is not None and (known := by_driver_name(gpu.name)) is not None and known.shared
+    if gpu is None or not (gpu.memory_bytes or shares):
         return None
-    memory = host_limit_bytes()
     measured = read(key_of(device), "fp32" if precision == "fp32" else "bf16")
-    if measured is not None:
+    if measured is not None and not shares:
         return replace(measured, host_memory_bytes=memory)
     try:
-        return machine_for(
-            gpu.name, memory, usable_cores(), int(gpu.memory_bytes * 0.99), precision=precision
+        listed = machine_for(
+            gpu.name,
+            memory,
+            usable_cores(),
+            memory if shares else int(gpu.memory_bytes * 0.99),
+            precision=precision,
         )
     except InputError:
         return None
+    sizes = {name: getattr(listed, name) for name in ("device_memory_bytes", "host_memory_bytes")}
+    return listed if measured is None else replace(measured, **sizes)

@@ -5,6 +5,7 @@ The collectives are torch.distributed's. Launch and rendezvous are, too (`torchr
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -383,7 +384,7 @@ def launch(devices: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     if devices > cores:
         raise InputError(
             f"engine.devices is {devices}, but this process may use {cores} cores, and each device "

@@ -5,8 +5,10 @@ layer: M tokens, K in, N out; B rows, H heads, T tokens, D a head.
 """
 
 import logging
+import platform
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +43,7 @@ from megatrain.optim import (
     tile_planes,
 )
 from megatrain.placement import Precision
-from megatrain.telemetry.gpu import Gpu, find_gpu, pcie_gbps
+from megatrain.telemetry.gpu import Gpu, by_driver_name, find_gpu, pcie_gbps
 from megatrain.telemetry.host import (
     cgroup_files,
     cpu_name,
@@ -338,6 +340,7 @@ class Facts:
     compiles: bool
     torch_cuda: str | None
     gpu: Gpu | None
+    untested: str | None = None
 
 
 def collect(device: str, folder: Path) -> Facts:
@@ -349,6 +352,7 @@ def collect(device: str, folder: Path) -> Facts:
     with suppress(OSError):  # no Linux
         huge_pages = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
     place = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.is_dir())
+    gpu = find_gpu(device)
     return Facts(
         cpu=cpu_name(),
         cores=usable_cores(),
@@ -363,7 +367,8 @@ def collect(device: str, folder: Path) -> Facts:
         native_kernels=kernels.is_native,
         compiles=can_compile(),
         torch_cuda=torch.version.cuda,
-        gpu=find_gpu(device),
+        gpu=gpu,
+        untested=_untested(gpu),
     )
 
 
@@ -387,7 +392,23 @@ def findings(facts: Facts, rates: Mapping[str, float | None]) -> list[Diagnostic
         what = "the driver shows no GPU" if facts.torch_cuda else "torch is a build without CUDA"
         remedy = "check nvidia-smi and the container's --gpus, or plan for a GPU by --gpu"
         diagnostics.append(Diagnostic(False, what, remedy))
+    if facts.untested:
+        what = f"MegaTrain is untested on {facts.untested}"
+        remedy = "please send what megatrain doctor --share prints"
+        diagnostics.append(Diagnostic(False, what, remedy))
     return diagnostics
+
+
+def _untested(gpu: Gpu | None) -> str | None:
+    """The part of this machine on which nobody has run MegaTrain, as far as we know."""
+    known = gpu and by_driver_name(gpu.name)
+    parts = {
+        "a GPU that shares the host's memory": known and known.shared,
+        "AMD's GPUs": torch.version.hip,
+        "Apple's, whose GPU it does not use": sys.platform == "darwin",
+        "WSL2, which pins little memory": "microsoft" in platform.release().lower(),
+    }
+    return next((name for name, here in parts.items() if here), None)
 
 
 def _of_host(facts: Facts) -> Iterator[tuple[str, str]]:

@@ -249,7 +249,8 @@ def _on_a_larger_gpu(plans: Planner, machine: Machine, asked: Workload, least: F
     if device == machine.device_memory_bytes:
         lacking = least.machine.host_memory_bytes - machine.host_memory_bytes
         device, host = device + lacking, machine.host_memory_bytes
-    fastest = {gpu.memory_gib: gpu for gpu in sorted(known_gpus(), key=lambda gpu: gpu.bf16_tflops)}
+    sold = (gpu for gpu in known_gpus() if not gpu.shared)
+    fastest = {gpu.memory_gib: gpu for gpu in sorted(sold, key=lambda gpu: gpu.bf16_tflops)}
     for _, gpu in sorted(fastest.items()):
         other = machine_for(gpu.name, host, machine.cores, precision=asked.precision)
         if other.device_memory_bytes < device:

@@ -61,6 +61,7 @@ class Rests:
 
     Attributes:
         stays: the device keeps a copy of weights that rest elsewhere, or in ranks' blocks.
+        shared: the device reads weights and writes the gradient where they rest on the host.
     """
 
     weights: Tier = Tier.HOST
@@ -68,6 +69,12 @@ class Rests:
     moments: Tier = Tier.HOST
     gradient: Tier = Tier.HOST
     stays: bool = False
+    shared: bool = False
+
+    @property
+    def local(self) -> bool:
+        """True if the device computes with weights and gradient where they rest."""
+        return self.shared or self.weights is Tier.DEVICE
 
     def tier(self, plane: Plane) -> Tier:
         """The tier of a plane; the host, not a disk, for one that only the device uses."""
@@ -77,7 +84,7 @@ class Rests:
     @property
     def streamed(self) -> bool:
         """True if weights are copied to the device for each use."""
-        return self.weights is not Tier.DEVICE and not self.stays
+        return not self.local and not self.stays
 
     @property
     def updates(self) -> str:
@@ -348,12 +355,15 @@ def resting(placement: Placement, layouts: Sequence[TileLayout]) -> list[Rests]:
     heads = [t.name for t in elsewhere if t.kind is TileKind.HEAD][: placement.keep_weights]
     staying = {*heads, *_spread(layers, placement.keep_weights - len(heads))}
     looked_up = TileKind.EMBEDDING, TileKind.UNUSED
+    shared = {t.name for t in elsewhere if not placement.slots and t.ranks == 1}
+    shared -= of_disk["weights"]
     return [
         replace(_RESIDENT, stays=layout.ranks > 1 and layout.kind not in looked_up)
         if layout.name in placement.resident
         else Rests(
             **{plane: Tier.DISK for plane, names in of_disk.items() if layout.name in names},
-            stays=layout.name in staying,
+            stays=layout.name in staying - shared,
+            shared=layout.name in shared,
         )
         for layout in layouts
     ]

@@ -104,7 +104,8 @@ class KnownGpu:
     """An entry of `gpus.json`: nominal peaks and sizes, and the shares usually reached.
 
     `bus_gbps` is one way between host and device; `host` the usual machine: `desktop`,
-    `workstation` or `server`; `shares` are of products, attention and memory.
+    `workstation` or `server`; `shares` are of products, attention and memory. `shared` is the part
+    of the one memory of host and GPU that work may take; 0: each has its own.
     """
 
     name: str
@@ -117,6 +118,7 @@ class KnownGpu:
     shares: dict[str, float]
     words: frozenset[str]
     source: str
+    shared: float = 0.0
 
 
 @cache
@@ -128,7 +130,7 @@ def known_gpus() -> tuple[KnownGpu, ...]:
         figures = {key: value for key, value in entry.items() if key in KnownGpu.__annotations__}
         gpus.append(
             KnownGpu(
-                **{"bus_gbps": pcie_gbps(*entry["pcie"])} | figures,
+                **{"bus_gbps": pcie_gbps(*entry.get("pcie", (4, 0)))} | figures,
                 shares=table["shares"][entry["family"]],
                 words=frozenset(_words(entry.get("key", entry["name"]))),
             )

@@ -145,7 +145,7 @@ EDITS = {
         lambda c: c["tiles"][2]["parameters"][0].update(shape=[1]), "has shape",
     ),
     "an unknown choice": (lambda c: c["settings"]["placement"].update(x=1), "of another version"),
-    "a bad choice": (lambda c: c["settings"]["placement"].update(slots=0), "must be >= 1"),
+    "a bad choice": (lambda c: c["settings"]["placement"].update(slots=-1), "must be >= 0"),
     "a bad rate": (lambda c: c["settings"]["groups"][0].update(lr="x"), "must be a number"),
     "other groups": (
         lambda c: c["settings"]["groups"][0].update(param_names=[]), "of other parameters",
@@ -240,7 +240,7 @@ def test_a_hostile_header_that_is_signed(newer):
 def test_an_earlier_version_s_choice_that_was_left_unset_is_passed_over(newer):
     change(newer, lambda content: content["settings"]["placement"].update(given_up=None))
     with Engine.load(newer, device="cpu") as engine:
-        assert engine.placement.slots > 0
+        assert engine.placement.slots == 0
 
 
 def test_a_run_and_a_misspelt_checkpoint_of_it_are_told_the_newest(newer, tmp_path):

@@ -25,7 +25,7 @@ def test_a_run_leaves_all_it_promises(trained):
     assert record["trained_parameters"] == record["parameters"] > 0
     assert record["packages"]["torch"]
     assert (record["devices"], record["ranks"], record["hosts"]) == (["cpu"], 1, 1)
-    assert record["placement"]["slots"] >= 1
+    assert record["placement"]["slots"] == 0  # a CPU reads the planes themselves
     assert "6 steps done" in result.stdout
     assert "step 6/6" in result.stdout
 

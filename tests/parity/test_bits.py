@@ -134,13 +134,14 @@ class FlippingCopies(CpuDevice):
         return super().run(stream, name, work, reads, writes)
 
 
+SLOTTED = Placement(slots=1)
 COPIES: dict[str, dict] = {
-    "host": {},
+    "host": {"placement": SLOTTED},
     "disk": {"placement": PLACES["disk"], "rule": "adamw int8", "precision": "bf16"},
-    "without clipping": {"clip": None},
+    "without clipping": {"clip": None, "placement": SLOTTED},
     "stays": {"placement": Placement(slots=1, keep_weights=3)},
-    "frozen": {"adapter": {"r": 2, "target_modules": ["q_proj"]}},
-    "packed": {"adapter": {"r": 2}, "base": "nf4", "precision": "bf16"},
+    "frozen": {"adapter": {"r": 2, "target_modules": ["q_proj"]}, "placement": SLOTTED},
+    "packed": {"adapter": {"r": 2}, "base": "nf4", "precision": "bf16", "placement": SLOTTED},
 }
 
 

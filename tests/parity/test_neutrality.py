@@ -66,6 +66,12 @@ def placements():
         )
         for slots, lanes, host_grads in [(1, 1, 1), (2, 2, 3), (3, 1, 2), (4, 7, 9)]
     ]
+    found += [
+        Placement(slots=0),
+        Placement(slots=0, passes=2, save_activations=2, host_grad_buffers=1),
+        Placement(slots=0, keep_rows=False, layer_inputs="host", resident=("layer 0",)),
+        Placement(slots=0, disk_moments=3, disk_weights=2, keep_weights=2),
+    ]
     found += [Placement(host_grad_buffers=host_grads) for host_grads in (1, 3, 12)]
     found += [Placement(update_threads=threads) for threads in (1, 2, 5)]
     found += [

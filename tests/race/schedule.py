@@ -135,9 +135,9 @@ def schedules() -> Iterator[dict]:
     losses, staying = itertools.cycle(LOSSES), itertools.cycle(STAYING)
     lowest, wide = itertools.cycle(LOWEST), itertools.cycle(WIDE)
     for slots, boundaries, clip, tied, precision in itertools.product(
-        (1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
+        (0, 1, 2, 3, 4), ("device", "host"), (1.0, None), (False, True), ("bf16", "fp32")
     ):
-        for prefetch in range(slots):
+        for prefetch in range(max(1, slots)):
             lanes_tried = (1, 3) if boundaries == "host" else (1,)
             grads_tried = (2, 9) if clip is None else (2,)  # with 9, no tile waits for another's
             for lanes, host_grads in itertools.product(lanes_tried, grads_tried):

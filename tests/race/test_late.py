@@ -18,6 +18,11 @@ SHAPES = [[(1, 3), (1, 2)], [(2, 12), (1, 7), (3, 5)], [(4, 30), (2, 20)]]
 
 PLACEMENTS = {
     "one slot": Placement(slots=1),
+    "shared memory": Placement(slots=0),
+    "shared memory, passes": Placement(slots=0, passes=2, host_grad_buffers=1, keep_weights=1),
+    "shared memory, some on a disk": Placement(
+        slots=0, disk_moments=2, disk_weights=2, resident=("layer 1",), keep_rows=False
+    ),
     "prefetch": Placement(slots=4),
     "boundaries on the host": Placement(layer_inputs="host", layer_input_lanes=1, prefetch=0),
     "more of all": Placement(

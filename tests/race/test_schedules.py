@@ -86,6 +86,16 @@ NEEDED: dict[str, tuple[dict, tuple[str, ...], tuple[str, ...]]] = {
         ("version due", "weights arrived", "slot free"),
         ("kept weights", "weights ->"),
     ),
+    "a layer that reads the plane itself, before its update": (
+        {"placement": Placement(slots=0), "precision": "fp32"},
+        ("version due", "rows due"),
+        ("layer 0 on compute is not ordered against update", "gather on compute"),
+    ),
+    "an update while a layer reads the plane itself": (
+        {"placement": Placement(slots=0), "max_grad_norm": None, "tied": True},
+        ("gradient landed", "host gradient free"),
+        ("on update is not ordered against layer", "round layer"),
+    ),
     "sums of several hosts": (
         {"tied": True, "ranks": Alike(1, 4, hosts=2)},
         ("sums ready", *SUMS),

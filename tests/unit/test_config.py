@@ -277,7 +277,7 @@ def test_each_key_of_the_document_is_answered_with_keys_that_exist():
 # What a placement may be.
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"slots": 0}, "slots is 0; it must be >= 1"),
+    ({"slots": -1}, "slots is -1; it must be >= 0"),
     ({"slots": 10**9}, "slots is 1000000000; it must be <= 10,000"),
     ({"gradient_lanes": 10**6}, "gradient_lanes is 1000000; it must be <= 10,000"),
     ({"slots": True}, "slots is True; it must be an integer"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from megatrain import AdamW, DoesNotFit, Engine, Placement, config
+from megatrain import AdamW, DoesNotFit, Engine, InputError, Placement, config
 from megatrain.autoplace import auto
 from megatrain.autoplace.auto import check_fits
 from megatrain.base.units import GIB, MIB
@@ -78,7 +78,8 @@ def needs(model, placement):
 
 
 def open_engine(device, **options):
-    return Engine(MID, optimizer=AdamW(), device=device, placement=Placement(slots=3), **options)
+    options = {"placement": Placement(slots=3)} | options
+    return Engine(MID, optimizer=AdamW(), device=device, **options)
 
 
 def test_a_card_that_is_too_small_is_refused_with_nothing_allocated():
@@ -404,3 +405,22 @@ def test_auto_plans_a_resumed_run_for_its_steps_and_micro_batches(tmp_path, monk
         setup._saved_engine(config.load(tmp_path / "run.yaml"), start, {}, stack)
     found = [told[name] for name in ("tokens_per_step", "sequence_length", "micro_batch")]
     assert found == [6 * 2 * 64, 64, 3 * 2] and isinstance(told["loss"], DPO)
+
+
+def test_weights_are_read_in_place_only_where_memory_is_shared():
+    with pytest.raises(InputError, match="placement.slots is 0, but this device"):
+        open_engine(Card(8 * GIB), placement=Placement(slots=0))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_shared_memory_takes_no_slots_lanes_or_staging(precision):
+    """In fp32 sums neither; what is left beside the planes are rows and small numbers."""
+    model = replace(trained(MID), precision=precision)
+    one, shared = (
+        needs_of(model, Placement(slots=slots), clip=True, tokens=64) for slots in (1, 0)
+    )
+    assert one.host["rows on their way"] and not shared.host["rows on their way"]
+    assert not shared.device["slots"] and not shared.device["gradients on their way"]
+    assert (shared.device["sums and rows"] < MIB) == (precision == "fp32")
+    planes = {"weights", "remainder", "moments", "gradient"}
+    assert all(one.host[name] == shared.host[name] for name in planes)

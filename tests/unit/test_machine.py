@@ -47,7 +47,7 @@ def test_every_listed_gpu_is_found_by_its_name_and_has_sensible_figures():
     for each in known_gpus():
         assert named_gpu(each.name).name == each.name
         assert named_gpu(each.name.replace(" ", "").lower()).name == each.name
-        assert 10 <= each.memory_gib <= 300 and each.fp32_tflops < each.bf16_tflops < 3000
+        assert 10 <= each.memory_gib <= 512 and each.fp32_tflops <= each.bf16_tflops < 3000
         assert 16 <= each.bus_gbps <= 500 and 200 <= each.memory_gbps <= 9000
         assert each.source.startswith("https://") and each.host in (
             "desktop",
@@ -68,6 +68,9 @@ def test_every_listed_gpu_is_found_by_its_name_and_has_sensible_figures():
         ("NVIDIA H100 PCIe", "H100 PCIe"),
         ("NVIDIA L4", "L4"),
         ("NVIDIA L40", "L40"),
+        ("NVIDIA GB10", "GB10"),
+        ("AMD Radeon 8060S Graphics", "Strix Halo"),
+        ("m4max", "M4 Max"),
     ],
 )
 def test_a_gpu_goes_by_many_names(text, name):
@@ -90,6 +93,25 @@ def test_an_unknown_gpu_is_answered_with_the_nearest(text, hint):
     with pytest.raises(InputError, match="unknown GPU") as error:
         named_gpu(text)
     assert hint in str(error.value)
+
+
+def test_doctor_names_what_is_untested(monkeypatch):
+    assert doctor._untested(None) is None
+    assert "shares the host's memory" in str(doctor._untested(Gpu("NVIDIA GB10", 0, "580")))
+    monkeypatch.setattr(doctor.torch.version, "hip", "7.0")
+    assert doctor._untested(Gpu("AMD Instinct MI300X", GIB, "7")) == "AMD's GPUs"
+    told = [str(finding) for finding in findings(replace(HEALTHY, untested="AMD's GPUs"), {})]
+    assert any("untested on AMD's GPUs" in line and "--share" in line for line in told)
+
+
+def test_memory_that_is_shared_is_one_size_less_what_the_system_keeps():
+    """Nearly all of it is the device's, as tiles rest there; the process has the rest."""
+    spark = machine_for("GB10", 1 << 60, 20)
+    in_all = spark.device_memory_bytes + spark.host_memory_bytes
+    assert in_all == int(0.95 * 128 * GIB) and spark.host_memory_bytes == in_all // 16
+    mac = machine_for("M4 Max", 8 * GIB, 12, 64 * GIB)
+    assert mac.device_memory_bytes + mac.host_memory_bytes == 48 * GIB
+    assert 2 * spark.to_device_gbps < 273
 
 
 def test_the_listed_h200_is_near_the_measured_one():
