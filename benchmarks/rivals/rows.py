@@ -11,8 +11,8 @@ from megatrain.base.units import gib
 
 _ORDER = [each.name for each in RIVALS]
 _HEAD = (
-    "| | rows of a micro-batch | seconds a step (spread) | model TFLOPS | device | host |",
-    "|---|---|---|---|---|---|",
+    "| | semantics | rows at once | seconds a step (spread) | model TFLOPS | device | host |",
+    "|---|---|---|---|---|---|---|",
 )
 
 
@@ -70,15 +70,23 @@ def _size(table: list[dict[str, Any]]) -> tuple[int, int, int]:
     return -parameters, -case.tokens_per_step, -(case.device_memory_bytes or 10**15)
 
 
+def _semantics(row: dict[str, Any]) -> str:
+    if row["rival"] == "resident":
+        return "bf16 weights, no update"
+    if row["case"].get("lora_r"):
+        return "bf16 base, fp32 adapter, clipped"
+    return "fp32 masters and moments, clipped"
+
+
 def _line(row: dict[str, Any]) -> str:
     own = "**" if row["rival"] == _ORDER[0] else ""
     rows = row["micro_batch"] or "as it chooses"
     if row["status"] != MEASURED:
-        return f"| {own}{row['title']}{own} | {rows} | {row['status']} | | | |"
+        return f"| {own}{row['title']}{own} | | {rows} | {row['status']} | | | |"
     spread = f"{row['min_seconds']:.2f} to {row['max_seconds']:.2f}"
     device = row["device_peak_bytes"]
     return (
-        f"| {own}{row['title']}{own} | {rows} "
+        f"| {own}{row['title']}{own} | {_semantics(row)} | {rows} "
         f"| {row['median_seconds']:.2f} s ({spread}) | {own}{row['model_tflops']:.0f}{own} "
         f"| {gib(device) if device else ''} | {gib(row['host_peak_bytes'])} |"
     )

@@ -160,7 +160,7 @@ class Search:
         )
 
     def least(self) -> Forecast:
-        """The forecast that lacks least memory, on the machine with the memory that it lacks.
+        """Forecast the placement that exceeds the memory least, on a machine that has so much.
 
         Where one of more host memory and a larger device (that is sold) would do, it asks for one.
         """

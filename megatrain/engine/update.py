@@ -131,6 +131,7 @@ class Directions:
     def _average(
         self, tile: Tile, sums: Buffer, settings: Mapping[str, Settings], scale: float
     ) -> None:
+        """Average a tile's gradient into its momentum on the device, then send that back."""
         device, whole, room = self._device, self._state(tile), self._fetched.pop(tile.index, None)
         state = whole
         if room is None:

@@ -372,7 +372,7 @@ class Measurer:
             yield
 
     def _summed(self, loss: Loss) -> Summed:
-        """A compiled loss is one operation, whichever it is."""
+        """The loss to count: compiled, any loss is one fused operation, as cross entropy is."""
         if not self._compiled:
             return loss.summed
         return lambda logits_NV, targets_N, *given: cross_entropy(logits_NV, targets_N)

@@ -9,7 +9,7 @@ import yaml
 from megatrain.cli.app import app
 from tests.structure.source_tree import PACKAGE, ROOT
 
-MAX_README_LINES = 150
+MAX_README_LINES = 120
 COMMANDS = typer.main.get_command(app).commands
 
 

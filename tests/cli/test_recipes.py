@@ -1,0 +1,85 @@
+"""Recipes are planned with published configurations; what starts them is well formed."""
+
+import json
+import re
+import shlex
+import subprocess
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from benchmarks.configurations import CONFIGS, PUBLISHED, configuration
+from megatrain.config import load
+from tests.structure.source_tree import ROOT
+from tests.sweeps import few
+
+RECIPES, CLUSTER = ROOT / "examples" / "recipes", ROOT / "examples" / "cluster"
+PLANNED = r"# Planned for (.+), (\d+) GiB of host memory, (\d+) cores: ([\d,]+) tokens/s\."
+TO_SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "mem", "time"}
+TO_SLURM |= {"signal", "output"}
+OF_SKY = {"name", "num_nodes", "resources", "envs", "workdir", "file_mounts", "setup", "run"}
+
+
+@pytest.mark.parametrize("name", few([*PUBLISHED], 0, 12, 18))
+def test_a_configuration_has_the_parameters_that_the_hub_counts(name):
+    images = "vision_config" in CONFIGS[name]
+    kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(configuration(name))
+    assert sum(each.numel() for each in model.parameters()) == PUBLISHED[name].parameters
+
+
+def test_every_published_model_has_a_recipe():
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*PUBLISHED}
+    page = (RECIPES / "README.md").read_text(encoding="utf-8")
+    for name, model in PUBLISHED.items():
+        file = RECIPES / f"{name}.yaml"
+        run, text = load(file, []), file.read_text(encoding="utf-8")
+        assert run.model.path == model.hub and f"train examples/recipes/{name}.yaml" in text
+        gpu, host, cores, rate = re.search(PLANNED, text).groups()
+        how = text.partition(": ")[2].partition(".\n")[0]
+        assert text.startswith(f"# {model.name}: ")
+        cells = f"[{model.name}]({name}.yaml) | {how} | {gpu}, {cores} cores | {host} GiB | {rate}"
+        assert f"| {cells} |" in page
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_recipe_is_planned_as_it_says(megatrain, tmp_path, name):
+    file = RECIPES / f"{name}.yaml"
+    gpu, host, cores, rate = re.search(PLANNED, file.read_text(encoding="utf-8")).groups()
+    configuration(name).save_pretrained(tmp_path / "model")
+    where = ["--gpu", gpu, "--host-memory", f"{host}GiB", "--cores", cores]
+    path = f"model.path={tmp_path / 'model'}"
+    told = json.loads(megatrain.done("plan", file, "--set", path, *where, "--json").stdout)
+    assert told["fits"]
+    assert told["tokens_per_second"] == pytest.approx(float(rate.replace(",", "")), rel=0.01)
+
+
+def test_what_starts_a_run_on_a_cluster_is_well_formed(tmp_path):
+    slurm = (CLUSTER / "slurm.sh").read_text(encoding="utf-8")
+    options = re.findall(r"^#SBATCH --([a-z-]+)", slurm, re.MULTILINE)
+    assert {*options} <= TO_SLURM and len({*options}) == len(options)
+    sky = yaml.safe_load((CLUSTER / "sky.yaml").read_text(encoding="utf-8"))
+    assert {*sky} <= OF_SKY and (ROOT / sky["envs"]["RUN"]).is_file()
+    for script in (slurm, sky["setup"], sky["run"]):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    for script in (slurm, sky["run"]):
+        assert "-m megatrain train" in script and "$resume" in script.replace("${resume", "$resume")
+
+
+def test_the_image_is_built_of_what_is_here_and_runs_as_a_user():
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line]
+    known = {"FROM", "RUN", "ENV", "COPY", "USER", "WORKDIR", "ENTRYPOINT", "CMD"}
+    names = [name for name, _ in steps]
+    assert {*names} <= known and names[0] == "FROM" and "USER" in names[: names.index("ENTRYPOINT")]
+    values = dict(steps)
+    assert values["USER"] != "root" and json.loads(values["ENTRYPOINT"]) == ["megatrain"]
+    for name, value in steps:
+        if name == "RUN":
+            assert shlex.split(value)
+            subprocess.run(["bash", "-n"], input=value, text=True, check=True)
