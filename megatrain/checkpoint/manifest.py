@@ -21,7 +21,7 @@ from megatrain.model.companions import tokenizer_files
 from megatrain.model.safetensors_io import DTYPES, MAX_DIMENSIONS
 from megatrain.placement import Precision
 from megatrain.tile import Entry, TileKind
-from megatrain.tile.layout import PACKINGS
+from megatrain.tile.formats import PACKINGS
 
 MANIFEST, EXTRA, BUFFERS, COMPUTED, CARRIED, MODEL, TILES, KEEP = (
     "manifest.json", "extra.json", "buffers.safetensors", "computed_buffers.safetensors",

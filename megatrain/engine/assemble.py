@@ -31,7 +31,7 @@ from megatrain.placement import RECOMPUTE, ActivationPolicy, Placement, Verify
 from megatrain.store.store import DiskStaging, Store, Tier
 from megatrain.telemetry.host import update_threads
 from megatrain.tile import TileKind
-from megatrain.tile.layout import Expand
+from megatrain.tile.formats import Expand
 
 if TYPE_CHECKING:
     from megatrain.model.program import ModelProgram

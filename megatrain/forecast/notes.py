@@ -30,7 +30,7 @@ from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.media import of_media
 from megatrain.model.routers import RouterLoss
 from megatrain.model.spec import Layer, ModelSpec
-from megatrain.tile.layout import PACKINGS
+from megatrain.tile.formats import PACKINGS
 
 Value = TypeVar("Value")
 

@@ -31,7 +31,7 @@ from megatrain.model.micro_batch import MicroBatch
 from megatrain.optim import AdamW, PlaneKind, Rule, moved_bytes
 from megatrain.telemetry.timeline import Span
 from megatrain.tile import TileLayout
-from megatrain.tile.layout import FP8
+from megatrain.tile.formats import FP8
 
 # What couples resources, measured on an H200 with 16 cores (55.5 and 55.4 GB/s one way):
 # 101.7 GB/s in both directions at once, and 2.97 instead of 4.56 Gparam/s of AdamW's updates

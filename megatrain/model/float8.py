@@ -28,7 +28,7 @@ from megatrain.errors import InputError
 from megatrain.model.adapters import adapted
 from megatrain.model.build import loaded_types
 from megatrain.model.spec import ModelSpec
-from megatrain.tile.layout import fp8_rows
+from megatrain.tile.formats import fp8_rows
 
 _MULTIPLE = 16  # of both sizes of a weight, for the GPU's float8 products
 _CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that have them

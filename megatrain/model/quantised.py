@@ -18,7 +18,7 @@ from megatrain.base.json_yaml import DAMAGED, parse_object, read_json
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import Stored
 from megatrain.model.unpacked import Unpacked, unpacked, unpacked_from, untaken
-from megatrain.tile.layout import FP8, NF4, NF4_WIDE, is_nf4
+from megatrain.tile.formats import FP8, NF4, NF4_WIDE, is_nf4
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")

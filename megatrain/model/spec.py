@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatrain.model.capture import PROLOGUE, Capture, Ref, with_hidden
 from megatrain.model.layer_template import LayerTemplate
 from megatrain.model.routers import BIASES, RouterLoss
-from megatrain.tile.layout import WeightFormat
+from megatrain.tile.formats import WeightFormat
 
 PROBE_SHAPE = (2, 8)  # rows, tokens of the structure run
 

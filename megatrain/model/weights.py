@@ -43,7 +43,7 @@ from megatrain.errors import InputError, first_line
 from megatrain.model.quantised import gathered, unpacked_format
 from megatrain.model.safetensors_io import Stored, has_pickle_weights, has_weights, stored_tensors
 from megatrain.model.unpacked import Unpacked
-from megatrain.tile.layout import WeightFormat
+from megatrain.tile.formats import WeightFormat
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from megatrain.source.source import Source
 from megatrain.store.store import Store
 from megatrain.telemetry.console import PASSING, Share, end_passing
 from megatrain.telemetry.host import update_threads
-from megatrain.tile.layout import FP32
+from megatrain.tile.formats import FP32
 
 _log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import Precision, Verify
 from megatrain.source import state_io
 from megatrain.source.tiles import DTYPES, Model
-from megatrain.tile.layout import BASES, PACKINGS, WeightFormat
+from megatrain.tile.formats import BASES, PACKINGS, WeightFormat
 
 _log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement, renamed
 from megatrain.telemetry.host import update_threads
 from megatrain.tile import Entry
-from megatrain.tile.layout import PACKINGS
+from megatrain.tile.formats import PACKINGS
 
 Write = Callable[[str, Tensor], None]
 

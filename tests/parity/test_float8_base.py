@@ -7,7 +7,7 @@ from torch import nn
 
 from megatrain import Engine, InputError, Placement
 from megatrain.model.float8 import FrozenProduct
-from megatrain.tile.layout import NF4, OPERANDS, operands, write_operands
+from megatrain.tile.formats import NF4, OPERANDS, operands, write_operands
 from tests.families.tiny import tiny_model
 from tests.inside import program_of, store_of
 from tests.parity.cases import (

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from megatrain import Engine, InputError, Placement
 from megatrain.checkpoint import open_checkpoint
 from megatrain.model.quantised import quantised_base
-from megatrain.tile.layout import _NF4, BASES, FP8, NF4, NF4_WIDE, _dynamic_values
+from megatrain.tile.formats import _NF4, BASES, FP8, NF4, NF4_WIDE, _dynamic_values
 from megatrain.train.export import export
 from tests.families.tiny import tiny_model
 from tests.inside import store_of
@@ -355,7 +355,7 @@ def test_a_stack_is_packed_in_pieces_and_as_its_rows(packing, monkeypatch):
     stack = weights(torch.bfloat16).view(3, 64, 640)
     whole = packing.pack(stack)
     assert torch.equal(whole, packing.pack(stack.view(192, 640)))
-    monkeypatch.setattr("megatrain.tile.layout._PIECE", 640)
+    monkeypatch.setattr("megatrain.tile.formats._PIECE", 640)
     assert torch.equal(whole, packing.pack(stack))
     wanted = packing.unpacked(whole, (192, 640)).view(3, 64, 640)
     assert torch.equal(packing.unpacked(whole, (3, 64, 640)), wanted)

@@ -23,7 +23,7 @@ from megatrain.kernels.states import GROUP
 from megatrain.loss import CROSS_ENTROPY, DPO, GRPO, TOKEN_WEIGHTS, LabelSmoothing
 from megatrain.model.safetensors_io import read_header
 from megatrain.model.trained import Trained
-from megatrain.tile.layout import PACKINGS
+from megatrain.tile.formats import PACKINGS
 from megatrain.train.sharing import part_of as run_part_of
 from tests.families.tiny import tiny_model
 from tests.forks import end

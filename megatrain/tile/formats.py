@@ -1,0 +1,245 @@
+"""The formats in which frozen weights are kept, and unpacked on the device.
+
+Each is a codec: bytes of a shape, values to bytes and back.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+Expand = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # codes, scales, their values; into
+
+_BLOCK, _GROUP = 64, 256  # values with one scale; scales with one of theirs
+_TINY = 1e-38  # bitsandbytes divides by no smaller scale
+_MOST_E4M3 = 448.0
+_PIECE = 1 << 23  # values that are expanded at once
+
+# https://github.com/bitsandbytes-foundation/bitsandbytes, functional.py, get_4bit_type
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How values are kept.
+
+    Attributes:
+        bytes_of: of a parameter of this shape.
+        pack: its values, to uint8 of that length.
+        parts: of these, the codes and an fp32 scale for each of equally many values.
+        expand: codes and scales to values, in place; of the fourth argument's type and length.
+        values: what codes stand for; empty where they say it themselves.
+        computed: the type that layers compute with; fp32 is read where it is kept.
+    """
+
+    name: str
+    bytes_of: Callable[[Sequence[int]], int]
+    pack: Callable[[Tensor], Tensor]
+    parts: Callable[[Tensor, Sequence[int]], tuple[Tensor, Tensor]]
+    expand: Expand
+    values: Callable[[torch.device], Tensor]
+    computed: torch.dtype = torch.bfloat16
+
+    def __repr__(self) -> str:
+        return self.name  # ranks compare it: a function's is its address
+
+    def takes(self, shape: Sequence[int]) -> bool:
+        """True if a parameter can be packed: a matrix, or a stack of them, of whole blocks."""
+        return len(shape) in (2, 3) and prod(shape) % _BLOCK == 0
+
+    def unpack(
+        self, stored: Tensor, out: Tensor, fast: Callable[[Expand], Expand] = lambda each: each
+    ) -> None:
+        """Write the values of `stored`, flat memory, to `out`; `fast` may compile `expand`."""
+        num_bytes = self.bytes_of(out.shape)
+        codes, scales = self.parts(stored.view(torch.uint8)[:num_bytes], out.shape)
+        flat, expand, values = out.view(-1), fast(self.expand), self.values(out.device)
+        of = flat.numel() // len(scales)  # values of a scale
+        most = max(1, _PIECE // of)
+        pieces = (codes.view(len(scales), -1), scales, flat.view(-1, of))
+        for piece in zip(*(whole.split(most) for whole in pieces), strict=True):
+            expand(piece[0].view(-1), piece[1], values, piece[2].view(-1))
+
+    def unpacked(self, stored: Tensor, shape: Sequence[int]) -> Tensor:
+        """The values of `stored` on the CPU that layers are computed with, in fp32."""
+        out = torch.empty(tuple(shape), dtype=self.computed)
+        self.unpack(stored, out)
+        return out.float()
+
+
+def _nf4_sizes(shape: Sequence[int]) -> tuple[int, int, int]:
+    """The numbers of values, of their blocks, and of groups of the blocks' scales."""
+    blocks = prod(shape) // _BLOCK
+    return prod(shape), blocks, -(-blocks // _GROUP)
+
+
+def _nf4_bytes(shape: Sequence[int]) -> int:
+    values, blocks, groups = _nf4_sizes(shape)
+    return 4 * (1 + groups) + values // 2 + blocks
+
+
+def _nf4_codes(values: Tensor) -> tuple[Tensor, Tensor]:
+    pieces = [_nf4_piece(piece) for piece in values.reshape(-1, _BLOCK).split(_PIECE // _BLOCK)]
+    return torch.cat([codes for codes, _ in pieces]), torch.cat([scales for _, scales in pieces])
+
+
+def _nf4_piece(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    blocked, code = blocks.float(), _nf4_values(blocks.device)
+    scales = blocked.abs().amax(1)
+    scaled = (blocked * (1.0 / scales.clamp(min=_TINY))[:, None]).clamp(-1, 1)
+    codes = torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True).to(torch.uint8)
+    pairs = codes.view(-1, 2)
+    return (pairs[:, 0] << 4) | pairs[:, 1], scales
+
+
+def _pack_nf4(values: Tensor) -> Tensor:
+    _, blocks, groups = _nf4_sizes(values.shape)
+    codes, scales = _nf4_codes(values)
+    mean = scales.expand(2, blocks).mean(1)[0]  # of one thread, so the same however many there are
+    padded = torch.zeros(groups * _GROUP)
+    padded[:blocks] = scales - mean
+    largest = padded.view(groups, _GROUP).abs().amax(1)
+    shares = padded.view(groups, _GROUP) * (1.0 / largest.clamp(min=_TINY))[:, None]
+    dynamic = _dynamic_values(values.device)
+    bounds = (dynamic[:-1] + dynamic[1:]) / 2
+    scale_codes = torch.bucketize(shares.clamp(-1, 1), bounds, out_int32=True).to(torch.uint8)
+    floats = torch.cat((mean.view(1), largest)).view(torch.uint8)
+    return torch.cat((floats, codes, scale_codes.view(-1)[:blocks]))
+
+
+def _pack_wide(values: Tensor) -> Tensor:
+    codes, scales = _nf4_codes(values)
+    return torch.cat((scales.view(torch.uint8), codes))
+
+
+def _wide_bytes(shape: Sequence[int]) -> int:
+    values, blocks, _ = _nf4_sizes(shape)
+    return 4 * blocks + values // 2
+
+
+def _wide_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    scales, codes = stored.split((4 * _nf4_sizes(shape)[1], prod(shape) // 2))
+    return codes, scales.view(torch.float32)
+
+
+def is_nf4(codes: Tensor, scale_codes: Tensor | None) -> bool:
+    """True if both tables of codes (scales may have none) are those that this file uses."""
+    same = torch.equal(codes, _nf4_values(codes.device))
+    return same and (
+        scale_codes is None or torch.equal(scale_codes, _dynamic_values(scale_codes.device))
+    )
+
+
+def _nf4_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    values, blocks, groups = _nf4_sizes(shape)
+    floats, codes, scale_codes = stored.split((4 * (1 + groups), values // 2, blocks))
+    mean, largest = floats.view(torch.float32).split((1, groups))
+    shares = _dynamic_values(stored.device)[scale_codes.int()]
+    # Two roundings, as the library has it: nothing here is compiled, which would make them one.
+    return codes, shares * largest.repeat_interleave(_GROUP)[:blocks] + mean
+
+
+def _expand_nf4(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
+    of = torch.stack((codes >> 4, codes & 15), 1).view(len(scales), _BLOCK).int()
+    out.view(len(scales), _BLOCK).copy_(values[of] * scales[:, None])
+
+
+@cache
+def _nf4_values(device: torch.device) -> Tensor:
+    return torch.tensor(_NF4, device=device)
+
+
+@cache
+def _dynamic_values(device: torch.device) -> Tensor:
+    """The 8-bit code of bitsandbytes (create_dynamic_map): a sign, an exponent, a fraction."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        bounds = torch.linspace(0.1, 1, 2**exponent + 1)
+        means = (10.0 ** (exponent - 6) * ((bounds[:-1] + bounds[1:]) / 2)).tolist()
+        values += [*means, *(-mean for mean in means)]
+    return torch.tensor(sorted(values), device=device)
+
+
+def _fp8_bytes(shape: Sequence[int]) -> int:
+    return 4 * prod(shape[:-1]) + prod(shape)
+
+
+def _pack_fp8(values: Tensor) -> Tensor:
+    rows = values.reshape(-1, values.shape[-1]).split(max(1, _PIECE // values.shape[-1]))
+    codes, scales = zip(*map(fp8_rows, rows), strict=True)
+    return torch.cat([each.view(-1).view(torch.uint8) for each in (*scales, *codes)])
+
+
+def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The e4m3 codes of a matrix, and an fp32 scale `[rows]`: its row's largest value is 448."""
+    wide, scales = values.float(), (values.abs().amax(1) / _MOST_E4M3).float()
+    scaled = (wide / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).clamp(
+        -_MOST_E4M3, _MOST_E4M3
+    )
+    return scaled.to(torch.float8_e4m3fn), scales
+
+
+def operands(stored: Tensor, shape: Sequence[int]) -> dict[str, Tensor]:
+    """A weight's codes `[O, I]` and scales `[1, O]`, as `FP8` keeps them, then turned codes."""
+    kept, turned = stored.view(torch.uint8).split((FP8.bytes_of(shape), prod(shape)))
+    codes, scales = FP8.parts(kept, shape)
+    return {
+        "codes": codes.view(torch.float8_e4m3fn).view(*shape),
+        "scales": scales[None],
+        "turned": turned.view(torch.float8_e4m3fn).view(shape[1], shape[0]),
+    }
+
+
+def write_operands(
+    values: Tensor, of_rows: Tensor | None, codes: Tensor, scales: Tensor, turned: Tensor
+) -> None:
+    """Write a weight, given as values, or as codes with the scales of rows, to its operands."""
+    if of_rows is None:
+        values, of_rows = fp8_rows(values)
+    codes.copy_(values)
+    scales.copy_(of_rows[None])
+    turned.copy_(values.t())
+
+
+def _fp8_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    scales, codes = stored.split((4 * prod(shape[:-1]), prod(shape)))
+    return codes, scales.view(torch.float32)
+
+
+def _expand_fp8(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
+    wide = codes.view(torch.float8_e4m3fn).view(len(scales), -1).float()
+    out.view(len(scales), -1).copy_(wide * scales[:, None])
+
+
+def _no_values(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
+
+
+def _expand_fp32(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
+    out.copy_(codes)
+
+
+NF4 = WeightFormat("nf4", _nf4_bytes, _pack_nf4, _nf4_parts, _expand_nf4, _nf4_values)
+NF4_WIDE = WeightFormat("nf4_wide", _wide_bytes, _pack_wide, _wide_parts, _expand_nf4, _nf4_values)
+FP8 = WeightFormat("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
+OPERANDS = replace(FP8, name="operands", bytes_of=lambda shape: _fp8_bytes(shape) + prod(shape))
+"""The operands of products in float8: FP8, and the codes turned, since they read along the sum."""
+BASES = {each.name: each for each in (NF4, FP8)}
+FP32 = WeightFormat(
+    "fp32",
+    bytes_of=lambda shape: 4 * prod(shape),
+    pack=lambda values: values.float().contiguous().view(-1).view(torch.uint8),
+    parts=lambda stored, shape: (stored.view(torch.float32),) * 2,
+    expand=_expand_fp32,
+    values=_no_values,
+    computed=torch.float32,
+)
+PACKINGS = BASES | {each.name: each for each in (NF4_WIDE, FP32)}  # chosen by folders and models
