@@ -9,6 +9,10 @@ compiled, nothing recomputed, forward and backward alone, no optimizer. Weights 
 random; in each row the images stand before the text. `--every 2` gives every other micro-batch
 no pictures; `--frozen` is a pattern of the names of parameters that are not trained. `--experts`
 adapts the stacked weights of experts, too, where PEFT's "all-linear" leaves them out (gpt-oss).
+`--base folder` keeps frozen weights in the format that the model is published in:
+
+    python -m benchmarks.models --name gpt-oss-120b --sequences 24 --sequence-length 4096 \
+        --lora-r 16 --experts --base folder --host-memory 125GiB --out model.json
 """
 
 import argparse
@@ -111,6 +115,8 @@ def _adapter(chosen: Any) -> dict[str, Any] | None:
 def streamed(chosen: Any) -> dict[str, Any]:
     """The engine's steps."""
     config = configuration(chosen.name, chosen.layers)
+    if chosen.base == "folder":
+        config.quantization_config = {"quant_method": "mxfp4"}  # as gpt-oss is published
     begun = time.perf_counter()
     engine = Engine(
         Alike(config),
@@ -232,7 +238,7 @@ def main() -> None:
         layers=int,
         states=["int8", "fp32", "bf16"],
         precision=["bf16", "fp32", "fp8"],
-        base=["bf16", "fp8", "nf4"],
+        base=["bf16", "fp8", "nf4", "folder"],
         micro_batch=0,
         lora_r=0,
         experts=False,

@@ -92,7 +92,7 @@ class Engine(PlacedEngine):
         adapter: a LoraConfig of PEFT, or its keys as a dictionary: only this is trained. Of a model
             with encoders of images or sounds, `all-linear` is its language model.
         base: how the frozen linear layers under an adapter rest: bf16, fp8 or nf4 (2, 1 and half
-            a byte a parameter).
+            a byte a parameter), or as the folder has them (folder: mxfp4, float8 in blocks).
         router_aux_loss_coef: weight of the routers' loss of a mixture of experts. None: from the
             model's configuration.
         router_z_loss_coef: weight of the mean square of logsumexp of the routers' logits.

@@ -149,7 +149,7 @@ class Settings(_Strict):
     num_steps: Count
     frozen_dtypes: dict[str, str] = field(default_factory=dict)
     experts_implementation: dict[str, str] = field(default_factory=dict)
-    base: Literal["bf16", "fp8", "nf4"] = "bf16"
+    base: Literal["bf16", "fp8", "nf4", "folder"] = "bf16"
     adapter: dict[str, Any] | None = None
     left_out: BaseReference | None = None
 

@@ -55,7 +55,7 @@ LoraRank = Annotated[
     int, Option(min=0, help="Train LoRA of this rank on all linear layers; 0 trains everything.")
 ]
 FrozenBase = Annotated[
-    Literal["bf16", "fp8", "nf4"], Option(help="Keep frozen linear layers in this type.")
+    Literal["bf16", "fp8", "nf4", "folder"], Option(help="Keep frozen linear layers in this type.")
 ]
 AsJson = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
 

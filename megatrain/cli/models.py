@@ -57,12 +57,15 @@ class NamedModel:
         """The format from which its weights are unpacked as they are read; None: as stored."""
         from megatrain.model.quantised import unpacked_format
 
-        return unpacked_format(self._how)
+        base = self.frozen if self.section is None else self.section.base
+        return None if base == "folder" else unpacked_format(self._how)
 
     @property
     def quantised(self) -> str | None:
         """The reason why the model's weights cannot be trained; None: they can."""
-        if self._how["quantization_config"] is None or self.unpacked is not None:
+        from megatrain.model.quantised import unpacked_format
+
+        if self._how["quantization_config"] is None or unpacked_format(self._how):
             return None
         if self.base is not None and self.adapter is not None:
             return None

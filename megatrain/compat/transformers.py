@@ -15,6 +15,8 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel, maskin
 from transformers.audio_utils import load_audio
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -35,10 +37,20 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megatrain.compat.torch import FORWARD_HOOKS, contiguous_copy
 
 __all__ = [
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "WeightConverter", "WeightRenaming",
-    "dot_natural_key", "eager_mask", "get_model_conversion_mapping", "load_audio",
-    "rename_source_key", "render_jinja_template", "revert_weight_conversion",
-    "sdpa_attention_forward", "sdpa_mask",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "Concatenate",
+    "MergeModulelist",
+    "WeightConverter",
+    "WeightRenaming",
+    "dot_natural_key",
+    "eager_mask",
+    "get_model_conversion_mapping",
+    "load_audio",
+    "rename_source_key",
+    "render_jinja_template",
+    "revert_weight_conversion",
+    "sdpa_attention_forward",
+    "sdpa_mask",
 ]  # fmt: skip
 
 CAUSAL_LM_CLASSES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())

@@ -36,7 +36,7 @@ class ModelSection(Section):
     eos_token: Annotated[str, Field(min_length=1)] | None = None
     freeze: list[Pattern] = Field(default_factory=list)
     train_only: Annotated[list[Pattern], Field(min_length=1)] | None = None
-    base: Literal["bf16", "fp8", "nf4"] = "bf16"
+    base: Literal["bf16", "fp8", "nf4", "folder"] = "bf16"
     router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
     router_z_loss_coef: Annotated[float, Field(ge=0)] | None = None
     router_bias_update: Annotated[float, Field(ge=0)] | None = None

@@ -93,7 +93,7 @@ def write_weights(
 
     pieces = _pieces(model, metas, value)
     pieces += [
-        ([Described(name, tensor.dtype, tensor.shape)], partial(lambda t: [t.values()], tensor))
+        ([Described(name, tensor.dtype, tensor.shape)], partial(lambda t: [t.read()], tensor))
         for name, tensor in (carried or {}).items()
     ]
     # Wide elements first, which keeps every tensor of a shard aligned.

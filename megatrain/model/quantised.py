@@ -5,8 +5,7 @@ value changes. https://github.com/bitsandbytes-foundation/bitsandbytes (QuantSta
 https://github.com/pytorch/ao (prototype/safetensors).
 """
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +16,8 @@ from torch import Tensor
 from megatrain.base.json_yaml import DAMAGED, parse_object, read_json
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import Stored
-from megatrain.model.unpacked import Unpacked, unpacked, unpacked_from, untaken
-from megatrain.tile.formats import FP8, NF4, NF4_WIDE, is_nf4
+from megatrain.model.unpacked import Packed, unpacked, unpacked_from, untaken
+from megatrain.tile.formats import BLOCKS, FP8, MXFP4, NF4, NF4_WIDE, SIDE, WeightFormat, is_nf4
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
@@ -39,6 +38,17 @@ def unpacked_format(config: Mapping[str, Any]) -> str | None:
     Args: `config`: the content of its config.json.
     """
     return unpacked_from(_settings(config))
+
+
+def kept_format(config: Mapping[str, Any]) -> WeightFormat | None:
+    """The format in which tiles can keep weights that are else unpacked; None: there is none.
+
+    Args: `config`: the content of the folder's config.json.
+    """
+    settings = _settings(config)
+    block = settings.get("weight_block_size", [SIDE, SIDE])
+    formats = {"mxfp4": MXFP4, "fp8": BLOCKS if block == [SIDE, SIDE] else None}
+    return formats.get(str(settings.get("quant_method")))
 
 
 def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8", "nf4"] | None:
@@ -69,8 +79,8 @@ def quantised_base(config: Mapping[str, Any], where: Path | str) -> Literal["fp8
         method = f"{method} with {setting} (quantization_config)"
     raise InputError(
         f"{where}: its weights are quantised by {str(method)[:120]}; only NF4 of bitsandbytes and "
-        "float8 of torchao (Float8WeightOnlyConfig) are taken as they are, and mxfp4, fp8 and "
-        f"compressed-tensors (float8, int8, int4) unpacked; {_REMEDY}"
+        "float8 of torchao (Float8WeightOnlyConfig) are taken as they are, and mxfp4, fp8, GPTQ, "
+        f"AWQ and compressed-tensors (float8, int8, int4) unpacked; {_REMEDY}"
     )
 
 
@@ -130,9 +140,11 @@ def _nf4(
         raise InputError(f"{file}: {name!r} is quantised with other codes than NF4's; {_REMEDY}")
     mean = torch.tensor([offset] if nested else [], dtype=torch.float32)
 
+    def unpack(*parts: Tensor) -> Sequence[Tensor]:
+        return mean, *parts
+
     parts = tuple(pieces[part] for part in order)
-    join = partial(_joined, mean)
-    return Unpacked(name, file, dtype, shape, 0, size, parts=parts, unpack=join, packing=packing)
+    return Packed(name, file, dtype, shape, 0, size, parts=parts, unpack=unpack, packing=packing)
 
 
 def _fp8_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[str]]:
@@ -154,11 +166,12 @@ def _fp8_weights(stored: Mapping[str, Stored]) -> tuple[dict[str, Stored], set[s
                 f"{data.file}: {weight!r} has no float8 (e4m3) values with an fp32 scale for each "
                 f"row; {_REMEDY}"
             )
-        place = weight, data.file, torch.bfloat16, data.shape, 0, data.num_bytes + scale.num_bytes
-        weights[weight] = Unpacked(*place, parts=(scale, data), unpack=_joined, packing=FP8)
+        size = data.num_bytes + scale.num_bytes
+        place = weight, data.file, torch.bfloat16, data.shape, 0, size
+        weights[weight] = Packed(*place, parts=(scale, data), unpack=_as_stored, packing=FP8)
         parts |= {name, scale.name}
     return weights, parts
 
 
-def _joined(*parts: Tensor) -> Tensor:
-    return torch.cat([part.view(-1).view(torch.uint8) for part in parts])
+def _as_stored(*parts: Tensor) -> Sequence[Tensor]:
+    return parts

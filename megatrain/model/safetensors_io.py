@@ -60,10 +60,6 @@ class Stored:
         """The tensor's values in new memory, on the CPU, in the file's dtype."""
         return self.read_bytes(0, self.num_bytes).view(self.dtype).view(self.shape)
 
-    def values(self) -> Tensor:
-        """The values of the tensor; of a quantised weight, the values that it stands for."""
-        return self.read()
-
     def read_bytes(self, offset: int, num_bytes: int) -> Tensor:
         """A part of the tensor's bytes, uint8.
 

@@ -1,14 +1,17 @@
-"""Weights that a folder stores packed for inference, unpacked as they are read.
+"""Weights that a folder stores packed for inference, unpacked as they are read, or kept so.
 
 Their values are those of transformers' own dequantisation, bit for bit: mxfp4 (gpt-oss), float8
-in blocks (DeepSeek-V3, Kimi K2, Qwen3, MiniMax), and float8, int8 and int4 of compressed-tensors.
+in blocks (DeepSeek-V3, Kimi K2, Qwen3, MiniMax), float8, int8 and int4 of compressed-tensors, and
+integers of GPTQ and AWQ, in the dtype of their scales.
 https://github.com/huggingface/transformers (integrations: mxfp4.py, finegrained_fp8.py),
-https://github.com/vllm-project/compressed-tensors (compressors).
+https://github.com/vllm-project/compressed-tensors (compressors),
+https://github.com/AutoGPTQ/AutoGPTQ (qlinear_cuda_old.py),
+https://github.com/casper-hansen/AutoAWQ (utils/packing_utils.py).
 
 Legend: E experts, O outputs, I inputs, G groups of inputs that share a scale.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, prod
@@ -20,13 +23,11 @@ from torch import Tensor
 
 from megatrain.errors import InputError
 from megatrain.model.safetensors_io import Stored
-from megatrain.tile.layout import WeightFormat
+from megatrain.tile.formats import BLOCKS, MXFP4, SIDE, WeightFormat
 
 Settings = Mapping[str, Any]
 Block = Sequence[int | None]  # how many rows and columns share a scale; None: all
 
-_FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-_FP4 += [-value for value in _FP4]
 _CODES = {
     "pack-quantized": torch.int32,
     "int-quantized": torch.int8,
@@ -36,40 +37,54 @@ _UNUSED = (".activation_scale", ".input_scale", ".weight_shape")  # what a packe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unpacked(Stored):
-    """A weight of several stored parts, scales first; dtype and shape are those of its values.
+class Packed(Stored):
+    """A weight of several stored parts; its dtype and shape are those of its values.
 
     Attributes:
-        unpack: what the parts hold to the values; with a `packing` to the bytes in which a tile
-            keeps the weight, uint8.
+        parts: the scales first.
+        packing: the format in which a tile can keep the weight; None: it keeps the values.
+        unpack: the parts' tensors to the values; with a `packing` to those that are its bytes.
     """
 
     parts: tuple[Stored, ...]
-    unpack: Callable[..., Tensor]
+    unpack: Callable[..., Any]
     packing: WeightFormat | None = None
 
     def read(self) -> Tensor:
-        """What `unpack` makes. Raises InputError: a scale is not a finite number."""
-        values = [part.read() for part in self.parts]
-        exponents = values[0].dtype == torch.uint8
-        if not (values[0] != 255 if exponents else values[0].float().isfinite()).all():
+        """The values, unpacked. Raises InputError: a scale is not a finite number."""
+        if self.packing is None:
+            values: Tensor = self.unpack(*self._tensors())
+            return values
+        out = torch.empty(self.shape, dtype=self.packing.computed)
+        self.packing.unpack(joined(self.kept()), out)
+        return out.to(self.dtype)
+
+    def kept(self) -> Sequence[Tensor]:
+        """The tensors whose bytes are those of `packing`. Raises InputError: as `read`."""
+        tensors: Sequence[Tensor] = self.unpack(*self._tensors())
+        return tensors
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [part.read() for part in self.parts]
+        exponents = tensors[0].dtype == torch.uint8
+        if not (tensors[0] != 255 if exponents else tensors[0].float().isfinite()).all():
             raise _refused(self.parts[0], "holds a scale that is NaN or infinite")
-        return self.unpack(*values)
+        return tensors
 
-    def values(self) -> Tensor:
-        """The values, in their dtype."""
-        read, packing = self.read(), self.packing
-        return read if packing is None else packing.unpacked(read, self.shape).to(self.dtype)
-
-    def kept_open(self, opened: Callable[[Path], BinaryIO]) -> "Unpacked":
+    def kept_open(self, opened: Callable[[Path], BinaryIO]) -> "Packed":
         """The same weight, of parts in files that stay open."""
         return replace(self, parts=tuple(part.kept_open(opened) for part in self.parts))
+
+
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """The bytes of tensors, one after the other."""
+    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
 def unpacked_from(settings: Settings) -> str | None:
     """The format of a `quantization_config`, if its weights are unpacked exactly; else None."""
     method = str(settings.get("quant_method"))
-    if method not in ("mxfp4", "fp8", "compressed-tensors") or untaken(settings):
+    if method not in _FINDERS or untaken(settings):
         return None
     formats = ", ".join(sorted({scheme["format"] for scheme in _schemes(settings)}))
     return f"{method} ({formats})" if formats else method
@@ -86,6 +101,9 @@ def _untaken(settings: Settings) -> Iterator[tuple[str, Any]]:
         yield "weight_block_size", settings["weight_block_size"]
     for key in ("sparsity_config", "transform_config"):
         if compressed and settings.get(key):
+            yield key, settings[key]
+    for key, right in _OF_INTEGERS.get(str(settings.get("quant_method")), {}).items():
+        if settings.get(key, right[0]) not in right:
             yield key, settings[key]
     if compressed and not schemes:
         yield "config_groups", settings.get("config_groups")
@@ -126,8 +144,8 @@ def unpacked(
 
     Raises InputError: parts are missing, or do not belong together.
     """
-    find = {"mxfp4": _mxfp4, "fp8": _fp8}.get(settings["quant_method"], _compressed)
-    weights = {weight.name: weight for weight in find(stored, settings)}
+    found = _FINDERS[settings["quant_method"]](stored, settings)
+    weights = {weight.name: weight for weight in found}
     parts = {part.name for weight in weights.values() for part in weight.parts}
     scale = "_scale_inv" if settings["quant_method"] == "fp8" else "_scale"
     for name in sorted(stored.keys() - parts):
@@ -140,7 +158,7 @@ def unpacked(
     return dict(weights), parts | {name for name in stored if name.endswith(_UNUSED)}
 
 
-def _mxfp4(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Unpacked]:
+def _mxfp4(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
     """Weights `[E, I, O]` of two 4-bit values a byte `[E, O, G, 16]`, exponents `[E, O, G]`."""
     for name in [name for name in stored if name.endswith("_blocks")]:
         weight, blocks = name.removesuffix("_blocks"), stored[name]
@@ -151,21 +169,15 @@ def _mxfp4(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Unpacke
             raise _refused(blocks, f"of {what} of uint8, one for 32 values")
         experts, outputs, groups = scales.shape
         shape = experts, 32 * groups, outputs
-        yield _weight(weight, torch.bfloat16, shape, _from_mxfp4, scales, blocks)
+        yield _weight(weight, torch.bfloat16, shape, _turned, scales, blocks, packing=MXFP4)
 
 
-def _from_mxfp4(scales: Tensor, blocks: Tensor) -> Tensor:
-    pairs = [[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(256)]
-    table = torch.tensor(pairs, dtype=torch.bfloat16)
-    experts, outputs, groups = scales.shape
-    out = torch.empty(experts, 32 * groups, outputs, dtype=torch.bfloat16)
-    for whole, codes, exponents in zip(out, blocks, scales, strict=True):
-        values = table[codes.int()].view(outputs, groups, 32)
-        whole.copy_(torch.ldexp(values, exponents.int()[..., None] - 127).view(outputs, -1).T)
-    return out
+def _turned(scales: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Exponents and bytes in the order of the weight's inputs."""
+    return scales.transpose(1, 2), blocks.flatten(2).transpose(1, 2)
 
 
-def _fp8(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Unpacked]:
+def _fp8(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
     """Weights `[..., O, I]` of float8 values, with a scale for each block of rows and columns."""
     size = settings.get("weight_block_size", [128, 128])
     block = size or (None, None)
@@ -176,11 +188,22 @@ def _fp8(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Unpacked]
             raise _refused(scales, f"has no matrix {weight!r} of float8 (e4m3) to scale")
         if not _fits(codes.shape, scales, block):
             raise _unlike(codes, scales, f"weight_block_size {size}")
-        unpack = partial(_scaled, block, torch.bfloat16)
-        yield _weight(weight, torch.bfloat16, codes.shape, unpack, scales, codes)
+        packing = BLOCKS if [*block] == [SIDE, SIDE] and BLOCKS.takes(codes.shape) else None
+        unpack = _with_fp32 if packing else partial(_scaled, block, torch.bfloat16)
+        parts = scales, codes
+        yield _weight(weight, torch.bfloat16, codes.shape, unpack, *parts, packing=packing)
 
 
-def _compressed(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Unpacked]:
+def _with_fp32(scales: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    return _wide(scales), codes.view(torch.uint8)
+
+
+def _wide(scales: Tensor) -> Tensor:
+    """Scales, or exponents of two, in fp32."""
+    return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+
+
+def _compressed(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
     """Weights `[O, I]` of float8 or integers, with scales for groups, rows or blocks."""
     schemes = _schemes(settings)
     for name in [name for name in stored if name.endswith(".weight_scale")]:
@@ -254,6 +277,63 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.stack((codes & 15, codes >> 4), -1).view(torch.int8).flatten(-2) - 8
 
 
+def _integers(stored: Mapping[str, Stored], settings: Settings) -> Iterator[Packed]:
+    """Weights `[O, I]` of GPTQ and AWQ: integers in int32, scales `[G, O]` and zero points.
+
+    GPTQ packs inputs, and may name each one's group (g_idx); AWQ packs outputs, in another order.
+    """
+    awq, per = settings["quant_method"] == "awq", 32 // settings["bits"]
+    for name in [name for name in stored if name.endswith(".qweight")]:
+        stem, codes = name.removesuffix("qweight"), stored[name]
+        scales, zeros = stored.get(f"{stem}scales"), stored.get(f"{stem}qzeros")
+        if scales is None or zeros is None:
+            raise _refused(codes, f"lacks its '{stem}{'qzeros' if scales else 'scales'}'")
+        index = None if awq else stored.get(f"{stem}g_idx")
+        inputs, outputs = (n * (per if along == awq else 1) for along, n in enumerate(codes.shape))
+        size = settings.get("group_size") or -1
+        groups = 1 if size == -1 else ceil(inputs / size)
+        shapes = (groups, outputs), (groups, outputs // per), (inputs,)
+        if (scales.shape, zeros.shape, index.shape if index else (inputs,)) != shapes:
+            raise _unlike(codes, scales, f"group_size {size}, or others of zero points and g_idx")
+        if {codes.dtype, zeros.dtype} != {torch.int32}:
+            raise _refused(codes, f"has {codes.dtype} and {zeros.dtype}, not int32")
+        of = inputs if size == -1 else size
+        unpack = partial(_from_awq, of) if awq else partial(_from_gptq, settings, of)
+        parts = [scales, codes, zeros, *([index] if index else [])]
+        yield _weight(f"{stem}weight", scales.dtype, (outputs, inputs), unpack, *parts)
+
+
+def _from_awq(size: int, scales: Tensor, codes: Tensor, zeros: Tensor) -> Tensor:
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # of eight outputs in an int32
+    values, offsets = (
+        _fields(each, 4).unflatten(1, (-1, 8))[..., order].flatten(1) for each in (codes, zeros)
+    )
+    return _of_groups(scales, values.T, offsets, torch.arange(len(codes)) // size)
+
+
+def _from_gptq(
+    settings: Settings, size: int, scales: Tensor, codes: Tensor, zeros: Tensor, *index: Tensor
+) -> Tensor:
+    bits, offsets = settings["bits"], _fields(zeros, settings["bits"])
+    if settings.get("checkpoint_format") != "gptq_v2":  # which keeps them less one
+        offsets = offsets + 1 & 2**bits - 1
+    values = _fields(codes.T.contiguous(), bits)
+    groups = index[0].long() if index else torch.arange(values.shape[1]) // size
+    return _of_groups(scales, values, offsets, groups)
+
+
+def _of_groups(scales: Tensor, values: Tensor, offsets: Tensor, groups: Tensor) -> Tensor:
+    """Values `[O, I]` less the offsets `[G, O]` of their groups `[I]`, times the scales."""
+    centred = (values - offsets.T[:, groups]).float()
+    return centred.mul_(scales.float().T[:, groups]).to(scales.dtype)
+
+
+def _fields(packed: Tensor, bits: int) -> Tensor:
+    """Integers of so many bits `[R, C * 32 / bits]` of int32 `[R, C]`, the lowest first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (packed[..., None] >> shifts & 2**bits - 1).flatten(1)
+
+
 def _scales_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     """The shape `[..., O, I]` of the scales of a weight `[..., O, I]` for each block of it."""
     *matrices, rows, columns = shape
@@ -277,15 +357,13 @@ def _scaled(
         whole_rows = each.view(grid).repeat_interleave(down, 0)[:rows]
         return whole_rows.repeat_interleave(along, 1)[:, :columns]
 
-    if scales.dtype == torch.uint8:  # exponents
-        scales = (scales.float() - 127).exp2()
-    out = torch.empty(codes.shape, dtype=dtype)
+    scales, out = _wide(scales), torch.empty(codes.shape, dtype=dtype)
     each = out.view(-1, rows, columns), codes.view(-1, rows, columns), scales.view(-1, *grid)
     for whole, values, scale in zip(*each, strict=True):
         values = values.float()
         for zero in zeros:
             values -= spread(zero.float())
-        whole.copy_(values.mul_(spread(scale.float())))
+        whole.copy_(values.mul_(spread(scale)))
     return out
 
 
@@ -293,11 +371,13 @@ def _weight(
     name: str,
     dtype: torch.dtype,
     shape: tuple[int, ...],
-    unpack: Callable[..., Tensor],
+    unpack: Callable[..., Any],
     *parts: Stored,
-) -> Unpacked:
+    packing: WeightFormat | None = None,
+) -> Packed:
     num_bytes = prod(shape) * dtype.itemsize + sum(part.num_bytes for part in parts)
-    return Unpacked(name, parts[1].file, dtype, shape, 0, num_bytes, parts=parts, unpack=unpack)
+    place = name, parts[1].file, dtype, shape, 0, num_bytes
+    return Packed(*place, parts=parts, unpack=unpack, packing=packing)
 
 
 def _unlike(codes: Stored, scales: Stored, how: str) -> InputError:
@@ -310,3 +390,13 @@ def _refused(part: Stored, why: str) -> InputError:
         f"{part.file}: {part.name!r} {why}; it does not belong to config.json's "
         "quantization_config, or the download is incomplete: download both again"
     )
+
+
+_FINDERS = {
+    "mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed, "gptq": _integers,
+    "awq": _integers,
+}  # fmt: skip
+_OF_INTEGERS: dict[str, dict[str, tuple[Any, ...]]] = {  # settings that are taken, the usual first
+    "gptq": {"bits": (4, 2, 8), "checkpoint_format": ("gptq", "gptq_v2"), "dynamic": (None, {})},
+    "awq": {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)},
+}

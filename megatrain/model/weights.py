@@ -9,7 +9,7 @@ shapes alone and then run for one parameter at a time, so that no second copy of
 import copy
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,6 +29,8 @@ from megatrain.base.units import IN_FLIGHT_BYTES, MIB
 from megatrain.compat.gguf import is_gguf, unpacked
 from megatrain.compat.transformers import (
     SEQUENCE_CLASSES,
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -42,13 +44,14 @@ from megatrain.compat.transformers import (
 from megatrain.errors import InputError, first_line
 from megatrain.model.quantised import gathered, unpacked_format
 from megatrain.model.safetensors_io import Stored, has_pickle_weights, has_weights, stored_tensors
-from megatrain.model.unpacked import Unpacked
-from megatrain.tile.formats import WeightFormat
+from megatrain.model.unpacked import Packed, joined
+from megatrain.tile.formats import BLOCKS, SIDE, WeightFormat
 
 log = logging.getLogger(__name__)
 
 Write = Callable[[str, Tensor], None]
 
+_JOINS = {Concatenate, MergeModulelist}
 COMPARED_BYTES = 16 * MIB
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
@@ -132,6 +135,17 @@ class Recipe:
         stored = sum(stored.num_bytes for _, stored in self.sources)
         return stored if self.converter is None else 2 * stored
 
+    @property
+    def packing(self) -> WeightFormat | None:
+        """The format of all sources, if the target's bytes are theirs, put together."""
+        formats = {s.packing if isinstance(s, Packed) else None for _, s in self.sources}
+        packing = formats.pop() if len(formats) == 1 else None
+        if self.converter is None:
+            return packing
+        joined = {type(each) for each in self.converter.operations} <= _JOINS
+        whole = all(size % SIDE == 0 for _, s in self.sources for size in s.shape)
+        return packing if packing is BLOCKS and joined and whole else None
+
     def build(self, model: PreTrainedModel, load: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
         """The finished tensors by the model's names; `load` gives the values of a stored tensor."""
         if self.converter is None:
@@ -150,7 +164,7 @@ def read_weights(
     write: Write,
     *,
     threads: int,
-    packed: Collection[str] = (),
+    packed: Mapping[str, WeightFormat] | None = None,
 ) -> tuple[str, ...]:
     """Read every parameter and persistent buffer of `model` from the checkpoint in `folder`.
 
@@ -165,8 +179,8 @@ def read_weights(
             `_weight_conversions` is set as `from_pretrained` does.
         write: takes the values; an exception from it ends the load and is raised again.
         threads: how many tensors are read at once, within IN_FLIGHT_BYTES.
-        packed: names of tensors that are passed as the bytes that a tile keeps, uint8, where
-            the folder has them quantised; all others as their values.
+        packed: by name, the formats in which tiles keep tensors: where the folder has one in its
+            format, it is passed as its bytes, uint8; all others as their values.
 
     Returns:
         Names which the model's class lets a checkpoint leave out, and this one does: they are
@@ -209,7 +223,9 @@ def read_weights(
 
 
 def lazy_weights(
-    folder: Path, model: PreTrainedModel, packed: Collection[str] = ()
+    folder: Path,
+    model: PreTrainedModel,
+    packed: Mapping[str, WeightFormat] | None = None,
 ) -> dict[str, Callable[[], Tensor]]:
     """For each parameter and buffer of `model`, by its first name, a function that reads it.
 
@@ -281,9 +297,8 @@ class WeightPlan:
     @property
     def packings(self) -> dict[str, WeightFormat]:
         """How the folder packs each quantised parameter, by its first name."""
-        alone = [(r.target, r.sources[0][1]) for r in self.recipes if r.converter is None]
-        packings = {n: s.packing for n, s in alone if isinstance(s, Unpacked)}
-        return {self.first_name[n]: packing for n, packing in packings.items() if packing}
+        formats = {self.first_name.get(r.target, ""): r.packing for r in self.recipes}
+        return {name: packing for name, packing in formats.items() if name and packing}
 
     def checked(self) -> tuple[list[Recipe], tuple[str, ...]]:
         """A recipe for each distinct tensor, and permitted missing names.
@@ -294,11 +309,19 @@ class WeightPlan:
         missing = set(self.first_name.values()) - self.types.keys()
         return recipes, _check_complete(self._folder, self._model, missing, self.unexpected)
 
-    def build(self, recipe: Recipe, packed: Collection[str]) -> dict[str, Tensor]:
+    def build(self, recipe: Recipe, packed: Mapping[str, WeightFormat] | None) -> dict[str, Tensor]:
         """The tensors of a recipe by their first names; `packed`: as `read_weights`."""
-        as_bytes = recipe.converter is None and self.first_name[recipe.target] in packed
-        built = recipe.build(self._model, methodcaller("read" if as_bytes else "values"))
-        return {self.first_name[name]: tensor for name, tensor in built.items()}
+        wanted = (packed or {}).get(self.first_name.get(recipe.target, ""))
+        if wanted is None or recipe.packing != wanted:
+            built = recipe.build(self._model, methodcaller("read"))
+            return {self.first_name[name]: tensor for name, tensor in built.items()}
+        kept = {s.name: s.kept() for _, s in recipe.sources if isinstance(s, Packed)}
+
+        def built_of(part: int) -> dict[str, Tensor]:
+            return recipe.build(self._model, lambda stored: kept[stored.name][part])
+
+        parts = [*map(built_of, range(len(next(iter(kept.values())))))]
+        return {self.first_name[name]: joined(part[name] for part in parts) for name in parts[0]}
 
 
 def _plan_load(
@@ -400,8 +423,8 @@ def _without_tied_copies(recipes: list[Recipe], first_name: Mapping[str, str]) -
 
 def _same_values(one: Recipe, other: Recipe) -> bool:
     a, b = one.sources[0][1], other.sources[0][1]
-    if isinstance(a, Unpacked) or isinstance(b, Unpacked):
-        return torch.equal(a.values(), b.values())
+    if isinstance(a, Packed) or isinstance(b, Packed):
+        return torch.equal(a.read(), b.read())
     if one.converter or other.converter or (a.dtype, a.num_bytes) != (b.dtype, b.num_bytes):
         return False
     return all(

@@ -71,7 +71,7 @@ class _Loading:
             drawn = self._read_saved(source.saved)
         elif source.folder is not None:
             stored_names = {name: stored for stored, name in source.names.items()}
-            packed = {stored_names.get(name, name) for name in spec.packed}
+            packed = {stored_names.get(name, name): how for name, how in spec.packed.items()}
             model, threads = plain(source.model), update_threads()
             missing = read_weights(source.folder, model, write, threads=threads, packed=packed)
             if missing and (adapters is None or not {*missing} <= adapters.replaced):

@@ -32,7 +32,7 @@ from megatrain.model.adapters import adapted, noted, plain, with_new_adapter
 from megatrain.model.companions import Companions, companions, set_generation
 from megatrain.model.float8 import ROUTERS, require_torchao
 from megatrain.model.probe import spec
-from megatrain.model.quantised import quantised_base
+from megatrain.model.quantised import kept_format, quantised_base
 from megatrain.model.rebuilt import difference, emptied
 from megatrain.model.routers import NOT_ASKED, ask_for
 from megatrain.model.spec import ModelSpec
@@ -43,12 +43,24 @@ from megatrain.parallel.distributed import ALONE, Ranks
 from megatrain.placement import Precision, Verify
 from megatrain.source import state_io
 from megatrain.source.tiles import DTYPES, Model
-from megatrain.tile.formats import BASES, PACKINGS, WeightFormat
+from megatrain.tile.formats import (
+    BASES,
+    BLOCKS,
+    FP8,
+    MXFP4,
+    NF4,
+    NF4_WIDE,
+    PACKINGS,
+    SIDE,
+    WeightFormat,
+)
 
 _log = logging.getLogger(__name__)
 
-Base = Literal["bf16", "fp8", "nf4"]
+Base = Literal["bf16", "fp8", "nf4", "folder"]
 """How frozen linear layers are kept (`base` of an engine or a run file)."""
+
+_KEPT = {"nf4": (NF4, NF4_WIDE), "fp8": (FP8,), "folder": (NF4, NF4_WIDE, FP8, BLOCKS, MXFP4)}
 
 
 @dataclass
@@ -159,7 +171,7 @@ def open_source(
     ask_for(plain(source.model), routers)  # which merged exports are made of
     if source.base == "bf16" and not source.resumes:
         source.base = base
-    elif base not in ("bf16", source.base):
+    elif base not in ("bf16", "folder", source.base):
         raise InputError(f"base is {base!r}, but the model comes in {source.base}; leave base out")
     if adapter is None:
         return source
@@ -328,9 +340,15 @@ def packed_weights(spec: ModelSpec, base: Base, *, frozen: bool = False) -> dict
     """
     if base == "bf16":
         return {}
-    if base not in BASES:
-        raise InputError(f"base is {base!r}; it must be bf16, {' or '.join(BASES)}")
-    packing, adapters = BASES[base], adapted(spec.capture.model)
+    if base not in _KEPT:
+        raise InputError(f"base is {base!r}; it must be bf16, {', '.join(BASES)} or folder")
+    adapters = adapted(spec.capture.model)
+    packing = BASES.get(base) or kept_format(plain(spec.capture.model).config.to_dict())
+    if packing is None:
+        raise InputError(
+            "base is 'folder', but the model does not come in mxfp4 or in float8 with blocks of "
+            f"{SIDE} x {SIDE}; leave base out, or take {' or '.join(BASES)}"
+        )
     names = [
         f"{layer.name}.{path}.{name}"
         for layer in spec.layers
@@ -359,14 +377,15 @@ def _packings(source: Source, spec: ModelSpec, *, trained: bool) -> dict[str, We
         return {name: PACKINGS[how] for name, how in kept.items()}
     folder, names = source.folder, source.names
     stored = {} if folder is None else WeightPlan(folder, plain(source.model)).packings
-    if not stored:
+    taken = _KEPT.get(source.base, ())
+    packed = {names.get(name, name): how for name, how in stored.items() if how in taken}
+    if not packed:
         return packed_weights(spec, source.base, frozen=not trained)
-    packed = {names.get(name, name): packing for name, packing in stored.items()}
     for name in packed if trained else ():
         if source.model.get_parameter(name).requires_grad:
             raise InputError(
                 f"{folder}: the weights of {name!r} are quantised, and such are not trained; give "
-                "an adapter, or take the unquantised model"
+                "an adapter, leave base out where you set it, or take the unquantised model"
             )
     layers = (f"{v.name}.{n}" for v in spec.layers for n, _ in v.module.named_parameters())
     return {name: packed[name] for name in layers if name in packed}

@@ -41,7 +41,7 @@ from megatrain.parallel.distributed import Ranks
 from megatrain.placement import Placement, renamed
 from megatrain.telemetry.host import update_threads
 from megatrain.tile import Entry
-from megatrain.tile.formats import PACKINGS
+from megatrain.tile.formats import PACKINGS, WeightFormat
 
 Write = Callable[[str, Tensor], None]
 
@@ -334,12 +334,17 @@ def read_left_out(checkpoint: Checkpoint, model: PreTrainedModel, write: Write) 
         with ThreadPoolExecutor(update_threads(), thread_name_prefix="read-base") as pool:
             list(pool.map(lambda name: hand_out(name, whole[name]()), names.keys() & whole.keys()))
     else:
-        kept = {name for name, mine in names.items() if mine in left.packed}
+        kept = _formats(left, names)
         inner, threads = plain(model), update_threads()
         with _another_base(checkpoint, left):
             weights.read_weights(base, inner, hand_out, threads=threads, packed=kept)
     _require_same(checkpoint, left, seen, names.values())
     return {*names.values()} - seen.sums.keys()
+
+
+def _formats(left: BaseReference, names: Mapping[str, str]) -> dict[str, WeightFormat]:
+    """The formats of packed parameters by their names in the base."""
+    return {n: PACKINGS[left.packed[mine]] for n, mine in names.items() if mine in left.packed}
 
 
 def _another_base(checkpoint: Checkpoint, left: BaseReference) -> AbstractContextManager[None]:
@@ -375,7 +380,7 @@ def whole_masters(
     if isinstance(base, Checkpoint):
         whole: Values = masters(base)
     else:
-        kept = {name for name, mine in names.items() if mine in left.packed}
+        kept = _formats(left, names)
         with _another_base(checkpoint, left):
             whole = weights.lazy_weights(base, plain(model), kept)
             types = weights.WeightPlan(base, plain(model)).types

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatrain.model.adapters import Values, adapted, merged_into_base, plain, r
 from megatrain.model.companions import write_companions
 from megatrain.model.documents import chosen_attention
 from megatrain.model.export import write_adapter, write_configs, write_weights
-from megatrain.model.safetensors_io import Described, Stored, write_shard
+from megatrain.model.safetensors_io import Described, write_shard
 from megatrain.model.weights import WeightPlan
 from megatrain.placement import Placement
 from megatrain.source import state_io
@@ -40,7 +41,7 @@ def write_documents(folder: Path, source: Source, *, carries: bool) -> None:
     write_companions(folder / MODEL, source.companions)
     _write(folder / BUFFERS, source.untrained.buffers, Tensor.detach)
     _write(folder / COMPUTED, source.untrained.computed, Tensor.detach)
-    _write(folder / CARRIED, source.untrained.carried if carries else {}, Stored.values)
+    _write(folder / CARRIED, source.untrained.carried if carries else {}, methodcaller("read"))
 
 
 def _write(path: Path, tensors: Mapping[str, Any], value: Callable[[Any], Tensor]) -> None:
@@ -112,7 +113,7 @@ def write_model(
     if adapters is not None and not merged:
         write_adapter(folder, model, masters, dtype=dtype or torch.float32, beside=companions)
         return
-    if source.base != "bf16":
+    if source.base not in ("bf16", "folder"):
         text = "frozen linear layers were rounded to %s when read, and are written so"
         _log.warning(text, source.base)
     values, as_came = {**masters, **untrained.values}, untrained.as_came(dtype)

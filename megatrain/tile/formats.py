@@ -1,6 +1,8 @@
 """The formats in which frozen weights are kept, and unpacked on the device.
 
-Each is a codec: bytes of a shape, values to bytes and back.
+Each is a codec: bytes of a shape, values to bytes and back. `NF4` and `FP8` are chosen by the keys
+of `BASES`; `MXFP4` and `BLOCKS` are those of published folders, which keep their values exactly:
+the OCP Microscaling formats (gpt-oss), and float8 with scales of blocks (DeepSeek-V3).
 """
 
 from collections.abc import Callable, Sequence
@@ -9,14 +11,17 @@ from functools import cache
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Expand = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # codes, scales, their values; into
 
 _BLOCK, _GROUP = 64, 256  # values with one scale; scales with one of theirs
 _TINY = 1e-38  # bitsandbytes divides by no smaller scale
 _MOST_E4M3 = 448.0
-_PIECE = 1 << 23  # values that are expanded at once
+_PIECE, _COMPILED_PIECE = 1 << 23, 1 << 28  # values that are expanded at once
+SIDE = 128  # rows and columns of a block of float8
+_SPAN = 32  # values with one exponent
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 # https://github.com/bitsandbytes-foundation/bitsandbytes, functional.py, get_4bit_type
 _NF4 = (
@@ -27,6 +32,11 @@ _NF4 = (
 )
 
 
+def _of_whole_blocks(shape: Sequence[int]) -> bool:
+    """True for a matrix, or a stack of them, whose values are whole blocks."""
+    return len(shape) in (2, 3) and prod(shape) % _BLOCK == 0
+
+
 @dataclass(frozen=True)
 class WeightFormat:
     """How values are kept.
@@ -34,10 +44,11 @@ class WeightFormat:
     Attributes:
         bytes_of: of a parameter of this shape.
         pack: its values, to uint8 of that length.
-        parts: of these, the codes and an fp32 scale for each of equally many values.
+        parts: of these, the codes and the scales, whose first dimension cuts the values evenly.
         expand: codes and scales to values, in place; of the fourth argument's type and length.
         values: what codes stand for; empty where they say it themselves.
         computed: the type that layers compute with; fp32 is read where it is kept.
+        takes: True if a parameter of this shape can be packed.
     """
 
     name: str
@@ -47,13 +58,10 @@ class WeightFormat:
     expand: Expand
     values: Callable[[torch.device], Tensor]
     computed: torch.dtype = torch.bfloat16
+    takes: Callable[[Sequence[int]], bool] = _of_whole_blocks
 
     def __repr__(self) -> str:
         return self.name  # ranks compare it: a function's is its address
-
-    def takes(self, shape: Sequence[int]) -> bool:
-        """True if a parameter can be packed: a matrix, or a stack of them, of whole blocks."""
-        return len(shape) in (2, 3) and prod(shape) % _BLOCK == 0
 
     def unpack(
         self, stored: Tensor, out: Tensor, fast: Callable[[Expand], Expand] = lambda each: each
@@ -62,8 +70,9 @@ class WeightFormat:
         num_bytes = self.bytes_of(out.shape)
         codes, scales = self.parts(stored.view(torch.uint8)[:num_bytes], out.shape)
         flat, expand, values = out.view(-1), fast(self.expand), self.values(out.device)
-        of = flat.numel() // len(scales)  # values of a scale
-        most = max(1, _PIECE // of)
+        at_once = _PIECE if expand is self.expand else _COMPILED_PIECE  # launches take time
+        most = -(-len(scales) // -(-flat.numel() // at_once))
+        of = flat.numel() // len(scales)  # values of a scale, or of a row of them
         pieces = (codes.view(len(scales), -1), scales, flat.view(-1, of))
         for piece in zip(*(whole.split(most) for whole in pieces), strict=True):
             expand(piece[0].view(-1), piece[1], values, piece[2].view(-1))
@@ -148,7 +157,8 @@ def _nf4_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _expand_nf4(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
-    of = torch.stack((codes >> 4, codes & 15), 1).view(len(scales), _BLOCK).int()
+    halves = torch.arange(4, -1, -4, dtype=torch.uint8, device=codes.device)  # high, low
+    of = (codes[:, None] >> halves & 15).view(len(scales), _BLOCK).int()
     out.view(len(scales), _BLOCK).copy_(values[of] * scales[:, None])
 
 
@@ -215,8 +225,78 @@ def _fp8_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _expand_fp8(codes: Tensor, scales: Tensor, values: Tensor, out: Tensor) -> None:
-    wide = codes.view(torch.float8_e4m3fn).view(len(scales), -1).float()
-    out.view(len(scales), -1).copy_(wide * scales[:, None])
+    wide = codes.view(torch.float8_e4m3fn).view(*scales.shape, -1).float()
+    out.view(wide.shape).copy_(wide * scales[..., None])
+
+
+def _in_blocks(shape: Sequence[int]) -> bool:
+    return len(shape) in (2, 3) and shape[-1] % SIDE == 0
+
+
+def _blocks_bytes(shape: Sequence[int]) -> int:
+    *stack, rows, columns = shape
+    return 4 * prod(stack) * -(-rows // SIDE) * (columns // SIDE) + prod(shape)
+
+
+def _pack_blocks(values: Tensor) -> Tensor:
+    (rows, columns), packed = values.shape[-2:], []
+    for matrix in values.reshape(-1, rows, columns):
+        whole = nn.functional.pad(matrix, (0, 0, 0, -rows % SIDE))
+        blocks = whole.view(-1, SIDE, columns // SIDE, SIDE).transpose(1, 2)
+        codes, scales = fp8_rows(blocks.reshape(-1, SIDE * SIDE))
+        laid_out = codes.view(torch.uint8).view(blocks.shape).transpose(1, 2)
+        packed.append((scales.view(torch.uint8), laid_out.reshape(-1)[: matrix.numel()]))
+    return torch.cat([each for pieces in zip(*packed, strict=True) for each in pieces])
+
+
+def _blocks_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    scales, codes = stored.split((len(stored) - prod(shape), prod(shape)))
+    grid = scales.view(torch.float32).view(-1, -(-shape[-2] // SIDE), shape[-1] // SIDE)
+    of_rows = grid.repeat_interleave(SIDE, 1)[:, : shape[-2]]
+    return codes, of_rows.reshape(-1, grid.shape[-1])
+
+
+def _in_spans(shape: Sequence[int]) -> bool:
+    return len(shape) == 3 and shape[1] % _SPAN == 0
+
+
+def _mxfp4_bytes(shape: Sequence[int]) -> int:
+    return prod(shape) // 2 + prod(shape) // _SPAN
+
+
+def _pack_mxfp4(values: Tensor) -> Tensor:
+    """The exponents of `[E, I, O]` for each span of inputs, and codes of two inputs a byte."""
+    spans = values.reshape(-1, _SPAN, values.shape[-1])
+    pieces = map(_mxfp4_piece, spans.split(max(1, _PIECE // spans[0].numel())))
+    return torch.cat([each.view(-1) for kind in zip(*pieces, strict=True) for each in kind])
+
+
+def _mxfp4_piece(spans: Tensor) -> tuple[Tensor, Tensor]:
+    wide, code = spans.float(), _fp4_values(spans.device)[:8]
+    exponents = (torch.frexp(wide.abs().amax(1)).exponent - 3).clamp(-127, 127)
+    scaled = torch.ldexp(wide, -exponents[:, None])
+    codes = torch.bucketize(scaled.abs(), (code[:-1] + code[1:]) / 2) + 8 * scaled.signbit()
+    pairs = codes.to(torch.uint8).view(len(spans), _SPAN // 2, 2, -1)
+    return (exponents + 127).to(torch.uint8), pairs[:, :, 0] | pairs[:, :, 1] << 4
+
+
+def _mxfp4_parts(stored: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    exponents, codes = stored.split((prod(shape) // _SPAN, prod(shape) // 2))
+    return codes, exponents.view(-1, shape[-1])
+
+
+def _expand_mxfp4(codes: Tensor, exponents: Tensor, values: Tensor, out: Tensor) -> None:
+    spans, columns = exponents.shape
+    halves = torch.arange(0, 8, 4, dtype=torch.uint8, device=codes.device)[:, None]  # low, high
+    of = (codes.view(spans, _SPAN // 2, 1, columns) >> halves & 15).int()
+    bits = (exponents.int() << 23).clamp(min=1 << 22)  # of fp32's powers of two, 2^-127 the least
+    scales = bits.view(torch.float32)[:, None]
+    out.view(spans, _SPAN, columns).copy_(values[of].view(spans, _SPAN, columns) * scales)
+
+
+@cache
+def _fp4_values(device: torch.device) -> Tensor:
+    return torch.tensor([*_FP4, *(-value for value in _FP4)], device=device)
 
 
 def _no_values(device: torch.device) -> Tensor:
@@ -232,6 +312,18 @@ NF4_WIDE = WeightFormat("nf4_wide", _wide_bytes, _pack_wide, _wide_parts, _expan
 FP8 = WeightFormat("fp8", _fp8_bytes, _pack_fp8, _fp8_parts, _expand_fp8, _no_values)
 OPERANDS = replace(FP8, name="operands", bytes_of=lambda shape: _fp8_bytes(shape) + prod(shape))
 """The operands of products in float8: FP8, and the codes turned, since they read along the sum."""
+BLOCKS = WeightFormat(
+    "float8_blocks",
+    _blocks_bytes,
+    _pack_blocks,
+    _blocks_parts,
+    _expand_fp8,
+    _no_values,
+    takes=_in_blocks,
+)
+MXFP4 = WeightFormat(
+    "mxfp4", _mxfp4_bytes, _pack_mxfp4, _mxfp4_parts, _expand_mxfp4, _fp4_values, takes=_in_spans
+)
 BASES = {each.name: each for each in (NF4, FP8)}
 FP32 = WeightFormat(
     "fp32",
@@ -242,4 +334,5 @@ FP32 = WeightFormat(
     values=_no_values,
     computed=torch.float32,
 )
-PACKINGS = BASES | {each.name: each for each in (NF4_WIDE, FP32)}  # chosen by folders and models
+# The others are chosen by folders and models.
+PACKINGS = BASES | {each.name: each for each in (NF4_WIDE, BLOCKS, MXFP4, FP32)}

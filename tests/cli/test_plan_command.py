@@ -205,7 +205,19 @@ def test_quantised_weights_are_told(megatrain, run_file, model_file):
     model_file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
     result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes)
     assert result.exit_code == 0 and "are unpacked from mxfp4" in result.stdout
-    model_file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    wide = dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads"), 128)
+    wide |= {"quantization_config": {"quant_method": "fp8"}, "num_key_value_heads": 128}
+    model_file.write_text(json.dumps(config | wide))
+    of_layers = {}
+    for base in ("folder", "bf16"):
+        adapter = ["--lora-r", 4, "--base", base]
+        result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes, *adapter)
+        assert result.exit_code == 0 and ("are unpacked" in result.stdout) == (base == "bf16")
+        options = ["plan", "--model", model_file.parent, *HERE, *sizes, *adapter, "--json"]
+        tiles = json.loads(megatrain(*options).stdout)["tiles"]
+        of_layers[base] = sum(t["weights_bytes"] for t in tiles if "layer" in t["name"])
+    assert of_layers["folder"] < 0.6 * of_layers["bf16"]
+    model_file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
     result = megatrain("plan", "--model", model_file.parent, *HERE, *sizes)
     assert result.exit_code == 0 and "are quantised, and such are not trained" in result.stdout
     tree = yaml.safe_load(run_file.read_text())

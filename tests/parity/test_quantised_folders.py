@@ -183,9 +183,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no adapter": (lambda folder: None, {"adapter": None}, "such are not trained; give an adapter"),
     "another base": (lambda folder: None, {"base": "fp8"}, "the model comes in nf4; leave base"),
     "fp32": (lambda folder: None, {"precision": "fp32"}, "base is 'nf4', and precision 'fp32'"),
-    "gptq": (
-        lambda folder: write(folder, {"a": torch.zeros(1)}, {"quant_method": "gptq"}), {},
-        "quantised by gptq; only NF4 of bitsandbytes",
+    "hqq": (
+        lambda folder: write(folder, {"a": torch.zeros(1)}, {"quant_method": "hqq"}), {},
+        "quantised by hqq; only NF4 of bitsandbytes",
     ),
     "int8": (
         lambda folder: write(folder, {}, HOW["nf4"] | {"load_in_4bit": False}), {},
@@ -384,5 +384,5 @@ def test_what_cannot_be_is_refused():
         make_engine(llama(), base="nf4", precision="bf16")
     with pytest.raises(InputError, match="base is 'fp8', and precision 'fp32'"):
         make_engine(adapted(llama()), base="fp8")
-    with pytest.raises(InputError, match="base is 'int3'; it must be bf16, nf4 or fp8"):
+    with pytest.raises(InputError, match="base is 'int3'; it must be bf16, nf4, fp8 or folder"):
         make_engine(adapted(llama()), base="int3", precision="bf16")

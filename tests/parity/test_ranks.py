@@ -49,6 +49,13 @@ ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 RATES = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
 
+def published():
+    """The configuration of a model whose experts come in mxfp4."""
+    config = tiny_model("gpt_oss", changes={"hidden_size": 64, "intermediate_size": 32}).config
+    config.quantization_config = {"quant_method": "mxfp4"}
+    return config
+
+
 def part_of(step, group):
     """The first micro-batch for rank 0, the others for the rest as evenly as can be."""
     if group is None:
@@ -219,11 +226,18 @@ EXACT: dict[str, Callable[[Any], dict]] = {
         )
         for base in ("nf4", "fp8", "bf16 by fp8")
     },
+    "as its folder has it, adapter": exact(
+        published,
+        adapter={"r": 3, "target_modules": "all-linear"},
+        base="folder",
+        precision="bf16",
+        placement=Placement(slots=2),
+    ),
 }
 USUAL = (
     *("tied, rows that are not kept, graphs that are", "preferences, in passes", "nf4, adapter"),
     *("bf16, planes on a disk", "muon clipped, 0.5", "bf16, some in fp32, on a disk"),
-    "bf16 by fp8, adapter",
+    *("bf16 by fp8, adapter", "as its folder has it, adapter"),
 )
 REST = (
     *("frozen in part", "resident, in passes", "experts that are balanced"),

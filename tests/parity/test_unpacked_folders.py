@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-from megatrain import Engine, InputError
+from megatrain import Engine, InputError, Placement
 from megatrain.model.quantised import quantised_base
+from megatrain.tile.formats import BLOCKS, PACKINGS
 from megatrain.train.export import export
 from tests.families.tiny import tiny_model
+from tests.inside import store_of
 from tests.parity.cases import in_dtype, make_batches, make_engine, masters, same
 from tests.sweeps import few
 
@@ -43,16 +46,16 @@ def mxfp4_parts(name, values):
     return {f"{name}_blocks": blocks, f"{name}_scales": scales}
 
 
-def fp8_parts(name, values):
+def fp8_parts(name, values, down=16, along=32):
     rows, columns = values.shape
-    scales = torch.rand(-(-rows // 16), -(-columns // 32)) / 100
+    scales = torch.rand(-(-rows // down), -(-columns // along)) / 100
     return {name: values.mul(100).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
 
 
-def packed(folder, family):
+def packed(folder, family, sizes=None, block=(16, 32)):
     """A folder in the published format, and the values that transformers unpacks of it."""
     torch.manual_seed(3)
-    model = in_dtype(tiny_model(family, changes=SIZES[family]), torch.bfloat16)
+    model = in_dtype(tiny_model(family, changes=sizes or SIZES[family]), torch.bfloat16)
     model.save_pretrained(folder / "packed")
     tensors, parts = load_file(folder / "packed" / "model.safetensors"), {}
     for name, values in tensors.items():
@@ -61,14 +64,18 @@ def packed(folder, family):
         elif (
             family != "gpt_oss" and "layers" in name and values.dim() == 2 and "gate.w" not in name
         ):
-            parts |= fp8_parts(name, values)
+            parts |= fp8_parts(name, values, *block)
         else:
             parts[name] = values
     if family == "deepseek_v3":
         further = f"model.layers.{model.config.num_hidden_layers}.eh_proj.weight"
-        parts |= fp8_parts(further, torch.randn(40, 72))  # blocks of the edges are smaller
-    write(folder / "packed", parts, MXFP4 if family == "gpt_oss" else FP8)
-    how: Any = FineGrainedFP8Config(weight_block_size=(16, 32), dequantize=True)
+        parts |= fp8_parts(further, torch.randn(40, 72), *block)  # smaller blocks at the edges
+    write(
+        folder / "packed",
+        parts,
+        MXFP4 if family == "gpt_oss" else FP8 | {"weight_block_size": block},
+    )
+    how: Any = FineGrainedFP8Config(weight_block_size=block, dequantize=True)
     how = Mxfp4Config(dequantize=True) if family == "gpt_oss" else how
     theirs = AutoModelForCausalLM.from_pretrained(
         folder / "packed", quantization_config=how, dtype=torch.bfloat16
@@ -131,6 +138,92 @@ def test_an_adapter_on_it_is_resumed_and_merged(family, tmp_path):
     assert same(*files)
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
     assert "quantization_config" not in config
+
+
+WHOLE = dict.fromkeys(("hidden_size", "moe_intermediate_size", "q_lora_rank"), 128)
+KEPT = {
+    "gpt_oss": SIZES["gpt_oss"],
+    "qwen3_moe": dict.fromkeys(("hidden_size", "moe_intermediate_size"), 128),
+    "deepseek_v3": SIZES["deepseek_v3"]
+    | WHOLE
+    | {"kv_lora_rank": 128, "qk_rope_head_dim": 128, "intermediate_size": 128},
+}
+
+
+@pytest.mark.parametrize("family", few(KEPT))
+def test_a_base_that_is_kept_as_the_folder_has_it(family, tmp_path, caplog):
+    """Training is that on the unpacked values, bit for bit, in the folder's own bytes."""
+    folder, theirs = packed(tmp_path, family, KEPT[family], (128, 128))
+    theirs.save_pretrained(tmp_path / "plain")
+    how: dict[str, Any] = {"adapter": LORA, "precision": "bf16", "clip": 1e9}
+    with make_engine(tmp_path / "plain", **how) as engine:
+        wanted, first = engine.step(STEP), masters(engine)
+        later, last = engine.step(LATER).loss, masters(engine)
+        engine.save_pretrained(tmp_path / "plain merged", merged=True)
+    for placement in (Placement(slots=1), Placement(slots=2, resident=("layer 1",), passes=2)):
+        with make_engine(folder, base="folder", placement=placement, **how) as engine:
+            got = engine.step(STEP)
+            assert (got.loss, got.grad_norm) == (wanted.loss, wanted.grad_norm)
+            assert same(masters(engine), first)
+            kept = {e.name: e for _, e in store_of(engine).entries() if e.is_packed}
+            assert all(any(f".{n}." in name for name in kept) for n in ("0", "1"))
+            assert any("experts" in name for name in kept)
+            stored, numel = (sum(getattr(e, n) for e in kept.values()) for n in ("stored", "numel"))
+            assert 2 * stored <= numel * (4.26 / 8 if family == "gpt_oss" else 1.001)
+            engine.save(tmp_path / "saved")
+            assert engine.step(LATER).loss == later
+            assert same(masters(engine), last)
+    with Engine.load(tmp_path / "saved", device="cpu") as engine:
+        assert engine.step(LATER).loss == later
+        assert same(masters(engine), last)
+        engine.save_pretrained(tmp_path / "merged", merged=True)
+        assert "rounded" not in caplog.text
+    files = [load_file(tmp_path / n / "model.safetensors") for n in ("merged", "plain merged")]
+    assert same({name: files[0][name] for name in files[1]}, files[1])
+    export(str(tmp_path / "saved"), tmp_path / "whole", merged=True)
+    values = load_file(tmp_path / "whole" / "model.safetensors")
+    assert all(torch.isfinite(each).all() for each in values.values())
+
+
+def test_blocks_of_the_last_rows_are_smaller():
+    """As those of DeepSeek's kv_a_proj_with_mqa are, of 576 rows; transformers refuses them."""
+    codes = torch.randn(3, 320, 256).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 3, 2) / 100
+    stored = torch.cat([each.view(-1).view(torch.uint8) for each in (scales, codes)])
+    assert len(stored) == BLOCKS.bytes_of(codes.shape)
+    spread = scales.repeat_interleave(128, 1)[:, :320].repeat_interleave(128, 2)
+    wanted = (codes.float() * spread).bfloat16().float()
+    assert torch.equal(BLOCKS.unpacked(stored, codes.shape), wanted)
+    near = BLOCKS.unpacked(BLOCKS.pack(wanted), codes.shape)
+    assert (near - wanted).norm() < 0.04 * wanted.norm()
+
+
+def test_mxfp4_is_that_of_transformers():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    kept = PACKINGS["mxfp4"]
+    blocks, scales = mxfp4_parts("", torch.empty(3, 64, 40)).values()
+    scales.random_(0, 255)  # also those of which fp32 has no normal number
+    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).float()
+    turned = scales.transpose(1, 2), blocks.flatten(2).transpose(1, 2)
+    stored = torch.cat([each.flatten() for each in turned])
+    assert torch.equal(kept.unpacked(stored, wanted.shape), wanted)
+    values = torch.randn(3, 64, 40)
+    near = kept.unpacked(kept.pack(values), values.shape)
+    assert (near - values).norm() < 0.15 * values.norm()
+    assert torch.equal(kept.unpacked(kept.pack(near), values.shape), near)
+
+
+def test_only_what_is_kept_exactly_is_a_base_as_the_folder_has_it(tmp_path):
+    how: dict[str, Any] = {"precision": "bf16", "base": "folder"}
+    folder, theirs = packed(tmp_path, "qwen3_moe")
+    with pytest.raises(InputError, match="'folder', but the model does not come in mxfp4 or in"):
+        make_engine(folder, adapter=LORA, **how)
+    with pytest.raises(InputError, match="'folder', but the model does not come in mxfp4 or in"):
+        make_engine(theirs, adapter=LORA, **how)
+    folder, _ = packed(tmp_path, "gpt_oss")
+    with pytest.raises(InputError, match=r"are quantised, .* leave base out where you set it"):
+        make_engine(folder, **how)
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path):
@@ -215,6 +308,82 @@ def scheme(kind="pack-quantized", **weights):
     }  # fmt: skip
 
 
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+AWQ: dict[str, Any] = {**GPTQ, "quant_method": "awq", "version": "gemm", "zero_point": True}
+ZEROS = Q.replace("weight", "qzeros")
+
+
+def integer_parts(name, values, how, acts):
+    """A matrix in the file of AutoGPTQ or AutoAWQ, and what the library makes of it."""
+    (outputs, inputs), bits = values.shape, how["bits"]
+    size, per, highest = how["group_size"], 32 // bits, 2**bits - 1
+    stored = partial(torch.randint, -(2**31), 2**31 - 1, dtype=torch.int32)
+    groups = inputs // size if size > 0 else 1
+    scales, zeros = torch.rand(groups, outputs).half() / 50, stored((groups, outputs // per))
+    index = torch.arange(inputs, dtype=torch.int32) * groups // inputs
+    shifts = torch.arange(0, 32, bits)
+    fields = partial(torch.bitwise_right_shift, other=shifts.int())
+    offsets = fields(zeros[:, :, None].expand(-1, -1, per)).reshape(groups, -1)
+    if how["quant_method"] == "awq":
+        codes = stored((inputs, outputs // per))
+        order = torch.arange(outputs).view(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].reshape(-1)
+        values, offsets = fields(codes[:, :, None]).reshape(inputs, -1)[:, order], offsets[:, order]
+    else:
+        codes, index = stored((inputs // per, outputs)), index[torch.randperm(inputs)]
+        values = (codes[:, None] >> shifts.int()[:, None]).reshape(inputs, outputs)
+        offsets = offsets + (how.get("checkpoint_format") != "gptq_v2")
+    parts = {"qweight": codes, "qzeros": zeros, "scales": scales}
+    parts |= {"g_idx": index} if acts else {}
+    at = index.long() if acts else torch.arange(inputs) // (size if size > 0 else inputs)
+    wanted = scales[at] * ((values & highest) - (offsets & highest)[at])
+    return {name.replace("weight", part): each for part, each in parts.items()}, wanted.T
+
+
+def integer_folder(folder, how, acts=False):
+    torch.manual_seed(3)
+    model = tiny_model("qwen3_moe", changes=SIZES["qwen3_moe"]).half()
+    model.save_pretrained(folder)
+    parts, wanted = dict[str, Any](), dict[str, Any]()
+    for name, values in load_file(folder / "model.safetensors").items():
+        if "layers" not in name or values.dim() != 2 or "gate.w" in name:
+            parts[name] = values
+            continue
+        packed, wanted[name] = integer_parts(name, values, how, acts)
+        parts |= packed
+    write(folder, parts, how)
+    return wanted
+
+
+@pytest.mark.parametrize(
+    ("how", "acts"),
+    few(
+        [
+            (GPTQ, True), (AWQ, False), (GPTQ | {"checkpoint_format": "gptq_v2"}, True),
+            (GPTQ | {"bits": 8, "group_size": -1}, False), (AWQ | {"group_size": -1}, False),
+        ]
+    ),
+)  # fmt: skip
+def test_values_of_integers_are_those_of_their_library(how, acts, tmp_path, caplog):
+    wanted = integer_folder(tmp_path / "packed", how, acts)
+    caplog.set_level(logging.INFO, "megatrain")
+    with Engine(tmp_path / "packed", device="cpu", precision="fp32") as engine:
+        assert f"unpacked from {how['quant_method']} to float16" in caplog.text
+        engine.save_pretrained(tmp_path / "out")
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert wanted and same({name: got[name] for name in wanted}, wanted)
+
+
+def gptq(change):
+    def to(folder):
+        shutil.rmtree(folder)
+        integer_folder(folder, GPTQ)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        write(folder, tensors, GPTQ)
+
+    return to
+
+
 REFUSED = {
     "no scales": (without("q_proj.weight_scale_inv"), f"lacks its '{Q}_scale_inv'"),
     "no values": (without("q_proj.weight"), f"has no matrix '{Q}' of float8"),
@@ -265,7 +434,15 @@ REFUSED = {
         named(**CT | {"config_groups": {"a": "int4", "b": {"weights": "int4"}}}),
         "compressed-tensors with config_groups {'a': 'int4'",
     ),
-    "gptq": (named(quant_method="gptq"), "quantised by gptq; only NF4 of bitsandbytes"),
+    "hqq": (named(quant_method="hqq"), "quantised by hqq; only NF4 of bitsandbytes"),
+    "3 bits": (named(quant_method="gptq", bits=3), "gptq with bits 3 "),
+    "marlin": (named(**GPTQ | {"checkpoint_format": "marlin"}), "gptq with checkpoint_format"),
+    "by columns": (named(**AWQ | {"version": "gemv"}), "awq with version gemv"),
+    "no zero points": (gptq(lambda p: p.pop(ZEROS)), f"qweight' lacks its '{ZEROS}'"),
+    "other groups of gptq": (
+        gptq(lambda p: p.update({ZEROS: p[ZEROS][:1].clone()})),
+        "are not the scales of group_size",
+    ),
     "nvfp4": (
         named(**CT | {"format": "nvfp4-pack-quantized"}),
         "compressed-tensors with config_groups None",
@@ -287,14 +464,15 @@ def test_what_cannot_be_unpacked_is_refused(case, folder, tmp_path):
     assert "\n" not in str(refused.value)
 
 
-def test_exponents_that_stand_for_nan_are_refused(tmp_path):
+@pytest.mark.parametrize("base", ["bf16", "folder"])
+def test_exponents_that_stand_for_nan_are_refused(base, tmp_path):
     folder, _ = packed(tmp_path, "gpt_oss")
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in tensors if name.endswith("_scales"))
     tensors[name][0, 0, 0] = 255
     write(folder, tensors, MXFP4)
     with pytest.raises(InputError, match=f"'{name}' holds a scale that is NaN"):
-        make_engine(folder)
+        make_engine(folder, adapter=LORA, base=base, precision="bf16")
 
 
 INT3, INT8 = INT4 | {"num_bits": 3}, INT4 | {"num_bits": 8, "group_size": None}
